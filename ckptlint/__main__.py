@@ -1,0 +1,5 @@
+"""`python -m ckptlint`."""
+
+from ckptlint.cli import main
+
+main()

@@ -1,0 +1,235 @@
+"""The command line: parse, call, print, exit. Nothing else in ckptlint prints.
+
+Heavy modules are imported inside the commands, so that `--version`, `--help` and completion stay fast.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptlint import __version__
+from ckptlint.errors import CkptlintError, ConfigError
+
+if TYPE_CHECKING:
+    from ckptlint.report import Report
+    from ckptlint.reporters.style import Style
+
+FORMATS = ("full", "concise", "json", "json-v1")
+_ENVIRONMENT = {"auto_envvar_prefix": "CKPTLINT", "help_option_names": ["-h", "--help"]}
+
+
+class _DefaultGroup(click.Group):
+    """A group in which `ckptlint PATH` means `ckptlint check PATH`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        if args and args[0] not in own and args[0] not in self.commands:
+            args = ["check", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group(cls=_DefaultGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "--version", "-V", prog_name="ckptlint")
+def cli() -> None:
+    """The linter for saved distributed checkpoints.
+
+    `ckptlint PATH` checks a checkpoint; it is short for `ckptlint check PATH`. A folder that is named like a command
+    is reached as ./NAME.
+
+    Exit codes: 0 passed, 1 findings, 2 wrong use, 3 nothing to check, 4 verdict incomplete.
+    """
+
+
+@cli.command(context_settings=_ENVIRONMENT)
+@click.argument("paths", nargs=-1, metavar="PATH...")
+@click.option("--select", multiple=True, metavar="RULES", help="Only these rules: codes, prefixes, names, ALL.")
+@click.option("--extend-select", multiple=True, metavar="RULES", help="These rules too.")
+@click.option("--ignore", multiple=True, metavar="RULES", help="Not these rules.")
+@click.option("--severity", multiple=True, metavar="RULE=LEVEL", help="Another severity for a rule.")
+@click.option(
+    "--fail-on",
+    type=click.Choice(["error", "warning", "info", "never"]),
+    default="error",
+    show_default=True,
+    help="Lowest severity that gives exit 1.",
+)
+@click.option("--strict", is_flag=True, help="Short for --fail-on warning.")
+@click.option("--exit-zero", is_flag=True, help="Short for --fail-on never; unsafe or unread input still fails.")
+@click.option(
+    "--depth",
+    type=click.Choice(["metadata", "files"]),
+    default="files",
+    show_default=True,
+    help="How much to read: the metadata only, or also names and sizes of the payload files.",
+)
+@click.option(
+    "--format", "format_", type=click.Choice(FORMATS), default="full", show_default=True, help="What goes to stdout."
+)
+@click.option(
+    "--output", multiple=True, metavar="[F=]FILE", help="Also write a report; the format by suffix, or given as F=."
+)
+@click.option("--max-per-rule", type=click.IntRange(min=0), default=5, show_default=True, help="Groups shown; 0 = all.")
+@click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
+@click.option("--ascii", "ascii_only", is_flag=True, help="Draw chunk maps with plain characters.")
+@click.option("--all-steps", is_flag=True, help="Every step of a run folder, not only the newest.")
+@click.option("-q", "--quiet", count=True, help="-q findings only, -qq exit code only.")
+@click.option("-v", "--verbose", is_flag=True, help="Also notes, rules that did not run and why, times.")
+def check(
+    paths: tuple[str, ...],
+    select: tuple[str, ...],
+    extend_select: tuple[str, ...],
+    ignore: tuple[str, ...],
+    severity: tuple[str, ...],
+    fail_on: str,
+    strict: bool,
+    exit_zero: bool,
+    depth: Any,
+    format_: str,
+    output: tuple[str, ...],
+    max_per_rule: int,
+    color: str,
+    ascii_only: bool,
+    all_steps: bool,
+    quiet: int,
+    verbose: bool,
+) -> None:
+    """Check checkpoints: a checkpoint folder, a step folder, or a run folder (its newest step).
+
+    `-` reads paths from standard input, one per line.
+    """
+    from ckptlint import pipeline
+    from ckptlint import select as selection
+    from ckptlint.registry import load_rules
+
+    if strict and exit_zero:
+        raise click.UsageError("--strict and --exit-zero contradict each other")
+    if not paths:
+        raise click.UsageError("which checkpoint? give a PATH, see `ckptlint --help`")
+    outputs = [_output(value) for value in output]
+    rules = selection.select(
+        load_rules(),
+        chosen=_tokens(select),
+        extended=_tokens(extend_select),
+        ignored=_tokens(ignore),
+        severities=[_pair(value) for value in severity],
+        depth=depth,
+    )
+    level: Any = "warning" if strict else "never" if exit_zero else fail_on
+    report = pipeline.run(_paths(paths), rules, depth=depth, fail_on=level, all_steps=all_steps)
+    style = _style(color, ascii_only, max_per_rule, quiet, verbose)
+    _emit(report, style, format_, outputs)
+    sys.exit(report.exit_code)
+
+
+@cli.command(context_settings=_ENVIRONMENT)
+@click.argument("rule")
+def explain(rule: str) -> None:
+    """The page of a rule: what it checks, why, usual causes, how to fix."""
+    from ckptlint.registry import load_rules
+    from ckptlint.rulepage import page
+    from ckptlint.select import find_rule
+
+    click.echo(page(find_rule(load_rules(), rule), min(shutil.get_terminal_size().columns, 100)))
+
+
+@cli.command(context_settings=_ENVIRONMENT)
+@click.option(
+    "--format", "format_", type=click.Choice(["table", "json", "markdown"]), default="table", show_default=True
+)
+def rules(format_: str) -> None:
+    """All rules: code, name, severity, the depth they need, what they find."""
+    from ckptlint.registry import load_rules
+    from ckptlint.rulepage import catalogue
+
+    click.echo(catalogue(load_rules(), format_, shutil.get_terminal_size().columns))
+
+
+def main() -> None:
+    """Run the command line; every error that ckptlint itself raises is one sentence and exit 2."""
+    try:
+        cli.main(standalone_mode=False)
+    except click.exceptions.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except ConfigError as error:
+        click.echo(f"ckptlint: {error}", err=True)
+        sys.exit(2)
+    except CkptlintError as error:
+        click.echo(f"ckptlint: {error}", err=True)
+        sys.exit(4)
+    except BrokenPipeError:
+        # the reader of a pipe went away: 1 would claim findings
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _tokens(values: Iterable[str]) -> list[str]:
+    return [token for value in values for token in value.split(",")]
+
+
+def _pair(value: str) -> tuple[str, str]:
+    name, equals, level = value.partition("=")
+    if not equals:
+        raise click.UsageError(f"--severity takes RULE=LEVEL, not {value!r}")
+    return name, level
+
+
+def _output(value: str) -> tuple[str, Path]:
+    """The format and file of an `--output`."""
+    from ckptlint.reporters import SUFFIXES
+
+    name, equals, path = value.partition("=")
+    if equals and name in FORMATS:
+        return name, Path(path)
+    suffix = Path(value).suffix
+    if suffix not in SUFFIXES:
+        raise click.UsageError(f"which format is {value}? use one of {', '.join(SUFFIXES)} or F=FILE")
+    return SUFFIXES[suffix], Path(value)
+
+
+def _paths(paths: Iterable[str]) -> list[str]:
+    found: list[str] = []
+    for path in paths:
+        found += [line for line in sys.stdin.read().splitlines() if line] if path == "-" else [path]
+    return found
+
+
+def _style(color: str, ascii_only: bool, per_rule: int, quiet: int, verbose: bool) -> Style:
+    from ckptlint.reporters.style import Style
+
+    is_terminal = sys.stdout.isatty()
+    chosen = {"always": True, "never": False}.get(color)
+    if chosen is None:
+        chosen = not os.environ.get("NO_COLOR") and (bool(os.environ.get("FORCE_COLOR")) or is_terminal)
+    encoding = (sys.stdout.encoding or "").lower()
+    width = min(max(shutil.get_terminal_size((80, 24)).columns, 60), 120)
+    return Style(chosen, ascii_only or "utf" not in encoding, width, per_rule, quiet, verbose)
+
+
+def _emit(report: Report, style: Style, format_: str, outputs: list[tuple[str, Path]]) -> None:
+    from dataclasses import replace
+
+    from ckptlint.reporters import REPORTERS
+
+    if text := REPORTERS[format_](report, style):
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    for name, path in outputs:
+        body = REPORTERS[name](report, replace(style, color=False))
+        unfinished = path.with_name(f".{path.name}.part")
+        try:
+            unfinished.write_text(body, encoding="utf-8")
+            unfinished.replace(path)
+        except OSError as error:
+            raise CkptlintError(f"{path} cannot be written: {error.strerror}") from None

@@ -1,0 +1,39 @@
+"""What ckptlint raises: one sentence, with the path and what to do; nothing here knows about click or exit codes."""
+
+from __future__ import annotations
+
+
+class CkptlintError(Exception):
+    """The root of every error that a caller of ckptlint may want to catch."""
+
+
+class ConfigError(CkptlintError):
+    """An option, a rule code or a setting is wrong; the command line ends in exit 2."""
+
+
+class NothingToCheckError(CkptlintError):
+    """No checkpoint lies under a path; the command line ends in exit 3."""
+
+
+class AccessError(CkptlintError):
+    """The operating system or the network refused a read; the verdict is incomplete, exit 4."""
+
+
+class UnreadableError(CkptlintError):
+    """A file is not what its name promises: damaged, cut short, or of another format. Becomes SAF002.
+
+    Attributes:
+        position: first byte that could not be understood, when known.
+    """
+
+    def __init__(self, message: str, position: int | None = None) -> None:
+        super().__init__(message)
+        self.position = position
+
+
+class LimitError(UnreadableError):
+    """Reading on would exceed a resource limit. Becomes SAF003."""
+
+
+class CheckpointError(CkptlintError):
+    """Raised by `Report.raise_for_findings` when the checkpoint is not good enough."""

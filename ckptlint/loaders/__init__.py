@@ -1,0 +1,339 @@
+"""Opening a path: recognise what it holds, read it safely, return the model that every rule sees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckptlint.errors import NothingToCheckError, UnreadableError
+from ckptlint.loaders.common import COMMON_ENTRY, OWN_ENTRIES, Location, read_common
+from ckptlint.loaders.dcp import Description, describe, state_of
+from ckptlint.loaders.megatron import dialect, missing_marks, read_config, read_plans, split_objects
+from ckptlint.loaders.problems import from_error, from_refusals
+from ckptlint.loaders.recognise import (
+    METADATA,
+    PAYLOAD_RANK,
+    RANK_METADATA,
+    Recognised,
+    find_checkpoints,
+    newest_readable_step,
+    recognise,
+    unsupported,
+    unsupported_hint,
+)
+from ckptlint.model import Checkpoint, Problem, StoredFile, printable
+from ckptlint.storage import Folder, is_safe
+from ckptlint.topology import read_topology
+from ckptlint.unpickle import SIZE_LIMIT, Node, Opaque, Unpickled, paused_gc, read_metadata
+
+_RENAMED = "the writer renames a finished file into place, so a short one is a copy that broke off or a full disk"
+_WRITTEN_LAST = "it is written last, after all payload files, so the save or the copy did not finish"
+
+
+def find(path: str, all_steps: bool = False) -> list[Folder]:
+    """The checkpoint folders that a path means; a file stands for its folder.
+
+    Raises:
+        NothingToCheckError: there is none.
+        AccessError: a folder could not be listed.
+    """
+    place = Path(path)
+    if not place.exists():
+        raise NothingToCheckError(f"{printable(path)} does not exist")
+    return find_checkpoints(Folder(place if place.is_dir() else place.parent), all_steps)
+
+
+def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
+    """Read one checkpoint folder.
+
+    Args:
+        folder: a folder that `find` returned.
+        look_at_files: whether to stat payload files (depth `files`), not only read the metadata.
+
+    Raises:
+        AccessError: the operating system refused a read; damage and malice become problems instead.
+    """
+    found = recognise(folder)
+    if found is None:
+        return _unfinished(folder, "the step folder is empty", "")
+    if found.kind == "unsupported":
+        return _unsupported(folder, found)
+    if found.kind == "incomplete":
+        return _incomplete(folder, found)
+    with paused_gc():
+        return _open_dcp(folder, found, look_at_files)
+
+
+# ---------------------------------------------------------------- DCP folders
+
+
+def _open_dcp(folder: Folder, found: Recognised, look_at_files: bool) -> Checkpoint:
+    problems: list[Problem] = []
+    names = [METADATA] if found.kind == "dcp" else _rank_files(folder)
+    unpickled = [(name, _read_metadata(folder, name, problems)) for name in names]
+    roots = [part.root for _, part in unpickled if part is not None and part.root is not None]
+    label = METADATA if found.kind == "dcp" else f"{names[0]} .. {names[-1]}"
+    if roots and isinstance(roots[0], Opaque) and roots[0].module.startswith("bytecheckpoint."):
+        return _unsupported(folder, Recognised("unsupported", "ByteCheckpoint", METADATA))
+    described: Description | None = None
+    if roots:
+        try:
+            described = describe(roots, label)
+        except UnreadableError as error:
+            if not problems:  # a refused root was reported already
+                problems.append(from_error(error, label, blocks=True))
+    if described is None:
+        problems = [replace(p, blocks=True, hint=p.hint or _other_step(folder)) for p in problems]
+        if any(p.kind == "unreadable" for p in problems):
+            problems += _beside(folder)
+        return Checkpoint(
+            folder.display, "dcp", problems=problems, readable=False, metadata_file=label, files=_listed(folder)
+        )
+    return _assemble(folder, found, described, roots[0], label, problems, look_at_files)
+
+
+def _assemble(
+    folder: Folder,
+    found: Recognised,
+    described: Description,
+    root: Node,
+    label: str,
+    problems: list[Problem],
+    look_at_files: bool,
+) -> Checkpoint:
+    objects, byte_objects = split_objects(described.byte_objects)
+    config, config_problem = read_config(folder)
+    format_ = dialect(described, root.name, config, folder, objects)
+    keys = [entry.fqn for entry in described.byte_objects]
+    if config_problem and format_ == "torch_dist":
+        problems.append(config_problem)
+    problems += described.problems
+    problems += missing_marks(format_, config, config_problem is not None, folder, keys)
+    partial = ""
+    if found.kind == "per-rank":
+        format_ = "dcp-per-rank"
+        partial, lost = _lost_ranks(folder)
+        problems += lost
+    problems += _beside(folder) + _leftovers(folder)
+    common, common_problems = read_common(folder, _common_entries(described))
+    problems += common_problems
+    writers = read_plans(described.extras.get("all_local_plans"))
+    files, locates = _files(folder, described, look_at_files)
+    return Checkpoint(
+        path=folder.display,
+        format=format_,
+        writer=_writer(described, root, format_),
+        tensors=described.tensors,
+        objects=objects,
+        byte_objects=byte_objects,
+        records=described.records,
+        files=files,
+        writers=writers,
+        common=common,
+        topology=read_topology(common, objects, writers),
+        problems=problems,
+        partial=partial,
+        locates_bytes=locates,
+        metadata_file=label,
+    )
+
+
+def _read_metadata(folder: Folder, name: str, problems: list[Problem]) -> Unpickled | None:
+    try:
+        unpickled = read_metadata(folder.read(name, SIZE_LIMIT))
+    except UnreadableError as error:
+        why = _RENAMED if error.position else _WRITTEN_LAST
+        problems.append(from_error(error, name, why=why))
+        return None
+    if isinstance(unpickled.root, Opaque) and unpickled.root.module.startswith("bytecheckpoint."):
+        return unpickled
+    problems += from_refusals(unpickled, name)
+    if unpickled.root is not None and not unpickled.refused:
+        try:
+            state_of(unpickled.root, "Metadata")
+        except UnreadableError as error:
+            problems.append(from_error(error, name, why="torch writes a Metadata object there"))
+    return unpickled
+
+
+def _common_entries(described: Description) -> dict[str, Location]:
+    """Where the records lie that may hold common state."""
+    wanted = {COMMON_ENTRY, *OWN_ENTRIES}
+    table = described.records
+    return {
+        entry.fqn: (
+            described.paths[int(table.file[entry.record])],
+            int(table.byte_offset[entry.record]),
+            int(table.byte_length[entry.record]),
+        )
+        for entry in described.byte_objects
+        if entry.fqn in wanted and entry.record >= 0 and is_safe(described.paths[int(table.file[entry.record])])
+    }
+
+
+def _files(folder: Folder, described: Description, look: bool) -> tuple[list[StoredFile], bool]:
+    """The payload files, in the order of `RecordTable.file` and then those nobody names; and `locates_bytes`."""
+    files = []
+    for path in described.paths:
+        state, size = folder.look_at(path) if look else ("unchecked", None)
+        files.append(StoredFile(printable(path), path if is_safe(path) else None, size, state, True))
+    known = set(described.paths)
+    files += [file for file in _listed(folder) if file.path not in known] if look else []
+    return files, not _shares_offsets(folder, described, look)
+
+
+def _listed(folder: Folder) -> list[StoredFile]:
+    return [
+        StoredFile(printable(name), name, entry.size, "ok", False)
+        for name, entry in folder.entries.items()
+        if name.endswith(".distcp") and not entry.is_folder
+    ]
+
+
+def _shares_offsets(folder: Folder, described: Description, look: bool) -> bool:
+    """Whether the tensors of each file share one offset, at which a safetensors header starts.
+
+    Source:
+        torch.distributed.checkpoint.filesystem (>= 2.8), SerializationFormat.SAFETENSORS
+    """
+    table = described.records
+    tensor_rows = np.flatnonzero([offset is not None for offset in table.offsets])
+    if not look or not len(tensor_rows):
+        return False
+    files, offsets = table.file[tensor_rows], table.byte_offset[tensor_rows]
+    order = np.argsort(files, kind="stable")
+    files, offsets = files[order], offsets[order]
+    starts = np.flatnonzero(np.concatenate([[True], files[1:] != files[:-1]]))
+    if (np.minimum.reduceat(offsets, starts) != np.maximum.reduceat(offsets, starts)).any():
+        return False
+    for start in starts[:4].tolist():
+        path, offset = described.paths[int(files[start])], int(offsets[start])
+        if offset < 0 or folder.look_at(path)[0] != "ok":
+            return False
+        head = folder.read_range(path, offset, 9)
+        if len(head) < 9 or head[8:9] != b"{" or int.from_bytes(head[:8], "little") > 100_000_000:
+            return False
+    return True
+
+
+# ---------------------------------------------------------------- what is missing or lies beside
+
+
+def _rank_files(folder: Folder) -> list[str]:
+    numbered = {name: int(match[1]) for name in folder.files() if (match := RANK_METADATA.fullmatch(name))}
+    return sorted(numbered, key=lambda name: numbered[name])
+
+
+def _lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
+    """Why per-rank metadata is partial ("" when it is whole) and the problem to report for it."""
+    present = {int(m[1]) for name in folder.files() if (m := RANK_METADATA.fullmatch(name))}
+    payload = {int(m[1]) for name in folder.files() if (m := PAYLOAD_RANK.fullmatch(name))}
+    lost = sorted(set(range(max(present | payload) + 1)) - present)
+    if not lost:
+        return "", []
+    names = ", ".join(f"__{rank}.metadata" for rank in lost[:8]) + (", ..." if len(lost) > 8 else "")
+    problem = Problem(
+        "incomplete",
+        names,
+        f"{names} missing: the other {len(present)} ranks wrote theirs",
+        why="with use_collectives=False each rank describes only its own chunks, so what these ranks held is lost",
+        hint="copy the files again from the node of these ranks, or go back to a complete step",
+    )
+    return f"the metadata of {len(lost)} of {len(lost) + len(present)} ranks is missing", [problem]
+
+
+def _leftovers(folder: Folder) -> list[Problem]:
+    entries, problems = folder.entries, []
+    temporary = ".metadata.tmp"
+    if temporary in entries and METADATA in entries and entries[temporary].mtime > entries[METADATA].mtime:
+        problems.append(
+            Problem(
+                "incomplete",
+                temporary,
+                f"{temporary} is newer than {METADATA}: a later save into this folder did not finish",
+                why="its payload files may have replaced the ones that .metadata describes",
+                hint="use another step, or save again into an empty folder",
+            )
+        )
+    if METADATA in entries and any(RANK_METADATA.fullmatch(name) for name in entries):
+        name = next(name for name in entries if RANK_METADATA.fullmatch(name))
+        problems.append(Problem("note", name, f"{name} lies beside {METADATA} and belongs to another save"))
+    return problems
+
+
+def _beside(folder: Folder) -> list[Problem]:
+    other = unsupported(folder)
+    return [] if other is None else [_unsupported_problem(other, beside=True)]
+
+
+def _unsupported_problem(found: Recognised, beside: bool = False) -> Problem:
+    sentence = f"{found.evidence} shows a checkpoint of {found.name}, which ckptlint does not check"
+    return Problem("unsupported", found.evidence, sentence, hint=unsupported_hint(found.name), blocks=not beside, beside=beside)
+
+
+def _unsupported(folder: Folder, found: Recognised) -> Checkpoint:
+    return Checkpoint(folder.display, "unsupported", problems=[_unsupported_problem(found)], readable=False)
+
+
+def _incomplete(folder: Folder, found: Recognised) -> Checkpoint:
+    payload = [name for name in folder.files() if name.endswith(".distcp")]
+    evidence = f"{len(payload)} payload files" if payload else printable(found.evidence)
+    if folder.has(".metadata.tmp"):
+        evidence += " and .metadata.tmp"
+    return _unfinished(folder, f"{METADATA} is missing, {evidence} are there", METADATA)
+
+
+def _unfinished(folder: Folder, sentence: str, file: str) -> Checkpoint:
+    problem = Problem(
+        "incomplete",
+        file or folder.display,
+        sentence,
+        why=_WRITTEN_LAST if file else "the step was begun and never written",
+        hint=_other_step(folder) or "restore it if only the copy left it out (dot files are easily left behind)",
+        blocks=True,
+    )
+    problems = [problem]
+    config, config_problem = read_config(folder)
+    if config_problem:
+        problems.append(config_problem)
+    common, common_problems = read_common(folder, {})
+    return Checkpoint(
+        folder.display,
+        "incomplete",
+        files=_listed(folder),
+        common=common,
+        problems=problems + common_problems,
+        readable=False,
+    )
+
+
+def _other_step(folder: Folder) -> str:
+    step = newest_readable_step(folder)
+    return f"the newest other step here whose metadata reads is {printable(step)}" if step else ""
+
+
+# ---------------------------------------------------------------- who wrote it
+
+
+def _writer(described: Description, root: Any, format_: str) -> str:
+    """The oldest writer that leaves what was found; a lower bound, since later versions may write the same.
+
+    Source:
+        formats by version: torch 1.13 - 2.15, megatron-core 0.6 - 0.20
+    """
+    extras = described.extras
+    if format_ == "torch_dist":
+        if any(entry.fqn == COMMON_ENTRY for entry in described.byte_objects):
+            return "core >= 0.19"
+        if "mcore_data" in extras:
+            return "core 0.11-0.16" if "all_local_plans" in extras else "core 0.8-0.10"
+        return "core >= 0.16" if "all_local_plans" in extras else "core"
+    if described.version is not None:
+        return "torch >= 2.9"
+    if described.storage_meta is None:
+        return "torch < 2.4"
+    has_modules = isinstance(described.storage_meta, Node) and "modules" in (described.storage_meta or [{}])[0]
+    return "torch >= 2.7" if has_modules else "torch >= 2.4"

@@ -1,0 +1,174 @@
+"""What Megatron-Core adds to a DCP folder: ShardedObjects in key names, every rank's plan, `metadata.json`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from ckptlint.boxes import COORDINATE_LIMIT, IntArray
+from ckptlint.errors import UnreadableError
+from ckptlint.loaders.common import COMMON_ENTRY, COMMON_FILE
+from ckptlint.loaders.dcp import Description, state_of
+from ckptlint.loaders.problems import from_error
+from ckptlint.model import ByteObject, Format, Problem, ShardedObject, WriterTable, printable
+from ckptlint.storage import Folder
+from ckptlint.unpickle import Node
+
+CONFIG_FILE = "metadata.json"
+_CONFIG_LIMIT = 64 * 1024**2
+_OBJECT = re.compile(r"(?P<key>[^/]+)/shard_(?P<offset>\d+(?:\.\d+)*)_(?P<shape>\d+(?:\.\d+)*)")
+_RUNTIME_KEYS = ("rng_state", "rerun_state_machine_state")
+
+
+def split_objects(entries: Iterable[ByteObject]) -> tuple[list[ShardedObject], list[ByteObject]]:
+    """The ShardedObjects among the bytes entries, by their key, and the other entries.
+
+    Source:
+        megatron.core.dist_checkpointing.mapping.ShardedObject: `{key}/shard_{offset}_{shape}`, numbers joined by "."
+    """
+    objects: list[ShardedObject] = []
+    others: list[ByteObject] = []
+    for entry in entries:
+        match = _OBJECT.fullmatch(entry.fqn)
+        if match is None:
+            others.append(entry)
+            continue
+        offset, shape = (tuple(map(int, match[part].split("."))) for part in ("offset", "shape"))
+        objects.append(ShardedObject(entry.fqn, match["key"], offset, shape, entry.record))
+    return objects, others
+
+
+def read_config(folder: Folder) -> tuple[dict[str, Any] | None, Problem | None]:
+    """The content of `metadata.json`, or why it cannot be read; (None, None) where there is none.
+
+    Source:
+        megatron.core.dist_checkpointing.core.CheckpointingConfig
+    """
+    if not folder.has(CONFIG_FILE):
+        return None, None
+    try:
+        config = json.loads(folder.read(CONFIG_FILE, _CONFIG_LIMIT))
+    except UnreadableError as error:
+        return None, from_error(error, CONFIG_FILE)
+    except (ValueError, RecursionError) as error:
+        damage = UnreadableError(f"it is no JSON ({printable(str(error))})")
+        why = "Megatron-Core writes it last and reads it first: without it the folder is not recognised"
+        return None, from_error(damage, CONFIG_FILE, why=why, hint="restore it from the step beside this one")
+    return (config, None) if isinstance(config, dict) else ({}, None)
+
+
+def dialect(
+    described: Description, root_name: str, config: dict[str, Any] | None, folder: Folder, objects: list[ShardedObject]
+) -> Format:
+    """Which writer's key scheme a folder with readable `.metadata` follows."""
+    if config and config.get("sharded_backend") == "torch_dist":
+        return "torch_dist"
+    keys = described.tensors.keys() | {entry.fqn for entry in described.byte_objects}
+    if any(key.startswith("optimizer.param_to_group_meta.") for key in keys):
+        return "fsdp_dtensor"
+    run_entries = {"args", "checkpoint_version"} <= keys
+    if run_entries and any(key.startswith("model.module.") for key in keys):
+        return "fsdp_dtensor"
+    megatron_objects = any(o.key in _RUNTIME_KEYS or o.key.endswith("._extra_state") for o in objects)
+    marks = "mcore_data" in described.extras or root_name == "MCoreMetadata" or COMMON_ENTRY in keys
+    if marks or megatron_objects or folder.has(COMMON_FILE) or (objects and "all_local_plans" in described.extras):
+        return "torch_dist"
+    return "torch_dcp" if run_entries and "iteration" in keys else "dcp"
+
+
+def missing_marks(
+    format_: Format, config: dict[str, Any] | None, config_is_broken: bool, folder: Folder, keys: Iterable[str]
+) -> list[Problem]:
+    """What a finished torch_dist save has and this folder lacks.
+
+    Source:
+        megatron.core.dist_checkpointing.serialization.save: `common.pt` first (<= 0.18), `metadata.json` last
+    """
+    if format_ != "torch_dist":
+        return []
+    problems = []
+    if config is None and not config_is_broken:
+        problems.append(
+            Problem(
+                "incomplete",
+                CONFIG_FILE,
+                f"{CONFIG_FILE} is missing beside the Megatron-Core checkpoint in .metadata",
+                why="Megatron-Core writes it last, so the save did not finish, or the copy left it out",
+                hint="go back to the newest complete step; if all files are known to be there, restore it from a "
+                "step that the same job saved",
+            )
+        )
+    has_common = folder.has(COMMON_FILE) or COMMON_ENTRY in set(keys) or folder.has("train_state.pt")
+    if config and not has_common:
+        declared = config.get("common_backend")
+        says = f"{CONFIG_FILE} declares the common backend {printable(str(declared))!r}" if declared else "no source"
+        problems.append(
+            Problem(
+                "incomplete",
+                COMMON_FILE,
+                f"{COMMON_FILE} is missing: {says}, and there is no entry {COMMON_ENTRY} either",
+                why="arguments, iteration and parameter groups live there; Megatron-Core cannot load without them",
+                hint=f"copy {COMMON_FILE} again from where the checkpoint was written",
+            )
+        )
+    return problems
+
+
+# ---------------------------------------------------------------- every rank's plan
+
+
+def read_plans(plans: Any) -> WriterTable | None:
+    """Every rank's plan as columns, or None where there are none or they make no sense (they are advisory).
+
+    Source:
+        `all_local_plans` of megatron-core >= 0.11: a list by rank of SavePlan or MCoreSavePlan
+    """
+    if not isinstance(plans, list) or not plans:
+        return None
+    try:
+        items = [(rank, item) for rank, plan in enumerate(plans) for item in state_of(plan, "SavePlan").get("items") or ()]
+        states = [state_of(item, "WriteItem") for _, item in items]
+        index = [state_of(state["index"], "MetadataIndex") for state in states]
+        data = [
+            None if state.get("tensor_data") is None else state_of(state["tensor_data"], "TensorWriteData")
+            for state in states
+        ]
+        chunks = [None if d is None else state_of(d["chunk"], "ChunkStorageMetadata") for d in data]
+        names = [key["fqn"] for key in index]
+        unique = {name: i for i, name in enumerate(dict.fromkeys(names))}
+        dtypes = [None if d is None else _dtype_of(d.get("properties")) for d in data]
+        unique_dtypes = {name: i for i, name in enumerate(dict.fromkeys(d for d in dtypes if d is not None))}
+        return WriterTable(
+            world_size=len(plans),
+            fqns=[printable(name) for name in unique],
+            fqn=np.array([unique[name] for name in names], np.int32),
+            rank=np.array([rank for rank, _ in items], np.int32),
+            is_bytes=np.array([d is None for d in data], bool),
+            offsets=_padded([() if c is None else c["offsets"] for c in chunks]),
+            sizes=_padded([() if c is None else c["sizes"] for c in chunks]),
+            dtypes=[printable(name) for name in unique_dtypes],
+            dtype=np.array([-1 if d is None else unique_dtypes[d] for d in dtypes], np.int16),
+            global_shape=_padded([() if d is None else d["size"] for d in data]),
+        )
+    except (UnreadableError, KeyError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def _dtype_of(properties: Any) -> str:
+    if type(properties).__base__ is Node and properties and isinstance(properties[0], tuple):
+        return str(properties[0][0])
+    return "unknown"
+
+
+def _padded(rows: list[tuple[int, ...]]) -> IntArray:
+    width = max(map(len, rows), default=0)
+    padding = (-1,) * width
+    flat = np.fromiter(chain.from_iterable((row + padding)[:width] for row in rows), np.int64, len(rows) * width)
+    if (np.abs(flat) > COORDINATE_LIMIT).any():
+        raise ValueError("a plan's numbers do not fit")
+    return flat.reshape(len(rows), width)

@@ -1,0 +1,198 @@
+"""What a folder is, told from its names and the first bytes of `.metadata`."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptlint.errors import CkptlintError, NothingToCheckError
+from ckptlint.storage import Folder
+
+METADATA = ".metadata"
+RANK_METADATA = re.compile(r"__(\d+)\.metadata")
+PAYLOAD_RANK = re.compile(r"__(\d+)_\d+\.distcp$")
+STEP = re.compile(
+    r"(?:iter_|iteration_|step[-_]?|global_step_?|checkpoint[-_]|epoch_\d+_step_|ep\d+-ba)(\d+)(?:\.ckpt)?|(\d{4,})"
+)
+_HINTS = {
+    "Hugging Face safetensors": "safetensors shards are not checked by this version",
+    "Megatron-LM legacy torch": "convert it to torch_dist with Megatron-LM's tools/checkpoint/convert.py",
+    "DeepSpeed ZeRO": "convert it with DeepSpeed's ds_to_universal.py or zero_to_fp32.py, which check it on the way",
+    "DeepSpeed universal": "load it with DeepSpeed, which checks it on the way",
+    "Orbax": "Orbax reads it; it is a JAX checkpoint",
+    "zarr (Megatron-Core <= 0.15)": "load it with Megatron-Core <= 0.15 and save it as torch_dist",
+    "ByteCheckpoint": "load it with ByteCheckpoint",
+}
+
+Kind = Literal["dcp", "per-rank", "incomplete", "unsupported"]
+
+
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """What a folder holds.
+
+    Attributes:
+        kind: which loader takes it.
+        name: the format's name, when it is not supported.
+        evidence: the file that showed it.
+    """
+
+    kind: Kind
+    name: str = ""
+    evidence: str = ""
+
+
+def unsupported_hint(name: str) -> str:
+    """What to do with a format that is not checked."""
+    return _HINTS.get(name, "give the folder of a DCP or torch_dist checkpoint, or convert it")
+
+
+def recognise(folder: Folder) -> Recognised | None:
+    """What the folder itself holds, its sub-folders aside; None when nothing here is known."""
+    names = folder.files()
+    payload = [name for name in names if name.endswith(".distcp")]
+    if METADATA in names and (payload or _is_metadata(folder)):
+        return Recognised("dcp")
+    if any(RANK_METADATA.fullmatch(name) for name in names):
+        return Recognised("per-rank")
+    other = unsupported(folder)
+    if payload or "common.pt" in names or ".metadata.tmp" in names or _backend(folder) == "torch_dist":
+        evidence = payload[0] if payload else next(n for n in ("common.pt", ".metadata.tmp", "metadata.json") if n in names)
+        return Recognised("incomplete", evidence=evidence)
+    return other
+
+
+def unsupported(folder: Folder) -> Recognised | None:
+    """A known format that ckptlint does not check, or None."""
+    files, folders = folder.files(), folder.folders()
+    marks: list[tuple[str, str | None]] = [
+        ("Megatron-LM legacy torch", _first(folders, r"mp_rank_\d\d.*") or _first(files, r"model_optim_rng\.pt")),
+        ("NVRx local checkpoint", _first(files, r"iter_\d{7}_\d+_local.*\.pt")),
+        ("DeepSpeed universal", _first(files, r"latest_universal") or _universal(folder)),
+        ("DeepSpeed ZeRO", _first(files, r"(bf16_|fp16_)?zero_pp_rank_\d+_.*_optim_states\.pt|mp_rank_.*_model_states\.pt")),
+        ("Orbax", _first(files + folders, r"_CHECKPOINT_METADATA|_METADATA|orbax\.checkpoint|manifest\.ocdbt|"
+                         r"ocdbt\.process_.*|_sharding|array_metadatas|commit_success\.txt|_ROOT_METADATA")),
+        ("zarr (Megatron-Core <= 0.15)", "metadata.json" if _backend(folder) == "zarr" else _zarr(folder)),
+        ("torch_checkpointing", _first(files, r"metadata\.pkl")),
+        ("per-rank torch.save files (verl)", _first(files, r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt")),
+        ("Hugging Face safetensors", _first(files, r".*\.safetensors|model\.safetensors\.index\.json")),
+        ("TensorFlow", _first(files, r".+\.data-\d{5}-of-\d{5}")),
+        ("Hugging Face torch shards", _first(files, r"pytorch_model-\d{5}-of-\d{5}\.bin")),
+    ]  # fmt: skip
+    for name, evidence in marks:
+        if evidence:
+            return Recognised("unsupported", name, evidence)
+    return None
+
+
+def step_number(name: str) -> int | None:
+    """The step that a folder name carries, or None.
+
+    >>> step_number("iter_0000010"), step_number("step-500"), step_number("model")
+    (10, 500, None)
+    """
+    match = STEP.fullmatch(name)
+    return int(match[1] or match[2]) if match else None
+
+
+def find_checkpoints(folder: Folder, all_steps: bool) -> list[Folder]:
+    """The checkpoint folders that a path means: itself, its newest step, or its components.
+
+    Args:
+        folder: what the user named.
+        all_steps: every step of a run folder instead of the newest one.
+
+    Raises:
+        NothingToCheckError: there is none.
+    """
+    found = _find(folder, all_steps, levels=3)
+    if not found:
+        raise NothingToCheckError(
+            f"no checkpoint under {folder.display}: looked for .metadata, __N.metadata, *.distcp, metadata.json, "
+            "step folders (iter_*, step-*, step_*, global_step_*, checkpoint-*) and component folders"
+        )
+    return found
+
+
+def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
+    if recognise(folder):
+        return [folder]
+    if levels == 0:
+        return []
+    numbered = {name: number for name in folder.folders() if (number := step_number(name)) is not None}
+    steps = sorted(numbered, key=lambda name: numbered[name], reverse=True)
+    steps += [name for name in folder.folders() if name == "release"]
+    found: list[Folder] = []
+    for name in steps:
+        step = folder.sub(name)
+        inside = _find(step, all_steps, levels - 1)
+        if not inside and not step.entries:
+            inside = [step]  # a step that was begun and holds nothing is no reason to pass an older one
+        found += inside
+        if found and not all_steps:
+            return found
+    if not found:
+        for name in folder.folders():
+            if not name.startswith("."):
+                found += _find(folder.sub(name), all_steps, 0)
+    return found
+
+
+def newest_readable_step(folder: Folder) -> str | None:
+    """Name of the newest other step of the same run that has metadata, or None."""
+    number = step_number(folder.path.name)
+    if number is None:
+        return None
+    parent = Folder(folder.path.parent)
+    try:
+        steps = {name: n for name in parent.folders() if (n := step_number(name)) is not None and n != number}
+        for name in sorted(steps, key=lambda name: steps[name], reverse=True):
+            step = parent.sub(name)
+            if step.has(METADATA) and step.head(METADATA, 1) == b"\x80":
+                return name
+    except CkptlintError:
+        return None
+    return None
+
+
+def _is_metadata(folder: Folder) -> bool:
+    """Whether a `.metadata` without payload files is DCP's: Flutter projects keep a text file of that name."""
+    start = folder.head(METADATA, 4096)
+    if not start or start[:1] == b"\x80" or start.startswith(b"version https://git-lfs") or folder.has("metadata.json"):
+        return True
+    try:
+        start.decode()
+    except UnicodeDecodeError as error:
+        return error.start < len(start) - 4
+    return False
+
+
+def _backend(folder: Folder) -> str | None:
+    if not folder.has("metadata.json"):
+        return None
+    try:
+        config = json.loads(folder.head("metadata.json", 65536))
+    except (ValueError, RecursionError):
+        return None
+    backend = config.get("sharded_backend") if isinstance(config, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def _first(names: list[str], pattern: str) -> str | None:
+    return next((name for name in names if re.fullmatch(pattern, name)), None)
+
+
+def _universal(folder: Folder) -> str | None:
+    return "zero/optimizer_state.pt" if "zero" in folder.folders() and folder.sub("zero").has("optimizer_state.pt") else None
+
+
+def _zarr(folder: Folder) -> str | None:
+    for name in folder.folders()[:8]:
+        try:
+            if folder.sub(name).has(".zarray"):
+                return f"{name}/.zarray"
+        except (CkptlintError, NothingToCheckError):
+            continue
+    return None

@@ -1,0 +1,367 @@
+"""What a checkpoint is to every rule, whoever wrote it: tensors, objects, records, files, plans, common state.
+
+Chunks and records are rows of arrays; Python objects for them exist only inside findings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptlint.boxes import Box, IntArray, Layout
+
+Format = Literal["dcp", "dcp-per-rank", "torch_dist", "fsdp_dtensor", "torch_dcp", "incomplete", "unsupported"]
+
+ITEM_BITS: Mapping[str, int] = {
+    **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"), 8),
+    **dict.fromkeys(("float8_e5m2fnuz", "float8_e8m0fnu"), 8),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 16),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 32),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 64),
+    "complex128": 128,
+}
+"""Bits per element of the dtypes whose payload size is certain.
+
+Source: torch 2.13 `torch.dtype.itemsize`. Packed and quantised dtypes (float4_e2m1fn_x2, int1-7, quint4x2, ...) are
+left out on purpose: no size check is made for them.
+"""
+
+
+def printable(text: str) -> str:
+    r"""The text with every character that a terminal may act on as a visible escape; no two texts become equal.
+
+    Control characters, line separators, bidirectional overrides, zero-width characters and lone surrogates are
+    escaped, and so is the backslash itself.
+
+    >>> printable("a\x1b[31mb")
+    'a\\x1b[31mb'
+    """
+    if text.isprintable() and "\\" not in text:
+        return text
+    return "".join(
+        c if c.isprintable() and c != "\\" else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkTable:
+    """The chunks of one tensor; row i is chunk i.
+
+    Attributes:
+        layout: offsets and sizes, shared by all tensors that are cut alike.
+        record: int64 [n], row of the chunk's stored bytes in `Checkpoint.records`; -1 when no storage entry exists.
+
+    Source:
+        torch.distributed.checkpoint.metadata.ChunkStorageMetadata
+    """
+
+    layout: Layout
+    record: IntArray
+
+    def __len__(self) -> int:
+        return len(self.record)
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedChunk:
+    """A chunk that fits no table: its offsets and sizes have other lengths than the tensor's shape."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    record: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """A stored tensor.
+
+    Attributes:
+        fqn: the key, made printable.
+        dtype: torch's name without the module (`bfloat16`), or `unknown`.
+        global_shape: extent of each axis, in elements, as the metadata gives it.
+        chunks: the chunks whose rank fits the shape.
+        malformed: the others.
+        is_flattened: Megatron-Core <= 0.15 stored an N-D tensor as `[X/x, Y/y, x*y]`.
+    """
+
+    fqn: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    chunks: ChunkTable
+    malformed: tuple[MalformedChunk, ...] = ()
+    is_flattened: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """Where the chunks lie."""
+        return self.chunks.layout
+
+    @property
+    def volume(self) -> int:
+        """Elements of the global shape."""
+        return prod(self.global_shape)
+
+    @property
+    def is_representable(self) -> bool:
+        """Whether shape and volume fit int64, which torch and the box arithmetic need."""
+        return all(0 <= size < 2**62 for size in self.global_shape) and self.volume < 2**63
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the chunks can be compared with the shape at all; False leaves the tensor to GEO002 or SAF003."""
+        return self.is_representable and not self.malformed
+
+    def nbytes(self, elements: int) -> int | None:
+        """Payload bytes of so many elements; None for dtypes of uncertain size."""
+        bits = ITEM_BITS.get(self.dtype)
+        return None if bits is None else elements * bits // 8
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedObject:
+    """One shard of a Megatron-Core ShardedObject, read from its key `{key}/shard_{offset}_{shape}`.
+
+    Attributes:
+        fqn: the whole entry name.
+        key: the part before `/shard_`.
+        offset: place in the grid of objects.
+        shape: the grid of objects.
+        record: row in `Checkpoint.records`, -1 without a storage entry.
+
+    Source:
+        megatron.core.dist_checkpointing.mapping.ShardedObject.unique_key
+    """
+
+    fqn: str
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class ByteObject:
+    """A DCP bytes entry that is no ShardedObject (torch BytesStorageMetadata)."""
+
+    fqn: str
+    record: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordTable:
+    """The storage entries of the metadata as columns; row i is one stored record.
+
+    Attributes:
+        fqns: the distinct names, printable, in order of first use.
+        fqn: int32 [m], position in `fqns`.
+        file: int32 [m], position in `Checkpoint.files`.
+        byte_offset: int64 [m], first byte of the record in its file.
+        byte_length: int64 [m], bytes of the record, archive framing included.
+        transformed: bool [m], whether the bytes went through a stream transform (`stream.zstd/1`).
+        owned: bool [m], whether a chunk, object or bytes entry refers to the record.
+        offsets: the chunk offsets each record is filed under; None for bytes entries.
+
+    Source:
+        torch.distributed.checkpoint.filesystem._StorageInfo, torch.distributed.checkpoint.metadata.MetadataIndex
+    """
+
+    fqns: list[str]
+    fqn: npt.NDArray[np.int32]
+    file: npt.NDArray[np.int32]
+    byte_offset: IntArray
+    byte_length: IntArray
+    transformed: npt.NDArray[np.bool_]
+    owned: npt.NDArray[np.bool_]
+    offsets: list[tuple[int, ...] | None]
+
+    def __len__(self) -> int:
+        return len(self.fqn)
+
+    def name(self, row: int) -> str:
+        """The entry name of a record."""
+        return self.fqns[int(self.fqn[row])]
+
+
+FileState = Literal["ok", "absent", "unsafe-path", "not-a-file", "link-outside", "unchecked"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A payload file that the metadata names or that lies in the folder.
+
+    Attributes:
+        name: path relative to the checkpoint, printable.
+        path: the same, raw; None when it must not be opened.
+        size: bytes; None when the file was not looked at.
+        state: what was found. `unsafe-path` is absolute or leaves the folder and was not opened; `link-outside` is a
+            link to a regular file elsewhere; `unchecked` when the depth or the storage did not allow a look.
+        referenced: whether a storage entry names it.
+    """
+
+    name: str
+    path: str | None
+    size: int | None
+    state: FileState
+    referenced: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WriterTable:
+    """What every rank planned to write, before deduplication; row i is one planned item.
+
+    Advisory: a save from cached metadata repeats an older plan.
+
+    Attributes:
+        world_size: number of plans.
+        fqns: the distinct names, printable.
+        fqn: int32 [m], position in `fqns`.
+        rank: int32 [m], the saving rank.
+        is_bytes: bool [m], a bytes entry, without offsets.
+        offsets: int64 [m, d], padded with -1 behind the tensor's rank.
+        sizes: int64 [m, d], likewise.
+        dtypes: the distinct dtypes; dtype: int16 [m], position in it, -1 for bytes.
+        global_shape: int64 [m, d], likewise padded.
+
+    Source:
+        `all_local_plans`, megatron.core.dist_checkpointing.strategies.state_dict_saver (>= 0.11) and NVRx
+    """
+
+    world_size: int
+    fqns: list[str]
+    fqn: npt.NDArray[np.int32]
+    rank: npt.NDArray[np.int32]
+    is_bytes: npt.NDArray[np.bool_]
+    offsets: IntArray
+    sizes: IntArray
+    dtypes: list[str]
+    dtype: npt.NDArray[np.int16]
+    global_shape: IntArray
+
+    def __len__(self) -> int:
+        return len(self.fqn)
+
+
+@dataclass(frozen=True, slots=True)
+class CommonState:
+    """The values every rank shares (arguments, iteration, parameter groups).
+
+    Attributes:
+        source: the file or entry they came from, relative to the checkpoint.
+        values: a dict as stored; classes of the training code are inert `unpickle.Node`s.
+    """
+
+    source: str
+    values: dict[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisSize:
+    """The size of a parallel axis and where it was read: `args`, `metadata`, `inferred`."""
+
+    size: int
+    source: str
+
+
+ProblemKind = Literal["unsafe", "unreadable", "limit", "unsupported", "incomplete", "note", "crashed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What a loader could not take at face value; a SAF or COM rule turns it into a finding.
+
+    Attributes:
+        kind: `unsafe` SAF001, `unreadable` SAF002, `limit` SAF003, `unsupported` SAF004, `incomplete` COM001,
+            `note` an info of SAF001, `crashed` LNT002 (made by the engine).
+        file: the file it lies in, relative to the checkpoint.
+        message: one sentence.
+        detail: lines shown below it (the opcodes of a refused call).
+        hint: what to do.
+        fqn: the key concerned, if one is.
+        blocks: whether the description of the tensors is missing because of it.
+        beside: whether the unsupported thing lies beside a checkpoint that is checked.
+    """
+
+    kind: ProblemKind
+    file: str
+    message: str
+    detail: tuple[str, ...] = ()
+    hint: str = ""
+    why: str = ""
+    fqn: str | None = None
+    blocks: bool = False
+    beside: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """One checkpoint folder as the rules see it.
+
+    Attributes:
+        path: as the user gave it, printable.
+        format: the dialect.
+        writer: the oldest library that writes what was found (`torch >= 2.9`): a lower bound, not a fact.
+        readable: whether the tensors were described at all; rules other than SAF and COM001 need it.
+        partial: why the metadata describes only part of the save, or "".
+        locates_bytes: whether offset and length of a record say where its bytes lie; not in the SAFETENSORS mode of
+            torch's FileSystemWriter (>= 2.8), where all tensors of a file share one offset.
+        steps_beside: other steps of the run with readable metadata, newest first.
+    """
+
+    path: str
+    format: Format
+    writer: str = ""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    objects: list[ShardedObject] = field(default_factory=list)
+    byte_objects: list[ByteObject] = field(default_factory=list)
+    records: RecordTable = field(default_factory=lambda: empty_records())
+    files: list[StoredFile] = field(default_factory=list)
+    writers: WriterTable | None = None
+    common: CommonState | None = None
+    topology: dict[str, AxisSize] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    readable: bool = True
+    partial: str = ""
+    locates_bytes: bool = True
+    metadata_file: str = ".metadata"
+
+    @property
+    def is_megatron(self) -> bool:
+        """Whether Megatron-Core's own planner wrote it: entries follow its key scheme, plans its dedup."""
+        return self.format == "torch_dist"
+
+    def sound_tensors(self) -> Iterator[Tensor]:
+        """The tensors that geometry rules can judge."""
+        return (tensor for tensor in self.tensors.values() if tensor.is_sound)
+
+    def chunk_file(self, tensor: Tensor, row: int) -> str:
+        """Name of the file that holds a chunk, or "" without a storage entry."""
+        record = int(tensor.chunks.record[row])
+        return "" if record < 0 else self.files[int(self.records.file[record])].name
+
+    def place(self, record: int) -> tuple[str, int, int]:
+        """File name, byte offset and byte length of a record."""
+        table = self.records
+        return self.files[int(table.file[record])].name, int(table.byte_offset[record]), int(table.byte_length[record])
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all payload files that were looked at."""
+        return sum(file.size or 0 for file in self.files)
+
+
+def empty_records() -> RecordTable:
+    """A table without rows."""
+    none = np.zeros(0, np.int64)
+    flags = np.zeros(0, bool)
+    return RecordTable([], none.astype(np.int32), none.astype(np.int32), none, none, flags, flags, [])
+
+
+def chunk_box(tensor: Tensor, row: int) -> Box:
+    """Chunk `row` of a tensor as a box."""
+    return tensor.layout.box(row)

@@ -1,0 +1,203 @@
+"""From findings to a verdict: diagnostics, groups of like ones, fingerprints, exit code."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from ckptlint.errors import CheckpointError
+from ckptlint.keys import role
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Depth, Finding, Rule, Severity
+
+FailOn = Literal["error", "warning", "info", "never"]
+Verdict = Literal["pass", "fail", "incomplete"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Diagnostic:
+    """A finding together with the rule that made it."""
+
+    rule: Rule
+    finding: Finding
+    severity: Severity
+
+    @property
+    def code(self) -> str:
+        """The rule's code."""
+        return self.rule.code
+
+    @property
+    def fqn(self) -> str | None:
+        """The key concerned."""
+        return self.finding.fqn
+
+    @property
+    def region(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Offsets and sizes of the part concerned."""
+        region = self.finding.region
+        return None if region is None else (region.offsets, region.sizes)
+
+    @property
+    def message(self) -> str:
+        """The sentence without the key's name, for formats that give the name apart."""
+        return self.finding.message.replace("{of}", "")
+
+    @property
+    def title(self) -> str:
+        """The sentence with the key's name."""
+        return self.finding.message.replace("{of}", f" of {self.fqn}" if self.fqn else "")
+
+    @property
+    def why(self) -> str:
+        """Why it matters, in one sentence."""
+        if self.finding.why:
+            return self.finding.why
+        text = self.rule.section("Why it matters").partition(". ")[0].rstrip(".")
+        return text[:1].lower() + text[1:] if text[1:2].islower() or text[1:2] == " " else text
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity across steps of a run: code, key, region and missing names; no path, step or file."""
+        finding = self.finding
+        parts = (self.code, self.fqn, self.region, finding.missing or (self.message if finding.fqn is None else ()))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Like findings: one is shown in full, the others by name."""
+
+    number: int
+    members: list[Diagnostic]
+
+    @property
+    def lead(self) -> Diagnostic:
+        """The one to show."""
+        return self.members[0]
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointReport:
+    """What the rules made of one checkpoint.
+
+    Attributes:
+        passed: codes of rules that ran to their end, with or without findings.
+        not_run: code -> why a rule could not judge (depth, unreadable metadata).
+        not_applicable: code -> why there was nothing to judge.
+        failed: code -> the error a rule ended in.
+        seconds: code -> time the rule took.
+    """
+
+    checkpoint: Checkpoint
+    diagnostics: list[Diagnostic] = field(default_factory=list)
+    passed: list[str] = field(default_factory=list)
+    not_run: dict[str, str] = field(default_factory=dict)
+    not_applicable: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """Findings of one rule, severity and sentence about names of one role; worst first, then by code."""
+        by_key: dict[tuple[object, ...], list[Diagnostic]] = {}
+        for item in self.diagnostics:
+            key = (-item.severity, item.code, item.message, role(item.fqn or ""), item.finding.file if not item.fqn else "")
+            by_key.setdefault(key, []).append(item)
+        ordered = sorted(by_key.items(), key=lambda pair: pair[0][:2])
+        return [Group(i, members) for i, (_, members) in enumerate(ordered, 1)]
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether something that was asked for could not be judged and no error says why."""
+        unread = not self.checkpoint.readable and not any(d.severity == Severity.ERROR for d in self.diagnostics)
+        return bool(self.failed) or unread
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """The outcome of one run.
+
+    Attributes:
+        checkpoints: one report each, in the order they were named.
+        rules: the rules that were selected.
+        nothing: for each path without a checkpoint, the sentence that says so.
+        refused: reads that the operating system or network refused.
+        seconds: the whole run.
+    """
+
+    checkpoints: list[CheckpointReport]
+    rules: tuple[Rule, ...]
+    depth: Depth = "files"
+    fail_on: FailOn = "error"
+    nothing: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def diagnostics(self) -> Iterator[Diagnostic]:
+        """All findings of all checkpoints."""
+        return (item for part in self.checkpoints for item in part.diagnostics)
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """Findings by severity."""
+        return Counter(item.severity.label for item in self.diagnostics)
+
+    @property
+    def fails(self) -> bool:
+        """Whether findings alone make the run fail: at or above `fail_on`, and always for SAF errors."""
+        least = Severity.ERROR + 1 if self.fail_on == "never" else Severity[self.fail_on.upper()]
+        return any(
+            item.severity >= least or (item.code.startswith("SAF") and item.severity == Severity.ERROR)
+            for item in self.diagnostics
+            if item.code != "LNT002"
+        )
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether some rule or file could not be judged."""
+        return bool(self.refused) or any(part.is_incomplete for part in self.checkpoints)
+
+    @property
+    def exit_code(self) -> int:
+        """1 findings, 4 incomplete, 3 nothing there, 0 otherwise; the first that applies."""
+        if self.fails:
+            return 1
+        if self.is_incomplete:
+            return 4
+        return 3 if self.nothing or not self.checkpoints else 0
+
+    @property
+    def verdict(self) -> Verdict:
+        """`pass` goes with exit 0 alone."""
+        verdicts: dict[int, Verdict] = {0: "pass", 1: "fail"}
+        return verdicts.get(self.exit_code, "incomplete")
+
+    def raise_for_findings(self, level: str = "error") -> None:
+        """Raise unless everything was judged and no finding reaches the level.
+
+        Raises:
+            CheckpointError: with the first finding, or with what could not be judged.
+        """
+        for item in self.diagnostics:
+            if item.severity >= Severity[level.upper()]:
+                raise CheckpointError(f"{item.code} {item.title}")
+        if self.exit_code in (3, 4):
+            raise CheckpointError("; ".join((*self.nothing, *self.refused)) or "the verdict is incomplete")
+
+
+def worst(groups: list[Group], per_rule: int) -> tuple[list[Group], Counter[str]]:
+    """At most so many groups per rule (0 = all), and how many were left out by code."""
+    shown, seen, cut = [], Counter[str](), Counter[str]()
+    for group in groups:
+        seen[group.lead.code] += 1
+        if per_rule and seen[group.lead.code] > per_rule:
+            cut[group.lead.code] += 1
+        else:
+            shown.append(group)
+    return shown, cut

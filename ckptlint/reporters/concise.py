@@ -1,0 +1,26 @@
+"""The `concise` format: one line per group, for grep and editors."""
+
+from __future__ import annotations
+
+from ckptlint.report import Report, worst
+from ckptlint.reporters.full import region_text
+from ckptlint.reporters.style import Style, cut
+
+
+def render(report: Report, style: Style) -> str:
+    """`path:key[region]: level CODE sentence (+n more)` for every group."""
+    if style.quiet >= 2:
+        return ""
+    lines = []
+    for part in report.checkpoints:
+        shown, left_out = worst(part.groups, style.per_rule)
+        for group in shown:
+            lead = group.lead
+            subject = cut(lead.fqn or lead.finding.file or part.checkpoint.metadata_file)
+            region = region_text(lead.finding.region) if lead.finding.region else ""
+            more = f" (+{len(group.members) - 1:,} more)" if len(group.members) > 1 else ""
+            level = style.paint(lead.severity.label, lead.severity.label)
+            lines.append(f"{part.checkpoint.path}:{subject}{region}: {level} {lead.code} {lead.message}{more}")
+        lines += [f"{part.checkpoint.path}: {count} more groups of {code}" for code, count in left_out.items()]
+    lines += [*report.refused, *report.nothing]
+    return "".join(line + "\n" for line in lines)

@@ -1,0 +1,98 @@
+"""The `json` format, described by `report.schema.json`: every finding, grouped or not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ckptlint import __version__
+from ckptlint.graph import coordinates
+from ckptlint.report import CheckpointReport, Diagnostic, Report
+from ckptlint.reporters.style import Style
+
+SCHEMA = "ckptlint.report/1"
+
+
+def render(report: Report, style: Style) -> str:
+    """The report as JSON text."""
+    counts = {level: report.counts[level] for level in ("error", "warning", "info")}
+    document = {
+        "schema": SCHEMA,
+        "tool": {
+            "version": __version__,
+            "depth": report.depth,
+            "sample": None,
+            "rules": [rule.code for rule in report.rules],
+        },
+        "verdict": report.verdict,
+        "summary": {**counts, "ignored": 0, "baselined": 0},
+        "checkpoints": [_checkpoint(part) for part in report.checkpoints],
+        "nothing": list(report.nothing),
+        "refused": list(report.refused),
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+def _checkpoint(part: CheckpointReport) -> dict[str, Any]:
+    ckpt = part.checkpoint
+    return {
+        "path": ckpt.path,
+        "format": ckpt.format,
+        "writer": ckpt.writer or None,
+        "totals": {
+            "tensors": len(ckpt.tensors),
+            "objects": len(ckpt.objects) + len(ckpt.byte_objects),
+            "files": len(ckpt.files),
+            "bytes": ckpt.total_bytes,
+        },
+        "topology": {axis: {"size": size.size, "source": size.source} for axis, size in ckpt.topology.items()},
+        "findings": [
+            _finding(part, item, f"{item.code}/{group.number}") for group in part.groups for item in group.members
+        ],
+        "not_run": [{"code": code, "reason": reason} for code, reason in part.not_run.items()],
+        "not_applicable": [{"code": code, "reason": reason} for code, reason in part.not_applicable.items()],
+        "failed": [{"code": code, "error": error} for code, error in part.failed.items()],
+    }
+
+
+def _finding(part: CheckpointReport, item: Diagnostic, group: str) -> dict[str, Any]:
+    ckpt, finding, tensor = part.checkpoint, item.finding, item.finding.tensor
+    region = finding.region
+    mesh = {}
+    if tensor is not None and region is not None and tensor.is_sound:
+        mesh = {f"dim {axis}": inside for axis, (_, inside) in coordinates(tensor.layout, region).items()}
+    chunks = []
+    for row in finding.rows if tensor is not None else ():
+        box, record = tensor.layout.box(row), int(tensor.chunks.record[row])  # type: ignore[union-attr]
+        file, byte_offset, byte_length = ckpt.place(record) if record >= 0 else (None, None, None)
+        chunks.append(
+            {
+                "offsets": list(box.offsets),
+                "sizes": list(box.sizes),
+                "file": file,
+                "byte_offset": byte_offset,
+                "byte_length": byte_length,
+            }
+        )
+    return {
+        "code": item.code,
+        "name": item.rule.name,
+        "severity": item.severity.label,
+        "message": item.message,
+        "fqn": item.fqn,
+        "dtype": tensor.dtype if tensor else None,
+        "global_shape": list(tensor.global_shape) if tensor else None,
+        "region": {"offsets": list(region.offsets), "sizes": list(region.sizes)} if region else None,
+        "mesh": mesh,
+        "chunks": chunks,
+        "file": finding.file or None,
+        "byte_range": list(finding.byte_range) if finding.byte_range else None,
+        "why": item.why,
+        "notes": [{"label": label, "text": text} for label, text in finding.notes],
+        "detail": list(finding.detail),
+        "hint": finding.hint or None,
+        "url": None,
+        "group": group,
+        "fingerprint": item.fingerprint,
+        "ignored": None,
+    }

@@ -1,0 +1,62 @@
+"""How text is shown: colour, width, characters, how much of it."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+_CODES = {"error": "31;1", "warning": "33;1", "info": "36", "good": "32", "dim": "2", "bold": "1"}
+NAME_LIMIT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """What the command line decided about its terminal.
+
+    Attributes:
+        color: whether to write colour codes.
+        ascii_only: whether lines are drawn with `+-|`.
+        width: columns.
+        per_rule: groups shown per rule in text; 0 = all.
+        quiet: 1 = findings only, 2 = nothing.
+        verbose: also rules that did not run, times and notes.
+    """
+
+    color: bool = False
+    ascii_only: bool = True
+    width: int = 80
+    per_rule: int = 5
+    quiet: int = 0
+    verbose: bool = False
+
+    def paint(self, text: str, kind: str) -> str:
+        """The text in the colour of its kind."""
+        return f"\x1b[{_CODES[kind]}m{text}\x1b[0m" if self.color else text
+
+    def wrap(self, text: str, indent: str, first: str | None = None) -> list[str]:
+        """The text in lines of at most `width` columns; names are never broken."""
+        return textwrap.wrap(
+            text,
+            self.width,
+            initial_indent=indent if first is None else first,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+        ) or [indent if first is None else first]
+
+
+def cut(name: str) -> str:
+    """A long name with its middle left out."""
+    if len(name) <= NAME_LIMIT:
+        return name
+    half = NAME_LIMIT // 2 - 2
+    return f"{name[:half]}...{name[-half:]}"
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> plural(1, "error"), plural(2_054, "object")
+    ('1 error', '2,054 objects')
+    """
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")

@@ -1,0 +1,121 @@
+"""What a rule is, and what it yields."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+from ckptlint.boxes import Box
+from ckptlint.model import Checkpoint, Tensor
+
+Depth = Literal["metadata", "files"]
+DEPTHS: tuple[Depth, ...] = ("metadata", "files")
+
+SECTIONS = ("What it checks", "Why it matters", "Usual causes", "How to fix", "See")
+"""The headings of a rule's docstring, in order; all but the last are required."""
+
+
+class Severity(IntEnum):
+    """How bad a finding is: an error will not load or loads wrong, a warning was probably not meant."""
+
+    INFO = 1
+    WARNING = 2
+    ERROR = 3
+
+    @property
+    def label(self) -> str:
+        """The word shown to users."""
+        return self.name.lower()
+
+
+class NotApplicable(Exception):  # noqa: N818  a verdict, not an error
+    """Raised by a rule that has nothing to judge here, with the reason."""
+
+
+Note = tuple[str, str]
+"""A label (`why`, `mesh`, `hint`, ...) and a sentence."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Finding:
+    """One thing a rule found.
+
+    Attributes:
+        message: one sentence; `{of}` stands for " of <fqn>", which machine formats leave out.
+        fqn: the key concerned.
+        tensor: draws the chunk map and gives dtype and shape.
+        region: the part of the tensor concerned.
+        rows: chunks concerned, as rows of the tensor's table.
+        missing: what identifies the finding besides code, fqn and region: names of absent things.
+        place: the line below the title; by default the metadata file with the tensor's dtype and shape.
+        file: the payload file concerned.
+        byte_range: first byte and length within `file`.
+        severity: lower than the rule's own, when evidence is weaker.
+        why: replaces the rule's own sentence.
+        hint: what to do now.
+        notes: further lines.
+        explain: makes lines that cost time; called only for findings that are shown in full.
+        detail: lines of a figure.
+    """
+
+    message: str
+    fqn: str | None = None
+    tensor: Tensor | None = None
+    region: Box | None = None
+    rows: tuple[int, ...] = ()
+    missing: tuple[str, ...] = ()
+    place: str = ""
+    file: str = ""
+    byte_range: tuple[int, int] | None = None
+    severity: Severity | None = None
+    why: str = ""
+    hint: str = ""
+    notes: tuple[Note, ...] = ()
+    explain: Callable[[], tuple[Note, ...]] | None = None
+    detail: tuple[str, ...] = ()
+
+
+Check = Callable[[Checkpoint], Iterator[Finding]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rule:
+    """A rule: its identity, and the function that judges one checkpoint.
+
+    Attributes:
+        code: letters of the family and a number, stable for ever.
+        name: the same in words, accepted wherever the code is.
+        severity: the highest it may give.
+        check: yields findings; raises NotApplicable when there is nothing to judge.
+        needs: the least depth at which it can judge.
+        always: whether it runs although the metadata could not be read.
+    """
+
+    code: str
+    name: str
+    severity: Severity
+    check: Check
+    needs: Depth = "metadata"
+    always: bool = False
+
+    @property
+    def summary(self) -> str:
+        """The first line of the docstring."""
+        return (inspect.getdoc(self.check) or "").partition("\n")[0]
+
+    def section(self, heading: str) -> str:
+        """A section of the docstring as one paragraph; empty when there is none."""
+        page = inspect.getdoc(self.check) or ""
+        match = re.search(rf"^{heading}:\n((?:[ ]+.*\n?|\n)+)", page, re.MULTILINE)
+        return " ".join(match[1].split()) if match else ""
+
+
+def rule(
+    code: str, name: str, severity: Severity, needs: Depth = "metadata", always: bool = False
+) -> Callable[[Check], Rule]:
+    """Turn a check function into a Rule; nothing is registered, rules are found by scanning modules."""
+    return lambda check: Rule(code, name, severity, check, needs, always)

@@ -1,0 +1,92 @@
+"""Which rules run, and how severe they are: codes, names, prefixes and ALL."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from ckptlint.errors import ConfigError
+from ckptlint.rule import DEPTHS, Depth, Rule, Severity
+
+
+def select(
+    rules: Sequence[Rule],
+    *,
+    chosen: Iterable[str] = (),
+    extended: Iterable[str] = (),
+    ignored: Iterable[str] = (),
+    severities: Iterable[tuple[str, str]] = (),
+    depth: Depth = "files",
+) -> tuple[Rule, ...]:
+    """The rules to run, with the user's severities.
+
+    SAF rules and LNT002 always run: a file that could not be read safely must never pass.
+
+    Raises:
+        ConfigError: an unknown rule or level, an attempt to switch off or lower a SAF rule or LNT002, or a rule chosen
+            by its own code or name that needs a greater depth.
+    """
+    chosen = list(chosen)
+    codes = set(_matching(rules, chosen)) if chosen else {rule.code for rule in rules}
+    extended = list(extended)
+    codes |= set(_matching(rules, extended))
+    for token in ignored:
+        dropped = set(_matching(rules, [token]))
+        fixed = {code for code in dropped if is_fixed(code)}
+        if fixed and len(fixed) == len(dropped):
+            raise ConfigError(f"{', '.join(sorted(fixed))} cannot be ignored: what is unsafe or unread must never pass")
+        codes -= dropped - fixed
+    codes |= {rule.code for rule in rules if is_fixed(rule.code)}
+    for token in [*chosen, *extended]:
+        named = next((rule for rule in rules if token in (rule.code, rule.name)), None)
+        if named and DEPTHS.index(named.needs) > DEPTHS.index(depth):
+            raise ConfigError(f"{named.code} {named.name} needs --depth {named.needs}, the depth is {depth}")
+    levels = {}
+    for token, level in severities:
+        if level.upper() not in Severity.__members__:
+            raise ConfigError(f"{level!r} is no severity: error, warning or info")
+        for code in _matching(rules, [token]):
+            if is_fixed(code):
+                raise ConfigError(f"the severity of {code} cannot be changed")
+            levels[code] = Severity[level.upper()]
+    return tuple(
+        replace(rule, severity=levels.get(rule.code, rule.severity)) for rule in rules if rule.code in codes
+    )
+
+
+def find_rule(rules: Sequence[Rule], token: str) -> Rule:
+    """The rule of a code or name, in any case.
+
+    Raises:
+        ConfigError: there is none; the message names the nearest one.
+    """
+    for rule in rules:
+        if token.upper() == rule.code or token.lower() == rule.name:
+            return rule
+    raise ConfigError(_unknown(rules, token))
+
+
+def is_fixed(code: str) -> bool:
+    """Whether a rule is outside the user's control."""
+    return code.startswith("SAF") or code == "LNT002"
+
+
+def _matching(rules: Sequence[Rule], tokens: Iterable[str]) -> list[str]:
+    codes: list[str] = []
+    for token in tokens:
+        wanted = token.strip()
+        if wanted.upper() == "ALL":
+            hits = [rule.code for rule in rules]
+        else:
+            hits = [rule.code for rule in rules if wanted.lower() == rule.name or rule.code.startswith(wanted.upper())]
+        if not wanted or not hits:
+            raise ConfigError(_unknown(rules, wanted))
+        codes += hits
+    return codes
+
+
+def _unknown(rules: Sequence[Rule], token: str) -> str:
+    known = [rule.code for rule in rules] + [rule.name for rule in rules]
+    near = difflib.get_close_matches(token.upper(), known, 1) or difflib.get_close_matches(token.lower(), known, 1)
+    return f"there is no rule {token!r}" + (f", did you mean {near[0]}?" if near else "; `ckptlint rules` lists them")

@@ -1,0 +1,87 @@
+"""GEO004: every element of a tensor is stored in some chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from ckptlint.boxes import Box
+from ckptlint.graph import absent_writer_hint, mesh_note
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+
+_SHOWN = 3
+
+
+@rule("GEO004", "coverage-hole", Severity.ERROR)
+def coverage_hole(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Part of a tensor's global shape is in no chunk.
+
+    What it checks:
+        Every index of the global shape lies in at least one chunk.
+    Why it matters:
+        A load leaves this region as it was in memory and raises nothing.
+    Usual causes:
+        One rank's state dict lacked the tensor, a mesh axis was lost from its placements, padding was not declared, or
+        the plan of an earlier save was reused.
+    How to fix:
+        Repair the placements and save again from the job, or go back to a step that passes.
+    See:
+        torch.distributed.checkpoint.metadata.TensorStorageMetadata
+    """
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    for tensor in ckpt.sound_tensors():
+        coverage = tensor.layout.coverage
+        if not coverage.missing or not tensor.layout.live.any():
+            continue
+        for number, region in enumerate(coverage.missing[:_SHOWN]):
+            yield Finding(
+                f"{_named(region, tensor.global_shape)}{{of}} {'is' if _is_single(region) else 'are'} in no chunk",
+                fqn=tensor.fqn,
+                tensor=tensor,
+                region=region,
+                rows=_neighbours(tensor, region),
+                notes=_total(tensor) if number == 0 else (),
+                explain=partial(_explain, ckpt, tensor, region),
+                hint=absent_writer_hint(ckpt, tensor, region),
+            )
+
+
+def _named(region: Box, shape: tuple[int, ...]) -> str:
+    """`rows 8:12` where the region spans all other axes, the whole box otherwise.
+
+    >>> _named(Box((8, 0), (4, 8)), (16, 8)), _named(Box((8, 0), (4, 4)), (16, 8))
+    ('rows 8:12', '[8:12, 0:4]')
+    """
+    if not shape:
+        return "the only element"
+    if region.sizes[1:] != shape[1:]:
+        return str(region)
+    noun = "elements" if len(shape) == 1 else "rows"
+    return f"{noun} {region.offsets[0]}:{region.ends[0]}"
+
+
+def _is_single(region: Box) -> bool:
+    return not region.sizes
+
+
+def _total(tensor: Tensor) -> tuple[Note, ...]:
+    coverage = tensor.layout.coverage
+    covered = 1 - coverage.missing_volume / tensor.volume
+    more = f", in {len(coverage.missing)} regions" if len(coverage.missing) > 1 else ""
+    percent = f"{covered:.1%}" if round(covered, 3) not in (0.0, 1.0) else "almost all" if covered > 0.5 else "almost none"
+    return (("covered", f"{percent} of the tensor; {coverage.missing_volume:,} elements are missing{more}"),)
+
+
+def _neighbours(tensor: Tensor, region: Box) -> tuple[int, ...]:
+    """Rows of the chunks that touch the region from outside."""
+    shape = tensor.global_shape
+    low = tuple(max(0, start - 1) for start in region.offsets)
+    high = tuple(min(extent, stop + 1) for stop, extent in zip(region.ends, shape, strict=True))
+    grown = Box(low, tuple(b - a for a, b in zip(low, high, strict=True)))
+    return tuple(tensor.layout.touching(grown)[:16])
+
+
+def _explain(ckpt: Checkpoint, tensor: Tensor, region: Box) -> tuple[Note, ...]:
+    return (("mesh", mesh_note(ckpt, tensor, region)),)

@@ -1,0 +1,38 @@
+"""GEO006: a tensor with elements has a chunk with elements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.keys import role
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+
+
+@rule("GEO006", "empty-chunk-list", Severity.ERROR)
+def empty_chunk_list(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A tensor is listed, and no chunk holds any of it.
+
+    What it checks:
+        A tensor whose global shape has elements has at least one chunk with elements; a scalar needs its one chunk.
+    Why it matters:
+        The key loads as if it were present, and nothing is read.
+    Usual causes:
+        No rank considered itself the writer, because the main replica was elected in the wrong group.
+    How to fix:
+        Elect a main replica in the right group, and save again.
+    See:
+        torch.distributed.checkpoint.metadata.TensorStorageMetadata
+    """
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    stored = {role(tensor.fqn) for tensor in ckpt.sound_tensors() if tensor.layout.live.any()}
+    for tensor in ckpt.sound_tensors():
+        if tensor.volume and not tensor.layout.live.any():
+            count = "its chunk list is empty" if not len(tensor.chunks) else "all its chunks are empty"
+            yield Finding(
+                f"nothing{{of}} is stored: {count}",
+                fqn=tensor.fqn,
+                tensor=tensor,
+                hint="the same tensor of other layers has chunks" if role(tensor.fqn) in stored else "",
+            )

@@ -1,0 +1,84 @@
+"""GEO008: all chunks of a tensor share one grid of cuts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+
+from ckptlint.boxes import Box, Crossing
+from ckptlint.keys import role
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.rule import Finding, Note, Severity, rule
+
+_SIBLINGS = 3
+_MOST = 0.8
+
+
+@rule("GEO008", "boundary-mismatch", Severity.WARNING)
+def boundary_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Groups of chunks cut one axis at different places.
+
+    What it checks:
+        On no axis do the intervals of two chunks cross; and none lies strictly inside another where at least four in
+        five of three or more siblings (the same tensor of other layers) are cut as a plain grid. Tensors with holes,
+        overlaps or duplicates are left to GEO001 to GEO007, and so are flat cuts, in which every chunk is one
+        contiguous run.
+    Why it matters:
+        Ranks disagree where a shared axis is divided, so an operation that assumes one grid mixes rows although every
+        element is stored once and torch accepts the plan.
+    Usual causes:
+        Uneven boundaries computed per tensor-parallel rank, one rank with another bucket layout, or a shard order that
+        was ignored.
+    How to fix:
+        Derive the offsets of all ranks from one layout, and save again.
+    See:
+        torch.distributed.tensor.placement_types._StridedShard
+    """
+    siblings: dict[str, list[Tensor]] = defaultdict(list)
+    for tensor in ckpt.sound_tensors():
+        siblings[role(tensor.fqn)].append(tensor)
+    for group in siblings.values():
+        grids = sum(tensor.layout.is_grid for tensor in group)
+        for tensor in group:
+            if not _may_judge(tensor):
+                continue
+            misfits = tensor.layout.crossings
+            if not misfits and len(group) > _SIBLINGS and grids >= _MOST * (len(group) - 1):
+                misfits = tensor.layout.nestings
+            if misfits:
+                yield _finding(ckpt, tensor, misfits[0])
+
+
+def _may_judge(tensor: Tensor) -> bool:
+    layout = tensor.layout
+    if len(layout.shape) < 2 or layout.is_grid or tensor.is_flattened or not layout.live.any():
+        return False
+    broken = len(layout.outside) or layout.duplicates or layout.coverage.missing or layout.coverage.doubled
+    return not broken and not layout.is_row_major
+
+
+def _finding(ckpt: Checkpoint, tensor: Tensor, misfit: Crossing) -> Finding:
+    (a, b), (c, d) = misfit.first, misfit.second
+    rows = tuple(_holder(tensor, misfit.axis, interval) for interval in (misfit.first, misfit.second))
+    where: tuple[Note, ...] = tuple(
+        ("cut", f"dim {misfit.axis} {start}:{stop} at {tensor.layout.box(row)} in {ckpt.chunk_file(tensor, row)}")
+        for (start, stop), row in zip((misfit.first, misfit.second), rows, strict=True)
+    )
+    region = tensor.layout.box(rows[1])
+    return Finding(
+        f"chunks{{of}} cut dim {misfit.axis} at different places: {a}:{b} against {c}:{d}",
+        fqn=tensor.fqn,
+        tensor=tensor,
+        region=Box(region.offsets, region.sizes),
+        rows=rows,
+        notes=where,
+        hint="every element is stored once; check that the ranks that wrote these files agree on the shard order",
+    )
+
+
+def _holder(tensor: Tensor, axis: int, interval: tuple[int, int]) -> int:
+    layout = tensor.layout
+    stops = layout.offsets[:, axis] + layout.sizes[:, axis]
+    return int(np.flatnonzero(layout.live & (layout.offsets[:, axis] == interval[0]) & (stops == interval[1]))[0])

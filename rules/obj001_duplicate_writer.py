@@ -1,0 +1,85 @@
+"""OBJ001: each part of the state has one writer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ckptlint.keys import role
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.writers import Duplicate, duplicates
+
+
+@rule("OBJ001", "duplicate-writer", Severity.ERROR)
+def duplicate_writer(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Two or more ranks planned to write the same key at the same offset.
+
+    What it checks:
+        In the plans of all ranks, which Megatron-Core stores from before deduplication, every (fqn, offset) occurs
+        once. Equal sizes, shapes and dtypes make it a warning. Not judged where plans are absent, were reused from
+        another state, or come from a writer whose ranks all plan their replicas.
+    Why it matters:
+        One copy survives and the rest is dropped without a message, so if they differed a module or a rank has lost its
+        state.
+    Usual causes:
+        replica_id lacks a mesh axis (tp, ep), two modules share inner keys without a prefix, or a tied layer is claimed
+        by two pipeline stages.
+    How to fix:
+        Put every replicated axis into replica_id, and prefix keys per module.
+    See:
+        megatron.core.dist_checkpointing.validation.validate_sharding_integrity
+    """
+    if ckpt.writers is None:
+        raise NotApplicable("the metadata holds no plans of the ranks")
+    if not ckpt.is_megatron:
+        raise NotApplicable("this writer's ranks all plan their replicas")
+    if set(ckpt.writers.fqns) != set(ckpt.records.fqns):
+        raise NotApplicable("the plans belong to another state: their keys differ from the metadata's")
+    groups: dict[tuple[object, ...], list[Duplicate]] = defaultdict(list)
+    for duplicate in duplicates(ckpt.writers):
+        groups[(role(duplicate.fqn), duplicate.fqn, duplicate.ranks, duplicate.equal)].append(duplicate)
+    for same in groups.values():
+        yield _finding(ckpt, same)
+
+
+def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
+    first = same[0]
+    ranks = " and ".join(map(str, first.ranks)) if len(first.ranks) < 4 else f"{first.ranks[0]}..{first.ranks[-1]}"
+    what = "it" if first.offset is None else f"its chunk at {list(first.offset)}"
+    if len(same) > 1:
+        what = f"{len(same)} of its chunks"
+    tensor = ckpt.tensors.get(first.fqn)
+    differ = "with the same size and dtype" if first.equal else "with other sizes or dtypes"
+    return Finding(
+        f"ranks {ranks} each wrote {what}{{of}}, {differ}; one copy was kept".replace("it{of}", "{of} itself")
+        if first.offset is None
+        else f"ranks {ranks} each wrote {what}{{of}}, {differ}; one copy was kept",
+        fqn=first.fqn,
+        tensor=tensor,
+        missing=tuple(f"{d.offset}" for d in same),
+        severity=Severity.WARNING if first.equal else None,
+        notes=_plans(ckpt, first),
+        hint="if the ranks' values differ, the state of all but one is gone: compare replica_id of these ranks",
+    )
+
+
+def _plans(ckpt: Checkpoint, duplicate: Duplicate) -> tuple[Note, ...]:
+    table = ckpt.writers
+    assert table is not None
+    kept = next(
+        (
+            ckpt.place(row)[0]
+            for row in range(len(ckpt.records))
+            if ckpt.records.name(row) == duplicate.fqn and ckpt.records.offsets[row] == duplicate.offset
+        ),
+        "",
+    )
+    notes: list[Note] = [("kept", f"the entry points to {kept}" if kept else "no entry is left")]
+    if not duplicate.equal:
+        for row in duplicate.rows[:4]:
+            sizes = [v for v in table.sizes[row].tolist() if v >= 0]
+            shape = [v for v in table.global_shape[row].tolist() if v >= 0]
+            dtype = table.dtypes[int(table.dtype[row])] if table.dtype[row] >= 0 else "bytes"
+            notes.append(("plan", f"rank {int(table.rank[row])}: sizes {sizes} of {shape}, {dtype}"))
+    return tuple(notes)

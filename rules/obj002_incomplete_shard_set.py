@@ -1,0 +1,85 @@
+"""OBJ002: the shards of a ShardedObject are all there."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+
+from ckptlint.keys import ranges
+from ckptlint.model import Checkpoint, ShardedObject
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.topology import axes_of_size
+
+_GRID_LIMIT = 10_000_000
+
+
+@rule("OBJ002", "incomplete-shard-set", Severity.ERROR)
+def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Some shards of a ShardedObject are missing.
+
+    What it checks:
+        For every key with suffix `/shard_<offset>_<shape>` the offsets are all those of the grid `shape`. A warning for
+        `_extra_state`, whose absence most loads survive.
+    Why it matters:
+        Megatron-Core refuses to load a key whose shards are not all there.
+    Usual causes:
+        Ranks were missing when the job saved, or a stage or branch of the model was not written.
+    How to fix:
+        Save again with all ranks, or go back to a complete step.
+    See:
+        megatron.core.dist_checkpointing.mapping.ShardedObject
+    """
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    if not ckpt.objects or not ckpt.is_megatron:
+        raise NotApplicable("there are no ShardedObjects")
+    grids: dict[tuple[str, tuple[int, ...]], dict[tuple[int, ...], ShardedObject]] = defaultdict(dict)
+    for obj in ckpt.objects:
+        # zarr-era names may have a shape one shorter than the offset; they say nothing about the grid
+        if len(obj.shape) == len(obj.offset):
+            grids[obj.key, obj.shape][obj.offset] = obj
+    for (key, shape), present in grids.items():
+        inside = [offset for offset in present if all(o < s for o, s in zip(offset, shape, strict=True))]
+        lost = prod(shape) - len(inside)
+        outside = len(present) - len(inside)
+        if not lost and not outside:
+            continue
+        place = f"{ckpt.metadata_file}: grid {list(shape)}, {len(inside):,} of {prod(shape):,} shards"
+        if outside:
+            far = next(offset for offset in present if offset not in set(inside))
+            message = f"{outside} shards{{of}} lie outside its grid {list(shape)}, the first at {list(far)}"
+        else:
+            message = f"{len(inside):,} of {prod(shape):,} ShardedObject shards{{of}} are there"
+        missing = _missing(shape, set(inside))
+        yield Finding(
+            message,
+            fqn=key,
+            place=place,
+            missing=tuple(".".join(map(str, offset)) for offset in missing[:64]),
+            severity=Severity.WARNING if key.endswith("_extra_state") else None,
+            notes=_which(ckpt, shape, missing, lost),
+            hint="the ranks of the missing shards did not save it, or none of them was its main replica (replica_id)",
+        )
+
+
+def _missing(shape: tuple[int, ...], present: set[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    if prod(shape) > _GRID_LIMIT:
+        return []
+    return [offset for offset in product(*map(range, shape)) if offset not in present]
+
+
+def _which(ckpt: Checkpoint, shape: tuple[int, ...], missing: list[tuple[int, ...]], lost: int) -> tuple[Note, ...]:
+    if not missing:
+        return (("missing", f"{lost:,} shards"),)
+    if len(shape) == 1:
+        return (("missing", f"shard{'s' if len(missing) > 1 else ''} {ranges(o[0] for o in missing)}"),)
+    for axis, size in enumerate(shape):
+        values = {offset[axis] for offset in missing}
+        if len(values) < size and len(missing) == len(values) * prod(shape) // size:
+            names = axes_of_size(ckpt.topology, size)
+            name = f"dim {axis} ({names[0]})" if len(names) == 1 else f"dim {axis}"
+            return (("mesh", f"{name}: {ranges(values)} of 0-{size - 1} is missing everywhere"),)
+    shown = ", ".join(".".join(map(str, offset)) for offset in missing[:8])
+    return (("missing", shown + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")),)

@@ -1,0 +1,40 @@
+"""OBJ004: ShardedObject keys can be taken apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+
+
+@rule("OBJ004", "malformed-object-key", Severity.WARNING)
+def malformed_object_key(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A ShardedObject key does not parse.
+
+    What it checks:
+        In a Megatron-Core checkpoint every bytes entry with `/shard_` in its name is `<key>/shard_<offset>_<shape>`,
+        with numbers joined by dots, no other slash in the key, and as many numbers in offset and shape. One shape
+        number less is how zarr-era files are written, and is let pass.
+    Why it matters:
+        Megatron-Core splits the name on "/" and "_" and misreads it.
+    Usual causes:
+        A slash in a module name, or a key that was made by hand.
+    How to fix:
+        Rename the module key, and save again.
+    See:
+        megatron.core.dist_checkpointing.mapping.ShardedObject.empty_from_unique_key
+    """
+    if not ckpt.is_megatron:
+        raise NotApplicable("this is no Megatron-Core checkpoint")
+    for entry in ckpt.byte_objects:
+        if "/shard_" in entry.fqn:
+            key, _, suffix = entry.fqn.rpartition("/shard_")
+            reason = f"the key {key!r} contains a slash" if "/" in key else f"{suffix!r} is not <offset>_<shape>"
+            yield Finding(f"the object name{{of}} does not parse: {reason}", fqn=entry.fqn)
+    for obj in ckpt.objects:
+        if len(obj.offset) - len(obj.shape) not in (0, 1):
+            yield Finding(
+                f"the object name{{of}} does not parse: offset {list(obj.offset)} and shape {list(obj.shape)}",
+                fqn=obj.fqn,
+            )

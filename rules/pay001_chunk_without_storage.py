@@ -1,0 +1,66 @@
+"""PAY001: the place of every chunk's bytes is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+
+
+@rule("PAY001", "chunk-without-storage", Severity.ERROR)
+def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A chunk or bytes entry has no storage entry.
+
+    What it checks:
+        Every chunk with elements, every bytes entry and every ShardedObject is filed in storage_data under its name and
+        offset.
+    Why it matters:
+        The load asks for bytes whose place nobody knows, and fails.
+    Usual causes:
+        The results of some ranks were not merged, a plan of an earlier save was reused, or the metadata was edited.
+    How to fix:
+        Save again with a fresh plan.
+    See:
+        torch.distributed.checkpoint.metadata.Metadata.storage_data
+    """
+    if not len(ckpt.records):
+        lost = sum(bool(t.layout.live.any()) for t in ckpt.sound_tensors()) + len(ckpt.objects) + len(ckpt.byte_objects)
+        if not lost:
+            raise NotApplicable("nothing is stored")
+        yield Finding(
+            f"storage_data is empty: the place of all {lost:,} entries is unknown",
+            missing=("all",),
+            hint="the metadata was rewritten or merged without its storage part; take the original",
+        )
+        return
+    for tensor in ckpt.sound_tensors():
+        rows = np.flatnonzero((tensor.chunks.record < 0) & tensor.layout.live)
+        if not len(rows):
+            continue
+        box = tensor.layout.box(int(rows[0]))
+        count = f"chunk {box}" if len(rows) == 1 else f"{len(rows):,} of {len(tensor.chunks):,} chunks"
+        files = sorted({ckpt.chunk_file(tensor, row) for row in range(min(len(tensor.chunks), 512))} - {""})
+        yield Finding(
+            f"{count}{{of}} {'has' if len(rows) == 1 else 'have'} no storage entry",
+            fqn=tensor.fqn,
+            tensor=tensor,
+            region=box,
+            rows=tuple(rows[:16].tolist()),
+            notes=(("stored", "its other chunks are in " + ", ".join(files[:6]) if files else "none of it is stored"),),
+            hint=_filed_elsewhere(ckpt, tensor),
+        )
+    for entry in [*ckpt.objects, *ckpt.byte_objects]:
+        if entry.record < 0:
+            yield Finding("the bytes{of} have no storage entry", fqn=entry.fqn)
+
+
+def _filed_elsewhere(ckpt: Checkpoint, tensor: Tensor) -> str:
+    table = ckpt.records
+    if tensor.fqn not in table.fqns:
+        return ""
+    rows = np.flatnonzero((table.fqn == table.fqns.index(tensor.fqn)) & ~table.owned)
+    places = [str(list(table.offsets[row] or ())) for row in rows[:3].tolist()]
+    return f"storage_data holds an entry for offset {', '.join(places)}, where no chunk starts" if places else ""

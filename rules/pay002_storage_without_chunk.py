@@ -1,0 +1,57 @@
+"""PAY002: every storage entry belongs to something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+
+
+@rule("PAY002", "storage-without-chunk", Severity.WARNING)
+def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A storage entry matches no chunk and no bytes entry.
+
+    What it checks:
+        The name and offset of each entry in storage_data occur among the chunks and bytes entries. Tensors whose chunks
+        other rules call wrong (GEO001, GEO002, PAY001) are left to them.
+    Why it matters:
+        Bytes were written that no key can reach.
+    Usual causes:
+        A cached plan of another state was reused, or the metadata was edited.
+    How to fix:
+        Save again with a fresh plan.
+    See:
+        torch.distributed.checkpoint.metadata.Metadata.storage_data
+    """
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    table = ckpt.records
+    stray = np.flatnonzero(~table.owned)
+    if not len(stray):
+        return
+    excused = {
+        tensor.fqn
+        for tensor in ckpt.tensors.values()
+        if not tensor.is_sound
+        or len(tensor.layout.outside)
+        or ((tensor.chunks.record < 0) & tensor.layout.live).any()
+    }
+    for row in stray.tolist():
+        fqn = table.name(row)
+        if fqn in excused:
+            continue
+        offset = table.offsets[row]
+        where = "without an offset" if offset is None else f"at offset {list(offset)}"
+        file, start, length = ckpt.place(row)
+        known = "no such key" if fqn not in ckpt.tensors else "no chunk starts there"
+        yield Finding(
+            f"the storage entry{{of}} {where} belongs to nothing: {known}",
+            fqn=fqn,
+            file=file,
+            byte_range=(start, length),
+            missing=(str(offset),),
+            hint="compare the keys with those of another step; a reused plan repeats the keys of an older state",
+        )

@@ -1,0 +1,72 @@
+"""PAY003: every file that the metadata names is there."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from ckptlint.graph import rank_of
+from ckptlint.keys import ranges
+from ckptlint.model import Checkpoint, FileState
+from ckptlint.rule import Finding, Severity, rule
+
+_SENTENCES: dict[FileState, str] = {
+    "absent": "missing",
+    "unsafe-path": "named by a path that leaves the checkpoint; not opened",
+    "not-a-file": "no regular file",
+    "link-outside": "a link to a file outside the checkpoint",
+}
+
+
+@rule("PAY003", "missing-file", Severity.ERROR, needs="files")
+def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A payload file that the metadata names is missing, or its path leaves the checkpoint.
+
+    What it checks:
+        The relative path of every storage entry names a regular file inside the folder. A link to a regular file
+        outside is a note, since model caches link to blobs.
+    Why it matters:
+        The tensors with chunks in these files cannot be loaded.
+    Usual causes:
+        Node-local file systems (each node kept its own ranks' files), a partial copy or upload, cleaning by name.
+    How to fix:
+        Copy the files of all nodes into one folder, or go back to a complete step.
+    See:
+        torch.distributed.checkpoint.filesystem.FileSystemReader
+    """
+    table = ckpt.records
+    entries = Counter(table.file.tolist())
+    by_state: dict[FileState, list[int]] = defaultdict(list)
+    for number, file in enumerate(ckpt.files):
+        if file.state in _SENTENCES and entries[number]:
+            by_state[file.state].append(number)
+    for state, numbers in by_state.items():
+        names = [ckpt.files[number].name for number in numbers]
+        lost = sum(int(table.byte_length[table.file == number].sum()) for number in numbers)
+        keys = list(dict.fromkeys(table.name(row) for n in numbers for row in (table.file == n).nonzero()[0].tolist()))
+        count = names[0] if len(names) == 1 else f"{len(names)} of {len(entries)} payload files"
+        verb = "is" if len(names) == 1 else "are"
+        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        yield Finding(
+            f"{count} {verb} {_SENTENCES[state]}: {sum(entries[n] for n in numbers):,} entries, {lost:,} bytes",
+            file=names[0],
+            missing=tuple(names),
+            place=f"{ckpt.metadata_file}: {shown}",
+            severity=Severity.INFO if state == "link-outside" else None,
+            notes=(("keys", ", ".join(keys[:4]) + (f" and {len(keys) - 4:,} more" if len(keys) > 4 else "")),),
+            hint=_pattern(ckpt, names) if state == "absent" else "",
+        )
+
+
+def _pattern(ckpt: Checkpoint, names: list[str]) -> str:
+    """What the numbers of the missing files have in common."""
+    lost = {rank for name in names if (rank := rank_of(name)) is not None}
+    there = {rank for f in ckpt.files if f.state == "ok" and (rank := rank_of(f.name)) is not None}
+    lost -= there
+    if not lost:
+        return ""
+    low, high = min(lost), max(lost)
+    whole_node = len(lost) > 1 and high - low + 1 == len(lost) and low % len(lost) == 0
+    if whole_node:
+        return f"ranks {ranges(lost)} have no file at all: looks like every file of one node"
+    return f"rank{'s' if len(lost) > 1 else ''} {ranges(lost)} {'have' if len(lost) > 1 else 'has'} no file at all"

@@ -1,0 +1,69 @@
+"""PAY005: no byte belongs to two entries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+
+_SHOWN = 32
+
+
+@rule("PAY005", "range-overlap-in-file", Severity.ERROR)
+def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Two entries of a payload file share bytes.
+
+    What it checks:
+        The byte ranges of the storage entries of one file do not intersect. Empty ranges count for nothing.
+    Why it matters:
+        At least one of the two tensors reads bytes of the other.
+    Usual causes:
+        Damaged or edited metadata, or two writers in one file at the same time.
+    How to fix:
+        Save again; check which of the two values is right before using either.
+    See:
+        torch.distributed.checkpoint.filesystem._StorageInfo
+    """
+    if not ckpt.locates_bytes:
+        raise NotApplicable("in the safetensors serialisation all tensors of a file share one offset")
+    table = ckpt.records
+    rows = np.flatnonzero((table.byte_length > 0) & (table.byte_offset >= 0))
+    order = rows[np.lexsort((table.byte_length[rows], table.byte_offset[rows], table.file[rows]))]
+    if len(order) < 2:
+        return
+    file, start = table.file[order], table.byte_offset[order]
+    stop = start + np.minimum(table.byte_length[order], np.iinfo(np.int64).max - start)
+    # the furthest end so far within each file, and which entry has it: an overlap may span several neighbours
+    changes = np.concatenate([[True], file[1:] != file[:-1]])
+    holder = _running_argmax(stop, changes)
+    hits = np.flatnonzero((file[1:] == file[:-1]) & (start[1:] < stop[holder[:-1]])) + 1
+    for hit in hits[:_SHOWN].tolist():
+        other = int(holder[hit - 1])
+        first, second = int(order[other]), int(order[hit])
+        names = table.name(first), table.name(second)
+        shared = int(min(stop[hit], stop[other]) - start[hit])
+        place = ckpt.files[int(file[hit])].name
+        spans = [f"[{int(start[i]):,}, {int(stop[i]):,}) {name}" for i, name in ((other, names[0]), (hit, names[1]))]
+        more = f" ({len(hits) - 1:,} more such pairs)" if hit == hits[0] and len(hits) > 1 else ""
+        yield Finding(
+            f"{shared:,} bytes of {place} belong to two entries: {names[0]} and {names[1]}{more}",
+            fqn=names[1],
+            file=place,
+            byte_range=(int(start[hit]), shared),
+            missing=(names[0],),
+            place=f"{place}: " + ", ".join(spans),
+            hint="one of the two offsets is wrong; the file's other entries tell which, since records lie end to end",
+        )
+
+
+def _running_argmax(values: np.ndarray, starts: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    """For each position the index of the largest value since the last start, itself included."""
+    group = np.cumsum(starts) - 1
+    order = np.argsort(np.argsort(values, kind="stable"), kind="stable")
+    ranked = np.maximum.accumulate(order + group * len(values))
+    at_rank = np.empty(len(values), np.int64)
+    at_rank[order] = np.arange(len(values))
+    return np.asarray(at_rank[ranked - group * len(values)])

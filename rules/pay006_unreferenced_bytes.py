@@ -1,0 +1,89 @@
+"""PAY006: every byte of the payload files belongs to an entry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+
+from ckptlint.chunkmap import human_bytes
+from ckptlint.graph import rank_of
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.writers import planned_by
+
+MIN_BYTES = 64
+_SHOWN = 3
+
+
+@rule("PAY006", "unreferenced-bytes", Severity.WARNING, needs="files")
+def unreferenced_bytes(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Bytes of a payload file belong to no entry.
+
+    What it checks:
+        The entries of each `.distcp` file tile it from its first to its last byte, but for gaps below 64 bytes; a file
+        that no entry names is empty.
+    Why it matters:
+        Stray bytes prove a second writer: where ranks plan on their own (Megatron-Core, NVRx) each writes its copy and
+        only the map is deduplicated, so what one of them held is lost.
+    Usual causes:
+        Two ranks were main replica of one tensor or object (see OBJ001), or files of an older or interrupted save.
+    How to fix:
+        Find the second writer and give it the missing mesh axis or prefix; delete leftovers before saving into a used
+        folder.
+    See:
+        megatron.core.dist_checkpointing.strategies.state_dict_saver
+    """
+    if not ckpt.locates_bytes:
+        raise NotApplicable("in the safetensors serialisation an entry's offset and length do not locate its bytes")
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    table = ckpt.records
+    order = np.lexsort((table.byte_offset, table.file))
+    bounds = np.searchsorted(table.file[order], np.arange(len(ckpt.files) + 1))
+    for number, file in enumerate(ckpt.files):
+        if file.state != "ok" or not file.size or not file.name.endswith(".distcp"):
+            continue
+        rows = order[bounds[number] : bounds[number + 1]]
+        gaps = _gaps(table.byte_offset[rows], table.byte_length[rows], file.size)
+        total = sum(stop - start for start, stop in gaps)
+        if total < MIN_BYTES:
+            continue
+        if not len(rows):
+            message = f"no entry names {file.name}, which holds {human_bytes(file.size)}"
+        else:
+            message = f"{total:,} bytes of {file.name} ({total / file.size:.1%}) are in no entry"
+        spans = ", ".join(f"[{start:,}, {stop:,})" for start, stop in gaps[:_SHOWN])
+        yield Finding(
+            message,
+            file=file.name,
+            byte_range=(gaps[0][0], gaps[0][1] - gaps[0][0]),
+            missing=(file.name,),
+            place=f"{file.name}: {spans}" + (f" and {len(gaps) - _SHOWN} more gaps" if len(gaps) > _SHOWN else ""),
+            explain=partial(_planned_elsewhere, ckpt, file.name),
+            hint="if a save into this folder was interrupted before, these are its leftovers"
+            if not len(rows)
+            else "look for keys that this file's rank wrote too (OBJ001 lists them where plans are stored)",
+        )
+
+
+def _gaps(starts: np.ndarray, lengths: np.ndarray, size: int) -> list[tuple[int, int]]:  # type: ignore[type-arg]
+    """The [start, stop) of at least `MIN_BYTES` bytes between sorted ranges and up to the end of the file."""
+    reached = np.maximum.accumulate(np.concatenate([[0], starts + np.maximum(lengths, 0)]))
+    nexts = np.concatenate([starts, [size]])
+    wide = np.flatnonzero(nexts - reached >= MIN_BYTES)
+    return [(int(reached[i]), int(nexts[i])) for i in wide.tolist()]
+
+
+def _planned_elsewhere(ckpt: Checkpoint, name: str) -> tuple[Note, ...]:
+    """Keys that the file's rank planned to write and whose entry points to another rank's file."""
+    rank = rank_of(name)
+    if ckpt.writers is None or rank is None:
+        return ()
+    own = {ckpt.records.name(r) for r in range(len(ckpt.records)) if rank_of(ckpt.place(r)[0]) == rank}
+    lost = sorted(planned_by(ckpt.writers, rank) & set(ckpt.records.fqns) - own)
+    if not lost:
+        return ()
+    more = f" and {len(lost) - _SHOWN:,} more" if len(lost) > _SHOWN else ""
+    return (("planned", f"rank {rank} also planned {', '.join(lost[:_SHOWN])}{more}, stored by another rank"),)

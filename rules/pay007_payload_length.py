@@ -1,0 +1,88 @@
+"""PAY007: a stored record can hold its chunk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+import numpy as np
+
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+
+_FRAMING = 4096
+_SHARE = 0.01
+
+
+@rule("PAY007", "payload-length", Severity.ERROR)
+def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A stored record is too short for its chunk.
+
+    What it checks:
+        The length of each chunk's record is at least its elements times the bytes of the dtype. A record that is longer
+        by more than 4 KiB and 1 % is a note: usually a view that was saved with its whole storage. Transformed
+        records, packed and unknown dtypes are left out. A record's own framing hides a lack of up to 1.6 KB.
+    Why it matters:
+        The record cannot hold the chunk, so a load fails or fills it with other bytes.
+    Usual causes:
+        The dtype or shape in the metadata differs from what was written.
+    How to fix:
+        Save again; clone views before saving.
+    See:
+        torch.distributed.checkpoint.filesystem._StorageInfo.length
+    """
+    if not ckpt.locates_bytes:
+        raise NotApplicable("in the safetensors serialisation a record's length is that of the tensor by definition")
+    table = ckpt.records
+    for tensor in ckpt.sound_tensors():
+        if tensor.nbytes(1) is None:
+            continue
+        rows = np.flatnonzero(tensor.chunks.record >= 0)
+        records = tensor.chunks.record[rows]
+        keep = ~table.transformed[records] & (tensor.layout.sizes[rows] >= 0).all(axis=1)
+        rows, records = rows[keep], records[keep]
+        if not len(rows):
+            continue
+        needed = _nbytes(tensor, rows)
+        stored = table.byte_length[records].astype(float)
+        short = np.flatnonzero((stored < needed) & (stored >= 0))
+        if len(short):
+            yield _too_short(ckpt, tensor, rows[short], int(records[short[0]]))
+        long = np.flatnonzero(stored > needed + np.maximum(_FRAMING, _SHARE * needed))
+        if len(long):
+            row = int(rows[long[0]])
+            extra = int(stored[long[0]] - needed[long[0]])
+            yield Finding(
+                f"{len(long):,} records{{of}} hold {extra:,} bytes and more beyond their chunk",
+                fqn=tensor.fqn,
+                tensor=tensor,
+                rows=(row,),
+                severity=Severity.INFO,
+                why="usually a view that was saved with its whole storage: legal, and wasteful",
+            )
+
+
+def _nbytes(tensor: Tensor, rows: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+    """Payload bytes of the chunks, as floats: a chunk may claim more than int64 holds."""
+    return np.asarray(tensor.layout.sizes[rows].astype(float).prod(axis=1) * (tensor.nbytes(8) or 0) / 8)
+
+
+def _too_short(ckpt: Checkpoint, tensor: Tensor, rows: np.ndarray, record: int) -> Finding:  # type: ignore[type-arg]
+    row = int(rows[0])
+    box = tensor.layout.box(row)
+    needed = tensor.nbytes(box.volume) or 0
+    file, start, length = ckpt.place(record)
+    ratio = Fraction(length, needed).limit_denominator(4096) if needed else Fraction(0)
+    share = f" ({ratio} of it)" if 0 < ratio.denominator <= 4096 and ratio.numerator else ""
+    count = f"the record of chunk {box}" if len(rows) == 1 else f"{len(rows):,} records"
+    return Finding(
+        f"{count}{{of}} {'is' if len(rows) == 1 else 'are'} too short: {needed:,} bytes needed, {length:,} stored{share}",
+        fqn=tensor.fqn,
+        tensor=tensor,
+        region=box,
+        rows=tuple(rows[:16].tolist()),
+        file=file,
+        byte_range=(start, length),
+        notes=(("record", f"{file}, bytes {start:,}-{start + length:,}"),),
+        hint="compare dtype and shape with the same tensor of another step",
+    )

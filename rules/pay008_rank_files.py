@@ -1,0 +1,48 @@
+"""PAY008: every rank has a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ckptlint.graph import rank_of
+from ckptlint.keys import ranges
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+
+
+@rule("PAY008", "rank-files", Severity.INFO, needs="files")
+def rank_files(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Some ranks stored nothing.
+
+    What it checks:
+        The numbers in the names of the payload files that entries refer to have no gap, and reach the world size where
+        the plans or the arguments tell it and only one file set exists.
+    Why it matters:
+        It is context for other findings: a rank whose every item was deduplicated stores nothing, and so does a rank
+        that was lost.
+    Usual causes:
+        Deduplication, a save by one group of ranks only (HSDP), or a lost file.
+    How to fix:
+        Nothing by itself; read it together with PAY003, GEO004 and OBJ002.
+    See:
+        torch.distributed.checkpoint.filesystem.FileSystemWriter
+    """
+    table = ckpt.records
+    used = {ckpt.files[n].name for n in np.unique(table.file[table.byte_length > 0]).tolist()}
+    present = {rank for name in used if (rank := rank_of(name)) is not None}
+    if not present:
+        raise NotApplicable("no payload file carries a rank number")
+    planning = set(np.unique(ckpt.writers.rank).tolist()) if ckpt.writers else None
+    world = ckpt.topology.get("world")
+    last = max(present) if planning is None or world is None else world.size - 1
+    silent = set(range(last + 1)) - present
+    if planning is not None:
+        silent &= planning
+    if silent:
+        yield Finding(
+            f"rank{'s' if len(silent) > 1 else ''} {ranges(silent)} of {last + 1} stored nothing that an entry names",
+            missing=tuple(str(rank) for rank in sorted(silent)),
+            place=f"{len(present)} ranks stored something",
+        )

@@ -1,0 +1,38 @@
+"""SAF001: no pickle asks for anything but checkpoint data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, Severity, rule
+
+
+@rule("SAF001", "unsafe-pickle", Severity.ERROR, always=True)
+def unsafe_pickle(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A pickle names something that checkpoint data does not need.
+
+    What it checks:
+        Every name in `.metadata` is one of torch's or Megatron-Core's checkpoint classes. In the common state, where
+        classes of the training code are normal, names known to be dangerous (os, subprocess, importlib, eval, ...) are
+        refused; classes nobody knows are a note. ckptlint resolves and calls none of them.
+    Why it matters:
+        torch reads `.metadata` with a plain pickle load, so opening the folder runs what it names.
+    Usual causes:
+        A planted payload, or a custom writer that stores its own classes.
+    How to fix:
+        Do not load the folder; ask whoever gave it to you.
+    See:
+        torch.distributed.checkpoint.filesystem.FileSystemReader.read_metadata
+    """
+    for problem in ckpt.problems:
+        if problem.kind in ("unsafe", "note"):
+            yield Finding(
+                problem.message,
+                file=problem.file,
+                missing=(problem.message,),
+                severity=Severity.INFO if problem.kind == "note" else None,
+                why=problem.why if problem.kind == "unsafe" else "they were decoded as inert values and not looked at",
+                hint=problem.hint,
+                detail=problem.detail,
+            )

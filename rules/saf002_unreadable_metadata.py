@@ -1,0 +1,36 @@
+"""SAF002: the metadata can be read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, Severity, rule
+
+
+@rule("SAF002", "unreadable-metadata", Severity.ERROR, always=True)
+def unreadable_metadata(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A metadata file is empty, cut short, or not what its name promises.
+
+    What it checks:
+        `.metadata` and `__N.metadata` are one whole pickle of a torch Metadata object; `common.pt` is a torch.save
+        archive; `metadata.json` of a Megatron-Core checkpoint is JSON.
+    Why it matters:
+        Nothing can be loaded, and nothing else can be checked.
+    Usual causes:
+        A save that was killed, a full disk, a copy that broke off, a Git LFS pointer instead of the file.
+    How to fix:
+        Restore the file from where it was written, or use an earlier step.
+    See:
+        torch.distributed.checkpoint.filesystem.FileSystemWriter.finish
+    """
+    for problem in ckpt.problems:
+        if problem.kind == "unreadable":
+            yield Finding(
+                problem.message,
+                file=problem.file,
+                missing=(problem.file,),
+                why=problem.why,
+                hint=problem.hint,
+                detail=problem.detail,
+            )

@@ -1,0 +1,36 @@
+"""SAF003: nothing in the input exceeds what can be represented and read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, Severity, rule
+
+
+@rule("SAF003", "resource-limit", Severity.ERROR, always=True)
+def resource_limit(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A number or size in the metadata exceeds a limit.
+
+    What it checks:
+        A metadata file has at most 2 GiB and takes no more memory to read than its size explains; keys have at most
+        4,096 characters, tensors at most 64 axes; shapes, their volume, offsets and lengths fit 64 bits.
+    Why it matters:
+        The input could exhaust memory, or torch cannot represent it.
+    Usual causes:
+        A damaged or hostile file.
+    How to fix:
+        Take the file from where it was written; if it is honest, report it as a limit that is too low.
+    """
+    for problem in ckpt.problems:
+        if problem.kind == "limit":
+            tensor = ckpt.tensors.get(problem.fqn) if problem.fqn else None
+            yield Finding(
+                problem.message,
+                fqn=problem.fqn,
+                tensor=tensor,
+                file=problem.file,
+                missing=(problem.message,),
+                why=problem.why,
+                hint=problem.hint,
+            )

@@ -1,0 +1,33 @@
+"""SAF004: what lies in the folder is a format that is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, Severity, rule
+
+
+@rule("SAF004", "unsupported-format", Severity.ERROR, always=True)
+def unsupported_format(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The folder holds a checkpoint of a known format that is not checked.
+
+    What it checks:
+        The marks of DeepSpeed, Orbax, legacy Megatron, zarr, safetensors, TensorFlow and others. A note where they lie
+        beside a checkpoint that is checked.
+    Why it matters:
+        A gate must not pass what nobody looked at.
+    Usual causes:
+        A wrong path, or a checkpoint of another framework.
+    How to fix:
+        Give the folder of the DCP or torch_dist checkpoint, or convert it.
+    """
+    for problem in ckpt.problems:
+        if problem.kind == "unsupported":
+            yield Finding(
+                problem.message,
+                file=problem.file,
+                missing=(problem.file,),
+                severity=Severity.INFO if problem.beside else None,
+                hint=problem.hint,
+            )
