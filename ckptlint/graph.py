@@ -191,4 +191,4 @@ def absent_writer_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
     named = f"rank {rank} (__{rank}_0.distcp) should hold it"
     if any(ckpt.files[i].referenced and (ckpt.records.file == i).any() for i in numbers):
         return f"{named}; it stored other tensors, so its save did finish: its state dict lacked this part"
-    return f"{named}, and no entry names a file of rank {rank}: that rank did not save"
+    return f"{named}, and no entry names a file of rank {rank}: it did not save, or its files are lost from the map"

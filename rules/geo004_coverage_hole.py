@@ -37,7 +37,7 @@ def coverage_hole(ckpt: Checkpoint) -> Iterator[Finding]:
             continue
         for number, region in enumerate(coverage.missing[:_SHOWN]):
             yield Finding(
-                f"{_named(region, tensor.global_shape)}{{of}} {'is' if _is_single(region) else 'are'} in no chunk",
+                _sentence(region, tensor.global_shape),
                 fqn=tensor.fqn,
                 tensor=tensor,
                 region=region,
@@ -48,22 +48,18 @@ def coverage_hole(ckpt: Checkpoint) -> Iterator[Finding]:
             )
 
 
-def _named(region: Box, shape: tuple[int, ...]) -> str:
-    """`rows 8:12` where the region spans all other axes, the whole box otherwise.
+def _sentence(region: Box, shape: tuple[int, ...]) -> str:
+    """Rows where the region spans all other axes, the whole box otherwise.
 
-    >>> _named(Box((8, 0), (4, 8)), (16, 8)), _named(Box((8, 0), (4, 4)), (16, 8))
-    ('rows 8:12', '[8:12, 0:4]')
+    >>> _sentence(Box((8, 0), (4, 8)), (16, 8)), _sentence(Box((8, 0), (4, 4)), (16, 8))
+    ('rows 8:12{of} are in no chunk', '[8:12, 0:4]{of} is in no chunk')
     """
     if not shape:
-        return "the only element"
+        return "the only element{of} is in no chunk"
     if region.sizes[1:] != shape[1:]:
-        return str(region)
+        return f"{region}{{of}} is in no chunk"
     noun = "elements" if len(shape) == 1 else "rows"
-    return f"{noun} {region.offsets[0]}:{region.ends[0]}"
-
-
-def _is_single(region: Box) -> bool:
-    return not region.sizes
+    return f"{noun} {region.offsets[0]}:{region.ends[0]}{{of}} are in no chunk"
 
 
 def _total(tensor: Tensor) -> tuple[Note, ...]:

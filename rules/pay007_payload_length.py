@@ -53,11 +53,12 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
             row = int(rows[long[0]])
             extra = int(stored[long[0]] - needed[long[0]])
             yield Finding(
-                f"{len(long):,} records{{of}} hold {extra:,} bytes and more beyond their chunk",
+                "records{of} are longer than their chunks",
                 fqn=tensor.fqn,
                 tensor=tensor,
                 rows=(row,),
                 severity=Severity.INFO,
+                notes=(("excess", f"{len(long):,} records, the first by {extra:,} bytes"),),
                 why="usually a view that was saved with its whole storage: legal, and wasteful",
             )
 
