@@ -39,7 +39,8 @@ def check(
     Raises:
         ConfigError: an unknown rule or depth.
     """
-    from ckptlint import pipeline, select as selection
+    from ckptlint import pipeline
+    from ckptlint import select as selection
     from ckptlint.errors import ConfigError
     from ckptlint.registry import load_rules
     from ckptlint.rule import DEPTHS

@@ -104,7 +104,7 @@ class Layout:
     @cached_property
     def live(self) -> BoolArray:
         """bool [n], the chunks that hold at least one element."""
-        return (self.sizes > 0).all(axis=1)
+        return np.asarray((self.sizes > 0).all(axis=1))
 
     @cached_property
     def outside(self) -> IntArray:
@@ -145,9 +145,7 @@ class Layout:
         if not self.shape:
             count = int(self.live.sum())
             whole = Box((), ())
-            return Coverage(
-                (whole,) * (count == 0), int(count == 0), (whole,) * (count > 1), int(count > 1)
-            )
+            return Coverage((whole,) * (count == 0), int(count == 0), (whole,) * (count > 1), int(count > 1))
         missing: list[Box] = []
         doubled: list[Box] = []
         volumes = [0, 0]
@@ -237,7 +235,9 @@ def _is_complete_grid(starts: IntArray, ends: IntArray, shape: tuple[int, ...]) 
     return cells == len(starts) == len(np.unique(cell))
 
 
-def _paint(starts: IntArray, ends: IntArray, low: IntArray, high: IntArray) -> Iterator[tuple[IntArray, list[IntArray]]]:
+def _paint(
+    starts: IntArray, ends: IntArray, low: IntArray, high: IntArray
+) -> Iterator[tuple[IntArray, list[IntArray]]]:
     """Yield (chunks per cell, cut points per axis) for parts that together fill [low, high).
 
     Coordinates are compressed to the cut points. Where that still makes too many cells (cuts that differ everywhere),
@@ -316,7 +316,7 @@ def _merged(boxes: list[Box]) -> list[Box]:
             by_rest.setdefault(rest, []).append(box)
         boxes = []
         for group in by_rest.values():
-            group.sort(key=lambda box: box.offsets[axis])  # noqa: B023  sorted at once
+            group.sort(key=lambda box: box.offsets[axis])
             boxes.append(group[0])
             for box in group[1:]:
                 if boxes[-1].ends[axis] == box.offsets[axis]:

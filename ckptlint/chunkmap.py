@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -74,7 +75,7 @@ def make_grid(tensor: Tensor, region: Box | None, cells: int = CELL_LIMIT) -> Gr
         inside.append([])
         for column in columns:
             drawn = [(across, column)] + ([] if down is None else [(down, row)])
-            inside[-1].append(all(0 <= cell.start and cell.stop <= shape[a] for a, cell in drawn))
+            inside[-1].append(all(cell.start >= 0 and cell.stop <= shape[a] for a, cell in drawn))
             if row.folded or column.folded:
                 holders[-1].append(None)
                 continue
@@ -128,7 +129,7 @@ def _cuts(starts: IntArray, ends: IntArray, size: int, region: Box, axis: int) -
 
 def _fold(cuts: list[int], start: int, stop: int, limit: int) -> list[Cell]:
     """The cells between the cuts; more than `limit` are folded but for the neighbourhood of [start, stop)."""
-    cells = [Cell(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    cells = [Cell(a, b) for a, b in pairwise(cuts)]
     if len(cells) <= limit:
         return cells
     touched = [i for i, cell in enumerate(cells) if cell.start < stop and cell.stop > start] or [0]
@@ -158,8 +159,7 @@ def _labels(cells: list[Cell]) -> list[str]:
 def _cell_text(grid: Grid, row: int, column: int, width: int) -> str:
     held = grid.holders[row][column]
     if held is None:
-        count = grid.columns[column].folded or grid.rows[row].folded
-        return f"..{count}.."[:width].center(width) if row == 0 or grid.columns[column].folded == 0 else "..".center(width)
+        return f"..{grid.columns[column].folded or grid.rows[row].folded}.."[:width].center(width)
     name = "".join(grid.legend[i] for i in held[:3]) + ("+" if len(held) > 3 else "")
     if not grid.inside[row][column]:
         return (name or "").center(width, "x")

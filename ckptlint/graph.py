@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -77,7 +78,7 @@ def places(layout: Layout, axis: int) -> Places | None:
         return None
     runs = sorted(sorted(component) for component in nx.weakly_connected_components(graph))
     nodes = [node for run in runs for node in run]
-    if any(a[1] > b[0] for a, b in zip(nodes, nodes[1:], strict=False)):
+    if any(a[1] > b[0] for a, b in pairwise(nodes)):
         return None
     if nodes and (nodes[0][0] < 0 or nodes[-1][1] > size):
         return None

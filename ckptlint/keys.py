@@ -61,9 +61,7 @@ def _products(rows: list[tuple[int, ...]]) -> list[list[list[int]]]:
         return [columns]
     varying = next(i for i, column in enumerate(columns) if len(column) > 1)
     return [
-        product
-        for value in columns[varying]
-        for product in _products([row for row in rows if row[varying] == value])
+        product for value in columns[varying] for product in _products([row for row in rows if row[varying] == value])
     ]
 
 

@@ -28,13 +28,13 @@ def read_pickle_member(file: BinaryIO) -> bytes:
         with zipfile.ZipFile(file) as archive:
             name = next((n for n in archive.namelist() if n.count("/") == 1 and n.endswith("/data.pkl")), None)
             if name is None:
-                raise UnreadableError("it is a zip archive without a data.pkl")
+                raise UnreadableError("is a zip archive without a data.pkl")
             member = archive.getinfo(name)
             if member.file_size > MEMBER_LIMIT:
-                raise LimitError(f"its data.pkl has {member.file_size:,} bytes, the limit is {MEMBER_LIMIT:,}")
+                raise LimitError(f"has a data.pkl of {member.file_size:,} bytes, the limit is {MEMBER_LIMIT:,}")
             if member.compress_type != zipfile.ZIP_STORED:
-                raise UnreadableError("its data.pkl is compressed, which torch.save never does")
+                raise UnreadableError("has a compressed data.pkl, which torch.save never does")
             return archive.read(member)
     except (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, NotImplementedError, RuntimeError) as e:
         reason = printable(str(e)) or type(e).__name__
-        raise UnreadableError(f"it is no torch.save archive ({reason})") from None
+        raise UnreadableError(f"is no torch.save archive ({reason})") from None

@@ -15,6 +15,8 @@ from ckptlint.model import Checkpoint
 from ckptlint.rule import Depth, Finding, Rule, Severity
 
 FailOn = Literal["error", "warning", "info", "never"]
+_PROPER_NAMES = ("Megatron", "PyTorch", "DCP")
+
 Verdict = Literal["pass", "fail", "incomplete"]
 
 
@@ -58,7 +60,8 @@ class Diagnostic:
         if self.finding.why:
             return self.finding.why
         text = self.rule.section("Why it matters").partition(". ")[0].rstrip(".")
-        return text[:1].lower() + text[1:] if text[1:2].islower() or text[1:2] == " " else text
+        first = text.partition(" ")[0]
+        return text if "-" in first or first in _PROPER_NAMES else text[:1].lower() + text[1:]
 
     @property
     def fingerprint(self) -> str:
@@ -106,8 +109,8 @@ class CheckpointReport:
         """Findings of one rule, severity and sentence about names of one role; worst first, then by code."""
         by_key: dict[tuple[object, ...], list[Diagnostic]] = {}
         for item in self.diagnostics:
-            key = (-item.severity, item.code, item.message, role(item.fqn or ""), item.finding.file if not item.fqn else "")
-            by_key.setdefault(key, []).append(item)
+            alike = item.finding.alike or (item.message, role(item.fqn) if item.fqn else item.finding.file)
+            by_key.setdefault((-item.severity, item.code, alike), []).append(item)
         ordered = sorted(by_key.items(), key=lambda pair: pair[0][:2])
         return [Group(i, members) for i, (_, members) in enumerate(ordered, 1)]
 
@@ -145,8 +148,8 @@ class Report:
 
     @cached_property
     def counts(self) -> Counter[str]:
-        """Findings by severity."""
-        return Counter(item.severity.label for item in self.diagnostics)
+        """Problems by severity: a group of like findings counts once."""
+        return Counter(group.lead.severity.label for part in self.checkpoints for group in part.groups)
 
     @property
     def fails(self) -> bool:

@@ -59,6 +59,7 @@ class Finding:
         hint: what to do now.
         notes: further lines.
         explain: makes lines that cost time; called only for findings that are shown in full.
+        alike: what findings of one group share; by default the sentence and the role of the key.
         detail: lines of a figure.
     """
 
@@ -76,6 +77,7 @@ class Finding:
     hint: str = ""
     notes: tuple[Note, ...] = ()
     explain: Callable[[], tuple[Note, ...]] | None = None
+    alike: str = ""
     detail: tuple[str, ...] = ()
 
 

@@ -50,9 +50,7 @@ def select(
             if is_fixed(code):
                 raise ConfigError(f"the severity of {code} cannot be changed")
             levels[code] = Severity[level.upper()]
-    return tuple(
-        replace(rule, severity=levels.get(rule.code, rule.severity)) for rule in rules if rule.code in codes
-    )
+    return tuple(replace(rule, severity=levels.get(rule.code, rule.severity)) for rule in rules if rule.code in codes)
 
 
 def find_rule(rules: Sequence[Rule], token: str) -> Rule:

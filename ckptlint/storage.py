@@ -94,7 +94,7 @@ class Folder:
         with self.open(name) as file:
             size = os.fstat(file.fileno()).st_size
             if size > limit:
-                raise LimitError(f"it has {size:,} bytes, the limit is {limit:,}")
+                raise LimitError(f"has {size:,} bytes, the limit is {limit:,}")
             return _read(file, name)
 
     def head(self, name: str, count: int) -> bytes:

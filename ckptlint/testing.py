@@ -13,10 +13,11 @@ import pickle
 import re
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ckptlint.engine import run_rules
@@ -24,7 +25,7 @@ from ckptlint.loaders import open_checkpoint
 from ckptlint.model import ITEM_BITS, Checkpoint
 from ckptlint.report import CheckpointReport
 from ckptlint.rule import Rule
-from ckptlint.storage import Folder
+from ckptlint.storage import Folder, is_safe
 
 FRAMING = 1577
 """Bytes that torch 2.13 adds around a small tensor in a record; measured 1,513 to 1,633."""
@@ -43,12 +44,14 @@ class Case:
         table: the checkpoint, as TOML gave it (CONTRIBUTING explains the keys).
         expect: what the rule must find, as `described` words it; nothing for a good case.
         says: texts that must appear in the full report.
+        others: whether other rules find something worse than a note here.
     """
 
     name: str
     table: dict[str, Any]
     expect: tuple[str, ...] = ()
     says: tuple[str, ...] = ()
+    others: bool = False
 
 
 def read_cases(path: Path) -> list[Case]:
@@ -56,7 +59,7 @@ def read_cases(path: Path) -> list[Case]:
     cases = []
     for table in tomllib.loads(path.read_text(encoding="utf-8"))["case"]:
         name, expect, says = table.pop("name"), table.pop("expect", ()), table.pop("says", ())
-        cases.append(Case(name, table, tuple(expect), tuple(says)))
+        cases.append(Case(name, table, tuple(expect), tuple(says), table.pop("others", False)))
     return cases
 
 
@@ -87,40 +90,62 @@ def described(report: CheckpointReport) -> list[str]:
 def write_checkpoint(table: dict[str, Any], folder: Path) -> None:
     """Write the folder that a case describes."""
     folder.mkdir(parents=True, exist_ok=True)
-    content = _Content()
-    for fqn, tensor in table.get("tensors", {}).items():
-        content.add_tensor(fqn, tensor)
-    for fqn in [*table.get("objects", ()), *table.get("bytes", ())]:
-        content.add_bytes(fqn)
-    for fqn, place in table.get("stray", {}).items():
-        offsets, _, record = place.partition(" @ ")
-        content.store(fqn, _numbers(offsets) if offsets != "bytes" else None, record)
-    for fqn in table.get("unstored", ()):
-        content.entries[fqn] = _Stub(_CM, "BytesStorageMetadata", {})
-    extras = {"all_local_plans": content.plans(table["plans"])} if "plans" in table else {}
-    extras |= {"mcore_data": table["mcore_data"]} if "mcore_data" in table else {}
-    if table.get("metadata", True):
-        (folder / table.get("metadata_name", ".metadata")).write_bytes(content.pickled(extras))
+    files: dict[str, int | str] = {}
+    records: list[tuple[str, int, bytes]] = []
+    for name, part, rank in _parts(table):
+        content = _read_content(part, rank)
+        if part.get("metadata", True):
+            (folder / name).write_bytes(content.pickled(part))
+        files |= content.ends
+        records += content.records
     if table.get("megatron"):
         config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         config |= {"common_backend": "torch", "common_backend_version": 1}
         (folder / "metadata.json").write_text(json.dumps(config))
-        _write_common(folder / "common.pt", table.get("common", {}))
-    elif "common" in table:
-        _write_common(folder / "common.pt", table["common"])
-    files = dict(content.ends) | table.get("files", {})
-    for name, size in files.items():
-        if size != "absent" and not name.startswith(("/", "..")):
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("wb") as file:
-                file.truncate(size)
+    if table.get("megatron") or "common" in table:
+        (folder / "common.pt").write_bytes(_archive("common", table.get("common", {})))
+    for name, size in (files | table.get("files", {})).items():
+        if is_safe(name):
+            _write_file(folder, name, size, table.get("links", {}).get(name))
+    for name, start, record in records:
+        with (folder / name).open("r+b") as file:
+            file.seek(start)
+            file.write(record)
     for name, text in table.get("raw", {}).items():
-        path = folder / name
+        _shift_time(_write_file(folder, name, 0), 10)
+        (folder / name).write_bytes(text.encode("latin-1"))
+    for name in table.get("older", ()):
+        _shift_time(folder / name, -100)
+
+
+def _parts(table: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], int | None]]:
+    """The metadata files of a case: `.metadata`, or one of each entry of `ranks`."""
+    if "ranks" in table:
+        for rank, part in enumerate(table["ranks"]):
+            yield f"__{rank}.metadata", part, rank
+    else:
+        yield table.get("metadata_name", ".metadata"), table, None
+
+
+def _write_file(folder: Path, name: str, size: int | str, link: str | None = None) -> Path:
+    """A file of so many zero bytes, `absent`, or a `folder`; at the end of a link when there is one."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if link is not None:
+        path.symlink_to(link)
+        path = path.parent / link
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(text.encode("latin-1"))
-        later = path.stat().st_mtime + 10
-        os.utime(path, (later, later))
+    if size == "folder":
+        path.mkdir()
+    elif isinstance(size, int):
+        with path.open("wb") as file:
+            file.truncate(size)
+    return path
+
+
+def _shift_time(path: Path, seconds: int) -> None:
+    moved = path.stat().st_mtime + seconds
+    os.utime(path, (moved, moved))
 
 
 def parse_chunk(text: str, shape: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -140,12 +165,19 @@ def parse_chunk(text: str, shape: list[int]) -> tuple[tuple[int, ...], tuple[int
 
 @dataclass(slots=True)
 class _Content:
-    """What goes into `.metadata`, and how long each payload file becomes."""
+    """What goes into one metadata file, and how long each payload file becomes.
 
+    Attributes:
+        rank: the rank that wrote it, when every rank has a metadata file of its own.
+        records: file, first byte and content of the records that are more than zero bytes.
+    """
+
+    rank: int | None = None
     entries: dict[str, Any] = field(default_factory=dict)
     storage: dict[Any, Any] = field(default_factory=dict)
     ends: dict[str, int] = field(default_factory=dict)
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    records: list[tuple[str, int, bytes]] = field(default_factory=list)
 
     def add_tensor(self, fqn: str, table: dict[str, Any]) -> None:
         self.tensors[fqn] = table
@@ -154,16 +186,22 @@ class _Content:
         chunks = []
         for number, text in enumerate(table.get("chunks", [", ".join(":" for _ in shape)])):
             offsets, sizes = parse_chunk(text, shape)
-            chunks.append(_Stub(_CM, "ChunkStorageMetadata", {"offsets": _Size(offsets), "sizes": _Size(sizes)}))
+            chunks.append(_Stub(_CM, "ChunkStorageMetadata", {"offsets": _size(offsets), "sizes": _size(sizes)}))
             record = table["records"][number] if "records" in table else None
             length = max(prod(sizes) if min(sizes, default=0) >= 0 else 0, 0) * bits // 8 + FRAMING
-            self.store(fqn, offsets, record, f"__{number}_0.distcp", length, table.get("transform"))
-        state = {"properties": _properties(dtype), "size": _Size(tuple(map(int, shape))), "chunks": chunks}
+            self.store(fqn, offsets, record, self._file(number), length, table.get("transform"))
+        state = {"properties": _properties(dtype), "size": _size(tuple(map(int, shape))), "chunks": chunks}
         self.entries[fqn] = _Stub(_CM, "TensorStorageMetadata", state)
 
-    def add_bytes(self, fqn: str) -> None:
+    def add_bytes(self, fqn: str, record: bytes = b"") -> None:
         self.entries[fqn] = _Stub(_CM, "BytesStorageMetadata", {})
-        self.store(fqn, None, None, "__0_0.distcp", 1261)
+        file = self._file(0)
+        if record:
+            self.records.append((file, self.ends.get(file, 0), record))
+        self.store(fqn, None, None, file, len(record) or 1261)
+
+    def _file(self, number: int) -> str:
+        return f"__{number if self.rank is None else self.rank}_0.distcp"
 
     def store(
         self,
@@ -184,7 +222,7 @@ class _Content:
             start, stop = (int(part) for part in span.split(":"))
         if start >= 0:
             self.ends[file] = max(self.ends.get(file, 0), stop)
-        index = {"fqn": fqn, "index": None} | ({} if offsets is None else {"offset": _Size(offsets)})
+        index = {"fqn": fqn, "index": None} | ({} if offsets is None else {"offset": _size(offsets)})
         info: dict[str, Any] = {"relative_path": file, "offset": start, "length": stop - start}
         info |= {"transform_descriptors": [transform]} if transform else {}
         self.storage[_Stub(_CM, "MetadataIndex", index)] = _Stub(_CF, "_StorageInfo", info)
@@ -197,18 +235,22 @@ class _Content:
         fqn, chunk = table["fqn"], table.get("chunk")
         if chunk is None:
             index = _Stub(_CM, "MetadataIndex", {"fqn": fqn, "index": None})
-            return _Stub(_CP, "WriteItem", {"index": index, "type": _Enum(3), "tensor_data": None})
+            return _Stub(_CP, "WriteItem", {"index": index, "type": _WRITE_BYTES, "tensor_data": None})
         shape = table.get("shape", self.tensors[fqn]["shape"])
         dtype = table.get("dtype", self.tensors[fqn].get("dtype", "float32"))
         offsets, sizes = parse_chunk(chunk, shape)
-        index = _Stub(_CM, "MetadataIndex", {"fqn": fqn, "index": None, "offset": _Size(offsets)})
-        box = _Stub(_CM, "ChunkStorageMetadata", {"offsets": _Size(offsets), "sizes": _Size(sizes)})
-        state = {"chunk": box, "properties": _properties(dtype), "size": _Size(tuple(shape))}
+        index = _Stub(_CM, "MetadataIndex", {"fqn": fqn, "index": None, "offset": _size(offsets)})
+        box = _Stub(_CM, "ChunkStorageMetadata", {"offsets": _size(offsets), "sizes": _size(sizes)})
+        state = {"chunk": box, "properties": _properties(dtype), "size": _size(tuple(shape))}
         data = _Stub(_CP, "TensorWriteData", state)
-        return _Stub(_CP, "WriteItem", {"index": index, "type": _Enum(2), "tensor_data": data})
+        return _Stub(_CP, "WriteItem", {"index": index, "type": _WRITE_SHARD, "tensor_data": data})
 
-    def pickled(self, extras: dict[str, Any]) -> bytes:
-        meta = {"checkpoint_id": "/checkpoints/case", "save_id": "0", "load_id": None, "modules": []}
+    def pickled(self, table: dict[str, Any]) -> bytes:
+        """The metadata file; `table` gives what its root holds besides."""
+        extras = {"all_local_plans": self.plans(table["plans"])} if "plans" in table else {}
+        extras |= {"mcore_data": table["mcore_data"]} if "mcore_data" in table else {}
+        place = _Call(_Name("pathlib", "PosixPath"), ("/", "checkpoints", "case"))
+        meta: dict[str, Any] = {"checkpoint_id": place, "save_id": "0", "load_id": None, "modules": []}
         state = {
             "state_dict_metadata": self.entries,
             "planner_data": None if extras else {fqn: (fqn,) for fqn in self.entries},
@@ -216,9 +258,28 @@ class _Content:
             "storage_meta": _Stub(_CM, "StorageMeta", meta),
             "version": "1.0.0",
         }
+        state |= extras | table.get("root", {})
         file = io.BytesIO()
-        _Pickler(file, 4).dump(_Stub(_CM, "Metadata", state | extras))
+        pickler = _Pickler(file, table.get("protocol", 4))
+        pickler.names, pickler.enums_by_name = table.get("names", {}), table.get("enums_by_name", False)
+        pickler.dump(_Stub(_CM, "Metadata", {key: value for key, value in state.items() if value != "absent"}))
         return file.getvalue()
+
+
+def _read_content(table: dict[str, Any], rank: int | None) -> _Content:
+    content = _Content(rank)
+    for fqn, tensor in table.get("tensors", {}).items():
+        content.add_tensor(fqn, tensor)
+    for fqn in [*table.get("objects", ()), *table.get("bytes", ())]:
+        content.add_bytes(fqn)
+    for fqn, value in table.get("state", {}).items():
+        content.add_bytes(fqn, _archive("archive", value))
+    for fqn, place in table.get("stray", {}).items():
+        offsets, _, record = place.partition(" @ ")
+        content.store(fqn, _numbers(offsets) if offsets != "bytes" else None, record)
+    for fqn in table.get("unstored", ()):
+        content.entries[fqn] = _Stub(_CM, "BytesStorageMetadata", {})
+    return content
 
 
 class _Name:
@@ -227,35 +288,47 @@ class _Name:
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
 
-    def __call__(self) -> None:
-        """Only so that the pickler takes it for a function."""
-
 
 class _Stub:
     """An object of one of torch's classes, by its attributes."""
 
-    def __init__(self, module: str, name: str, state: dict[str, Any]) -> None:
+    def __init__(self, module: str, name: str, state: Any) -> None:
         self.cls, self.state = _Name(module, name), state
 
 
-class _Size(tuple[int, ...]):
-    """A torch.Size."""
+class _Call:
+    """What a call gives, pickled as that call."""
 
-    __slots__ = ()
+    def __init__(self, name: _Name, arguments: tuple[Any, ...]) -> None:
+        self.name, self.arguments = name, arguments
 
 
-class _Enum(int):
-    """A WriteItemType."""
+class _Enum:
+    """A member of an enum; how it is pickled depends on the writer's Python."""
+
+    def __init__(self, cls: _Name, member: str, value: int) -> None:
+        self.cls, self.member, self.value = cls, member, value
+
+
+_WRITE_SHARD = _Enum(_Name(_CP, "WriteItemType"), "SHARD", 2)
+_WRITE_BYTES = _Enum(_Name(_CP, "WriteItemType"), "BYTE_IO", 3)
+_CONTIGUOUS = _Enum(_Name(_CM, "_MEM_FORMAT_ENCODING"), "TORCH_CONTIGUOUS_FORMAT", 0)
 
 
 class _Pickler(pickle._Pickler):
-    """Writes the stand-ins the way pickle writes torch's own objects (protocol 4)."""
+    """Writes the stand-ins the way pickle writes torch's own objects.
+
+    Attributes:
+        names: other spellings of modules or of `module.name`, as other writers have them.
+        enums_by_name: write enum members as Python 3.11.2 does, by `getattr`.
+    """
+
+    names: Mapping[str, str] = MappingProxyType({})
+    enums_by_name = False
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if isinstance(obj, _Name):
-            super().save(obj.module)
-            super().save(obj.name)
-            self.write(pickle.STACK_GLOBAL)
+            self._save_name(obj)
         elif isinstance(obj, _Stub):
             self.save(obj.cls)
             self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
@@ -263,34 +336,48 @@ class _Pickler(pickle._Pickler):
             if obj.state:
                 super().save(obj.state)
                 self.write(pickle.BUILD)
-        elif isinstance(obj, _Size):
-            self._reduce(_Name("torch", "Size"), tuple(obj))
+        elif isinstance(obj, _Call):
+            self.save(obj.name)
+            super().save(obj.arguments)
+            self.write(pickle.REDUCE)
         elif isinstance(obj, _Enum):
-            self._reduce(_Name(_CP, "WriteItemType"), int(obj))
+            by_name = _Call(_Name("builtins", "getattr"), (obj.cls, obj.member))
+            self.save(by_name if self.enums_by_name else _Call(obj.cls, (obj.value,)))
         else:
             super().save(obj, save_persistent_id)
 
-    def _reduce(self, name: _Name, argument: Any) -> None:
-        self.save(name)
-        super().save(argument)
-        self.write(pickle.TUPLE1 + pickle.REDUCE)
+    def _save_name(self, name: _Name) -> None:
+        whole = self.names.get(f"{name.module}.{name.name}", f"{self.names.get(name.module, name.module)}.{name.name}")
+        module, _, attribute = whole.rpartition(".")
+        if self.proto >= 4:
+            super().save(module)
+            super().save(attribute)
+            self.write(pickle.STACK_GLOBAL)
+        else:
+            self.write(pickle.GLOBAL + f"{module}\n{attribute}\n".encode())
+
+
+def _size(values: tuple[int, ...]) -> _Call:
+    return _Call(_Name("torch", "Size"), (values,))
 
 
 def _properties(dtype: str) -> _Stub:
-    layout = _Name("torch", "strided")  # the reader looks at the dtype alone
-    stub = _Stub(_CM, "TensorProperties", {})
-    stub.state = (_Name("torch", dtype), layout, False, 0, False)  # type: ignore[assignment]
-    return stub
+    layout = _Call(_Name("torch.serialization", "_get_layout"), ("torch.strided",))
+    return _Stub(_CM, "TensorProperties", (_Name("torch", dtype), layout, False, _CONTIGUOUS, False))
 
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part.strip())
 
 
-def _write_common(path: Path, values: dict[str, Any]) -> None:
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("common/data.pkl", pickle.dumps(values, 2))
-        archive.writestr("common/version", "3\n")
+def _archive(stem: str, values: Any) -> bytes:
+    """A torch.save archive of the values; text stands for the bytes of its `data.pkl`."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        data = values.encode("latin-1") if isinstance(values, str) else pickle.dumps(values, 2)
+        archive.writestr(f"{stem}/data.pkl", data)
+        archive.writestr(f"{stem}/version", "3\n")
+    return file.getvalue()
 
 
 def fixture_cases(folder: Path) -> Iterator[tuple[str, Case]]:

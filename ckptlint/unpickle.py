@@ -50,12 +50,15 @@ class Opaque:
     __slots__ = ("args", "items", "state")
     module = ""
     name = ""
+    args: tuple[Any, ...]
+    state: Any
+    items: list[Any]
 
     def __new__(cls, *args: Any) -> Opaque:
         self = object.__new__(cls)
         self.args = args
         self.state = None
-        self.items: list[Any] = []
+        self.items = []
         return self
 
     def __setstate__(self, state: Any) -> None:
@@ -206,17 +209,17 @@ _KNOWN_INERT = {
 }
 _KNOWN_INERT_PREFIXES = ("megatron.core.", "transformer_engine.common.recipe.", "numpy.dtypes.")
 
-_DANGEROUS_PACKAGES = frozenset(
-    "__main__ _aix_support _bootsubprocess _ctypes _frozen_importlib _operator _osx_support _pickle _posixsubprocess "
-    "_pyrepl _socket _thread ast asyncio asyncore bdb builtins __builtin__ cProfile cffi cloudpickle cmd code codecs "
-    "codeop commands concurrent copy ctypes dill distutils doctest ensurepip fileinput ftplib gc glob http idlelib imp "
-    "importlib inspect io jinja2 joblib lib2to3 linecache logging marshal mmap multiprocessing nt ntpath numba operator "
-    "os pathlib pdb pickle pickletools pip pkg_resources pkgutil platform popen2 posix posixpath profile psutil pty "
-    "py_compile pydoc requests resource rlcompleter runpy sched select setuptools shelve shlex shutil site smtplib "
-    "socket socketserver sqlite3 ssl subprocess sys sysconfig tarfile telnetlib tempfile test threading timeit tkinter "
-    "trace traceback types unittest urllib urllib2 urllib3 uuid venv warnings webbrowser weakref winreg wsgiref "
-    "xmlrpc zipapp zipfile zipimport".split()
-)
+_DANGEROUS_PACKAGES = """
+__main__ _aix_support _bootsubprocess _ctypes _frozen_importlib _operator _osx_support _pickle
+_posixsubprocess _pyrepl _socket _thread ast asyncio asyncore bdb builtins __builtin__ cProfile cffi
+cloudpickle cmd code codecs codeop commands concurrent copy ctypes dill distutils doctest ensurepip fileinput
+ftplib gc glob http idlelib imp importlib inspect io jinja2 joblib lib2to3 linecache logging marshal mmap
+multiprocessing nt ntpath numba operator os pathlib pdb pickle pickletools pip pkg_resources pkgutil platform
+popen2 posix posixpath profile psutil pty py_compile pydoc requests resource rlcompleter runpy sched select
+setuptools shelve shlex shutil site smtplib socket socketserver sqlite3 ssl subprocess sys sysconfig tarfile
+telnetlib tempfile test threading timeit tkinter trace traceback types unittest urllib urllib2 urllib3 uuid
+venv warnings webbrowser weakref winreg wsgiref xmlrpc zipapp zipfile zipimport
+"""
 _DANGEROUS_PREFIXES = (
     "functools.",
     "numpy.f2py",
@@ -340,7 +343,7 @@ class _Unpickler(pickle.Unpickler):
         if self._is_known(module, name) or any(not part.isidentifier() for part in f"{module}.{name}".split(".")):
             return not self._is_known(module, name)
         dotted = f"{module}.{name}"
-        return module.partition(".")[0] in _DANGEROUS_PACKAGES or dotted.startswith(_DANGEROUS_PREFIXES)
+        return module.partition(".")[0] in _DANGEROUS_PACKAGES.split() or dotted.startswith(_DANGEROUS_PREFIXES)
 
 
 # ---------------------------------------------------------------- reading
@@ -380,7 +383,7 @@ def paused_gc() -> Iterator[None]:
 
 def _read(data: bytes, strict: bool) -> Unpickled:
     if len(data) > SIZE_LIMIT:
-        raise LimitError(f"it has {len(data):,} bytes, the limit is {SIZE_LIMIT:,}")
+        raise LimitError(f"has {len(data):,} bytes, the limit is {SIZE_LIMIT:,}")
     _check_start(data)
     stream = io.BytesIO(data)
     unpickler = _Unpickler(stream, strict)
@@ -389,30 +392,30 @@ def _read(data: bytes, strict: bool) -> Unpickled:
         with paused_gc(), _memory_budget(len(data)):
             root = unpickler.load()
     except MemoryError:
-        raise LimitError("reading it would take more memory than a file of its size can need") from None
+        raise LimitError("would take more memory to read than a file of its size can need") from None
     except Exception as caught:  # a crafted stream can make the unpickler raise anything
         error = caught
     refused = _explain(data, unpickler.names.refused)
     if error is not None and not refused:
         raise _unreadable(data, error)
     if error is None and not refused and (rest := len(data) - stream.tell()):
-        raise UnreadableError(f"{rest:,} bytes follow the end of its pickle", stream.tell())
+        raise UnreadableError(f"has {rest:,} bytes behind the end of its pickle", stream.tell())
     unknown = tuple(printable(f"{module}.{name}") for module, name in unpickler.names.unknown)
     return Unpickled(root if error is None else None, refused, unknown)
 
 
 def _check_start(data: bytes) -> None:
     if not data:
-        raise UnreadableError("it is empty (0 bytes)", 0)
+        raise UnreadableError("is empty (0 bytes)", 0)
     if data[0] == 0x80:
         return
     if data.startswith(b"version https://git-lfs"):
-        raise UnreadableError("it is a Git LFS pointer, not the file itself", 0)
+        raise UnreadableError("is a Git LFS pointer, not the file itself", 0)
     if data.lstrip()[:1] in (b"{", b"["):
-        raise UnreadableError("it is a JSON text, not a pickle", 0)
+        raise UnreadableError("is a JSON text, not a pickle", 0)
     if not data.strip(b"\0"):
-        raise UnreadableError("it holds only zero bytes", 0)
-    raise UnreadableError(f"it starts with byte 0x{data[0]:02x}, a pickle starts with 0x80", 0)
+        raise UnreadableError("holds only zero bytes", 0)
+    raise UnreadableError(f"starts with byte 0x{data[0]:02x}, a pickle starts with 0x80", 0)
 
 
 def _unreadable(data: bytes, error: Exception) -> UnreadableError:
@@ -422,13 +425,13 @@ def _unreadable(data: bytes, error: Exception) -> UnreadableError:
         for opcode, _, at in pickletools.genops(data[:_WALK_LIMIT]):
             position = at or 0
             if opcode.name == "STOP":
-                return UnreadableError(f"its pickle does not decode: {_first_line(error)}")
+                return UnreadableError(f"is a pickle that does not decode: {_first_line(error)}")
     except (ValueError, UnicodeError) as found:
         if "unknown" in str(found):
-            return UnreadableError(f"byte {position + 1:,} is no pickle opcode", position + 1)
+            return UnreadableError(f"is no pickle from byte {position + 1:,} on", position + 1)
     if len(data) <= _WALK_LIMIT or isinstance(error, EOFError) or "truncated" in str(error):
-        return UnreadableError(f"it ends at byte {len(data):,} inside a pickle (no STOP)", len(data))
-    return UnreadableError(f"its pickle does not decode: {_first_line(error)}")
+        return UnreadableError(f"ends at byte {len(data):,} inside a pickle (no STOP)", len(data))
+    return UnreadableError(f"is a pickle that does not decode: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:
@@ -469,9 +472,8 @@ def _explain(data: bytes, refused: dict[tuple[str, str], type[Opaque]]) -> tuple
     if not refused:
         return ()
     named, called = _walk(data, set(refused))
-    return tuple(
-        _refusal(key, named.get(key), called.get(key)) for key in sorted(refused, key=lambda k: named.get(k, (1 << 62,)))
-    )
+    in_order = sorted(refused, key=lambda key: named.get(key, (len(data), "")))
+    return tuple(_refusal(key, named.get(key), called.get(key)) for key in in_order)
 
 
 def _refusal(key: tuple[str, str], named: tuple[int, str] | None, call: tuple[int, str] | None) -> Refused:
@@ -499,6 +501,7 @@ def _walk(
     try:
         for opcode, arg, at in pickletools.genops(data[:_WALK_LIMIT]):
             name, position = opcode.name, at or 0
+            slot = arg if isinstance(arg, int) else -1
             if name in ("GLOBAL", "INST"):
                 key = tuple(str(arg).split(" ", 1))
             elif name == "STACK_GLOBAL":
@@ -508,16 +511,16 @@ def _walk(
             popped = _pop(stack, opcode, mark)
             pushed: Any = arg if isinstance(arg, str) else None
             if key in wanted:
-                named.setdefault(key, (position, name))  # type: ignore[arg-type]
+                named.setdefault(key, (position, name))
                 pushed = key
                 if name == "INST":
-                    called.setdefault(key, (position, name))  # type: ignore[arg-type]
+                    called.setdefault(key, (position, name))
             if name in ("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ") and popped and popped[0] in wanted:
                 called.setdefault(popped[0], (position, name))
             if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE") and stack:
-                memo[len(memo) if name == "MEMOIZE" else arg] = stack[-1]
+                memo[len(memo) if name == "MEMOIZE" else slot] = stack[-1]
             elif name in ("GET", "BINGET", "LONG_BINGET"):
-                stack.append(memo.get(arg))
+                stack.append(memo.get(slot))
             elif name == "DUP" and stack:
                 stack.append(stack[-1])
             elif name == "MARK":

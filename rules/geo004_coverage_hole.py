@@ -66,7 +66,9 @@ def _total(tensor: Tensor) -> tuple[Note, ...]:
     coverage = tensor.layout.coverage
     covered = 1 - coverage.missing_volume / tensor.volume
     more = f", in {len(coverage.missing)} regions" if len(coverage.missing) > 1 else ""
-    percent = f"{covered:.1%}" if round(covered, 3) not in (0.0, 1.0) else "almost all" if covered > 0.5 else "almost none"
+    percent = f"{covered:.1%}"
+    if percent in ("0.0%", "100.0%"):
+        percent = "almost all" if covered > 0.5 else "almost none"
     return (("covered", f"{percent} of the tensor; {coverage.missing_volume:,} elements are missing{more}"),)
 
 

@@ -46,21 +46,19 @@ def duplicate_writer(ckpt: Checkpoint) -> Iterator[Finding]:
 def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
     first = same[0]
     ranks = " and ".join(map(str, first.ranks)) if len(first.ranks) < 4 else f"{first.ranks[0]}..{first.ranks[-1]}"
-    what = "it" if first.offset is None else f"its chunk at {list(first.offset)}"
-    if len(same) > 1:
-        what = f"{len(same)} of its chunks"
-    tensor = ckpt.tensors.get(first.fqn)
-    differ = "with the same size and dtype" if first.equal else "with other sizes or dtypes"
+    if first.offset is None:
+        what = f"{len(first.ranks)} copies{{of}} were written"
+    else:
+        what = f"{len(same)} chunk{'s' if len(same) > 1 else ''}{{of}} {'were' if len(same) > 1 else 'was'} written"
     return Finding(
-        f"ranks {ranks} each wrote {what}{{of}}, {differ}; one copy was kept".replace("it{of}", "{of} itself")
-        if first.offset is None
-        else f"ranks {ranks} each wrote {what}{{of}}, {differ}; one copy was kept",
+        f"{what} by ranks {ranks}, and one was kept",
         fqn=first.fqn,
-        tensor=tensor,
-        missing=tuple(f"{d.offset}" for d in same),
+        tensor=ckpt.tensors.get(first.fqn),
+        missing=tuple(str(duplicate.offset) for duplicate in same),
         severity=Severity.WARNING if first.equal else None,
         notes=_plans(ckpt, first),
         hint="if the ranks' values differ, the state of all but one is gone: compare replica_id of these ranks",
+        alike=f"{first.ranks} {first.equal}",
     )
 
 
@@ -76,7 +74,11 @@ def _plans(ckpt: Checkpoint, duplicate: Duplicate) -> tuple[Note, ...]:
         "",
     )
     notes: list[Note] = [("kept", f"the entry points to {kept}" if kept else "no entry is left")]
-    if not duplicate.equal:
+    if duplicate.offset is None:
+        notes.append(("plans", "they do not say whether the objects are equal"))
+    elif duplicate.equal:
+        notes.append(("plans", "sizes and dtypes are the same on these ranks; they do not say whether the values are"))
+    else:
         for row in duplicate.rows[:4]:
             sizes = [v for v in table.sizes[row].tolist() if v >= 0]
             shape = [v for v in table.global_shape[row].tolist() if v >= 0]

@@ -36,7 +36,10 @@ def inconsistent_object_shape(ckpt: Checkpoint) -> Iterator[Finding]:
             continue
         grids = " and ".join(str(list(shape)) for shape in sorted(found))
         notes: list[Note] = [
-            ("grid", f"{list(shape)}: {', '.join(shards[:4])}" + (f" and {len(shards) - 4} more" if len(shards) > 4 else ""))
+            (
+                "grid",
+                f"{list(shape)}: {', '.join(shards[:4])}{f' and {len(shards) - 4} more' if len(shards) > 4 else ''}",
+            )
             for shape, shards in sorted(found.items())
         ]
         yield Finding(

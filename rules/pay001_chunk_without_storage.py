@@ -52,9 +52,9 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
             notes=(("stored", "its other chunks are in " + ", ".join(files[:6]) if files else "none of it is stored"),),
             hint=_filed_elsewhere(ckpt, tensor),
         )
-    for entry in [*ckpt.objects, *ckpt.byte_objects]:
-        if entry.record < 0:
-            yield Finding("the bytes{of} have no storage entry", fqn=entry.fqn)
+    unfiled = [o.fqn for o in ckpt.objects if o.record < 0] + [b.fqn for b in ckpt.byte_objects if b.record < 0]
+    for fqn in unfiled:
+        yield Finding("the bytes{of} have no storage entry", fqn=fqn)
 
 
 def _filed_elsewhere(ckpt: Checkpoint, tensor: Tensor) -> str:

@@ -35,9 +35,7 @@ def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
     excused = {
         tensor.fqn
         for tensor in ckpt.tensors.values()
-        if not tensor.is_sound
-        or len(tensor.layout.outside)
-        or ((tensor.chunks.record < 0) & tensor.layout.live).any()
+        if not tensor.is_sound or len(tensor.layout.outside) or ((tensor.chunks.record < 0) & tensor.layout.live).any()
     }
     for row in stray.tolist():
         fqn = table.name(row)

@@ -59,7 +59,7 @@ def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _running_argmax(values: np.ndarray, starts: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+def _running_argmax(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
     """For each position the index of the largest value since the last start, itself included."""
     group = np.cumsum(starts) - 1
     order = np.argsort(np.argsort(values, kind="stable"), kind="stable")

@@ -11,7 +11,7 @@ from ckptlint.chunkmap import human_bytes
 from ckptlint.graph import rank_of
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.writers import planned_by
+from ckptlint.writers import duplicates, planned_by
 
 MIN_BYTES = 64
 _SHOWN = 3
@@ -23,7 +23,7 @@ def unreferenced_bytes(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         The entries of each `.distcp` file tile it from its first to its last byte, but for gaps below 64 bytes; a file
-        that no entry names is empty.
+        that no entry names is empty. A note where OBJ001 reports the second writer that left them.
     Why it matters:
         Stray bytes prove a second writer: where ranks plan on their own (Megatron-Core, NVRx) each writes its copy and
         only the map is deduplicated, so what one of them held is lost.
@@ -40,6 +40,7 @@ def unreferenced_bytes(ckpt: Checkpoint) -> Iterator[Finding]:
     if ckpt.partial:
         raise NotApplicable(ckpt.partial)
     table = ckpt.records
+    repeaters = {rank for duplicate in duplicates(ckpt.writers) for rank in duplicate.ranks} if ckpt.writers else set()
     order = np.lexsort((table.byte_offset, table.file))
     bounds = np.searchsorted(table.file[order], np.arange(len(ckpt.files) + 1))
     for number, file in enumerate(ckpt.files):
@@ -60,6 +61,8 @@ def unreferenced_bytes(ckpt: Checkpoint) -> Iterator[Finding]:
             file=file.name,
             byte_range=(gaps[0][0], gaps[0][1] - gaps[0][0]),
             missing=(file.name,),
+            severity=Severity.INFO if ckpt.is_megatron and rank_of(file.name) in repeaters else None,
+            alike="gaps" if len(rows) else "unnamed",
             place=f"{file.name}: {spans}" + (f" and {len(gaps) - _SHOWN} more gaps" if len(gaps) > _SHOWN else ""),
             explain=partial(_planned_elsewhere, ckpt, file.name),
             hint="if a save into this folder was interrupted before, these are its leftovers"
@@ -68,7 +71,7 @@ def unreferenced_bytes(ckpt: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _gaps(starts: np.ndarray, lengths: np.ndarray, size: int) -> list[tuple[int, int]]:  # type: ignore[type-arg]
+def _gaps(starts: np.ndarray, lengths: np.ndarray, size: int) -> list[tuple[int, int]]:
     """The [start, stop) of at least `MIN_BYTES` bytes between sorted ranges and up to the end of the file."""
     reached = np.maximum.accumulate(np.concatenate([[0], starts + np.maximum(lengths, 0)]))
     nexts = np.concatenate([starts, [size]])

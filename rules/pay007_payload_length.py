@@ -63,21 +63,21 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
             )
 
 
-def _nbytes(tensor: Tensor, rows: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
+def _nbytes(tensor: Tensor, rows: np.ndarray) -> np.ndarray:
     """Payload bytes of the chunks, as floats: a chunk may claim more than int64 holds."""
     return np.asarray(tensor.layout.sizes[rows].astype(float).prod(axis=1) * (tensor.nbytes(8) or 0) / 8)
 
 
-def _too_short(ckpt: Checkpoint, tensor: Tensor, rows: np.ndarray, record: int) -> Finding:  # type: ignore[type-arg]
+def _too_short(ckpt: Checkpoint, tensor: Tensor, rows: np.ndarray, record: int) -> Finding:
     row = int(rows[0])
     box = tensor.layout.box(row)
     needed = tensor.nbytes(box.volume) or 0
     file, start, length = ckpt.place(record)
     ratio = Fraction(length, needed).limit_denominator(4096) if needed else Fraction(0)
     share = f" ({ratio} of it)" if 0 < ratio.denominator <= 4096 and ratio.numerator else ""
-    count = f"the record of chunk {box}" if len(rows) == 1 else f"{len(rows):,} records"
+    what = f"the record of chunk {box}{{of}} is" if len(rows) == 1 else f"{len(rows):,} records{{of}} are"
     return Finding(
-        f"{count}{{of}} {'is' if len(rows) == 1 else 'are'} too short: {needed:,} bytes needed, {length:,} stored{share}",
+        f"{what} too short: {needed:,} bytes needed, {length:,} stored{share}",
         fqn=tensor.fqn,
         tensor=tensor,
         region=box,

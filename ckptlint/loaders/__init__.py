@@ -271,7 +271,8 @@ def _beside(folder: Folder) -> list[Problem]:
 
 def _unsupported_problem(found: Recognised, beside: bool = False) -> Problem:
     sentence = f"{found.evidence} shows a checkpoint of {found.name}, which ckptlint does not check"
-    return Problem("unsupported", found.evidence, sentence, hint=unsupported_hint(found.name), blocks=not beside, beside=beside)
+    hint = unsupported_hint(found.name)
+    return Problem("unsupported", found.evidence, sentence, hint=hint, blocks=not beside, beside=beside)
 
 
 def _unsupported(folder: Folder, found: Recognised) -> Checkpoint:
@@ -296,7 +297,7 @@ def _unfinished(folder: Folder, sentence: str, file: str) -> Checkpoint:
         blocks=True,
     )
     problems = [problem]
-    config, config_problem = read_config(folder)
+    _, config_problem = read_config(folder)
     if config_problem:
         problems.append(config_problem)
     common, common_problems = read_common(folder, {})

@@ -51,13 +51,15 @@ def read_common(folder: Folder, entries: dict[str, Location]) -> tuple[CommonSta
 def _record(folder: Folder, location: Location) -> bytes:
     path, offset, length = location
     if not 0 < length <= MEMBER_LIMIT or offset < 0:
-        raise LimitError(f"its record claims {length:,} bytes at {offset:,}")
+        raise LimitError(f"has a record that claims {length:,} bytes at {offset:,}")
     if folder.look_at(path)[0] not in ("ok", "link-outside"):
-        raise UnreadableError("its payload file is not there")
+        raise UnreadableError("cannot be read: its payload file is not there")
     return read_pickle_member(io.BytesIO(folder.read_range(path, offset, length)))
 
 
-def _decoded(source: str, read: Callable[[], bytes], key: str | None = None) -> tuple[CommonState | None, list[Problem]]:
+def _decoded(
+    source: str, read: Callable[[], bytes], key: str | None = None
+) -> tuple[CommonState | None, list[Problem]]:
     try:
         unpickled: Unpickled = read_state(read())
     except UnreadableError as error:
@@ -71,6 +73,5 @@ def _decoded(source: str, read: Callable[[], bytes], key: str | None = None) -> 
     if isinstance(value, dict):
         return CommonState(source, value), problems
     if not problems:
-        problems.append(from_error(UnreadableError("it holds no dict of common values"), source))
+        problems.append(from_error(UnreadableError("holds no dict of common values"), source))
     return None, problems
-

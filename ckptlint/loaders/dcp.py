@@ -48,18 +48,21 @@ def state_of(node: Any, kind: str) -> dict[str, Any]:
     Raises:
         UnreadableError: it is something else.
     """
-    if type(node).__base__ is not Node or node.kind != kind or len(node) > 1:
-        raise UnreadableError(f"a {kind} was expected, found {_name_of(node)}")
+    if not _is_node(node, kind) or len(node) > 1:
+        raise UnreadableError(f"has {_name_of(node)} where a {kind} was expected")
     state = node[0] if node else {}
     if not isinstance(state, dict):
-        raise UnreadableError(f"a {kind} holds {_name_of(state)} instead of attributes")
+        raise UnreadableError(f"has a {kind} with {_name_of(state)} instead of attributes")
     return state
+
+
+def _is_node(node: Any, kind: str) -> bool:
+    return type(node).__base__ is Node and node.kind == kind
 
 
 def states_of(nodes: Sequence[Any], kind: str) -> list[dict[str, Any]]:
     """`state_of` for many stand-ins; a million well-formed ones are taken apart without a Python loop."""
-    types = set(map(type, nodes))
-    if len(types) == 1 and (only := types.pop()).__base__ is Node and only.kind == kind and set(map(len, nodes)) == {1}:
+    if len(set(map(type, nodes))) == 1 and _is_node(nodes[0], kind) and set(map(len, nodes)) == {1}:
         states = list(map(_first, nodes))
         if set(map(type, states)) == {dict}:
             return states
@@ -86,14 +89,14 @@ def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
     for state in states:
         described = state.get("state_dict_metadata")
         if not isinstance(described, dict):
-            raise UnreadableError("its root has no state_dict_metadata")
+            raise UnreadableError("has no state_dict_metadata in its root")
         for fqn, node in described.items():
             if not isinstance(fqn, str):
-                raise UnreadableError(f"a key of state_dict_metadata is {_name_of(fqn)}, not a name")
+                raise UnreadableError(f"has {_name_of(fqn)} as a key of state_dict_metadata")
             entries.setdefault(fqn, []).append(node)
         stored = state.get("storage_data")
         if stored is not None and not isinstance(stored, dict):
-            raise UnreadableError(f"its storage_data is {_name_of(stored)}")
+            raise UnreadableError(f"has {_name_of(stored)} as storage_data")
         index.extend(stored or ())
         infos.extend((stored or {}).values())
     problems: list[Problem] = []
@@ -139,7 +142,7 @@ def _tensors(
             listed = [_list(state.get("chunks")) for state in states]
             chunks = states_of(listed[0] if len(listed) == 1 else list(chain(*listed)), "ChunkStorageMetadata")
         except UnreadableError as error:
-            raise UnreadableError(f"{printable(fqn)}: {error}") from None
+            raise UnreadableError(f"{error}, at key {printable(fqn)[:200]}") from None
         if len(shape) > RANK_LIMIT:
             problems.append(_limit(file, fqn, f"it has {len(shape):,} axes, the limit is {RANK_LIMIT}"))
             shape, chunks = shape[:RANK_LIMIT], []
@@ -172,7 +175,7 @@ def _columns(chunks: list[dict[str, Any]], rank: int) -> tuple[IntArray, IntArra
         offsets = list(map(itemgetter("offsets"), chunks))
         sizes = list(map(itemgetter("sizes"), chunks))
     except KeyError as error:
-        raise UnreadableError(f"a chunk has no {error}") from None
+        raise UnreadableError(f"has a chunk without {error}") from None
     shapely = {tuple} >= set(map(type, offsets)) | set(map(type, sizes))
     if shapely and {rank} >= set(map(len, offsets)) | set(map(len, sizes)):
         try:
@@ -242,9 +245,9 @@ class _RawRecords:
             lengths = list(map(itemgetter("length"), values))
             starts = list(map(itemgetter("offset"), values))
         except KeyError as error:
-            raise UnreadableError(f"an entry of storage_data has no {error}") from None
+            raise UnreadableError(f"has a storage entry without {error}") from None
         if not {str} >= set(map(type, fqns)) | set(map(type, names)):
-            raise UnreadableError("an entry of storage_data has a name or path that is no text")
+            raise UnreadableError("has a storage entry whose name or path is no text")
         offsets: list[tuple[int, ...] | None] = [key.get("offset") for key in keys]  # absent for bytes entries
         if not {tuple, type(None)} >= set(map(type, offsets)):
             offsets = [None if offset is None else _int_tuple(offset) for offset in offsets]
@@ -363,13 +366,13 @@ def _mix(columns: IntArray) -> Any:
 
 def _int_tuple(value: Any) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)) or not all(isinstance(v, int) for v in value):
-        raise UnreadableError(f"a size or offset was expected, found {_name_of(value)}")
+        raise UnreadableError(f"has {_name_of(value)} where a size or offset was expected")
     return tuple(value)
 
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise UnreadableError(f"a list of chunks was expected, found {_name_of(value)}")
+        raise UnreadableError(f"has {_name_of(value)} where a list of chunks was expected")
     return value
 
 
@@ -391,6 +394,4 @@ def _short(shape: tuple[int, ...]) -> str:
 def _name_of(value: Any) -> str:
     if type(value).__base__ is Node:
         return f"a {value.kind}"
-    return repr(value) if isinstance(value, Opaque) else f"a {type(value).__name__}"
-
-
+    return f"{value!r}" if isinstance(value, Opaque) else f"a {type(value).__name__}"

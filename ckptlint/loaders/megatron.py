@@ -56,7 +56,7 @@ def read_config(folder: Folder) -> tuple[dict[str, Any] | None, Problem | None]:
     except UnreadableError as error:
         return None, from_error(error, CONFIG_FILE)
     except (ValueError, RecursionError) as error:
-        damage = UnreadableError(f"it is no JSON ({printable(str(error))})")
+        damage = UnreadableError(f"is no JSON ({printable(str(error))})")
         why = "Megatron-Core writes it last and reads it first: without it the folder is not recognised"
         return None, from_error(damage, CONFIG_FILE, why=why, hint="restore it from the step beside this one")
     return (config, None) if isinstance(config, dict) else ({}, None)
@@ -131,7 +131,8 @@ def read_plans(plans: Any) -> WriterTable | None:
     if not isinstance(plans, list) or not plans:
         return None
     try:
-        items = [(rank, item) for rank, plan in enumerate(plans) for item in state_of(plan, "SavePlan").get("items") or ()]
+        listed = [state_of(plan, "SavePlan").get("items") or () for plan in plans]
+        items = [(rank, item) for rank, planned in enumerate(listed) for item in planned]
         states = [state_of(item, "WriteItem") for _, item in items]
         index = [state_of(state["index"], "MetadataIndex") for state in states]
         data = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.model import Problem
+from ckptlint.model import Problem, ProblemKind
 from ckptlint.unpickle import Unpickled
 
 _SENDER = "do not open this folder with torch.load or dcp.load; report it to whoever gave it to you"
@@ -11,8 +11,8 @@ _SENDER = "do not open this folder with torch.load or dcp.load; report it to who
 
 def from_error(error: UnreadableError, file: str, blocks: bool = False, hint: str = "", why: str = "") -> Problem:
     """A file that could not be read, or not within the limits."""
-    kind = "limit" if isinstance(error, LimitError) else "unreadable"
-    return Problem(kind, file, f"{file}: {error}", hint=hint, why=why, blocks=blocks)
+    kind: ProblemKind = "limit" if isinstance(error, LimitError) else "unreadable"
+    return Problem(kind, file, f"{file} {error}", hint=hint, why=why, blocks=blocks)
 
 
 def from_refusals(unpickled: Unpickled, file: str, where: str = "") -> list[Problem]:

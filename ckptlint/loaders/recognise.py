@@ -59,8 +59,8 @@ def recognise(folder: Folder) -> Recognised | None:
         return Recognised("per-rank")
     other = unsupported(folder)
     if payload or "common.pt" in names or ".metadata.tmp" in names or _backend(folder) == "torch_dist":
-        evidence = payload[0] if payload else next(n for n in ("common.pt", ".metadata.tmp", "metadata.json") if n in names)
-        return Recognised("incomplete", evidence=evidence)
+        known = payload[:1] + [name for name in ("common.pt", ".metadata.tmp", "metadata.json") if name in names]
+        return Recognised("incomplete", evidence=known[0])
     return other
 
 
@@ -71,7 +71,7 @@ def unsupported(folder: Folder) -> Recognised | None:
         ("Megatron-LM legacy torch", _first(folders, r"mp_rank_\d\d.*") or _first(files, r"model_optim_rng\.pt")),
         ("NVRx local checkpoint", _first(files, r"iter_\d{7}_\d+_local.*\.pt")),
         ("DeepSpeed universal", _first(files, r"latest_universal") or _universal(folder)),
-        ("DeepSpeed ZeRO", _first(files, r"(bf16_|fp16_)?zero_pp_rank_\d+_.*_optim_states\.pt|mp_rank_.*_model_states\.pt")),
+        ("DeepSpeed ZeRO", _first(files, r".*zero_pp_rank_.*_optim_states\.pt|mp_rank_.*_model_states\.pt")),
         ("Orbax", _first(files + folders, r"_CHECKPOINT_METADATA|_METADATA|orbax\.checkpoint|manifest\.ocdbt|"
                          r"ocdbt\.process_.*|_sharding|array_metadatas|commit_success\.txt|_ROOT_METADATA")),
         ("zarr (Megatron-Core <= 0.15)", "metadata.json" if _backend(folder) == "zarr" else _zarr(folder)),
@@ -185,7 +185,9 @@ def _first(names: list[str], pattern: str) -> str | None:
 
 
 def _universal(folder: Folder) -> str | None:
-    return "zero/optimizer_state.pt" if "zero" in folder.folders() and folder.sub("zero").has("optimizer_state.pt") else None
+    if "zero" in folder.folders() and folder.sub("zero").has("optimizer_state.pt"):
+        return "zero/optimizer_state.pt"
+    return None
 
 
 def _zarr(folder: Folder) -> str | None:

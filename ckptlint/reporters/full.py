@@ -29,7 +29,10 @@ def render(report: Report, style: Style) -> str:
     blocks = []
     for part in report.checkpoints:
         block = [] if style.quiet else [header(part.checkpoint, style)]
-        block += _findings(part, style)
+        found = _findings(part, style)
+        if block and not found and len(report.checkpoints) > 1 and not part.is_incomplete:
+            block[0] += "\n  " + style.paint("passed", "good")
+        block += found
         if block:
             blocks.append("\n\n".join(block))
     if style.verbose:
@@ -50,7 +53,9 @@ def header(ckpt: Checkpoint, style: Style) -> str:
         counts.append(plural(len(ckpt.files), "file"))
     if ckpt.total_bytes:
         counts.append(human_bytes(ckpt.total_bytes))
-    return style.paint(ckpt.path, "bold") + "  " + "  ".join([name, ", ".join(counts)] if counts else [name])
+    facts = "  ".join([name, ", ".join(counts)] if counts else [name])
+    separator = "  " if len(ckpt.path) + len(facts) + 2 <= style.width else "\n  "
+    return style.paint(ckpt.path, "bold") + separator + facts
 
 
 def _is_clean(report: Report, style: Style) -> bool:
@@ -115,10 +120,11 @@ def _figure(ckpt: Checkpoint, finding: Finding, style: Style) -> list[str]:
 
 
 def _also(group: Group) -> str:
-    names = braces([item.fqn or item.finding.file for item in group.members[1:]])
+    names = braces(dict.fromkeys(item.fqn or item.finding.file for item in group.members[1:]))
     more = f", and {len(names) - _MORE_LIMIT:,} more patterns" if len(names) > _MORE_LIMIT else ""
-    count = plural(len(group.members) - 1, "more key") if group.lead.fqn else plural(len(group.members) - 1, "more file")
-    return f"{count}, the same: " + ", ".join(cut(name) for name in names[:_MORE_LIMIT]) + more
+    count = plural(len(group.members) - 1, "more key" if group.lead.fqn else "more file")
+    same = "the same" if len({item.message for item in group.members}) == 1 else "alike"
+    return f"{count}, {same}: " + ", ".join(cut(name) for name in names[:_MORE_LIMIT]) + more
 
 
 def _details(report: Report, style: Style) -> str:
@@ -150,15 +156,16 @@ def _verdict(report: Report, style: Style) -> list[str]:
         tensors = sum(len(part.checkpoint.tensors) for part in report.checkpoints)
         totals = f"{plural(rules, 'rule')}, {plural(tensors, 'tensor')}, {report.seconds:.2f} s"
         kind = "error" if report.counts["error"] else "warning"
-        lines.append(style.paint(f"{', '.join(counts)}{where}.", kind) + f" {totals}.")
         if blocked := [part for part in report.checkpoints if not part.checkpoint.readable]:
             missing = blocked[0].checkpoint.metadata_file
-            lines.append(f"{len(blocked[0].not_run)} of {rules} rules could not run: they need {missing}.")
+            totals = f"{len(blocked[0].not_run)} of {rules} rules could not run: they need {missing}"
+        lines.append(style.paint(f"{', '.join(counts)}{where}.", kind) + f" {totals}.")
         first = next(g.lead.code for part in report.checkpoints for g in part.groups if g.lead.severity > Severity.INFO)
         lines.append(f"`ckptlint explain {first}` tells more.")
     if failed:
         verb = "rule did not finish" if len(failed) == 1 else "rules did not finish"
-        lines.append(style.paint(f"{len(failed)} {verb}: {', '.join(sorted(failed))}. The verdict is incomplete.", "error"))
+        sentence = f"{len(failed)} {verb}: {', '.join(sorted(failed))}. The verdict is incomplete."
+        lines.append(style.paint(sentence, "error"))
     elif report.is_incomplete and not report.fails:
         lines.append(style.paint("The verdict is incomplete.", "error"))
     if not counts and not failed and not report.is_incomplete:
