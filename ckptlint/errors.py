@@ -35,5 +35,9 @@ class LimitError(UnreadableError):
     """Reading on would exceed a resource limit. Becomes SAF003."""
 
 
+class ReaderError(CkptlintError):
+    """A loader ended in an error of its own; the verdict is incomplete, exit 4."""
+
+
 class CheckpointError(CkptlintError):
     """Raised by `Report.raise_for_findings` when the checkpoint is not good enough."""

@@ -165,7 +165,7 @@ class RecordTable:
         byte_length: int64 [m], bytes of the record, archive framing included.
         transformed: bool [m], whether the bytes went through a stream transform (`stream.zstd/1`).
         owned: bool [m], whether a chunk, object or bytes entry refers to the record.
-        offsets: the chunk offsets each record is filed under; None for bytes entries.
+        strays: row -> the offsets it is filed under (None for bytes), for the rows that nothing refers to.
 
     Source:
         torch.distributed.checkpoint.filesystem._StorageInfo, torch.distributed.checkpoint.metadata.MetadataIndex
@@ -178,7 +178,7 @@ class RecordTable:
     byte_length: IntArray
     transformed: npt.NDArray[np.bool_]
     owned: npt.NDArray[np.bool_]
-    offsets: list[tuple[int, ...] | None]
+    strays: dict[int, tuple[int, ...] | None]
 
     def __len__(self) -> int:
         return len(self.fqn)
@@ -359,7 +359,7 @@ def empty_records() -> RecordTable:
     """A table without rows."""
     none = np.zeros(0, np.int64)
     flags = np.zeros(0, bool)
-    return RecordTable([], none.astype(np.int32), none.astype(np.int32), none, none, flags, flags, [])
+    return RecordTable([], none.astype(np.int32), none.astype(np.int32), none, none, flags, flags, {})
 
 
 def chunk_box(tensor: Tensor, row: int) -> Box:

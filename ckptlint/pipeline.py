@@ -6,8 +6,9 @@ import time
 from collections.abc import Iterable, Sequence
 
 from ckptlint.engine import run_rules
-from ckptlint.errors import AccessError, NothingToCheckError
+from ckptlint.errors import AccessError, NothingToCheckError, ReaderError
 from ckptlint.loaders import find, open_checkpoint
+from ckptlint.model import printable
 from ckptlint.report import CheckpointReport, FailOn, Report
 from ckptlint.rule import Depth, Rule
 
@@ -33,5 +34,9 @@ def run(
             nothing.append(str(error))
         except AccessError as error:
             refused.append(str(error))
+        except ReaderError as error:
+            refused.append(
+                f"{printable(path)} could not be read because of a mistake in ckptlint, please report: {error}"
+            )
     seconds = time.perf_counter() - started
     return Report(parts, tuple(rules), depth, fail_on, tuple(nothing), tuple(refused), seconds)

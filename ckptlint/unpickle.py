@@ -4,6 +4,8 @@
 becomes a stand-in that keeps what it was given and does nothing. Names outside the list of `.metadata` are refused:
 they become stand-ins too, so that the rest can still be read, and are reported with their byte offset. The opcodes
 are walked in Python only to explain a refusal.
+
+A crafted stream may still crash, starve or stall the C unpickler, which is why loaders run under `isolate`.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
@@ -26,8 +27,6 @@ SIZE_LIMIT = 2 * 1024**3
 """Largest metadata pickle that is read, in bytes; 10 million chunks take about 1.5 GiB."""
 
 _WALK_LIMIT = 64 * 1024**2
-_MEMORY_PER_BYTE = 24  # measured: 12 bytes of process memory per byte of a .metadata with a million chunks
-_MEMORY_FLOOR = 512 * 1024**2
 
 
 class Node(list[Any]):
@@ -76,7 +75,17 @@ class Opaque:
         self.items.append((key, value))
 
     def __repr__(self) -> str:
-        return f"<{self.module}.{self.name}>"
+        return printable(f"<{self.module}.{self.name}>")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remade, (self.module, self.name, self.args, self.state, self.items)
+
+
+def _remade(module: str, name: str, args: tuple[Any, ...], state: Any, items: list[Any]) -> Opaque:
+    """A stand-in as it left the process that read it."""
+    made = _opaque(module, name)(*args)
+    made.state, made.items = state, items
+    return made
 
 
 class _Dict(dict[Any, Any]):
@@ -252,7 +261,7 @@ _DANGEROUS_PREFIXES = (
 
 
 def _opaque(module: str, name: str) -> type[Opaque]:
-    return type("Opaque", (Opaque,), {"__slots__": (), "module": printable(module), "name": printable(name)})
+    return type("Opaque", (Opaque,), {"__slots__": (), "module": module, "name": name})
 
 
 def _layout(name: Any) -> str:
@@ -389,10 +398,10 @@ def _read(data: bytes, strict: bool) -> Unpickled:
     unpickler = _Unpickler(stream, strict)
     root, error = None, None
     try:
-        with paused_gc(), _memory_budget(len(data)):
+        with paused_gc():
             root = unpickler.load()
     except MemoryError:
-        raise LimitError("would take more memory to read than a file of its size can need") from None
+        raise LimitError("would take more memory to read than its size explains") from None
     except Exception as caught:  # a crafted stream can make the unpickler raise anything
         error = caught
     refused = _explain(data, unpickler.names.refused)
@@ -436,32 +445,6 @@ def _unreadable(data: bytes, error: Exception) -> UnreadableError:
 
 def _first_line(error: Exception) -> str:
     return printable((str(error) or type(error).__name__).splitlines()[0][:200])
-
-
-@contextmanager
-def _memory_budget(size: int) -> Iterator[None]:
-    """Let allocations fail once reading takes far more memory than any honest file of this size.
-
-    A forged memo index or length asks for gigabytes with five bytes. Only Linux tells how much is in use and enforces
-    the limit; elsewhere there is none.
-    """
-    try:
-        import resource
-
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except (ImportError, OSError, ValueError):
-        yield
-        return
-    budget = pages * resource.getpagesize() + max(_MEMORY_FLOOR, _MEMORY_PER_BYTE * size)
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if soft != resource.RLIM_INFINITY and soft <= budget:
-        yield
-        return
-    resource.setrlimit(resource.RLIMIT_AS, (budget, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 # ---------------------------------------------------------------- explaining a refusal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 
 from ckptlint.boxes import Box
 from ckptlint.model import Checkpoint
@@ -30,11 +31,8 @@ def chunk_out_of_bounds(ckpt: Checkpoint) -> Iterator[Finding]:
         layout = tensor.layout
         for row in layout.outside.tolist():
             box = layout.box(row)
-            axis, excess = _worst_axis(box, tensor.global_shape)
-            size = tensor.global_shape[axis]
-            share = f", {excess / size:.3g} of the axis" if size else ""
             yield Finding(
-                f"chunk {box}{{of}} leaves the tensor by {excess:,} on dim {axis} (size {size:,}{share})",
+                f"chunk {box}{{of}} {_fault(box, tensor.global_shape)}",
                 fqn=tensor.fqn,
                 tensor=tensor,
                 region=box if layout.live[row] else None,
@@ -46,11 +44,17 @@ def chunk_out_of_bounds(ckpt: Checkpoint) -> Iterator[Finding]:
             )
 
 
-def _worst_axis(box: Box, shape: tuple[int, ...]) -> tuple[int, int]:
-    """The axis on which a box leaves a shape most, and by how many elements."""
-    excess = [
-        max(-start, start + size - extent, -size)
-        for start, size, extent in zip(box.offsets, box.sizes, shape, strict=True)
-    ]
+def _fault(box: Box, shape: tuple[int, ...]) -> str:
+    """By how many elements a box leaves a shape on its worst axis, or which of its sizes is negative.
+
+    >>> _fault(Box((12,), (8,)), (16,)), _fault(Box((4, 0), (-2, 8)), (16, 8))
+    ('leaves the tensor by 4 on dim 0 (size 16, 1/4 of the axis)', 'has the size -2 on dim 0')
+    """
+    axis = min(range(len(shape)), key=lambda a: box.sizes[a])
+    if box.sizes[axis] < 0:
+        return f"has the size {box.sizes[axis]:,} on dim {axis}"
+    excess = [max(-start, stop - size) for start, stop, size in zip(box.offsets, box.ends, shape, strict=True)]
     axis = max(range(len(shape)), key=lambda a: excess[a])
-    return axis, excess[axis]
+    size = shape[axis]
+    share = f", {Fraction(excess[axis], size)} of the axis" if size else ""
+    return f"leaves the tensor by {excess[axis]:,} on dim {axis} (size {size:,}{share})"

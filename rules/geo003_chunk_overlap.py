@@ -53,6 +53,7 @@ def _pairs(tensor: Tensor) -> Iterator[tuple[Box, int, int]]:
     """The common part and the two rows of each overlapping pair with different offsets, at most `_PAIR_LIMIT`."""
     seen: set[tuple[int, int]] = set()
     layout = tensor.layout
+    whole = Box((0,) * len(layout.shape), layout.shape)
     for region in layout.coverage.doubled:
         for pair in combinations(layout.touching(region)[:_PAIR_LIMIT], 2):
             if len(seen) >= _PAIR_LIMIT:
@@ -61,7 +62,7 @@ def _pairs(tensor: Tensor) -> Iterator[tuple[Box, int, int]]:
             common = first.intersect(second)
             if pair not in seen and common is not None and first.offsets != second.offsets:
                 seen.add(pair)
-                yield common, *pair
+                yield common.intersect(whole) or common, *pair
 
 
 def _sizes(ckpt: Checkpoint, tensor: Tensor, first: int, second: int, volume: int) -> tuple[Note, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.boxes import Box, Crossing
+from ckptlint.boxes import Box, Crossing, Layout
 from ckptlint.keys import role
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.rule import Finding, Note, Severity, rule
@@ -23,8 +23,8 @@ def boundary_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         On no axis do the intervals of two chunks cross; and none lies strictly inside another where at least four in
         five of three or more siblings (the same tensor of other layers) are cut as a plain grid. Tensors with holes,
-        overlaps or duplicates are left to GEO001 to GEO007, and so are flat cuts, in which every chunk is one
-        contiguous run.
+        overlaps or duplicates are left to GEO001 to GEO007. Flat cuts are let pass: tensors in which every chunk is one
+        contiguous run, and the pieces of single rows where a tensor-parallel block was flattened.
     Why it matters:
         Ranks disagree where a shared axis is divided, so an operation that assumes one grid mixes rows although every
         element is stored once and torch accepts the plan.
@@ -44,7 +44,9 @@ def boundary_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         for tensor in group:
             if not _may_judge(tensor):
                 continue
-            misfits = tensor.layout.crossings
+            misfits = [
+                misfit for layout, axis in _by_axis(tensor) for misfit in layout.crossings if misfit.axis == axis
+            ]
             if not misfits and len(group) > _SIBLINGS and grids >= _MOST * (len(group) - 1):
                 misfits = tensor.layout.nestings
             if misfits:
@@ -57,6 +59,20 @@ def _may_judge(tensor: Tensor) -> bool:
         return False
     broken = len(layout.outside) or layout.duplicates or layout.coverage.missing or layout.coverage.doubled
     return not broken and not layout.is_row_major
+
+
+def _by_axis(tensor: Tensor) -> Iterator[tuple[Layout, int]]:
+    """For each axis the chunks to compare there: pieces of single rows are left out where others hold whole rows.
+
+    A flat range of a block that starts or ends inside a row leaves pieces that are one long on every axis before the
+    one they are cut on. Axes on which all chunks are one long (stacked layers, experts) say nothing about this.
+    """
+    layout = tensor.layout
+    lead = np.ones(len(layout.sizes), bool)
+    for axis in range(len(layout.shape)):
+        keep = ~lead if axis and not lead[layout.live].all() else np.ones(len(lead), bool)
+        yield Layout(layout.shape, layout.offsets[keep], layout.sizes[keep]), axis
+        lead &= layout.sizes[:, axis] == 1
 
 
 def _finding(ckpt: Checkpoint, tensor: Tensor, misfit: Crossing) -> Finding:

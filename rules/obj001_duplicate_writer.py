@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
 
 from ckptlint.keys import role
 from ckptlint.model import Checkpoint
@@ -56,24 +59,20 @@ def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
         tensor=ckpt.tensors.get(first.fqn),
         missing=tuple(str(duplicate.offset) for duplicate in same),
         severity=Severity.WARNING if first.equal else None,
-        notes=_plans(ckpt, first),
+        explain=partial(_plans, ckpt, first),
         hint="if the ranks' values differ, the state of all but one is gone: compare replica_id of these ranks",
         alike=f"{first.ranks} {first.equal}",
     )
 
 
 def _plans(ckpt: Checkpoint, duplicate: Duplicate) -> tuple[Note, ...]:
+    """Whose copy the metadata points to, and how the plans differ."""
     table = ckpt.writers
     assert table is not None
-    kept = next(
-        (
-            ckpt.place(row)[0]
-            for row in range(len(ckpt.records))
-            if ckpt.records.name(row) == duplicate.fqn and ckpt.records.offsets[row] == duplicate.offset
-        ),
-        "",
-    )
-    notes: list[Note] = [("kept", f"the entry points to {kept}" if kept else "no entry is left")]
+    record = _record(ckpt, duplicate)
+    notes: list[Note] = [
+        ("kept", f"the entry points to {ckpt.place(record)[0]}" if record >= 0 else "no entry is left")
+    ]
     if duplicate.offset is None:
         notes.append(("plans", "they do not say whether the objects are equal"))
     elif duplicate.equal:
@@ -85,3 +84,15 @@ def _plans(ckpt: Checkpoint, duplicate: Duplicate) -> tuple[Note, ...]:
             dtype = table.dtypes[int(table.dtype[row])] if table.dtype[row] >= 0 else "bytes"
             notes.append(("plan", f"rank {int(table.rank[row])}: sizes {sizes} of {shape}, {dtype}"))
     return tuple(notes)
+
+
+def _record(ckpt: Checkpoint, duplicate: Duplicate) -> int:
+    """Row of the record that holds the copy that was kept, -1 when there is none."""
+    if duplicate.offset is None:
+        records = {o.fqn: o.record for o in ckpt.objects} | {b.fqn: b.record for b in ckpt.byte_objects}
+        return records.get(duplicate.fqn, -1)
+    tensor = ckpt.tensors.get(duplicate.fqn)
+    if tensor is None or len(duplicate.offset) != len(tensor.global_shape):
+        return -1
+    rows = np.flatnonzero((tensor.layout.offsets == np.array(duplicate.offset, np.int64)).all(axis=1))
+    return int(tensor.chunks.record[rows[0]]) if len(rows) else -1

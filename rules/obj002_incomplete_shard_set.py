@@ -12,7 +12,7 @@ from ckptlint.model import Checkpoint, ShardedObject
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
 from ckptlint.topology import axes_of_size
 
-_GRID_LIMIT = 10_000_000
+_GRID_LIMIT = 1_000_000
 
 
 @rule("OBJ002", "incomplete-shard-set", Severity.ERROR)

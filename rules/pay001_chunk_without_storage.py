@@ -62,5 +62,5 @@ def _filed_elsewhere(ckpt: Checkpoint, tensor: Tensor) -> str:
     if tensor.fqn not in table.fqns:
         return ""
     rows = np.flatnonzero((table.fqn == table.fqns.index(tensor.fqn)) & ~table.owned)
-    places = [str(list(table.offsets[row] or ())) for row in rows[:3].tolist()]
+    places = [str(list(table.strays[row] or ())) for row in rows[:3].tolist()]
     return f"storage_data holds an entry for offset {', '.join(places)}, where no chunk starts" if places else ""

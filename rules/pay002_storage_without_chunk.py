@@ -37,14 +37,17 @@ def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
         for tensor in ckpt.tensors.values()
         if not tensor.is_sound or len(tensor.layout.outside) or ((tensor.chunks.record < 0) & tensor.layout.live).any()
     }
+    others = {entry.fqn for entry in ckpt.objects} | {entry.fqn for entry in ckpt.byte_objects}
     for row in stray.tolist():
         fqn = table.name(row)
         if fqn in excused:
             continue
-        offset = table.offsets[row]
+        offset = table.strays[row]
         where = "without an offset" if offset is None else f"at offset {list(offset)}"
         file, start, length = ckpt.place(row)
-        known = "no such key" if fqn not in ckpt.tensors else "no chunk starts there"
+        known = (
+            "no chunk starts there" if fqn in ckpt.tensors else "it is no tensor" if fqn in others else "no such key"
+        )
         yield Finding(
             f"the storage entry{{of}} {where} belongs to nothing: {known}",
             fqn=fqn,

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ckptlint.boxes import IntArray
 from ckptlint.chunkmap import human_bytes
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+
+_SHOWN = 4
 
 
 @rule("PAY004", "range-past-eof", Severity.ERROR, needs="files")
@@ -33,27 +36,58 @@ def range_past_eof(ckpt: Checkpoint) -> Iterator[Finding]:
     size = sizes[table.file]
     negative = (table.byte_offset < 0) | (table.byte_length < 0)
     beyond = (size >= 0) & (table.byte_length > size - table.byte_offset)
-    for number in np.unique(table.file[negative | beyond]).tolist():
-        rows = np.flatnonzero((table.file == number) & (negative | beyond))
-        first = int(rows[np.argmin(table.byte_offset[rows])])
-        file, start, length = ckpt.place(first)
-        keys = list(dict.fromkeys(table.name(row) for row in rows.tolist()))
-        if negative[rows].any():
-            message = f"{file}: a storage entry{{of}} claims {length:,} bytes at {start:,}"
-        else:
-            needed = int((table.byte_offset[rows] + table.byte_length[rows]).max())
-            has = int(sizes[number])
-            short = f"{human_bytes(needed - has)} short" if has else "empty"
-            message = f"{file} is {short}: it has {has:,} bytes, its entries need {needed:,}"
-        yield Finding(
-            message,
-            fqn=keys[0] if len(keys) == 1 else None,
-            file=file,
-            byte_range=(start, length),
-            missing=(file,),
-            place=f"{file}: {len(rows):,} entries behind the end, the first at byte {start:,}",
-            notes=(("keys", ", ".join(keys[:4]) + (f" and {len(keys) - 4:,} more" if len(keys) > 4 else "")),),
-            hint="compare the size with the file where it was written; a copy that broke off leaves a round number"
-            if not negative[rows].any()
-            else "the entry was damaged or edited; take .metadata from where it was written",
-        )
+    for file in np.unique(table.file[beyond & ~negative]).tolist():
+        yield _truncated(ckpt, np.flatnonzero((table.file == file) & beyond & ~negative))
+    for file in np.unique(table.file[negative]).tolist():
+        yield _damaged(ckpt, np.flatnonzero((table.file == file) & negative))
+
+
+def _truncated(ckpt: Checkpoint, rows: IntArray) -> Finding:
+    """The finding for the entries of one file that end behind it."""
+    table = ckpt.records
+    file, start, length = ckpt.place(int(rows[np.argmin(table.byte_offset[rows])]))
+    has = next(stored.size or 0 for stored in ckpt.files if stored.name == file)
+    # as Python ints: the end of a forged entry does not fit int64
+    needed = max(
+        sum(pair) for pair in zip(table.byte_offset[rows].tolist(), table.byte_length[rows].tolist(), strict=True)
+    )
+    keys = _keys(ckpt, rows)
+    return Finding(
+        f"{file} is {f'{human_bytes(needed - has)} short' if has else 'empty'}: it has {has:,} bytes, its entries need "
+        f"{needed:,}",
+        fqn=keys[0] if len(keys) == 1 else None,
+        file=file,
+        byte_range=(start, length),
+        missing=(file,),
+        place=f"{file}: {_entries(len(rows))} behind the end, the first at byte {start:,}",
+        notes=_shown(keys),
+        hint="compare the size with the file where it was written; a copy that broke off leaves a round number",
+    )
+
+
+def _damaged(ckpt: Checkpoint, rows: IntArray) -> Finding:
+    """The finding for the entries of one file that have a negative offset or length."""
+    file, start, length = ckpt.place(int(rows[0]))
+    keys = _keys(ckpt, rows)
+    return Finding(
+        f"{file}: a storage entry{{of}} claims {length:,} bytes at {start:,}",
+        fqn=keys[0] if len(keys) == 1 else None,
+        file=file,
+        byte_range=(start, length),
+        missing=(file, "negative"),
+        place=f"{file}: {_entries(len(rows))} with a negative offset or length",
+        notes=_shown(keys),
+        hint="the entry was damaged or edited; take .metadata from where it was written",
+    )
+
+
+def _keys(ckpt: Checkpoint, rows: IntArray) -> list[str]:
+    return list(dict.fromkeys(ckpt.records.name(row) for row in rows.tolist()))
+
+
+def _entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count:,} entries"
+
+
+def _shown(keys: list[str]) -> tuple[Note, ...]:
+    return (("keys", ", ".join(keys[:_SHOWN]) + (f" and {len(keys) - _SHOWN:,} more" if len(keys) > _SHOWN else "")),)

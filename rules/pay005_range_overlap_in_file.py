@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,14 +11,17 @@ from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
 
 _SHOWN = 32
+_EMBEDDING = re.compile(r"(?:^|\.)(?:word_embeddings|embed_tokens|tok_embeddings|wte)\.weight$")
+_OUTPUT = re.compile(r"(?:^|\.)(?:output_layer|lm_head|head|output)\.weight$")
 
 
-@rule("PAY005", "range-overlap-in-file", Severity.ERROR)
+@rule("PAY005", "range-overlap-in-file", Severity.ERROR, needs="files")
 def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
     """Two entries of a payload file share bytes.
 
     What it checks:
-        The byte ranges of the storage entries of one file do not intersect. Empty ranges count for nothing.
+        The byte ranges of the storage entries of one file do not intersect. Empty ranges count for nothing. A warning
+        where an input embedding and an output layer, which may be tied, have exactly the same range.
     Why it matters:
         At least one of the two tensors reads bytes of the other.
     Usual causes:
@@ -54,9 +58,17 @@ def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
             file=place,
             byte_range=(int(start[hit]), shared),
             missing=(names[0],),
+            severity=Severity.WARNING
+            if start[hit] == start[other] and stop[hit] == stop[other] and _tied(*names)
+            else None,
             place=f"{place}: " + ", ".join(spans),
             hint="one of the two offsets is wrong; the file's other entries tell which, since records lie end to end",
         )
+
+
+def _tied(*names: str) -> bool:
+    """Whether the two keys are an input embedding and an output layer, which models often share."""
+    return any(_EMBEDDING.search(a) and _OUTPUT.search(b) for a, b in (names, names[::-1]))
 
 
 def _running_argmax(values: np.ndarray, starts: np.ndarray) -> np.ndarray:

@@ -23,7 +23,8 @@ def unreferenced_bytes(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         The entries of each `.distcp` file tile it from its first to its last byte, but for gaps below 64 bytes; a file
-        that no entry names is empty. A note where OBJ001 reports the second writer that left them.
+        that no entry names is empty. A note where OBJ001 reports the second writer that left them; files with entries
+        that PAY004 calls damaged are left to it.
     Why it matters:
         Stray bytes prove a second writer: where ranks plan on their own (Megatron-Core, NVRx) each writes its copy and
         only the map is deduplicated, so what one of them held is lost.
@@ -40,11 +41,12 @@ def unreferenced_bytes(ckpt: Checkpoint) -> Iterator[Finding]:
     if ckpt.partial:
         raise NotApplicable(ckpt.partial)
     table = ckpt.records
-    repeaters = {rank for duplicate in duplicates(ckpt.writers) for rank in duplicate.ranks} if ckpt.writers else set()
+    repeaters = _repeaters(ckpt)
+    damaged = set(table.file[(table.byte_offset < 0) | (table.byte_length < 0)].tolist())
     order = np.lexsort((table.byte_offset, table.file))
     bounds = np.searchsorted(table.file[order], np.arange(len(ckpt.files) + 1))
     for number, file in enumerate(ckpt.files):
-        if file.state != "ok" or not file.size or not file.name.endswith(".distcp"):
+        if file.state != "ok" or not file.size or not file.name.endswith(".distcp") or number in damaged:
             continue
         rows = order[bounds[number] : bounds[number + 1]]
         gaps = _gaps(table.byte_offset[rows], table.byte_length[rows], file.size)
@@ -61,7 +63,7 @@ def unreferenced_bytes(ckpt: Checkpoint) -> Iterator[Finding]:
             file=file.name,
             byte_range=(gaps[0][0], gaps[0][1] - gaps[0][0]),
             missing=(file.name,),
-            severity=Severity.INFO if ckpt.is_megatron and rank_of(file.name) in repeaters else None,
+            severity=Severity.INFO if rank_of(file.name) in repeaters else None,
             alike="gaps" if len(rows) else "unnamed",
             place=f"{file.name}: {spans}" + (f" and {len(gaps) - _SHOWN} more gaps" if len(gaps) > _SHOWN else ""),
             explain=partial(_planned_elsewhere, ckpt, file.name),
@@ -71,9 +73,18 @@ def unreferenced_bytes(ckpt: Checkpoint) -> Iterator[Finding]:
         )
 
 
+def _repeaters(ckpt: Checkpoint) -> set[int]:
+    """The ranks that OBJ001 names: they planned what another rank planned too, in plans of this very state."""
+    plans = ckpt.writers
+    if plans is None or not ckpt.is_megatron or set(plans.fqns) != set(ckpt.records.fqns):
+        return set()
+    return {rank for duplicate in duplicates(plans) for rank in duplicate.ranks}
+
+
 def _gaps(starts: np.ndarray, lengths: np.ndarray, size: int) -> list[tuple[int, int]]:
     """The [start, stop) of at least `MIN_BYTES` bytes between sorted ranges and up to the end of the file."""
-    reached = np.maximum.accumulate(np.concatenate([[0], starts + np.maximum(lengths, 0)]))
+    stops = starts + np.minimum(lengths, np.iinfo(np.int64).max - starts)
+    reached = np.maximum.accumulate(np.concatenate([[0], stops]))
     nexts = np.concatenate([starts, [size]])
     wide = np.flatnonzero(nexts - reached >= MIN_BYTES)
     return [(int(reached[i]), int(nexts[i])) for i in wide.tolist()]

@@ -12,6 +12,7 @@ from ckptlint.rule import Finding, NotApplicable, Severity, rule
 
 _FRAMING = 4096
 _SHARE = 0.01
+_DENOMINATOR = 1024
 
 
 @rule("PAY007", "payload-length", Severity.ERROR)
@@ -71,13 +72,13 @@ def _nbytes(tensor: Tensor, rows: np.ndarray) -> np.ndarray:
 def _too_short(ckpt: Checkpoint, tensor: Tensor, rows: np.ndarray, record: int) -> Finding:
     row = int(rows[0])
     box = tensor.layout.box(row)
-    needed = tensor.nbytes(box.volume) or 0
+    needed = tensor.nbytes(box.volume) or 1
     file, start, length = ckpt.place(record)
-    ratio = Fraction(length, needed).limit_denominator(4096) if needed else Fraction(0)
-    share = f" ({ratio} of it)" if 0 < ratio.denominator <= 4096 and ratio.numerator else ""
+    ratio = Fraction(length, needed)
+    share = f"{ratio}" if ratio.denominator <= _DENOMINATOR else f"{float(ratio):.1%}"
     what = f"the record of chunk {box}{{of}} is" if len(rows) == 1 else f"{len(rows):,} records{{of}} are"
     return Finding(
-        f"{what} too short: {needed:,} bytes needed, {length:,} stored{share}",
+        f"{what} too short: {needed:,} bytes needed, {length:,} stored ({share} of it)",
         fqn=tensor.fqn,
         tensor=tensor,
         region=box,

@@ -17,8 +17,8 @@ def rank_files(ckpt: Checkpoint) -> Iterator[Finding]:
     """Some ranks stored nothing.
 
     What it checks:
-        The numbers in the names of the payload files that entries refer to have no gap, and reach the world size where
-        the plans or the arguments tell it and only one file set exists.
+        The numbers in the names of the payload files that entries refer to have no gap. Where the plans of all ranks
+        are stored they reach the number of ranks, and ranks that planned nothing do not count.
     Why it matters:
         It is context for other findings: a rank whose every item was deduplicated stores nothing, and so does a rank
         that was lost.

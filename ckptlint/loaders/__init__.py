@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ckptlint.errors import NothingToCheckError, UnreadableError
-from ckptlint.loaders.common import COMMON_ENTRY, OWN_ENTRIES, Location, read_common
+from ckptlint.errors import LimitError, NothingToCheckError, UnreadableError
+from ckptlint.isolate import isolated
+from ckptlint.loaders.common import COMMON_ENTRY, COMMON_FILE, OWN_ENTRIES, Location, read_common
 from ckptlint.loaders.dcp import Description, describe, state_of
 from ckptlint.loaders.megatron import dialect, missing_marks, read_config, read_plans, split_objects
 from ckptlint.loaders.problems import from_error, from_refusals
@@ -47,7 +49,7 @@ def find(path: str, all_steps: bool = False) -> list[Folder]:
 
 
 def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
-    """Read one checkpoint folder.
+    """Read one checkpoint folder, in a child process under limits.
 
     Args:
         folder: a folder that `find` returned.
@@ -55,7 +57,19 @@ def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
 
     Raises:
         AccessError: the operating system refused a read; damage and malice become problems instead.
+        ReaderError: ckptlint itself made a mistake.
     """
+    inputs = [name for name in folder.files() if name in (METADATA, COMMON_FILE) or RANK_METADATA.fullmatch(name)]
+    size = sum(min(folder.entries[name].size, SIZE_LIMIT) for name in inputs)
+    try:
+        return isolated(partial(read_checkpoint, folder, look_at_files), size)
+    except LimitError as error:
+        problem = from_error(error, METADATA, blocks=True, hint=_other_step(folder))
+        return Checkpoint(folder.display, "dcp", problems=[problem], readable=False, files=_listed(folder))
+
+
+def read_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
+    """The same in this process, where a crafted file may crash, starve or stall it."""
     found = recognise(folder)
     if found is None:
         return _unfinished(folder, "the step folder is empty", "")
@@ -200,7 +214,7 @@ def _shares_offsets(folder: Folder, described: Description, look: bool) -> bool:
         torch.distributed.checkpoint.filesystem (>= 2.8), SerializationFormat.SAFETENSORS
     """
     table = described.records
-    tensor_rows = np.flatnonzero([offset is not None for offset in table.offsets])
+    tensor_rows = np.flatnonzero(described.has_offset)
     if not look or not len(tensor_rows):
         return False
     files, offsets = table.file[tensor_rows], table.byte_offset[tensor_rows]

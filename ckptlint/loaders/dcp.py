@@ -28,12 +28,13 @@ class Description:
     Attributes:
         paths: raw relative path of each payload file, in the order of `RecordTable.file`.
         extras: attributes of the root that are not torch's own (`all_local_plans`, `mcore_data`).
-        root_module: whether the root class or its attributes show a particular writer, as `written_by` needs it.
+        has_offset: bool [m], the records that hold a chunk, not a bytes entry.
     """
 
     tensors: dict[str, Tensor]
     byte_objects: list[ByteObject]
     records: RecordTable
+    has_offset: Any
     paths: list[str]
     extras: dict[str, Any]
     storage_meta: Any
@@ -102,13 +103,14 @@ def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
     problems: list[Problem] = []
     raw = _RawRecords.read(index, infos, file, problems)
     tensors, byte_names = _tensors(entries, states[0].get("mcore_data"), file, problems)
-    records, joined, byte_objects = _join(tensors, byte_names, raw)
+    records, has_offset, joined, byte_objects = _join(tensors, byte_names, raw)
     known = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
     version = states[0].get("version")
     return Description(
         tensors=joined,
         byte_objects=byte_objects,
         records=records,
+        has_offset=has_offset,
         paths=raw.paths,
         extras={key: value for state in reversed(states) for key, value in state.items() if key not in known},
         storage_meta=states[0].get("storage_meta"),
@@ -269,10 +271,10 @@ class _RawRecords:
 
 def _join(
     tensors: dict[str, Tensor], byte_names: list[str], raw: _RawRecords
-) -> tuple[RecordTable, dict[str, Tensor], list[ByteObject]]:
+) -> tuple[RecordTable, Any, dict[str, Tensor], list[ByteObject]]:
     """Find each chunk's and bytes entry's record; records are filed under (fqn, offset).
 
-    Returns the records as a table, the tensors by printable name, and the bytes entries.
+    Returns the records as a table, which of them have an offset, the tensors by printable name, the bytes entries.
     """
     names = {name: number for number, name in enumerate(dict.fromkeys(raw.fqns))}
     fqn = np.fromiter(map(names.__getitem__, raw.fqns), np.int32, len(raw.fqns))
@@ -303,14 +305,12 @@ def _join(
         for (_, tensor), part in zip(group, np.split(found, np.cumsum(lengths)[:-1]), strict=True):
             tensor.chunks.record[:] = part
 
-    byte_row = {raw.fqns[row]: row for row in np.flatnonzero(rank == -1).tolist()}
-    byte_objects = []
-    for name in byte_names:
-        row = byte_row.get(name, -1)
-        byte_objects.append(ByteObject(printable(name), row))
-    byte_set = set(byte_names)
+    byte_row: dict[str, int] = {}
+    wanted_bytes = set(byte_names)
     for row in np.flatnonzero(rank == -1).tolist():
-        owned[row] = raw.fqns[row] in byte_set
+        owned[row] = raw.fqns[row] in wanted_bytes
+        byte_row[raw.fqns[row]] = row
+    byte_objects = [ByteObject(printable(name), byte_row.get(name, -1)) for name in byte_names]
     records = RecordTable(
         fqns=[printable(name) for name in names],
         fqn=fqn,
@@ -319,9 +319,9 @@ def _join(
         byte_length=raw.byte_length,
         transformed=raw.transformed,
         owned=owned,
-        offsets=raw.offsets,
+        strays={row: raw.offsets[row] for row in np.flatnonzero(~owned).tolist()},
     )
-    return records, {tensor.fqn: tensor for tensor in tensors.values()}, byte_objects
+    return records, rank >= 0, {tensor.fqn: tensor for tensor in tensors.values()}, byte_objects
 
 
 def _match(stored: IntArray, wanted: IntArray, rows: IntArray, owned: Any) -> IntArray:
