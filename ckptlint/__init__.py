@@ -26,6 +26,7 @@ def check(
     ignore: Iterable[str] = (),
     fail_on: FailOn = "error",
     all_steps: bool = False,
+    expect: str | PathLike[str] | None = None,
 ) -> Report:
     """The report on the checkpoints under the paths; prints nothing and reads no settings.
 
@@ -35,9 +36,10 @@ def check(
         ignore: the same, to leave out.
         fail_on: the lowest severity that makes `Report.exit_code` 1.
         all_steps: every step of a run folder, not only the newest.
+        expect: what to compare with: a manifest, a safetensors file or index, a model folder, another checkpoint.
 
     Raises:
-        ConfigError: an unknown rule or depth.
+        ConfigError: an unknown rule or depth, or a reference that cannot be used.
     """
     from ckptlint import pipeline
     from ckptlint import select as selection
@@ -47,8 +49,9 @@ def check(
 
     if depth not in DEPTHS:
         raise ConfigError(f"there is no depth {depth!r}: {', '.join(DEPTHS)}")
-    rules = selection.select(load_rules(), chosen=select, ignored=ignore, depth=depth)
-    return pipeline.run(map(str, paths), rules, depth=depth, fail_on=fail_on, all_steps=all_steps)
+    rules = selection.select(load_rules(), chosen=select, ignored=ignore, depth=depth, has_reference=expect is not None)
+    reference = None if expect is None else str(expect)
+    return pipeline.run(map(str, paths), rules, depth=depth, fail_on=fail_on, all_steps=all_steps, expect=reference)
 
 
 def load(path: str | PathLike[str]) -> Checkpoint:

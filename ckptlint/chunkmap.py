@@ -9,6 +9,7 @@ import numpy as np
 
 from ckptlint.boxes import Box, IntArray
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.topology import axes_of_size
 
 CELL_LIMIT = 8
 _CONTEXT = 2
@@ -90,7 +91,17 @@ def make_grid(tensor: Tensor, region: Box | None, cells: int = CELL_LIMIT) -> Gr
 
 
 def draw(ckpt: Checkpoint, grid: Grid, region: Box | None, ascii_only: bool, width: int = 76) -> list[str]:
-    """The lines of a chunk map, none longer than `width` where its labels allow."""
+    """The lines of a chunk map; cells are folded until none is longer than `width`."""
+    lines = _drawn(ckpt, grid, region, ascii_only, width)
+    for cells in range(CELL_LIMIT - 1, 2, -1):
+        narrower = make_grid(grid.tensor, region, cells) if max(map(len, lines)) > width else None
+        if narrower is None:
+            break
+        lines = _drawn(ckpt, narrower, region, ascii_only, width)
+    return lines
+
+
+def _drawn(ckpt: Checkpoint, grid: Grid, region: Box | None, ascii_only: bool, width: int) -> list[str]:
     labels = [_labels(grid.columns)] if grid.down is None else [_labels(grid.columns), _labels(grid.rows)]
     side = 0 if grid.down is None else max(map(len, labels[1])) + 1
     longest = max(map(len, labels[0]))
@@ -100,9 +111,10 @@ def draw(ckpt: Checkpoint, grid: Grid, region: Box | None, ascii_only: bool, wid
     pad = " " * side
     lines = []
     if grid.down is None:
-        lines.append(f"dim {grid.across} ->" + _fixed(grid))
+        lines.append(f"{_axis(ckpt, grid, grid.across)} ->" + _fixed(grid))
     else:
-        lines.append(f"{pad}dim {grid.down} down, dim {grid.across} across" + _fixed(grid))
+        names = _axis(ckpt, grid, grid.down), _axis(ckpt, grid, grid.across)
+        lines.append(f"{pad}{names[0]} down, {names[1]} across" + _fixed(grid))
     header = pad + "".join(label.ljust(cell + 1) for label in labels[0])
     lines.append(header.rstrip())
     corners = "+++" if ascii_only else "┌┬┐"
@@ -116,10 +128,17 @@ def draw(ckpt: Checkpoint, grid: Grid, region: Box | None, ascii_only: bool, wid
     label = f"{labels[1][-1]:>{side - 1}} " if side else ""
     lines.append(label + corners[0] + corners[1].join([dash * cell] * len(texts[0])) + corners[2])
     if grid.down is None and region is not None:
-        lines.append(_marker(grid, region, cell))
+        lines += _marker(grid, region, cell, width)
     if any(not all(row) for row in grid.inside):
         lines.append("x outside the tensor")
     return lines + _legend_lines(ckpt, grid, width)
+
+
+def _axis(ckpt: Checkpoint, grid: Grid, axis: int) -> str:
+    """The axis with its factor and mesh name, where exactly one mesh axis has as many places."""
+    count = len(grid.tensor.layout.intervals(axis))
+    names = axes_of_size(ckpt.topology, count)
+    return f"dim {axis} x {count} ({names[0]})" if len(names) == 1 else f"dim {axis}"
 
 
 def _cuts(starts: IntArray, ends: IntArray, size: int, region: Box, axis: int) -> list[int]:
@@ -173,17 +192,18 @@ def _fixed(grid: Grid) -> str:
     return f", at {at}" if at else ""
 
 
-def _marker(grid: Grid, region: Box, cell: int) -> str:
-    """Carets below the cells of the region, and how much it is."""
+def _marker(grid: Grid, region: Box, cell: int, width: int) -> list[str]:
+    """Carets below the cells of the region, and how much it is, beside them where there is room."""
     start, stop = region.offsets[grid.across], region.ends[grid.across]
     under = [i for i, c in enumerate(grid.columns) if not c.folded and c.start < stop and c.stop > start]
     elements = f"{region.volume:,} elements"
     nbytes = grid.tensor.nbytes(region.volume)
     size = elements if nbytes is None else f"{elements}, {human_bytes(nbytes)}"
     if not under or (start, stop) == (0, grid.tensor.global_shape[grid.across]):
-        return size
-    width = (under[-1] - under[0] + 1) * (cell + 1) - 1
-    return " " * (1 + under[0] * (cell + 1)) + "^" * width + " " + size
+        return [size]
+    carets = " " * (1 + under[0] * (cell + 1)) + "^" * ((under[-1] - under[0] + 1) * (cell + 1) - 1)
+    beside = f"{carets} {size}"
+    return [beside] if len(beside) <= width else [carets, size]
 
 
 def _legend_lines(ckpt: Checkpoint, grid: Grid, width: int) -> list[str]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptlint import __version__
-from ckptlint.errors import CkptlintError, ConfigError
+from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
 
 if TYPE_CHECKING:
     from ckptlint.report import Report
@@ -33,6 +33,14 @@ class _DefaultGroup(click.Group):
         if args and args[0] not in own and args[0] not in self.commands:
             args = ["check", *args]
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            # the reader of the pipe went away; click would make that exit 1, which claims findings
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(141)
 
 
 @click.group(cls=_DefaultGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -70,15 +78,26 @@ def cli() -> None:
     help="How much to read: the metadata only, or also names and sizes of the payload files.",
 )
 @click.option(
-    "--format", "format_", type=click.Choice(FORMATS), default="full", show_default=True, help="What goes to stdout."
+    "--format",
+    "format_",
+    type=click.Choice(FORMATS),
+    default="full",
+    show_default=True,
+    envvar="CKPTLINT_FORMAT",
+    help="What goes to stdout.",
 )
 @click.option(
     "--output", multiple=True, metavar="[F=]FILE", help="Also write a report; the format by suffix, or given as F=."
 )
 @click.option("--max-per-rule", type=click.IntRange(min=0), default=5, show_default=True, help="Groups shown; 0 = all.")
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
-@click.option("--ascii", "ascii_only", is_flag=True, help="Draw chunk maps with plain characters.")
+@click.option(
+    "--ascii", "ascii_only", is_flag=True, envvar="CKPTLINT_ASCII", help="Draw chunk maps with plain characters."
+)
 @click.option("--all-steps", is_flag=True, help="Every step of a run folder, not only the newest.")
+@click.option(
+    "--expect", metavar="REF", help="Compare with a manifest, safetensors, a model folder or another checkpoint."
+)
 @click.option("-q", "--quiet", count=True, help="-q findings only, -qq exit code only.")
 @click.option("-v", "--verbose", is_flag=True, help="Also notes, rules that did not run and why, times.")
 def check(
@@ -97,6 +116,7 @@ def check(
     color: str,
     ascii_only: bool,
     all_steps: bool,
+    expect: str | None,
     quiet: int,
     verbose: bool,
 ) -> None:
@@ -120,9 +140,10 @@ def check(
         ignored=_tokens(ignore),
         severities=[_pair(value) for value in severity],
         depth=depth,
+        has_reference=expect is not None,
     )
     level: Any = "warning" if strict else "never" if exit_zero else fail_on
-    report = pipeline.run(_paths(paths), rules, depth=depth, fail_on=level, all_steps=all_steps)
+    report = pipeline.run(_paths(paths), rules, depth=depth, fail_on=level, all_steps=all_steps, expect=expect)
     style = _style(color, ascii_only, max_per_rule, quiet, verbose)
     _emit(report, style, format_, outputs)
     sys.exit(report.exit_code)
@@ -151,6 +172,29 @@ def rules(format_: str) -> None:
     click.echo(catalogue(load_rules(), format_, shutil.get_terminal_size().columns))
 
 
+@cli.command(context_settings=_ENVIRONMENT)
+@click.argument("path")
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file.")
+def manifest(path: str, output: Path | None) -> None:
+    """The tensors of a checkpoint as JSON, to compare others with: `ckptlint OTHER --expect FILE`.
+
+    Exit codes: 0 written, 1 unsafe or unreadable, 3 nothing there.
+    """
+    from ckptlint.loaders import find, open_checkpoint
+    from ckptlint.loaders.reference import manifest_text, obstacle
+
+    checkpoints = [open_checkpoint(folder, look_at_files=False) for folder in find(path)]
+    if sentences := [sentence for ckpt in checkpoints if (sentence := obstacle(ckpt))]:
+        click.echo("\n".join(f"ckptlint: {sentence}" for sentence in sentences), err=True)
+        sys.exit(1)
+    text = manifest_text(checkpoints)
+    if output is None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    else:
+        _write(output, text)
+
+
 def main() -> None:
     """Run the command line; every error that ckptlint itself raises is one sentence and exit 2."""
     try:
@@ -163,13 +207,12 @@ def main() -> None:
     except ConfigError as error:
         click.echo(f"ckptlint: {error}", err=True)
         sys.exit(2)
+    except NothingToCheckError as error:
+        click.echo(f"ckptlint: {error}", err=True)
+        sys.exit(3)
     except CkptlintError as error:
         click.echo(f"ckptlint: {error}", err=True)
         sys.exit(4)
-    except BrokenPipeError:
-        # the reader of a pipe went away: 1 would claim findings
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -226,10 +269,14 @@ def _emit(report: Report, style: Style, format_: str, outputs: list[tuple[str, P
         sys.stdout.write(text)
         sys.stdout.flush()
     for name, path in outputs:
-        body = REPORTERS[name](report, replace(style, color=False))
-        unfinished = path.with_name(f".{path.name}.part")
-        try:
-            unfinished.write_text(body, encoding="utf-8")
-            unfinished.replace(path)
-        except OSError as error:
-            raise CkptlintError(f"{path} cannot be written: {error.strerror}") from None
+        _write(path, REPORTERS[name](report, replace(style, color=False)))
+
+
+def _write(path: Path, text: str) -> None:
+    """A whole file or none: written under another name, then renamed."""
+    unfinished = path.with_name(f".{path.name}.part")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.replace(path)
+    except OSError as error:
+        raise CkptlintError(f"{path} cannot be written: {error.strerror}") from None

@@ -24,6 +24,8 @@ def run_rules(ckpt: Checkpoint, rules: Iterable[Rule], depth: Depth) -> Checkpoi
             crash_rule = rule
         elif DEPTHS.index(rule.needs) > DEPTHS.index(depth):
             report.not_run[rule.code] = f"needs --depth {rule.needs}"
+        elif rule.expects and ckpt.reference is None:
+            report.not_run[rule.code] = "needs --expect"
         elif not ckpt.readable and not rule.always:
             report.not_run[rule.code] = f"needs {ckpt.metadata_file}"
         else:

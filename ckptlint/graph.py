@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,7 @@ def axis_graph(layout: Layout, axis: int) -> nx.DiGraph[tuple[int, int]]:
     return graph
 
 
+@lru_cache(maxsize=4096)
 def places(layout: Layout, axis: int) -> Places | None:
     """The places of an axis, or None when its intervals overlap, so that no one path exists.
 
@@ -112,6 +114,14 @@ def coordinates(layout: Layout, region: Box) -> dict[int, tuple[Places, list[int
     return found
 
 
+def place_of(layout: Layout, region: Box) -> str:
+    """A missing region by its places on the mesh, whatever the size of the tensor: what findings of one cause share."""
+    found = coordinates(layout, region)
+    return ", ".join(
+        f"dim {axis}: {ranges(inside)} of {len(axis_places.intervals)}" for axis, (axis_places, inside) in found.items()
+    )
+
+
 def axis_name(ckpt: Checkpoint, axis: int, count: int) -> str:
     """`dim 0`, with the mesh axis in brackets when exactly one has as many places."""
     names = axes_of_size(ckpt.topology, count) if count > 1 else []
@@ -148,7 +158,7 @@ def rank_of(file: str) -> int | None:
     >>> rank_of("__3_0.distcp"), rank_of("step5__2_1.distcp"), rank_of("w.bin")
     (3, 2, None)
     """
-    match = re.search(r"__(\d+)_\d+\.distcp$", file)
+    match = re.search(r"__([0-9]{1,9})_[0-9]+\.distcp$", file)
     return int(match[1]) if match else None
 
 

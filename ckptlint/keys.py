@@ -1,16 +1,24 @@
-"""Names of tensors: the role a name plays once layer and expert numbers are taken out, and ranges of numbers.
+"""Names of tensors: what a key means whoever wrote it, its role among its siblings, and ranges of numbers.
 
->>> role("model.layers.3.mlp.experts.12.w1.weight")
-'model.layers.*.mlp.experts.*.w1.weight'
+`parse` strips wrappers and takes a name apart; `role` alone replaces numbers and is what findings are grouped by.
+
+>>> key = parse("model.module.decoder.layers.3.mlp.experts.local_experts.12.linear_fc1.weight")
+>>> key.block, key.layer, key.expert, key.role, key.cls
+('decoder.layers', 3, 12, 'decoder.layers.*.mlp.experts.local_experts.*.linear_fc1.weight', 'mlp_in')
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
+from typing import Literal
 
 _NUMBER = re.compile(r"(?<![^./(_])\d+(?![^./)_,])|(?<=\bweight)\d+$|(?<=\bbias)\d+$")
+
+_PLAIN_NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
 
 
 def role(fqn: str) -> str:
@@ -44,13 +52,18 @@ def braces(fqns: Iterable[str]) -> list[str]:
     >>> braces(["layers.0.w", "layers.1.w", "layers.3.w"])
     ['layers.{0-1,3}.w']
     """
-    by_role: dict[str, list[tuple[int, ...]]] = {}
-    for fqn in fqns:
-        by_role.setdefault(role(fqn), []).append(numbers(fqn))
-    folded = []
-    for name, rows in by_role.items():
-        for columns in _products(sorted(set(rows))):
-            folded.append(_fill(name, [ranges(c) if len(c) == 1 else "{" + ranges(c) + "}" for c in columns]))
+    by_words: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}
+    folded: list[str] = []
+    for fqn in dict.fromkeys(fqns):
+        found = _NUMBER.findall(fqn)
+        if found and all(_PLAIN_NUMBER.fullmatch(number) for number in found):
+            by_words.setdefault(tuple(_NUMBER.split(fqn)), {})[tuple(map(int, found))] = fqn
+        else:
+            folded.append(fqn)
+    for words, rows in by_words.items():
+        for columns in _products(sorted(rows)):
+            values = [ranges(c) if len(c) == 1 else "{" + ranges(c) + "}" for c in columns]
+            folded.append("".join(word + value for word, value in zip(words, [*values, ""], strict=True)))
     return folded
 
 
@@ -65,8 +78,194 @@ def _products(rows: list[tuple[int, ...]]) -> list[list[list[int]]]:
     ]
 
 
-def _fill(pattern: str, values: list[str]) -> str:
-    parts = pattern.split("*")
-    if len(parts) != len(values) + 1:  # the name itself holds an asterisk
-        return pattern
-    return "".join(part + value for part, value in zip(parts, [*values, ""], strict=True))
+# ---------------------------------------------------------------- taking a key apart
+
+Kind = Literal["model", "optimizer", "runtime"]
+
+KeyClass = Literal[
+    "embedding",
+    "output",
+    "router",
+    "norm",
+    "qkv",
+    "q",
+    "k",
+    "v",
+    "attn_out",
+    "mlp_in",
+    "mlp_out",
+    "linear_attn",
+    "other",
+]
+
+WRAPPERS = frozenset({"app", "state", "model", "module"})
+"""Leading parts that say nothing about the parameter."""
+
+COPIES = frozenset({"ema", "ema_model", "model_ema", "teacher", "ref_model", "target"})
+"""Leading parts of a second copy of the model."""
+
+_INNER_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_STAGE = re.compile(r"model\d+|model_pp\d+|chained_\d+")
+_LAYER_WORDS = frozenset({"layers", "h", "blocks", "block", "layer"})
+_EXPERT_WORDS = frozenset({"experts", "local_experts"})
+_RUNTIME = re.compile(
+    r"(rng_state|rerun_state_machine_state|dataloader\w*|lr_scheduler|opt_param_scheduler|train_state|args|iteration|"
+    r"checkpoint_version|num_floating_point_operations_so_far|common_state|scheduler|train)([./].*)?"
+)
+_OPTIMIZER = re.compile(r"(optim|optimizer|opt|optimizers)(_?\d+)?")
+_SHORT_NUMBER = re.compile(r"[0-9]{1,9}")
+_NUMBERED_WEIGHT = re.compile(r"(weight|bias)([0-9]{1,9})")
+_COMPONENTS = frozenset({"query", "key", "value", "z", "beta", "alpha"})
+
+_CLASSES: dict[str, KeyClass] = {
+    **dict.fromkeys(
+        ("word_embeddings", "embed_tokens", "tok_embeddings", "wte", "embed", "token_embedding"), "embedding"
+    ),
+    **dict.fromkeys(("output_layer", "lm_head", "head", "output"), "output"),
+    **dict.fromkeys(("router", "expert_bias", "e_score_correction_bias"), "router"),
+    **dict.fromkeys(("linear_qkv", "qkv_proj", "c_attn", "query_key_value", "wqkv", "qkv"), "qkv"),
+    **dict.fromkeys(("q_proj", "wq", "q", "linear_q", "q_b_proj"), "q"),
+    **dict.fromkeys(("k_proj", "wk", "k", "linear_k"), "k"),
+    **dict.fromkeys(("v_proj", "wv", "v", "linear_v"), "v"),
+    **dict.fromkeys(("linear_proj", "o_proj", "wo", "out_proj"), "attn_out"),
+    **dict.fromkeys(
+        (
+            "linear_fc1",
+            "gate_up_proj",
+            "gate_and_up_projs",
+            "w13",
+            "gate_proj",
+            "up_proj",
+            "w1",
+            "w3",
+            "fc1",
+            "gate_up",
+            "up",
+        ),
+        "mlp_in",
+    ),
+    **dict.fromkeys(("linear_fc2", "down_proj", "down_projs", "w2", "fc2", "down"), "mlp_out"),
+    **dict.fromkeys(("in_proj", "conv1d", "A_log", "dt_bias"), "linear_attn"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """A key taken apart.
+
+    Attributes:
+        fqn: the name as stored.
+        kind: part of the model, of the optimizer, or runtime state that no shape rule concerns.
+        scope: what was stripped and separates name spaces: pipeline stage (`model1`), optimizer chain (`chained_0`),
+            module of a multimodal job (`mimo.vision`), second copy (`ema`).
+        path: the name without wrappers and scope; of an optimizer key the part behind `optimizer.`.
+        block: the path up to and with the word before the layer number (`decoder.layers`); "" outside of layers.
+        layer: the layer's number, None where layers are stacked or there is none.
+        expert: the expert's number, None where experts are stacked or there is none.
+        in_experts: whether the parameter belongs to routed experts (never to a shared one).
+        component: the half or part of a fused weight that this is: `w`, `v`, `query`, ...; "" otherwise.
+        role: the path with the numbers of layer and expert replaced by `*`.
+        cls: what the parameter does, told from its last parts; `other` when unknown.
+    """
+
+    fqn: str
+    kind: Kind
+    scope: tuple[str, ...]
+    path: str
+    block: str = ""
+    layer: int | None = None
+    expert: int | None = None
+    in_experts: bool = False
+    component: str = ""
+    role: str = ""
+    cls: KeyClass = "other"
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the name has a layer word and no number behind it: layers may be stacked on an axis."""
+        return self.layer is None and bool(self.block)
+
+
+@lru_cache(maxsize=1 << 17)
+def parse(fqn: str) -> Key:
+    """A name taken apart; names of optimizer states are only recognised, `inventory` maps them to parameters."""
+    parts = [part for part in fqn.split(".") if part not in _INNER_WRAPPERS]
+    scope: list[str] = []
+    while len(parts) > 1:
+        if parts[0] == "mimo" and len(parts) > 2:
+            scope.append(f"mimo.{parts[1]}")
+            parts = parts[2:]
+        elif parts[0] in COPIES or _STAGE.fullmatch(parts[0]):
+            scope.append(parts[0])
+            parts = parts[1:]
+        elif parts[0] in WRAPPERS:
+            parts = parts[1:]
+        else:
+            break
+    path = ".".join(parts)
+    if _RUNTIME.fullmatch(path) or path.endswith("_extra_state") or "_extra_state/" in path:
+        return Key(fqn, "runtime", tuple(scope), path)
+    if _OPTIMIZER.fullmatch(parts[0]) and len(parts) > 1:
+        return Key(fqn, "optimizer", tuple(scope), path)
+    return _model_key(fqn, tuple(scope), parts)
+
+
+def _model_key(fqn: str, scope: tuple[str, ...], parts: list[str]) -> Key:
+    layer = expert = None
+    block = ""
+    in_experts = False
+    shown = list(parts)
+    for i, part in enumerate(parts):
+        number = parts[i + 1] if i + 1 < len(parts) and _SHORT_NUMBER.fullmatch(parts[i + 1]) else None
+        if part in _LAYER_WORDS and not block and (number is not None or part == "layers"):
+            block = ".".join(parts[: i + 1])
+            if number is not None:
+                layer, shown[i + 1] = int(number), "*"
+        elif part in _EXPERT_WORDS:
+            in_experts = True
+            if number is not None and expert is None:
+                expert, shown[i + 1] = int(number), "*"
+    last = parts[-1]
+    if in_experts and expert is None and (match := _NUMBERED_WEIGHT.fullmatch(last)):
+        expert, shown[-1], last = int(match[2]), f"{match[1]}*", match[1]
+    component = ""
+    if last in _COMPONENTS and len(parts) > 1:
+        component = last
+    elif last.endswith(("_w", "_v")) and last[:-2].startswith(("weight", "bias")):
+        component = last[-1]
+    return Key(
+        fqn=fqn,
+        kind="model",
+        scope=scope,
+        path=".".join(parts),
+        block=block,
+        layer=layer,
+        expert=expert,
+        in_experts=in_experts,
+        component=component,
+        role=".".join(shown),
+        cls=_class_of(parts, in_experts),
+    )
+
+
+def _class_of(parts: list[str], in_experts: bool) -> KeyClass:
+    """What a parameter does, by the last of its parts that says so."""
+    words = [part for part in parts if not part.isdecimal()]
+    if not words:
+        return "other"
+    tail = words[-1]
+    if "layer_norm" in tail or tail.startswith(("ln_", "norm")):
+        return "norm"
+    names = words[-1:] if tail in _CLASSES else words[-3:-1] if tail in _COMPONENTS else words[-2:-1]
+    for name in reversed(names):
+        if name == "gate":  # of a mixture of experts; the gate of a gated unit is gate_proj
+            return "router" if not in_experts else "other"
+        if "norm" in name or name.startswith("ln_"):
+            return "norm"
+        if name == "c_fc":
+            return "mlp_in"
+        if name == "c_proj":
+            return "mlp_out" if "mlp" in words else "attn_out"
+        if name in _CLASSES:
+            return _CLASSES[name]
+    return "other"

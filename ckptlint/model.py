@@ -33,6 +33,10 @@ left out on purpose: no size check is made for them.
 """
 
 
+RANK_LIMIT = 64
+"""More axes than any tensor has."""
+
+
 def printable(text: str) -> str:
     r"""The text with every character that a terminal may act on as a visible escape; no two texts become equal.
 
@@ -110,7 +114,11 @@ class Tensor:
     @property
     def is_representable(self) -> bool:
         """Whether shape and volume fit int64, which torch and the box arithmetic need."""
-        return all(0 <= size < 2**62 for size in self.global_shape) and self.volume < 2**63
+        return (
+            len(self.global_shape) <= RANK_LIMIT
+            and all(0 <= size < 2**62 for size in self.global_shape)
+            and self.volume < 2**63
+        )
 
     @property
     def is_sound(self) -> bool:
@@ -260,11 +268,49 @@ class CommonState:
     values: dict[Any, Any]
 
 
+StepState = Literal["complete", "unfinished", "absent", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """The Megatron run folder that a step lies in.
+
+    Attributes:
+        step: the number in the step folder's own name (`iter_0000010`).
+        steps: the numbers of all step folders there, in order.
+        newest_complete: the highest of them that has the marks of a finished save, None when none has.
+        tracker: the step that `latest_checkpointed_iteration.txt` names; None without one, or when it says `release`.
+        tracked: what lies at that step; `unknown` for formats that ckptlint does not read.
+
+    Source:
+        megatron.training.checkpointing.get_checkpoint_name, read_metadata
+    """
+
+    step: int
+    steps: tuple[int, ...] = ()
+    newest_complete: int | None = None
+    tracker: int | None = None
+    tracked: StepState = "unknown"
+
+
 @dataclass(frozen=True, slots=True)
 class AxisSize:
-    """The size of a parallel axis and where it was read: `args`, `metadata`, `inferred`."""
+    """The size of a parallel axis and where it was read.
+
+    Attributes:
+        source: `metadata` (counted), `args`, `run_config` or `config.json` (declared), `files` (a lower bound from
+            payload file names), `inferred`.
+    """
 
     size: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A number, text or flag that the job said about itself, and where: `args`, `run_config`, `config.json`."""
+
+    value: int | float | str
     source: str
 
 
@@ -298,6 +344,33 @@ class Problem:
     beside: bool = False
 
 
+ReferenceKind = Literal["manifest", "safetensors", "index", "Hugging Face folder", "checkpoint"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """What a checkpoint is expected to hold (`--expect`).
+
+    Attributes:
+        source: the path as the user gave it, printable.
+        kind: what lies there.
+        tensors: name, printable -> dtype and global shape, each None where the reference does not say; empty when only
+            a config.json is at hand.
+        declared: what its config.json says about the model, by canonical name (`topology.read_declared`).
+        parts: the components of a checkpoint (`model`, `optim`) by folder name; empty when it is one folder.
+    """
+
+    source: str
+    kind: ReferenceKind
+    tensors: dict[str, tuple[str | None, tuple[int, ...] | None]]
+    declared: dict[str, Declared] = field(default_factory=dict)
+    parts: dict[str, Reference] = field(default_factory=dict)
+
+    def part(self, name: str) -> Reference:
+        """The component to compare with a folder of this name, or the whole."""
+        return self.parts.get(name, self)
+
+
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
     """One checkpoint folder as the rules see it.
@@ -310,7 +383,11 @@ class Checkpoint:
         partial: why the metadata describes only part of the save, or "".
         locates_bytes: whether offset and length of a record say where its bytes lie; not in the SAFETENSORS mode of
             torch's FileSystemWriter (>= 2.8), where all tensors of a file share one offset.
-        steps_beside: other steps of the run with readable metadata, newest first.
+        declared: what the job said about itself, by canonical name (`topology.read_declared`).
+        object_values: entry name -> content of the optimizer objects that describe their module (parameter groups,
+            sharding type), one for each kind and module.
+        run: the run folder that the step lies in; None outside of `iter_*`.
+        reference: what the user expects it to hold; None without `--expect`.
     """
 
     path: str
@@ -323,12 +400,16 @@ class Checkpoint:
     files: list[StoredFile] = field(default_factory=list)
     writers: WriterTable | None = None
     common: CommonState | None = None
+    declared: dict[str, Declared] = field(default_factory=dict)
+    object_values: dict[str, Any] = field(default_factory=dict)
+    run: RunFolder | None = None
     topology: dict[str, AxisSize] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     readable: bool = True
     partial: str = ""
     locates_bytes: bool = True
     metadata_file: str = ".metadata"
+    reference: Reference | None = None
 
     @property
     def is_megatron(self) -> bool:

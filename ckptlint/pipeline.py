@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from ckptlint.engine import run_rules
 from ckptlint.errors import AccessError, NothingToCheckError, ReaderError
 from ckptlint.loaders import find, open_checkpoint
+from ckptlint.loaders.reference import read_reference
 from ckptlint.model import printable
 from ckptlint.report import CheckpointReport, FailOn, Report
 from ckptlint.rule import Depth, Rule
@@ -20,16 +22,28 @@ def run(
     depth: Depth = "files",
     fail_on: FailOn = "error",
     all_steps: bool = False,
+    expect: str | None = None,
 ) -> Report:
-    """Judge every checkpoint under the paths; what could not be found or read is part of the report."""
+    """Judge every checkpoint under the paths; what could not be found or read is part of the report.
+
+    Args:
+        expect: the reference to compare each of them with; without one the rules that need it are not run.
+
+    Raises:
+        ConfigError: the reference cannot be used.
+    """
     started = time.perf_counter()
+    reference = None if expect is None else read_reference(expect)
     parts: list[CheckpointReport] = []
     nothing: list[str] = []
     refused: list[str] = []
     for path in paths:
         try:
             for folder in find(path, all_steps):
-                parts.append(run_rules(open_checkpoint(folder, depth != "metadata"), rules, depth))
+                ckpt = open_checkpoint(folder, depth != "metadata")
+                if reference is not None:
+                    ckpt = replace(ckpt, reference=reference.part(folder.path.name))
+                parts.append(run_rules(ckpt, rules, depth))
         except NothingToCheckError as error:
             nothing.append(str(error))
         except AccessError as error:
@@ -39,4 +53,5 @@ def run(
                 f"{printable(path)} could not be read because of a mistake in ckptlint, please report: {error}"
             )
     seconds = time.perf_counter() - started
-    return Report(parts, tuple(rules), depth, fail_on, tuple(nothing), tuple(refused), seconds)
+    judging = tuple(rule for rule in rules if reference is not None or not rule.expects)
+    return Report(parts, judging, depth, fail_on, tuple(nothing), tuple(refused), seconds)

@@ -12,7 +12,7 @@ from typing import Literal
 from ckptlint.errors import CheckpointError
 from ckptlint.keys import role
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Depth, Finding, Rule, Severity
+from ckptlint.rule import Depth, Finding, Note, Rule, Severity
 
 FailOn = Literal["error", "warning", "info", "never"]
 _PROPER_NAMES = ("Megatron", "PyTorch", "DCP")
@@ -62,6 +62,12 @@ class Diagnostic:
         text = self.rule.section("Why it matters").partition(". ")[0].rstrip(".")
         first = text.partition(" ")[0]
         return text if "-" in first or first in _PROPER_NAMES else text[:1].lower() + text[1:]
+
+    def all_notes(self) -> list[Note]:
+        """Every note, those that cost time included; the hint comes last."""
+        finding = self.finding
+        notes = [*finding.notes, *(finding.explain() if finding.explain else ()), ("hint", finding.hint)]
+        return sorted((note for note in notes if note[1]), key=lambda note: note[0] == "hint")
 
     @property
     def fingerprint(self) -> str:
@@ -116,9 +122,8 @@ class CheckpointReport:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether something that was asked for could not be judged and no error says why."""
-        unread = not self.checkpoint.readable and not any(d.severity == Severity.ERROR for d in self.diagnostics)
-        return bool(self.failed) or unread
+        """Whether a rule ended in an error, or there were no tensors to judge; findings that fail the run go first."""
+        return bool(self.failed) or not self.checkpoint.readable
 
 
 @dataclass(frozen=True, eq=False)

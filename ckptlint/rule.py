@@ -95,6 +95,7 @@ class Rule:
         check: yields findings; raises NotApplicable when there is nothing to judge.
         needs: the least depth at which it can judge.
         always: whether it runs although the metadata could not be read.
+        expects: whether it judges against a reference (`--expect`) and cannot run without one.
     """
 
     code: str
@@ -103,6 +104,7 @@ class Rule:
     check: Check
     needs: Depth = "metadata"
     always: bool = False
+    expects: bool = False
 
     @property
     def summary(self) -> str:
@@ -117,7 +119,12 @@ class Rule:
 
 
 def rule(
-    code: str, name: str, severity: Severity, needs: Depth = "metadata", always: bool = False
+    code: str,
+    name: str,
+    severity: Severity,
+    needs: Depth = "metadata",
+    always: bool = False,
+    expects: bool = False,
 ) -> Callable[[Check], Rule]:
     """Turn a check function into a Rule; nothing is registered, rules are found by scanning modules."""
-    return lambda check: Rule(code, name, severity, check, needs, always)
+    return lambda check: Rule(code, name, severity, check, needs, always, expects)

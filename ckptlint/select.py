@@ -18,6 +18,7 @@ def select(
     ignored: Iterable[str] = (),
     severities: Iterable[tuple[str, str]] = (),
     depth: Depth = "files",
+    has_reference: bool = False,
 ) -> tuple[Rule, ...]:
     """The rules to run, with the user's severities.
 
@@ -25,7 +26,7 @@ def select(
 
     Raises:
         ConfigError: an unknown rule or level, an attempt to switch off or lower a SAF rule or LNT002, or a rule chosen
-            by its own code or name that needs a greater depth.
+            by its own code or name that needs a greater depth or a reference.
     """
     chosen = list(chosen)
     codes = set(_matching(rules, chosen)) if chosen else {rule.code for rule in rules}
@@ -42,6 +43,8 @@ def select(
         named = next((rule for rule in rules if token in (rule.code, rule.name)), None)
         if named and DEPTHS.index(named.needs) > DEPTHS.index(depth):
             raise ConfigError(f"{named.code} {named.name} needs --depth {named.needs}, the depth is {depth}")
+        if named and named.expects and not has_reference:
+            raise ConfigError(f"{named.code} {named.name} needs --expect, what to compare with")
     levels = {}
     for token, level in severities:
         if level.upper() not in Severity.__members__:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from dataclasses import dataclass
@@ -52,9 +53,13 @@ class Folder:
                 for item in listing:
                     try:
                         status = item.stat()
-                    except FileNotFoundError:
-                        continue
+                    except OSError as error:
+                        if error.errno in (errno.ENOENT, errno.ELOOP):
+                            continue
+                        raise
                     is_folder = stat.S_ISDIR(status.st_mode)
+                    if not is_folder and not stat.S_ISREG(status.st_mode):
+                        continue  # a pipe or a device: reading it might never end
                     found[item.name] = Entry(0 if is_folder else status.st_size, is_folder, status.st_mtime)
         except FileNotFoundError:
             raise NothingToCheckError(f"{self.display} does not exist") from None
@@ -115,9 +120,11 @@ class Folder:
         path = self.path / relative
         try:
             status = path.stat()
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, UnicodeEncodeError):
             return "absent", None
         except OSError as error:
+            if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+                return "absent", None
             raise AccessError(f"{printable(relative)} cannot be looked at: {error.strerror}") from None
         if not stat.S_ISREG(status.st_mode):
             return "not-a-file", None

@@ -14,7 +14,7 @@ import re
 import tomllib
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -22,9 +22,10 @@ from typing import Any
 
 from ckptlint.engine import run_rules
 from ckptlint.loaders import open_checkpoint
+from ckptlint.loaders.reference import MANIFEST_SCHEMA, SAFETENSORS_DTYPES, read_reference
 from ckptlint.model import ITEM_BITS, Checkpoint
 from ckptlint.report import CheckpointReport
-from ckptlint.rule import Rule
+from ckptlint.rule import Finding, Rule, Severity
 from ckptlint.storage import Folder, is_safe
 
 FRAMING = 1577
@@ -65,8 +66,22 @@ def read_cases(path: Path) -> list[Case]:
 
 def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:
     """Write the case into an empty folder, read it back, and judge it with one rule."""
-    write_checkpoint(case.table, folder)
-    return run_rules(load_folder(folder), [rule], "files")
+    ckpt = load_folder(write_checkpoint(case.table, folder))
+    if case.table.keys() & {"reference", "reference_config"}:
+        place = write_reference(case.table, folder.with_name(f"{folder.name}-expected"))
+        ckpt = replace(ckpt, reference=read_reference(str(place)))
+    rules = [rule, _crashing(case.table["crash"])] if "crash" in case.table else [rule]
+    return run_rules(ckpt, rules, "files")
+
+
+def _crashing(code: str) -> Rule:
+    """A rule that ends in an error of its own."""
+
+    def check(ckpt: Checkpoint) -> Iterator[Finding]:
+        yield from ()
+        raise IndexError("tuple index out of range")
+
+    return Rule(code, "crashing-rule", Severity.ERROR, check)
 
 
 def load_folder(folder: Path) -> Checkpoint:
@@ -87,8 +102,12 @@ def described(report: CheckpointReport) -> list[str]:
 # ---------------------------------------------------------------- writing
 
 
-def write_checkpoint(table: dict[str, Any], folder: Path) -> None:
-    """Write the folder that a case describes."""
+def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
+    """Write what a case describes; returns the checkpoint's own folder, below the given one for a step of a run."""
+    for name, text in table.get("beside", {}).items():
+        path = _write_file(folder, name, 0)
+        path.write_bytes(text.encode("latin-1"))
+    folder = folder / table.get("step", "")
     folder.mkdir(parents=True, exist_ok=True)
     files: dict[str, int | str] = {}
     records: list[tuple[str, int, bytes]] = []
@@ -116,6 +135,35 @@ def write_checkpoint(table: dict[str, Any], folder: Path) -> None:
         (folder / name).write_bytes(text.encode("latin-1"))
     for name in table.get("older", ()):
         _shift_time(folder / name, -100)
+    return folder
+
+
+def write_reference(table: dict[str, Any], place: Path) -> Path:
+    """Write what a case is compared with: a manifest, or a model folder where there is a `reference_config`."""
+    entries = {
+        fqn: {"dtype": tensor.get("dtype", "float32"), "shape": tensor.get("shape")}
+        for fqn, tensor in table.get("reference", {}).items()
+    }
+    if "reference_config" not in table:
+        place = place.with_suffix(".json")
+        place.write_text(json.dumps({"schema": MANIFEST_SCHEMA, "tensors": entries}))
+        return place
+    place.mkdir(parents=True)
+    (place / "config.json").write_text(json.dumps(table["reference_config"]))
+    if entries:
+        (place / "model.safetensors").write_bytes(safetensors_header(entries))
+    return place
+
+
+def safetensors_header(entries: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """The start of a safetensors file that holds tensors of these dtypes and shapes."""
+    names = {ours: theirs for theirs, ours in SAFETENSORS_DTYPES.items()}
+    header, stop = {}, 0
+    for fqn, entry in entries.items():
+        start, stop = stop, stop + prod(entry["shape"]) * ITEM_BITS[entry["dtype"]] // 8
+        header[fqn] = {"dtype": names[entry["dtype"]], "shape": entry["shape"], "data_offsets": [start, stop]}
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text
 
 
 def _parts(table: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], int | None]]:
@@ -274,9 +322,10 @@ def _read_content(table: dict[str, Any], rank: int | None) -> _Content:
         content.add_bytes(fqn)
     for fqn, value in table.get("state", {}).items():
         content.add_bytes(fqn, _archive("archive", value))
-    for fqn, place in table.get("stray", {}).items():
-        offsets, _, record = place.partition(" @ ")
-        content.store(fqn, _numbers(offsets) if offsets != "bytes" else None, record)
+    for fqn, places in table.get("stray", {}).items():
+        for place in [places] if isinstance(places, str) else places:
+            offsets, _, record = place.partition(" @ ")
+            content.store(fqn, _numbers(offsets) if offsets != "bytes" else None, record)
     for fqn in table.get("unstored", ()):
         content.entries[fqn] = _Stub(_CM, "BytesStorageMetadata", {})
     return content

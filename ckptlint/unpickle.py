@@ -10,11 +10,13 @@ A crafted stream may still crash, starve or stall the C unpickler, which is why 
 
 from __future__ import annotations
 
+import copyreg
 import gc
 import io
 import pickle
 import pickletools
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,7 +45,14 @@ class Node(list[Any]):
     __hash__ = object.__hash__  # type: ignore[assignment]
 
 
-class Opaque:
+class _Named(type):
+    """The class of stand-in classes, so that a class kept as a value can be sent on by its name."""
+
+    module: str
+    name: str
+
+
+class Opaque(metaclass=_Named):
     """A stand-in for any other name: keeps module, name, arguments, state and items, and does nothing."""
 
     __slots__ = ("args", "items", "state")
@@ -194,9 +203,11 @@ _DTYPE_ALIASES = {
 }
 
 # what the common state and the records of healthy checkpoints hold (formats: argparse, torch, numpy, Megatron-Core)
-_KNOWN_INERT = {
+_CONTAINERS = {
     *((module, name) for module in _BUILTINS for name in ("set", "frozenset", "bytearray", "complex", "list", "dict")),
-    ("_codecs", "encode"),
+    ("_codecs", "encode"),  # bytes in protocol 2
+}
+_KNOWN_INERT = _CONTAINERS | {
     ("_io", "BytesIO"),
     ("argparse", "Namespace"),
     ("types", "SimpleNamespace"),
@@ -218,50 +229,54 @@ _KNOWN_INERT = {
 }
 _KNOWN_INERT_PREFIXES = ("megatron.core.", "transformer_engine.common.recipe.", "numpy.dtypes.")
 
-_DANGEROUS_PACKAGES = """
-__main__ _aix_support _bootsubprocess _ctypes _frozen_importlib _operator _osx_support _pickle
-_posixsubprocess _pyrepl _socket _thread ast asyncio asyncore bdb builtins __builtin__ cProfile cffi
-cloudpickle cmd code codecs codeop commands concurrent copy ctypes dill distutils doctest ensurepip fileinput
-ftplib gc glob http idlelib imp importlib inspect io jinja2 joblib lib2to3 linecache logging marshal mmap
-multiprocessing nt ntpath numba operator os pathlib pdb pickle pickletools pip pkg_resources pkgutil platform
-popen2 posix posixpath profile psutil pty py_compile pydoc requests resource rlcompleter runpy sched select
-setuptools shelve shlex shutil site smtplib socket socketserver sqlite3 ssl subprocess sys sysconfig tarfile
-telnetlib tempfile test threading timeit tkinter trace traceback types unittest urllib urllib2 urllib3 uuid
-venv warnings webbrowser weakref winreg wsgiref xmlrpc zipapp zipfile zipimport
-"""
+# in the common state a class of the standard library is refused unless it is one of these
+_HARMLESS_STDLIB = frozenset({"collections", "datetime", "decimal", "enum", "fractions", "numbers", "uuid", "zoneinfo"})
+_HARMLESS_BUILTINS = frozenset({"range", "slice", "object", "int", "float", "str", "bytes", "bool", "tuple"})
+_OLD_STDLIB = frozenset({"__builtin__", "commands", "copy_reg", "imp", "popen2", "urllib2", "distutils", "asyncore"})
+_DANGEROUS_PACKAGES = frozenset({"cffi", "cloudpickle", "dill", "jinja2", "joblib", "numba", "pip", "psutil"})
+_DANGEROUS_PACKAGES |= {"pkg_resources", "requests", "setuptools", "urllib3", "_testcapi", "_xxsubinterpreters"}
 _DANGEROUS_PREFIXES = (
-    "functools.",
-    "numpy.f2py",
-    "numpy.load",
-    "numpy.fromfile",
-    "numpy.testing",
     "numpy.ctypeslib",
+    "numpy.DataSource",
     "numpy.distutils",
+    "numpy.f2py",
+    "numpy.from",
+    "numpy.genfromtxt",
+    "numpy.lib",
+    "numpy.load",
     "numpy.memmap",
+    "numpy.save",
+    "numpy.testing",
     "pandas.",
-    "signal.",
-    "torch.hub",
-    "torch.load",
-    "torch.save",
-    "torch.serialization.",
-    "torch.jit",
-    "torch.package",
-    "torch.utils",
-    "torch.multiprocessing",
-    "torch.distributed.",
-    "torch.fx",
     "torch._dynamo",
     "torch._inductor",
     "torch.classes",
+    "torch.distributed.",
+    "torch.fx",
+    "torch.hub",
+    "torch.jit",
+    "torch.multiprocessing",
     "torch.ops",
-    "torch.storage.",
-    "torch.compile",
-    "torch.cuda.",
+    "torch.package",
+    "torch.testing",
+    "torch.utils",
+)
+_TORCH_VALUES = re.compile(
+    r"torch\.(strided|jagged|_mkldnn|sparse_\w+|per_\w+_affine\w*|channels_last\w*|\w+_format|device)|torch\._utils\._rebuild_\w+|"
+    r"torch\._tensor\._rebuild_\w+|torch\.nn\.parameter\.\w+"
 )
 
 
-def _opaque(module: str, name: str) -> type[Opaque]:
-    return type("Opaque", (Opaque,), {"__slots__": (), "module": module, "name": name})
+def _opaque(module: str, name: str, new: Callable[..., Any] | None = None) -> type[Opaque]:
+    """A stand-in class of this name, with another constructor when `new` is given."""
+    body: dict[str, Any] = {"__slots__": (), "module": module, "name": name}
+    if new is not None:
+        body["__new__"] = lambda cls, *args: new(*args)
+    made: type[Opaque] = _Named("Opaque", (Opaque,), body)  # type: ignore[assignment]
+    return made
+
+
+copyreg.pickle(_Named, lambda cls: (_opaque, (cls.module, cls.name)))
 
 
 def _layout(name: Any) -> str:
@@ -311,9 +326,9 @@ class _Unpickler(pickle.Unpickler):
         if key == ("torch", "Size"):
             return ().__add__  # takes a tuple and returns that same tuple, in C; anything else is a TypeError
         if key == ("torch.serialization", "_get_layout"):
-            return _layout
+            return _opaque(module, name, _layout)
         if key in _PATHS:
-            return _path
+            return _opaque(module, name, _path)
         if module == "torch" and _DTYPE.fullmatch(name):
             return _DTYPE_ALIASES.get(name, name)
         if key == ("collections", "OrderedDict"):
@@ -321,7 +336,7 @@ class _Unpickler(pickle.Unpickler):
         if module in _BUILTINS and name == "getattr":
             return self._member_of(module)
         stand_in = _opaque(module, name)
-        if key in _ENUMS:
+        if key in _ENUMS | _CONTAINERS:
             return stand_in
         if self._strict or self._is_dangerous(module, name):
             self.names.refused[key] = stand_in
@@ -329,7 +344,7 @@ class _Unpickler(pickle.Unpickler):
             self.names.unknown[key] = stand_in
         return stand_in
 
-    def _member_of(self, module: str) -> Callable[[Any, Any], Any]:
+    def _member_of(self, module: str) -> type[Opaque]:
         """`getattr` on an enum class, which is how Python 3.11.2 pickles enum members; the result cannot be called."""
 
         def member(owner: Any, name: Any) -> Opaque:
@@ -337,22 +352,33 @@ class _Unpickler(pickle.Unpickler):
             key = (owner.module, owner.name) if enum else ("", "")
             if not enum or (self._strict and key not in _ENUMS) or key in self.names.refused:
                 self.names.refused[(module, "getattr")] = _opaque(module, "getattr")
-            found: Opaque = _opaque(*key)(name)
-            return found
+            return _opaque(*key)(name)
 
-        return member
+        return _opaque(module, "getattr", member)
 
     def _is_known(self, module: str, name: str) -> bool:
+        """Whether healthy common state holds it."""
         dotted = f"{module}.{name}"
         is_storage = module == "torch" and name.endswith("Storage")
         is_signal = module == "signal" and name.startswith("SIG")
-        return (module, name) in _KNOWN_INERT or dotted.startswith(_KNOWN_INERT_PREFIXES) or is_storage or is_signal
+        known = (module, name) in _KNOWN_INERT or dotted.startswith(_KNOWN_INERT_PREFIXES)
+        return known or is_storage or is_signal or bool(_TORCH_VALUES.fullmatch(dotted))
 
     def _is_dangerous(self, module: str, name: str) -> bool:
-        if self._is_known(module, name) or any(not part.isidentifier() for part in f"{module}.{name}".split(".")):
-            return not self._is_known(module, name)
+        """Whether it is known to do something when called, or may be: functions of torch, most of Python's library."""
+        if self._is_known(module, name):
+            return False
         dotted = f"{module}.{name}"
-        return module.partition(".")[0] in _DANGEROUS_PACKAGES.split() or dotted.startswith(_DANGEROUS_PREFIXES)
+        if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+            return True
+        package = module.partition(".")[0]
+        if package in _BUILTINS:
+            return name not in _HARMLESS_BUILTINS
+        if package in sys.stdlib_module_names or package in _OLD_STDLIB or package == "__main__":
+            return package not in _HARMLESS_STDLIB
+        if package == "torch" and not name[:1].isupper():
+            return True
+        return package in _DANGEROUS_PACKAGES or dotted.startswith(_DANGEROUS_PREFIXES)
 
 
 # ---------------------------------------------------------------- reading
@@ -390,6 +416,21 @@ def paused_gc() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def _no_extensions() -> Iterator[None]:
+    """Hide the extension codes that other code registered with `copyreg`: the C unpickler resolves them on its own."""
+    tables: list[dict[Any, Any]] = [getattr(copyreg, "_inverted_registry"), getattr(copyreg, "_extension_cache")]  # noqa: B009
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, kept, strict=True):
+            table.clear()
+            table.update(entries)
+
+
 def _read(data: bytes, strict: bool) -> Unpickled:
     if len(data) > SIZE_LIMIT:
         raise LimitError(f"has {len(data):,} bytes, the limit is {SIZE_LIMIT:,}")
@@ -398,7 +439,7 @@ def _read(data: bytes, strict: bool) -> Unpickled:
     unpickler = _Unpickler(stream, strict)
     root, error = None, None
     try:
-        with paused_gc():
+        with paused_gc(), _no_extensions():
             root = unpickler.load()
     except MemoryError:
         raise LimitError("would take more memory to read than its size explains") from None

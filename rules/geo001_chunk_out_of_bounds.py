@@ -9,6 +9,9 @@ from ckptlint.boxes import Box
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 
+_SHOWN = 64
+_DENOMINATOR = 1024
+
 
 @rule("GEO001", "chunk-out-of-bounds", Severity.ERROR)
 def chunk_out_of_bounds(ckpt: Checkpoint) -> Iterator[Finding]:
@@ -29,8 +32,12 @@ def chunk_out_of_bounds(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     for tensor in ckpt.sound_tensors():
         layout = tensor.layout
-        for row in layout.outside.tolist():
+        rows = layout.outside.tolist()
+        for row in rows[:_SHOWN]:
             box = layout.box(row)
+            place = f"the chunk is stored in {ckpt.chunk_file(tensor, row) or 'no file'}"
+            if row == rows[0] and len(rows) > 1:
+                place += f"; {len(rows):,} chunks are like it"
             yield Finding(
                 f"chunk {box}{{of}} {_fault(box, tensor.global_shape)}",
                 fqn=tensor.fqn,
@@ -39,7 +46,7 @@ def chunk_out_of_bounds(ckpt: Checkpoint) -> Iterator[Finding]:
                 rows=(row,),
                 file=ckpt.chunk_file(tensor, row),
                 severity=None if layout.live[row] or min(box.sizes) < 0 else Severity.INFO,
-                notes=(("where", f"the chunk is stored in {ckpt.chunk_file(tensor, row) or 'no file'}"),),
+                notes=(("where", place),),
                 hint="compare this tensor with the same one of the step before; the other chunks tell its true size",
             )
 
@@ -56,5 +63,6 @@ def _fault(box: Box, shape: tuple[int, ...]) -> str:
     excess = [max(-start, stop - size) for start, stop, size in zip(box.offsets, box.ends, shape, strict=True)]
     axis = max(range(len(shape)), key=lambda a: excess[a])
     size = shape[axis]
-    share = f", {Fraction(excess[axis], size)} of the axis" if size else ""
+    ratio = Fraction(excess[axis], size) if size else Fraction(1, _DENOMINATOR + 1)
+    share = f", {ratio} of the axis" if ratio.denominator <= _DENOMINATOR else ""
     return f"leaves the tensor by {excess[axis]:,} on dim {axis} (size {size:,}{share})"

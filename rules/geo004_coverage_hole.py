@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from ckptlint.boxes import Box
-from ckptlint.graph import absent_writer_hint, mesh_note
+from ckptlint.graph import absent_writer_hint, mesh_note, place_of
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
 from ckptlint.topology import attributes
@@ -49,7 +49,7 @@ def coverage_hole(ckpt: Checkpoint) -> Iterator[Finding]:
                 severity=Severity.WARNING if padded and _BUCKET in tensor.fqn else None,
                 notes=_total(tensor) if number == 0 else (),
                 explain=partial(_explain, ckpt, tensor, region),
-                hint=absent_writer_hint(ckpt, tensor, region),
+                alike=place_of(tensor.layout, region),
             )
 
 
@@ -84,7 +84,8 @@ def _total(tensor: Tensor) -> tuple[Note, ...]:
     percent = f"{covered:.1%}"
     if percent in ("0.0%", "100.0%"):
         percent = "almost all" if covered > 0.5 else "almost none"
-    return (("covered", f"{percent} of the tensor; {coverage.missing_volume:,} elements are missing{more}"),)
+    lost = "1 element is" if coverage.missing_volume == 1 else f"{coverage.missing_volume:,} elements are"
+    return (("covered", f"{percent} of the tensor; {lost} missing{more}"),)
 
 
 def _neighbours(tensor: Tensor, region: Box) -> tuple[int, ...]:
@@ -97,4 +98,4 @@ def _neighbours(tensor: Tensor, region: Box) -> tuple[int, ...]:
 
 
 def _explain(ckpt: Checkpoint, tensor: Tensor, region: Box) -> tuple[Note, ...]:
-    return (("mesh", mesh_note(ckpt, tensor, region)),)
+    return (("mesh", mesh_note(ckpt, tensor, region)), ("hint", absent_writer_hint(ckpt, tensor, region)))

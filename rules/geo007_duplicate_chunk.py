@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 
+_SHOWN = 64
+
 
 @rule("GEO007", "duplicate-chunk", Severity.ERROR)
 def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
@@ -24,7 +26,11 @@ def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.metadata.MetadataIndex
     """
     for tensor in ckpt.sound_tensors():
-        for first, second in tensor.layout.duplicates:
+        pairs = tensor.layout.duplicates
+        for first, second in pairs[:_SHOWN]:
+            place = f"both are filed under one entry, in {ckpt.chunk_file(tensor, first) or 'no file'}"
+            if (first, second) == pairs[0] and len(pairs) > 1:
+                place += f"; {len(pairs):,} chunks repeat an earlier one"
             boxes = tensor.layout.box(first), tensor.layout.box(second)
             what = f"sizes {list(boxes[0].sizes)}" if boxes[0] == boxes[1] else f"{boxes[0]} and {boxes[1]}"
             yield Finding(
@@ -33,6 +39,6 @@ def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
                 tensor=tensor,
                 region=boxes[0].intersect(boxes[1]),
                 rows=(first, second),
-                notes=(("where", f"both are filed under one entry, in {ckpt.chunk_file(tensor, first) or 'no file'}"),),
+                notes=(("where", place),),
                 hint="find the two writers of this key; one of their tensors is lost",
             )

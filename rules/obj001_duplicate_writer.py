@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from ckptlint.keys import role
+from ckptlint.keys import ranges, role
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
 from ckptlint.writers import Duplicate, duplicates
@@ -48,7 +48,7 @@ def duplicate_writer(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
     first = same[0]
-    ranks = " and ".join(map(str, first.ranks)) if len(first.ranks) < 4 else f"{first.ranks[0]}..{first.ranks[-1]}"
+    ranks = " and ".join(map(str, first.ranks)) if len(first.ranks) < 4 else ranges(first.ranks)
     if first.offset is None:
         what = f"{len(first.ranks)} copies{{of}} were written"
     else:

@@ -48,8 +48,9 @@ def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
             continue
         place = f"{ckpt.metadata_file}: grid {list(shape)}, {len(inside):,} of {prod(shape):,} shards"
         if outside:
-            far = next(offset for offset in present if offset not in set(inside))
-            message = f"{outside} shards{{of}} lie outside its grid {list(shape)}, the first at {list(far)}"
+            far = min(present.keys() - set(inside))
+            subject = "1 shard{of} lies" if outside == 1 else f"{outside:,} shards{{of}} lie"
+            message = f"{subject} outside its grid {list(shape)}, the first at {list(far)}"
         else:
             message = f"{len(inside):,} of {prod(shape):,} ShardedObject shards{{of}} are there"
         missing = _missing(shape, set(inside))
@@ -59,8 +60,10 @@ def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
             place=place,
             missing=tuple(".".join(map(str, offset)) for offset in missing[:64]),
             severity=Severity.WARNING if key.endswith("_extra_state") else None,
-            notes=_which(ckpt, shape, missing, lost),
-            hint="the ranks of the missing shards did not save it, or none of them was its main replica (replica_id)",
+            notes=_which(ckpt, shape, missing, lost) if lost else (),
+            hint="the ranks of the missing shards did not save it, or none of them was its main replica (replica_id)"
+            if lost
+            else "its names were made for another grid; compare them with those of another step",
         )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
 
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
+
+_SHOWN = 64
 
 
 @rule("PAY002", "storage-without-chunk", Severity.WARNING)
@@ -38,10 +41,13 @@ def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
         if not tensor.is_sound or len(tensor.layout.outside) or ((tensor.chunks.record < 0) & tensor.layout.live).any()
     }
     others = {entry.fqn for entry in ckpt.objects} | {entry.fqn for entry in ckpt.byte_objects}
+    by_key: dict[str, list[int]] = defaultdict(list)
     for row in stray.tolist():
-        fqn = table.name(row)
+        by_key[table.name(row)].append(row)
+    for fqn, rows in by_key.items():
         if fqn in excused:
             continue
+        row, more = rows[0], len(rows) > 1
         offset = table.strays[row]
         where = "without an offset" if offset is None else f"at offset {list(offset)}"
         file, start, length = ckpt.place(row)
@@ -49,10 +55,12 @@ def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
             "no chunk starts there" if fqn in ckpt.tensors else "it is no tensor" if fqn in others else "no such key"
         )
         yield Finding(
-            f"the storage entry{{of}} {where} belongs to nothing: {known}",
+            f"{len(rows):,} storage entries{{of}} belong to nothing, the first {where}: {known}"
+            if more
+            else f"the storage entry{{of}} {where} belongs to nothing: {known}",
             fqn=fqn,
             file=file,
             byte_range=(start, length),
-            missing=(str(offset),),
+            missing=tuple(str(table.strays[row]) for row in rows[:_SHOWN]),
             hint="compare the keys with those of another step; a reused plan repeats the keys of an older state",
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+import numpy as np
+
 from ckptlint.graph import rank_of
 from ckptlint.keys import ranges
 from ckptlint.model import Checkpoint, FileState
@@ -41,14 +43,15 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
         if file.state in _SENTENCES and entries[number]:
             by_state[file.state].append(number)
     for state, numbers in by_state.items():
-        names = [ckpt.files[number].name for number in numbers]
-        lost = sum(int(table.byte_length[table.file == number].sum()) for number in numbers)
-        keys = list(dict.fromkeys(table.name(row) for n in numbers for row in (table.file == n).nonzero()[0].tolist()))
+        names = [ckpt.files[number].name or '""' for number in numbers]
+        rows = np.flatnonzero(np.isin(table.file, numbers))
+        filed, lost = len(rows), sum(length for length in table.byte_length[rows].tolist() if length > 0)
+        keys = list(dict.fromkeys(table.name(row) for row in rows.tolist()))
         count = names[0] if len(names) == 1 else f"{len(names)} of {len(entries)} payload files"
         verb = "is" if len(names) == 1 else "are"
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         yield Finding(
-            f"{count} {verb} {_SENTENCES[state]}: {sum(entries[n] for n in numbers):,} entries, {lost:,} bytes",
+            f"{count} {verb} {_SENTENCES[state]}: {filed:,} {'entry' if filed == 1 else 'entries'}, {lost:,} bytes",
             file=names[0],
             missing=tuple(names),
             place=f"{ckpt.metadata_file}: {shown}",

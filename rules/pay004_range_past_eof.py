@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptlint.boxes import IntArray
 from ckptlint.chunkmap import human_bytes
-from ckptlint.model import Checkpoint
+from ckptlint.model import Checkpoint, RecordTable
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
 
 _SHOWN = 4
@@ -36,17 +37,24 @@ def range_past_eof(ckpt: Checkpoint) -> Iterator[Finding]:
     size = sizes[table.file]
     negative = (table.byte_offset < 0) | (table.byte_length < 0)
     beyond = (size >= 0) & (table.byte_length > size - table.byte_offset)
-    for file in np.unique(table.file[beyond & ~negative]).tolist():
-        yield _truncated(ckpt, np.flatnonzero((table.file == file) & beyond & ~negative))
-    for file in np.unique(table.file[negative]).tolist():
-        yield _damaged(ckpt, np.flatnonzero((table.file == file) & negative))
+    for rows in _by_file(table, beyond & ~negative):
+        yield _truncated(ckpt, rows)
+    for rows in _by_file(table, negative):
+        yield _damaged(ckpt, rows)
+
+
+def _by_file(table: RecordTable, chosen: npt.NDArray[np.bool_]) -> list[IntArray]:
+    """The chosen rows, those of one file together."""
+    rows = np.flatnonzero(chosen)
+    rows = rows[np.argsort(table.file[rows], kind="stable")]
+    return np.split(rows, np.flatnonzero(np.diff(table.file[rows])) + 1) if len(rows) else []
 
 
 def _truncated(ckpt: Checkpoint, rows: IntArray) -> Finding:
     """The finding for the entries of one file that end behind it."""
     table = ckpt.records
     file, start, length = ckpt.place(int(rows[np.argmin(table.byte_offset[rows])]))
-    has = next(stored.size or 0 for stored in ckpt.files if stored.name == file)
+    has = ckpt.files[int(table.file[rows[0]])].size or 0
     # as Python ints: the end of a forged entry does not fit int64
     needed = max(
         sum(pair) for pair in zip(table.byte_offset[rows].tolist(), table.byte_length[rows].tolist(), strict=True)

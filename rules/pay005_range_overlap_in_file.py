@@ -51,7 +51,7 @@ def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
         shared = int(min(stop[hit], stop[other]) - start[hit])
         place = ckpt.files[int(file[hit])].name
         spans = [f"[{int(start[i]):,}, {int(stop[i]):,}) {name}" for i, name in ((other, names[0]), (hit, names[1]))]
-        more = f" ({len(hits) - 1:,} more such pairs)" if hit == hits[0] and len(hits) > 1 else ""
+        more = f" (the first of {len(hits):,} such pairs)" if hit == hits[0] and len(hits) > 1 else ""
         yield Finding(
             f"{shared:,} bytes of {place} belong to two entries: {names[0]} and {names[1]}{more}",
             fqn=names[1],

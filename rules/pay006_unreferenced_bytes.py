@@ -23,8 +23,8 @@ def unreferenced_bytes(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         The entries of each `.distcp` file tile it from its first to its last byte, but for gaps below 64 bytes; a file
-        that no entry names is empty. A note where OBJ001 reports the second writer that left them; files with entries
-        that PAY004 calls damaged are left to it.
+        that no entry names is empty. A note where the plans of all ranks show the second writer: OBJ001 reports it,
+        or it is a replica. Files with entries that PAY004 calls damaged are left to it.
     Why it matters:
         Stray bytes prove a second writer: where ranks plan on their own (Megatron-Core, NVRx) each writes its copy and
         only the map is deduplicated, so what one of them held is lost.
@@ -74,9 +74,12 @@ def unreferenced_bytes(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _repeaters(ckpt: Checkpoint) -> set[int]:
-    """The ranks that OBJ001 names: they planned what another rank planned too, in plans of this very state."""
+    """The ranks that planned what another rank planned too, in plans of this very state.
+
+    OBJ001 names them in a torch_dist checkpoint; elsewhere ranks plan their replicas, and NVRx writes every copy.
+    """
     plans = ckpt.writers
-    if plans is None or not ckpt.is_megatron or set(plans.fqns) != set(ckpt.records.fqns):
+    if plans is None or set(plans.fqns) != set(ckpt.records.fqns):
         return set()
     return {rank for duplicate in duplicates(plans) for rank in duplicate.ranks}
 

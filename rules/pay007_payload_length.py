@@ -59,7 +59,7 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
                 tensor=tensor,
                 rows=(row,),
                 severity=Severity.INFO,
-                notes=(("excess", f"{len(long):,} records, the first by {extra:,} bytes"),),
+                notes=(("excess", f"{len(long):,} of {len(rows):,} records, the first by {extra:,} bytes"),),
                 why="usually a view that was saved with its whole storage: legal, and wasteful",
             )
 

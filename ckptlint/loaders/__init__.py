@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import stat
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from ckptlint.errors import LimitError, NothingToCheckError, UnreadableError
+from ckptlint.errors import AccessError, LimitError, NothingToCheckError, UnreadableError
 from ckptlint.isolate import isolated
-from ckptlint.loaders.common import COMMON_ENTRY, COMMON_FILE, OWN_ENTRIES, Location, read_common
+from ckptlint.loaders.common import (
+    COMMON_ENTRY,
+    COMMON_FILE,
+    OWN_ENTRIES,
+    Location,
+    read_common,
+    read_configs,
+    read_objects,
+)
 from ckptlint.loaders.dcp import Description, describe, state_of
-from ckptlint.loaders.megatron import dialect, missing_marks, read_config, read_plans, split_objects
+from ckptlint.loaders.megatron import (
+    describing_objects,
+    dialect,
+    missing_marks,
+    read_config,
+    read_plans,
+    split_objects,
+)
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.recognise import (
     METADATA,
@@ -26,12 +42,14 @@ from ckptlint.loaders.recognise import (
     unsupported,
     unsupported_hint,
 )
+from ckptlint.loaders.rundir import read_run
 from ckptlint.model import Checkpoint, Problem, StoredFile, printable
 from ckptlint.storage import Folder, is_safe
 from ckptlint.topology import read_topology
 from ckptlint.unpickle import SIZE_LIMIT, Node, Opaque, Unpickled, paused_gc, read_metadata
 
 _RENAMED = "the writer renames a finished file into place, so a short one is a copy that broke off or a full disk"
+_BYTECHECKPOINT = "bytecheckpoint."
 _WRITTEN_LAST = "it is written last, after all payload files, so the save or the copy did not finish"
 
 
@@ -43,9 +61,13 @@ def find(path: str, all_steps: bool = False) -> list[Folder]:
         AccessError: a folder could not be listed.
     """
     place = Path(path)
-    if not place.exists():
-        raise NothingToCheckError(f"{printable(path)} does not exist")
-    return find_checkpoints(Folder(place if place.is_dir() else place.parent), all_steps)
+    try:
+        is_folder = stat.S_ISDIR(place.stat().st_mode)
+    except PermissionError as error:
+        raise AccessError(f"{printable(path)} cannot be looked at: {error.strerror}") from None
+    except (OSError, ValueError):  # a name too long, a loop of links, a NUL
+        raise NothingToCheckError(f"{printable(path)} does not exist") from None
+    return find_checkpoints(Folder(place if is_folder else place.parent), all_steps)
 
 
 def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
@@ -72,7 +94,8 @@ def read_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
     """The same in this process, where a crafted file may crash, starve or stall it."""
     found = recognise(folder)
     if found is None:
-        return _unfinished(folder, "the step folder is empty", "")
+        held = "holds no checkpoint" if folder.entries else "is empty"
+        return _unfinished(folder, f"the newest step's folder {held}", "")
     if found.kind == "unsupported":
         return _unsupported(folder, found)
     if found.kind == "incomplete":
@@ -90,8 +113,10 @@ def _open_dcp(folder: Folder, found: Recognised, look_at_files: bool) -> Checkpo
     unpickled = [(name, _read_metadata(folder, name, problems)) for name in names]
     roots = [part.root for _, part in unpickled if part is not None and part.root is not None]
     label = METADATA if found.kind == "dcp" else f"{names[0]} .. {names[-1]}"
-    if roots and isinstance(roots[0], Opaque) and roots[0].module.startswith("bytecheckpoint."):
-        return _unsupported(folder, Recognised("unsupported", "ByteCheckpoint", METADATA))
+    if roots and isinstance(roots[0], Opaque) and roots[0].module.startswith(_BYTECHECKPOINT):
+        found = Recognised("unsupported", "ByteCheckpoint", METADATA)
+        problems.append(_unsupported_problem(found))
+        return Checkpoint(folder.display, "unsupported", problems=problems, readable=False)
     described: Description | None = None
     if roots:
         try:
@@ -132,10 +157,14 @@ def _assemble(
         partial, lost = _lost_ranks(folder)
         problems += lost
     problems += _beside(folder) + _leftovers(folder)
-    common, common_problems = read_common(folder, _common_entries(described))
-    problems += common_problems
+    common, common_problems = read_common(folder, _locations(described, {COMMON_ENTRY, *OWN_ENTRIES}))
+    values, object_problems = read_objects(folder, _locations(described, describing_objects(objects)))
+    problems += common_problems + object_problems
     writers = read_plans(described.extras.get("all_local_plans"))
     files, locates = _files(folder, described, look_at_files)
+    declared, config_problems = read_configs(folder, common)
+    problems += config_problems
+    ranks = {int(match[1]) for path in described.paths if (match := PAYLOAD_RANK.search(path))}
     return Checkpoint(
         path=folder.display,
         format=format_,
@@ -147,7 +176,10 @@ def _assemble(
         files=files,
         writers=writers,
         common=common,
-        topology=read_topology(common, objects, writers),
+        declared=declared,
+        object_values=values,
+        run=read_run(folder),
+        topology=read_topology(declared, objects, writers, ranks),
         problems=problems,
         partial=partial,
         locates_bytes=locates,
@@ -162,10 +194,12 @@ def _read_metadata(folder: Folder, name: str, problems: list[Problem]) -> Unpick
         why = _RENAMED if error.position else _WRITTEN_LAST
         problems.append(from_error(error, name, why=why))
         return None
-    if isinstance(unpickled.root, Opaque) and unpickled.root.module.startswith("bytecheckpoint."):
+    if isinstance(unpickled.root, Opaque) and unpickled.root.module.startswith(_BYTECHECKPOINT):
+        own = tuple(refused for refused in unpickled.refused if not refused.target.startswith(_BYTECHECKPOINT))
+        problems += from_refusals(replace(unpickled, refused=own), name)
         return unpickled
     problems += from_refusals(unpickled, name)
-    if unpickled.root is not None and not unpickled.refused:
+    if not unpickled.refused:
         try:
             state_of(unpickled.root, "Metadata")
         except UnreadableError as error:
@@ -173,9 +207,8 @@ def _read_metadata(folder: Folder, name: str, problems: list[Problem]) -> Unpick
     return unpickled
 
 
-def _common_entries(described: Description) -> dict[str, Location]:
-    """Where the records lie that may hold common state."""
-    wanted = {COMMON_ENTRY, *OWN_ENTRIES}
+def _locations(described: Description, wanted: set[str]) -> dict[str, Location]:
+    """Where the records of these entries lie."""
     table = described.records
     return {
         entry.fqn: (
@@ -194,7 +227,7 @@ def _files(folder: Folder, described: Description, look: bool) -> tuple[list[Sto
     for path in described.paths:
         state, size = folder.look_at(path) if look else ("unchecked", None)
         files.append(StoredFile(printable(path), path if is_safe(path) else None, size, state, True))
-    known = set(described.paths)
+    known = {str(PurePosixPath(path)) for path in described.paths}
     files += [file for file in _listed(folder) if file.path not in known] if look else []
     return files, not _shares_offsets(folder, described, look)
 
@@ -223,14 +256,19 @@ def _shares_offsets(folder: Folder, described: Description, look: bool) -> bool:
     starts = np.flatnonzero(np.concatenate([[True], files[1:] != files[:-1]]))
     if (np.minimum.reduceat(offsets, starts) != np.maximum.reduceat(offsets, starts)).any():
         return False
-    for start in starts[:4].tolist():
+    judged = 0
+    for start in starts.tolist():
         path, offset = described.paths[int(files[start])], int(offsets[start])
-        if offset < 0 or folder.look_at(path)[0] != "ok":
-            return False
+        state, size = folder.look_at(path)
+        if state != "ok" or not 0 <= offset < (size or 0):
+            continue  # lost, cut or damaged: the other files tell
         head = folder.read_range(path, offset, 9)
         if len(head) < 9 or head[8:9] != b"{" or int.from_bytes(head[:8], "little") > 100_000_000:
             return False
-    return True
+        judged += 1
+        if judged == 4:
+            break
+    return judged > 0
 
 
 # ---------------------------------------------------------------- what is missing or lies beside

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.loaders.problems import from_error, from_refusals
-from ckptlint.model import CommonState, Problem
+from ckptlint.model import CommonState, Declared, Problem, printable
 from ckptlint.records import MEMBER_LIMIT, read_pickle_member
 from ckptlint.storage import Folder
+from ckptlint.topology import read_declared
 from ckptlint.unpickle import Unpickled, read_state
 
 COMMON_FILE = "common.pt"
 COMMON_ENTRY = "common_state/shard_0_1"
+RUN_CONFIG = "run_config.yaml"
+CONFIG_LIMIT = 64 * 1024**2
 OWN_ENTRIES = ("args", "checkpoint_version", "iteration")
+
+_OBJECT_LIMIT = 16 * 1024**2
 
 Location = tuple[str, int, int]
 """Raw file path, byte offset and byte length of a record."""
@@ -46,6 +53,74 @@ def read_common(folder: Folder, entries: dict[str, Location]) -> tuple[CommonSta
             if common is not None:
                 values |= common.values
     return (CommonState("entries " + ", ".join(values), values) if values else None), problems
+
+
+def read_objects(folder: Folder, entries: dict[str, Location]) -> tuple[dict[str, Any], list[Problem]]:
+    """The contents of small ShardedObjects by entry name, and what they must not hold.
+
+    A record that cannot be read is left out: it is the payload rules that report it.
+
+    Source:
+        megatron.core.dist_checkpointing.mapping.ShardedObject: stored as a list of the objects under one key
+    """
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name, location in entries.items():
+        if location[2] > _OBJECT_LIMIT:
+            continue
+        try:
+            unpickled = read_state(_record(folder, location))
+        except UnreadableError:
+            continue
+        refusals = from_refusals(unpickled, name)
+        problems += [replace(problem, blocks=False) for problem in refusals if problem.kind == "unsafe"]
+        if isinstance(unpickled.root, list) and unpickled.root:
+            values[name] = unpickled.root[0]
+    return values, problems
+
+
+def read_configs(folder: Folder, common: CommonState | None) -> tuple[dict[str, Declared], list[Problem]]:
+    """What the job declared: in the arguments of the common state, in `run_config.yaml`, in `config.json`.
+
+    Source:
+        `args` of megatron.training.checkpointing; `run_config.yaml` of Megatron-Bridge; `config.json` of transformers
+    """
+    sources: list[tuple[str, Any]] = [("args", common.values.get("args"))] if common else []
+    problems: list[Problem] = []
+    for source, name, decode in (("run_config", RUN_CONFIG, _yaml), ("config.json", "config.json", json.loads)):
+        if not folder.has(name):
+            continue
+        try:
+            sources.append((source, decode(folder.read(name, CONFIG_LIMIT).decode())))
+        except (ValueError, RecursionError, LimitError) as error:
+            reason = printable(str(error).splitlines()[0][:200]) if str(error) else type(error).__name__
+            problems.append(Problem("note", name, f"{name} cannot be read ({reason}); what it declares is not used"))
+    return read_declared(sources), problems
+
+
+def _yaml(text: str) -> Any:
+    """A YAML document as plain values; tags of Python objects become the plain value below them.
+
+    Raises:
+        ValueError: it is no YAML.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """A safe loader that never makes an object."""
+
+    def plain(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return loader.construct_mapping(node, deep=True)
+        if isinstance(node, yaml.SequenceNode):
+            return loader.construct_sequence(node, deep=True)
+        return loader.construct_scalar(node)  # type: ignore[arg-type]
+
+    Loader.add_multi_constructor("", plain)
+    try:
+        return yaml.load(text, Loader)  # noqa: S506  a subclass of the safe loader
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
 
 
 def _record(folder: Folder, location: Location) -> bytes:

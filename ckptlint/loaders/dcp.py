@@ -12,11 +12,11 @@ import numpy as np
 
 from ckptlint.boxes import COORDINATE_LIMIT, IntArray, Layout
 from ckptlint.errors import UnreadableError
-from ckptlint.model import ByteObject, ChunkTable, MalformedChunk, Problem, RecordTable, Tensor, printable
+from ckptlint.model import RANK_LIMIT, ByteObject, ChunkTable, MalformedChunk, Problem, RecordTable, Tensor, printable
 from ckptlint.unpickle import Node, Opaque
 
 KEY_LIMIT = 4096
-RANK_LIMIT = 64
+_PRINTABLE = 10**100
 
 _first = itemgetter(0)
 
@@ -147,7 +147,7 @@ def _tensors(
             raise UnreadableError(f"{error}, at key {printable(fqn)[:200]}") from None
         if len(shape) > RANK_LIMIT:
             problems.append(_limit(file, fqn, f"it has {len(shape):,} axes, the limit is {RANK_LIMIT}"))
-            shape, chunks = shape[:RANK_LIMIT], []
+            chunks = []
         offsets, sizes, malformed = _columns(chunks, len(shape))
         if len(states) > 1:
             offsets, sizes = _without_replicas(offsets, sizes)
@@ -157,13 +157,16 @@ def _tensors(
         tensor = Tensor(
             fqn=printable(fqn),
             dtype=_dtype(states[0].get("properties")),
-            global_shape=shape,
+            global_shape=_clamped(shape),
             chunks=ChunkTable(layout, np.full(len(offsets), -1, np.int64)),
             malformed=tuple(malformed),
             is_flattened=isinstance(reformulated, dict) and "nd_reformulated_orig_global_shape" in reformulated,
         )
-        if not tensor.is_representable or any(_beyond(c.offsets) or _beyond(c.sizes) for c in malformed):
-            reason = f"size {_short(shape)} does not fit 64 bits"
+        if (len(shape) <= RANK_LIMIT and not tensor.is_representable) or any(
+            _beyond(c.offsets) or _beyond(c.sizes) for c in malformed
+        ):
+            wrong = "is negative" if min(shape, default=0) < 0 else "does not fit 64 bits"
+            reason = f"size {_short(shape)} {wrong}"
             if tensor.is_representable:
                 reason = "a chunk's offset or size does not fit 64 bits"
             problems.append(_limit(file, fqn, reason))
@@ -185,19 +188,21 @@ def _columns(chunks: list[dict[str, Any]], rank: int) -> tuple[IntArray, IntArra
         except (OverflowError, TypeError, ValueError):
             pass
         else:
-            if all((abs(column) < COORDINATE_LIMIT).all() for column in columns):
+            if all(((c > -COORDINATE_LIMIT) & (c < COORDINATE_LIMIT)).all() for c in columns):
                 return *columns, []
     rows, malformed = [], []
     for offset, size in zip(map(_int_tuple, offsets), map(_int_tuple, sizes), strict=True):
         if len(offset) == len(size) == rank and not _beyond(offset) and not _beyond(size):
             rows.append((offset, size))
         else:
-            malformed.append(MalformedChunk(offset, size, -1))
+            malformed.append(MalformedChunk(_clamped(offset), _clamped(size), -1))
     return _int_columns([o for o, _ in rows], rank), _int_columns([s for _, s in rows], rank), malformed
 
 
 def _int_columns(rows: Iterable[tuple[int, ...]], rank: int) -> IntArray:
     rows = list(rows)
+    if not {int} >= set(map(type, chain.from_iterable(rows))):
+        raise TypeError("numpy would take text and fractions for numbers")
     flat = np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * rank)
     return flat.reshape(len(rows), rank)
 
@@ -290,7 +295,7 @@ def _join(
         try:
             stored = _int_columns([raw.offsets[row] or () for row in rows.tolist()], axes)
         except (OverflowError, TypeError, ValueError):
-            keep = [row for row in rows.tolist() if not _beyond(raw.offsets[row] or ())]
+            keep = [row for row in rows.tolist() if not _beyond(_int_tuple(raw.offsets[row] or ()))]
             rows = np.array(keep, np.int64)
             stored = _int_columns([raw.offsets[row] or () for row in keep], axes)
         lengths = [len(tensor.chunks) for _, tensor in group]
@@ -319,9 +324,13 @@ def _join(
         byte_length=raw.byte_length,
         transformed=raw.transformed,
         owned=owned,
-        strays={row: raw.offsets[row] for row in np.flatnonzero(~owned).tolist()},
+        strays={row: _stray(raw.offsets[row]) for row in np.flatnonzero(~owned).tolist()},
     )
     return records, rank >= 0, {tensor.fqn: tensor for tensor in tensors.values()}, byte_objects
+
+
+def _stray(offsets: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    return None if offsets is None else _clamped(_int_tuple(offsets))
 
 
 def _match(stored: IntArray, wanted: IntArray, rows: IntArray, owned: Any) -> IntArray:
@@ -367,13 +376,18 @@ def _mix(columns: IntArray) -> Any:
 def _int_tuple(value: Any) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)) or not all(isinstance(v, int) for v in value):
         raise UnreadableError(f"has {_name_of(value)} where a size or offset was expected")
-    return tuple(value)
+    return tuple(map(int, value))
 
 
 def _list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise UnreadableError(f"has {_name_of(value)} where a list of chunks was expected")
     return value
+
+
+def _clamped(values: tuple[int, ...]) -> tuple[int, ...]:
+    """The numbers, those of more than 100 digits cut to that: Python refuses to print them."""
+    return tuple(max(-_PRINTABLE, min(value, _PRINTABLE)) for value in values)
 
 
 def _beyond(values: tuple[int, ...]) -> bool:
@@ -387,7 +401,7 @@ def _limit(file: str, fqn: str | None, reason: str) -> Problem:
 
 
 def _short(shape: tuple[int, ...]) -> str:
-    sizes = [str(size) if size < 10**15 else f"{size:.3g}" if size < 10**300 else "over 1e300" for size in shape]
+    sizes = [str(size) if abs(size) < 10**15 else f"{size:.3g}" for size in _clamped(shape)]
     return "[" + ", ".join(sizes) + "]"
 
 

@@ -21,7 +21,11 @@ from ckptlint.unpickle import Node
 
 CONFIG_FILE = "metadata.json"
 _CONFIG_LIMIT = 64 * 1024**2
-_OBJECT = re.compile(r"(?P<key>[^/]+)/shard_(?P<offset>\d+(?:\.\d+)*)_(?P<shape>\d+(?:\.\d+)*)")
+_NUMBERS = r"[0-9]{1,15}(?:\.[0-9]{1,15})*"
+_OBJECT = re.compile(rf"(?P<key>[^/]+)/shard_(?P<offset>{_NUMBERS})_(?P<shape>{_NUMBERS})")
+_DESCRIBING = re.compile(r"(?:^|\.)(?:dp_group_idx_\d+\.optimizer|param_groups|param_state_sharding_type)$")
+_DESCRIBING_LIMIT = 64
+_GROUP = re.compile(r"dp_group_idx_\d+")
 _RUNTIME_KEYS = ("rng_state", "rerun_state_machine_state")
 
 
@@ -41,6 +45,18 @@ def split_objects(entries: Iterable[ByteObject]) -> tuple[list[ShardedObject], l
         offset, shape = (tuple(map(int, match[part].split("."))) for part in ("offset", "shape"))
         objects.append(ShardedObject(entry.fqn, match["key"], offset, shape, entry.record))
     return objects, others
+
+
+def describing_objects(objects: Iterable[ShardedObject]) -> set[str]:
+    """The entries that say how an optimizer module was saved, one of each kind and module.
+
+    Groups of one distributed optimizer (`dp_group_idx_N`) hold the same parameter groups, so one stands for all.
+    """
+    first: dict[str, str] = {}
+    for obj in objects:
+        if _DESCRIBING.search(obj.key):
+            first.setdefault(_GROUP.sub("dp_group_idx_*", obj.key), obj.fqn)
+    return set(list(first.values())[:_DESCRIBING_LIMIT])
 
 
 def read_config(folder: Folder) -> tuple[dict[str, Any] | None, Problem | None]:
@@ -74,11 +90,16 @@ def dialect(
     run_entries = {"args", "checkpoint_version"} <= keys
     if run_entries and any(key.startswith("model.module.") for key in keys):
         return "fsdp_dtensor"
-    megatron_objects = any(o.key in _RUNTIME_KEYS or o.key.endswith("._extra_state") for o in objects)
+    # a user's own common.pt or keys with "/shard_" in them are no mark; NVRx writes plans for any format
     marks = "mcore_data" in described.extras or root_name == "MCoreMetadata" or COMMON_ENTRY in keys
-    if marks or megatron_objects or folder.has(COMMON_FILE) or (objects and "all_local_plans" in described.extras):
+    planned = "all_local_plans" in described.extras
+    if marks or any(map(_is_megatron_object, objects)) or (planned and folder.has(COMMON_FILE)):
         return "torch_dist"
     return "torch_dcp" if run_entries and "iteration" in keys else "dcp"
+
+
+def _is_megatron_object(obj: ShardedObject) -> bool:
+    return obj.key in _RUNTIME_KEYS or obj.key.endswith("._extra_state") or ".dp_group_idx_" in obj.key
 
 
 def missing_marks(
@@ -170,6 +191,6 @@ def _padded(rows: list[tuple[int, ...]]) -> IntArray:
     width = max(map(len, rows), default=0)
     padding = (-1,) * width
     flat = np.fromiter(chain.from_iterable((row + padding)[:width] for row in rows), np.int64, len(rows) * width)
-    if (np.abs(flat) > COORDINATE_LIMIT).any():
+    if ((flat <= -COORDINATE_LIMIT) | (flat >= COORDINATE_LIMIT)).any():
         raise ValueError("a plan's numbers do not fit")
     return flat.reshape(len(rows), width)

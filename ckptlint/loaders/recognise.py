@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckptlint.errors import CkptlintError, NothingToCheckError
+from ckptlint.model import printable
 from ckptlint.storage import Folder
 
 METADATA = ".metadata"
-RANK_METADATA = re.compile(r"__(\d+)\.metadata")
-PAYLOAD_RANK = re.compile(r"__(\d+)_\d+\.distcp$")
+RANK_METADATA = re.compile(r"__([0-9]{1,9})\.metadata")
+PAYLOAD_RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp$")
 STEP = re.compile(
     r"(?:iter_|iteration_|step[-_]?|global_step_?|checkpoint[-_]|epoch_\d+_step_|ep\d+-ba)(\d+)(?:\.ckpt)?|(\d{4,})"
 )
@@ -83,7 +84,7 @@ def unsupported(folder: Folder) -> Recognised | None:
     ]  # fmt: skip
     for name, evidence in marks:
         if evidence:
-            return Recognised("unsupported", name, evidence)
+            return Recognised("unsupported", name, printable(evidence))
     return None
 
 
@@ -125,19 +126,22 @@ def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
     steps = sorted(numbered, key=lambda name: numbered[name], reverse=True)
     steps += [name for name in folder.folders() if name == "release"]
     found: list[Folder] = []
+    unfinished: list[Folder] = []
     for name in steps:
         step = folder.sub(name)
         inside = _find(step, all_steps, levels - 1)
-        if not inside and not step.entries:
-            inside = [step]  # a step that was begun and holds nothing is no reason to pass an older one
-        found += inside
+        (found if inside else unfinished).extend(inside or [step])
         if found and not all_steps:
-            return found
-    if not found:
-        for name in folder.folders():
-            if not name.startswith("."):
-                found += _find(folder.sub(name), all_steps, 0)
-    return found
+            break
+    if found or any(not step.entries for step in unfinished):
+        # a newer step without a checkpoint in it is no reason to pass an older one
+        return found + unfinished if all_steps else unfinished[:1] or found
+    return [
+        checkpoint
+        for name in folder.folders()
+        if not name.startswith(".")
+        for checkpoint in _find(folder.sub(name), all_steps, 0)
+    ]
 
 
 def newest_readable_step(folder: Folder) -> str | None:

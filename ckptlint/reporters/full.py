@@ -38,7 +38,8 @@ def render(report: Report, style: Style) -> str:
     if style.verbose:
         blocks.append(_details(report, style))
     if not style.quiet:
-        blocks.append("\n".join([*report.refused, *report.nothing, *_verdict(report, style)]))
+        unread = [line for text in (*report.refused, *report.nothing) for line in style.wrap(text, "  ", "")]
+        blocks.append("\n".join([*unread, *_verdict(report, style)]))
     separator = "\n" if _is_clean(report, style) else "\n\n"
     return separator.join(block for block in blocks if block) + ("\n" if blocks else "")
 
@@ -54,8 +55,9 @@ def header(ckpt: Checkpoint, style: Style) -> str:
     if ckpt.total_bytes:
         counts.append(human_bytes(ckpt.total_bytes))
     facts = "  ".join([name, ", ".join(counts)] if counts else [name])
-    separator = "  " if len(ckpt.path) + len(facts) + 2 <= style.width else "\n  "
-    return style.paint(ckpt.path, "bold") + separator + facts
+    if len(ckpt.path) + len(facts) + 2 <= style.width:
+        return style.paint(ckpt.path, "bold") + "  " + facts
+    return "\n".join([style.paint(ckpt.path, "bold"), *style.wrap(facts, "  ")])
 
 
 def _is_clean(report: Report, style: Style) -> bool:
@@ -84,7 +86,7 @@ def _group(ckpt: Checkpoint, group: Group, style: Style) -> list[str]:
     lines = [title[0].replace(label, style.paint(label, lead.severity.label), 1), *title[1:]]
     lines += style.wrap(finding.place or _place(ckpt, finding), "      ", "  --> ")
     lines += [f"   | {line}".rstrip() for line in _figure(ckpt, finding, style)]
-    notes = [("why", lead.why), *finding.notes, *(finding.explain() if finding.explain else ()), ("hint", finding.hint)]
+    notes = [("why", lead.why), *lead.all_notes()]
     if len(group.members) > 1:
         notes.append(("also", _also(group)))
     for name, text in notes:
@@ -146,7 +148,8 @@ def _verdict(report: Report, style: Style) -> list[str]:
     notes = report.counts["info"]
     rules = len(report.rules)
     ran = {code for part in report.checkpoints for code in part.passed}
-    silent = {code for part in report.checkpoints for code in part.not_run}
+    selected = {rule.code for rule in report.rules}
+    silent = {code for part in report.checkpoints for code in part.not_run} & selected
     failed = {code for part in report.checkpoints for code in part.failed}
     if not report.checkpoints:
         return ["nothing to check" if not report.refused else "1 path could not be read"]
@@ -158,7 +161,7 @@ def _verdict(report: Report, style: Style) -> list[str]:
         kind = "error" if report.counts["error"] else "warning"
         if blocked := [part for part in report.checkpoints if not part.checkpoint.readable]:
             missing = blocked[0].checkpoint.metadata_file
-            totals = f"{len(blocked[0].not_run)} of {rules} rules could not run: they need {missing}"
+            totals = f"{len(blocked[0].not_run.keys() & selected)} of {rules} rules could not run: they need {missing}"
         lines.append(style.paint(f"{', '.join(counts)}{where}.", kind) + f" {totals}.")
         first = next(g.lead.code for part in report.checkpoints for g in part.groups if g.lead.severity > Severity.INFO)
         lines.append(f"`ckptlint explain {first}` tells more.")

@@ -7,7 +7,8 @@ from typing import Any
 
 from ckptlint import __version__
 from ckptlint.graph import coordinates
-from ckptlint.report import CheckpointReport, Diagnostic, Report
+from ckptlint.model import Reference
+from ckptlint.report import CheckpointReport, Diagnostic, Group, Report
 from ckptlint.reporters.style import Style
 
 SCHEMA = "ckptlint.report/1"
@@ -45,18 +46,26 @@ def _checkpoint(part: CheckpointReport) -> dict[str, Any]:
             "files": len(ckpt.files),
             "bytes": ckpt.total_bytes,
         },
+        "reference": _reference(ckpt.reference),
         "topology": {axis: {"size": size.size, "source": size.source} for axis, size in ckpt.topology.items()},
-        "findings": [
-            _finding(part, item, f"{item.code}/{group.number}") for group in part.groups for item in group.members
-        ],
+        "findings": [_finding(part, item, group) for group in part.groups for item in group.members],
         "not_run": [{"code": code, "reason": reason} for code, reason in part.not_run.items()],
         "not_applicable": [{"code": code, "reason": reason} for code, reason in part.not_applicable.items()],
         "failed": [{"code": code, "error": error} for code, error in part.failed.items()],
     }
 
 
-def _finding(part: CheckpointReport, item: Diagnostic, group: str) -> dict[str, Any]:
+def _reference(reference: Reference | None) -> dict[str, Any] | None:
+    if reference is None:
+        return None
+    return {"source": reference.source, "kind": reference.kind, "tensors": len(reference.tensors)}
+
+
+def _finding(part: CheckpointReport, item: Diagnostic, group: Group) -> dict[str, Any]:
     ckpt, finding, tensor = part.checkpoint, item.finding, item.finding.tensor
+    # what costs time to explain is the same for all members of a group
+    notes = item.all_notes() if item is group.lead else [*finding.notes, ("hint", finding.hint)]
+    notes = [note for note in notes if note[1]]
     region = finding.region
     mesh = {}
     if tensor is not None and region is not None and tensor.is_sound:
@@ -88,11 +97,11 @@ def _finding(part: CheckpointReport, item: Diagnostic, group: str) -> dict[str, 
         "file": finding.file or None,
         "byte_range": list(finding.byte_range) if finding.byte_range else None,
         "why": item.why,
-        "notes": [{"label": label, "text": text} for label, text in finding.notes],
+        "notes": [{"label": label, "text": text} for label, text in notes if label != "hint"],
         "detail": list(finding.detail),
-        "hint": finding.hint or None,
+        "hint": "; ".join(text for label, text in notes if label == "hint") or None,
         "url": None,
-        "group": group,
+        "group": f"{item.code}/{group.number}",
         "fingerprint": item.fingerprint,
         "ignored": None,
     }

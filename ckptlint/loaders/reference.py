@@ -1,0 +1,332 @@
+"""What a checkpoint is compared with (`--expect`): a manifest, safetensors, a Hugging Face folder, a checkpoint.
+
+A reference is as untrusted as a checkpoint: files are parsed in a child process under limits, of safetensors files only
+the header is read, and a checkpoint is read by the loader that reads every other one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ckptlint.errors import CkptlintError, ConfigError, LimitError, UnreadableError
+from ckptlint.isolate import isolated
+from ckptlint.loaders import find, open_checkpoint
+from ckptlint.loaders.dcp import KEY_LIMIT
+from ckptlint.loaders.recognise import recognise
+from ckptlint.model import RANK_LIMIT, Checkpoint, Reference, printable
+from ckptlint.storage import Folder, is_safe
+from ckptlint.topology import read_declared
+
+MANIFEST_SCHEMA = "ckptlint.manifest/1"
+HEADER_LIMIT = 100_000_000
+"""Bytes of a safetensors header; the limit of the safetensors library itself, used for every JSON file here."""
+
+_INDEX = "model.safetensors.index.json"
+_CONFIG = "config.json"
+_POINTER = b"version https://git-lfs"
+_AT_HAND = ("ok", "link-outside")  # a model cache keeps the files elsewhere and links to them
+
+SAFETENSORS_DTYPES: Mapping[str, str] = {
+    "BOOL": "bool",
+    **{
+        f"{letter}{bits}": f"{word}{bits}" for letter, word in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)
+    },
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    "BF16": "bfloat16",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+"""Names of dtypes in a safetensors header -> torch's.
+
+Source:
+    safetensors 0.8, `Dtype`; the packed types (F4, F6_*) are left out, their shapes count other things
+"""
+
+Tensors = dict[str, tuple[str | None, tuple[int, ...] | None]]
+
+
+def read_reference(path: str) -> Reference:
+    """The reference that a path means.
+
+    Args:
+        path: a manifest, a safetensors file or index, a Hugging Face model folder, or whatever can be checked.
+
+    Raises:
+        ConfigError: nothing that can be compared with lies there, or it cannot be read.
+    """
+    place, source = Path(path), printable(path)
+    try:
+        if not place.exists():
+            raise ConfigError(f"the reference {source} does not exist")
+        if place.is_dir():
+            reference = _from_folder(Folder(place), path, source)
+        else:
+            reference = _from_file(Folder(place.parent), place.name, path, source)
+    except ConfigError:
+        raise
+    except (CkptlintError, OSError) as error:
+        raise ConfigError(f"the reference {source} cannot be read: {error}") from None
+    if not (reference.tensors or reference.declared or reference.parts):
+        raise ConfigError(f"the reference {source} names no tensors, so that any checkpoint would pass")
+    return reference
+
+
+def _from_folder(folder: Folder, path: str, source: str) -> Reference:
+    found = recognise(folder)
+    if found is None or found.kind == "unsupported":
+        if _is_model_folder(folder):
+            size = sum(folder.entries[name].size for name in (_INDEX, _CONFIG) if folder.has(name))
+            size += sum(_header_length(folder, name) for name in _safetensors(folder))
+            return isolated(partial(_model_folder, folder, source), size)
+        if folder.has(_CONFIG) and (found is not None or not folder.folders()):
+            return isolated(partial(_model_folder, folder, source), folder.entries[_CONFIG].size)
+    return _from_checkpoint(path, source)
+
+
+def _from_file(folder: Folder, name: str, path: str, source: str) -> Reference:
+    if name.endswith((".metadata", ".distcp")) or name in ("common.pt", "metadata.json"):
+        return _from_checkpoint(path, source)
+    if name == _CONFIG:
+        return _from_folder(folder, path, source)
+    if folder.look_at(name)[0] not in _AT_HAND:
+        raise ConfigError(f"the reference {source} is no regular file")
+    if name.endswith(".safetensors"):
+        return isolated(partial(_safetensors_file, folder, name, source), _header_length(folder, name))
+    size = folder.entries[name].size
+    if name.endswith(".index.json"):
+        size += sum(_header_length(folder, other) for other in _safetensors(folder))
+        return isolated(partial(_index_file, folder, name, source), size)
+    return isolated(partial(_manifest, folder, name, source), size)
+
+
+# ---------------------------------------------------------------- manifest
+
+
+def manifest_text(checkpoints: Iterable[Checkpoint]) -> str:
+    """The tensors of a checkpoint, or of all components of one step, as a manifest.
+
+    Names are written as ckptlint prints them; a dtype that the metadata does not tell is null.
+
+    Raises:
+        ConfigError: two components hold the same key.
+    """
+    merged, _ = _merged({ckpt.path: _tensors_of(ckpt) for ckpt in checkpoints})
+    lines = (
+        f"    {json.dumps(fqn, ensure_ascii=False)}: {json.dumps({'dtype': dtype, 'shape': shape})}"
+        for fqn, (dtype, shape) in sorted(merged.items())
+    )
+    body = ",\n".join(lines)
+    return f'{{\n  "schema": "{MANIFEST_SCHEMA}",\n  "tensors": {{\n{body}\n  }}\n}}\n'
+
+
+def _manifest(folder: Folder, name: str, source: str) -> Reference:
+    document = _json(folder, name)
+    if "weight_map" in document:
+        return _index_file(folder, name, source)
+    if document.get("schema") != MANIFEST_SCHEMA:
+        raise UnreadableError(f"it is no manifest: its schema is not {MANIFEST_SCHEMA!r}")
+    entries = document.get("tensors")
+    if not isinstance(entries, dict):
+        raise UnreadableError("its `tensors` is no object of names")
+    # names come from `ckptlint manifest`, made printable already: escaping them again would change them
+    tensors = {fqn if fqn.isprintable() else printable(fqn): _entry(fqn, entry) for fqn, entry in entries.items()}
+    return Reference(source, "manifest", tensors)
+
+
+# ---------------------------------------------------------------- safetensors
+
+
+def _safetensors_file(folder: Folder, name: str, source: str) -> Reference:
+    header = _header(folder, name)
+    if header is None:
+        raise UnreadableError("it is a git-lfs pointer, not the file itself")
+    return Reference(source, "safetensors", header)
+
+
+def _index_file(folder: Folder, name: str, source: str) -> Reference:
+    return Reference(source, "index", _indexed(folder, name))
+
+
+def _model_folder(folder: Folder, source: str) -> Reference:
+    """Names, dtypes and shapes of a model folder, and what its configuration says."""
+    tensors: Tensors = {}
+    if folder.has(_INDEX):
+        tensors = _indexed(folder, _INDEX)
+    else:
+        for name in _safetensors(folder):
+            header = _header(folder, name)
+            if header is None:
+                raise UnreadableError(f"{printable(name)} is a git-lfs pointer, and no {_INDEX} gives the names")
+            if name.startswith("shard-"):
+                header = {fqn: (dtype, None) for fqn, (dtype, _) in header.items()}
+            elif twice := next((fqn for fqn in header if fqn in tensors), None):
+                raise UnreadableError(f"two of its files hold {twice}")
+            tensors |= header
+    config = _json(folder, _CONFIG) if folder.has(_CONFIG) else {}
+    return Reference(source, "Hugging Face folder", tensors, declared=read_declared([("config.json", config)]))
+
+
+def _is_model_folder(folder: Folder) -> bool:
+    return folder.has(_INDEX) or bool(_safetensors(folder))
+
+
+def _safetensors(folder: Folder) -> list[str]:
+    """The files of a model; `model.safetensors` alone where a copy in another layout lies beside it."""
+    names = [name for name in folder.files() if name.endswith(".safetensors") and folder.look_at(name)[0] in _AT_HAND]
+    return ["model.safetensors"] if "model.safetensors" in names else names
+
+
+def _indexed(folder: Folder, name: str) -> Tensors:
+    """The keys of an index, with dtypes and shapes from the files that lie beside it."""
+    places = _json(folder, name).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise UnreadableError("it has no weight_map from names to files")
+    headers: dict[str, Tensors] = {}
+    for file in dict.fromkeys(places.values()):
+        at_hand = file.endswith(".safetensors") and is_safe(file) and folder.look_at(file)[0] in _AT_HAND
+        headers[file] = (_header(folder, file) if at_hand else None) or {}
+    keys = {fqn: printable(_checked(fqn)) for fqn in places}
+    return {keys[fqn]: headers[file].get(keys[fqn], (None, None)) for fqn, file in places.items()}
+
+
+def _header_length(folder: Folder, name: str) -> int:
+    """Bytes of the header of a safetensors file, bounded by the file and by the limit."""
+    head = folder.head(name, 8)
+    return min(int.from_bytes(head, "little"), HEADER_LIMIT, folder.entries[name].size)
+
+
+def _header(folder: Folder, name: str) -> Tensors | None:
+    """Dtypes and shapes from the header of a safetensors file; None for a git-lfs pointer to one.
+
+    Source:
+        safetensors 0.8: u64 little-endian length, then a JSON object
+    """
+    head = folder.head(name, len(_POINTER))
+    if head == _POINTER:
+        return None
+    shown, length = printable(name), int.from_bytes(head[:8], "little")
+    if len(head) < 9 or head[8:9] != b"{":
+        raise UnreadableError(f"{shown} does not start like a safetensors file")
+    if length > HEADER_LIMIT:
+        raise LimitError(f"{shown} has a header of {length:,} bytes, the limit is {HEADER_LIMIT:,}")
+    text = folder.read_range(name, 8, length)
+    if len(text) < length:
+        raise UnreadableError(f"{shown} ends inside its header")
+    entries = _parsed(text, shown)
+    return {
+        printable(fqn): _entry(fqn, entry, SAFETENSORS_DTYPES)
+        for fqn, entry in entries.items()
+        if fqn != "__metadata__"
+    }
+
+
+# ---------------------------------------------------------------- another checkpoint
+
+
+def _from_checkpoint(path: str, source: str) -> Reference:
+    parts = {folder.path.name: _readable(folder, source) for folder in find(path)}
+    tensors, clashes = _merged({name: _tensors_of(ckpt) for name, ckpt in parts.items()}, strict=False)
+    if len(parts) == 1:
+        return Reference(source, "checkpoint", tensors)
+    components = {name: Reference(source, "checkpoint", _tensors_of(ckpt)) for name, ckpt in parts.items()}
+    return Reference(source, "checkpoint", {} if clashes else tensors, parts=components)
+
+
+def _readable(folder: Folder, source: str) -> Checkpoint:
+    ckpt = open_checkpoint(folder, look_at_files=False)
+    if sentence := obstacle(ckpt):
+        raise ConfigError(f"the reference {source} cannot be used: {sentence}")
+    return ckpt
+
+
+def obstacle(ckpt: Checkpoint) -> str:
+    """Why a checkpoint does not tell what another one must hold, with the code of the rule that says more; or ""."""
+    codes = {"unsafe": "SAF001", "unreadable": "SAF002", "limit": "SAF003", "unsupported": "SAF004"}
+    for problem in ckpt.problems:
+        if problem.blocks or problem.kind in ("unsafe", "unreadable", "limit"):
+            return f"{codes.get(problem.kind, 'COM001')} {problem.message}"
+    return f"COM001 {ckpt.partial}" if ckpt.partial else ""
+
+
+def _tensors_of(ckpt: Checkpoint) -> Tensors:
+    return {t.fqn: (None if t.dtype == "unknown" else t.dtype, t.global_shape) for t in ckpt.tensors.values()}
+
+
+def _merged(parts: Mapping[str, Tensors], strict: bool = True) -> tuple[Tensors, bool]:
+    """The tensors of all components, and whether two of them hold one key.
+
+    Raises:
+        ConfigError: they do, and `strict`.
+    """
+    merged: Tensors = {}
+    clashes = False
+    for name, tensors in parts.items():
+        if twice := next((fqn for fqn in tensors if fqn in merged), None):
+            clashes = True
+            if strict:
+                raise ConfigError(f"{name} and another component both hold {twice}: name one of the components")
+        merged |= tensors
+    return merged, clashes
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def _json(folder: Folder, name: str) -> dict[str, Any]:
+    return _parsed(folder.read(name, HEADER_LIMIT), printable(name))
+
+
+def _parsed(text: bytes, name: str) -> dict[str, Any]:
+    try:
+        document = json.loads(text, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"{name} holds no JSON that can be used ({printable(str(error))[:120]})") from None
+    if not isinstance(document, dict):
+        raise UnreadableError(f"{name} holds no JSON object")
+    return document
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        raise ValueError("it has a name twice in one object")
+    return document
+
+
+def _entry(fqn: str, entry: Any, dtypes: Mapping[str, str] | None = None) -> tuple[str | None, tuple[int, ...] | None]:
+    """Dtype and shape of one tensor; a dtype that torch has no name for is None, and so is then its shape.
+
+    Args:
+        dtypes: how the file names dtypes; by default as torch does.
+    """
+    shown = printable(_checked(fqn))
+    if not isinstance(entry, dict):
+        raise UnreadableError(f"it has no dtype and shape for {shown}")
+    dtype, shape = entry.get("dtype"), entry.get("shape")
+    if not isinstance(dtype, str | None) or not isinstance(shape, list | None):
+        raise UnreadableError(f"the dtype or shape of {shown} is no text or list")
+    sizes = None if shape is None else tuple(shape)
+    if sizes is not None and (len(sizes) > RANK_LIMIT or not all(_is_size(size) for size in sizes)):
+        raise UnreadableError(f"the shape of {shown} is no list of at most {RANK_LIMIT} sizes")
+    if dtypes is not None:
+        dtype = dtypes.get(dtype or "")
+        return dtype, None if dtype is None else sizes
+    return None if dtype is None else printable(dtype), sizes
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
+
+
+def _checked(fqn: str) -> str:
+    if len(fqn) > KEY_LIMIT:
+        raise LimitError(f"it has a key of {len(fqn):,} characters, the limit is {KEY_LIMIT:,}")
+    return fqn

@@ -1,0 +1,101 @@
+"""COM003: the keys of an optimizer follow the sharding type that was declared for it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Literal
+
+from ckptlint.inventory import dp_group, take
+from ckptlint.model import Checkpoint
+from ckptlint.optimizers import Module, content_metadata, module_of, records
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+
+_Form = Literal["buckets", "states", "torch states", "one object"]
+
+_WORDS: dict[_Form, str] = {
+    "buckets": "dp_group_idx_N.gbuf_idx_*",
+    "states": "optimizer.state.<what>.<parameter>",
+    "torch states": "optimizer.state.<parameter>.<what>",
+    "one object": "dp_group_idx_N.param_state",
+}
+_FORMS: dict[str, _Form] = {
+    "dp_reshardable": "buckets",
+    "fully_sharded_bucket_space": "buckets",
+    "fully_reshardable": "states",
+    "fully_sharded_model_space": "states",
+    "dp_zero_gather_scatter": "one object",
+    "fsdp_dtensor": "torch states",
+}
+
+
+@rule("COM003", "sharding-type-vs-keys", Severity.ERROR)
+def sharding_type_vs_keys(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The optimizer's keys have another form than its declared sharding type.
+
+    What it checks:
+        A type in `content_metadata`, in the common state or in an object of the module goes with its keys:
+        dp_reshardable and fully_sharded_bucket_space with `dp_group_idx_N.gbuf_idx_*`; fully_reshardable and
+        fully_sharded_model_space with `optimizer.state.<what>.<parameter>`; dp_zero_gather_scatter with
+        `dp_group_idx_N.param_state`; fsdp_dtensor with `optimizer.state.<parameter>.<what>`. Prefixes of chains and
+        modules are taken off first; a module without optimizer keys is not judged.
+    Why it matters:
+        The loader picks its code path by the type and finds none of the keys that path asks for.
+    Usual causes:
+        The type was lost and replaced by a default or by that of another module, or the format was converted without
+        changing it.
+    How to fix:
+        Set the type that the keys show, in the place named, and load again.
+    See:
+        megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.sharded_state_dict
+    """
+    if not ckpt.is_megatron:
+        raise NotApplicable("only Megatron-Core's torch_dist declares a sharding type")
+    forms = _forms(ckpt)
+    if not forms:
+        raise NotApplicable("there are no optimizer keys")
+    declared: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in forms:
+        general = content_metadata(ckpt).get("distrib_optim_sharding_type")
+        if isinstance(general, str):
+            declared[name, general].append("content_metadata")
+        for record in records(ckpt):
+            is_type = record.kind == "param_state_sharding_type" and isinstance(record.value, str)
+            if is_type and record.module.covers(Module(name)):
+                declared[name, record.value].append(record.place)
+    if not declared:
+        raise NotApplicable("no sharding type is declared")
+    for (name, declared_type), places in declared.items():
+        wanted = _FORMS.get(declared_type)
+        if wanted is None or forms[name].get(wanted):
+            continue
+        found, count = max(forms[name].items(), key=lambda item: item[1])
+        of = f" of mimo.{name}" if name else ""
+        fitting = " or ".join(kind for kind, form in _FORMS.items() if form == found)
+        yield Finding(
+            f"sharding type {declared_type}{of} asks for keys {_WORDS[wanted]}, and all {count:,} are {_WORDS[found]}",
+            file=places[0].partition(": ")[0] if places[0] != "content_metadata" else _source(ckpt),
+            missing=(declared_type, name),
+            place=", ".join(places[:4]),
+            notes=(("keys", ", ".join(f"{_WORDS[form]}: {forms[name].get(form, 0):,}" for form in (wanted, found))),),
+            hint=f"the keys are those of {fitting}: set that type and load again",
+        )
+
+
+def _forms(ckpt: Checkpoint) -> dict[str, dict[_Form, int]]:
+    """Module name -> how many optimizer keys have each form."""
+    found: dict[str, dict[_Form, int]] = defaultdict(lambda: defaultdict(int))
+    for state in take(ckpt).states:
+        is_megatron_order = f"state.{state.what}." in state.tensor.fqn
+        found[module_of(state.chain).name]["states" if is_megatron_order else "torch states"] += 1
+    for bucket in take(ckpt).buckets:
+        found[module_of(bucket.chain).name]["buckets"] += 1
+    for obj in ckpt.objects:
+        group = dp_group(obj.key)
+        if group is not None and group[2] == "param_state":
+            found[module_of(group[0]).name]["one object"] += 1
+    return found
+
+
+def _source(ckpt: Checkpoint) -> str:
+    return ckpt.common.source if ckpt.common is not None else ""

@@ -1,0 +1,126 @@
+"""COM004: every optimizer has its parameter groups and its sharding type beside its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.inventory import take
+from ckptlint.model import Checkpoint, printable
+from ckptlint.optimizers import Module, RecordKind, content_metadata, is_training_state, module_of, modules, records
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+
+_WORDS: dict[RecordKind, str] = {
+    "param_groups": "parameter groups (param_groups)",
+    "param_state_sharding_type": "sharding type (param_state_sharding_type)",
+}
+
+
+@rule("COM004", "optimizer-module-record", Severity.ERROR)
+def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The state of an optimizer is there, and a record that its loader needs is not.
+
+    What it checks:
+        For each optimizer (the only one, each chain, each module of a multimodal job) that has state tensors or
+        buckets, the common state or an object holds its parameter groups and, for the distributed optimizer, its
+        sharding type. A warning where only another chain of the same module has the record, and for a module that has
+        parameter groups while other modules alone have a sharding type. States that a caller of the library saved
+        without a training loop are not judged.
+    Why it matters:
+        The load stops with a KeyError or an assertion for that optimizer.
+    Usual causes:
+        Plain values are kept by rank 0 alone, which does not own the module; an empty dict was dropped on the way; the
+        common state was edited or filtered.
+    How to fix:
+        Store the records as ShardedObjects of the module. To use this checkpoint, take them over from another step of
+        the same job, or load without the optimizer.
+    See:
+        megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict
+    """
+    if not ckpt.is_megatron:
+        raise NotApplicable("only Megatron-Core's torch_dist keeps these records apart from the tensors")
+    if not is_training_state(ckpt):
+        raise NotApplicable("the common state is not there, or no training loop wrote it")
+    optimizers = modules(ckpt)
+    if not optimizers:
+        raise NotApplicable("there are no optimizer states")
+    kept: dict[RecordKind, list[Module]] = {
+        kind: [record.module for record in records(ckpt) if record.kind == kind] for kind in _WORDS
+    }
+    for module, tensors in optimizers.items():
+        lost = [
+            kind
+            for kind in _WORDS
+            if (kind == "param_groups" or _is_distributed(ckpt, module, kept[kind]))
+            and not any(owner.covers(module) for owner in kept[kind])
+        ]
+        if not lost:
+            continue
+        of = f" of {module.title}" if module.title else ""
+        count = f"{len(tensors):,} optimizer tensor{'s' if len(tensors) > 1 else ''}{of}"
+        other_chains = all(any(owner.covers(Module(module.name)) for owner in kept[kind]) for kind in lost)
+        assert ckpt.common is not None
+        yield Finding(
+            f"{count} {'have' if len(tensors) > 1 else 'has'} no {' and no '.join(_WORDS[kind] for kind in lost)}",
+            file=ckpt.common.source,
+            missing=(module.title, *lost),
+            place=f"{ckpt.common.source} and {len(ckpt.objects):,} objects",
+            severity=Severity.WARNING if module.chain and other_chains else None,
+            notes=_notes(ckpt, lost, kept),
+            hint=_hint(ckpt, lost),
+        )
+
+    types = kept["param_state_sharding_type"]
+    for module in dict.fromkeys(kept["param_groups"]):
+        # tensors may carry no module in their keys (core < 0.19); the records alone then tell
+        if types and module.name and module not in optimizers and not any(owner.covers(module) for owner in types):
+            assert ckpt.common is not None
+            yield Finding(
+                f"{module.title} has parameter groups and no sharding type, which other modules have",
+                file=ckpt.common.source,
+                missing=(module.title, "param_state_sharding_type"),
+                place=f"{ckpt.common.source} and {len(ckpt.objects):,} objects",
+                severity=Severity.WARNING,
+                notes=_notes(ckpt, ["param_state_sharding_type"], kept),
+                hint=_hint(ckpt, ["param_state_sharding_type"]),
+            )
+
+
+def _is_distributed(ckpt: Checkpoint, module: Module, types: list[Module]) -> bool:
+    """Whether the distributed optimizer wrote a module; no other has sharding types, and chains may be mixed.
+
+    Source:
+        `optimizer.state.param.` is written by its fully_reshardable type, `fp32_param` by other optimizers as well;
+        `distrib_optim_sharding_type` is set when `use_distributed_optimizer` is (megatron.training >= 0.13)
+    """
+    if not module.chain and (types or "distrib_optim_sharding_type" in content_metadata(ckpt)):
+        return True
+    inventory = take(ckpt)
+    return any(module_of(bucket.chain) == module for bucket in inventory.buckets) or any(
+        state.what == "param" and module_of(state.chain) == module for state in inventory.states
+    )
+
+
+def _notes(ckpt: Checkpoint, lost: list[RecordKind], kept: dict[RecordKind, list[Module]]) -> tuple[Note, ...]:
+    """What the common state has instead, and which optimizers do have the records."""
+    assert ckpt.common is not None
+    held = ckpt.common.values.get("optimizer")
+    if isinstance(held, dict):
+        there = f"its optimizer holds {', '.join(map(str, list(held)[:6])) or 'nothing'}"
+    else:
+        there = "it has no key optimizer"
+    notes: list[Note] = [(ckpt.common.source, there)]
+    for kind in lost:
+        owners = sorted({owner.title or "an optimizer without a name" for owner in kept[kind]})
+        if owners:
+            notes.append((kind, f"kept for {', '.join(owners[:6])}"))
+    return tuple(notes)
+
+
+def _hint(ckpt: Checkpoint, lost: list[RecordKind]) -> str:
+    declared = content_metadata(ckpt).get("distrib_optim_sharding_type")
+    if lost == ["param_state_sharding_type"] and isinstance(declared, str):
+        return f"content_metadata declares {printable(declared)}: put that into the common state, beside param_groups"
+    return (
+        "take the values over from another step of the same job, or load without the optimizer (no_load_optim), "
+        "which starts with fresh moments"
+    )

@@ -1,0 +1,94 @@
+"""COM005: parameter groups can be told apart by what loaders match them with."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+from ckptlint.model import Checkpoint, printable
+from ckptlint.optimizers import records
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.topology import is_plain
+
+_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_COMPARED = ("max_lr", "min_lr", "start_wd", "end_wd", "lr", "weight_decay")
+
+
+@rule("COM005", "param-group-collision", Severity.WARNING)
+def param_group_collision(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Two parameter groups look the same to a loader and have different learning rates or decays.
+
+    What it checks:
+        In each list of Megatron-Core's parameter groups, two groups with equal (wd_mult, lr_mult, is_expert_parallel,
+        is_decoupled_lr) have equal max_lr, min_lr, start_wd, end_wd, lr and weight_decay. Groups without any
+        difference in these fields are a note; groups of different chains or modules are never compared.
+    Why it matters:
+        Loaders that match groups by these four fields give one group the learning rate or decay of the other.
+    Usual causes:
+        Groups that differ in their own learning rate or decay alone, saved for loaders whose identity of a group lacks
+        max_lr and min_lr.
+    How to fix:
+        Load with a version that matches groups by max_lr and min_lr as well, or give the groups different multipliers.
+    See:
+        megatron.core.optimizer.optimizer.MegatronOptimizer._filter_and_reorder_param_groups
+    """
+    lists = [record for record in records(ckpt) if record.kind == "param_groups" and isinstance(record.value, list)]
+    found = [(record, groups) for record in lists if (groups := _identified(record.value))]
+    if not found:
+        raise NotApplicable("no parameter groups of Megatron-Core were found")
+    for record, groups in found:
+        same: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+        for number, group in groups.items():
+            same[tuple(group[name] for name in _IDENTITY)].append(number)
+        for identity, numbers in same.items():
+            if len(numbers) < 2:
+                continue
+            fields = [name for name in _COMPARED if len({_value(groups[n], name) for n in numbers}) > 1]
+            equal = ", ".join(f"{name} {_text(value)}" for name, value in zip(_IDENTITY, identity, strict=True))
+            listed = ", ".join(map(str, numbers))
+            title = record.module.title
+            yield Finding(
+                f"parameter groups {listed}{' of ' + title if title else ''} "
+                + (f"differ in {', '.join(fields)} alone" if fields else "cannot be told apart"),
+                file=record.place.partition(": ")[0],
+                missing=(title, *fields),
+                place=record.place,
+                severity=None if fields else Severity.INFO,
+                why="" if fields else "a loader that matches groups by these fields takes one for both",
+                notes=(
+                    ("equal", equal),
+                    *((name, ", ".join(_text(_value(groups[n], name)) for n in numbers)) for name in fields),
+                    ("sizes", _sizes(groups, numbers)),
+                ),
+                hint="load with a Megatron-Core that matches groups by max_lr and min_lr too, and compare the learning "
+                "rates of the groups after the load"
+                if fields
+                else "",
+            )
+
+
+def _identified(groups: list[Any]) -> dict[int, dict[Any, Any]]:
+    """The groups by number, those that carry the fields of an identity."""
+    return {
+        number: group
+        for number, group in enumerate(groups)
+        if isinstance(group, dict) and all(is_plain(group.get(name)) for name in _IDENTITY)
+    }
+
+
+def _value(group: dict[Any, Any], name: str) -> Any:
+    value = group.get(name)
+    return value if is_plain(value) else None
+
+
+def _text(value: Any) -> str:
+    return printable(str(value))[:40]
+
+
+def _sizes(groups: dict[int, dict[Any, Any]], numbers: list[int]) -> str:
+    """How many parameters the groups have, "" where they do not say."""
+    params = [groups[number].get("params") for number in numbers]
+    if not all(isinstance(listed, list) for listed in params):
+        return ""
+    return ", ".join(f"{len(listed):,}" for listed in params if isinstance(listed, list)) + " parameters"

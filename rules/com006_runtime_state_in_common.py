@@ -1,0 +1,108 @@
+"""COM006: the common state holds nothing that belongs to one rank."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+from ckptlint.keys import role
+from ckptlint.model import ITEM_BITS, Checkpoint, printable
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.topology import attributes
+from ckptlint.unpickle import Opaque
+
+_RUNTIME_ARGS = ("loaded_iteration",)
+_RUNTIME_TOPS = ("args", "rng_state", "rerun_state_machine", "opt_param_scheduler")
+_STEP = re.compile(r"(?:^|\.)(?:param_state|state)\.\d+\.step$")
+_STORAGES = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+}
+_DEPTH = 12
+
+
+@rule("COM006", "runtime-state-in-common", Severity.INFO)
+def runtime_state_in_common(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The common state holds values of one rank: tensors, steps of single parameters, arguments of the running job.
+
+    What it checks:
+        Outside of the random state and the parameter groups the common state holds no tensors and no `step` of a single
+        parameter, and `args` has no attribute that only a running job sets (loaded_iteration). The `common_step` that
+        optimizers share is no such value.
+    Why it matters:
+        What rank 0 had is restored on every rank, and ranks that compare their common states see false differences.
+    Usual causes:
+        The state dict was not filtered before the save, or the job wrote into its own arguments.
+    How to fix:
+        Drop these keys before saving; for a load they can be ignored.
+    See:
+        megatron.core.dist_checkpointing.serialization.save
+    """
+    if ckpt.common is None:
+        raise NotApplicable("there is no common state")
+    by_role: dict[str, list[tuple[str, int | None]]] = {}
+    for top, value in ckpt.common.values.items():
+        if top not in _RUNTIME_TOPS:
+            for path, size in _walk(str(top), value, 0):
+                by_role.setdefault(role(path), []).append((printable(path), size))
+    for found in by_role.values():
+        path, sizes = found[0][0], [size for _, size in found]
+        known = [size for size in sizes if size is not None]
+        what = f"{path} lies" if len(found) == 1 else f"{len(found):,} values like {path} lie"
+        yield Finding(
+            f"{what} in the common state, which every rank restores",
+            file=ckpt.common.source,
+            missing=(role(path),),
+            place=f"{ckpt.common.source}: {path}",
+            notes=(("size", f"{sum(known):,} bytes"),) if known else (),
+        )
+    arguments = attributes(ckpt.common.values.get("args"))
+    present = [name for name in _RUNTIME_ARGS if arguments.get(name) is not None]
+    if present:
+        yield Finding(
+            f"args holds {', '.join(present)}, which only a running job sets",
+            file=ckpt.common.source,
+            missing=tuple(present),
+            place=f"{ckpt.common.source}: args",
+        )
+
+
+def _walk(path: str, value: Any, depth: int) -> Iterator[tuple[str, int | None]]:
+    """The path of every tensor and every step of a single parameter, with the bytes of a tensor."""
+    if isinstance(value, Opaque) and value.module == "torch._utils" and value.name.startswith("_rebuild_tensor"):
+        if not path.endswith(".common_step"):
+            yield path, _nbytes(value)
+    elif _STEP.search(path) and isinstance(value, (int, float)):
+        yield path, None
+    elif depth < _DEPTH and isinstance(value, dict):
+        for key, part in value.items():
+            if key != "param_groups":
+                yield from _walk(f"{path}.{key}", part, depth + 1)
+    elif depth < _DEPTH and isinstance(value, (list, tuple)):
+        for number, part in enumerate(value):
+            yield from _walk(f"{path}.{number}", part, depth + 1)
+
+
+def _nbytes(tensor: Opaque) -> int | None:
+    """Bytes of a stored tensor, from its shape and the class of its storage.
+
+    Source:
+        torch._utils._rebuild_tensor_v2(storage, offset, size, stride, ...); the storage is a persistent id
+        ("storage", class, key, location, elements)
+    """
+    try:
+        storage, shape = tensor.args[0].args[0], tensor.args[2]
+        bits = ITEM_BITS.get(_STORAGES.get(storage[1].name, ""))
+        return None if bits is None else prod(shape) * bits // 8
+    except (AttributeError, IndexError, TypeError, KeyError):
+        return None

@@ -1,0 +1,61 @@
+"""COM007: the optimizer is there when the job says it saved one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import PurePath
+
+from ckptlint.declared import flag, trusted
+from ckptlint.keys import parse
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+
+
+@rule("COM007", "optimizer-presence", Severity.WARNING)
+def optimizer_presence(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The job says that it saves the optimizer and there is none, or the reverse.
+
+    What it checks:
+        `save_optim` or `no_save_optim` of the job's configuration agrees with whether any key belongs to an optimizer.
+        Not judged in a folder `release`, at iteration 0 and after a finetuning start, where weights are exported alone;
+        nor where no flag is declared.
+    Why it matters:
+        A resume stops with a KeyError, or starts with fresh moments although the configuration promises otherwise.
+    Usual causes:
+        The flag changed between two jobs, or an export of the weights kept the configuration of the training.
+    How to fix:
+        Load the weights alone (finetune, or no_load_optim), or resume from a step that has the optimizer.
+    See:
+        megatron.training.checkpointing.generate_state_dict
+    """
+    if ckpt.format not in ("torch_dist", "fsdp_dtensor", "torch_dcp"):
+        raise NotApplicable("only Megatron's formats declare whether the optimizer was saved")
+    declared = trusted(ckpt)
+    saved, not_saved = flag(declared, "save_optim"), flag(declared, "no_save_optim")
+    if saved is None and not_saved is None:
+        raise NotApplicable("no flag says whether the optimizer was saved")
+    name = "save_optim" if saved is not None else "no_save_optim"
+    promised = saved if saved is not None else not not_saved
+    names = chain(ckpt.tensors, (obj.key for obj in ckpt.objects), (entry.fqn for entry in ckpt.byte_objects))
+    keys = [fqn for fqn in names if parse(fqn).kind == "optimizer"]
+    if bool(keys) == promised or (promised and _is_export(ckpt)):
+        return
+    source = declared[name].source
+    value = declared[name].value
+    yield Finding(
+        f"{name} is {value} in {source}, and {f'{len(keys):,} keys belong' if keys else 'no key belongs'} "
+        "to an optimizer",
+        file=source,
+        missing=(name,),
+        place=f"{source}: {name}",
+        why="a load that follows the flag ignores the optimizer state" if keys else "",
+        notes=(("keys", ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")),) if keys else (),
+        hint="" if keys else "load with finetune or no_load_optim if the weights are what you want",
+    )
+
+
+def _is_export(ckpt: Checkpoint) -> bool:
+    """Whether weights alone are what such a folder holds."""
+    iteration = ckpt.common.values.get("iteration") if ckpt.common is not None else None
+    return PurePath(ckpt.path).name == "release" or iteration == 0 or flag(ckpt.declared, "finetune") is True

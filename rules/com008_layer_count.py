@@ -1,0 +1,103 @@
+"""COM008: as many layers are stored as the job declared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from ckptlint.declared import Contradiction, LayerCount, contradictions, layer_counts
+from ckptlint.keys import ranges
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.topology import axes_of_size
+
+_MODEL_SIZES = ("layers", "hidden", "experts")
+
+
+@rule("COM008", "layer-count", Severity.ERROR)
+def layer_count(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A block has another number of layers than the job declared, or the declared sizes belong to another job.
+
+    What it checks:
+        The layers of the main block, numbered in the keys or stacked on an axis, are as many as the arguments,
+        `run_config.yaml` or `config.json` say; encoder and decoder have numbers of their own, layers for multi-token
+        prediction and hybrid patterns are counted in. More layers than declared are a warning. When two or more
+        declared sizes (layers, hidden size, experts, mesh axes, world size) contradict what is stored, that is said
+        once, as a warning, or as a note when only the mesh differs, and every other rule ignores what was declared.
+    Why it matters:
+        Whole stages are absent or hidden under the names of another stage, so their layers load with the values that
+        were in memory.
+    Usual causes:
+        Layers numbered from 0 on every pipeline stage, a stage that did not save, arguments kept from another job.
+    How to fix:
+        Number layers through over all stages and save all stages; with foreign arguments give the sizes on the command
+        line instead of taking them from the checkpoint.
+    See:
+        megatron.core.transformer.transformer_layer.get_transformer_layer_offset
+    """
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    if not ckpt.declared:
+        raise NotApplicable("no configuration declares a number of layers")
+    foreign = contradictions(ckpt)
+    if len(foreign) >= 2:
+        yield _foreign(ckpt, foreign)
+        return
+    counts = layer_counts(ckpt)
+    if not counts:
+        raise NotApplicable("no declared number of layers belongs to a block here")
+    for count in counts:
+        if not count.agrees:
+            yield _finding(ckpt, count)
+
+
+def _finding(ckpt: Checkpoint, count: LayerCount) -> Finding:
+    declared = int(count.declared.value)
+    notes: list[Note] = []
+    if count.stages:
+        notes.append(("stages", f"{', '.join(map(str, count.stages))} layers under {len(count.stages)} prefixes"))
+    elif count.numbers:
+        lost = sorted(set(range(declared)) - set(count.numbers))
+        notes.append(("layers", f"{ranges(count.numbers)} stored" + (f", {ranges(lost)} missing" if lost else "")))
+    else:
+        notes.append(("layers", f"{count.found} stacked on dim 0 of {count.lead.key.fqn}"))
+    ratio = Fraction(count.found, declared)
+    axes = axes_of_size(ckpt.topology, ratio.denominator) if ratio.numerator == 1 else []
+    if ratio.numerator == 1 and ratio.denominator > 1:
+        equal = " = ".join(f"1/{axis}" for axis in axes)
+        notes.append(("ratio", f"{count.found}/{declared} = {ratio}" + (f" = {equal}" if axes else "")))
+    if "pp" in axes:
+        hint = "each pipeline stage seems to have numbered its layers from 0: number them through, and save again"
+    elif count.found < declared:
+        hint = "compare with the keys of an earlier step; a load leaves the missing layers as they were in memory"
+    else:
+        hint = "pass the number of layers that is stored, or find out which job wrote the configuration"
+    stored = "1 layer is" if count.found == 1 else f"{count.found} layers are"
+    return Finding(
+        f"{stored} stored under {count.block}, and {count.declared.source} declares {declared}",
+        fqn=count.block,
+        place=ckpt.metadata_file,
+        severity=Severity.WARNING if count.found > declared else None,
+        why="a model of the declared size loads without the layers behind it" if count.found > declared else "",
+        notes=tuple(notes),
+        hint=hint,
+    )
+
+
+def _foreign(ckpt: Checkpoint, foreign: tuple[Contradiction, ...]) -> Finding:
+    sources = sorted({item.declared.source for item in foreign})
+    of_model = [item for item in foreign if item.name in _MODEL_SIZES]
+    whose = "another model" if of_model else "a job with another mesh"
+    shown = ", ".join(f"{item.name} {item.declared.value} (stored: {item.found})" for item in foreign)
+    return Finding(
+        f"{' and '.join(sources)} {'belongs' if len(sources) == 1 and sources[0] != 'args' else 'belong'} to {whose}: "
+        f"{shown}",
+        file=ckpt.common.source if sources == ["args"] and ckpt.common is not None else sources[0],
+        missing=tuple(item.name for item in foreign),
+        severity=Severity.WARNING if of_model else Severity.INFO,
+        why="a load that takes its sizes from the checkpoint builds that model"
+        if of_model
+        else "nothing that follows from the declared sizes could be checked",
+        notes=tuple((item.name, f"{item.found} by {item.shown_by}") for item in foreign),
+        hint="give the sizes on the command line; the other rules ignored what was declared",
+    )

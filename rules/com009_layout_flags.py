@@ -1,0 +1,85 @@
+"""COM009: the keys are laid out as the flags of the save say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.declared import flag, trusted
+from ckptlint.inventory import take
+from ckptlint.model import Checkpoint
+from ckptlint.optimizers import content_metadata
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+
+
+@rule("COM009", "layout-flags", Severity.WARNING)
+def layout_flags(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A flag says that keys are laid out in one way, and they are laid out in the other.
+
+    What it checks:
+        In the `content_metadata` of Megatron-Core: singleton_local_shards goes with keys `_w` and `_v` instead of one
+        fused weight, non_homogeneous_layers with numbered instead of stacked layers, chained_optim_avoid_prefix with
+        states that have no prefix `chained_<i>.`; a flag that is not there is not judged. Flattened optimizer states,
+        which newer versions refuse, are a note.
+    Why it matters:
+        The loader asks for keys of the form that the flag names, and finds none.
+    Usual causes:
+        The flag was not passed to every part of the state dict, or the writing and the loading version differ.
+    How to fix:
+        Load with the flag that fits the keys, or convert the checkpoint with the version that wrote it.
+    See:
+        megatron.training.checkpointing._build_sharded_state_dict_metadata
+    """
+    if not ckpt.is_megatron:
+        raise NotApplicable("only Megatron-Core's torch_dist declares its layout")
+    yield from _flattened(ckpt)
+    flags = content_metadata(ckpt)
+    inventory = take(ckpt)
+    halves = [p.key.fqn for p in inventory.params if p.key.component in ("w", "v")]
+    fused = [p.key.fqn for p in inventory.params if p.key.cls == "mlp_in" and ".linear_fc1.weight" in p.key.fqn]
+    stacked = [p.key.fqn for p in inventory.params if p.layer_axis is not None]
+    alone = [state for state in inventory.states if not any(part.startswith("mimo.") for part in state.chain)]
+    prefixed = [state.tensor.fqn for state in alone if any(part.startswith("chained_") for part in state.chain)]
+    bare = [state.tensor.fqn for state in alone if not state.chain]
+    if flags.get("singleton_local_shards") is False and halves:
+        yield _finding(ckpt, "singleton_local_shards", False, halves, "halves _w and _v", "fused weights")
+    if flags.get("singleton_local_shards") is True and fused and not halves and flag(trusted(ckpt), "gated"):
+        yield _finding(ckpt, "singleton_local_shards", True, fused, "fused weights", "halves _w and _v")
+    if flags.get("non_homogeneous_layers") is True and stacked:
+        yield _finding(ckpt, "non_homogeneous_layers", True, stacked, "layers stacked on an axis", "numbered layers")
+    if flags.get("chained_optim_avoid_prefix") is True and prefixed:
+        yield _finding(ckpt, "chained_optim_avoid_prefix", True, prefixed, "states with a prefix chained_<i>.", "none")
+    if flags.get("chained_optim_avoid_prefix") is False and bare and _chains(ckpt) > 1:
+        wanted = f"a prefix for each of the {_chains(ckpt)} chains"
+        yield _finding(ckpt, "chained_optim_avoid_prefix", False, bare, "states without a prefix", wanted)
+
+
+def _finding(ckpt: Checkpoint, name: str, value: bool, keys: list[str], found: str, wanted: str) -> Finding:
+    source = ckpt.common.source if ckpt.common is not None else ""
+    return Finding(
+        f"{name} is {value}, and {len(keys):,} keys are {found}",
+        file=source,
+        missing=(name, str(value)),
+        place=f"{source}: content_metadata",
+        notes=(("expected", wanted), ("keys", ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else ""))),
+        hint=f"load with {name}={not value}, or find out which of the two the writer meant",
+    )
+
+
+def _flattened(ckpt: Checkpoint) -> Iterator[Finding]:
+    flattened = [tensor for tensor in ckpt.sound_tensors() if tensor.is_flattened]
+    if flattened:
+        yield Finding(
+            f"{len(flattened):,} optimizer states are stored flattened, which Megatron-Core reads up to version 0.15",
+            file=ckpt.metadata_file,
+            missing=("flattened",),
+            severity=Severity.INFO,
+            why="later versions refuse flattened_range, so the optimizer cannot be resumed with them",
+            notes=(("keys", flattened[0].fqn),),
+            hint="resume once with Megatron-Core 0.15 and save as fully_reshardable to carry the moments over",
+        )
+
+
+def _chains(ckpt: Checkpoint) -> int:
+    """How many chains the common state's optimizer has."""
+    optimizer = ckpt.common.values.get("optimizer") if ckpt.common is not None else None
+    return sum(str(key).isdecimal() for key in optimizer) if isinstance(optimizer, dict) else 0

@@ -1,0 +1,86 @@
+"""EXP001: as many experts are stored as the router sends tokens to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.declared import number, trusted
+from ckptlint.expected import mesh_axes
+from ckptlint.experts import MoeLayer, moe_layers
+from ckptlint.keys import ranges
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+
+_HINTS = {
+    True: "compare the router with those of other layers, and check that its placement is Replicate",
+    False: "save again with global expert numbers or the expert-parallel placement; this file has lost the others",
+}
+
+
+@rule("EXP001", "experts-vs-router", Severity.ERROR)
+def experts_vs_router(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A router has more rows than experts are stored.
+
+    What it checks:
+        In every layer with routed experts the rows of the router (or the length of its bias) are the experts that are
+        stored: the size of the expert axis, or the numbered keys times the experts each holds. A warning when the rows
+        are no multiple of the experts; silent when the job declares as many experts as are stored (zero or redundant
+        experts), and a note when more are stored than the router knows.
+    Why it matters:
+        Tokens are routed to experts that are not in the file; a load fills them with a peer's experts or with random
+        values.
+    Usual causes:
+        Expert-parallel ranks saved local numbers under one name and deduplication kept one of them, or the expert mesh
+        was dropped from the placement.
+    How to fix:
+        Number experts globally, or give the expert axis its expert-parallel placement, and save again.
+    See:
+        torch.distributed.checkpoint._dedup_save_plans.dedup_save_plans
+    """
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    layers = [layer for layer in moe_layers(ckpt) if layer.rows is not None]
+    if not layers:
+        raise NotApplicable("there are no routed experts with a router")
+    declared = number(trusted(ckpt), "experts")
+    whole = {layer.rows for layer in layers if layer.rows == layer.count}
+    for layer in layers:
+        assert layer.rows is not None and layer.router is not None
+        if layer.rows == layer.count or declared == layer.count:
+            continue
+        yield _finding(ckpt, layer, layer.rows, layer.count in whole)
+
+
+def _finding(ckpt: Checkpoint, layer: MoeLayer, rows: int, router_is_odd: bool) -> Finding:
+    """What one layer lacks; `router_is_odd`: other layers' routers have as many rows as this layer has experts."""
+    assert layer.router is not None
+    lead = max(layer.roles, key=lambda role: role.count).params[0]
+    stored = layer.count
+    shape = list(layer.router.tensor.global_shape)
+    notes: list[Note] = [("router", f"{layer.router.key.fqn} {shape} has {rows} rows")]
+    notes += [
+        ("stored", f"{role.role}: {role.count} experts" + (f", keys {ranges(role.numbers)}" if role.numbers else ""))
+        for role in layer.roles
+    ]
+    severity = None
+    if rows < stored:
+        severity, sentence = Severity.INFO, f"{stored} experts{{of}} are stored, its router has {rows} rows"
+    elif rows % stored:
+        severity, sentence = Severity.WARNING, f"only {stored} of {rows} experts{{of}} are stored"
+    else:
+        factor = rows // stored
+        axes = mesh_axes(ckpt, factor)
+        named = f", and {factor} is the size of {' and '.join(axes)}" if axes else ""
+        sentence = f"only {stored} of {rows} experts{{of}} are stored: 1/{factor}{named}"
+        if router_is_odd:
+            severity = Severity.WARNING
+            sentence = f"the router has {rows} rows for {stored} experts{{of}}: it may be stored as {factor} copies"
+    return Finding(
+        sentence,
+        fqn=lead.key.fqn,
+        tensor=lead.tensor,
+        missing=(str(rows), str(stored)),
+        severity=severity,
+        notes=tuple(notes),
+        hint=_HINTS[router_is_odd],
+    )

@@ -1,0 +1,59 @@
+"""EXP002: the experts of a layer are numbered through."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.experts import MoeLayer, moe_layers, owners_note
+from ckptlint.keys import ranges
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+
+
+@rule("EXP002", "expert-index-set", Severity.ERROR)
+def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Numbers are missing among the experts of a layer.
+
+    What it checks:
+        The expert numbers in the keys of a layer run from 0 to the largest one, or to as many as its router expects,
+        and are the same for all weights of the experts. A note where EXP001 says the same, and where layers with
+        routers of one size have other numbers.
+    Why it matters:
+        The missing experts keep their initial values after a load.
+    Usual causes:
+        One writer filter for several expert-parallel ranks, ranks that did not save, a lost pipeline stage.
+    How to fix:
+        Let one rank of each expert-parallel group write, and save again.
+    See:
+        megatron.core.transformer.moe.experts.SequentialMLP.sharded_state_dict
+    """
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    layers = [layer for layer in moe_layers(ckpt) if any(role.numbers for role in layer.roles)]
+    if not layers:
+        raise NotApplicable("no experts are numbered in names")
+    for layer in layers:
+        numbered = [role for role in layer.roles if role.numbers]
+        union = set().union(*(role.numbers for role in numbered))
+        keys = _expected_keys(layer, max(union) + 1)
+        for role in numbered:
+            missing = set(range(keys)) - set(role.numbers)
+            if missing:
+                # the tail alone is missing everywhere: that is what EXP001 counts
+                is_tail = layer.rows is not None and missing == set(range(len(role.numbers), keys))
+                same = all(set(r.numbers) == set(role.numbers) for r in numbered)
+                yield Finding(
+                    f"experts {ranges(missing)} of {keys}{{of}} are missing; there are {ranges(role.numbers)}",
+                    fqn=role.params[0].key.fqn,
+                    tensor=role.params[0].tensor,
+                    missing=tuple(map(str, sorted(missing))),
+                    severity=Severity.INFO if is_tail and same else None,
+                    notes=owners_note(ckpt, missing, keys),
+                    hint="the ranks that own these experts did not write them: check who is elected to write",
+                )
+
+
+def _expected_keys(layer: MoeLayer, least: int) -> int:
+    """How many numbered keys there should be."""
+    per_key = next(role.per_key for role in layer.roles if role.numbers)
+    return max(least, layer.rows // per_key) if layer.rows is not None and layer.rows % per_key == 0 else least

@@ -1,0 +1,62 @@
+"""EXP003: a hole in stacked experts is named by its experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.experts import owners_note
+from ckptlint.inventory import Param, take
+from ckptlint.keys import ranges
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+
+
+@rule("EXP003", "expert-axis-coverage", Severity.INFO)
+def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Whole experts are what a hole in stacked expert weights leaves out.
+
+    What it checks:
+        Where GEO004 finds a hole: whether every missing region is a run of whole experts.
+    Why it matters:
+        It names the lost part of the mesh instead of offsets.
+    Usual causes:
+        replica_id lacks the tensor- or expert-parallel rank, or expert-parallel ranks claimed the same experts.
+    How to fix:
+        Put the rank into replica_id, or give each rank its own offset on the expert axis, and save again.
+    See:
+        megatron.core.transformer.moe.experts.GroupedMLP.sharded_state_dict
+    """
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    stacked = [param for param in take(ckpt).params if param.expert_axis is not None]
+    if not stacked:
+        raise NotApplicable("no experts are stacked on an axis")
+    for param in stacked:
+        experts = _missing_experts(param)
+        if experts:
+            axis = param.expert_axis or 0
+            total = param.tensor.global_shape[axis]
+            yield Finding(
+                f"experts {ranges(experts)} of {total}{{of}} are what the hole leaves out",
+                fqn=param.key.fqn,
+                tensor=param.tensor,
+                missing=tuple(map(str, sorted(experts))),
+                notes=owners_note(ckpt, experts, total),
+                hint="look at replica_id and the expert offset of the ranks that own these experts",
+            )
+
+
+def _missing_experts(param: Param) -> set[int]:
+    """The experts that are missing whole, when nothing else is missing; the layer axis aside."""
+    coverage = param.tensor.layout.coverage
+    if not coverage.missing or param.expert_axis is None:
+        return set()
+    shape = param.tensor.global_shape
+    experts: set[int] = set()
+    for region in coverage.missing:
+        whole = all(region.sizes[axis] == shape[axis] for axis in param.own_axes)
+        if not whole:
+            return set()
+        start = region.offsets[param.expert_axis]
+        experts.update(range(start, start + region.sizes[param.expert_axis]))
+    return experts

@@ -1,0 +1,119 @@
+"""NAM001: two names of one parameter have one shape."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from fractions import Fraction
+
+from ckptlint.declared import flag, trusted, trusted_topology
+from ckptlint.inventory import Param, take
+from ckptlint.model import Checkpoint
+from ckptlint.moments import shape_text
+from ckptlint.rule import Finding, Severity, rule
+from ckptlint.topology import axes_of_size
+
+_INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+@rule("NAM001", "alias-mismatch", Severity.ERROR)
+def alias_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Two keys name one parameter and differ in shape.
+
+    What it checks:
+        Keys that become equal once wrappers (`_orig_mod.`, `module.`) are stripped have equal global shapes; a note
+        when they do. Where only a leading wrapper differs, half of the keys below each must have such a twin. A
+        warning for embedding and output layer where the configuration ties them. Names of different stages, modules,
+        chains or copies of the model are no twins.
+    Why it matters:
+        One of the two names bypassed the sharding rule, and which of them a loader takes is chance.
+    Usual causes:
+        A wrapper's name that is missing from the map of placements.
+    How to fix:
+        Register the placement for every alias, and save the parameter under one name.
+    """
+    by_path: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
+    for param in take(ckpt).params:
+        by_path[param.key.scope, param.key.path].append(param)
+    twins = [(first, other) for group in by_path.values() for first, *rest in [group] for other in rest]
+    below = Counter(_prefix(param) for param in take(ckpt).params) if twins else Counter[str]()
+    shared = Counter((_prefix(a), _prefix(b)) for a, b in twins)
+    for first, second in twins:
+        fronts = _prefix(first), _prefix(second)
+        if fronts[0] != fronts[1] and 2 * shared[fronts] < max(below[front] for front in fronts):
+            continue
+        yield _alias(ckpt, first, second)
+    yield from _tied(ckpt)
+
+
+def _prefix(param: Param) -> str:
+    """The wrappers in front of the path, inner ones left out: they always mean the same parameter."""
+    parts = [part for part in param.tensor.fqn.split(".") if part not in _INNER]
+    return ".".join(parts[: len(parts) - param.key.path.count(".") - 1])
+
+
+def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
+    a, b = first.tensor, second.tensor
+    equal = a.global_shape == b.global_shape
+    if a.volume < b.volume:
+        a, b = b, a
+    small = max(a.volume, b.volume) <= 1
+    shapes = f"{shape_text(b.global_shape)} and {shape_text(a.global_shape)}"
+    text = (
+        f"two keys name one parameter, both {shape_text(b.global_shape)}"
+        if equal
+        else f"two keys name one parameter and differ: {shapes}"
+    )
+    share = Fraction(b.volume, a.volume) if a.volume else Fraction(1)
+    part = f", {share} of the elements" if share != 1 else ""
+    axes = axes_of_size(trusted_topology(ckpt), share.denominator) if share.numerator == 1 else []
+    part += "".join(f" = 1/{axis}" for axis in axes)
+    return Finding(
+        text,
+        fqn=b.fqn,
+        tensor=b,
+        missing=(a.fqn,),
+        severity=Severity.INFO if equal or small else None,
+        notes=(
+            ("other key", f"{a.fqn}: {a.dtype} {shape_text(a.global_shape)}"),
+            ("this key", f"{b.fqn}: {b.dtype} {shape_text(b.global_shape)}{part}"),
+        ),
+        why="the parameter is stored twice, and which copy a loader takes is chance" if equal else "",
+        hint="" if equal else "find out which of the two your loader asks for; the smaller may be one rank's part",
+    )
+
+
+def _tied(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Embedding and output layer of one scope where the configuration says that they are one weight."""
+    declared = trusted(ckpt)
+    name = "tied" if flag(declared, "tied") else "untied" if flag(declared, "untied") is False else ""
+    if not name:
+        return
+    by_scope: dict[tuple[str, ...], dict[str, list[Param]]] = defaultdict(lambda: defaultdict(list))
+    for param in take(ckpt).params:
+        if param.key.cls in ("embedding", "output") and param.key.path.endswith(".weight") and not param.key.block:
+            by_scope[param.key.scope][param.key.cls].append(param)
+    for found in by_scope.values():
+        if len(found["embedding"]) != 1 or len(found["output"]) != 1:
+            continue
+        a, b = found["embedding"][0].tensor, found["output"][0].tensor
+        if a.global_shape == b.global_shape or len(a.global_shape) != 2 or a.global_shape[1:] != b.global_shape[1:]:
+            continue
+        shapes = f"{shape_text(a.global_shape)} and {shape_text(b.global_shape)}"
+        yield Finding(
+            f"embedding and output layer are tied and differ: {shapes}",
+            fqn=b.fqn,
+            tensor=b,
+            missing=(a.fqn,),
+            severity=Severity.WARNING,
+            notes=(
+                ("other key", f"{a.fqn}: {a.dtype} {shape_text(a.global_shape)}"),
+                (
+                    "quotient",
+                    f"{Fraction(b.global_shape[0], a.global_shape[0])} of its rows" if a.volume else "no rows",
+                ),
+                ("tied by", f"{declared[name].source}"),
+            ),
+            why="they are one weight, so what is loaded depends on which of the two is read",
+            hint="check the padding of the vocabulary and the placement of both, or untie them in the configuration",
+        )

@@ -1,0 +1,137 @@
+"""NAM002: pipeline stages do not share the names of their layers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ckptlint.declared import trusted_topology
+from ckptlint.inventory import optimizer_parts, split_state
+from ckptlint.keys import Key, parse, ranges
+from ckptlint.model import Checkpoint, WriterTable
+from ckptlint.moments import shape_text
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.writers import Duplicate, duplicates
+
+_SHOWN = 4
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What several stages planned under the layer numbers of one block.
+
+    Attributes:
+        same: the keys that they planned at one offset.
+    """
+
+    same: list[Duplicate] = field(default_factory=list)
+    layers: set[int] = field(default_factory=set)
+
+
+@rule("NAM002", "stage-local-names", Severity.WARNING)
+def stage_local_names(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Ranks of different pipeline stages planned different layers under the same numbers.
+
+    What it checks:
+        Where the plans of all ranks are stored and there are several stages: no two stages planned the same key of a
+        numbered layer, or of the optimizer state of one, at the same offset while their shapes or the roles in that
+        layer differ. Equal layers are left to OBJ001, tied embeddings are no layers.
+    Why it matters:
+        One stage overwrites the other, so the layers or moments of all stages but one are lost.
+    Usual causes:
+        Layers numbered from 0 on each stage, or optimizer parts saved without a stage prefix.
+    How to fix:
+        Number the layers globally, or give every stage a prefix of its own.
+    See:
+        megatron.core.transformer.transformer_layer.get_transformer_layer_offset
+    """
+    if ckpt.writers is None:
+        raise NotApplicable("the metadata holds no plans of the ranks")
+    if set(ckpt.writers.fqns) != set(ckpt.records.fqns):
+        raise NotApplicable("the plans belong to another state: their keys differ from the metadata's")
+    sizes = trusted_topology(ckpt)
+    stages = sizes["pp"].size if "pp" in sizes else 1
+    if stages < 2 or ckpt.writers.world_size % stages:
+        raise NotApplicable("there is one pipeline stage, or their number is not known")
+    per_stage = ckpt.writers.world_size // stages
+    groups: dict[tuple[str, tuple[int, ...]], _Shared] = defaultdict(_Shared)
+    for duplicate in duplicates(ckpt.writers):
+        key = _layer_key(duplicate.fqn)
+        touched = tuple(sorted({rank // per_stage for rank in duplicate.ranks}))
+        if key is not None and key.layer is not None and len(touched) > 1:
+            shared = groups[f"{parse(duplicate.fqn).kind} {key.block}", touched]
+            shared.same.append(duplicate)
+            shared.layers.add(key.layer)
+    if not groups:
+        return
+    roles = _roles(ckpt.writers, per_stage)
+    for (_, touched), shared in groups.items():
+        found = _difference(ckpt.writers, shared, touched, roles)
+        if found:
+            yield _finding(ckpt, shared, touched, found, per_stage)
+
+
+def _layer_key(fqn: str) -> Key | None:
+    """The layered parameter that a name is about, itself or its state; None for anything else."""
+    key = parse(fqn.partition("/shard_")[0])
+    if key.kind == "optimizer":
+        state = split_state(optimizer_parts(key)[1].removeprefix("state."))
+        key = key if state is None else parse(state[1])
+    return key if key.kind == "model" and key.layer is not None else None
+
+
+def _roles(table: WriterTable, per_stage: int) -> dict[tuple[str, int, int], set[str]]:
+    """(block, layer, stage) -> the roles that the stage planned there, model only."""
+    found: dict[tuple[str, int, int], set[str]] = defaultdict(set)
+    keys = [parse(fqn) for fqn in table.fqns]
+    for number, stage in set(zip(table.fqn.tolist(), (table.rank // per_stage).tolist(), strict=True)):
+        key = keys[number]
+        if key.kind == "model" and key.layer is not None:
+            found[key.block, key.layer, stage].add(key.role)
+    return found
+
+
+def _difference(
+    table: WriterTable, shared: _Shared, stages: tuple[int, ...], roles: dict[tuple[str, int, int], set[str]]
+) -> tuple[Note, ...]:
+    """Where the stages differ under one name; () when they do not."""
+    for duplicate in shared.same:
+        shapes = {tuple(v for v in table.global_shape[row].tolist() if v >= 0) for row in duplicate.rows}
+        if len(shapes) > 1 and duplicate.offset is not None:
+            return (("shapes", f"{duplicate.fqn}: {' and '.join(shape_text(shape) for shape in sorted(shapes))}"),)
+    for duplicate in shared.same:
+        key = _layer_key(duplicate.fqn)
+        if key is None or key.layer is None:
+            continue
+        sets = [roles.get((key.block, key.layer, stage), set()) for stage in stages]
+        differing = {name for found in sets for name in found if any(name not in other for other in sets)}
+        if differing and all(sets):
+            alone = [
+                f"stage {stage} has {', '.join(sorted(found & differing)[:_SHOWN])}"
+                for stage, found in zip(stages, sets, strict=True)
+                if found & differing
+            ]
+            return (("roles", f"in layer {key.layer} {', '.join(alone)}, which not all of them have"),)
+    return ()
+
+
+def _finding(
+    ckpt: Checkpoint, shared: _Shared, stages: tuple[int, ...], found: tuple[Note, ...], per_stage: int
+) -> Finding:
+    lead = shared.same[0]
+    ranks = [f"stage {stage} is {ranges(range(stage * per_stage, (stage + 1) * per_stage))}" for stage in stages]
+    keys = list(dict.fromkeys(duplicate.fqn for duplicate in shared.same))
+    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+    return Finding(
+        f"pipeline stages {ranges(stages)} planned different layers under number {ranges(shared.layers)}",
+        fqn=lead.fqn,
+        tensor=ckpt.tensors.get(lead.fqn),
+        missing=tuple(keys),
+        notes=(
+            ("ranks", ", ".join(ranks)),
+            *found,
+            ("shared", ", ".join(keys[:_SHOWN]) + more),
+        ),
+        hint="compare the layer offset of each stage; the state of all but one stage is not in this checkpoint",
+    )

@@ -1,0 +1,69 @@
+"""OBJ005: ranks that draw their own random numbers have their own random state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.declared import flag, trusted, trusted_topology
+from ckptlint.model import Checkpoint, Declared
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+
+_RANDOM = ("attention_dropout", "hidden_dropout", "router_jitter")
+
+
+@rule("OBJ005", "rng-axis", Severity.WARNING)
+def rng_axis(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The random state is saved per pipeline and tensor rank alone although other ranks draw their own numbers.
+
+    What it checks:
+        `rng_state` has an axis of its own for expert parallelism when the job has EP > 1, or data_parallel_random_init.
+        A note unless the configuration shows that random numbers matter (that flag, dropout, jitter at the router's
+        input). Not judged where the expert ranks are the tensor ranks, where EP is not declared, or after a finetuning
+        start.
+    Why it matters:
+        Ranks that differ by expert or data parallelism resume with the same random state, so they drop the same
+        activations.
+    Usual causes:
+        A Megatron-Core that declares the random state a replica over data and context parallelism.
+    How to fix:
+        Upgrade the writer; its layout has the expert axis as a third one. For this checkpoint nothing is lost but the
+        independence of the ranks.
+    See:
+        megatron.training.checkpointing.get_rng_state
+    """
+    grids = {obj.shape for obj in ckpt.objects if obj.key == "rng_state"}
+    if not grids:
+        raise NotApplicable("there is no sharded random state")
+    declared, topology = trusted(ckpt), trusted_topology(ckpt)
+    random_init = flag(declared, "data_parallel_random_init") is True
+    if "ep" not in topology and not random_init:
+        raise NotApplicable("the size of expert parallelism is not known")
+    if "world" not in topology or topology["world"].source == "files":
+        raise NotApplicable("the number of ranks is not known")
+    if flag(declared, "finetune") is True:
+        raise NotApplicable("a finetuning start does not load the random state")
+    ep, world = topology["ep"].size if "ep" in topology else 1, topology["world"].size
+    grid = next(iter(grids))
+    if len(grids) > 1 or len(grid) != 2 or not (ep > 1 or random_init):
+        return
+    own = grid[0] * grid[1]
+    if world <= own:
+        return
+    matters = [name for name in _RANDOM if _positive(declared.get(name))]
+    matters += ["data_parallel_random_init"] if random_init else []
+    because = f"EP is {ep}" if ep > 1 else "data_parallel_random_init is set"
+    yield Finding(
+        f"{own:,} random state{' is' if own == 1 else 's are'} stored for {world:,} ranks, and {because}",
+        fqn="rng_state",
+        place=f"{ckpt.metadata_file}: grid {list(grid)} of pipeline and tensor ranks",
+        severity=None if matters else Severity.INFO,
+        notes=(
+            ("ranks", f"{world - own:,} of {world:,} resume with the random state of another rank"),
+            ("random", ", ".join(matters) if matters else "no dropout, jitter or random init is declared"),
+        ),
+        hint="upgrade Megatron-Core before the next save; nothing else of this checkpoint is affected",
+    )
+
+
+def _positive(item: Declared | None) -> bool:
+    return item is not None and isinstance(item.value, (int, float)) and item.value > 0

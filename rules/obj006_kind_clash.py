@@ -1,0 +1,95 @@
+"""OBJ006: one logical key is stored as one kind of thing."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ckptlint.inventory import dp_group
+from ckptlint.keys import braces, parse
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, Severity, rule
+
+_SHOWN = 4
+_EXTRA = "_extra_state"
+
+
+@dataclass(slots=True)
+class _Kinds:
+    """Names stored as tensors and names stored as bytes under one logical key."""
+
+    tensors: list[str] = field(default_factory=list)
+    objects: list[str] = field(default_factory=list)
+    files: set[str] = field(default_factory=set)
+
+
+@rule("OBJ006", "kind-clash", Severity.WARNING)
+def kind_clash(ckpt: Checkpoint) -> Iterator[Finding]:
+    """One logical key is a tensor in one place and bytes in another.
+
+    What it checks:
+        A key that differs only by the number of a layer or expert, by a wrapper, or by standing in the optimizer and
+        not in the model, is stored as a tensor everywhere or as bytes everywhere. A note for `_extra_state`; other
+        runtime entries are left out.
+    Why it matters:
+        A planner chooses how to read by the kind of the key in the running job, and fails late where the file has the
+        other kind.
+    Usual causes:
+        A library changed how it wraps a state between the saves of two parts.
+    How to fix:
+        Load with the version that wrote it, and save again.
+    See:
+        torch.distributed.checkpoint.metadata.BytesStorageMetadata
+    """
+    found: dict[tuple[object, ...], _Kinds] = defaultdict(_Kinds)
+    for tensor in ckpt.tensors.values():
+        if logical := _logical(tensor.fqn):
+            found[logical].tensors.append(tensor.fqn)
+            found[logical].files.update(ckpt.chunk_file(tensor, row) for row in range(min(len(tensor.chunks), 1)))
+    entries = [(obj.key, obj.fqn, obj.record) for obj in ckpt.objects]
+    for name, fqn, record in [*entries, *((entry.fqn, entry.fqn, entry.record) for entry in ckpt.byte_objects)]:
+        if logical := _logical(name):
+            found[logical].objects.append(fqn)
+            if record >= 0:
+                found[logical].files.add(ckpt.place(record)[0])
+    for kinds in found.values():
+        if kinds.tensors and kinds.objects:
+            yield _finding(ckpt, kinds)
+
+
+def _logical(fqn: str) -> tuple[object, ...] | None:
+    """What two names of one thing share; None for runtime entries and for what names no parameter."""
+    key = parse(fqn)
+    if key.kind == "runtime" and not key.path.endswith(_EXTRA):
+        return None
+    if key.kind == "optimizer":
+        if dp_group(fqn) is not None:
+            return None
+        inner = parse(key.path.split(".", 1)[1])
+        return (key.scope, inner.role) if inner.role else None
+    role = key.role or parse(key.path.removesuffix(_EXTRA) + "extra").role
+    return key.scope, role
+
+
+def _finding(ckpt: Checkpoint, kinds: _Kinds) -> Finding:
+    lead = ckpt.tensors[kinds.tensors[0]]
+    is_extra = lead.fqn.endswith(_EXTRA)
+    files = sorted(kinds.files - {""})
+    return Finding(
+        f"key{{of}} is a tensor here and bytes elsewhere: {len(kinds.tensors)} against {len(kinds.objects)}",
+        fqn=lead.fqn,
+        tensor=lead,
+        severity=Severity.INFO if is_extra else None,
+        notes=(
+            ("tensors", _names(kinds.tensors)),
+            ("bytes", _names(kinds.objects)),
+            ("stored in", ", ".join(files[:_SHOWN]) + (" and others" if len(files) > _SHOWN else "")),
+        ),
+        hint="find out which library version wrote each of the two, and load with that one",
+    )
+
+
+def _names(fqns: list[str]) -> str:
+    names = braces(fqns)
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more patterns" if len(names) > _SHOWN else "")

@@ -1,0 +1,138 @@
+"""OPT001: a moment has one element per element of its parameter."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from math import prod
+
+from ckptlint.inventory import Param, State, take
+from ckptlint.keys import ranges
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.moments import PAIR, Misfit, comparable, misfits, moment_pairs, shape_text
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+
+_FILES = 4
+
+
+@rule("OPT001", "moment-numel", Severity.ERROR)
+def moment_numel(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A moment or master weight has another number of elements than its parameter.
+
+    What it checks:
+        exp_avg, exp_avg_sq, momentum_buffer, the master weights and the like have as many elements as their parameter,
+        in whatever shape; the halves of a fused weight together. A warning where the shape alone differs at equal
+        number of axes. Left out are scalars, factored and quantised states, flat parameters and buckets; a note is what
+        all parameters of one shape share, since it looks like an optimizer that is not known here.
+    Why it matters:
+        DCP loads a state of the recorded size without comparing it with the parameter, so a part of the moments, or
+        those of other elements, are applied.
+    Usual causes:
+        A rank's local tensor saved under a shared key, an expert axis that was not restored before saving, a stale
+        index map, or bucket padding that was kept.
+    How to fix:
+        Save the state with the parameter's placement; reset the state of these parameters, or go back to a step that
+        passes.
+    See:
+        torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
+    """
+    inventory = take(ckpt)
+    if not inventory.states or not inventory.params:
+        raise NotApplicable("no optimizer state is stored beside parameters that it names")
+    for misfit in misfits(ckpt):
+        yield from (_misfit(ckpt, misfit, state) for state in misfit.states)
+    yield from _transposed(ckpt)
+
+
+def _misfit(ckpt: Checkpoint, misfit: Misfit, state: State) -> Finding:
+    ratio = f"{misfit.quotient} of it" if misfit.quotient < 1 else f"{misfit.quotient} times as many"
+    held = f"{misfit.elements:,} elements" if len(misfit.states) == 1 else f"{misfit.elements:,} with its other half"
+    lead = misfit.params[0]
+    severity = Severity.INFO if misfit.is_pattern else Severity.WARNING if misfit.is_inferred else None
+    return Finding(
+        f"state{{of}} has {held}, its parameter has {misfit.expected:,}: {ratio}",
+        fqn=state.tensor.fqn,
+        tensor=state.tensor,
+        severity=severity,
+        notes=tuple(_notes(ckpt, misfit, state)),
+        hint=_hint(misfit),
+        alike=f"{lead.key.scope} {lead.key.role} {misfit.elements}/{misfit.expected}",
+    )
+
+
+def _notes(ckpt: Checkpoint, misfit: Misfit, state: State) -> Iterator[Note]:
+    for param in misfit.params:
+        yield "parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"
+    if misfit.axes:
+        one = "1/" if misfit.quotient < 1 else ""
+        yield (
+            "ratio",
+            f"{misfit.quotient} = " + " = ".join(f"{one}{axis} from {source}" for axis, source in misfit.axes),
+        )
+    if misfit.is_local:
+        yield "part", "the state is as long as one chunk of the parameter: what one rank holds"
+    if misfit.is_pattern:
+        yield "pattern", "every parameter of this shape shows it: perhaps an optimizer that is not known here"
+    files = sorted({ckpt.chunk_file(state.tensor, row) for row in range(min(len(state.tensor.chunks), _FILES))} - {""})
+    yield "stored in", ", ".join(files) + (" and others" if len(state.tensor.chunks) > _FILES else "")
+
+
+def _hint(misfit: Misfit) -> str:
+    if misfit.quotient < 1 and (misfit.axes or misfit.is_local):
+        return "wrap the state with the placement of its parameter before saving; what the other ranks held is lost"
+    if misfit.is_pattern:
+        return "compare with a state of the same optimizer that is known to be right"
+    return "do not resume with this state: drop it, or take it from a step that passes"
+
+
+def _described(tensor: Tensor) -> str:
+    chunks = int(tensor.layout.live.sum())
+    shape = shape_text(tensor.global_shape)
+    return f"{tensor.dtype} {shape}, {tensor.volume:,} elements in {chunks} chunk{'s' if chunks != 1 else ''}"
+
+
+def _transposed(ckpt: Checkpoint) -> Iterator[Finding]:
+    """States of equal length and another shape; where the two moments disagree OPT002 says so."""
+    split = {pair.param for pair in moment_pairs(ckpt) if pair.differs}
+    members: dict[tuple[tuple[int, ...], str], list[tuple[State, Param]]] = defaultdict(list)
+    for state in comparable(ckpt):
+        if (param := state.param) is not None and not (state.what in PAIR and param in split):
+            members[param.tensor.global_shape, state.what].append((state, param))
+    shapes = Counter((param, state.tensor.global_shape) for found in members.values() for state, param in found)
+    for (expected, _), found in members.items():
+        odd = [(state, param) for state, param in found if _is_reshaped(state.tensor, expected)]
+        pattern = len(odd) == len(found) and len(odd) > 1
+        for state, param in odd:
+            shape = state.tensor.global_shape
+            word = "transposed" if shape == expected[::-1] else "of another shape"
+            yield Finding(
+                f"state{{of}} is {word}: {shape_text(shape)} for a parameter of {shape_text(expected)}",
+                fqn=state.tensor.fqn,
+                tensor=state.tensor,
+                severity=Severity.INFO if pattern else Severity.WARNING,
+                notes=(("parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"), *_others(found, len(odd))),
+                why="the number of elements is right, so it loads, and each element then gets the moments of another",
+                hint=_transposed_hint(shapes[param, shape]),
+                alike=f"{param.key.scope} {param.key.role} {shape} {expected}",
+            )
+
+
+def _transposed_hint(count: int) -> str:
+    if count > 1:
+        return f"{count} states of this parameter have this shape: perhaps the parameter's shape is the wrong one"
+    return "check how this state was gathered: save it in the shape of its parameter"
+
+
+def _is_reshaped(tensor: Tensor, expected: tuple[int, ...]) -> bool:
+    shape = tensor.global_shape
+    same_size = len(shape) == len(expected) and tensor.volume == prod(expected)
+    return same_size and shape != expected and not tensor.is_flattened
+
+
+def _others(found: list[tuple[State, Param]], odd: int) -> tuple[Note, ...]:
+    """How many parameters of the shape show it."""
+    if len(found) < 2:
+        return ()
+    layers = [param.key.layer for _, param in found if param.key.layer is not None]
+    where = f" (layers {ranges(layers)})" if layers else ""
+    return (("shared by", f"{odd} of {len(found)} parameters of this shape{where}"),)

@@ -1,0 +1,150 @@
+"""OPT002: the two moments of a parameter are shaped and cut alike."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ckptlint.inventory import Param, State, take
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.moments import PAIR, Pair, comparable, is_whole, misfit_params, moment_pairs, same_chunks, shape_text
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+
+_OTHER = {PAIR[0]: PAIR[1], PAIR[1]: PAIR[0]}
+_EXPECTED = frozenset((*PAIR, "max_exp_avg_sq", "step", "param", "fp32_param", "main_param", "master_param"))
+
+
+@rule("OPT002", "moment-siblings", Severity.ERROR)
+def moment_siblings(ckpt: Checkpoint) -> Iterator[Finding]:
+    """exp_avg and exp_avg_sq of one parameter differ, or one of them is absent.
+
+    What it checks:
+        The two have one shape, and one of them alone is stored only where the same parameter of other layers has one
+        alone too. A warning where only the chunks differ and both are whole, or where other roles alone say that both
+        belong there. Left out are parameters that OPT001 speaks about, holes (GEO004), scalars, factored and quantised
+        states; a note is what all parameters of one shape or one role share.
+    Why it matters:
+        Both are created and sharded together, so a difference shows that one of them is wrong and a resume goes on with
+        moments of other elements or from zero.
+    Usual causes:
+        A partial write, a transposed state, state that one rank had not created yet, or one rank's offset colliding
+        with another's.
+    How to fix:
+        Save again from the job; without it, reset the state of these parameters.
+    See:
+        torch.optim.AdamW
+    """
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    if not any(state.what in PAIR for state in take(ckpt).states):
+        raise NotApplicable("the optimizer keeps neither exp_avg nor exp_avg_sq")
+    pairs = moment_pairs(ckpt)
+    yield from _shapes(pairs)
+    yield from _chunks(pairs)
+    if all(tensor.is_sound for tensor in ckpt.tensors.values()):
+        yield from _absent(ckpt)
+
+
+def _shapes(pairs: list[Pair]) -> Iterator[Finding]:
+    peers: dict[tuple[int, ...], list[Pair]] = defaultdict(list)
+    for pair in pairs:
+        peers[pair.param.tensor.global_shape].append(pair)
+    for shape, members in peers.items():
+        odd = [pair for pair in members if pair.differs]
+        pattern = len(odd) == len(members) > 1
+        for pair in odd:
+            wrong, right = (pair.first, pair.second) if _fits(pair.second, shape) else (pair.second, pair.first)
+            has, other = shape_text(wrong.tensor.global_shape), shape_text(right.tensor.global_shape)
+            agrees = f"; {right.what} agrees with it" if _fits(right, shape) else "; neither agrees with it"
+            yield Finding(
+                f"moment{{of}} is {has}, its sibling {right.what} is {other}",
+                fqn=wrong.tensor.fqn,
+                tensor=wrong.tensor,
+                severity=Severity.INFO if pattern else None,
+                notes=(
+                    _parameter(pair.param, agrees),
+                    ("chunks", f"{_count(wrong.tensor)} of {wrong.what}, {_count(right.tensor)} of {right.what}"),
+                    ("shared by", f"{len(odd)} of {len(members)} parameters of this shape"),
+                ),
+                hint=f"drop {wrong.what} of this parameter or save it again: resuming applies it to other elements",
+            )
+
+
+def _chunks(pairs: list[Pair]) -> Iterator[Finding]:
+    """Pairs of one shape whose chunks differ; a hole or an overlap is told by the GEO rules."""
+    same = [pair for pair in pairs if not pair.differs]
+    cut = [pair for pair in same if max(_count(pair.first.tensor), _count(pair.second.tensor)) > 1]
+    odd = [pair for pair in cut if not same_chunks(pair.first.tensor.layout, pair.second.tensor.layout)]
+    for pair in odd:
+        a, b = pair.first.tensor, pair.second.tensor
+        if not (is_whole(a.layout) and is_whole(b.layout)):
+            continue
+        yield Finding(
+            f"moment{{of}} is cut otherwise than its sibling {PAIR[0]}: {_count(b)} chunks against {_count(a)}",
+            fqn=b.fqn,
+            tensor=b,
+            severity=Severity.INFO if len(odd) == len(cut) > 1 else Severity.WARNING,
+            notes=(_parameter(pair.param, f", {_count(pair.param.tensor)} chunks"), _first_chunks(a, b)),
+            why="both are sharded together, so one of them went through another path; every element is stored",
+            hint="compare how the two were wrapped on the ranks that wrote them",
+        )
+
+
+def _absent(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Parameters with one moment alone while others have both."""
+    whats: dict[Param, set[str]] = defaultdict(set)
+    for state in take(ckpt).states:
+        for param in state.params:
+            whats[param].add(state.what)
+    known = {(state.param, state.what): state for state in comparable(ckpt) if state.param is not None}
+    both: dict[tuple[tuple[str, ...], str], int] = defaultdict(int)
+    alone: dict[tuple[tuple[str, ...], str], list[State]] = defaultdict(list)
+    left_out = misfit_params(ckpt)
+    for param, found in whats.items():
+        group = param.key.scope, param.key.role
+        has = [what for what in PAIR if what in found]
+        if len(has) == 2:
+            both[group] += 1
+        elif len(has) == 1 and found <= _EXPECTED and param not in left_out and (param, has[0]) in known:
+            alone[group].append(known[param, has[0]])
+    is_usual = 2 * sum(both.values()) > len(whats)
+    for group, members in alone.items():
+        if not both[group] and not is_usual:
+            continue
+        severity = None if both[group] else Severity.INFO if len(members) > 1 else Severity.WARNING
+        for state in members:
+            absent = _OTHER[state.what]
+            yield Finding(
+                f"moment{{of}} is stored without its sibling {absent}",
+                fqn=state.tensor.fqn,
+                tensor=state.tensor,
+                missing=(absent,),
+                severity=severity,
+                notes=(_witness(group[1], both[group], sum(both.values()), len(whats)),),
+                why=f"a strict load fails on the missing key, any other resumes with {absent} at zero",
+                hint="save again once every state exists; without the job, reset both moments of this parameter",
+                alike=f"{group} {absent}",
+            )
+
+
+def _witness(role: str, siblings: int, total: int, of: int) -> Note:
+    if siblings:
+        return "others", f"{siblings} other parameter{'s' if siblings > 1 else ''} of the role {role} have both"
+    return "others", f"{total} of {of} parameters with state have both, but none of the role {role}"
+
+
+def _fits(state: State, shape: tuple[int, ...]) -> bool:
+    return state.tensor.global_shape == shape
+
+
+def _count(tensor: Tensor) -> int:
+    return int(tensor.layout.live.sum())
+
+
+def _parameter(param: Param, more: str) -> Note:
+    return "parameter", f"{param.tensor.fqn}: {shape_text(param.tensor.global_shape)}{more}"
+
+
+def _first_chunks(a: Tensor, b: Tensor) -> Note:
+    boxes = [str(tensor.layout.box(int(tensor.layout.live.argmax()))) for tensor in (a, b)]
+    return "first chunks", f"{PAIR[0]} {boxes[0]}, {PAIR[1]} {boxes[1]}"

@@ -1,0 +1,282 @@
+"""OPT003: layers that were trained have their optimizer state, and states have their parameter."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from ckptlint.declared import trusted_topology
+from ckptlint.inventory import Inventory, Param, take
+from ckptlint.keys import Key, braces, parse, ranges
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+
+_MOST = 0.9
+_SHOWN = 8
+_FROZEN = "; nothing is wrong if its parameters were frozen"
+_META = "param_to_group_meta."
+_ADAPTERS = ("lora_", "adapter", "dora_", "prompt_")
+_BUFFERS = ("inv_freq", "freqs", "rotary", "running_", "num_batches", "position_ids", "expert_bias", "score_correction")
+
+
+@rule("OPT003", "state-coverage", Severity.ERROR)
+def state_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Layers have no optimizer state while others of their block do, or a state has no parameter.
+
+    What it checks:
+        Where the optimizer names its parameters and nine of ten states find theirs: no whole pipeline stage, and no
+        last layers together with the final norm and output, are without state while the other layers of the block
+        have it; and every state has its parameter (a warning). Notes are other layers without state, a whole block
+        without, and single parameters without: frozen, never stepped or lost. Layers and blocks become errors where
+        the optimizer's own list (param_to_group_meta) names their parameters.
+    Why it matters:
+        Parameters without state restart their moments after a resume, which shows in the loss only.
+    Usual causes:
+        Only the first of several local optimizer parts was saved, parts of different pipeline stages share keys, or
+        state was created lazily and not yet there.
+    How to fix:
+        Merge the parts under keys of their own per stage; create all state before saving.
+    See:
+        torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
+    """
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    inventory = take(ckpt)
+    if not inventory.states or not inventory.params:
+        raise NotApplicable("no optimizer state is stored beside parameters that it names")
+    if inventory.mapped_share < _MOST:
+        raise NotApplicable(f"only {inventory.mapped_share:.0%} of the optimizer states find a parameter by name")
+    if not all(tensor.is_sound for tensor in ckpt.tensors.values()):
+        raise NotApplicable("some tensors cannot be judged, so it is not known what is stored")
+    stateful = {param for state in inventory.states for param in state.params}
+    yield from _orphans(ckpt, inventory, stateful)
+    if inventory.buckets or inventory.numbered:
+        return
+    trained = _listed(ckpt)
+    told: set[Param] = set()
+    for finding, params in _gaps(ckpt, inventory, stateful, trained):
+        told.update(params)
+        yield finding
+    yield from _single(inventory, stateful, told)
+
+
+# ---------------------------------------------------------------- states without a parameter
+
+
+def _orphans(ckpt: Checkpoint, inventory: Inventory, stateful: set[Param]) -> Iterator[Finding]:
+    known = {parse(entry.fqn).path for entry in ckpt.byte_objects}
+    layers_of: dict[str, list[int]] = defaultdict(list)
+    for param in inventory.params:
+        layers_of[param.key.role] += [] if param.key.layer is None else [param.key.layer]
+    complete = _complete_places(inventory, stateful)
+    tied = any(_is_tied(param.key) for param in inventory.params)
+    for state in inventory.states:
+        if state.params or state.path in known or "_flat_param" in state.path:
+            continue
+        key = parse(state.path)
+        if tied and _is_tied(key):  # the weight is stored under its other name
+            continue
+        where = f"layer {key.layer} of {key.block}" if key.layer is not None else state.path
+        notes: list[Note] = [("parameter", f"no {state.path} in the model")]
+        if layers := layers_of.get(key.role):
+            notes.append(("layers", f"the model has it in layers {ranges(layers)}, the state is of {where}"))
+        certain = key.role in layers_of or complete.get(_place(key), True)
+        yield Finding(
+            "state{of} belongs to no parameter",
+            fqn=state.tensor.fqn,
+            tensor=state.tensor,
+            severity=Severity.WARNING if certain else Severity.INFO,
+            notes=tuple(notes),
+            why="either the parameter is missing from the model part or the state is a leftover that nothing will load",
+            hint="compare the model's layers with those of the run that wrote the optimizer",
+            alike=f"{state.chain} {key.role} {key.layer}",
+        )
+
+
+def _is_tied(key: Key) -> bool:
+    """Whether it may be one of two names of a weight that embedding and output layer share."""
+    return key.cls in ("embedding", "output")
+
+
+def _place(key: Key) -> tuple[str, int | None]:
+    return key.block, key.layer
+
+
+def _complete_places(inventory: Inventory, stateful: set[Param]) -> dict[tuple[str, int | None], bool]:
+    """(block, layer) -> whether all its parameters have state: a further state is no other name of one of them."""
+    complete: dict[tuple[str, int | None], bool] = {}
+    for param in inventory.params:
+        place = _place(param.key)
+        complete[place] = complete.get(place, True) and (param in stateful or _is_buffer(param))
+    return complete
+
+
+# ---------------------------------------------------------------- layers and blocks without state
+
+
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """Layers of one block without state.
+
+    Attributes:
+        pattern: what the numbers look like, "" when they are no run and no stride.
+        is_bottom: whether they are the lowest layers, which are often frozen on purpose.
+        is_stage: whether they are whole pipeline stages, or the last layers together with what comes behind them.
+    """
+
+    layers: tuple[int, ...]
+    pattern: str
+    is_bottom: bool
+    is_stage: bool = False
+
+
+def _gaps(
+    ckpt: Checkpoint, inventory: Inventory, stateful: set[Param], trained: set[str]
+) -> Iterator[tuple[Finding, list[Param]]]:
+    blocks: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
+    for param in inventory.params:
+        if not _is_buffer(param):
+            blocks[param.key.scope, param.key.block or param.key.path.partition(".")[0]].append(param)
+    has_adapters = any(name in param.key.path for param in stateful for name in _ADAPTERS)
+    for (_, block), params in blocks.items():
+        having = [param for param in params if param in stateful]
+        if not having:
+            if not has_adapters and params[0].key.block:
+                yield _block(block, params, trained), params
+            continue
+        roles = {param.key.role for param in having if not param.key.in_experts}
+        of_layer: dict[int, list[Param]] = defaultdict(list)
+        for param in params:
+            if param.key.layer is not None and param.key.role in roles:
+                of_layer[param.key.layer].append(param)
+        without = [layer for layer, members in of_layer.items() if not stateful.intersection(members)]
+        if without and len(without) < len(of_layer):
+            lost = [param for layer in sorted(without) for param in of_layer[layer]]
+            gap = _gap(sorted(without), sorted(of_layer))
+            is_stage = gap.pattern == "a run of layers" and (
+                _fills_stages(ckpt, gap.layers, len(of_layer)) or _reaches_output(inventory, stateful, gap, of_layer)
+            )
+            yield _layers(block, replace(gap, is_stage=is_stage), lost, len(of_layer), trained), lost
+
+
+def _fills_stages(ckpt: Checkpoint, layers: tuple[int, ...], count: int) -> bool:
+    """Whether the layers are exactly those of one or more pipeline stages of equal size."""
+    stages = trusted_topology(ckpt).get("pp")
+    if stages is None or stages.size < 2 or count % stages.size:
+        return False
+    each = count // stages.size
+    return layers[0] % each == 0 and len(layers) % each == 0
+
+
+def _reaches_output(inventory: Inventory, stateful: set[Param], gap: _Gap, of_layer: dict[int, list[Param]]) -> bool:
+    """Whether the gap ends at the last layer and the final norm and output layer have no state either."""
+    behind = [p for p in inventory.params if not p.key.block and p.key.cls in ("norm", "output")]
+    is_part = len(gap.layers) > 1 and len(of_layer) % len(gap.layers) == 0
+    return gap.layers[-1] == max(of_layer) and bool(behind or is_part) and not stateful.intersection(behind)
+
+
+def _gap(without: list[int], present: list[int]) -> _Gap:
+    place = {layer: i for i, layer in enumerate(present)}
+    places = [place[layer] for layer in without]
+    steps = {b - a for a, b in pairwise(places)}
+    if steps <= {1}:
+        return _Gap(tuple(without), "a run of layers", places[0] == 0)
+    if len(steps) == 1 and len(places) >= (len(present) - 1) // min(steps):
+        step = steps.pop()
+        return _Gap(tuple(without), "every second layer" if step == 2 else f"one layer in {step}", False)
+    return _Gap(tuple(without), "", False)
+
+
+def _layers(block: str, gap: _Gap, lost: list[Param], count: int, trained: set[str]) -> Finding:
+    named = [param for param in lost if param.key.path in trained]
+    frozen = not named and (gap.is_bottom or not gap.is_stage)
+    numbers = ranges(gap.layers)
+    lead = lost[0]
+    noun = "layer" if len(gap.layers) == 1 else "layers"
+    cause = "the lowest layers, often frozen" if gap.is_bottom else gap.pattern or "no pattern"
+    return Finding(
+        f"{noun} {numbers} of {block} have no optimizer state, the other {count - len(gap.layers)} layers have it",
+        fqn=lead.tensor.fqn,
+        tensor=lead.tensor,
+        missing=(block, numbers),
+        severity=Severity.INFO if frozen else None,
+        notes=(
+            ("layers", f"{len(gap.layers)} of {count}: {cause}"),
+            ("parameters", _names(lost)),
+            *_evidence(named),
+        ),
+        hint="look for the optimizer part of the stage that held these layers" + ("" if named else _FROZEN),
+    )
+
+
+def _block(block: str, params: list[Param], trained: set[str]) -> Finding:
+    named = [param for param in params if param.key.path in trained]
+    return Finding(
+        f"no parameter of {block} has optimizer state" + (", though it was trained" if named else ": frozen, or lost"),
+        fqn=params[0].tensor.fqn,
+        tensor=params[0].tensor,
+        missing=(block,),
+        severity=None if named else Severity.INFO,
+        notes=(("parameters", _names(params)), *_evidence(named)),
+        hint="look for the optimizer part of the ranks that held this block" + ("" if named else _FROZEN),
+    )
+
+
+def _evidence(named: list[Param]) -> tuple[Note, ...]:
+    if not named:
+        return ()
+    return (("trained", f"{_META[:-1]} names {len(named)} of them, so the optimizer did step them"),)
+
+
+def _single(inventory: Inventory, stateful: set[Param], told: set[Param]) -> Iterator[Finding]:
+    """Parameters without state among many that have it: a note."""
+    tied = any(not state.params and _is_tied(parse(state.path)) for state in inventory.states)
+    judged = [param for param in inventory.params if not _is_buffer(param) and not (tied and _is_tied(param.key))]
+    absent = [param for param in judged if param not in stateful and param not in told]
+    siblings = {(param.key.scope, param.key.role) for param in stateful}
+    experts = [param for param in absent if param.key.in_experts]
+    cold = [param for param in experts if (param.key.scope, param.key.role) in siblings]
+    if 10 * len(absent) <= len(judged):
+        cold = absent
+    if cold:
+        yield Finding(
+            f"{len(cold)} of {len(judged)} parameters have no optimizer state",
+            fqn=cold[0].tensor.fqn,
+            tensor=cold[0].tensor,
+            missing=tuple(param.tensor.fqn for param in cold),
+            severity=Severity.INFO,
+            notes=(("parameters", _names(cold)),),
+            why="buffers, frozen parameters and experts that no token reached have none; others restart their moments",
+        )
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def _listed(ckpt: Checkpoint) -> set[str]:
+    """Paths of the parameters that Megatron-Core's optimizer stepped.
+
+    Its parameter groups leave out what needs no gradient; torch's list every parameter that was handed over, frozen
+    ones too (torch 2.13), and prove nothing.
+    """
+    listed = set()
+    for entry in ckpt.byte_objects:
+        _, found, rest = entry.fqn.partition(_META)
+        if found and parse(entry.fqn).kind == "optimizer":
+            listed.add(parse(rest.rpartition(".")[0]).path)
+    return listed
+
+
+def _is_buffer(param: Param) -> bool:
+    """Whether it can have no gradient: an integer, a scalar, or a name that only buffers have."""
+    tensor = param.tensor
+    is_number = tensor.dtype.startswith(("int", "uint", "bool")) or tensor.volume <= 1
+    return is_number or any(name in param.key.path for name in _BUFFERS)
+
+
+def _names(params: Iterable[Param]) -> str:
+    names = braces(dict.fromkeys(param.tensor.fqn for param in params))
+    more = f" and {len(names) - _SHOWN} more patterns" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

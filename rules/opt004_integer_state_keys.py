@@ -1,0 +1,44 @@
+"""OPT004: states name their parameter, not a number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.inventory import take
+from ckptlint.keys import parse, ranges
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+
+
+@rule("OPT004", "integer-state-keys", Severity.INFO)
+def integer_state_keys(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Optimizer states are keyed by integers although there are several stages or optimizers.
+
+    What it checks:
+        Keys `optimizer.state.<int>.<name>` occur only where there is one pipeline stage and one optimizer.
+    Why it matters:
+        Integer ids follow the order in which parameters were created, so they cannot be matched after a change of
+        stages or parameter groups.
+    Usual causes:
+        The raw `optimizer.state_dict()` was saved.
+    How to fix:
+        Save the keys by name, with torch's get_optimizer_state_dict.
+    See:
+        torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
+    """
+    numbered = take(ckpt).numbered
+    if not numbered:
+        raise NotApplicable("no optimizer state is keyed by an integer")
+    keys = [parse(tensor.fqn) for tensor in numbered]
+    stages = ckpt.topology["pp"].size if "pp" in ckpt.topology else 1
+    parts = len({(key.scope, key.path.partition(".")[0]) for key in keys})
+    if stages < 2 and parts < 2:
+        return
+    ids = {int(number) for key in keys if (number := key.path.split(".state.", 1)[-1].split(".")[0]).isdecimal()}
+    several = [f"{stages} pipeline stages"] * (stages > 1) + [f"{parts} optimizers"] * (parts > 1)
+    yield Finding(
+        f"{len(numbered)} states are keyed by integers ({ranges(ids)}), with {' and '.join(several)}",
+        fqn=numbered[0].fqn,
+        tensor=numbered[0],
+        hint="after a change of stages or groups these states go to other parameters: load with the same layout",
+    )

@@ -1,0 +1,165 @@
+"""OPT005: every model-parallel group has its own part of the distributed optimizer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptlint.declared import trusted_topology
+from ckptlint.inventory import dp_group, take
+from ckptlint.keys import ranges
+from ckptlint.model import AxisSize, Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+
+_NUMEL = "per_bucket_numel"
+_EXACT = ("metadata", "args", "run_config", "config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How many groups a chain should have.
+
+    Attributes:
+        per_stage: groups of one pipeline stage; their numbers follow each other.
+        formula: where the number comes from, with the factors.
+    """
+
+    name: str
+    per_stage: int
+    stages: int
+    formula: str
+
+    @property
+    def count(self) -> int:
+        return self.per_stage * self.stages
+
+
+@rule("OPT005", "dp-group-set", Severity.ERROR)
+def dp_group_set(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The groups of the distributed optimizer's buckets are not those of the mesh.
+
+    What it checks:
+        Per optimizer chain and module, the numbers behind dp_group_idx_ are 0 to n-1 with n = tp x pp, or etp x ep x pp
+        for the chain of the experts; and every group has its record of bucket sizes where others have one. Whole
+        stages without a group are a warning, and a note for a chain that may be the experts': a stage of dense layers
+        has none. A warning where the mesh is inferred.
+    Why it matters:
+        Two model-parallel groups wrote under one key, or one did not write, so its moments are lost.
+    Usual causes:
+        Modules without a key prefix of their own, or a group index computed in the wrong process group.
+    How to fix:
+        Prefix the keys per module, and number over all model-parallel groups.
+    See:
+        megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.sharded_state_dict
+    """
+    groups: dict[tuple[str, ...], dict[int, str]] = defaultdict(dict)
+    for bucket in take(ckpt).buckets:
+        groups[bucket.chain].setdefault(bucket.group, bucket.tensor.fqn)
+    if not groups:
+        raise NotApplicable("there are no buckets of a distributed optimizer")
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    recorded: dict[tuple[str, ...], set[int]] = defaultdict(set)
+    for obj in ckpt.objects:
+        part = dp_group(obj.key)
+        if part is not None and part[2] == _NUMEL:
+            recorded[part[0]].add(part[1])
+    sizes = trusted_topology(ckpt)
+    has_experts = any(param.key.in_experts for param in take(ckpt).params)
+    for chain, found in groups.items():
+        yield from _set(chain, found, _kinds(chain, sizes, has_experts), sizes)
+        yield from _records(chain, found, recorded[chain])
+
+
+def _kinds(chain: tuple[str, ...], sizes: Mapping[str, AxisSize], has_experts: bool) -> list[_Kind]:
+    """What the chain may be: dense layers, or experts where there are any; [] when the mesh is not known.
+
+    The modules of a multimodal job have meshes of their own, which the arguments do not describe.
+    """
+    if not {"tp", "pp"} <= sizes.keys() or any(part.startswith("mimo.") for part in chain):
+        return []
+    tp, pp = sizes["tp"].size, sizes["pp"].size
+    kinds = [_Kind("dense", tp, pp, f"tp {tp} x pp {pp}")]
+    if has_experts:
+        ep = sizes["ep"].size if "ep" in sizes else 1
+        etp = sizes["etp"].size if "etp" in sizes else tp
+        kinds.append(_Kind("expert", etp * ep, pp, f"etp {etp} x ep {ep} x pp {pp}"))
+    return kinds
+
+
+def _set(
+    chain: tuple[str, ...], found: Mapping[int, str], kinds: list[_Kind], sizes: Mapping[str, AxisSize]
+) -> Iterator[Finding]:
+    numbers = sorted(found)
+    name = ".".join(chain) or "the optimizer"
+    if any(numbers == list(range(kind.count)) for kind in kinds):
+        return
+    if not kinds:
+        missing = sorted(set(range(numbers[-1])) - set(numbers)) if numbers[-1] < 2**16 else []
+        if missing:
+            yield _finding(name, found, missing, f"numbers run from 0 to {numbers[-1]}", None, Severity.WARNING, ())
+        return
+    kind = min(kinds, key=lambda kind: abs(kind.count - len(numbers)))
+    fitting = [k for k in kinds if numbers[-1] < k.count and not _is_partial(numbers, k)]
+    severity = None
+    if fitting:
+        kind = fitting[0]
+        # the dense parameters come first in a chained optimizer; behind them may be the experts'
+        severity = Severity.INFO if len(kinds) > 1 and chain[-1:] != ("chained_0",) else Severity.WARNING
+    missing = sorted(set(range(kind.count)) - set(numbers))
+    if any(sizes[axis].source not in _EXACT for axis in ("tp", "pp", "ep", "etp") if axis in sizes):
+        severity = severity or Severity.WARNING
+    sources = ", ".join(f"{a} from {sizes[a].source}" for a in ("tp", "pp", "ep", "etp") if a in sizes)
+    expected = [f"{k.count} for {k.name} parameters ({k.formula})" for k in kinds]
+    notes = (("mesh", f"{' or '.join(expected)}; {sources}"),)
+    yield _finding(name, found, missing, f"the mesh has {kind.count}", kind, severity, notes)
+
+
+def _is_partial(numbers: list[int], kind: _Kind) -> bool:
+    """Whether some stage has a part of its groups only: no stage without parameters explains that."""
+    stages: dict[int, int] = defaultdict(int)
+    for number in numbers:
+        stages[number // kind.per_stage] += 1
+    return any(count != kind.per_stage for count in stages.values())
+
+
+def _finding(
+    name: str,
+    found: Mapping[int, str],
+    missing: list[int],
+    expected: str,
+    kind: _Kind | None,
+    severity: Severity | None,
+    notes: tuple[Note, ...],
+) -> Finding:
+    numbers = sorted(found)
+    extra = [number for number in numbers if kind is not None and number >= kind.count]
+    odd = f"{ranges(missing)} missing" if missing else f"{ranges(extra)} too many"
+    if missing and extra:
+        odd += f", {ranges(extra)} too many"
+    stages = ""
+    if kind is not None and missing and kind.stages > 1:
+        stages = ranges(number // kind.per_stage for number in missing)
+    where: tuple[Note, ...] = (("stage", f"the missing groups belong to pipeline stage {stages}"),) if stages else ()
+    return Finding(
+        f"{name} has buckets of dp groups {ranges(numbers)}, {expected}: {odd}",
+        fqn=found[numbers[0]],
+        missing=tuple(map(str, missing or extra)),
+        severity=severity,
+        notes=(*notes, *where),
+        hint="check what the ranks of the missing groups wrote: two groups under one number overwrite each other",
+    )
+
+
+def _records(chain: tuple[str, ...], found: Mapping[int, str], recorded: set[int]) -> Iterator[Finding]:
+    lacking = sorted(set(found) - recorded)
+    if lacking and recorded:
+        yield Finding(
+            f"dp group {ranges(lacking)} has buckets and no {_NUMEL}, which group {ranges(recorded)} has",
+            fqn=found[lacking[0]],
+            missing=tuple(f"{number}.{_NUMEL}" for number in lacking),
+            notes=(("chain", ".".join(chain) or "the optimizer without a chain"),),
+            why="the loader asks for the record of every group, and a strict load fails on the missing key",
+            hint="look for the rank that should have written the record in the plans or the log of the save",
+        )

@@ -1,0 +1,77 @@
+"""OPT006: a state is cut where its parameter is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.inventory import Param, State, take
+from ckptlint.model import Checkpoint
+from ckptlint.moments import comparable, is_whole, misfit_params, shape_text
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.topology import attributes
+
+_ELEMENTWISE = frozenset({"exp_avg_diff", "exp_inf", "grad_avg", "square_avg", "sum", "acc_delta", "momentum"})
+
+
+@rule("OPT006", "writer-outlier", Severity.WARNING)
+def writer_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A state is one chunk while its parameter is cut into several.
+
+    What it checks:
+        An elementwise state has more than one chunk where its parameter has; a note where the one chunk holds as many
+        elements as the parameter. Left out are scalars, factored and quantised states, parameters that OPT001 speaks
+        about, and states that Megatron-Core gathers before saving (fully_reshardable).
+    Why it matters:
+        Each rank seems to have saved its own part under one key, and one part was kept.
+    Usual causes:
+        The state was a plain tensor and not wrapped with the parameter's placement.
+    How to fix:
+        Wrap it with the parameter's placement, and save again.
+    See:
+        torch.distributed.checkpoint.planner_helpers._create_write_items
+    """
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    states = take(ckpt).states
+    if not states:
+        raise NotApplicable("no optimizer state names its parameter")
+    exact = {state.tensor.fqn for state in comparable(ckpt)}
+    left_out = misfit_params(ckpt)
+    gathered = _is_gathered(ckpt)
+    for state in states:
+        param = state.param
+        if param is None or param in left_out or state.tensor.volume <= 1:
+            continue
+        if state.tensor.fqn not in exact and state.what not in _ELEMENTWISE:
+            continue
+        count = int(param.tensor.layout.live.sum())
+        if int(state.tensor.layout.live.sum()) != 1 or count < 2:
+            continue
+        is_full = state.tensor.volume == param.tensor.volume
+        if is_full and (gathered or not is_whole(state.tensor.layout)):
+            continue
+        yield _finding(ckpt, state, param, count, is_full)
+
+
+def _finding(ckpt: Checkpoint, state: State, param: Param, count: int, is_full: bool) -> Finding:
+    row = int(state.tensor.layout.live.argmax())
+    held, of = f"{state.tensor.volume:,}", f"{param.tensor.volume:,}"
+    return Finding(
+        f"state{{of}} is 1 chunk, its parameter is cut into {count}",
+        fqn=state.tensor.fqn,
+        tensor=state.tensor,
+        severity=Severity.INFO if is_full else None,
+        notes=(
+            ("parameter", f"{param.tensor.fqn}: {shape_text(param.tensor.global_shape)} in {count} chunks"),
+            ("elements", f"the state holds {held}, the parameter {of}"),
+            ("written by", ckpt.chunk_file(state.tensor, row) or "no file"),
+        ),
+        why="the state is complete, so it was gathered or replicated before saving" if is_full else "",
+        hint="" if is_full else "compare the length with what one rank holds: the parts of the other ranks are lost",
+    )
+
+
+def _is_gathered(ckpt: Checkpoint) -> bool:
+    """Whether the optimizer says that it gathers its states over the data-parallel ranks."""
+    content = attributes(ckpt.common.values.get("content_metadata")) if ckpt.common else {}
+    return content.get("distrib_optim_sharding_type") == "fully_reshardable"

@@ -1,0 +1,78 @@
+"""OPT007: each state of a parameter is stored once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ckptlint.inventory import MASTER_COPIES, State, take
+from ckptlint.model import Checkpoint
+from ckptlint.moments import shape_text
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+
+
+@rule("OPT007", "duplicate-state", Severity.WARNING)
+def duplicate_state(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Two optimizer entries hold the same state of one parameter.
+
+    What it checks:
+        No two entries of one optimizer and chain lead to the same state of the same parameter once wrappers are
+        stripped, and no parameter has two master copies (param, fp32_param, main_param, master_param) of equal length
+        and dtype. Whether their values are equal is not read.
+    Why it matters:
+        A loader takes one of the two and the other goes stale, and every step stores these bytes twice.
+    Usual causes:
+        An offloading wrapper and the inner optimizer both export the master weights, one of them under a wrapper's
+        prefix.
+    How to fix:
+        Skip the duplicate entry when the state is packed.
+    See:
+        megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer
+    """
+    states = take(ckpt).states
+    if not states:
+        raise NotApplicable("no optimizer state names its parameter")
+    seen: dict[tuple[object, ...], list[State]] = defaultdict(list)
+    for state in states:
+        if state.tensor.volume > 1:
+            seen[_identity(state)].append(state)
+    doubled = [(first, other) for group in seen.values() for first, *rest in [group] for other in rest]
+    doubled += _second_masters(list(dict.fromkeys(group[0] for group in seen.values())))
+    total = sum(second.tensor.nbytes(second.tensor.volume) or 0 for _, second in doubled)
+    for first, second in doubled:
+        yield _finding(first, second, total, len(doubled))
+
+
+def _identity(state: State) -> tuple[object, ...]:
+    """What two entries of one state share: optimizer, chain, stage, parameter, name, length."""
+    optimizer = state.tensor.fqn.partition(".state.")[0]
+    return optimizer, state.chain, state.scope, state.path, state.what, state.tensor.volume
+
+
+def _second_masters(states: list[State]) -> list[tuple[State, State]]:
+    masters: dict[tuple[object, ...], list[State]] = defaultdict(list)
+    for state in states:
+        if state.what in MASTER_COPIES and state.param is not None:
+            masters[state.param, state.chain, state.tensor.volume, state.tensor.dtype].append(state)
+    return [(group[0], other) for group in masters.values() for other in group[1:] if other.what != group[0].what]
+
+
+def _front(state: State) -> str:
+    """What stands before the parameter and the state's name in a key."""
+    return state.tensor.fqn.partition(state.path)[0]
+
+
+def _finding(first: State, second: State, total: int, count: int) -> Finding:
+    tensor = second.tensor
+    return Finding(
+        f"state{{of}} is a second copy: its parameter has {first.what} already",
+        fqn=tensor.fqn,
+        tensor=tensor,
+        notes=(
+            ("first", f"{first.tensor.fqn}: {first.tensor.dtype} {shape_text(first.tensor.global_shape)}"),
+            ("second", f"{tensor.fqn}: {tensor.dtype} {shape_text(tensor.global_shape)}, {tensor.volume:,} elements"),
+            ("twice", f"{total:,} bytes in {count} tensor{'s' if count > 1 else ''} of this checkpoint"),
+        ),
+        hint="find out which of the two your loader reads, and stop exporting the other",
+        alike=f"{first.chain} {first.what} {second.what} {_front(first)} {_front(second)}",
+    )

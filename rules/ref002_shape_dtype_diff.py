@@ -1,0 +1,220 @@
+"""REF002: what the reference names has its shape and dtype here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from fractions import Fraction
+from math import prod
+
+from ckptlint.declared import contradictions, main_params, number
+from ckptlint.model import Checkpoint, Declared, Reference
+from ckptlint.pairing import Comparison, Pair, Shape, compare
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.topology import axes_of_size
+
+_WORDS = {
+    "layers": "layers",
+    "hidden": "hidden units",
+    "experts": "experts",
+    "heads": "heads",
+    "vocab": "vocabulary rows",
+}
+_FROM_CHECKPOINT = ("hybrid_pattern", "mtp_layers", "heterogeneous")
+
+
+@rule("REF002", "shape-dtype-diff", Severity.ERROR, expects=True)
+def shape_dtype_diff(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A tensor has another shape or dtype than in the reference.
+
+    What it checks:
+        With --expect, the global shape (error) and the dtype (warning) of every key that both sides have, and the
+        counts that a config.json declares: layers, hidden units, heads, experts, vocabulary rows (warning). How a
+        tensor is cut into chunks is no difference.
+    Why it matters:
+        A load fails on another shape and converts another dtype without a word.
+    Usual causes:
+        A mesh axis was lost from the placements, so that one rank's part counts as the whole; two sharded dims were
+        swapped; a trailing part was cut off; the dtype of the export was changed.
+    How to fix:
+        Find the first step that differs, repair the placements, and save again from the job.
+    See:
+        `ckptlint explain SHP003`, `ckptlint explain SHP004`
+    """
+    reference = ckpt.reference
+    if reference is None or not (reference.tensors or reference.declared):
+        raise NotApplicable("the reference gives no shapes")
+    found = compare(ckpt, reference)
+    other_shapes = False
+    for pair in _distinct(found.pairs):
+        if pair.expected_shape is not None and pair.stored_shape is not None and _differs(ckpt, pair):
+            other_shapes = True
+            yield _shape_finding(ckpt, reference, pair)
+        if None not in (pair.expected.dtype, pair.stored.dtype) and pair.expected.dtype != pair.stored.dtype:
+            yield _dtype_finding(ckpt, reference, pair)
+    if not other_shapes:
+        yield from _counts(ckpt, reference, found)
+
+
+def _distinct(pairs: list[Pair]) -> Iterator[Pair]:
+    """The pairs without those that say the same of one stored tensor: many layers against the stack of them."""
+    seen: set[tuple[str, Shape | None, str | None]] = set()
+    for pair in pairs:
+        key = pair.stored.fqn, pair.expected_shape, pair.expected.dtype
+        if key not in seen:
+            seen.add(key)
+            yield pair
+
+
+# ---------------------------------------------------------------- shapes
+
+
+def _differs(ckpt: Checkpoint, pair: Pair) -> bool:
+    expected, stored = pair.expected_shape or (), pair.stored_shape or ()
+    if expected == stored:
+        return False
+    if prod(expected) != prod(stored):
+        return True
+    if pair.stored.kind == "optimizer" and (len(expected) != len(stored) or ckpt.tensors[pair.stored.fqn].is_flattened):
+        return False  # Megatron-Core <= 0.15 flattened states to the grid of their shards, which resharding changes
+    # stacks of experts are stored transposed by some writers and not by others
+    return pair.alike or sorted(expected) != sorted(stored)
+
+
+def _shape_finding(ckpt: Checkpoint, reference: Reference, pair: Pair) -> Finding:
+    expected, stored = pair.expected_shape or (), pair.stored_shape or ()
+    each = "" if pair.alike else " for each layer or expert"
+    padding = _is_padding(ckpt, pair)
+    return Finding(
+        f"the shape{{of}} is {_shape(stored)}{each}, the reference has {_shape(expected)}",
+        fqn=pair.stored.fqn,
+        tensor=ckpt.tensors[pair.stored.fqn],
+        severity=Severity.INFO if padding else None,
+        place=_place(ckpt, reference, pair),
+        why="a load fails on this tensor, and a planner that does not compare sizes fills a part of it",
+        notes=(("because", padding), *_ratios(expected, stored), *_relation(ckpt, expected, stored)),
+        hint="" if padding else "find the first step with this shape and what changed in the job before it was saved",
+    )
+
+
+def _is_padding(ckpt: Checkpoint, pair: Pair) -> str:
+    """Why other vocabulary rows are declared ones; "" when they are not."""
+    expected, stored = pair.expected_shape or (), pair.stored_shape or ()
+    if pair.stored.key.cls not in ("embedding", "output") or not stored or expected[1:] != stored[1:]:
+        return ""
+    padded = number(ckpt.declared, "padded_vocab")
+    if padded == stored[0]:
+        return f"the job declares {padded:,} padded vocabulary rows, a number that depends on the tensor-parallel size"
+    return ""
+
+
+def _ratios(expected: Shape, stored: Shape) -> tuple[Note, ...]:
+    if len(expected) != len(stored):
+        return (("ratio", f"{len(stored)} axes for {len(expected)}, {prod(stored):,} elements for {prod(expected):,}"),)
+    parts = [
+        f"dim {axis}: {a:,} for {b:,}" + (f" = {_times(Fraction(a, b))}" if a and b else "")
+        for axis, (a, b) in enumerate(zip(stored, expected, strict=True))
+        if a != b
+    ]
+    return (("ratio", "; ".join(parts)),)
+
+
+def _relation(ckpt: Checkpoint, expected: Shape, stored: Shape) -> tuple[Note, ...]:
+    """Which lost or swapped axis the two shapes fit, if one does."""
+    axes = [axis for axis, (a, b) in enumerate(zip(stored, expected, strict=False)) if a != b]
+    if len(expected) != len(stored) or 0 in expected or 0 in stored:
+        return ()
+    if len(axes) == 2 and prod(expected) == prod(stored):
+        long, short = sorted(axes, key=lambda axis: Fraction(expected[axis], stored[axis]))
+        factor = Fraction(stored[long], expected[long])
+        if factor.denominator != 1:
+            return ()
+        swapped = f"dim {long} is {factor} times and dim {short} 1/{factor} of it at equal volume"
+        if (stored[long], stored[short]) == (expected[short], expected[long]):
+            return (
+                ("relation", f"{swapped}: transposed, or the sharded dims swapped (SHP003){_meshes(ckpt, factor)}"),
+            )
+        return (("relation", f"{swapped}: the sharded dims were swapped (SHP003){_meshes(ckpt, factor)}"),)
+    if len(axes) == 1:
+        ratio = Fraction(stored[axes[0]], expected[axes[0]])
+        if ratio.numerator == 1:
+            k = Fraction(ratio.denominator)
+            return (
+                (
+                    "relation",
+                    f"dim {axes[0]} is 1/{k}: one rank's part stands for the whole (SHP004){_meshes(ckpt, k)}",
+                ),
+            )
+        if ratio.denominator == 1:
+            return (
+                ("relation", f"dim {axes[0]} is {ratio} times: copies count as shards (SHP004){_meshes(ckpt, ratio)}"),
+            )
+    return ()
+
+
+def _meshes(ckpt: Checkpoint, factor: Fraction) -> str:
+    names = axes_of_size(ckpt.topology, int(factor))
+    return f"; {', '.join(names)} {'has' if len(names) == 1 else 'have'} size {factor}" if names else ""
+
+
+def _times(ratio: Fraction) -> str:
+    return f"{ratio} x" if ratio.denominator == 1 or ratio.denominator < 1000 else f"{float(ratio):.3f} x"
+
+
+# ---------------------------------------------------------------- dtypes
+
+
+def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: Pair) -> Finding:
+    return Finding(
+        f"the dtype{{of}} is {pair.stored.dtype}, the reference has {pair.expected.dtype}",
+        fqn=pair.stored.fqn,
+        tensor=ckpt.tensors[pair.stored.fqn],
+        severity=Severity.WARNING,
+        place=_place(ckpt, reference, pair),
+        why="a load converts the values without a word, and what precision was lost stays lost",
+        hint="give --expect a reference of the same precision if the change was meant",
+        alike=f"dtype {pair.stored.kind} {pair.stored.dtype} {pair.expected.dtype}",
+    )
+
+
+# ---------------------------------------------------------------- what a config.json declares
+
+
+def _counts(ckpt: Checkpoint, reference: Reference, found: Comparison) -> Iterator[Finding]:
+    """The declared sizes of the reference that the tensors, or the job's own declarations, contradict."""
+    if not reference.declared:
+        return
+    own = {name: ckpt.declared[name] for name in _FROM_CHECKPOINT if name in ckpt.declared}
+    differing: dict[str, tuple[Declared, int, str]] = {
+        item.name: (item.declared, item.found, f"counted from {item.shown_by}")
+        for item in contradictions(replace(ckpt, declared={**own, **reference.declared}))
+    }
+    heads = number(ckpt.declared, "heads")
+    if heads is not None and number(reference.declared, "heads") not in (None, heads):
+        differing["heads"] = (reference.declared["heads"], heads, f"declared in {ckpt.declared['heads'].source}")
+    rows = {p.tensor.global_shape[0] for p in main_params(ckpt) if p.key.cls == "embedding" and len(p.own_shape) == 2}
+    vocabulary = number(reference.declared, "vocab")
+    if len(rows) == 1 and vocabulary is not None and max(rows) < vocabulary:  # more rows are padding
+        differing["vocab"] = (reference.declared["vocab"], max(rows), "counted from the embedding")
+    if any(single.entry.key.layer is not None for single in [*found.absent, *found.added]):
+        differing.pop("layers", None)  # REF001 names the layers
+    for name, (declared, count, source) in differing.items():
+        if name in _WORDS:
+            wanted = int(declared.value)
+            yield Finding(
+                f"{count:,} {_WORDS[name]} here, {wanted:,} in the reference",
+                severity=Severity.WARNING,
+                place=_place(ckpt, reference),
+                why="the checkpoint belongs to another model, or a part of it is lost",
+                notes=(("source", f"{count:,} is {source}, {wanted:,} stands in {declared.source}"),),
+                hint="compare with the configuration that the job was started with",
+            )
+
+
+def _place(ckpt: Checkpoint, reference: Reference, pair: Pair | None = None) -> str:
+    place = f"{ckpt.metadata_file}, compared with {reference.source}"
+    return place if pair is None or pair.expected.fqn == pair.stored.fqn else f"{place}: {pair.expected.fqn}"
+
+
+def _shape(shape: Shape) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"

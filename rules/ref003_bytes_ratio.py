@@ -1,0 +1,142 @@
+"""REF003: no part of the state shrank to a half, a quarter, an eighth of the reference."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from ckptlint.chunkmap import human_bytes
+from ckptlint.model import ITEM_BITS, Checkpoint, Tensor
+from ckptlint.pairing import Comparison, Entry, compare
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.topology import axes_of_size
+
+_FACTORS = tuple(2**power for power in range(1, 13))
+_TOLERANCE = 50  # one part in so many: 2 %
+_LEAST_KEYS = 2
+_SHOWN = 6
+
+
+@dataclass(slots=True)
+class _Sum:
+    """Bytes of one part of the state on both sides, at the dtypes of the reference."""
+
+    expected: int = 0
+    stored: int = 0
+    keys: int = 0
+
+    def factor(self) -> int | None:
+        """By which power of two the stored bytes are fewer, or None."""
+        if not self.stored or self.keys < _LEAST_KEYS:
+            return None
+        return next((k for k in _FACTORS if _TOLERANCE * abs(self.stored * k - self.expected) <= self.expected), None)
+
+
+@rule("REF003", "bytes-ratio", Severity.WARNING, expects=True)
+def bytes_ratio(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The state, or a part of it, is a half, a quarter, an eighth of the reference.
+
+    What it checks:
+        With --expect, the stored bytes of the model, of the optimizer, and of each block and its experts, over the keys
+        that both have; within 2 % of a power of two below the reference is a finding. Holes do not count as stored, and
+        experts that are missing beside others count as expected. Both sides are counted at the dtypes of the reference,
+        so another precision is no difference.
+    Why it matters:
+        A drop by a power of two usually is a lost mesh axis, so that only one rank's part of several was kept.
+    Usual causes:
+        The replica id or the placement lacks an axis of the mesh, and the ranks along it count as copies of each other.
+    How to fix:
+        See the findings on the keys themselves (GEO004, EXP003, OBJ001, REF001, REF002); repair the placements and save
+        again.
+    See:
+        megatron.core.dist_checkpointing.mapping.ShardedTensor (replica_id)
+    """
+    reference = ckpt.reference
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    if reference is None or not reference.tensors:
+        raise NotApplicable("the reference names no tensors")
+    found = compare(ckpt, reference)
+    if 2 * len(found.unpaired_expected) > found.expected.total():
+        raise NotApplicable("the reference uses another naming scheme")
+    sums = _sums(ckpt, found)
+    if not sums:
+        raise NotApplicable("the reference gives no shapes, or has no key in common")
+    whole: dict[str, _Sum] = defaultdict(_Sum)
+    for (kind, _), part in sums.items():
+        whole[kind].expected += part.expected
+        whole[kind].stored += part.stored
+        whole[kind].keys += part.keys
+    for kind, total in whole.items():
+        parts = {label: part for (of, label), part in sums.items() if of == kind}
+        if (factor := total.factor()) is not None and len(parts) > 1:
+            yield _finding(ckpt, f"the {kind}", kind, total, factor, parts)
+            continue
+        for label, part in parts.items():
+            if (factor := part.factor()) is not None:
+                yield _finding(ckpt, label, f"{kind} {label}", part, factor, {})
+
+
+def _sums(ckpt: Checkpoint, found: Comparison) -> dict[tuple[str, str], _Sum]:
+    """(kind, part of the state) -> bytes; a tensor counts once, in however many pairs it is."""
+    sums: dict[tuple[str, str], _Sum] = defaultdict(_Sum)
+    counted: set[str] = set()
+    # absent layers are REF001's; absent experts beside others of their layer are what a lost axis leaves
+    places = {(pair.expected.family, pair.expected.key.layer) for pair in found.pairs}
+    absent = [
+        single.entry
+        for single in found.absent
+        if single.entry.key.expert is not None and (single.entry.family, single.entry.key.layer) in places
+    ]
+    for entry in [*(pair.expected for pair in found.pairs), *absent]:
+        bits = ITEM_BITS.get(entry.dtype or "")
+        if entry.shape is not None and bits is not None and entry.fqn not in counted:
+            counted.add(entry.fqn)
+            part = sums[entry.kind, _label(entry)]
+            part.expected += prod(entry.shape) * bits // 8
+            part.keys += 1
+    known, counted = counted, set()
+    for pair in found.pairs:
+        if pair.expected.fqn in known and pair.stored.fqn not in counted:
+            counted.add(pair.stored.fqn)
+            bits = ITEM_BITS[pair.expected.dtype or ""]
+            sums[pair.expected.kind, _label(pair.expected)].stored += _held(ckpt.tensors[pair.stored.fqn]) * bits // 8
+    return dict(sums)
+
+
+def _label(entry: Entry) -> str:
+    """The part of the state that an entry belongs to: a block, its experts, or what stands before the first dot."""
+    key = entry.key
+    where = ".".join((*entry.family[2], key.block or key.path.partition(".")[0]))
+    return f"the experts of {where}" if key.in_experts else where
+
+
+def _held(tensor: Tensor) -> int:
+    """Elements that some chunk holds."""
+    return tensor.volume - (tensor.layout.coverage.missing_volume if tensor.is_sound else 0)
+
+
+def _finding(ckpt: Checkpoint, subject: str, part: str, total: _Sum, factor: int, parts: dict[str, _Sum]) -> Finding:
+    assert ckpt.reference is not None
+    sizes = [
+        f"{label} {human_bytes(inner.stored)} of {human_bytes(inner.expected)}"
+        for label, inner in sorted(parts.items(), key=lambda item: item[1].stored - item[1].expected)
+        if inner.stored != inner.expected
+    ]
+    names = axes_of_size(ckpt.topology, factor)
+    mesh = f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} size {factor}" if names else ""
+    stored, expected = human_bytes(total.stored), human_bytes(total.expected)
+    verb = "hold" if subject.startswith("the experts") else "holds"
+    return Finding(
+        f"{subject} {verb} {stored}, 1/{factor} of the {expected} in the reference",
+        place=f"{ckpt.metadata_file}, compared with {ckpt.reference.source}",
+        missing=(part, str(factor)),
+        notes=(
+            ("counted", f"{total.stored:,} and {total.expected:,} bytes, at the dtypes of the reference"),
+            ("parts", ", ".join(sizes[:_SHOWN])),
+            ("mesh", mesh),
+        ),
+        hint="look whether the replica id or the placement of these tensors names every axis of the mesh",
+    )

@@ -1,0 +1,160 @@
+"""SHP001: the layers of a block are numbered through."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+
+from ckptlint.declared import number, trusted
+from ckptlint.expected import Block, block_of, inside_layer, is_adapter, module_of
+from ckptlint.inventory import Param, take
+from ckptlint.keys import parse, ranges
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+
+Layers = dict[int, list[Param]]
+
+_NEEDED = frozenset({"q", "qkv", "attn_out", "mlp_in", "mlp_out"})
+"""What a module of this kind cannot do without; keys and values may be those of another layer."""
+
+_COMPLETE = 3
+_MOST = 0.8
+
+
+@rule("SHP001", "layer-gap", Severity.ERROR)
+def layer_gap(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Layers are missing from the middle or the start of a block, or one layer lacks part of a module.
+
+    What it checks:
+        The layer numbers of a block run from 0 without a gap, unless the job declares as many layers as there are or
+        another block has the missing numbers. A start behind 0 that nothing else confirms is a warning, and an info
+        where only layer 0 is missing, or the embedding as well. A warning besides: a single weight that one layer lacks
+        and the others have, while the rest of its module is there.
+    Why it matters:
+        The missing layers or weights keep their initial values after a load.
+    Usual causes:
+        Layers numbered per pipeline stage or virtual stage, so that some of them share names and were deduplicated; a
+        filter that dropped names; a stage that did not save.
+    How to fix:
+        Number layers through over all (virtual) stages, and save again from the job.
+    See:
+        megatron.core.transformer.transformer_layer.get_transformer_layer_offset
+    """
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    blocks: dict[Block, Layers] = defaultdict(lambda: defaultdict(list))
+    for param in take(ckpt).params:
+        if param.key.layer is not None and not is_adapter(param.key):
+            blocks[block_of(param.key)][param.key.layer].append(param)
+    if not blocks:
+        raise NotApplicable("no layers are numbered in names")
+    numbers: dict[Block, set[int]] = defaultdict(set)
+    for name in ckpt.tensors:  # those that cannot be judged included
+        key = parse(name)
+        if key.kind == "model" and key.layer is not None:
+            numbers[block_of(key)].add(key.layer)
+    for block, layers in blocks.items():
+        if _is_stack_of_blocks(layers):
+            yield from _gaps(ckpt, block, numbers)
+        yield from _lacking(ckpt, layers)
+
+
+def _is_stack_of_blocks(layers: Layers) -> bool:
+    """Whether the layers are made of several modules, some of a known kind; plain lists skip numbers as they like."""
+    return all(
+        len({module_of(param.key) for param in params}) > 1 and any(param.key.cls != "other" for param in params)
+        for params in layers.values()
+    )
+
+
+def _gaps(ckpt: Checkpoint, block: Block, numbers: dict[Block, set[int]]) -> Iterator[Finding]:
+    present = sorted(numbers[block])
+    missing = set(range(present[-1] + 1)) - numbers[block]
+    for other, others in numbers.items():  # split models: each block has numbers of its own
+        if other != block and other[0] == block[0] and not numbers[block] & others:
+            missing -= others
+    count = number(trusted(ckpt), "layers")
+    if not missing or count == len(present):
+        return
+    steps = {b - a for a, b in pairwise(present)}
+    stride = steps.pop() if len(steps) == 1 and len(present) > 2 else 1
+    word = {2: "every second", 3: "every third"}.get(stride, f"every {stride}th")
+    name = ".".join((*block[0], block[1]))
+    sentence = f"layers {ranges(missing)} of {name} are missing; there are {ranges(present)}"
+    if len(missing) == 1:
+        sentence = f"layer {ranges(missing)} of {name} is missing; there are {ranges(present)}"
+    notes: list[Note] = []
+    if stride > 1:
+        notes.append(("numbers", f"{word} layer is there, as when virtual stages share names"))
+    if count == present[-1] + 1:
+        source = ckpt.declared["layers"].source
+        notes.append(("declared", f"{count} layers ({source}), of which {len(missing)} are missing"))
+    sizes = [f"{axis} {ckpt.topology[axis].size}" for axis in ("pp", "vpp") if axis in ckpt.topology]
+    notes.append(("mesh", ", ".join(sizes)))
+    yield Finding(
+        sentence,
+        missing=tuple(f"{name}.{layer}" for layer in sorted(missing)),
+        place=f"{ckpt.metadata_file}: {len(present)} layers in {name}",
+        severity=_severity(ckpt, missing, count == present[-1] + 1),
+        notes=tuple(notes),
+        hint=f"look for the ranks or stages that hold layers {ranges(missing)}: under which names did they save?",
+    )
+
+
+def _severity(ckpt: Checkpoint, missing: set[int], is_declared: bool) -> Severity | None:
+    """Lower where only a start is missing: a save of the upper layers alone, or numbers from 1, look the same."""
+    if is_declared or missing != set(range(len(missing))):
+        return None
+    if missing == {0}:
+        return Severity.INFO
+    has_embedding = any(param.key.cls == "embedding" for param in take(ckpt).params)
+    return Severity.WARNING if has_embedding else Severity.INFO
+
+
+def _lacking(ckpt: Checkpoint, layers: Layers) -> Iterator[Finding]:
+    """A weight that few layers lack although the rest of the module above it is there."""
+    roles = {layer: frozenset(_roles(params)) for layer, params in layers.items()}
+    usual, complete = Counter(roles.values()).most_common(1)[0]
+    if complete < _COMPLETE:
+        return
+    odd = {layer: found for layer, found in roles.items() if found != usual}
+    if len(odd) > max(1, (1 - _MOST) * len(roles)) or not all(found < usual for found in odd.values()):
+        return
+    lead = {role: param for layer in layers if roles[layer] == usual for role, param in _roles(layers[layer]).items()}
+    for layer, found in sorted(odd.items()):
+        homes = {_home(lead[role]) for role in found}
+        for role in sorted(usual - found):
+            home = _home(lead[role])
+            fqn = _in_layer(lead[role], layer)
+            if not home or home not in homes or lead[role].key.cls not in _NEEDED or fqn in ckpt.tensors:
+                continue  # a layer may do without a whole module
+            if role.rpartition(".")[2] not in ("weight", "bias"):
+                continue  # only quantised layers have scales
+            yield Finding(
+                f"nothing{{of}} is stored; {complete} other layers have theirs",
+                fqn=fqn,
+                missing=(fqn,),
+                place=f"{ckpt.metadata_file}: layer {layer} has {len(found)} of {len(usual)} names",
+                severity=Severity.WARNING,
+                notes=(("siblings", f"layers {ranges(n for n in roles if roles[n] == usual)} have all {len(usual)}"),),
+                hint="look for a filter or a rename that dropped this name in one layer, and save again",
+                alike=f"{role} missing",
+            )
+
+
+def _in_layer(param: Param, layer: int) -> str:
+    """The name of a parameter, in another layer."""
+    word = param.key.block.rpartition(".")[2]
+    return param.tensor.fqn.replace(f"{word}.{param.key.layer}.", f"{word}.{layer}.", 1)
+
+
+def _roles(params: list[Param]) -> dict[str, Param]:
+    return {param.key.role: param for param in params if not param.key.in_experts}
+
+
+def _home(param: Param) -> tuple[str, ...]:
+    """The path below the layer of what holds the module that owns a parameter; () for the layer itself."""
+    tail = inside_layer(param.key)
+    depth = len(module_of(param.key)) - (len(param.key.path.split(".")) - len(tail))
+    return tail[: depth - 1]

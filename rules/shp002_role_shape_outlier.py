@@ -1,0 +1,68 @@
+"""SHP002: a parameter has the same shape and dtype in all layers of a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.expected import as_text, swap_factor
+from ckptlint.inventory import take
+from ckptlint.keys import ranges
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.siblings import Outlier, dtype_outliers, local_factor, shape_outliers
+
+
+@rule("SHP002", "role-shape-outlier", Severity.WARNING)
+def role_shape_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
+    """One layer stores a parameter in another shape or dtype than the layers like it.
+
+    What it checks:
+        Among layers with the same set of parameters, a parameter has one shape and one floating-point dtype. A single
+        layer that differs from three or more, or one run of at most a fifth of the layers. An info where several
+        modules of the layer differ, as in a layer that is wider by design.
+    Why it matters:
+        The layer was written by another rule than its siblings, so a load fails on it or converts it silently.
+    Usual causes:
+        A padded or rank-local size on one pipeline stage, mixed precision applied to one layer, two runs merged.
+    How to fix:
+        Compare the code path of this layer with that of its siblings, and save again.
+    """
+    if not any(param.key.layer is not None for param in take(ckpt).params):
+        raise NotApplicable("no layers are numbered in names")
+    if "heterogeneous" not in ckpt.declared:
+        for item in shape_outliers(ckpt):
+            expected = item.usual
+            # SHP003 and SHP004 say more about these
+            if isinstance(expected, tuple) and not swap_factor(item.param, expected) and not local_factor(ckpt, item):
+                yield _shape(item, expected)
+    for item in dtype_outliers(ckpt):
+        yield _finding(item, f"dtype{{of}} is {item.param.tensor.dtype}", str(item.usual), ())
+
+
+def _shape(item: Outlier, usual: tuple[int, ...]) -> Finding:
+    shape = item.param.own_shape
+    quotients = ", ".join(
+        f"dim {item.param.own_axes[i]}: {size:,} against {other:,}"
+        for i, (size, other) in enumerate(zip(shape, usual, strict=False))
+        if size != other
+    )
+    notes: tuple[Note, ...] = (("sizes", quotients if len(shape) == len(usual) else ""),)
+    return _finding(item, f"shape{{of}} is {as_text(shape)}", as_text(usual), notes)
+
+
+def _finding(item: Outlier, sentence: str, usual: str, notes: tuple[Note, ...]) -> Finding:
+    number = len(set(item.agreeing))
+    return Finding(
+        f"{sentence}, and {usual} in {number} other layer{'s' if number > 1 else ''}",
+        fqn=item.param.tensor.fqn,
+        tensor=item.param.tensor,
+        severity=Severity.INFO if item.changed > 1 else None,
+        notes=(
+            *notes,
+            ("siblings", f"{usual} in layers {ranges(item.agreeing)}"),
+            ("layer", f"{item.changed} of its modules differ" if item.changed > 1 else ""),
+        ),
+        hint=""
+        if item.changed > 1
+        else "if no setting makes this layer special, look at how its stage or rank saved it",
+    )

@@ -1,0 +1,239 @@
+"""SHP003: a weight was not transposed under its old placement."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ckptlint.expected import (
+    Family,
+    Hidden,
+    Shape,
+    as_text,
+    axis_factor,
+    families,
+    inner_size,
+    is_adapter,
+    is_confirmed,
+    is_weight,
+    is_width,
+    reference_shapes,
+    short_name,
+    swap_factor,
+)
+from ckptlint.graph import axis_name
+from ckptlint.inventory import Param, take
+from ckptlint.keys import ranges
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Swap:
+    """A weight whose shape is the expected one times p on axis a and divided by p on axis b.
+
+    Attributes:
+        expected: without the axes of layers and experts.
+        basis: what the expected shape rests on.
+        notes: more of it.
+        severity: lower than the rule's own where the expected shape is inferred.
+    """
+
+    param: Param
+    expected: Shape
+    basis: str
+    notes: tuple[Note, ...] = ()
+    severity: Severity | None = None
+
+
+@rule("SHP003", "swapped-shard-dims", Severity.ERROR)
+def swapped_shard_dims(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The shape of a weight is what a transposition makes of it when the shard dim stays where it was.
+
+    What it checks:
+        No weight is p times too long on an axis that is cut in p places, and p times too short on one that is not cut.
+        The right shape comes from the reference; or from the hidden size that norms, embedding and routers agree on,
+        when the other projection of the same MLP or attention then fits; or from other layers, when the layers of a
+        role fall into two groups that differ in just this way. An error where a reference or the job's arguments say
+        so, a warning where it is inferred. Square weights show nothing. Pairs that fit each other as they are stored
+        are let pass, and so are experts of one key that several ranks concatenated.
+    Why it matters:
+        Elements, chunks and chunk sizes are the same in both shapes, so a load that trusts the file fills rows with
+        columns of another rank, or fails on the size.
+    Usual causes:
+        Transposing the local tensor and rebuilding the DTensor with its old placement, Shard(1) for what is now
+        Shard(2).
+    How to fix:
+        Move the placement together with the axes, and save again.
+    See:
+        torch.distributed.tensor.DTensor.from_local
+    """
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    if not take(ckpt).params:
+        raise NotApplicable("no parameters are named")
+    found: dict[str, Swap] = {}
+    for swap in (*_from_reference(ckpt), *_from_hidden(ckpt), *_from_layers(ckpt)):
+        if not is_confirmed(ckpt, swap.param):
+            found.setdefault(swap.param.tensor.fqn, swap)
+    for swap in found.values():
+        yield _finding(ckpt, swap)
+
+
+def _finding(ckpt: Checkpoint, swap: Swap) -> Finding:
+    param, tensor = swap.param, swap.param.tensor
+    factors = swap_factor(param, swap.expected)
+    assert factors is not None
+    a, b, p = factors
+    expected = list(tensor.global_shape)
+    for axis, size in zip(param.own_axes, swap.expected, strict=True):
+        expected[axis] = size
+    x, y = tensor.global_shape[a], tensor.global_shape[b]
+    numbers = f"{x:,} = {p} x {expected[a]:,} and {y:,} = {expected[b]:,} / {p}"
+    from_, to = (p - 1) * (x // p), (p - 1) * y
+    return Finding(
+        f"shape{{of}} is {as_text(tensor.global_shape)} where {as_text(tuple(expected))} fits {swap.basis}; {numbers}, "
+        f"and {axis_name(ckpt, a, p)} is cut in {p} places",
+        fqn=tensor.fqn,
+        tensor=tensor,
+        severity=swap.severity,
+        notes=swap.notes,
+        hint=f"the values are there at wrong offsets: what lies at {from_:,} of dim {a} belongs at {to:,} of dim {b}; "
+        f"where the weight is transposed, place it with Shard({b}) instead of Shard({a})",
+        alike=f"{numbers} {swap.basis}",
+    )
+
+
+def _from_reference(ckpt: Checkpoint) -> Iterator[Swap]:
+    if ckpt.reference is None:
+        return
+    shapes = reference_shapes(ckpt)
+    for param in take(ckpt).params:
+        whole = shapes.get(param.tensor.fqn)
+        if whole is None or len(whole) != len(param.tensor.global_shape):
+            continue
+        expected = tuple(whole[axis] for axis in param.own_axes)
+        if swap_factor(param, expected):
+            yield Swap(param, expected, f"the reference {ckpt.reference.source}")
+
+
+# ---------------------------------------------------------------- from the hidden size
+
+
+def _from_hidden(ckpt: Checkpoint) -> Iterator[Swap]:
+    """Weights that lack the hidden size on both axes, have it after the correction, and then fit their partner.
+
+    All weights of a role that are cut and lack it in this way must agree.
+    """
+    found: dict[tuple[object, ...], list[Swap]] = defaultdict(list)
+    doubtful: set[tuple[object, ...]] = set()
+    for family in families(ckpt):
+        if family.hidden is None:
+            continue
+        for param in (param for weights in family.weights.values() for param in weights):
+            name: tuple[object, ...] = (param.key.scope, param.key.role)
+            corrected = _corrected(param, family.hidden.size)
+            if corrected is None:
+                continue
+            swap = _confirmed(family, family.hidden, param, corrected)
+            if swap is None:
+                doubtful.add(name)
+            else:
+                found[name].append(swap)
+    yield from (swap for role, swaps in found.items() if role not in doubtful for swap in swaps)
+
+
+def _corrected(param: Param, hidden: int) -> Shape | None:
+    """The shape with the cut axis made p times shorter and the other p times longer, if hidden is missing before."""
+    shape = param.own_shape
+    if hidden in shape or 0 in shape:
+        return None
+    for own in (0, 1):
+        p = axis_factor(param.tensor, param.own_axes[own])
+        if p < 2 or shape[own] % p:
+            continue
+        expected = (shape[0] // p, shape[1] * p) if own == 0 else (shape[0] * p, shape[1] // p)
+        if hidden in expected and swap_factor(param, expected):
+            return expected
+    return None
+
+
+def _confirmed(family: Family, hidden: Hidden, param: Param, expected: Shape) -> Swap | None:
+    """The swap, when a partner has the inner size that the corrected shape has, as stored or corrected likewise."""
+    inner = expected[0] if expected[1] == hidden.size else expected[1]
+    for partner in family.partners(param):
+        shape = partner.own_shape
+        if _fit(param, param.own_shape, partner, shape):
+            return None  # they fit as they are: a latent size, not a swap
+        width = inner_size(partner, hidden.size)
+        stored = as_text(partner.tensor.global_shape)
+        if width is not None and is_width(param, inner, partner, width):
+            if param.key.expert is not None and axis_factor(partner.tensor, partner.own_axes[shape.index(width)]) > 1:
+                return None  # several ranks' experts in one key are longer on the same axes
+            note = f"{short_name(partner)} {stored} has {width:,} and {hidden.size:,}"
+        else:
+            other = _corrected(partner, hidden.size)
+            if other is None or not _fit(param, expected, partner, other):
+                continue
+            note = f"{short_name(partner)} {stored} fits once it is corrected likewise"
+        is_said = Severity.ERROR if hidden.declared else Severity.WARNING
+        return Swap(param, expected, str(hidden), (("partner", note),), is_said)
+    return None
+
+
+def _fit(param: Param, shape: Shape, partner: Param, other: Shape) -> bool:
+    """Whether two projections share both sizes, in whichever order they are stored."""
+    return any(
+        other[j] == shape[i] and is_width(param, shape[1 - i], partner, other[1 - j]) for i in (0, 1) for j in (0, 1)
+    )
+
+
+# ---------------------------------------------------------------- from other layers
+
+
+def _from_layers(ckpt: Checkpoint) -> Iterator[Swap]:
+    """Layers of one role in two groups whose shapes are a swap of each other, the first cut in p places."""
+    groups: dict[tuple[object, ...], dict[Shape, list[Param]]] = defaultdict(lambda: defaultdict(list))
+    for param in take(ckpt).params:
+        if param.key.layer is not None and is_weight(param) and not is_adapter(param.key):
+            groups[param.key.scope, param.key.role][param.own_shape].append(param)
+    partners = {id(p): f for f in families(ckpt) for weights in f.weights.values() for p in weights}
+    for shapes in groups.values():
+        if len(shapes) != 2:
+            continue
+        (first, ours), (second, theirs) = shapes.items()
+        suspected = [
+            (_fits_partners(group, partners), len({param.key.layer for param in group}), group, others, expected)
+            for group, others, expected in ((ours, theirs, second), (theirs, ours, first))
+            if all(swap_factor(param, expected) for param in group)
+        ]
+        if not suspected:
+            continue
+        # a placement that moved with the axes leaves the same trace the other way round: the rest decides
+        fits, layers, group, others, expected = min(suspected, key=lambda found: found[:2])
+        if not fits:
+            numbers = {param.key.layer or 0 for param in others}
+            evidence = _evidence(_fits_partners(others, partners), layers, len(numbers))
+            for param in group:
+                yield Swap(param, expected, f"layers {ranges(numbers)}", (("evidence", evidence),), Severity.WARNING)
+
+
+def _evidence(fits: bool, suspected: int, others: int) -> str:
+    """What speaks for the shape of the other layers."""
+    if fits:
+        return "the other projections of the layers speak for the expected shape"
+    if suspected == others:
+        return "nothing tells which of the two shapes is right"
+    if suspected > others:
+        return f"most layers ({suspected} of {suspected + others}) have this shape; only the cut speaks against it"
+    return f"most layers ({others} of {suspected + others}) have the expected shape"
+
+
+def _fits_partners(members: list[Param], partners: dict[int, Family]) -> bool:
+    """Whether each fits another projection of its layer in both sizes."""
+    return all(
+        id(param) in partners
+        and any(_fit(param, param.own_shape, other, other.own_shape) for other in partners[id(param)].partners(param))
+        for param in members
+    )

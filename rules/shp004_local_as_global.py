@@ -1,0 +1,334 @@
+"""SHP004: the global shape of a tensor is not that of one rank's part, nor of several copies."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from ckptlint.declared import number, trusted
+from ckptlint.expected import (
+    FLOATS,
+    Family,
+    Hidden,
+    axis_factor,
+    families,
+    fused_factors,
+    inner_size,
+    is_adapter,
+    is_confirmed,
+    is_weight,
+    is_width,
+    knows_mesh,
+    mesh_axes,
+    module_of,
+    reference_shapes,
+    short_name,
+)
+from ckptlint.graph import axis_name
+from ckptlint.inventory import Param, take
+from ckptlint.keys import ranges
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.siblings import local_factor, shape_outliers
+
+_FILES = 4
+_REPLICATED = ("norm", "router")
+_ROW_PARALLEL = ("attn_out", "mlp_out")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Local:
+    """An axis that is k times too short (one rank's part), or k times too long (k copies of a replica).
+
+    Attributes:
+        basis: what the expected size rests on.
+        cause: what speaks for k: an axis of this size, or the cuts.
+        severity: lower than the rule's own where the expected size is inferred.
+    """
+
+    param: Param
+    axis: int
+    expected: int
+    basis: str
+    cause: str
+    severity: Severity | None = Severity.WARNING
+
+    @property
+    def size(self) -> int:
+        """The size that is recorded."""
+        return self.param.tensor.global_shape[self.axis]
+
+
+@rule("SHP004", "local-as-global", Severity.ERROR)
+def local_as_global(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A tensor is recorded with the size of one rank's part as the whole, or a replica as k shards.
+
+    What it checks:
+        No axis is exactly k times shorter than it must be, k being the size of a parallel axis, or the number by which
+        its partner is cut in more places. What it must be comes from the reference or the job's arguments (error), or
+        from tensors that share the size (warning): a bias and its weight, the inner axis of the two projections of an
+        MLP, query and key of a linear attention and its convolution, query and attention output or key and value where
+        the cuts say the same, the same tensor in other layers. For biases of row-parallel layers, norms and routers
+        also k times too long. Vocabularies, the number of experts and latent attention are left out.
+    Why it matters:
+        The rows of all ranks but one are in no file although every element of the recorded shape is stored.
+    Usual causes:
+        A parameter that is sharded without saying so (partition_dim, a placement), a rule for names that matches a
+        replicated parameter, or a size multiplied twice.
+    How to fix:
+        Declare the axis on which the parameter is sharded, and save again from the job.
+    See:
+        torch.distributed.tensor.DTensor.from_local
+    """
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    if not take(ckpt).params:
+        raise NotApplicable("no parameters are named")
+    found: dict[str, Local] = {}
+    for source in (_from_reference, _from_biases, _from_components, _from_partners, _from_siblings, _from_arguments):
+        for local in source(ckpt):
+            if source is _from_reference or not is_confirmed(ckpt, local.param):
+                found.setdefault(local.param.tensor.fqn, local)
+    for local in found.values():
+        yield _finding(ckpt, local)
+
+
+def _finding(ckpt: Checkpoint, local: Local) -> Finding:
+    size, expected, tensor = local.size, local.expected, local.param.tensor
+    places = axis_factor(tensor, local.axis)
+    k = max(size, expected) // min(size, expected)
+    if size < expected:
+        numbers = f"{expected:,} = {k} x {size:,}"
+        note = ("lost", f"{expected - size:,} of {expected:,} on dim {local.axis} are in no file")
+        hint = f"declare dim {local.axis} as sharded on that axis and save again; this step does not hold the rest"
+    else:
+        numbers = f"{size:,} = {k} x {expected:,}"
+        note = ("copies", f"{k} ranks' replicas are laid end to end on dim {local.axis}")
+        hint = "declare it replicated on that axis and save again; the first part alone is the tensor, if all are equal"
+    return Finding(
+        f"dim {local.axis}{{of}} is {size:,} where {expected:,} fits {local.basis}; {numbers}, and {local.cause}",
+        fqn=tensor.fqn,
+        tensor=tensor,
+        severity=local.severity,
+        why="" if size < expected else "a replica that is stored as shards loads with another shape",
+        notes=(note, ("mesh", f"{axis_name(ckpt, local.axis, places)} is cut in {places} place{'s'[: places != 1]}")),
+        explain=partial(_files, ckpt, local),
+        hint=hint,
+        alike=f"{short_name(local.param)} {numbers} {local.basis}",
+    )
+
+
+def _files(ckpt: Checkpoint, local: Local) -> tuple[Note, ...]:
+    tensor = local.param.tensor
+    files = sorted({ckpt.chunk_file(tensor, row) for row in np.flatnonzero(tensor.layout.live)[:64].tolist()} - {""})
+    more = f" and {len(files) - _FILES} more" if len(files) > _FILES else ""
+    return (("writers", f"all its chunks lie in {', '.join(files[:_FILES])}{more}" if files else ""),)
+
+
+def _cause(ckpt: Checkpoint, k: int, fewer: tuple[Param, int], more: tuple[Param, int]) -> str | None:
+    """What speaks for the factor: a parallel axis of this size; where none is known, cuts that differ by it."""
+    if axes := mesh_axes(ckpt, k):
+        return f"{k} is the size of {' and '.join(axes)}"
+    mine, theirs = axis_factor(fewer[0].tensor, fewer[1]), axis_factor(more[0].tensor, more[1])
+    if knows_mesh(ckpt) or theirs != k * mine:
+        return None
+    return f"it is cut in {mine} place{'s'[: mine != 1]} against {theirs}"
+
+
+def _short(ckpt: Checkpoint, param: Param, own: int, partner: Param, other: int, factor: int = 1) -> Iterator[Local]:
+    """The finding that axis `own` of a weight is too short for axis `other` of its partner, times `factor`."""
+    axis, its = param.own_axes[own], partner.own_axes[other]
+    size, expected = param.own_shape[own], factor * partner.own_shape[other]
+    if not 0 < size < expected or expected % size:
+        return
+    cause = _cause(ckpt, expected // size, (param, axis), (partner, its))
+    if cause is not None:
+        yield Local(param, axis, expected, short_name(partner), cause)
+
+
+# ---------------------------------------------------------------- what the expected size comes from
+
+
+def _from_reference(ckpt: Checkpoint) -> Iterator[Local]:
+    shapes = reference_shapes(ckpt)
+    for param in take(ckpt).params if shapes else ():
+        shape, whole = param.tensor.global_shape, shapes.get(param.tensor.fqn)
+        if whole is None or len(whole) != len(shape) or param.key.cls in ("embedding", "output"):
+            continue
+        differing = [axis for axis in param.own_axes if shape[axis] != whole[axis]]
+        others = [axis for axis in range(len(shape)) if shape[axis] != whole[axis] and axis not in param.own_axes]
+        if others or len(differing) != 1 or not min(shape[differing[0]], whole[differing[0]]):
+            continue
+        (axis,) = differing
+        size, expected = shape[axis], whole[axis]
+        k = max(size, expected) // min(size, expected)
+        if max(size, expected) % min(size, expected) or (size > expected and not _is_replicated(param)):
+            continue
+        axes = mesh_axes(ckpt, k)
+        if ckpt.reference is not None and (axes or not knows_mesh(ckpt)):
+            places = axis_factor(param.tensor, axis)
+            cut = f"it is cut in {places} place{'s'[: places != 1]}"
+            cause = f"{k} is the size of {' and '.join(axes)}" if axes else cut
+            yield Local(param, axis, expected, f"the reference {ckpt.reference.source}", cause, None)
+
+
+def _is_replicated(param: Param) -> bool:
+    """Whether a parameter is replicated by design."""
+    is_bias = param.key.path.rpartition(".")[2].startswith("bias")
+    return param.key.cls in _REPLICATED or (is_bias and param.key.cls in _ROW_PARALLEL) or "hc_head" in param.key.path
+
+
+def _from_biases(ckpt: Checkpoint) -> Iterator[Local]:
+    """Biases that are as long as neither axis of their weight."""
+    pairs: dict[tuple[object, ...], dict[str, Param]] = defaultdict(dict)
+    for param in take(ckpt).params:
+        last = param.key.path.rpartition(".")[2]
+        word = next((word for word in ("weight", "bias") if last.startswith(word)), "")
+        if word and param.key.cls not in ("embedding", "output", "norm") and not is_adapter(param.key):
+            pairs[param.key.scope, module_of(param.key), last.removeprefix(word)][word] = param
+    for pair in pairs.values():
+        if len(pair) < 2 or len(pair["bias"].own_shape) != 1 or not is_weight(pair["weight"]):
+            continue
+        bias, weight = pair["bias"], pair["weight"]
+        if bias.tensor.dtype not in FLOATS or bias.own_shape[0] in weight.own_shape:
+            continue
+        # a Linear stores [out, in], the Conv1D of GPT-2 [in, out]
+        yield from next((found for out in (0, 1) if (found := [*_short(ckpt, bias, 0, weight, out)])), [])
+        yield from _copied_bias(ckpt, bias, weight)
+
+
+def _copied_bias(ckpt: Checkpoint, bias: Param, weight: Param) -> Iterator[Local]:
+    size, rows = bias.own_shape[0], weight.own_shape[0]
+    if not _is_replicated(bias) or not rows or size <= rows or size % rows:
+        return
+    k = size // rows
+    if (cause := _cause(ckpt, k, (weight, weight.own_axes[0]), (bias, bias.own_axes[0]))) is not None:
+        yield Local(bias, bias.own_axes[0], rows, short_name(weight), cause)
+
+
+def _from_components(ckpt: Checkpoint) -> Iterator[Local]:
+    """Query and key of a linear attention have equal rows, and so has a component in its projection and convolution."""
+    homes: dict[tuple[object, ...], dict[tuple[str, str], Param]] = defaultdict(dict)
+    for param in take(ckpt).params:
+        if param.key.cls == "linear_attn" and param.key.component and param.own_shape:
+            module = module_of(param.key)
+            homes[param.key.scope, module[:-1]][module[-1], param.key.component] = param
+    for parts in homes.values():
+        for (name, component), param in parts.items():
+            partners = [("in_proj" if name == "conv1d" else "conv1d", component)]
+            if component in ("query", "key"):
+                partners.insert(0, (name, "key" if component == "query" else "query"))
+            for partner in partners:
+                if partner in parts:
+                    yield from _short(ckpt, param, 0, parts[partner], 0)
+
+
+def _from_partners(ckpt: Checkpoint) -> Iterator[Local]:
+    said = {number(trusted(ckpt), name) for name in ("ffn", "moe_ffn")} - {None}
+    for family in families(ckpt):
+        if family.hidden is None or family.is_latent:
+            continue
+        for first in family.weights.get("mlp_in", []):
+            for second in family.weights.get("mlp_out", []):
+                for local in _of_mlp(ckpt, family.hidden, first, second):
+                    is_said = said & {local.expected, local.expected // 2}
+                    basis = f"{local.basis} and the job's arguments"
+                    yield replace(local, basis=basis, severity=None) if is_said else local
+                yield from _of_hidden(ckpt, family.hidden, first, second)
+                yield from _of_hidden(ckpt, family.hidden, second, first)
+        for short, long in (("q", "attn_out"), ("k", "v"), ("v", "k")):
+            for param in family.weights.get(short, []):
+                for partner in family.weights.get(long, []):
+                    yield from _of_attention(ckpt, family.hidden, param, partner)
+
+
+def _of_mlp(ckpt: Checkpoint, hidden: Hidden, first: Param, second: Param) -> Iterator[Local]:
+    """The inner axis of two projections of an MLP."""
+    widths = inner_size(first, hidden.size), inner_size(second, hidden.size)
+    if None in widths or is_width(first, widths[0] or 0, second, widths[1] or 0):
+        return
+    own, other = _inner_axis(first, hidden), _inner_axis(second, hidden)
+    for factor in fused_factors(first):
+        yield from _short(ckpt, first, own, second, other, factor)
+    if len(fused_factors(first)) == 1:
+        yield from _short(ckpt, second, other, first, own)
+
+
+def _of_hidden(ckpt: Checkpoint, hidden: Hidden, param: Param, partner: Param) -> Iterator[Local]:
+    """The hidden axis of a projection that has the inner size of its partner, but not hidden."""
+    width = inner_size(partner, hidden.size)
+    if width is None or hidden.size in param.own_shape or 0 in param.own_shape:
+        return
+    for own, inner in enumerate(reversed(param.own_shape)):
+        k, rest = divmod(hidden.size, param.own_shape[own])
+        axes = mesh_axes(ckpt, k)
+        if not rest and axes and is_width(param, inner, partner, width):
+            basis = f"{short_name(partner)} and {hidden}"
+            cause = f"{k} is the size of {' and '.join(axes)}"
+            severity = None if hidden.declared else Severity.WARNING
+            yield Local(param, param.own_axes[own], hidden.size, basis, cause, severity)
+
+
+def _of_attention(ckpt: Checkpoint, hidden: Hidden, param: Param, partner: Param) -> Iterator[Local]:
+    """Heads of query and value may differ in size, so the cuts must show the factor too."""
+    mine, theirs = inner_size(param, hidden.size), inner_size(partner, hidden.size)
+    if mine is None or theirs is None or not 0 < mine < theirs or theirs % mine:
+        return
+    own, other = _inner_axis(param, hidden), _inner_axis(partner, hidden)
+    places = axis_factor(param.tensor, param.own_axes[own]), axis_factor(partner.tensor, partner.own_axes[other])
+    if places[1] == theirs // mine * places[0]:
+        yield from _short(ckpt, param, own, partner, other)
+
+
+def _inner_axis(param: Param, hidden: Hidden) -> int:
+    """The axis that is not hidden; where both are, the one by the convention [out, in]."""
+    first, second = param.own_shape
+    if first == second:
+        return 1 if param.key.cls in _ROW_PARALLEL else 0
+    return 1 if first == hidden.size else 0
+
+
+def _from_siblings(ckpt: Checkpoint) -> Iterator[Local]:
+    for item in shape_outliers(ckpt):
+        found = local_factor(ckpt, item)
+        if found is not None:
+            axis, k = found
+            basis = f"layers {ranges(item.agreeing)}"
+            size = item.param.tensor.global_shape[axis]
+            cause = f"{k} is the size of {' and '.join(mesh_axes(ckpt, k))}"
+            yield Local(item.param, axis, k * size, basis, cause)
+
+
+def _from_arguments(ckpt: Checkpoint) -> Iterator[Local]:
+    """Both projections of a dense MLP that fit each other, and have 1/k of the inner size of the job's arguments.
+
+    Only in Megatron's own arguments has the size one meaning.
+    """
+    item = trusted(ckpt).get("ffn")
+    ffn = number(trusted(ckpt), "ffn")
+    if item is None or ffn is None or item.source not in ("args", "run_config") or "heterogeneous" in ckpt.declared:
+        return
+    for family in families(ckpt):
+        first, second = family.weights.get("mlp_in", []), family.weights.get("mlp_out", [])
+        if len(first) != 1 or len(second) != 1 or not _is_dense(family) or family.hidden is None:
+            continue
+        inner = inner_size(second[0], family.hidden.size)
+        width = inner_size(first[0], family.hidden.size)
+        if not inner or width not in (inner, 2 * inner) or inner >= ffn or ffn % inner:
+            continue
+        if axes := mesh_axes(ckpt, ffn // inner):
+            cause = f"{ffn // inner} is the size of {' and '.join(axes)}"
+            for param, size in ((first[0], ffn * width // inner), (second[0], ffn)):
+                axis = param.own_axes[_inner_axis(param, family.hidden)]
+                yield Local(param, axis, size, f"ffn_hidden_size {ffn:,} of {item.source}", cause, None)
+
+
+def _is_dense(family: Family) -> bool:
+    """Whether it is the one MLP of its layer whose inner size the arguments give, in the block they describe."""
+    hidden = family.hidden
+    keys = [param.key for weights in family.weights.values() for param in weights]
+    return hidden is not None and bool(hidden.declared) and not any(k.in_experts or "shared" in k.path for k in keys)

@@ -1,0 +1,232 @@
+"""SHP005: the parts that a fused projection was split into have sizes that fit together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ckptlint.expected import (
+    Family,
+    axis_factor,
+    families,
+    is_confirmed,
+    knows_mesh,
+    mesh_axes,
+    module_of,
+    short_name,
+)
+from ckptlint.inventory import Param, take
+from ckptlint.model import Checkpoint
+from ckptlint.moments import shape_text
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.siblings import shape_outliers
+
+_HALVES = {"w": "v", "v": "w"}
+_SHARED = ("query", "key", "value")
+"""The components that both the projection and the convolution of a linear attention have."""
+
+
+@rule("SHP005", "fused-component-sum", Severity.WARNING)
+def fused_component_sum(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The parts of one fused projection have sizes that do not fit together.
+
+    What it checks:
+        The halves `_w` and `_v` of a gated first projection are both there and have one shape. In a linear attention
+        query and key have equal rows, and a component has as many rows in the convolution as in the projection. In an
+        attention with separate weights the query's rows are a multiple of the key's, and key and value have equal rows
+        where query and attention output show that their heads are of one size. Latent attention is left out, and so is
+        what SHP002 or SHP004 report.
+    Why it matters:
+        The parts are joined again on loading, so rows end up in another component, or the load fails on the size.
+    Usual causes:
+        A global tensor split by the sizes of one tensor-parallel rank, or a rank's part by the global sizes.
+    How to fix:
+        Split every tensor by the sizes it has itself, and save again.
+    See:
+        megatron.core.transformer.mlp.apply_swiglu_sharded_factory
+    """
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    if not take(ckpt).params:
+        raise NotApplicable("no parameters are named")
+    alone = {item.param for item in shape_outliers(ckpt) if item.changed == 1}
+    for source in (_halves, _components, _attention):
+        for finding, params in source(ckpt):
+            if not alone.intersection(params) and not all(is_confirmed(ckpt, param) for param in params):
+                yield finding
+
+
+Found = tuple[Finding, tuple[Param, ...]]
+
+
+def _is_local(ckpt: Checkpoint, first: tuple[Param, int], second: tuple[Param, int], by_cuts: bool = False) -> bool:
+    """Whether one of two axes looks like a rank's part of the other, which SHP004 reports.
+
+    Args:
+        by_cuts: whether the cuts must show the factor even where an axis of this size is known.
+    """
+    (small, own), (large, other) = sorted((first, second), key=lambda item: item[0].own_shape[item[1]])
+    size = small.own_shape[own]
+    k, rest = divmod(large.own_shape[other], size) if size else (0, 1)
+    if rest:
+        return False
+    shows = axis_factor(large.tensor, large.own_axes[other]) == k * axis_factor(small.tensor, small.own_axes[own])
+    return (bool(mesh_axes(ckpt, k)) and (shows or not by_cuts)) or (shows and not knows_mesh(ckpt))
+
+
+# ---------------------------------------------------------------- gated projections
+
+
+def _halves(ckpt: Checkpoint) -> Iterator[Found]:
+    by_path = {(param.key.scope, param.key.path): param for param in take(ckpt).params}
+    for (scope, path), param in by_path.items():
+        component = param.key.component
+        if component not in _HALVES or param.key.cls != "mlp_in":
+            continue
+        whole = path.removesuffix(f"_{component}")
+        # a weight norm stores weight_g and weight_v
+        if (scope, whole) in by_path or (scope, f"{whole}_g") in by_path:
+            continue
+        wanted = f"{whole}_{_HALVES[component]}"
+        other = by_path.get((scope, wanted))
+        if other is None:
+            yield _lone_half(param, wanted), (param,)
+        elif component == "w" and param.own_shape != other.own_shape and not _is_short_half(ckpt, param, other):
+            yield _odd_half(param, other), (param, other)
+
+
+def _is_short_half(ckpt: Checkpoint, param: Param, other: Param) -> bool:
+    pairs = zip(param.own_shape, other.own_shape, strict=False)
+    differing = [axis for axis, (a, b) in enumerate(pairs) if a != b]
+    if len(param.own_shape) != len(other.own_shape) or differing != [0]:
+        return False
+    return _is_local(ckpt, (param, 0), (other, 0))
+
+
+def _lone_half(param: Param, wanted: str) -> Finding:
+    name = wanted.rpartition(".")[2]
+    return Finding(
+        f"half{{of}} has no other half {name}",
+        fqn=param.tensor.fqn,
+        tensor=param.tensor,
+        missing=(wanted,),
+        why="the half that is not there keeps its initial values, or the load fails",
+        notes=(("rows", f"{name} is absent, {param.key.path.rpartition('.')[2]} {shape_text(param.own_shape)}"),),
+        hint="find out which step drops the half; both must be saved, or the fused weight",
+    )
+
+
+def _odd_half(param: Param, other: Param) -> Finding:
+    names = [half.key.path.rpartition(".")[2] for half in (param, other)]
+    shapes = [shape_text(half.own_shape) for half in (param, other)]
+    return Finding(
+        f"half{{of}} is {shapes[0]}, and {names[1]} {shapes[1]}",
+        fqn=param.tensor.fqn,
+        tensor=param.tensor,
+        notes=(("other half", f"{other.tensor.fqn}: {other.tensor.dtype} {shape_text(other.tensor.global_shape)}"),),
+        hint="the two halves must be equal: split the fused weight in its middle, and save again",
+    )
+
+
+# ---------------------------------------------------------------- linear attention
+
+
+def _components(ckpt: Checkpoint) -> Iterator[Found]:
+    homes: dict[tuple[object, ...], dict[tuple[str, str], Param]] = defaultdict(dict)
+    for param in take(ckpt).params:
+        key = param.key
+        module = module_of(key)
+        if key.cls == "linear_attn" and key.component in _SHARED and param.own_shape:
+            what = key.path.split(".")[-2]  # weights and biases are split alike, and apart
+            homes[key.scope, module[:-1], what][module[-1], key.component] = param
+    for parts in homes.values():
+        pairs = [*_unlike(parts)]
+        if not pairs or any(_is_local(ckpt, (a, 0), (b, 0)) for a, b in pairs):
+            continue
+        # the component that disagrees most often; of two the shorter one
+        involved = [param for pair in pairs for param in pair]
+        odd = max(involved, key=lambda param: (involved.count(param), -param.own_shape[0]))
+        partner = next(b if a is odd else a for a, b in pairs if odd in (a, b))
+        yield _odd_component(odd, partner, parts), tuple(involved)
+
+
+def _unlike(parts: dict[tuple[str, str], Param]) -> Iterator[tuple[Param, Param]]:
+    """Pairs of components that must have equal rows and have not.
+
+    Where the key is a multiple of the query in both tensors it holds several copies (a product of delta rules).
+    """
+    ratios = {}
+    for name in ("in_proj", "conv1d"):
+        query, key = parts.get((name, "query")), parts.get((name, "key"))
+        if query and key and query.own_shape[0]:
+            ratios[name] = (query, key)
+    copies = [key.own_shape[0] % query.own_shape[0] == 0 for query, key in ratios.values()]
+    counts = {key.own_shape[0] // query.own_shape[0] for query, key in ratios.values()}
+    if not (len(counts) == 1 and all(copies)):
+        yield from ((q, k) for q, k in ratios.values() if q.own_shape[0] != k.own_shape[0])
+    for component in _SHARED:
+        first, second = parts.get(("in_proj", component)), parts.get(("conv1d", component))
+        if first and second and first.own_shape[0] != second.own_shape[0]:
+            yield first, second
+
+
+def _odd_component(odd: Param, partner: Param, parts: dict[tuple[str, str], Param]) -> Finding:
+    table: dict[str, list[str]] = defaultdict(list)
+    for (name, component), param in parts.items():
+        table[name].append(f"{component} {param.own_shape[0]:,}")
+    notes: tuple[Note, ...] = tuple((f"{name} rows", ", ".join(cells)) for name, cells in table.items())
+    return Finding(
+        f"component{{of}} has {odd.own_shape[0]:,} rows, and {short_name(partner)} {partner.own_shape[0]:,}",
+        fqn=odd.tensor.fqn,
+        tensor=odd.tensor,
+        notes=notes,
+        hint="query and key have equal rows, and every component as many in conv1d as in in_proj: split by these sizes",
+    )
+
+
+# ---------------------------------------------------------------- separate query, key and value
+
+
+def _attention(ckpt: Checkpoint) -> Iterator[Found]:
+    for family in families(ckpt):
+        found = [family.weights.get(cls, []) for cls in ("q", "k", "v")]
+        if family.is_latent or any(len(members) != 1 for members in found):
+            continue
+        query, key, value = (members[0] for members in found)
+        if len({param.own_shape[1] for param in (query, key, value)}) == 1 and not _is_left_to_shp004(ckpt, family):
+            yield from _heads(family, query, key, value)
+
+
+def _heads(family: Family, query: Param, key: Param, value: Param) -> Iterator[Found]:
+    rows = {name: param.own_shape[0] for name, param in (("query", query), ("key", key), ("value", value))}
+    notes: tuple[Note, ...] = (("rows", ", ".join(f"{name} {size:,}" for name, size in rows.items())),)
+    out = family.weights.get("attn_out", [])
+    # heads of key and value may differ in size, then query and output differ too
+    is_plain = len(out) == 1 and out[0].own_shape == (query.own_shape[1], rows["query"])
+    if rows["key"] != rows["value"] and is_plain:
+        odd, other = (key, value) if rows["query"] % (rows["key"] or 1) else (value, key)
+        finding = Finding(
+            f"weight{{of}} has {odd.own_shape[0]:,} rows, and {short_name(other)} {other.own_shape[0]:,}",
+            fqn=odd.tensor.fqn,
+            tensor=odd.tensor,
+            notes=(*notes, ("head size", f"one for all, as {short_name(out[0])} has {rows['query']:,} columns")),
+            hint="key and value have the same number of heads: compare how the fused weight was split",
+        )
+        yield finding, (query, key, value)
+    elif rows["key"] and rows["query"] % rows["key"]:
+        finding = Finding(
+            f"query{{of}} has {rows['query']:,} rows, no multiple of {rows['key']:,} of {short_name(key)}",
+            fqn=query.tensor.fqn,
+            tensor=query.tensor,
+            notes=notes,
+            hint="every head of the key serves a whole number of query heads: compare how the fused weight was split",
+        )
+        yield finding, (query, key, value)
+
+
+def _is_left_to_shp004(ckpt: Checkpoint, family: Family) -> bool:
+    (query,), (key,), (value,) = (family.weights[cls] for cls in ("q", "k", "v"))
+    pairs = [((key, 0), (value, 0)), *(((query, 0), (out, 1)) for out in family.weights.get("attn_out", []))]
+    return family.hidden is not None and any(
+        a[0].own_shape[a[1]] != b[0].own_shape[b[1]] and _is_local(ckpt, a, b, by_cuts=True) for a, b in pairs
+    )

@@ -1,0 +1,102 @@
+"""SHP006: the two halves of a gated projection are cut apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+
+from ckptlint.declared import MAIN_BLOCKS, flag, main_params, number, trusted, trusted_topology
+from ckptlint.expected import axis_factor, families, module_of
+from ckptlint.graph import rank_of
+from ckptlint.inventory import Param
+from ckptlint.keys import ranges
+from ckptlint.model import Checkpoint
+from ckptlint.optimizers import content_metadata
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+
+_STARTS = 8
+
+
+@rule("SHP006", "glu-chunk-pattern", Severity.WARNING)
+def glu_chunk_pattern(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A gated projection is cut into other pieces than two for each tensor-parallel rank.
+
+    What it checks:
+        In torch_dist every tensor-parallel rank stores its part of gate and of up, so a fused linear_fc1 starts in
+        twice as many places as there are ranks. Only where the job says that it is gated, how wide it is, and that the
+        halves are not keys of their own, and where linear_fc2 is cut into as many places as there are ranks.
+    Why it matters:
+        Gate and up are interleaved: it loads unchanged on as many ranks as saved it, and wrong on any other number.
+    Usual causes:
+        Shards of FSDP2 taken for the halves of a gated projection, or a gated projection saved as a plain one.
+    How to fix:
+        Save with sharding that knows the two halves (fsdp_dtensor, or singleton_local_shards), from the job itself.
+    See:
+        megatron.core.transformer.mlp.apply_swiglu_sharded_factory
+    """
+    if not ckpt.is_megatron:
+        raise NotApplicable("only Megatron-Core's torch_dist stores the two halves of a gated projection as chunks")
+    declared, topology = trusted(ckpt), trusted_topology(ckpt)
+    if not flag(declared, "gated") or content_metadata(ckpt).get("singleton_local_shards") is not False:
+        raise NotApplicable("the job does not say that projections are gated and stored fused")
+    hidden, ffn = number(declared, "hidden"), number(declared, "ffn")
+    if hidden is None or ffn is None or "tp" not in topology:
+        raise NotApplicable("the job does not say how wide and how parallel its projections are")
+    tp = topology["tp"].size
+    described = set(main_params(ckpt))
+    for family in families(ckpt):
+        first, second = family.weights.get("mlp_in", []), family.weights.get("mlp_out", [])
+        if len(first) != 1 or len(second) != 1 or not described.issuperset((first[0], second[0])):
+            continue
+        fc1, fc2 = first[0], second[0]
+        shapes = (fc1.own_shape, fc2.own_shape)
+        if not _is_dense(fc1) or shapes != ((2 * ffn, hidden), (hidden, ffn)):
+            continue
+        if not fc1.tensor.layout.is_grid or axis_factor(fc2.tensor, fc2.own_axes[1]) != tp:
+            continue
+        places = axis_factor(fc1.tensor, fc1.own_axes[0])
+        # one rank that stores the whole tensor in one piece interleaves nothing
+        if places != 2 * tp and not (places == tp == 1):
+            yield _finding(ckpt, fc1, fc2, tp, places)
+
+
+def _is_dense(param: Param) -> bool:
+    key = param.key
+    is_main = key.block in MAIN_BLOCKS and not key.in_experts and "shared" not in key.path
+    return is_main and module_of(key)[-2:] == ("mlp", "linear_fc1") and not key.component
+
+
+def _finding(ckpt: Checkpoint, fc1: Param, fc2: Param, tp: int, places: int) -> Finding:
+    axis = fc1.own_axes[0]
+    starts = [int(start) for start in fc1.tensor.layout.intervals(axis)[: _STARTS + 1, 0]]
+    shown = ", ".join(f"{start:,}" for start in starts[:_STARTS]) + (", ..." if len(starts) > _STARTS else "")
+    source = trusted_topology(ckpt)["tp"].source
+    plural = "s" if places != 1 else ""
+    return Finding(
+        f"dim {axis}{{of}} is cut in {places} place{plural} where two halves make {2 * tp} = 2 x tp {tp}",
+        fqn=fc1.tensor.fqn,
+        tensor=fc1.tensor,
+        notes=(
+            ("starts", shown),
+            ("expected", f"gate and up of {tp} tensor-parallel rank{'s'[: tp != 1]} (tp from {source})"),
+            ("partner", f"{fc2.tensor.fqn} is cut in {tp} place{'s'[: tp != 1]} on dim {fc2.own_axes[1]}"),
+        ),
+        explain=partial(_writers, ckpt, fc1, axis),
+        hint="load it on as many ranks as saved it, and save it again with the halves kept apart",
+    )
+
+
+def _writers(ckpt: Checkpoint, param: Param, axis: int) -> tuple[Note, ...]:
+    """Which ranks own two chunks half the tensor apart: what a shard taken for two halves looks like."""
+    tensor = param.tensor
+    starts: dict[int, list[int]] = {}
+    for row in np.flatnonzero(tensor.layout.live)[:1024].tolist():
+        if (rank := rank_of(ckpt.chunk_file(tensor, row))) is not None:
+            starts.setdefault(rank, []).append(int(tensor.layout.offsets[row, axis]))
+    half = tensor.global_shape[axis] // 2
+    paired = {rank: min(own) for rank, own in starts.items() if len(own) == 2 and max(own) - min(own) == half}
+    if len(paired) < 2 or len(paired) < len(starts):
+        return ()
+    return (("writers", f"ranks {ranges(paired)} own two chunks each, {half:,} rows apart"),)

@@ -1,0 +1,113 @@
+"""SHP008: a second copy of the model (ema, teacher) has the shapes of the model."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from fractions import Fraction
+
+from ckptlint.inventory import Param, take
+from ckptlint.keys import COPIES, ranges
+from ckptlint.model import Checkpoint
+from ckptlint.moments import shape_text
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+
+_FEW = 4
+
+
+@rule("SHP008", "copy-differs", Severity.WARNING)
+def copy_differs(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A copy of the model under another root differs from the model in shape, or lacks keys in some layers.
+
+    What it checks:
+        Below `ema.`, `ema_model.`, `model_ema.`, `teacher.`, `ref_model.` and `target.` a key has the global shape of
+        the model's key of the same path, and a role that the copy has in some layers is in all layers of the model. An
+        info where whole layers are absent (frozen ones, or another depth), and one for each difference in dtype. Left
+        out are copies of another architecture: fewer than half of their keys are in the model, or half of the shapes
+        differ.
+    Why it matters:
+        The copy is loaded into the same architecture, where the load fails or takes one rank's part for the whole.
+    Usual causes:
+        The copy was saved with other placements than the model, or its names are missing from the map of placements.
+    How to fix:
+        Save model and copy through the same path.
+    """
+    if ckpt.partial:
+        raise NotApplicable(ckpt.partial)
+    inventory = take(ckpt)
+    if not inventory.copies:
+        raise NotApplicable("no second copy of the model is stored")
+    model = {(param.key.scope, param.key.path): param for param in inventory.params}
+    for name, copies in inventory.copies.items():
+        pairs = [(model[at], copy) for copy in copies if (at := _place(copy)) in model]
+        shapes = [pair for pair in pairs if pair[0].tensor.global_shape != pair[1].tensor.global_shape]
+        if 2 * len(pairs) < len(copies) or 2 * len(shapes) >= len(pairs):
+            continue
+        for pair in shapes:
+            yield _shape(name, *pair)
+        yield from _absent(name, inventory.params, copies)
+        yield from _dtypes(name, pairs)
+
+
+def _place(copy: Param) -> tuple[tuple[str, ...], str]:
+    """Where the model has what the copy has."""
+    return tuple(part for part in copy.key.scope if part not in COPIES), copy.key.path
+
+
+def _shape(name: str, param: Param, copy: Param) -> Finding:
+    sizes, own = param.tensor.global_shape, copy.tensor.global_shape
+    quotients = [
+        f"dim {axis}: {Fraction(b, a)}" for axis, (a, b) in enumerate(zip(sizes, own, strict=False)) if a != b and a
+    ]
+    return Finding(
+        f"copy{{of}} in {name} is {shape_text(own)}, and {shape_text(sizes)} in the model",
+        fqn=copy.tensor.fqn,
+        tensor=copy.tensor,
+        notes=(
+            ("model", f"{param.tensor.fqn}: {param.tensor.dtype} {shape_text(sizes)}"),
+            ("share", ", ".join(quotients) if len(own) == len(sizes) else ""),
+        ),
+        hint="give the copy the placement that the model's tensor has, and save both again",
+    )
+
+
+def _absent(name: str, params: list[Param], copies: list[Param]) -> Iterator[Finding]:
+    """Keys of the model that the copy lacks, of the roles that it has in other layers."""
+    held = {_place(copy) for copy in copies}
+    roles = {(_place(copy)[0], copy.key.role) for copy in copies if copy.key.layer is not None}
+    layers = {(_place(copy)[0], copy.key.block, copy.key.layer) for copy in copies}
+    lost: dict[tuple[str, bool], list[Param]] = defaultdict(list)
+    for param in params:
+        key = param.key
+        if key.layer is not None and (key.scope, key.role) in roles and (key.scope, key.path) not in held:
+            in_layer = (key.scope, key.block, key.layer) in layers
+            lost[key.role if in_layer else key.block, in_layer].append(param)
+    for (what, in_layer), absent in lost.items():
+        numbers = [param.key.layer for param in absent if param.key.layer is not None]
+        text = f"{what} in" if in_layer else f"all of {what} in"
+        notes: tuple[Note, ...] = (
+            ("absent", ", ".join(p.key.path for p in absent[:_FEW]) + ", ..." * (len(absent) > _FEW)),
+        )
+        yield Finding(
+            f"copy {name} lacks {text} layer{'s'[: len(set(numbers)) != 1]} {ranges(numbers)}, which the model has",
+            fqn=absent[0].tensor.fqn,
+            missing=tuple(param.key.path for param in absent),
+            severity=None if in_layer else Severity.INFO,
+            notes=notes,
+            why="" if in_layer else "the copy may be of trained layers only, or of another depth",
+            hint="find out which filter drops these keys from the copy" if in_layer else "",
+        )
+
+
+def _dtypes(name: str, pairs: list[tuple[Param, Param]]) -> Iterator[Finding]:
+    differing: dict[tuple[str, str], list[Param]] = defaultdict(list)
+    for param, copy in pairs:
+        if param.tensor.dtype != copy.tensor.dtype:
+            differing[param.tensor.dtype, copy.tensor.dtype].append(copy)
+    for (theirs, own), found in differing.items():
+        yield Finding(
+            f"copy {name} holds {len(found):,} of {len(pairs):,} tensors as {own}, the model as {theirs}",
+            fqn=found[0].tensor.fqn,
+            severity=Severity.INFO,
+            why="a copy in another precision is common, and converted on loading",
+        )
