@@ -39,7 +39,9 @@ def counted(shape: tuple[int, ...], chunks: list[Chunk]) -> dict[tuple[int, ...]
 
 
 def box_cells(found: tuple[Box, ...]) -> list[tuple[int, ...]]:
-    return [cell for box in found for cell in product(*(range(a, b) for a, b in zip(box.offsets, box.ends, strict=True)))]
+    return [
+        cell for box in found for cell in product(*(range(a, b) for a, b in zip(box.offsets, box.ends, strict=True)))
+    ]
 
 
 def cut(draw: st.DrawFn, offsets: tuple[int, ...], sizes: tuple[int, ...], splits: int) -> list[Chunk]:
@@ -52,9 +54,9 @@ def cut(draw: st.DrawFn, offsets: tuple[int, ...], sizes: tuple[int, ...], split
         if size[axis] < 2:
             continue
         middle = draw(st.integers(1, size[axis] - 1))
-        below = size[:axis] + (middle,) + size[axis + 1 :]
-        above = size[:axis] + (size[axis] - middle,) + size[axis + 1 :]
-        parts[at : at + 1] = [(low, below), (low[:axis] + (low[axis] + middle,) + low[axis + 1 :], above)]
+        below = (*size[:axis], middle, *size[axis + 1 :])
+        above = (*size[:axis], size[axis] - middle, *size[axis + 1 :])
+        parts[at : at + 1] = [(low, below), ((*low[:axis], low[axis] + middle, *low[axis + 1 :]), above)]
     return parts
 
 

@@ -141,7 +141,9 @@ def test_holders_are_the_chunks_that_hold_the_cell(tmp_path: Path) -> None:
     layout = ckpt.tensors["w"].layout
     for row, cells in zip(made.rows, made.holders, strict=True):
         for column, held in zip(made.columns, cells, strict=True):
-            assert held == layout.touching(Box((row.start, column.start), (row.stop - row.start, column.stop - column.start)))
+            assert held == layout.touching(
+                Box((row.start, column.start), (row.stop - row.start, column.stop - column.start))
+            )
 
 
 @pytest.mark.parametrize("shape", [[], [4, 4, 1]], ids=["scalar", "chunks of another rank"])
@@ -231,13 +233,6 @@ def test_no_line_is_wider_than_asked(tmp_path: Path, case: str, width: int, asci
     ckpt = opened(tmp_path, shape, chunks)
     lines = drawn(ckpt, region, ascii_only, width)
     assert [line for line in lines if len(line) > width] == []
-
-
-@pytest.mark.parametrize("width", [60, 76])
-def test_a_long_file_name_does_not_widen_the_map(tmp_path: Path, width: int) -> None:
-    records = [f"checkpoint-of-the-long-run-{i}-{'x' * 60}__{i}_0.distcp 0:1600" for i in range(3)]
-    ckpt = opened(tmp_path, [16], ["0:4", "4:8", "12:16"], records=records)
-    assert [line for line in drawn(ckpt, Box((8,), (4,)), True, width) if len(line) > width] == []
 
 
 def test_all_rows_of_a_map_are_equally_wide(tmp_path: Path) -> None:
