@@ -147,7 +147,6 @@ def _verdict(report: Report, style: Style) -> list[str]:
     counts = [plural(report.counts[level], level) for level in ("error", "warning") if report.counts[level]]
     notes = report.counts["info"]
     rules = len(report.rules)
-    ran = {code for part in report.checkpoints for code in part.passed}
     selected = {rule.code for rule in report.rules}
     silent = {code for part in report.checkpoints for code in part.not_run} & selected
     failed = {code for part in report.checkpoints for code in part.failed}
@@ -174,7 +173,7 @@ def _verdict(report: Report, style: Style) -> list[str]:
     if not counts and not failed and not report.is_incomplete:
         unread = "" if report.depth == "files" else " and files were not looked at (--depth files)"
         extra = f", {plural(notes, 'note')} (-v)" if notes and not style.verbose else ""
-        of = f"{len(ran - silent)} of {rules} rules" if silent else f"All {rules} rules"
+        of = f"{rules - len(silent)} of {rules} rules" if silent else f"All {rules} rules"
         passed = style.paint(f"{of} passed", "good")
         lines.append(f"{passed} in {report.seconds:.2f} s{extra}. Tensor bytes were not read{unread}.")
     return lines
