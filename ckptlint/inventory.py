@@ -169,15 +169,6 @@ def take(ckpt: Checkpoint) -> Inventory:
     return inventory
 
 
-def by_layer(params: Iterable[Param]) -> dict[tuple[tuple[str, ...], str, int | None], list[Param]]:
-    """(scope, block, layer) -> the parameters of one layer; layer None for stacked layers."""
-    found: dict[tuple[tuple[str, ...], str, int | None], list[Param]] = defaultdict(list)
-    for param in params:
-        if param.key.block:
-            found[param.key.scope, param.key.block, param.key.layer].append(param)
-    return found
-
-
 def siblings(params: Iterable[Param]) -> dict[tuple[tuple[str, ...], str], list[Param]]:
     """(scope, role) -> the parameters that play one role in different layers or experts."""
     found: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)

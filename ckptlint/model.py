@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.boxes import Box, IntArray, Layout
+from ckptlint.boxes import IntArray, Layout
 
 Format = Literal["dcp", "dcp-per-rank", "torch_dist", "fsdp_dtensor", "torch_dcp", "incomplete", "unsupported"]
 
@@ -441,8 +441,3 @@ def empty_records() -> RecordTable:
     none = np.zeros(0, np.int64)
     flags = np.zeros(0, bool)
     return RecordTable([], none.astype(np.int32), none.astype(np.int32), none, none, flags, flags, {})
-
-
-def chunk_box(tensor: Tensor, row: int) -> Box:
-    """Chunk `row` of a tensor as a box."""
-    return tensor.layout.box(row)
