@@ -3,7 +3,8 @@
 `pickle.Unpickler.find_class` is the only way a pickle reaches a name. Here it never resolves one: each (module, name)
 becomes a stand-in that keeps what it was given and does nothing. Names outside the list of `.metadata` are refused:
 they become stand-ins too, so that the rest can still be read, and are reported with their byte offset. The opcodes
-are walked in Python only to explain a refusal.
+are walked in Python only to explain a refusal. Of a large `.metadata` the regular stretches become columns first
+(`stretches`), and the unpickler reads the rest.
 
 A crafted stream may still crash, starve or stall the C unpickler, which is why loaders run under `isolate`.
 """
@@ -24,6 +25,7 @@ from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.model import printable
+from ckptlint.stretches import END, WORTHWHILE, ChunkRows, RecordRows, Scan, Stretch, scan
 
 SIZE_LIMIT = 2 * 1024**3
 """Largest metadata pickle that is read, in bytes; 10 million chunks take about 1.5 GiB."""
@@ -128,7 +130,8 @@ class Unpickled:
     """What a pickle holds.
 
     Attributes:
-        root: the object, made of built-in values and stand-ins; None when a refusal left nothing.
+        root: the object, made of built-in values and stand-ins; None when a refusal left nothing. In a list of chunks
+            and among the keys of storage_data, a `Stretch` may stand for many rows, with `END` behind it.
         refused: names that must not be there.
         unknown: names of classes nobody here knows, decoded as inert values.
     """
@@ -297,12 +300,14 @@ class _Unpickler(pickle.Unpickler):
     Args:
         strict: True for `.metadata`, whose list of names is closed; False for the common state, where classes of the
             training code are inert values and only names known to be dangerous are refused.
+        found: the stretches that the pickle has persistent ids for.
     """
 
-    def __init__(self, file: io.BytesIO, strict: bool) -> None:
+    def __init__(self, file: io.BytesIO, strict: bool, found: Scan | None = None) -> None:
         super().__init__(file)
         self.names = _Names()
         self._strict = strict
+        self._found = found
         # made anew for each pickle: a crafted BUILD can then damage nothing that outlives the read
         self._stand_ins: dict[tuple[str, str], Any] = {}
 
@@ -314,7 +319,9 @@ class _Unpickler(pickle.Unpickler):
         return self._stand_ins[key]
 
     def persistent_load(self, pid: Any) -> Any:
-        """A storage of a tensor record as its description; `.metadata` has none."""
+        """A storage of a tensor record as its description, or a stretch; `.metadata` has none of its own."""
+        if self._found:
+            return self._found.persistent_load(pid)
         if self._strict:
             raise pickle.UnpicklingError("a persistent id, which metadata does not have")
         return _opaque("torch", "storage")(pid)
@@ -435,6 +442,8 @@ def _read(data: bytes, strict: bool) -> Unpickled:
     if len(data) > SIZE_LIMIT:
         raise LimitError(f"has {len(data):,} bytes, the limit is {SIZE_LIMIT:,}")
     _check_start(data)
+    if strict and len(data) >= WORTHWHILE and (root := _read_stretches(data)) is not None:
+        return Unpickled(root)
     stream = io.BytesIO(data)
     unpickler = _Unpickler(stream, strict)
     root, error = None, None
@@ -452,6 +461,45 @@ def _read(data: bytes, strict: bool) -> Unpickled:
         raise UnreadableError(f"has {rest:,} bytes behind the end of its pickle", stream.tell())
     unknown = tuple(printable(f"{module}.{name}") for module, name in unpickler.names.unknown)
     return Unpickled(root if error is None else None, refused, unknown)
+
+
+def _read_stretches(data: bytes) -> Any:
+    """The root of a large `.metadata` with its regular stretches as columns; None when it must be read otherwise."""
+    found = scan(data)
+    if found is None:
+        return None
+    unpickler = _Unpickler(io.BytesIO(found.pickle), strict=True, found=found)
+    try:
+        with paused_gc(), _no_extensions():
+            root = unpickler.load()
+        found.finish(lambda name: getattr(name, "kind", ""), unpickler.find_class("torch", "Size"))
+    except Exception:  # whatever it is, reading the original pickle tells
+        return None
+    return None if unpickler.names.refused or _placed(root) != len(found.stretches) else root
+
+
+def _placed(root: Any) -> int:
+    """How many stretches stand where they belong: chunks in a list of chunks, records among those of storage_data."""
+    count = 0
+    state = _state(root, "Metadata")
+    described, stored = state.get("state_dict_metadata"), state.get("storage_data")
+    for tensor in described.values() if isinstance(described, dict) else ():
+        chunks = _state(tensor, "TensorStorageMetadata").get("chunks")
+        if isinstance(chunks, list) and Stretch in set(map(type, chunks)):
+            pairs = zip(chunks, [*chunks[1:], None], strict=True)
+            count += sum(isinstance(_rows(item), ChunkRows) and behind is END for item, behind in pairs)
+    for key, info in stored.items() if isinstance(stored, dict) else ():
+        count += type(key) is Stretch and isinstance(_rows(key), RecordRows) and info is END
+    return count
+
+
+def _rows(item: Any) -> Any:
+    return item.table.rows if type(item) is Stretch else None
+
+
+def _state(node: Any, kind: str) -> dict[str, Any]:
+    is_kind = type(node).__base__ is Node and node.kind == kind and len(node) == 1
+    return node[0] if is_kind and isinstance(node[0], dict) else {}
 
 
 def _check_start(data: bytes) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import chain, compress, groupby
 from operator import itemgetter
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from ckptlint.boxes import COORDINATE_LIMIT, IntArray, Layout
 from ckptlint.errors import UnreadableError
 from ckptlint.model import RANK_LIMIT, ByteObject, ChunkTable, MalformedChunk, Problem, RecordTable, Tensor, printable
+from ckptlint.stretches import END, ChunkRows, RecordRows, Stretch
 from ckptlint.unpickle import Node, Opaque
 
 KEY_LIMIT = 4096
@@ -141,14 +142,13 @@ def _tensors(
         states = [state_of(node, "TensorStorageMetadata") for node in nodes if getattr(node, "kind", "") == kind]
         try:
             shape = _int_tuple(states[0].get("size"))
-            listed = [_list(state.get("chunks")) for state in states]
-            chunks = states_of(listed[0] if len(listed) == 1 else list(chain(*listed)), "ChunkStorageMetadata")
+            listed = list(chain(*(_list(state.get("chunks")) for state in states)))
+            if len(shape) > RANK_LIMIT:
+                problems.append(_limit(file, fqn, f"it has {len(shape):,} axes, the limit is {RANK_LIMIT}"))
+                listed = []
+            offsets, sizes, malformed = _chunks(listed, len(shape))
         except UnreadableError as error:
             raise UnreadableError(f"{error}, at key {printable(fqn)[:200]}") from None
-        if len(shape) > RANK_LIMIT:
-            problems.append(_limit(file, fqn, f"it has {len(shape):,} axes, the limit is {RANK_LIMIT}"))
-            chunks = []
-        offsets, sizes, malformed = _columns(chunks, len(shape))
         if len(states) > 1:
             offsets, sizes = _without_replicas(offsets, sizes)
         key = (shape, offsets.tobytes(), sizes.tobytes())
@@ -174,13 +174,45 @@ def _tensors(
     return tensors, byte_names
 
 
-def _columns(chunks: list[dict[str, Any]], rank: int) -> tuple[IntArray, IntArray, list[MalformedChunk]]:
+def _chunks(listed: list[Any], rank: int) -> tuple[IntArray, IntArray, list[MalformedChunk]]:
     """Offsets and sizes of the chunks that fit a table of this rank, and the chunks that do not."""
+    if Stretch not in set(map(type, listed)):
+        return _columns(*_extents(listed), rank)
+    parts = []
+    for is_stretch, items in groupby(listed, lambda item: type(item) is Stretch or item is END):
+        if not is_stretch:
+            parts.append(_columns(*_extents(list(items)), rank))
+            continue
+        for stretch in items:
+            if stretch is not END:
+                parts.append(_stretch_columns(stretch, rank))
+    offsets, sizes, malformed = zip(*parts, strict=True)
+    return np.concatenate(offsets), np.concatenate(sizes), list(chain(*malformed))
+
+
+def _stretch_columns(stretch: Stretch, rank: int) -> tuple[IntArray, IntArray, list[MalformedChunk]]:
+    table, rows = stretch.table.rows, slice(stretch.first, stretch.first + stretch.count)
+    assert isinstance(table, ChunkRows)
+    if (table.offset_rank[rows] == rank).all() and (table.size_rank[rows] == rank).all():
+        return table.offsets[rows, :rank], table.sizes[rows, :rank], []
+    offsets = _tuples(table.offset_rank[rows], table.offsets[rows])
+    return _columns(offsets, _tuples(table.size_rank[rows], table.sizes[rows]), rank)
+
+
+def _tuples(rank: IntArray, coordinates: IntArray) -> list[tuple[int, ...]]:
+    return [tuple(row[:axes]) for axes, row in zip(rank.tolist(), coordinates.tolist(), strict=True)]
+
+
+def _extents(listed: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Offsets and sizes as stored."""
+    chunks = states_of(listed, "ChunkStorageMetadata")
     try:
-        offsets = list(map(itemgetter("offsets"), chunks))
-        sizes = list(map(itemgetter("sizes"), chunks))
+        return list(map(itemgetter("offsets"), chunks)), list(map(itemgetter("sizes"), chunks))
     except KeyError as error:
         raise UnreadableError(f"has a chunk without {error}") from None
+
+
+def _columns(offsets: list[Any], sizes: list[Any], rank: int) -> tuple[IntArray, IntArray, list[MalformedChunk]]:
     shapely = {tuple} >= set(map(type, offsets)) | set(map(type, sizes))
     if shapely and {rank} >= set(map(len, offsets)) | set(map(len, sizes)):
         try:
@@ -232,10 +264,23 @@ def _dtype(properties: Any) -> str:
 
 @dataclass(slots=True)
 class _RawRecords:
-    """storage_data as parallel lists and columns."""
+    """storage_data as columns; row i is one stored record.
 
-    fqns: list[str]
-    offsets: list[tuple[int, ...] | None]
+    Attributes:
+        names: the distinct names, in order of first use; fqn: int32 [m], position in it.
+        hint: int64 [m], the chunk's number among those of its tensor, as far as the writer knew; -1 for none.
+        rank: int64 [m], number of axes of the offset it is filed under; -1 for none, -2 for one that is in `odd`.
+        offsets: int64 [m, d], zeros behind the rank.
+        odd: row -> an offset that fits no column.
+        paths: the distinct relative paths, likewise; file: int32 [m], position in it.
+    """
+
+    names: list[str]
+    fqn: Any
+    hint: IntArray
+    rank: IntArray
+    offsets: IntArray
+    odd: dict[int, tuple[int, ...]]
     paths: list[str]
     file: Any
     byte_offset: IntArray
@@ -243,7 +288,77 @@ class _RawRecords:
     transformed: Any
 
     @classmethod
-    def read(cls, index: list[Node], infos: list[Node], file: str, problems: list[Problem]) -> _RawRecords:
+    def read(cls, index: list[Any], infos: list[Any], file: str, problems: list[Problem]) -> _RawRecords:
+        """The columns of records that are stand-ins, stretches of rows, or both in turn."""
+        if Stretch not in set(map(type, index)):
+            return cls.of_nodes(index, infos, file, problems)
+        is_node = [type(key) is not Stretch and key is not END for key in index]
+        nodes = cls.of_nodes(list(compress(index, is_node)), list(compress(infos, is_node)), file, problems)
+        lengths = [key.count if type(key) is Stretch else int(key is not END) for key in index]
+        ends = np.cumsum(lengths)
+        starts = ends - lengths
+        total = int(ends[-1])
+        stretches = [(key, int(start)) for key, start in zip(index, starts, strict=True) if type(key) is Stretch]
+        tables = {id(key.table): _record_rows(key) for key, _ in stretches}
+        wide = max(nodes.offsets.shape[1], *(table.offsets.shape[1] for table in tables.values()))
+        whole = cls(
+            names=[],
+            fqn=np.zeros(total, np.int32),
+            hint=np.zeros(total, np.int64),
+            rank=np.zeros(total, np.int64),
+            offsets=np.zeros((total, wide), np.int64),
+            odd={},
+            paths=[],
+            file=np.zeros(total, np.int32),
+            byte_offset=np.zeros(total, np.int64),
+            byte_length=np.zeros(total, np.int64),
+            transformed=np.zeros(total, bool),
+        )
+        rows = starts[is_node]
+        names, paths = _Numbering(nodes.names), _Numbering(nodes.paths)
+        whole._put(
+            rows, nodes.fqn, nodes.hint, nodes.rank, nodes.offsets, nodes.file, nodes.byte_offset, nodes.byte_length
+        )
+        whole.transformed[rows] = nodes.transformed
+        whole.odd = {int(rows[row]): offset for row, offset in nodes.odd.items()}
+        numbers = {key: (names.add(table.names), paths.add(table.paths)) for key, table in tables.items()}
+        for stretch, start in stretches:
+            table = tables[id(stretch.table)]
+            of_names, of_paths = numbers[id(stretch.table)]
+            part = slice(stretch.first, stretch.first + stretch.count)
+            columns = table.byte_offset[part], table.byte_length[part]
+            place = slice(start, start + stretch.count)
+            whole._put(
+                place,
+                of_names[table.name[part]],
+                table.hint[part],
+                table.rank[part],
+                table.offsets[part],
+                of_paths[table.path[part]],
+                *columns,
+            )
+        whole.names, whole.fqn = names.in_order_of_use(whole.fqn)
+        whole.paths, whole.file = paths.in_order_of_use(whole.file)
+        return whole
+
+    def _put(
+        self,
+        rows: Any,
+        fqn: Any,
+        hint: IntArray,
+        rank: IntArray,
+        offsets: IntArray,
+        file: Any,
+        start: IntArray,
+        length: IntArray,
+    ) -> None:
+        self.fqn[rows], self.hint[rows], self.rank[rows], self.file[rows] = fqn, hint, rank, file
+        self.offsets[rows, : offsets.shape[1]] = offsets
+        self.byte_offset[rows], self.byte_length[rows] = start, length
+
+    @classmethod
+    def of_nodes(cls, index: list[Node], infos: list[Node], file: str, problems: list[Problem]) -> _RawRecords:
+        """The same for stand-ins only."""
         try:
             keys = states_of(index, "MetadataIndex")
             values = states_of(infos, "_StorageInfo")
@@ -255,11 +370,9 @@ class _RawRecords:
             raise UnreadableError(f"has a storage entry without {error}") from None
         if not {str} >= set(map(type, fqns)) | set(map(type, names)):
             raise UnreadableError("has a storage entry whose name or path is no text")
-        offsets: list[tuple[int, ...] | None] = [key.get("offset") for key in keys]  # absent for bytes entries
-        if not {tuple, type(None)} >= set(map(type, offsets)):
-            offsets = [None if offset is None else _int_tuple(offset) for offset in offsets]
-        place = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        numbers = np.fromiter(map(place.__getitem__, names), np.int32, len(names))
+        fqn, distinct = _numbered(fqns)
+        number, paths = _numbered(names)
+        rank, offsets, odd = _filed_under([key.get("offset") for key in keys])  # absent for bytes entries
         columns = []
         for values_of, what in ((starts, "offset"), (lengths, "length")):
             try:
@@ -271,7 +384,82 @@ class _RawRecords:
         transformed = np.zeros(len(values), bool)
         if not {3} >= set(map(len, values)):
             transformed[:] = [bool(value.get("transform_descriptors")) for value in values]
-        return cls(fqns, offsets, list(place), numbers, columns[0], columns[1], transformed)
+        hints = [hint if type(hint) is int and 0 <= hint < COORDINATE_LIMIT else -1 for hint in map(_hint, keys)]
+        return cls(
+            distinct,
+            fqn,
+            np.array(hints, np.int64),
+            rank,
+            offsets,
+            odd,
+            paths,
+            number,
+            columns[0],
+            columns[1],
+            transformed,
+        )
+
+
+def _hint(key: dict[str, Any]) -> Any:
+    return key.get("index")
+
+
+def _record_rows(stretch: Stretch) -> RecordRows:
+    assert isinstance(stretch.table.rows, RecordRows)
+    return stretch.table.rows
+
+
+def _numbered(texts: list[str]) -> tuple[Any, list[str]]:
+    """int32 [n], positions in the list of distinct texts, and that list, in order of first use."""
+    place = {text: number for number, text in enumerate(dict.fromkeys(texts))}
+    return np.fromiter(map(place.__getitem__, texts), np.int32, len(texts)), list(place)
+
+
+class _Numbering:
+    """One numbering for texts that come from several tables."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.place = {text: number for number, text in enumerate(texts)}
+
+    def add(self, texts: list[str]) -> Any:
+        """int32 [n], the number of each text."""
+        return np.array([self.place.setdefault(text, len(self.place)) for text in texts], np.int32)
+
+    def in_order_of_use(self, numbers: Any) -> tuple[list[str], Any]:
+        """The texts in the order in which `numbers` first names them, and `numbers` in that order."""
+        first = np.zeros(len(self.place), np.int64)
+        first[numbers[::-1]] = np.arange(len(numbers))[::-1]
+        order = np.argsort(first, kind="stable")
+        new = np.zeros(len(order), np.int32)
+        new[order] = np.arange(len(order), dtype=np.int32)
+        texts = list(self.place)
+        return [texts[number] for number in order.tolist()], new[numbers]
+
+
+def _filed_under(offsets: list[Any]) -> tuple[IntArray, IntArray, dict[int, tuple[int, ...]]]:
+    """Rank and coordinates of the offsets in the keys of storage_data, and those that fit no column."""
+    if not {tuple, type(None)} >= set(map(type, offsets)):
+        offsets = [None if offset is None else _int_tuple(offset) for offset in offsets]
+    rank = np.fromiter((-1 if offset is None else len(offset) for offset in offsets), np.int64, len(offsets))
+    coordinates = np.zeros((len(offsets), min(max(rank.max(initial=0), 0), RANK_LIMIT)), np.int64)
+    odd: dict[int, tuple[int, ...]] = {}
+    for axes in np.unique(rank[rank > 0]).tolist():
+        rows = np.flatnonzero(rank == axes)
+        try:
+            if axes > RANK_LIMIT:
+                raise OverflowError
+            columns = _int_columns([offsets[row] for row in rows.tolist()], axes)
+            if ((columns >= COORDINATE_LIMIT) | (columns <= -COORDINATE_LIMIT)).any():
+                raise OverflowError
+            coordinates[rows, :axes] = columns
+        except (OverflowError, TypeError, ValueError):
+            for row in rows.tolist():
+                offset = _int_tuple(offsets[row])
+                if axes > RANK_LIMIT or _beyond(offset):
+                    odd[row], rank[row] = offset, -2
+                else:
+                    coordinates[row, :axes] = offset
+    return rank, coordinates, odd
 
 
 def _join(
@@ -281,56 +469,79 @@ def _join(
 
     Returns the records as a table, which of them have an offset, the tensors by printable name, the bytes entries.
     """
-    names = {name: number for number, name in enumerate(dict.fromkeys(raw.fqns))}
-    fqn = np.fromiter(map(names.__getitem__, raw.fqns), np.int32, len(raw.fqns))
-    owned = np.zeros(len(fqn), bool)
-    rank = np.fromiter((-1 if offset is None else len(offset) for offset in raw.offsets), np.int64, len(fqn))
+    numbers = {name: number for number, name in enumerate(raw.names)}
+    owned = np.zeros(len(raw.fqn), bool)
 
     by_rank: dict[int, list[tuple[int, Tensor]]] = {}
     for name, tensor in tensors.items():
-        if name in names and len(tensor.chunks):
-            by_rank.setdefault(len(tensor.global_shape), []).append((names[name], tensor))
+        if name in numbers and len(tensor.chunks):
+            by_rank.setdefault(len(tensor.global_shape), []).append((numbers[name], tensor))
     for axes, group in by_rank.items():
-        rows = np.flatnonzero(rank == axes)
-        try:
-            stored = _int_columns([raw.offsets[row] or () for row in rows.tolist()], axes)
-        except (OverflowError, TypeError, ValueError):
-            keep = [row for row in rows.tolist() if not _beyond(_int_tuple(raw.offsets[row] or ()))]
-            rows = np.array(keep, np.int64)
-            stored = _int_columns([raw.offsets[row] or () for row in keep], axes)
-        lengths = [len(tensor.chunks) for _, tensor in group]
+        rows = np.flatnonzero(raw.rank == axes)
+        stored = raw.offsets[rows, :axes]
+        owners = np.array([number for number, _ in group], np.int64)
+        lengths = np.array([len(tensor.chunks) for _, tensor in group])
         wanted = np.concatenate([tensor.layout.offsets for _, tensor in group])
-        owner = np.repeat(np.array([number for number, _ in group], np.int64), lengths)
-        found = _match(
-            np.concatenate([fqn[rows, None].astype(np.int64), stored], axis=1),
-            np.concatenate([owner[:, None], wanted], axis=1),
-            rows,
-            owned,
-        )
+        found = _by_hint(raw, rows, stored, wanted, owners, lengths)
+        if found is not None:
+            owned[rows] = True
+        else:
+            found = _match(
+                np.concatenate([raw.fqn[rows, None].astype(np.int64), stored], axis=1),
+                np.concatenate([np.repeat(owners, lengths)[:, None], wanted], axis=1),
+                rows,
+                owned,
+            )
         for (_, tensor), part in zip(group, np.split(found, np.cumsum(lengths)[:-1]), strict=True):
             tensor.chunks.record[:] = part
 
     byte_row: dict[str, int] = {}
     wanted_bytes = set(byte_names)
-    for row in np.flatnonzero(rank == -1).tolist():
-        owned[row] = raw.fqns[row] in wanted_bytes
-        byte_row[raw.fqns[row]] = row
+    for row in np.flatnonzero(raw.rank == -1).tolist():
+        name = raw.names[raw.fqn[row]]
+        owned[row] = name in wanted_bytes
+        byte_row[name] = row
     byte_objects = [ByteObject(printable(name), byte_row.get(name, -1)) for name in byte_names]
     records = RecordTable(
-        fqns=[printable(name) for name in names],
-        fqn=fqn,
+        fqns=[printable(name) for name in raw.names],
+        fqn=raw.fqn,
         file=raw.file,
         byte_offset=raw.byte_offset,
         byte_length=raw.byte_length,
         transformed=raw.transformed,
         owned=owned,
-        strays={row: _stray(raw.offsets[row]) for row in np.flatnonzero(~owned).tolist()},
+        strays={row: _stray(raw, row) for row in np.flatnonzero(~owned).tolist()},
     )
-    return records, rank >= 0, {tensor.fqn: tensor for tensor in tensors.values()}, byte_objects
+    return records, raw.rank != -1, {tensor.fqn: tensor for tensor in tensors.values()}, byte_objects
 
 
-def _stray(offsets: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    return None if offsets is None else _clamped(_int_tuple(offsets))
+def _by_hint(
+    raw: _RawRecords, rows: IntArray, stored: IntArray, wanted: IntArray, owners: IntArray, lengths: IntArray
+) -> IntArray | None:
+    """What `_match` finds, where every record names the number of its chunk and every chunk has one record.
+
+    Source:
+        torch.distributed.checkpoint.default_planner.create_default_global_save_plan (>= 2.0), MetadataIndex.index
+    """
+    if len(rows) != len(wanted):
+        return None
+    first, count = np.full(len(raw.names), -1, np.int64), np.zeros(len(raw.names), np.int64)
+    first[owners], count[owners] = np.cumsum(lengths) - lengths, lengths
+    fqn, hint = raw.fqn[rows], raw.hint[rows]
+    if ((hint < 0) | (hint >= count[fqn])).any():
+        return None
+    at = first[fqn] + hint
+    found = np.full(len(wanted), -1, np.int64)
+    found[at] = rows
+    return found if (found >= 0).all() and (stored == wanted[at]).all() else None
+
+
+def _stray(raw: _RawRecords, row: int) -> tuple[int, ...] | None:
+    """The offset that a record is filed under."""
+    rank = int(raw.rank[row])
+    if rank < 0:
+        return _clamped(raw.odd[row]) if row in raw.odd else None
+    return tuple(raw.offsets[row, :rank].tolist())
 
 
 def _match(stored: IntArray, wanted: IntArray, rows: IntArray, owned: Any) -> IntArray:
