@@ -7,6 +7,7 @@ opcode in Python, so the reading happens where it can be stopped.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -19,6 +20,8 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 from ckptlint.errors import CkptlintError, LimitError, ReaderError
 
 T = TypeVar("T")
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 _BASE_BYTES = 1024**3
 _BYTES_PER_BYTE = 24  # measured: 12 bytes of memory per byte of a .metadata with a million chunks
@@ -79,6 +82,7 @@ def _serve(work: Callable[[], Any], size: int, writing: int) -> NoReturn:
     try:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         _limit(size)
+        _keep_freed_memory()
         try:
             answer: tuple[str, Any] = ("result", work())
         except CkptlintError as error:
@@ -110,6 +114,16 @@ def _limit(size: int) -> None:
     except (OSError, ValueError):
         return  # only Linux tells how much address space is taken already
     _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + _BASE_BYTES + _BYTES_PER_BYTE * size)
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc reuse large freed blocks: fetching them from the system anew took a tenth of a large read."""
+    with contextlib.suppress(OSError, AttributeError):
+        import ctypes
+
+        allocator = ctypes.CDLL(None)
+        allocator.mallopt(_M_MMAP_THRESHOLD, 2**30)
+        allocator.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _lower(which: int, value: int) -> None:

@@ -22,8 +22,11 @@ Source:
 
 from __future__ import annotations
 
+import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any, NoReturn
@@ -35,7 +38,7 @@ from ckptlint.boxes import COORDINATE_LIMIT, IntArray
 WORTHWHILE = 1024**2
 """Bytes from which on a scan is tried; a smaller pickle is read in milliseconds anyway."""
 
-_BLOCK = 1 << 16  # rows read at once: their columns stay in the processor's cache
+_BLOCK = 1 << 15  # rows read at once: their columns stay in the processor's cache
 _AXES = 8  # a Size with more is left to the unpickler
 _PADDING = 64  # bytes that may be read behind the end
 _ATTEMPTS = 16  # rows that a form is learned from
@@ -200,12 +203,13 @@ class Scan:
 
     Attributes:
         pickle: the shorter pickle.
+        view: the original, until the rows are read.
         stretches: in the order of the stream.
         references: for each stretch, the memo indices outside of all stretches that its rows refer to.
     """
 
     pickle: bytes
-    body: bytes
+    view: _View | None
     tables: list[Table]
     stretches: list[Stretch]
     references: list[tuple[int, ...]]
@@ -259,7 +263,7 @@ class Scan:
                 table.rows = self._record_rows(table, *attributes)
             else:
                 raise IrregularError
-        self.body = b""
+        self.view = None
 
     def _chunk_rows(self, table: Table, chunk: dict[Any, _Column]) -> ChunkRows:
         return ChunkRows(*self._sizes(table, chunk["offsets"]), *self._sizes(table, chunk["sizes"]))
@@ -305,10 +309,9 @@ class Scan:
         if np.count_nonzero(rows) != np.count_nonzero(spelled) + len(referring):
             raise IrregularError
         ids = np.zeros(len(rows), np.int32)
-        starts = column.number[spelled]
-        found = self._slices(starts, starts + column.length[spelled])
-        place = {text: number for number, text in enumerate(dict.fromkeys(found))}
-        ids[spelled] = np.fromiter(map(place.__getitem__, found), np.int32, len(found))
+        assert self.view is not None
+        ids[spelled], found = _distinct(self.view, column.number[spelled], column.length[spelled])
+        place = {text: number for number, text in enumerate(found)}
         if len(referring):
             indices, which = np.unique(column.number[referring], return_inverse=True)
             numbers = [place.setdefault(text, len(place)) for text in self._texts_at(indices)]
@@ -343,13 +346,14 @@ class Scan:
 
     def _texts_at(self, indices: IntArray) -> list[bytes]:
         """The texts under these memo indices."""
+        assert self.view is not None
         found: dict[int, bytes] = {}
         for column, entries, rows in self._entries(_TEXT):
             at = np.minimum(np.searchsorted(entries, indices), len(entries) - 1)
             hit = np.flatnonzero(entries[at] == indices)
             source = rows[at[hit]]
-            starts = column.number[source]
-            found |= zip(indices[hit].tolist(), self._slices(starts, starts + column.length[source]), strict=True)
+            texts = _slices(self.view, column.number[source], column.length[source])
+            found |= zip(indices[hit].tolist(), texts, strict=True)
         for index in indices.tolist():
             if index not in found:
                 text = self.outside.get(index)
@@ -357,9 +361,6 @@ class Scan:
                     raise IrregularError
                 found[index] = text.encode("utf-8", "surrogatepass")
         return [found[index] for index in indices.tolist()]
-
-    def _slices(self, starts: IntArray, ends: IntArray) -> list[bytes]:
-        return list(map(self.body.__getitem__, map(slice, starts.tolist(), ends.tolist())))
 
     def _sizes_at(self, indices: IntArray) -> tuple[IntArray, IntArray]:
         """Ranks and coordinates of the Sizes under these memo indices."""
@@ -415,20 +416,31 @@ class _View:
     def __init__(self, data: bytes) -> None:
         if len(data) < 12 or data[0] != 0x80 or data[1] not in (4, 5):
             raise IrregularError
-        at, parts, cuts, end = 2, [data[:2]], [], 2
+        at, cuts, end = 2, [], 2
+        self.body = body = _zeros(len(data) + _PADDING)
+        body[:2] = data[:2]
         view = memoryview(data)
         while at < len(data):
             length = int.from_bytes(data[at + 1 : at + 9], "little")
             if data[at] != 0x95 or at + 9 + length > len(data):
                 raise IrregularError
             cuts.append(end)
-            parts.append(view[at + 9 : at + 9 + length])  # type: ignore[arg-type]
+            body[end : end + length] = view[at + 9 : at + 9 + length]
             at, end = at + 9 + length, end + length
-        self.body = b"".join([*parts, bytes(_PADDING)])
         self.end = end
         self.byte = np.frombuffer(self.body, np.uint8)
         self.word: Any = np.ndarray((len(self.body) - 7,), "<u8", self.body, strides=(1,))
         self.cuts = np.array(cuts, np.int64)
+
+
+def _zeros(count: int) -> mmap.mmap:
+    """Memory in huge pages where the system has them: a page fault for each 4 KiB would take longer than the copy."""
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return mmap.mmap(-1, count)
+    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 class _Scanner:
@@ -437,6 +449,7 @@ class _Scanner:
         self.size_index = -1
         self.tables: list[Table] = []
         self.attempts = 0
+        self.ahead: Future[Table | None] | None = None
         self.stretches: list[Stretch] = []
         self.references: list[tuple[int, ...]] = []
         self.first_entries: list[int] = []  # memo index of each stretch's first entry, and behind its last
@@ -494,7 +507,7 @@ class _Scanner:
             else:
                 raise IrregularError
         self._fill_base()
-        return Scan(b"".join(pieces), body, self.tables, self.stretches, self.references)
+        return Scan(b"".join(pieces), self.view, self.tables, self.stretches, self.references)
 
     def _fill_base(self) -> None:
         for table in self.tables:
@@ -515,10 +528,21 @@ class _Scanner:
                 return table
             if at in table.alone:
                 return None
+        if objects == 2 and self.ahead:
+            ahead, self.ahead = self.ahead.result(), None
+            if ahead:
+                self.tables.append(ahead)
+                return self._table_at(at, objects)
         if self.attempts < _ATTEMPTS:
             self.attempts += 1
             if form := _learn(self.view, at, objects, self.size_index):
-                self.tables.append(_read_table(self.view, form, at))
+                if objects == 1 and not self.tables:
+                    # numpy lets go of the interpreter: the records are read at the same time
+                    with ThreadPoolExecutor(1) as pool:
+                        self.ahead = pool.submit(_records, self.view, at, self.size_index)
+                        self.tables.append(_read_table(self.view, form, at))
+                else:
+                    self.tables.append(_read_table(self.view, form, at))
                 return self._table_at(at, objects)
         return None
 
@@ -588,12 +612,12 @@ def _learn(view: _View, at: int, objects: int, size_index: int) -> _Form | None:
     for _ in range(objects):
         opcode, index = _get_at(body, at)
         at += len(opcode)
-        if not opcode or not body.startswith(_OBJECT, at):
+        if not opcode or body[at : at + len(_OBJECT)] != _OBJECT:
             return None
         constant, made, at = constant + opcode + _OBJECT, made + 2, at + len(_OBJECT)
         names.append(index)
         count = 0
-        while not body.startswith(_BUILT, at):
+        while body[at : at + len(_BUILT)] != _BUILT:
             opcode, index = _get_at(body, at)
             at += len(opcode)
             if not opcode or count == _ATTRIBUTES:
@@ -611,7 +635,7 @@ def _learn(view: _View, at: int, objects: int, size_index: int) -> _Form | None:
     return _Form(tuple(names), tuple(attributes), tuple(constants), (*memos, 0))
 
 
-def _get_at(body: bytes, at: int) -> tuple[bytes, int]:
+def _get_at(body: mmap.mmap, at: int) -> tuple[bytes, int]:
     """The GET opcode here and its index; nothing when it is another opcode."""
     width = {0x68: 2, 0x6A: 5}.get(body[at], 0)
     opcode = body[at : at + width]
@@ -647,6 +671,17 @@ def _read_table(view: _View, form: _Form, at: int) -> Table:
     return Table(form.names, form.attributes, columns, entries, np.full(count, -1, np.int64), stretches, alone)
 
 
+def _records(view: _View, at: int, size_index: int) -> Table | None:
+    """The records behind the chunks at `at`, if their first rows are found; a guess that `_Scanner.run` confirms."""
+    at = view.body.find(_INDEX_CLASS, at)
+    for _ in range(4):
+        at = view.body.find(_OBJECT, at + 1) if at >= 0 else -1
+        for start in (at - 5, at - 2) if at >= 0 else ():
+            if form := _learn(view, start, 2, size_index):
+                return _read_table(view, form, start)
+    return None
+
+
 def _occurrences(view: _View, constant: bytes, at: int) -> IntArray:
     """int64 [n], ascending: the positions from `at` on where a row may begin."""
     behind = view.body.find(_INDEX_CLASS, at)  # chunks come before, records behind it
@@ -656,7 +691,7 @@ def _occurrences(view: _View, constant: bytes, at: int) -> IntArray:
     for phase in range(8):
         words = np.frombuffer(view.body, "<u8", max(end - at - phase, 0) // 8, at + phase)
         found.append(np.flatnonzero(words == wanted) * 8 + (at + phase))
-    return np.sort(np.concatenate(found))
+    return np.sort(np.concatenate(found), kind="stable")  # eight ascending parts: a merge
 
 
 def _read_rows(
@@ -859,3 +894,43 @@ class _Sizes:
         self.end = at + len(_REDUCED)
         self.made = (3 - (rank == 0)).astype(np.int32)
         self.coordinates = coordinates[:, : max(int(rank.max()), 1)]
+
+
+# ---------------------------------------------------------------- many texts at once
+
+
+def _slices(view: _View, start: IntArray, length: Any) -> list[bytes]:
+    return list(map(view.body.__getitem__, map(slice, start.tolist(), (start + length).tolist())))
+
+
+def _distinct(view: _View, start: IntArray, length: Any) -> tuple[Any, list[bytes]]:
+    """int32 [n], the number of each text among the distinct ones, and these."""
+    if len(start) == 0:
+        return np.zeros(0, np.int32), []
+    mixed = length.astype(np.uint64)
+    words = range(-(-int(length.max()) // 8))
+    for first in range(0, len(start), _BLOCK):
+        rows = slice(first, first + _BLOCK)
+        for number in words:
+            mixed[rows] = (mixed[rows] ^ _word(view, start[rows], length[rows], number)) * _FACTOR
+            mixed[rows] ^= mixed[rows] >> np.uint64(29)
+    distinct, numbers = np.unique(mixed, return_inverse=True)
+    example = np.zeros(len(distinct), np.int64)
+    example[numbers] = np.arange(len(numbers))
+    texts = _slices(view, start[example], length[example])
+    if (length != length[example][numbers]).any() or any(
+        (_word(view, start, length, number) != _word(view, start[example], length[example], number)[numbers]).any()
+        for number in words
+    ):
+        raise IrregularError  # two texts with one mix: crafted
+    return numbers.astype(np.int32), texts
+
+
+def _word(view: _View, start: IntArray, length: Any, number: int) -> Any:
+    """The text's bytes 8 * number to 8 * number + 7 as one word, zeros behind its end."""
+    left = np.clip(length - 8 * number, 0, 8)
+    return view.word[np.where(left > 0, start + 8 * number, 0)] & _FIRST_BYTES[left]
+
+
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_FIRST_BYTES = np.array([(1 << 8 * count) - 1 for count in range(9)], np.uint64)

@@ -465,11 +465,11 @@ def _read(data: bytes, strict: bool) -> Unpickled:
 
 def _read_stretches(data: bytes) -> Any:
     """The root of a large `.metadata` with its regular stretches as columns; None when it must be read otherwise."""
-    found = scan(data)
-    if found is None:
-        return None
-    unpickler = _Unpickler(io.BytesIO(found.pickle), strict=True, found=found)
     try:
+        found = scan(data)
+        if found is None:
+            return None
+        unpickler = _Unpickler(io.BytesIO(found.pickle), strict=True, found=found)
         with paused_gc(), _no_extensions():
             root = unpickler.load()
         found.finish(lambda name: getattr(name, "kind", ""), unpickler.find_class("torch", "Size"))
