@@ -379,7 +379,7 @@ class _RawRecords:
                 columns.append(np.fromiter(values_of, np.int64, len(values_of)))
             except (OverflowError, TypeError, ValueError):
                 problems.append(_limit(file, None, f"a storage entry's {what} does not fit 64 bits"))
-                whole = (v if isinstance(v, int) and abs(v) < COORDINATE_LIMIT else -1 for v in values_of)
+                whole = (v if isinstance(v, int) and abs(v) < 2**63 else -1 for v in values_of)
                 columns.append(np.fromiter(whole, np.int64, len(values_of)))
         transformed = np.zeros(len(values), bool)
         if not {3} >= set(map(len, values)):
