@@ -1,8 +1,9 @@
 """Writes `.metadata` files of any size with torch's own classes: python bench/generate.py KIND CHUNKS FOLDER.
 
-KIND: fsdp (axis 0 over 1,024 ranks), tp-fsdp (axes 1 and 0 over 8 x 128), moe (experts x rows, 256 x 64 for each
+KIND: fsdp (axis 0 over 1,024 ranks), tp-fsdp (axes 1 and 0 over 8 x 128), moe (experts x columns, 256 x 64 for each
 tensor), flat (uneven flat optimizer shards over 512 ranks), mcore (with the plans of 512 ranks), objects
-(ShardedObjects). CHUNKS is the number of chunks, or of objects. No payload is written: check it with --depth metadata.
+(ShardedObjects), holes (fsdp, of which each tensor lacks the chunk of another rank). CHUNKS is the number of chunks, or
+of objects. No payload is written: check it with --depth metadata.
 
 What ranks send to the coordinator goes through pickle here too, so strings are shared in the file as in a real save: a
 name is spelled once for each rank, a path once for each file.
@@ -45,17 +46,19 @@ ROWS, COLUMNS, ITEM = 8, 4096, 4
 
 def cuts(kind: str, chunks: int) -> Iterator[Cut]:
     """The tensors of a kind that together have about so many chunks."""
-    if kind == "fsdp":
-        for name in names(chunks // 1024):
-            yield name, (ROWS * 1024, COLUMNS), [((ROWS * r, 0), (ROWS, COLUMNS)) for r in range(1024)]
+    if kind in ("fsdp", "holes"):
+        for number, name in enumerate(names(chunks // 1024)):
+            lost = {number % 1024} if kind == "holes" else {}
+            extents = [((ROWS * r, 0), (ROWS, COLUMNS)) for r in range(1024) if r not in lost]
+            yield name, (ROWS * 1024, COLUMNS), extents
     elif kind == "tp-fsdp":
         for name in names(chunks // 1024):
             grid = [((16 * d, 512 * t), (16, 512)) for t in range(8) for d in range(128)]
             yield name, (16 * 128, 512 * 8), grid
     elif kind == "moe":
         for layer in range(max(chunks // (256 * 64), 1)):
-            grid = [((e, 112 * i, 0), (1, 112, 4096)) for e in range(256) for i in range(64)]
-            yield f"layers.{layer}.mlp.experts.gate_up_proj", (256, 112 * 64, 4096), grid
+            grid = [((e, 0, 64 * i), (1, 7168, 64)) for e in range(256) for i in range(64)]
+            yield f"layers.{layer}.mlp.experts.gate_up_proj", (256, 7168, 64 * 64), grid
     else:
         for number, name in enumerate(names(chunks // 512)):
             total = 512 * 70_000 + 37 * number + 1
@@ -298,7 +301,7 @@ def check_stream() -> None:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=["fsdp", "tp-fsdp", "moe", "flat", "mcore", "objects"])
+    parser.add_argument("kind", choices=["fsdp", "tp-fsdp", "moe", "flat", "mcore", "objects", "holes"])
     parser.add_argument("chunks", type=int)
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()

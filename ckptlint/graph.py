@@ -8,15 +8,14 @@ one crossing of two healthy axes leaves both paths whole, which is why verdicts 
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from ckptlint.boxes import Box, Layout
+from ckptlint.boxes import Box, IntArray, Layout
 from ckptlint.keys import ranges
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.topology import axes_of_size
@@ -27,23 +26,27 @@ if TYPE_CHECKING:
 _PLACE_LIMIT = 65536
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Places:
     """The places of one axis: the intervals on its path, and where links are missing the ones that would fill them.
 
     Attributes:
         axis: the dimension.
-        intervals: [start, stop) of every place, in order; together they tile the axis.
-        absent: positions in `intervals` that no chunk occupies.
+        starts, stops: int64 [n], the interval [start, stop) of every place, in order; together they tile the axis.
+        is_absent: bool [n], the places that no chunk occupies.
     """
 
     axis: int
-    intervals: tuple[tuple[int, int], ...]
-    absent: tuple[int, ...]
+    starts: IntArray
+    stops: IntArray
+    is_absent: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.starts)
 
     def inside(self, start: int, stop: int) -> list[int]:
         """Positions of the places that lie within [start, stop)."""
-        return [i for i, (a, b) in enumerate(self.intervals) if start <= a and b <= stop]
+        return np.flatnonzero((self.starts >= start) & (self.stops <= stop)).tolist()
 
 
 def axis_graph(layout: Layout, axis: int) -> nx.DiGraph[tuple[int, int]]:
@@ -72,34 +75,27 @@ def places(layout: Layout, axis: int) -> Places | None:
 
     A gap counts as so many places as the most common interval length fits into it, as one otherwise.
     """
-    import networkx as nx
-
-    graph = axis_graph(layout, axis)
     size = layout.shape[axis]
-    if graph.number_of_nodes() > _PLACE_LIMIT:
+    starts, stops = layout.intervals(axis).T
+    if len(starts) > _PLACE_LIMIT or (stops[:-1] > starts[1:]).any():
         return None
-    runs = sorted(sorted(component) for component in nx.weakly_connected_components(graph))
-    nodes = [node for run in runs for node in run]
-    if any(a[1] > b[0] for a, b in pairwise(nodes)):
+    if len(starts) and (starts[0] < 0 or stops[-1] > size):
         return None
-    if nodes and (nodes[0][0] < 0 or nodes[-1][1] > size):
-        return None
-    usual = Counter(stop - start for start, stop in nodes).most_common(1)[0][0] if nodes else size
-    intervals: list[tuple[int, int]] = []
-    absent: list[int] = []
-    reached = 0
-    for start, stop in [*nodes, (size, size)]:
-        if start > reached:
-            step = usual if usual and (start - reached) % usual == 0 else start - reached
-            for low in range(reached, start, step):
-                absent.append(len(intervals))
-                intervals.append((low, low + step))
-                if len(intervals) > _PLACE_LIMIT:
-                    return None
-        if stop > start:
-            intervals.append((start, stop))
-        reached = stop
-    return Places(axis, tuple(intervals), tuple(absent))
+    lengths, counts = np.unique(stops - starts, return_counts=True)
+    usual = int(lengths[counts.argmax()]) if len(lengths) else size
+    lows, highs = np.append(0, stops), np.append(starts, size)
+    parts = []
+    for gap in np.flatnonzero(lows < highs).tolist():
+        low, high = int(lows[gap]), int(highs[gap])
+        step = usual if (high - low) % usual == 0 else high - low
+        if (high - low) // step + len(starts) > _PLACE_LIMIT:
+            return None
+        parts.append(np.arange(low, high, step))
+        parts.append(np.append(parts[-1][1:], high))
+    absent, ends = (np.concatenate([np.zeros(0, np.int64), *parts[i::2]]) for i in range(2))
+    order = np.argsort(np.concatenate([starts, absent]), kind="stable")
+    is_absent = np.repeat([False, True], [len(starts), len(absent)])
+    return Places(axis, np.concatenate([starts, absent])[order], np.concatenate([stops, ends])[order], is_absent[order])
 
 
 def coordinates(layout: Layout, region: Box) -> dict[int, tuple[Places, list[int]]]:
@@ -118,7 +114,7 @@ def place_of(layout: Layout, region: Box) -> str:
     """A missing region by its places on the mesh, whatever the size of the tensor: what findings of one cause share."""
     found = coordinates(layout, region)
     return ", ".join(
-        f"dim {axis}: {ranges(inside)} of {len(axis_places.intervals)}" for axis, (axis_places, inside) in found.items()
+        f"dim {axis}: {ranges(inside)} of {len(axis_places)}" for axis, (axis_places, inside) in found.items()
     )
 
 
@@ -133,14 +129,14 @@ def mesh_note(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
     parts = []
     crossing = []
     for axis, (axis_places, inside) in coordinates(tensor.layout, region).items():
-        count = len(axis_places.intervals)
+        count = len(axis_places)
         if count == 1:
             continue
         name = axis_name(ckpt, axis, count)
-        lengths = {stop - start for start, stop in axis_places.intervals}
-        of = f" of {lengths.pop():,}" if len(lengths) == 1 else ""
+        lengths = np.unique(axis_places.stops - axis_places.starts)
+        of = f" of {lengths[0]:,}" if len(lengths) == 1 else ""
         plural = "s" if len(inside) > 1 else ""
-        if set(inside) <= set(axis_places.absent):
+        if axis_places.is_absent[inside].all():
             verb = "are" if plural else "is"
             parts.append(f"{name} has {count} places{of}; place{plural} {ranges(inside)} {verb} missing")
         elif len(inside) < count:
@@ -170,7 +166,7 @@ def absent_writer(ckpt: Checkpoint, tensor: Tensor, region: Box) -> int | None:
     """
     layout = tensor.layout
     at = coordinates(layout, region)
-    axes = [axis for axis, (axis_places, _) in at.items() if len(axis_places.intervals) > 1]
+    axes = [axis for axis, (axis_places, _) in at.items() if len(axis_places) > 1]
     rows = np.flatnonzero(layout.live & (tensor.chunks.record >= 0))
     if not axes or not len(rows) > len(axes) + 1 or any(len(at[axis][1]) != 1 for axis in axes):
         return None
@@ -182,8 +178,7 @@ def absent_writer(ckpt: Checkpoint, tensor: Tensor, region: Box) -> int | None:
         return None
     position = np.ones((len(rows), len(axes) + 1))
     for column, axis in enumerate(axes):
-        starts = np.array([start for start, _ in at[axis][0].intervals], np.int64)
-        position[:, column] = np.searchsorted(starts, layout.offsets[rows, axis])
+        position[:, column] = np.searchsorted(at[axis][0].starts, layout.offsets[rows, axis])
     wanted = np.array(ranks, float)
     factors, *_ = np.linalg.lstsq(position, wanted, rcond=None)
     if np.abs(position @ factors - wanted).max() > 1e-6 or np.abs(factors[:-1]).min() < 0.5:
