@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 import ckptlint
+from ckptlint import unpickle
 from ckptlint.report import Report
 
 REPOSITORY = Path(__file__).parent.parent
@@ -191,6 +192,12 @@ def dumped(value: Any, protocol: int = 4) -> bytes:
     file = BytesIO()
     _Pickler(file, protocol).dump(value)
     return file.getvalue()
+
+
+@pytest.fixture(params=["opcode by opcode", "in columns"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test twice: metadata is read by the unpickler alone, and with its regular stretches as columns."""
+    monkeypatch.setattr(unpickle, "WORTHWHILE", 0 if request.param == "in columns" else 1 << 60)
 
 
 @pytest.fixture

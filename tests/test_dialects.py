@@ -16,6 +16,8 @@ import ckptlint
 from ckptlint.model import Checkpoint
 from ckptlint.report import Report
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 OLD_CM = "torch.distributed._shard.checkpoint.metadata"
 OLD_CF = "torch.distributed._shard.checkpoint.filesystem"
 OLD_ST = "torch.distributed._shard.sharded_tensor.metadata"

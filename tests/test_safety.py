@@ -50,6 +50,8 @@ from ckptlint.reporters.style import Style
 from ckptlint.testing import write_checkpoint
 from ckptlint.unpickle import read_metadata, read_state
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 MEGATRON = "megatron_edit_base/iter_0000010"
 TARGET = ("conftest", "payload")  # can be imported, and would leave a trace
 EMPTY = b""
