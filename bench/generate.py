@@ -2,8 +2,9 @@
 
 KIND: fsdp (axis 0 over 1,024 ranks), tp-fsdp (axes 1 and 0 over 8 x 128), moe (experts x columns, 256 x 64 for each
 tensor), flat (uneven flat optimizer shards over 512 ranks), mcore (with the plans of 512 ranks), objects
-(ShardedObjects), holes (fsdp, of which each tensor lacks the chunk of another rank). CHUNKS is the number of chunks, or
-of objects. No payload is written: check it with --depth metadata.
+(ShardedObjects), holes (fsdp, of which each tensor lacks the chunk of another rank), files (fsdp, each chunk in a file
+of its own). CHUNKS is the number of chunks, or of objects. Payload is written for files only, as files of the right
+length without content: check the others with --depth metadata.
 
 What ranks send to the coordinator goes through pickle here too, so strings are shared in the file as in a real save: a
 name is spelled once for each rank, a path once for each file.
@@ -46,7 +47,7 @@ ROWS, COLUMNS, ITEM = 8, 4096, 4
 
 def cuts(kind: str, chunks: int) -> Iterator[Cut]:
     """The tensors of a kind that together have about so many chunks."""
-    if kind in ("fsdp", "holes"):
+    if kind in ("fsdp", "holes", "files"):
         for number, name in enumerate(names(chunks // 1024)):
             lost = {number % 1024} if kind == "holes" else {}
             extents = [((ROWS * r, 0), (ROWS, COLUMNS)) for r in range(1024) if r not in lost]
@@ -100,6 +101,9 @@ def metadata(kind: str, chunks: int) -> Metadata:
     for rank, of_rank in results.items():
         path = f"__{rank}_0.distcp"
         sent = [(index, _StorageInfo(path, start, length)) for index, start, length in of_rank]
+        if kind == "files":
+            numbered = enumerate(of_rank)
+            sent = [(i, _StorageInfo(f"__{rank}_{number}.distcp", 0, length)) for number, (i, _, length) in numbered]
         stored.update(pickle.loads(pickle.dumps(sent)))
     whole = Metadata(described, {name: tuple(name.split(".", 1)) for name in described}, stored, meta(), "1.0.0")
     if kind == "mcore":
@@ -301,7 +305,7 @@ def check_stream() -> None:
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=["fsdp", "tp-fsdp", "moe", "flat", "mcore", "objects", "holes"])
+    parser.add_argument("kind", choices=["fsdp", "tp-fsdp", "moe", "flat", "mcore", "objects", "holes", "files"])
     parser.add_argument("chunks", type=int)
     parser.add_argument("folder", type=Path)
     arguments = parser.parse_args()
@@ -316,7 +320,11 @@ def generate(kind: str, chunks: int, folder: Path) -> None:
             check_stream()
             write_stream(chunks // 1024, file)
         else:
-            pickle.dump(metadata(kind, chunks), file)
+            whole = metadata(kind, chunks)
+            pickle.dump(whole, file)
+            for info in whole.storage_data.values() if kind == "files" else ():
+                with (folder / info.relative_path).open("wb") as payload:
+                    payload.truncate(info.length)
     if kind in ("mcore", "objects"):
         (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
         torch.save({"iteration": 10}, folder / "common.pt")
