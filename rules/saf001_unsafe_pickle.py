@@ -32,7 +32,8 @@ def unsafe_pickle(ckpt: Checkpoint) -> Iterator[Finding]:
                 file=problem.file,
                 missing=(problem.message,),
                 severity=Severity.INFO if problem.kind == "note" else None,
-                why=problem.why if problem.kind == "unsafe" else "they were decoded as inert values and not looked at",
+                why=problem.why
+                or ("" if problem.kind == "unsafe" else "they were decoded as inert values and not looked at"),
                 hint=problem.hint,
                 detail=problem.detail,
             )
