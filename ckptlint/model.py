@@ -210,8 +210,8 @@ class StoredFile:
         path: the same, raw; None when it must not be opened.
         size: bytes; None when the file was not looked at.
         state: what was found. `unsafe-path` is absolute or leaves the folder and was not opened; `link-outside` is a
-            link to a regular file elsewhere, `dangling-link` leads nowhere; `other-case` was found by a file system that
-            ignores case, under a name of another case; `unchecked` when the depth or the storage did not allow a look.
+            link to a regular file elsewhere, `dangling-link` leads nowhere; `other-case` lies there under a name of
+            another case, which the file system ignores; `unchecked` when depth or storage did not allow a look.
         referenced: whether a storage entry names it.
         instead: what lies there in its place, as a sentence.
     """

@@ -203,7 +203,7 @@ class ObjectFolder(RemoteFolder):
         return self.path.rpartition("/")[2]
 
     @cached_property
-    def parent(self) -> Folder | None:  # type: ignore[override]
+    def parent(self) -> Folder | None:
         above, _, name = self.path.rpartition("/")
         if not above:
             return None
@@ -234,7 +234,7 @@ class ObjectFolder(RemoteFolder):
         return only.get("type") == "file" and only["name"].endswith("/" + self.name)
 
     @cached_property
-    def entries(self) -> dict[str, Entry]:  # type: ignore[override]
+    def entries(self) -> dict[str, Entry]:
         found = {}
         for info in self._infos:
             inside = info["name"].startswith(self.path + "/")
@@ -327,7 +327,7 @@ class WebFolder(RemoteFolder):
         return WebFolder(f"{self.url}/{quote(name)}", self.query)
 
     @cached_property
-    def entries(self) -> dict[str, Entry]:  # type: ignore[override]
+    def entries(self) -> dict[str, Entry]:
         names = (_NEVER_THERE, *ASKED)
         answers = dict(zip(names, _pool().map(self._ask, names), strict=True))
         if answers[_NEVER_THERE] is not False:
@@ -335,9 +335,7 @@ class WebFolder(RemoteFolder):
         found = {}
         for name, size in answers.items():
             if size is None:
-                raise AccessError(
-                    f"{printable(name)} in {self.display} cannot be read: the server does not tell its size"
-                )
+                raise AccessError(f"{printable(name)} in {self.display} has no known size")
             if size is not False:
                 found[name] = Entry(size, is_folder=False)
         return found
@@ -350,9 +348,7 @@ class WebFolder(RemoteFolder):
             return self.entries[name].size
         size = self._ask(name)
         if size is None or size is False:
-            raise AccessError(
-                f"{printable(name)} in {self.display} cannot be read: it is not there or of no known size"
-            )
+            raise AccessError(f"{printable(name)} in {self.display} is not there or has no known size")
         return size
 
     def look_at(self, relative: str) -> tuple[FileState, int | None]:
@@ -369,11 +365,11 @@ class WebFolder(RemoteFolder):
     def fetch(self, name: str, start: int, stop: int) -> bytes:
         return self._request("GET", name, start, stop)[1]
 
-    def _ask(self, name: str) -> int | None | bool:
+    def _ask(self, name: str) -> int | bool | None:
         """The size of a file, None when the server does not tell, False when there is no such file."""
         if name not in self._sizes:
             try:
-                size: int | None | bool = _attempted(lambda: self._request("HEAD", name)[0])
+                size: int | bool | None = _attempted(lambda: self._request("HEAD", name)[0])
             except Exception as error:
                 if not _is_absent(error):
                     what = f"{printable(name)} in {self.display}"

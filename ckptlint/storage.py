@@ -188,7 +188,7 @@ class LocalFolder(Folder):
         return LocalFolder(self.path.absolute().parent)
 
     @cached_property
-    def entries(self) -> dict[str, Entry]:  # type: ignore[override]
+    def entries(self) -> dict[str, Entry]:
         found = {}
         try:
             with os.scandir(self.path) as listing:

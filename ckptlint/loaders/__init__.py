@@ -324,9 +324,7 @@ def _leftovers(folder: Folder) -> list[Problem]:
     for name in (METADATA, COMMON_FILE):
         if folder.has(name) and folder.look_at(name)[0] == "link-outside":
             sentence = f"{name} is a link to a file outside the checkpoint"
-            why = (
-                "model caches link to their files; elsewhere it may describe another checkpoint than the one it lies in"
-            )
+            why = "model caches link to their files; elsewhere it may describe another checkpoint"
             problems.append(Problem("note", name, sentence, why=why))
     return problems
 

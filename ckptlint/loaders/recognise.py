@@ -110,9 +110,8 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[Folder]:
     """
     found = _find(folder, all_steps, levels=3)
     if not found and folder.unseen:
-        raise NothingToCheckError(
-            f"no .metadata under {folder.display}: name the checkpoint folder itself, {folder.unseen}"
-        )
+        hint = f"name the checkpoint folder itself, {folder.unseen}"
+        raise NothingToCheckError(f"no .metadata under {folder.display}: {hint}")
     if not found:
         raise NothingToCheckError(
             f"no checkpoint under {folder.display}: looked for .metadata, __N.metadata, *.distcp, metadata.json, "
