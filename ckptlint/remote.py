@@ -99,6 +99,16 @@ class RemoteFolder(Folder):
 
     protocol: str
 
+    def __init__(self) -> None:
+        self._heads: dict[str, bytes] = {}
+
+    def head(self, name: str, count: int) -> bytes:
+        """The first bytes of a file, kept: what a folder is gets told from them more than once."""
+        known = self._heads.get(name, b"")
+        if len(known) < min(count, self.size(name)):
+            self._heads[name] = known = super().head(name, count)
+        return known[:count]
+
     def fetch(self, name: str, start: int, stop: int) -> bytes:
         """The bytes [start, stop) of a file, by one request; all of them or an exception of the library."""
         raise NotImplementedError
@@ -189,6 +199,7 @@ class ObjectFolder(RemoteFolder):
     """
 
     def __init__(self, protocol: str, path: str) -> None:
+        super().__init__()
         self.protocol = protocol
         self.path = path
         self._subs: dict[str, ObjectFolder] = {}
@@ -259,12 +270,10 @@ class ObjectFolder(RemoteFolder):
     def size(self, name: str) -> int:
         if name in self.entries:
             return self.entries[name].size
-        if name not in self._sizes:
-            state, size = self.look_at(name)
-            if state != "ok" or size is None:
-                raise AccessError(f"{printable(name)} in {self.display} cannot be read: it is not there")
-            self._sizes[name] = size
-        return self._sizes[name]
+        state, size = self.look_at(name)
+        if state != "ok" or size is None:
+            raise AccessError(f"{printable(name)} in {self.display} cannot be read: it is not there")
+        return size
 
     def look_at(self, relative: str) -> tuple[FileState, int | None]:
         if not is_safe(relative):
@@ -272,6 +281,8 @@ class ObjectFolder(RemoteFolder):
         if relative in self.entries:
             entry = self.entries[relative]
             return ("not-a-file", None) if entry.is_folder else ("ok", entry.size)
+        if relative in self._sizes:
+            return "ok", self._sizes[relative]
         if "/" not in relative or relative.endswith("/"):
             return "absent", None
         store = _filesystem(self.protocol)
@@ -306,6 +317,7 @@ class WebFolder(RemoteFolder):
     unseen = "since a web server does not list its files: what .metadata does not name was not looked for"
 
     def __init__(self, url: str, query: str) -> None:
+        super().__init__()
         self.url = url
         self.query = query
         self.protocol = url.partition(":")[0]
@@ -523,7 +535,8 @@ def _status(error: BaseException) -> int | None:
         return status
     for part in _chain(error):
         for holder in (part, getattr(part, "response", None)):
-            for name in ("status", "status_code", "code"):  # aiohttp; azure, requests; gcsfs
+            # aiohttp; azure and requests; gcsfs. A broken body has a code of 400 in aiohttp, which no server sent
+            for name in ("status", "status_code", *(["code"] if type(part).__name__ == "HttpError" else [])):
                 value = getattr(holder, name, None)
                 if isinstance(value, int) and 400 <= value < 600:
                     return value

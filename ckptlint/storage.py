@@ -25,7 +25,7 @@ READABLE: tuple[FileState, ...] = ("ok", "link-outside", "other-case")
 
 BLOCK = 8 * 1024**2
 _GAP = 16 * 1024  # a request or a seek costs more than reading this much for nothing
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+)://")
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 

@@ -12,6 +12,7 @@ from ckptlint.model import RunFolder, StepState
 from ckptlint.storage import Folder
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_UNSEEN = "the other steps of its run and their tracker were not looked at"
 _STEP = re.compile(r"iter_(\d{7,})")
 
 
@@ -24,8 +25,10 @@ def read_run(folder: Folder) -> RunFolder | None:
         megatron.training.checkpointing: `iter_%07d` and, written last, `latest_checkpointed_iteration.txt`
     """
     own, parent = _STEP.fullmatch(folder.name), folder.parent
-    if own is None or parent is None:
+    if own is None:
         return None
+    if parent is None:
+        return RunFolder(int(own[1]), unseen=_UNSEEN)
     try:
         steps = {int(match[1]): name for name in parent.folders() if (match := _STEP.fullmatch(name))}
         tracker = _tracker(parent)
@@ -34,7 +37,7 @@ def read_run(folder: Folder) -> RunFolder | None:
         if tracker is not None:
             tracked = _state(parent.sub(steps[tracker])) if tracker in steps else "absent"
     except CkptlintError as error:
-        return RunFolder(int(own[1]), unseen=f"its step was not compared with the others of the run: {error}")
+        return RunFolder(int(own[1]), unseen=f"{_UNSEEN}: {error}")
     return RunFolder(int(own[1]), tuple(sorted(steps)), newest, tracker, tracked)
 
 
