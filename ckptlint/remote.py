@@ -480,6 +480,8 @@ class _RangesError(OSError):
 
 _PASSING = {"ConnectionError", "TimeoutError", "Timeout", "HTTPClientError", "ClientConnectionError"}
 _PASSING |= {"ClientPayloadError", "IncompleteRead", "ResponseParserError", "ProtocolError", "ConnectError"}
+_BROKEN_OFF = {"ServerDisconnectedError", "ConnectionResetError", "ConnectionClosedError", "ClientPayloadError"}
+_BROKEN_OFF |= {"IncompleteRead", "BrokenPipeError"}
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"}
 _NO_CREDENTIALS |= {"NoAuthTokenError", "TokenRetrievalError", "UnauthorizedSSOTokenError", "SSOTokenLoadError"}
 _NO_CREDENTIALS |= {"DefaultCredentialsError", "RefreshError", "ClientAuthenticationError", "LocalTokenNotFoundError"}
@@ -567,6 +569,8 @@ def _reason(error: BaseException, protocol: str) -> str:
             return "its certificate or encryption is not accepted"
         if isinstance(part, OSError) and part.errno == errno.ECONNREFUSED:
             return "the connection was refused"
+    if _BROKEN_OFF & kinds:
+        return "the server broke the connection off"
     if any("Timeout" in kind for kind in kinds):
         return f"the server did not answer within {READ_SECONDS} s"
     return _without_secrets(f"{type(error).__name__}: {error}")

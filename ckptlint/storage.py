@@ -196,7 +196,7 @@ class LocalFolder(Folder):
                     try:
                         status = item.stat()
                     except OSError as error:
-                        if error.errno in (errno.ENOENT, errno.ELOOP):
+                        if error.errno in ABSENT:
                             continue
                         raise
                     is_folder = stat.S_ISDIR(status.st_mode)

@@ -460,7 +460,7 @@ def test_a_server_that_cannot_be_reached(s3: Server, monkeypatch: pytest.MonkeyP
 
 def silent(handler: Handler) -> bool:
     """No answer for longer than anyone waits."""
-    time.sleep(1.2)
+    time.sleep(10)
     handler.close_connection = True
     return True
 
@@ -565,6 +565,15 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, url: str, p
     assert str(error.value).endswith(package)
 
 
+def test_any_file_system_of_fsspec_will_do() -> None:
+    import fsspec
+
+    fsspec.filesystem("memory").put(str(REAL / "edit_base") + "/", "/memory-run/step-1/", recursive=True)
+    report = ckptlint.check("memory://memory-run")
+    assert as_json(report) == as_json(ckptlint.check(REAL / "edit_base"))
+    assert report.checkpoints[0].checkpoint.path == "memory://memory-run/step-1"
+
+
 def test_a_local_path_needs_no_package() -> None:
     program = "import sys, ckptlint; ckptlint.check(sys.argv[1]); print(*sys.modules)"
     from conftest import run_python
@@ -593,7 +602,7 @@ def test_a_web_server_is_asked_for_names_and_sends_only_metadata(web: Server) ->
     assert web.sent == (REAL / "fsdp2_4r" / ".metadata").stat().st_size + 4096
     looked_at = sorted(name for name in web.names("HEAD") if name.endswith("distcp"))
     assert looked_at == [f"__{rank}_0.distcp" for rank in range(4)]
-    assert len(web.asked) == len(remote.ASKED) + 6
+    assert len(web.asked) == len(remote.ASKED) + 7
     (sentence,) = report.checkpoints[0].checkpoint.unseen
     assert "does not list" in sentence
     text = REPORTERS["full"](report, Style(False, True, 100, 0, 0, False))
@@ -675,7 +684,7 @@ def test_a_signed_url_is_used_and_never_printed(web: Server, tmp_path: Path) -> 
 
     web.trouble = trouble
     url = f"{web.url}/fsdp2_4r_hole?X-Amz-Credential=AKIASECRET&X-Amz-Signature=s3cr3t"
-    for arguments in ([url], [url, "--format", "json", "-v"], [REAL / "fsdp2_4r", "--expect", url, "--format", "json"]):
+    for arguments in ([url, "-v"], [REAL / "fsdp2_4r", "--expect", url, "--format", "json"]):
         done = run(*arguments)
         assert done.stdout.count("fsdp2_4r_hole") >= 1, done.stderr
         assert "s3cr3t" not in done.stdout + done.stderr
