@@ -115,13 +115,14 @@ class RemoteFolder(Folder):
 
     def spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         size = self.size(name)
-        return list(_pool().map(partial(self._bytes, name), *zip(*((s, min(e, size)) for s, e in spans), strict=True)))
+        whole = [(start, min(stop, size)) for start, stop in spans]
+        return list(_pool(self.protocol).map(lambda span: self._bytes(name, *span), whole))
 
     def blocks(self, name: str, size: int = BLOCK) -> Iterator[bytes]:
         end = self.size(name)
         ahead: list[Future[bytes]] = []
         for start in range(0, end, size):
-            ahead.append(_pool().submit(self._bytes, name, start, min(start + size, end)))
+            ahead.append(_pool(self.protocol).submit(self._bytes, name, start, min(start + size, end)))
             if len(ahead) == WORKERS // 2:
                 yield ahead.pop(0).result()
         for block in ahead:
@@ -131,7 +132,7 @@ class RemoteFolder(Folder):
         return io.BufferedReader(_Reader(partial(self._bytes, name), self.size(name)), _PAGE)
 
     def looks_at(self, relatives: Sequence[str]) -> list[tuple[FileState, int | None]]:
-        return list(_pool().map(self.look_at, relatives))
+        return list(_pool(self.protocol).map(self.look_at, relatives))
 
     def _bytes(self, name: str, start: int, stop: int) -> bytes:
         if start >= stop:
@@ -255,6 +256,8 @@ class ObjectFolder(RemoteFolder):
             name = name.rstrip("/")
             if name:  # a key that ends in a slash marks a folder; one with `//` has a folder without a name
                 is_folder = info["type"] == "directory"
+                if info["size"] is None and not is_folder:
+                    raise AccessError(f"{printable(name)} in {self.display} has no known size")
                 found[name] = Entry(0 if is_folder else int(info["size"]), is_folder)
         return dict(sorted(found.items()))
 
@@ -341,7 +344,7 @@ class WebFolder(RemoteFolder):
     @cached_property
     def entries(self) -> dict[str, Entry]:
         names = (_NEVER_THERE, *ASKED)
-        answers = dict(zip(names, _pool().map(self._ask, names), strict=True))
+        answers = dict(zip(names, _pool(self.protocol).map(self._ask, names), strict=True))
         if answers[_NEVER_THERE] is not False:
             raise AccessError(f"{self.display} cannot be checked: the server answers for files that are not there")
         found = {}
@@ -458,7 +461,8 @@ def _made(protocol: str, _process: int) -> Any:
     return made
 
 
-def _pool() -> ThreadPoolExecutor:
+def _pool(protocol: str) -> ThreadPoolExecutor:
+    _filesystem(protocol)  # once, before many workers ask for it
     return _pool_of(os.getpid())
 
 

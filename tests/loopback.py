@@ -161,13 +161,13 @@ def forwarded_to(port: int) -> Callable[[Handler], tuple[int, dict[str, str], by
 
 
 @contextmanager
-def moto() -> Iterator[int]:
-    """The port of moto's S3 server, a process of its own."""
+def moto(page: int = PAGE) -> Iterator[int]:
+    """The port of moto's S3 server, a process of its own, that lists `page` names at a time."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    environment = {**os.environ, **CREDENTIALS, "MOTO_S3_DEFAULT_MAX_KEYS": str(PAGE)}
+    environment = {**os.environ, **CREDENTIALS, "MOTO_S3_DEFAULT_MAX_KEYS": str(page)}
     null = subprocess.DEVNULL
     process = subprocess.Popen(command, stdout=null, stderr=null, env=environment)
     try:
