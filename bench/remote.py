@@ -1,7 +1,8 @@
 """Requests and bytes that a check of a remote checkpoint costs at each depth: `python bench/remote.py --files 256`.
 
 Writes a DCP checkpoint with one payload file per rank through torch's own planner and writer, puts it on moto's S3
-server (a process of its own on this machine) and on a web server, and counts on a proxy before them. Needs the dev extra.
+server (a process of its own on this machine) and on a web server, and counts on a proxy before them.
+Needs the dev extra.
 """
 
 from __future__ import annotations
@@ -47,9 +48,8 @@ def write(folder: Path, files: int, tensors: int, rows: int) -> None:
             ChunkStorageMetadata(offsets, torch.Size([rows, 64])), TensorProperties(dtype=torch.float32), shape
         )
         names = (f"model.layers.{i}.mlp.w1.weight" for i in range(tensors))
-        return SavePlan(
-            [WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data) for name in names]
-        )
+        indices = (MetadataIndex(name, offsets) for name in names)
+        return SavePlan([WriteItem(index, WriteItemType.SHARD, tensor_data=data) for index in indices])
 
     plans, metadata = create_default_global_save_plan([plan(rank) for rank in range(files)])
     metadata.planner_data = flatten_state_dict({})[1]

@@ -302,7 +302,13 @@ class ObjectFolder(RemoteFolder):
         return "ok", self._sizes[relative]
 
     def fetch(self, name: str, start: int, stop: int) -> bytes:
-        data: bytes = _filesystem(self.protocol).cat_file(f"{self.path}/{name}", start=start, end=stop)
+        from fsspec import AbstractFileSystem
+
+        store = _filesystem(self.protocol)
+        # where a store has no ranged read of its own (Hugging Face), fsspec would read megabytes ahead
+        reads_ahead = not store.async_impl and type(store).cat_file is AbstractFileSystem.cat_file
+        exactly = {"cache_type": "none"} if reads_ahead else {}
+        data: bytes = store.cat_file(f"{self.path}/{name}", start=start, end=stop, **exactly)
         return data
 
 
@@ -443,7 +449,9 @@ def _made(protocol: str, _process: int) -> Any:
         raise ConfigError(f"{protocol}:// is no scheme that fsspec knows") from None
     names = (kind.protocol,) if isinstance(kind.protocol, str) else kind.protocol
     own: dict[str, Any] = {key: value for name in names for key, value in conf.get(name, {}).items()}
-    options: dict[str, Any] = {"use_listings_cache": False, "skip_instance_cache": True}
+    options: dict[str, Any] = {"skip_instance_cache": True}
+    if protocol != "hf":  # whose files are looked up in the listing
+        options["use_listings_cache"] = False
     if protocol in _WEB:
         from aiohttp import ClientTimeout
 

@@ -100,12 +100,19 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "BACKOFF", 0.01)
 
 
+def forget_connections() -> None:
+    """Wait for requests that nobody waits for any more, then drop what they used."""
+    remote._pool_of(os.getpid()).shutdown()
+    remote._pool_of.cache_clear()
+    remote._made.cache_clear()
+
+
 @pytest.fixture
 def afresh() -> Iterator[None]:
     """A test with settings of its own makes its own connections."""
-    remote._made.cache_clear()
+    forget_connections()
     yield
-    remote._made.cache_clear()
+    forget_connections()
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -572,6 +579,32 @@ def test_any_file_system_of_fsspec_will_do() -> None:
     report = ckptlint.check("memory://memory-run")
     assert as_json(report) == as_json(ckptlint.check(REAL / "edit_base"))
     assert report.checkpoints[0].checkpoint.path == "memory://memory-run/step-1"
+
+
+def test_a_file_system_without_ranged_reads_is_not_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fsspec
+    from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+
+    fetched: list[tuple[int, int]] = []
+
+    class File(AbstractBufferedFile):  # type: ignore[misc]
+        def _fetch_range(self, start: int, end: int) -> bytes:
+            fetched.append((start, end))
+            return bytes(end - start)
+
+    class Plain(AbstractFileSystem):  # type: ignore[misc]
+        protocol = "plain"
+
+        def ls(self, path: str, detail: bool = True, **_: Any) -> list[dict[str, Any]]:
+            return [{"name": "top/run/__0_0.distcp", "type": "file", "size": 10_000_000}]
+
+        def _open(self, path: str, mode: str = "rb", **options: Any) -> File:
+            return File(self, path, mode, **options)
+
+    fsspec.register_implementation("plain", Plain, clobber=True)
+    folder = folder_at("plain://top/run")[0]
+    assert folder.ranges("__0_0.distcp", [(100, 50), (9_000_000, 10)]) == [bytes(50), bytes(10)]
+    assert sorted(fetched) == [(100, 150), (9_000_000, 9_000_010)]
 
 
 def test_a_local_path_needs_no_package() -> None:
