@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property, lru_cache, partial
+from itertools import islice
 from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote, unquote, urlsplit
 
@@ -115,8 +116,10 @@ class RemoteFolder(Folder):
 
     def spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         size = self.size(name)
-        whole = [(start, min(stop, size)) for start, stop in spans]
-        return list(_pool(self.protocol).map(lambda span: self._bytes(name, *span), whole))
+        pieces = [range(start, min(stop, size), BLOCK) for start, stop in spans]
+        ends = [(at, min(at + BLOCK, piece.stop)) for piece in pieces for at in piece]
+        data = _pool(self.protocol).map(lambda end: self._bytes(name, *end), ends)
+        return [b"".join(islice(data, len(piece))) for piece in pieces]
 
     def blocks(self, name: str, size: int = BLOCK) -> Iterator[bytes]:
         end = self.size(name)

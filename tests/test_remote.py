@@ -282,6 +282,18 @@ def test_ranges_that_lie_together_are_one_request(s3: Server, put: Callable[...,
     assert s3.sent < 200_000
 
 
+def test_a_long_range_is_fetched_in_pieces(
+    s3: Server, put: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "BLOCK", 100_000)
+    data = os.urandom(450_000)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "payload").write_bytes(data)
+    folder = folder_at(put(tmp_path / "d"))[0]
+    assert folder.read_range("payload", 1, 449_000) == data[1:449_001]
+    assert len(s3.names()) == 5
+
+
 def test_blocks_are_fetched_ahead_with_bounded_memory(s3: Server, put: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "payload").write_bytes(bytes(1_000_000))
