@@ -196,7 +196,9 @@ class RecordTable:
         return self.fqns[int(self.fqn[row])]
 
 
-FileState = Literal["ok", "absent", "unsafe-path", "not-a-file", "link-outside", "unchecked"]
+FileState = Literal[
+    "ok", "absent", "unsafe-path", "not-a-file", "link-outside", "dangling-link", "other-case", "unchecked"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +210,10 @@ class StoredFile:
         path: the same, raw; None when it must not be opened.
         size: bytes; None when the file was not looked at.
         state: what was found. `unsafe-path` is absolute or leaves the folder and was not opened; `link-outside` is a
-            link to a regular file elsewhere; `unchecked` when the depth or the storage did not allow a look.
+            link to a regular file elsewhere, `dangling-link` leads nowhere; `other-case` lies there under a name of
+            another case, which the file system ignores; `unchecked` when depth or storage did not allow a look.
         referenced: whether a storage entry names it.
+        instead: what lies there in its place, as a sentence.
     """
 
     name: str
@@ -217,6 +221,7 @@ class StoredFile:
     size: int | None
     state: FileState
     referenced: bool
+    instead: str = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -281,6 +286,7 @@ class RunFolder:
         newest_complete: the highest of them that has the marks of a finished save, None when none has.
         tracker: the step that `latest_checkpointed_iteration.txt` names; None without one, or when it says `release`.
         tracked: what lies at that step; `unknown` for formats that ckptlint does not read.
+        unseen: why the run folder could not be looked at, "" where it could.
 
     Source:
         megatron.training.checkpointing.get_checkpoint_name, read_metadata
@@ -291,6 +297,7 @@ class RunFolder:
     newest_complete: int | None = None
     tracker: int | None = None
     tracked: StepState = "unknown"
+    unseen: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,6 +395,7 @@ class Checkpoint:
             sharding type), one for each kind and module.
         run: the run folder that the step lies in; None outside of `iter_*`.
         reference: what the user expects it to hold; None without `--expect`.
+        unseen: what could not be looked at without making the verdict incomplete, as sentences.
     """
 
     path: str
@@ -410,6 +418,7 @@ class Checkpoint:
     locates_bytes: bool = True
     metadata_file: str = ".metadata"
     reference: Reference | None = None
+    unseen: tuple[str, ...] = ()
 
     @property
     def is_megatron(self) -> bool:

@@ -10,9 +10,9 @@ from ckptlint.engine import run_rules
 from ckptlint.errors import AccessError, NothingToCheckError, ReaderError
 from ckptlint.loaders import find, open_checkpoint
 from ckptlint.loaders.reference import read_reference
-from ckptlint.model import printable
 from ckptlint.report import CheckpointReport, FailOn, Report
 from ckptlint.rule import Depth, Rule
+from ckptlint.storage import shown
 
 
 def run(
@@ -42,16 +42,14 @@ def run(
             for folder in find(path, all_steps):
                 ckpt = open_checkpoint(folder, depth != "metadata")
                 if reference is not None:
-                    ckpt = replace(ckpt, reference=reference.part(folder.path.name))
+                    ckpt = replace(ckpt, reference=reference.part(folder.name))
                 parts.append(run_rules(ckpt, rules, depth))
         except NothingToCheckError as error:
             nothing.append(str(error))
         except AccessError as error:
             refused.append(str(error))
         except ReaderError as error:
-            refused.append(
-                f"{printable(path)} could not be read because of a mistake in ckptlint, please report: {error}"
-            )
+            refused.append(f"{shown(path)} could not be read because of a mistake in ckptlint, please report: {error}")
     seconds = time.perf_counter() - started
     judging = tuple(rule for rule in rules if reference is not None or not rule.expects)
     return Report(parts, judging, depth, fail_on, tuple(nothing), tuple(refused), seconds)

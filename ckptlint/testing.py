@@ -26,7 +26,7 @@ from ckptlint.loaders.reference import MANIFEST_SCHEMA, SAFETENSORS_DTYPES, read
 from ckptlint.model import ITEM_BITS, Checkpoint
 from ckptlint.report import CheckpointReport
 from ckptlint.rule import Finding, Rule, Severity
-from ckptlint.storage import Folder, is_safe
+from ckptlint.storage import LocalFolder, is_safe
 
 FRAMING = 1577
 """Bytes that torch 2.13 adds around a small tensor in a record; measured 1,513 to 1,633."""
@@ -86,7 +86,7 @@ def _crashing(code: str) -> Rule:
 
 def load_folder(folder: Path) -> Checkpoint:
     """The checkpoint of a folder that is one, without looking for steps or components."""
-    return open_checkpoint(Folder(folder))
+    return open_checkpoint(LocalFolder(folder))
 
 
 def described(report: CheckpointReport) -> list[str]:

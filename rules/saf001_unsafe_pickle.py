@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 
+_INERT = "they were decoded as inert values and not looked at"
+
 
 @rule("SAF001", "unsafe-pickle", Severity.ERROR, always=True)
 def unsafe_pickle(ckpt: Checkpoint) -> Iterator[Finding]:
@@ -32,7 +34,7 @@ def unsafe_pickle(ckpt: Checkpoint) -> Iterator[Finding]:
                 file=problem.file,
                 missing=(problem.message,),
                 severity=Severity.INFO if problem.kind == "note" else None,
-                why=problem.why if problem.kind == "unsafe" else "they were decoded as inert values and not looked at",
+                why=problem.why or (_INERT if problem.kind == "note" else ""),
                 hint=problem.hint,
                 detail=problem.detail,
             )

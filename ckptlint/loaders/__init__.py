@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import stat
 from dataclasses import replace
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from ckptlint.errors import AccessError, LimitError, NothingToCheckError, UnreadableError
+from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.isolate import isolated
 from ckptlint.loaders.common import (
     COMMON_ENTRY,
@@ -30,6 +29,7 @@ from ckptlint.loaders.megatron import (
     read_plans,
     split_objects,
 )
+from ckptlint.loaders.place import folder_at
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.recognise import (
     METADATA,
@@ -43,13 +43,14 @@ from ckptlint.loaders.recognise import (
     unsupported_hint,
 )
 from ckptlint.loaders.rundir import read_run
-from ckptlint.model import Checkpoint, Problem, StoredFile, printable
+from ckptlint.model import Checkpoint, FileState, Problem, RunFolder, StoredFile, printable
 from ckptlint.storage import Folder, is_safe
 from ckptlint.topology import read_topology
 from ckptlint.unpickle import SIZE_LIMIT, Node, Opaque, Unpickled, paused_gc, read_metadata
 
 _RENAMED = "the writer renames a finished file into place, so a short one is a copy that broke off or a full disk"
 _BYTECHECKPOINT = "bytecheckpoint."
+_NO_METADATA = {"dangling-link": "is a link that leads nowhere", "not-a-file": "is no regular file"}
 _WRITTEN_LAST = "it is written last, after all payload files, so the save or the copy did not finish"
 
 
@@ -59,15 +60,9 @@ def find(path: str, all_steps: bool = False) -> list[Folder]:
     Raises:
         NothingToCheckError: there is none.
         AccessError: a folder could not be listed.
+        ConfigError: a URL that cannot be read here.
     """
-    place = Path(path)
-    try:
-        is_folder = stat.S_ISDIR(place.stat().st_mode)
-    except PermissionError as error:
-        raise AccessError(f"{printable(path)} cannot be looked at: {error.strerror}") from None
-    except (OSError, ValueError):  # a name too long, a loop of links, a NUL
-        raise NothingToCheckError(f"{printable(path)} does not exist") from None
-    return find_checkpoints(Folder(place if is_folder else place.parent), all_steps)
+    return find_checkpoints(folder_at(path)[0], all_steps)
 
 
 def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
@@ -164,6 +159,7 @@ def _assemble(
     files, locates = _files(folder, described, look_at_files)
     declared, config_problems = read_configs(folder, common)
     problems += config_problems
+    run = read_run(folder)
     ranks = {int(match[1]) for path in described.paths if (match := PAYLOAD_RANK.search(path))}
     return Checkpoint(
         path=folder.display,
@@ -178,13 +174,21 @@ def _assemble(
         common=common,
         declared=declared,
         object_values=values,
-        run=read_run(folder),
+        run=run,
         topology=read_topology(declared, objects, writers, ranks),
         problems=problems,
         partial=partial,
         locates_bytes=locates,
         metadata_file=label,
+        unseen=_unseen(folder, run, files if look_at_files else []),
     )
+
+
+def _unseen(folder: Folder, run: RunFolder | None, files: list[StoredFile]) -> tuple[str, ...]:
+    """What could not be looked at and would be no finding if it could."""
+    unchecked = sum(file.state == "unchecked" for file in files)
+    sizes = f"the server does not tell the size of {unchecked} of {len(files)} payload files" if unchecked else ""
+    return tuple(sentence for sentence in (folder.unseen, run.unseen if run else "", sizes) if sentence)
 
 
 def _read_metadata(folder: Folder, name: str, problems: list[Problem]) -> Unpickled | None:
@@ -223,12 +227,16 @@ def _locations(described: Description, wanted: set[str]) -> dict[str, Location]:
 
 def _files(folder: Folder, described: Description, look: bool) -> tuple[list[StoredFile], bool]:
     """The payload files, in the order of `RecordTable.file` and then those nobody names; and `locates_bytes`."""
+    paths = described.paths
+    looks: list[tuple[FileState, int | None]] = folder.looks_at(paths) if look else [("unchecked", None)] * len(paths)
     files = []
-    for path in described.paths:
-        state, size = folder.look_at(path) if look else ("unchecked", None)
-        files.append(StoredFile(printable(path), path if is_safe(path) else None, size, state, True))
-    known = {str(PurePosixPath(path)) for path in described.paths}
-    files += [file for file in _listed(folder) if file.path not in known] if look else []
+    for path, (state, size) in zip(paths, looks, strict=True):
+        instead = folder.instead(path) if state in ("absent", "other-case") else ""
+        files.append(StoredFile(printable(path), path if is_safe(path) else None, size, state, True, instead))
+    known = {str(PurePosixPath(path)) for path in paths}
+    known |= {path.casefold() for path, (state, _) in zip(paths, looks, strict=True) if state == "other-case"}
+    others = _listed(folder) if look else []
+    files += [file for file in others if not {file.path, (file.path or "").casefold()} & known]
     return files, not _shares_offsets(folder, described, look)
 
 
@@ -313,6 +321,11 @@ def _leftovers(folder: Folder) -> list[Problem]:
     if METADATA in entries and any(RANK_METADATA.fullmatch(name) for name in entries):
         name = next(name for name in entries if RANK_METADATA.fullmatch(name))
         problems.append(Problem("note", name, f"{name} lies beside {METADATA} and belongs to another save"))
+    for name in (METADATA, COMMON_FILE):
+        if folder.has(name) and folder.look_at(name)[0] == "link-outside":
+            sentence = f"{name} is a link to a file outside the checkpoint"
+            why = "model caches link to their files; elsewhere it may describe another checkpoint"
+            problems.append(Problem("note", name, sentence, why=why))
     return problems
 
 
@@ -336,7 +349,8 @@ def _incomplete(folder: Folder, found: Recognised) -> Checkpoint:
     evidence = f"{len(payload)} payload files" if payload else printable(found.evidence)
     if folder.has(".metadata.tmp"):
         evidence += " and .metadata.tmp"
-    return _unfinished(folder, f"{METADATA} is missing, {evidence} are there", METADATA)
+    state = _NO_METADATA.get(folder.look_at(METADATA)[0], "is missing")
+    return _unfinished(folder, f"{METADATA} {state}, {evidence} are there", METADATA)
 
 
 def _unfinished(folder: Folder, sentence: str, file: str) -> Checkpoint:

@@ -109,6 +109,9 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[Folder]:
         NothingToCheckError: there is none.
     """
     found = _find(folder, all_steps, levels=3)
+    if not found and folder.unseen:
+        hint = f"name the checkpoint folder itself, {folder.unseen}"
+        raise NothingToCheckError(f"no .metadata under {folder.display}: {hint}")
     if not found:
         raise NothingToCheckError(
             f"no checkpoint under {folder.display}: looked for .metadata, __N.metadata, *.distcp, metadata.json, "
@@ -146,10 +149,9 @@ def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
 
 def newest_readable_step(folder: Folder) -> str | None:
     """Name of the newest other step of the same run that has metadata, or None."""
-    number = step_number(folder.path.name)
-    if number is None:
+    number, parent = step_number(folder.name), folder.parent
+    if number is None or parent is None:
         return None
-    parent = Folder(folder.path.parent)
     try:
         steps = {name: n for name in parent.folders() if (n := step_number(name)) is not None and n != number}
         for name in sorted(steps, key=lambda name: steps[name], reverse=True):

@@ -9,16 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ckptlint.errors import CkptlintError, ConfigError, LimitError, UnreadableError
+from ckptlint.errors import AccessError, CkptlintError, ConfigError, LimitError, NothingToCheckError, UnreadableError
 from ckptlint.isolate import isolated
 from ckptlint.loaders import find, open_checkpoint
 from ckptlint.loaders.dcp import KEY_LIMIT
+from ckptlint.loaders.place import folder_at
 from ckptlint.loaders.recognise import recognise
 from ckptlint.model import RANK_LIMIT, Checkpoint, Reference, printable
-from ckptlint.storage import Folder, is_safe
+from ckptlint.storage import READABLE, Folder, is_safe, shown
 from ckptlint.topology import read_declared
 
 MANIFEST_SCHEMA = "ckptlint.manifest/1"
@@ -28,7 +28,6 @@ HEADER_LIMIT = 100_000_000
 _INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
 _POINTER = b"version https://git-lfs"
-_AT_HAND = ("ok", "link-outside")  # a model cache keeps the files elsewhere and links to them
 
 SAFETENSORS_DTYPES: Mapping[str, str] = {
     "BOOL": "bool",
@@ -62,14 +61,15 @@ def read_reference(path: str) -> Reference:
     Raises:
         ConfigError: nothing that can be compared with lies there, or it cannot be read.
     """
-    place, source = Path(path), printable(path)
+    source = shown(path)
     try:
-        if not place.exists():
-            raise ConfigError(f"the reference {source} does not exist")
-        if place.is_dir():
-            reference = _from_folder(Folder(place), path, source)
-        else:
-            reference = _from_file(Folder(place.parent), place.name, path, source)
+        folder, name = folder_at(path)
+    except NothingToCheckError:
+        raise ConfigError(f"the reference {source} does not exist") from None
+    except AccessError as error:
+        raise ConfigError(f"the reference {source} cannot be read: {error}") from None
+    try:
+        reference = _from_file(folder, name, path, source) if name else _from_folder(folder, path, source)
     except ConfigError:
         raise
     except (CkptlintError, OSError) as error:
@@ -83,11 +83,11 @@ def _from_folder(folder: Folder, path: str, source: str) -> Reference:
     found = recognise(folder)
     if found is None or found.kind == "unsupported":
         if _is_model_folder(folder):
-            size = sum(folder.entries[name].size for name in (_INDEX, _CONFIG) if folder.has(name))
+            size = sum(folder.size(name) for name in (_INDEX, _CONFIG) if folder.has(name))
             size += sum(_header_length(folder, name) for name in _safetensors(folder))
             return isolated(partial(_model_folder, folder, source), size)
         if folder.has(_CONFIG) and (found is not None or not folder.folders()):
-            return isolated(partial(_model_folder, folder, source), folder.entries[_CONFIG].size)
+            return isolated(partial(_model_folder, folder, source), folder.size(_CONFIG))
     return _from_checkpoint(path, source)
 
 
@@ -96,11 +96,11 @@ def _from_file(folder: Folder, name: str, path: str, source: str) -> Reference:
         return _from_checkpoint(path, source)
     if name == _CONFIG:
         return _from_folder(folder, path, source)
-    if folder.look_at(name)[0] not in _AT_HAND:
+    if folder.look_at(name)[0] not in READABLE:
         raise ConfigError(f"the reference {source} is no regular file")
     if name.endswith(".safetensors"):
         return isolated(partial(_safetensors_file, folder, name, source), _header_length(folder, name))
-    size = folder.entries[name].size
+    size = folder.size(name)
     if name.endswith(".index.json"):
         size += sum(_header_length(folder, other) for other in _safetensors(folder))
         return isolated(partial(_index_file, folder, name, source), size)
@@ -180,7 +180,7 @@ def _is_model_folder(folder: Folder) -> bool:
 
 def _safetensors(folder: Folder) -> list[str]:
     """The files of a model; `model.safetensors` alone where a copy in another layout lies beside it."""
-    names = [name for name in folder.files() if name.endswith(".safetensors") and folder.look_at(name)[0] in _AT_HAND]
+    names = [name for name in folder.files() if name.endswith(".safetensors") and folder.look_at(name)[0] in READABLE]
     return ["model.safetensors"] if "model.safetensors" in names else names
 
 
@@ -191,7 +191,7 @@ def _indexed(folder: Folder, name: str) -> Tensors:
         raise UnreadableError("it has no weight_map from names to files")
     headers: dict[str, Tensors] = {}
     for file in dict.fromkeys(places.values()):
-        at_hand = file.endswith(".safetensors") and is_safe(file) and folder.look_at(file)[0] in _AT_HAND
+        at_hand = file.endswith(".safetensors") and is_safe(file) and folder.look_at(file)[0] in READABLE
         headers[file] = (_header(folder, file) if at_hand else None) or {}
     keys = {fqn: printable(_checked(fqn)) for fqn in places}
     return {keys[fqn]: headers[file].get(keys[fqn], (None, None)) for fqn, file in places.items()}
@@ -200,7 +200,7 @@ def _indexed(folder: Folder, name: str) -> Tensors:
 def _header_length(folder: Folder, name: str) -> int:
     """Bytes of the header of a safetensors file, bounded by the file and by the limit."""
     head = folder.head(name, 8)
-    return min(int.from_bytes(head, "little"), HEADER_LIMIT, folder.entries[name].size)
+    return min(int.from_bytes(head, "little"), HEADER_LIMIT, folder.size(name))
 
 
 def _header(folder: Folder, name: str) -> Tensors | None:
@@ -232,7 +232,7 @@ def _header(folder: Folder, name: str) -> Tensors | None:
 
 
 def _from_checkpoint(path: str, source: str) -> Reference:
-    parts = {folder.path.name: _readable(folder, source) for folder in find(path)}
+    parts = {folder.name: _readable(folder, source) for folder in find(path)}
     tensors, clashes = _merged({name: _tensors_of(ckpt) for name, ckpt in parts.items()}, strict=False)
     if len(parts) == 1:
         return Reference(source, "checkpoint", tensors)

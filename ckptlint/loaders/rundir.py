@@ -12,6 +12,7 @@ from ckptlint.model import RunFolder, StepState
 from ckptlint.storage import Folder
 
 TRACKER = "latest_checkpointed_iteration.txt"
+_UNSEEN = "the other steps of its run and their tracker were not looked at"
 _STEP = re.compile(r"iter_(\d{7,})")
 
 
@@ -23,20 +24,20 @@ def read_run(folder: Folder) -> RunFolder | None:
     Source:
         megatron.training.checkpointing: `iter_%07d` and, written last, `latest_checkpointed_iteration.txt`
     """
-    path = folder.path.absolute()
-    own = _STEP.fullmatch(path.name)
+    own, parent = _STEP.fullmatch(folder.name), folder.parent
     if own is None:
         return None
+    if parent is None:
+        return RunFolder(int(own[1]), unseen=_UNSEEN)
     try:
-        parent = Folder(path.parent)
         steps = {int(match[1]): name for name in parent.folders() if (match := _STEP.fullmatch(name))}
         tracker = _tracker(parent)
         newest = next((n for n in sorted(steps, reverse=True) if _state(parent.sub(steps[n])) == "complete"), None)
         tracked: StepState = "unknown"
         if tracker is not None:
             tracked = _state(parent.sub(steps[tracker])) if tracker in steps else "absent"
-    except CkptlintError:
-        return RunFolder(int(own[1]))
+    except CkptlintError as error:
+        return RunFolder(int(own[1]), unseen=f"{_UNSEEN}: {error}")
     return RunFolder(int(own[1]), tuple(sorted(steps)), newest, tracker, tracked)
 
 

@@ -55,9 +55,10 @@ def header(ckpt: Checkpoint, style: Style) -> str:
     if ckpt.total_bytes:
         counts.append(human_bytes(ckpt.total_bytes))
     facts = "  ".join([name, ", ".join(counts)] if counts else [name])
+    unseen = [line for sentence in ckpt.unseen for line in style.wrap(f"not known: {sentence}", "    ", "  ")]
     if len(ckpt.path) + len(facts) + 2 <= style.width:
-        return style.paint(ckpt.path, "bold") + "  " + facts
-    return "\n".join([style.paint(ckpt.path, "bold"), *style.wrap(facts, "  ")])
+        return "\n".join([style.paint(ckpt.path, "bold") + "  " + facts, *unseen])
+    return "\n".join([style.paint(ckpt.path, "bold"), *style.wrap(facts, "  "), *unseen])
 
 
 def _is_clean(report: Report, style: Style) -> bool:

@@ -46,6 +46,7 @@ def _checkpoint(part: CheckpointReport) -> dict[str, Any]:
             "files": len(ckpt.files),
             "bytes": ckpt.total_bytes,
         },
+        "unseen": list(ckpt.unseen),
         "reference": _reference(ckpt.reference),
         "topology": {axis: {"size": size.size, "source": size.source} for axis, size in ckpt.topology.items()},
         "findings": [_finding(part, item, group) for group in part.groups for item in group.members],
