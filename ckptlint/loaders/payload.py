@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -69,8 +70,14 @@ class Reading:
     depth: Literal["headers", "data"]
     jobs: int
     percent: float | None = None
-    seed: int = field(default_factory=lambda: secrets.randbelow(2**31))
+    seed: int = 0
     progress: Progress | None = None
+
+
+def default_reading(depth: Literal["headers", "data"], percent: float | None = None, seed: int | None = None) -> Reading:
+    """A reading with a thread per processor, 8 at most, and a seed of its own when none is given."""
+    jobs = min(8, os.cpu_count() or 1)
+    return Reading(depth, jobs, percent, secrets.randbelow(2**31) if seed is None else seed)
 
 
 def read_payload(folder: Folder, ckpt: Checkpoint, how: Reading) -> Checkpoint:
@@ -81,14 +88,6 @@ def read_payload(folder: Folder, ckpt: Checkpoint, how: Reading) -> Checkpoint:
         KeyboardInterrupt: the user interrupted the reading; its argument says in a sentence what was covered.
     """
     return _Reader(folder, ckpt, how).read()
-
-
-@dataclass(slots=True)
-class _File:
-    """What is kept of a payload file between the two depths."""
-
-    rows: IntArray
-    members: list[tuple[int, Part]] = field(default_factory=list)
 
 
 class _Reader:
