@@ -12,7 +12,7 @@ from ckptlint.isolate import isolated
 from ckptlint.model import RANK_LIMIT, Content, printable
 from ckptlint.unpickle import Opaque, Unpickled, read_state
 
-_STORAGES: Mapping[str, str] = {
+STORAGES: Mapping[str, str] = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -26,6 +26,8 @@ _STORAGES: Mapping[str, str] = {
     "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }
+"""Storage classes of torch -> dtypes; the others lie in an UntypedStorage."""
+
 _PLAIN = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 _VALUE_LIMIT = 4096
 _DEPTH_LIMIT = 16
@@ -116,7 +118,7 @@ def _tensor(node: Opaque) -> Content | None:
     if not _counts((offset,)) or not _counts(shape) or not _counts(strides) or len(shape) != len(strides):
         return None
     kind = pid[1].name if isinstance(pid[1], type) and issubclass(pid[1], Opaque) else ""
-    dtype = _STORAGES.get(kind, "unknown")
+    dtype = STORAGES.get(kind, "unknown")
     if name == _PLAIN[1] and len(args) >= 7 and isinstance(args[6], str):
         dtype = printable(args[6])
     return Content(form, dtype, shape, strides, offset, f"data/{pid[2]}")
