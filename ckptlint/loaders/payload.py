@@ -39,7 +39,7 @@ from ckptlint.model import (
     empty_payload,
     printable,
 )
-from ckptlint.storage import Folder, is_safe
+from ckptlint.storage import Folder
 
 INTEGRITY = "integrity.json"
 
@@ -115,10 +115,10 @@ class _Reader:
                 self._read_blobs()
             find_same(self.folder, self.ckpt, self.table, self._path)
             if self.how.depth == "data":
-                wanted, problems = ({}, []) if sample else _integrity(self.folder)
+                wanted, problems = (None, []) if sample else _integrity(self.folder)
                 self.problems += problems
-                damages = self._read_data(wanted)
-                if wanted:
+                damages = self._read_data(wanted or {})
+                if wanted is not None:
                     damages += self._other_files(wanted)
                     unlisted = tuple(file.name for file in self.ckpt.files if file.path and file.path not in wanted)
         except KeyboardInterrupt:
@@ -544,21 +544,21 @@ def _by_file(rows: IntArray, file: np.ndarray, offset: IntArray) -> dict[int, In
     return {int(file[part[0]]): part for part in parts}
 
 
-def _integrity(folder: Folder) -> tuple[dict[str, str], list[Problem]]:
-    """The SHA-256 of each file as Megatron-Core recorded it, where it did.
+def _integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]]:
+    """The SHA-256 of each file as Megatron-Core recorded it, None where it did not.
 
     Source:
         megatron.core.dist_checkpointing (>= 0.18) with verify_integrity: `algorithm`, `files` name -> hex digest
     """
     if not folder.has(INTEGRITY):
-        return {}, []
+        return None, []
     try:
         listed = json.loads(folder.read(INTEGRITY, _JSON_LIMIT))
     except UnreadableError as error:
-        return {}, [from_error(error, INTEGRITY)]
+        return None, [from_error(error, INTEGRITY)]
     except (ValueError, RecursionError) as error:
-        return {}, [from_error(UnreadableError(f"is no JSON ({printable(str(error))})"), INTEGRITY)]
+        return None, [from_error(UnreadableError(f"is no JSON ({printable(str(error))})"), INTEGRITY)]
     files = listed.get("files") if isinstance(listed, dict) else None
     if not isinstance(files, dict) or listed.get("algorithm") != "sha256":
-        return {}, [from_error(UnreadableError("lists no SHA-256 checksums of files"), INTEGRITY)]
-    return {name: str(text).lower() for name, text in files.items() if is_safe(name)}, []
+        return None, [from_error(UnreadableError("lists no SHA-256 checksums of files"), INTEGRITY)]
+    return {name: str(text).lower() for name, text in files.items()}, []
