@@ -33,7 +33,8 @@ def check(
     """The report on the checkpoints under the paths; prints nothing and reads no settings.
 
     Args:
-        depth: `metadata`; `files` to look at payload files too; `headers` to open their records; `data` to read all bytes.
+        depth: `metadata`; `files` to look at payload files too; `headers` to open their records; `data` to read all of
+            them.
         select: codes, names or prefixes of the rules to run; all by default.
         ignore: the same, to leave out.
         fail_on: the lowest severity that makes `Report.exit_code` 1.

@@ -155,7 +155,7 @@ def data_start(header: bytes, member: Member) -> int:
     """
     if len(header) < LOCAL_SIZE + len(member.name):
         raise UnreadableError(f"ends inside the header of {_text(member.name)}", member.header)
-    signature, _, flags, method, _, _, crc, packed, size, named, extra = _LOCAL.unpack_from(header)
+    signature, _, _, method, _, _, crc, packed, size, named, extra = _LOCAL.unpack_from(header)
     if signature != b"PK\x03\x04":
         raise UnreadableError(f"has {_seen(signature)} where the member {_text(member.name)} starts", member.header)
     if header[LOCAL_SIZE : LOCAL_SIZE + named] != member.name:

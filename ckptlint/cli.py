@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ckptlint.loaders.payload import Progress, Reading
     from ckptlint.report import Report
     from ckptlint.reporters.style import Style
+    from ckptlint.rule import Depth
 
 FORMATS = ("full", "concise", "json", "json-v1")
 _ENVIRONMENT = {"auto_envvar_prefix": "CKPTLINT", "help_option_names": ["-h", "--help"]}
@@ -251,10 +252,10 @@ def _pair(value: str) -> tuple[str, str]:
 
 
 def _reading(
-    depth: str, sample: str | None, seed: int | None, jobs: int | None, progress: Progress | None
+    depth: Depth, sample: str | None, seed: int | None, jobs: int | None, progress: Progress | None
 ) -> Reading | None:
     """How to read the payload; None at depths that do not."""
-    if depth not in ("headers", "data"):
+    if depth != "headers" and depth != "data":
         if sample is not None:
             raise click.UsageError("--sample needs --depth headers or --depth data")
         return None

@@ -87,6 +87,14 @@ class Count:
         if _has_bad(words, encoding):
             self._count(words, encoding, position)
 
+    def join(self, later: Count) -> None:
+        """Add what was seen in elements that come behind these."""
+        self.nan += later.nan
+        self.plus_inf += later.plus_inf
+        self.minus_inf += later.minus_inf
+        self.first = later.first if self.first < 0 else self.first
+        self.masks &= later.masks
+
     def _count(self, words: Words, encoding: Encoding, position: int) -> None:
         sign = words.dtype.type(1 << (words.dtype.itemsize * 8 - 1))
         bad = words == encoding.bad if encoding.single else words & ~sign >= encoding.bad

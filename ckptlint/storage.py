@@ -14,7 +14,6 @@ from typing import BinaryIO
 from ckptlint.errors import AccessError, LimitError, NothingToCheckError
 from ckptlint.model import FileState, printable
 
-
 _GAP = 4096
 _AT_ONCE = 1024**2
 

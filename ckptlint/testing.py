@@ -467,9 +467,9 @@ def tensor_record(table: Mapping[str, Any]) -> bytes:
 
     Args:
         table: `dtype` and `shape`; `seed` of its values, or one `value` for all; `put` to place bits at elements;
-            `storage`, elements of a larger storage; `storages`, how many there are; `subclass`; `crc = false`; `pickle`,
-            another data.pkl; `raw`, another record; `flip`, a byte of the data that changes afterwards; `cut`, bytes
-            that are zeroed at the end.
+            `storage`, elements of a larger storage; `storages`, how many there are; `subclass`; `crc = false`;
+            `pickle`, another data.pkl; `raw`, another record; `flip`, a byte of the data that changes afterwards;
+            `cut`, bytes that are zeroed at the end.
     """
     if "raw" in table:
         return str(table["raw"]).encode("latin-1")
@@ -498,7 +498,7 @@ def _tensor_pickle(dtype: str, shape: list[int], count: int, table: Mapping[str,
     module, name = ("torch", cls) if cls else ("torch.storage", "UntypedStorage")
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
     size = count if cls else count * ITEM_BITS.get(dtype, 8) // 8
-    arguments = (_Storage(_Name(module, name), "0", size), 0, tuple(shape), strides, False, {})
+    arguments: tuple[Any, ...] = (_Storage(_Name(module, name), "0", size), 0, tuple(shape), strides, False, {})
     version = "v2" if cls else "v3"
     rebuild = _Name("torch._utils", f"_rebuild_tensor_{version}")
     whole: tuple[Any, ...] = arguments if cls else (*arguments, _Name("torch", dtype))

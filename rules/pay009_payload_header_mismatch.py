@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ckptlint.boxes import IntArray
 from ckptlint.graph import rank_of
 from ckptlint.keys import ranges
 from ckptlint.model import ITEM_BITS, Checkpoint, Content, PayloadTable, Tensor
@@ -62,10 +63,11 @@ def _odd(payload: PayloadTable, tensor: Tensor) -> list[int]:
     """The chunks of each kind (content, sizes, bytes) of which one does not match, in order."""
     rows = np.flatnonzero(tensor.chunks.record >= 0)
     records = tensor.chunks.record[rows]
-    columns = [payload.state[records], payload.content[records], payload.storages[records], payload.size[records]]
-    kinds, first, kind = np.unique(
-        np.column_stack([*columns, tensor.layout.sizes[rows]]), axis=0, return_index=True, return_inverse=True
-    )
+    columns: list[IntArray] = [
+        column[records].astype(np.int64) for column in (payload.state, payload.content, payload.storages, payload.size)
+    ]
+    table = np.column_stack([*columns, tensor.layout.sizes[rows]])
+    kinds, first, kind = np.unique(table, axis=0, return_index=True, return_inverse=True)
     bad = [number for number in range(len(kinds)) if _compare(payload, tensor, int(rows[first[number]]))]
     return [int(row) for row in rows[np.isin(kind.reshape(-1), bad)]] if bad else []
 

@@ -111,9 +111,7 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
     )
 
 
-def _experts(
-    ckpt: Checkpoint, payload: PayloadTable, members: list[tuple[Key, Tensor, int]]
-) -> Iterator[Finding]:
+def _experts(ckpt: Checkpoint, payload: PayloadTable, members: list[tuple[Key, Tensor, int]]) -> Iterator[Finding]:
     members.sort(key=lambda member: member[0].expert or 0)
     first: dict[int, int] = {}
     pairs: list[tuple[Tensor, int, int]] = []
@@ -127,9 +125,9 @@ def _experts(
     tensor = pairs[0][0]
     repeating, repeated = ranges(p[1] for p in pairs), ranges(p[2] for p in pairs)
     record = int(tensor.chunks.record.max())
-    plural = "s" if len(pairs) > 1 else ""
+    names = ("experts", "repeat") if len(pairs) > 1 else ("expert", "repeats")
     yield Finding(
-        f"expert{plural} {repeating} repeat{'' if plural else 's'} expert{plural} {repeated}: {tensor.fqn} holds the same data",
+        f"{names[0]} {repeating} {names[1]} {names[0]} {repeated}: the same data in {tensor.fqn}",
         fqn=tensor.fqn,
         tensor=tensor,
         file=ckpt.place(record)[0],

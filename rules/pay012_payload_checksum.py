@@ -51,7 +51,9 @@ def _whole(file: str, damage: Damage) -> Finding:
     lost = damage.computed == "absent"
     what = f"{file} is listed in integrity.json and absent" if lost else f"{file} is not the file that was written"
     return Finding(
-        what if lost else f"{what}: its SHA-256 starts with {damage.computed[:12]}, recorded is {damage.recorded[8:20]}",
+        what
+        if lost
+        else f"{what}: its SHA-256 starts with {damage.computed[:12]}, recorded is {damage.recorded[8:20]}",
         file=file,
         missing=(file,),
         alike="absent" if lost else "sha256",
@@ -79,7 +81,9 @@ def _records(ckpt: Checkpoint, file: str, damages: list[Damage]) -> Finding:
     if len(damages) > _SHOWN:
         notes.append(("more", f"{len(damages) - _SHOWN:,} more members of this file"))
     if first.member and zeros:
-        notes.append(("zeros", f"{zeros:,} of {held:,} bytes of these records lie in blocks of 512 zeros: a lost page?"))
+        notes.append(
+            ("zeros", f"{zeros:,} of {held:,} bytes of these records lie in blocks of 512 zeros: a lost page?")
+        )
     return Finding(
         message,
         fqn=one,

@@ -74,7 +74,19 @@ def content(path: Path, at: int, length: int) -> bytes:
 
 @pytest.mark.parametrize("depth", ["headers", "data"])
 def test_every_dtype_of_torch_is_read_as_it_was_saved(depth: str, tmp_path: Path) -> None:
-    names = ["bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "complex64", "complex128"]
+    names = [
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint16",
+        "uint32",
+        "uint64",
+        "complex64",
+        "complex128",
+    ]
     names += ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"]
     names += ["float8_e4m3fnuz", "float8_e5m2fnuz"]
     state = {name: torch.ones(4, 6).to(getattr(torch, name)) for name in names}
@@ -286,7 +298,9 @@ def test_a_malicious_pickle_in_a_record_is_named_and_not_run(tmp_path: Path) -> 
     [
         pytest.param(stream(b"(" + number(1) * 3, b"\x85" * 200_000, b"}s" * 3), id="nested"),
         pytest.param(b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".", id="deep list"),
-        pytest.param(stream(named("torch._utils", "_rebuild_parameter"), b"(" + b"N" * 3 + b"tR"), id="parameter of none"),
+        pytest.param(
+            stream(named("torch._utils", "_rebuild_parameter"), b"(" + b"N" * 3 + b"tR"), id="parameter of none"
+        ),
         pytest.param(stream(named("torch._utils", "_rebuild_tensor_v2"), b")R"), id="tensor of nothing"),
         pytest.param(b"\x80\x02\x8c", id="cut"),
         pytest.param(b"", id="empty"),

@@ -39,13 +39,17 @@ def read_blob(folder: Folder, path: str, start: int, size: int) -> dict[str, Blo
     head = folder.read_range(path, start, 8)
     length = int.from_bytes(head, "little")
     if len(head) < 8 or length > size - start - 8:
-        raise UnreadableError(f"lies in a safetensors blob with a header of {length:,} bytes, more than the file has", 0)
+        raise UnreadableError(
+            f"lies in a safetensors blob with a header of {length:,} bytes, more than the file has", 0
+        )
     if length > HEADER_LIMIT:
         raise LimitError(f"lies in a safetensors blob with a header of {length:,} bytes, the limit is {HEADER_LIMIT:,}")
     try:
         header = json.loads(folder.read_range(path, start + 8, length))
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"lies in a safetensors blob whose header is no JSON ({printable(str(error))})", 0) from None
+        raise UnreadableError(
+            f"lies in a safetensors blob whose header is no JSON ({printable(str(error))})", 0
+        ) from None
     if not isinstance(header, dict):
         raise UnreadableError("lies in a safetensors blob whose header is no JSON object", 0)
     begin = start + 8 + length

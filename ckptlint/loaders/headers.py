@@ -122,10 +122,8 @@ def _edges(folder: Folder, path: str, places: Sequence[Place]) -> dict[int, _Hel
     """Both ends of each record, small ones whole: enough for nearly all."""
     wanted, starts = [], []
     for place in places:
-        if place.length <= _WHOLE:
-            pieces = [(0, place.length)]
-        else:
-            pieces = [(0, _EDGE), (place.length - _EDGE, _EDGE)]
+        ends = [(0, _EDGE), (place.length - _EDGE, _EDGE)]
+        pieces = [(0, place.length)] if place.length <= _WHOLE else ends
         starts += [(place.row, start) for start, _ in pieces]
         wanted += [(place.offset + start, size) for start, size in pieces]
     held = {place.row: _Held([]) for place in places}
@@ -135,7 +133,7 @@ def _edges(folder: Folder, path: str, places: Sequence[Place]) -> dict[int, _Hel
 
 
 def _walk(place: Place) -> _Walk:
-    """One record's archive: yields spans (from the record's start) and is sent their bytes, shorter where the file ends.
+    """One record's archive: yields spans (from the record's start) and is sent their bytes, fewer where the file ends.
 
     Raises:
         UnreadableError: it is no archive that torch.save wrote; the position counts from the record's start.

@@ -12,7 +12,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from typing import Literal, TypeVar
@@ -52,7 +52,7 @@ _TICK = 0.1
 
 T = TypeVar("T")
 Progress = Callable[[str, int, int], None]
-"""Called now and then from the main thread with the unit (`records`, `bytes`), how many are done and how many there are."""
+"""Called now and then from the main thread with the unit (`records`, `bytes`), how many are done, and of how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,9 @@ class Reading:
     progress: Progress | None = None
 
 
-def default_reading(depth: Literal["headers", "data"], percent: float | None = None, seed: int | None = None) -> Reading:
+def default_reading(
+    depth: Literal["headers", "data"], percent: float | None = None, seed: int | None = None
+) -> Reading:
     """A reading with a thread per processor, 8 at most, and a seed of its own when none is given."""
     jobs = min(8, os.cpu_count() or 1)
     return Reading(depth, jobs, percent, secrets.randbelow(2**31) if seed is None else seed)
@@ -225,7 +227,9 @@ class _Reader:
                     self.broken[int(self.ckpt.records.file[row])].append((row, decoded.error))
             if not any(problem.kind == "unsafe" and problem.file == name for problem in self.ckpt.problems):
                 more = f" and {len(rows) - 1:,} more records" if len(rows) > 1 else ""
-                refused = from_refusals(replace(decoded.unpickled, unknown=()), f"{file}{more}", f"data.pkl of {name} in ")
+                refused = from_refusals(
+                    replace(decoded.unpickled, unknown=()), f"{file}{more}", f"data.pkl of {name} in "
+                )
                 self.problems += [replace(p, file=file, fqn=name, why=_LOADED, blocks=False) for p in refused]
             for cls in decoded.unpickled.unknown:
                 unknown[cls] = unknown.get(cls, 0) + len(rows)
@@ -278,7 +282,8 @@ class _Reader:
             members = self.members.get(i, _columns([]))
             size = whole.get(self.ckpt.files[i].path)
             total += int(members.size.sum()) if size is None else size
-            tasks[i] = partial(self._file_data, self._path(i), members, size)
+            threads = 1 + max(self.how.jobs // len(files), 1)
+            tasks[i] = partial(self._file_data, self._path(i), members, size, threads)
         self.phase, self.meter = "bytes", Meter(total=total)
         damages: list[Damage] = []
         for file, seen in self._run(tasks):
@@ -287,8 +292,8 @@ class _Reader:
             self.members.pop(file, None)
         return damages
 
-    def _file_data(self, path: str, members: Members, size: int | None) -> Streamed:
-        return stream(self.folder, path, members, _scans(self.table, members), size, self.meter)
+    def _file_data(self, path: str, members: Members, size: int | None, threads: int) -> Streamed:
+        return stream(self.folder, path, members, _scans(self.table, members), size, self.meter, threads)
 
     def _mismatches(self, file: int, seen: Streamed, wanted: Mapping[str, str]) -> list[Damage]:
         """Fill the columns on values, and compare the checksums."""
@@ -445,7 +450,9 @@ class _Contents:
             content = found.content
             is_lost = content is not None and name is not None and content.key not in ("", name)
             if content is not None and is_lost and (name or content.volume):
-                error = UnreadableError(f"has a data.pkl that refers to {printable(content.key)}, which is not there", 0)
+                error = UnreadableError(
+                    f"has a data.pkl that refers to {printable(content.key)}, which is not there", 0
+                )
                 found = replace(found, error=error)
             self.decoded.append(found)
             contents.append(content or Content("object"))
@@ -459,7 +466,7 @@ def _columns(records: Sequence[Record]) -> Members:
         for record in sorted(records, key=lambda record: record.parts[0].start)
         for part in record.parts
     ]
-    return Members(*np.array(rows or np.zeros((0, 5)), np.int64).T.copy(), list(names))
+    return _members(np.array(rows or np.zeros((0, 5)), np.int64).T.copy(), list(names))
 
 
 def _joined(first: Members | None, table: PayloadTable, rows: IntArray) -> Members:
@@ -467,10 +474,15 @@ def _joined(first: Members | None, table: PayloadTable, rows: IntArray) -> Membe
     blob = np.stack([rows, table.start[rows], table.size[rows], np.zeros_like(rows), np.zeros_like(rows)])
     blob = blob[:, np.argsort(blob[1], kind="stable")]
     if first is None:
-        return Members(*blob, ["tensor"])
+        return _members(blob, ["tensor"])
     blob[4] = len(first.names)
     columns = np.stack([first.row, first.start, first.size, first.crc, first.name])
-    return Members(*np.concatenate([columns, blob], axis=1), [*first.names, "tensor"])
+    return _members(np.concatenate([columns, blob], axis=1), [*first.names, "tensor"])
+
+
+def _members(columns: IntArray, names: list[str]) -> Members:
+    row, start, size, crc, name = columns
+    return Members(row, start, size, crc, name, names)
 
 
 def _scans(table: PayloadTable, members: Members) -> dict[int, Scan]:

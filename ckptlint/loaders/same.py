@@ -32,7 +32,7 @@ def find_same(folder: Folder, ckpt: Checkpoint, table: PayloadTable, path: Calla
     Raises:
         AccessError: a read was refused.
     """
-    suspects = [rows for rows in _alike(ckpt, table)]
+    suspects = _alike(ckpt, table)
     if not suspects:
         return
     samples = _Samples(folder, ckpt, table, path)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Event
-from typing import BinaryIO
+from functools import cache
+from threading import Event, Lock
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -22,7 +24,6 @@ BLOCK = 2 * 1024**2
 """Bytes read at once; a multiple of every element's size."""
 
 _GAP = 64 * 1024
-_AHEAD = 2
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +83,13 @@ class Meter:
 
 
 def stream(
-    folder: Folder, path: str, members: Members, scans: dict[int, Scan], size: int | None, meter: Meter
+    folder: Folder,
+    path: str,
+    members: Members,
+    scans: dict[int, Scan],
+    size: int | None,
+    meter: Meter,
+    threads: int = 2,
 ) -> Streamed:
     """Read the members once.
 
@@ -91,6 +98,7 @@ def stream(
         scans: member -> what to look for NaN in.
         size: of the whole file when its SHA-256 is wanted too, else None.
         meter: is told of every block, and may stop the reading.
+        threads: that take turns to read a block and then work on theirs; one reads while the others work.
 
     Raises:
         AccessError: a read was refused.
@@ -98,22 +106,108 @@ def stream(
     seen = Streamed(np.zeros(len(members.start), np.int64), {member: Count() for member in scans})
     whole = hashlib.sha256() if size is not None else None
     starts, ends = members.start.tolist(), (members.start + members.size).tolist()
-    with folder.open(path) as file:
-        for begin, data, first, last in _blocks(file, path, _plan(starts, ends, size)):
+    with folder.open(path) as file, ThreadPoolExecutor(threads) as pool:
+        work = _Work(file, path, starts, ends, scans)
+        for block in _in_order(pool, work, _plan(starts, ends, size), threads + 2):
             if meter.stop.is_set():
                 return seen
             if whole is not None:
-                whole.update(data)
-            for member in range(first, last):
-                start = max(starts[member], begin)
-                part = data[start - begin : max(ends[member] - begin, 0)]
-                seen.crc[member] = zlib.crc32(part, int(seen.crc[member]))
-                if member in scans:
-                    _scan(seen.counts[member], scans[member], part, start - starts[member])
-            meter.add(len(data))
+                whole.update(block.data)
+            _merge(seen, block)
+            meter.add(len(block.data))
     seen.sha256 = "" if whole is None else whole.hexdigest()
     seen.finished = True
     return seen
+
+
+class _Part(NamedTuple):
+    """What a block holds of a member: its bytes, their CRC-32 when they are a whole block, what was counted in them."""
+
+    member: int
+    data: memoryview
+    crc: int | None
+    values: Count | None
+
+
+class _Block(NamedTuple):
+    """A block that was read and looked at."""
+
+    data: memoryview
+    parts: list[_Part]
+
+
+class _Work:
+    """Reads blocks of one file, one thread at a time, and looks at them, all threads together."""
+
+    def __init__(self, file: BinaryIO, path: str, starts: list[int], ends: list[int], scans: dict[int, Scan]) -> None:
+        self.file, self.path, self.starts, self.ends, self.scans = file, path, starts, ends, scans
+        self.lock = Lock()
+        self.buffers: dict[int, bytearray] = {}
+
+    def block(self, slot: int, begin: int, end: int, first: int, last: int) -> _Block:
+        """The members [first, last) in the bytes [begin, end)."""
+        data = self._read(self.buffers.setdefault(slot, bytearray(BLOCK)), begin, end)
+        parts = []
+        for member in range(first, last):
+            start = max(self.starts[member], begin)
+            part = data[start - begin : max(self.ends[member] - begin, 0)]
+            count = None
+            if member in self.scans:
+                count = Count()
+                _scan(count, self.scans[member], part, start - self.starts[member])
+            parts.append(_Part(member, part, zlib.crc32(part) if len(part) == BLOCK else None, count))
+        return _Block(data, parts)
+
+    def _read(self, buffer: bytearray, begin: int, end: int) -> memoryview:
+        view = memoryview(buffer)[: end - begin]
+        filled = 0
+        try:
+            with self.lock:
+                self.file.seek(begin)
+                while filled < len(view) and (count := self.file.readinto(view[filled:])):  # type: ignore[attr-defined]
+                    filled += count
+        except OSError as error:
+            raise AccessError(f"{printable(self.path)} cannot be read: {error.strerror}") from None
+        return view[:filled]
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, work: _Work, plan: Iterator[tuple[int, int, int, int]], slots: int
+) -> Iterator[_Block]:
+    """The blocks in the order of the plan; each lies in one of so many buffers until the next one is asked for."""
+    going: deque[Future[_Block]] = deque()
+    for turn, block in enumerate(plan):
+        if len(going) == slots - 1:
+            yield going.popleft().result()
+        going.append(pool.submit(work.block, turn % slots, *block))
+    while going:
+        yield going.popleft().result()
+
+
+def _merge(seen: Streamed, block: _Block) -> None:
+    """Add a block to what was seen before it in the file."""
+    for part in block.parts:
+        before = int(seen.crc[part.member])
+        # CRC-32 is linear: that of two parts follows from those of each, and from the length of the second
+        seen.crc[part.member] = zlib.crc32(part.data, before) if part.crc is None else _shifted(before) ^ part.crc
+        if part.values is not None:
+            seen.counts[part.member].join(part.values)
+
+
+@cache
+def _shift() -> tuple[int, ...]:
+    """What a block of zeros makes of each bit of a CRC-32 that comes before it."""
+    zeros = bytes(BLOCK)
+    nothing = zlib.crc32(zeros)
+    return tuple(zlib.crc32(zeros, 1 << bit) ^ nothing for bit in range(32))
+
+
+def _shifted(crc: int) -> int:
+    moved = 0
+    for bit, value in enumerate(_shift() if crc else ()):
+        if crc >> bit & 1:
+            moved ^= value
+    return moved
 
 
 def _scan(count: Count, scan: Scan, part: memoryview, offset: int) -> None:
@@ -152,31 +246,3 @@ def _plan(starts: list[int], ends: list[int], size: int | None) -> Iterator[tupl
 def _cut(begin: int, end: int, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
     for at in range(begin, end, BLOCK):
         yield at, min(at + BLOCK, end), first, last
-
-
-def _blocks(
-    file: BinaryIO, path: str, plan: Iterator[tuple[int, int, int, int]]
-) -> Iterator[tuple[int, memoryview, int, int]]:
-    """The planned blocks with their bytes, read by a thread of its own ahead of the work on them."""
-    buffers = [bytearray(BLOCK) for _ in range(_AHEAD + 1)]
-    with ThreadPoolExecutor(1) as reader:
-        reads = []
-        for turn, (begin, end, first, last) in enumerate(plan):
-            reads.append((begin, first, last, reader.submit(_fill, file, path, buffers[turn % len(buffers)], begin, end)))
-            if len(reads) > _AHEAD:
-                at, one, two, read = reads.pop(0)
-                yield at, read.result(), one, two
-        for at, one, two, read in reads:
-            yield at, read.result(), one, two
-
-
-def _fill(file: BinaryIO, path: str, buffer: bytearray, begin: int, end: int) -> memoryview:
-    view = memoryview(buffer)[: end - begin]
-    filled = 0
-    try:
-        file.seek(begin)
-        while filled < len(view) and (count := file.readinto(view[filled:])):  # type: ignore[attr-defined]
-            filled += count
-    except OSError as error:
-        raise AccessError(f"{printable(path)} cannot be read: {error.strerror}") from None
-    return view[:filled]
