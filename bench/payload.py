@@ -4,7 +4,7 @@
 
 FOLDER is made, filled with checkpoints, and removed again; it lies on the disk to be measured, which needs the room.
 Files are dropped from the page cache before each turn with posix_fadvise; the two readers take turns, so that both see
-the same disk, and the best turn of each counts.
+the same disk and the same neighbours; medians are printed.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
@@ -103,16 +104,11 @@ def main() -> None:
                 seconds, peak = check(folder, "data")
                 checks.append(seconds)
                 memory = max(memory, peak)
-            read, checked = (size / min(column) / 1e9 for column in (reads, checks))
-            print(
-                f"{given.gib:g} GiB in {files} file(s): plain read {read:.2f} GB/s, --depth data {checked:.2f} GB/s",
-                end="",
-            )
-            print(
-                f" ({checked / read:.0%}), {memory:.0f} MiB",
-                [round(s, 2) for s in reads],
-                [round(s, 2) for s in checks],
-            )
+            share = statistics.median(read / check for read, check in zip(reads, checks, strict=True))
+            read, checked = (size / statistics.median(column) / 1e9 for column in (reads, checks))
+            print(f"{given.gib:g} GiB in {files} file(s): plain read {read:.2f} GB/s, --depth data {checked:.2f} GB/s")
+            print(f"  median share of a turn {share:.0%}, peak {memory:.0f} MiB, load {os.getloadavg()[0]:.1f}")
+            print("  seconds:", [round(s, 2) for s in reads], [round(s, 2) for s in checks])
             shutil.rmtree(folder)
         folder = made(many, given.folder / "many", given.records)
         for depth in ("files", "headers", "data"):
