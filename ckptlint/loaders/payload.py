@@ -125,6 +125,8 @@ class _Reader:
                     unlisted = tuple(file.name for file in self.ckpt.files if file.path and file.path not in wanted)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._covered()) from None
+        finally:
+            self.meter.stop.set()  # threads that still run have nobody to read for
         damages += self._report_broken()
         payload = replace(self.table, damages=tuple(damages), unlisted=unlisted, sample=sample)
         return replace(self.ckpt, payload=payload, problems=[*self.ckpt.problems, *self.problems])

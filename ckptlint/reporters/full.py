@@ -186,9 +186,8 @@ def _unread(report: Report) -> str:
         return "Tensor bytes were not read and files were not looked at (--depth files)."
     if report.depth == "files":
         return "Tensor bytes were not read (--depth headers, --depth data)."
-    what = "Of tensor bytes none were" if report.depth == "headers" else "All records were"
-    limits = _limits(report)
-    return limits or f"{what} read{' (--depth data)' if report.depth == 'headers' else ''}."
+    whole = "Tensor bytes were not read (--depth data)." if report.depth == "headers" else "Every record was read."
+    return _limits(report) or whole
 
 
 def _limits(report: Report) -> str:
