@@ -9,6 +9,7 @@ from dataclasses import replace
 from ckptlint.engine import run_rules
 from ckptlint.errors import AccessError, NothingToCheckError, ReaderError
 from ckptlint.loaders import find, open_checkpoint
+from ckptlint.loaders.payload import Reading, read_payload
 from ckptlint.loaders.reference import read_reference
 from ckptlint.report import CheckpointReport, FailOn, Report
 from ckptlint.rule import Depth, Rule
@@ -23,11 +24,13 @@ def run(
     fail_on: FailOn = "error",
     all_steps: bool = False,
     expect: str | None = None,
+    reading: Reading | None = None,
 ) -> Report:
     """Judge every checkpoint under the paths; what could not be found or read is part of the report.
 
     Args:
         expect: the reference to compare each of them with; without one the rules that need it are not run.
+        reading: how to read the payload, at depths `headers` and `data`.
 
     Raises:
         ConfigError: the reference cannot be used.
@@ -41,6 +44,8 @@ def run(
         try:
             for folder in find(path, all_steps):
                 ckpt = open_checkpoint(folder, depth != "metadata")
+                if reading is not None and ckpt.readable:
+                    ckpt = read_payload(folder, ckpt, reading)
                 if reference is not None:
                     ckpt = replace(ckpt, reference=reference.part(folder.name))
                 parts.append(run_rules(ckpt, rules, depth))
