@@ -16,7 +16,17 @@ import numpy.typing as npt
 
 from ckptlint.boxes import IntArray, Layout
 
-Format = Literal["dcp", "dcp-per-rank", "torch_dist", "fsdp_dtensor", "torch_dcp", "incomplete", "unsupported"]
+Format = Literal[
+    "dcp",
+    "dcp-per-rank",
+    "torch_dist",
+    "fsdp_dtensor",
+    "torch_dcp",
+    "safetensors",
+    "dcp-safetensors",
+    "incomplete",
+    "unsupported",
+]
 
 ITEM_BITS: Mapping[str, int] = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"), 8),
@@ -35,6 +45,9 @@ left out on purpose: no size check is made for them.
 
 RANK_LIMIT = 64
 """More axes than any tensor has."""
+
+KEY_LIMIT = 4096
+"""More characters than any key has."""
 
 
 def printable(text: str) -> str:
@@ -268,6 +281,26 @@ class CommonState:
     values: dict[Any, Any]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightIndex:
+    """A `*.safetensors.index.json`, which says in which file each key lies.
+
+    Attributes:
+        file: its name.
+        places: key -> name of the file, both printable.
+        total_size: bytes of all tensors as it says, None when it does not.
+        unread: the files whose header could not be read.
+
+    Source:
+        huggingface_hub `split_torch_state_dict_into_shards`; torch.distributed.checkpoint.hf_storage
+    """
+
+    file: str
+    places: dict[str, str]
+    total_size: int | None = None
+    unread: frozenset[str] = frozenset()
+
+
 StepState = Literal["complete", "unfinished", "absent", "unknown"]
 
 
@@ -314,7 +347,7 @@ class Declared:
     source: str
 
 
-ProblemKind = Literal["unsafe", "unreadable", "limit", "unsupported", "incomplete", "note", "crashed"]
+ProblemKind = Literal["unsafe", "unreadable", "limit", "container", "unsupported", "incomplete", "note", "crashed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,8 +355,8 @@ class Problem:
     """What a loader could not take at face value; a SAF or COM rule turns it into a finding.
 
     Attributes:
-        kind: `unsafe` SAF001, `unreadable` SAF002, `limit` SAF003, `unsupported` SAF004, `incomplete` COM001,
-            `note` an info of SAF001, `crashed` LNT002 (made by the engine).
+        kind: `unsafe` SAF001, `unreadable` SAF002, `limit` SAF003, `container` PAY013, `unsupported` SAF004,
+            `incomplete` COM001, `note` an info of SAF001, `crashed` LNT002 (made by the engine).
         file: the file it lies in, relative to the checkpoint.
         message: one sentence.
         detail: lines shown below it (the opcodes of a refused call).
@@ -386,7 +419,8 @@ class Checkpoint:
         declared: what the job said about itself, by canonical name (`topology.read_declared`).
         object_values: entry name -> content of the optimizer objects that describe their module (parameter groups,
             sharding type), one for each kind and module.
-        run: the run folder that the step lies in; None outside of `iter_*`.
+        run: the run folder that the step lies in; None outside of one.
+        index: what says in which safetensors file each key lies; None without one.
         reference: what the user expects it to hold; None without `--expect`.
     """
 
@@ -403,6 +437,7 @@ class Checkpoint:
     declared: dict[str, Declared] = field(default_factory=dict)
     object_values: dict[str, Any] = field(default_factory=dict)
     run: RunFolder | None = None
+    index: WeightIndex | None = None
     topology: dict[str, AxisSize] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     readable: bool = True
@@ -415,6 +450,11 @@ class Checkpoint:
     def is_megatron(self) -> bool:
         """Whether Megatron-Core's own planner wrote it: entries follow its key scheme, plans its dedup."""
         return self.format == "torch_dist"
+
+    @property
+    def is_safetensors(self) -> bool:
+        """Whether a record is the bare bytes of its tensor, described by the header of the file that it lies in."""
+        return self.format in ("safetensors", "dcp-safetensors")
 
     def sound_tensors(self) -> Iterator[Tensor]:
         """The tensors that geometry rules can judge."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Collection
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -38,11 +40,23 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.part = ""
 
     @property
     def display(self) -> str:
-        """The path as text that is safe to print."""
-        return printable(str(self.path))
+        """The path as text that is safe to print; of a part of the folder with the part's name."""
+        return printable(str(self.path / self.part))
+
+    def without(self, hidden: Collection[str], part: str) -> Folder:
+        """The same folder with some files out of view, to judge by itself what else lies there.
+
+        Args:
+            part: the name under which it is reported, "" for the folder's own.
+        """
+        view = copy(self)
+        view.part = part
+        view.entries = {name: entry for name, entry in self.entries.items() if name not in hidden}
+        return view
 
     @cached_property
     def entries(self) -> dict[str, Entry]:

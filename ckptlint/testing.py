@@ -22,10 +22,11 @@ from typing import Any
 
 from ckptlint.engine import run_rules
 from ckptlint.loaders import open_checkpoint
-from ckptlint.loaders.reference import MANIFEST_SCHEMA, SAFETENSORS_DTYPES, read_reference
+from ckptlint.loaders.reference import MANIFEST_SCHEMA, read_reference
 from ckptlint.model import ITEM_BITS, Checkpoint
 from ckptlint.report import CheckpointReport
 from ckptlint.rule import Finding, Rule, Severity
+from ckptlint.safetensors import DTYPES
 from ckptlint.storage import Folder, is_safe
 
 FRAMING = 1577
@@ -157,7 +158,7 @@ def write_reference(table: dict[str, Any], place: Path) -> Path:
 
 def safetensors_header(entries: Mapping[str, Mapping[str, Any]]) -> bytes:
     """The start of a safetensors file that holds tensors of these dtypes and shapes."""
-    names = {ours: theirs for theirs, ours in SAFETENSORS_DTYPES.items()}
+    names = {ours: theirs for theirs, ours in DTYPES.items()}
     header, stop = {}, 0
     for fqn, entry in entries.items():
         start, stop = stop, stop + prod(entry["shape"]) * ITEM_BITS[entry["dtype"]] // 8

@@ -36,6 +36,7 @@ from ckptlint.loaders.recognise import (
     PAYLOAD_RANK,
     RANK_METADATA,
     Recognised,
+    components,
     find_checkpoints,
     newest_readable_step,
     recognise,
@@ -43,6 +44,7 @@ from ckptlint.loaders.recognise import (
     unsupported_hint,
 )
 from ckptlint.loaders.rundir import read_run
+from ckptlint.loaders.safetensors import header_bytes, read_safetensors
 from ckptlint.model import Checkpoint, Problem, StoredFile, printable
 from ckptlint.storage import Folder, is_safe
 from ckptlint.topology import read_topology
@@ -50,11 +52,12 @@ from ckptlint.unpickle import SIZE_LIMIT, Node, Opaque, Unpickled, paused_gc, re
 
 _RENAMED = "the writer renames a finished file into place, so a short one is a copy that broke off or a full disk"
 _BYTECHECKPOINT = "bytecheckpoint."
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
 _WRITTEN_LAST = "it is written last, after all payload files, so the save or the copy did not finish"
 
 
 def find(path: str, all_steps: bool = False) -> list[Folder]:
-    """The checkpoint folders that a path means; a file stands for its folder.
+    """The checkpoint folders that a path means; a file stands for its folder, safetensors for their own model there.
 
     Raises:
         NothingToCheckError: there is none.
@@ -67,7 +70,10 @@ def find(path: str, all_steps: bool = False) -> list[Folder]:
         raise AccessError(f"{printable(path)} cannot be looked at: {error.strerror}") from None
     except (OSError, ValueError):  # a name too long, a loop of links, a NUL
         raise NothingToCheckError(f"{printable(path)} does not exist") from None
-    return find_checkpoints(Folder(place if is_folder else place.parent), all_steps)
+    if is_folder:
+        return find_checkpoints(Folder(place), all_steps)
+    own = [part for part in components(Folder(place.parent)) if part.has(place.name)]
+    return own if place.name.endswith(_WEIGHTS) and own else find_checkpoints(Folder(place.parent), all_steps)
 
 
 def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
@@ -81,6 +87,9 @@ def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
         AccessError: the operating system refused a read; damage and malice become problems instead.
         ReaderError: ckptlint itself made a mistake.
     """
+    found = recognise(folder)
+    if found is not None and found.kind == "safetensors":
+        return _isolated_safetensors(folder, look_at_files, found)
     inputs = [name for name in folder.files() if name in (METADATA, COMMON_FILE) or RANK_METADATA.fullmatch(name)]
     size = sum(min(folder.entries[name].size, SIZE_LIMIT) for name in inputs)
     try:
@@ -88,6 +97,15 @@ def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
     except LimitError as error:
         problem = from_error(error, METADATA, blocks=True, hint=_other_step(folder))
         return Checkpoint(folder.display, "dcp", problems=[problem], readable=False, files=_listed(folder))
+
+
+def _isolated_safetensors(folder: Folder, look_at_files: bool, found: Recognised) -> Checkpoint:
+    try:
+        return isolated(partial(read_checkpoint, folder, look_at_files), header_bytes(folder))
+    except LimitError as error:
+        label = printable(found.evidence)
+        problem = from_error(error, label, blocks=True)
+        return Checkpoint(folder.display, "safetensors", problems=[problem], readable=False, metadata_file=label)
 
 
 def read_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
@@ -100,6 +118,10 @@ def read_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
         return _unsupported(folder, found)
     if found.kind == "incomplete":
         return _incomplete(folder, found)
+    if found.kind == "safetensors":
+        with paused_gc():
+            ckpt = read_safetensors(folder, look_at_files)
+        return replace(ckpt, run=read_run(folder), problems=ckpt.problems + _beside(folder))
     with paused_gc():
         return _open_dcp(folder, found, look_at_files)
 
