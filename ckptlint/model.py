@@ -289,7 +289,8 @@ class WeightIndex:
         file: its name.
         places: key -> name of the file, both printable.
         total_size: bytes of all tensors as it says, None when it does not.
-        unread: the files whose header could not be read.
+        absent: the files that are not there, or lie outside of the folder.
+        unread: these, and the files whose header could not be read.
 
     Source:
         huggingface_hub `split_torch_state_dict_into_shards`; torch.distributed.checkpoint.hf_storage
@@ -298,6 +299,7 @@ class WeightIndex:
     file: str
     places: dict[str, str]
     total_size: int | None = None
+    absent: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
 
 

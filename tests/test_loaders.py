@@ -89,7 +89,7 @@ def test_a_healthy_checkpoint_passes_at_depth_metadata(row: dict[str, str]) -> N
         ("megatron_0.19_tp2/iter_0000010", "torch_dist"),
         ("megatron_fsdp_dtensor_tp2_dp2/iter_0000010", "fsdp_dtensor"),
         ("metadata_missing", "incomplete"),
-        ("hf_sharded", "unsupported"),
+        ("hf_sharded", "dcp-safetensors"),
     ],
 )
 def test_the_format_is_recognised(name: str, format_: str) -> None:

@@ -58,7 +58,7 @@ def read_reference(path: str) -> Reference:
 
 def _from_folder(folder: Folder, path: str, source: str) -> Reference:
     found = recognise(folder)
-    if found is None or found.kind == "unsupported":
+    if found is None or found.kind in ("safetensors", "unsupported"):
         if _is_model_folder(folder):
             size = sum(folder.entries[name].size for name in (_INDEX, _CONFIG) if folder.has(name))
             size += sum(_header_length(folder, name) for name in _safetensors(folder))

@@ -7,7 +7,7 @@ of files, told from their names alone, and judged by itself.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,8 @@ def groups(folder: Folder) -> list[Group]:
     """
     found: dict[str, Group] = {}
     single: dict[str, str] = {}
-    for name in folder.files():
+    names = [name for name in folder.files() if not _FRAGMENT.fullmatch(name)]
+    for name in names:
         if match := SHARD.fullmatch(name):
             found.setdefault("shard-", Group("shard-*.safetensors", sharded=True)).files.append(name)
         elif match := NUMBERED.fullmatch(name):
@@ -79,8 +80,7 @@ def groups(folder: Folder) -> list[Group]:
             found.setdefault(stem, Group(f"{stem}-*.safetensors")).files.append(name)
         elif match := _INDEX.fullmatch(name):
             single.setdefault(f"{match['stem']}{match['variant'] or ''}", name)
-    lone = [n for n in folder.files() if n.endswith(".safetensors") and not (SHARD.fullmatch(n) or NUMBERED.fullmatch(n))]
-    lone = [name for name in lone if not _FRAGMENT.fullmatch(name)]
+    lone = [n for n in names if n.endswith(".safetensors") and not (SHARD.fullmatch(n) or NUMBERED.fullmatch(n))]
     for stem, index in single.items():
         if stem not in found:
             own = [name for name in lone if name == f"{stem}.safetensors"]
@@ -144,22 +144,22 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
     chunks = _Chunks()
     files: list[StoredFile] = []
     unread: list[str] = []
+    absent: list[str] = []
     for number, name in enumerate(names):
         state, size = folder.look_at(name)
         shown: FileState = state if look_at_files else "unchecked"
         path = name if is_safe(name) else None
         files.append(StoredFile(printable(name), path, size if look_at_files else None, shown, True))
-        if state not in _AT_HAND or size is None or not name.endswith(".safetensors"):
-            unread.append(printable(name))
+        if state not in _AT_HAND or size is None:
+            absent.append(printable(name))
         elif not _read_file(folder, name, size, number, group, chunks, problems):
             unread.append(printable(name))
+    unread += absent
     label = printable(group.index or (names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"))
     readable = bool(chunks.names) or len(unread) < len(names)
     if not readable:
-        problems = problems or [
-            Problem("container", label, f"{label} names {len(unread)} files, and none of them can be read", blocks=True)
-        ]
-    partial = f"{len(unread)} of {len(files)} files of this model could not be read" if unread else ""
+        problems = [replace(problem, blocks=True) for problem in problems] or [_no_files(label, absent)]
+    partial = f"{len(unread)} of {len(files)} files of this model are absent or cannot be read" if unread else ""
     owner = _owners(chunks, names, places or {})
     if not partial and not group.index and not chunks.by_dcp and not owner.all() and not _is_numbered(group):
         partial = "files without an index hold the same keys, so they are no parts of one model"
@@ -184,7 +184,7 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
         records=records,
         files=files,
         declared=declared,
-        index=None if places is None else _weight_index(printable(group.index), places, total, unread),
+        index=None if places is None else _weight_index(printable(group.index), places, total, absent, unread),
         topology=read_topology(declared, [], None, ranks),
         problems=problems + config_problems,
         readable=readable,
@@ -223,9 +223,23 @@ def _read_index(folder: Folder, group: Group, problems: list[Problem]) -> tuple[
     return places, total if is_size(total) else None
 
 
-def _weight_index(file: str, places: dict[str, str], total: int | None, unread: list[str]) -> WeightIndex:
+def _weight_index(
+    file: str, places: dict[str, str], total: int | None, absent: list[str], unread: list[str]
+) -> WeightIndex:
     shown = {name: printable(name) for name in dict.fromkeys(places.values())}
-    return WeightIndex(file, {printable(key): shown[name] for key, name in places.items()}, total, frozenset(unread))
+    by_key = {printable(key): shown[name] for key, name in places.items()}
+    return WeightIndex(file, by_key, total, frozenset(absent), frozenset(unread))
+
+
+def _no_files(label: str, absent: list[str]) -> Problem:
+    return Problem(
+        "incomplete",
+        label,
+        f"{label} names {len(absent)} files, and none of them is there" if absent else f"{label} names no file",
+        why="the files of a save are written before their index, so a copy left them out",
+        hint="copy the files again from where the index came from",
+        blocks=True,
+    )
 
 
 # ---------------------------------------------------------------- one file
