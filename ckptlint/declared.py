@@ -131,10 +131,13 @@ def main_params(ckpt: Checkpoint) -> list[Param]:
 @lru_cache(maxsize=4)
 def layer_counts(ckpt: Checkpoint) -> tuple[LayerCount, ...]:
     """The layers of each block that a declared number of layers describes."""
-    blocks: dict[str, list[Param]] = defaultdict(list)
+    by_name: dict[str, list[Param]] = defaultdict(list)
     for param in main_params(ckpt):
         if param.key.block in MAIN_BLOCKS:
-            blocks[param.key.block].append(param)
+            by_name[param.key.block].append(param)
+    # a list of convolutions is called `encoder.layers` too, and is no block of the transformer
+    kinds = ("other", "norm")
+    blocks = {name: params for name, params in by_name.items() if any(p.key.cls not in kinds for p in params)}
     if "heterogeneous" in ckpt.declared:
         return ()
     if len(blocks) == 1:

@@ -308,14 +308,17 @@ StepState = Literal["complete", "unfinished", "absent", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The Megatron run folder that a step lies in.
+    """The run folder that a step lies in.
 
     Attributes:
         step: the number in the step folder's own name (`iter_0000010`).
         steps: the numbers of all step folders there, in order.
         newest_complete: the highest of them that has the marks of a finished save, None when none has.
-        tracker: the step that `latest_checkpointed_iteration.txt` names; None without one, or when it says `release`.
-        tracked: what lies at that step; `unknown` for formats that ckptlint does not read.
+        tracker: the step that the tracker names, or `release`; None without one.
+        tracked: what lies there; `unknown` for formats that ckptlint does not read.
+        prefix, digits: how step folders are named.
+        tracker_file: name of the tracker.
+        saved: the step that a train state in the step folder holds, None without one.
 
     Source:
         megatron.training.checkpointing.get_checkpoint_name, read_metadata
@@ -324,8 +327,16 @@ class RunFolder:
     step: int
     steps: tuple[int, ...] = ()
     newest_complete: int | None = None
-    tracker: int | None = None
+    tracker: int | Literal["release"] | None = None
     tracked: StepState = "unknown"
+    prefix: str = "iter_"
+    digits: int = 7
+    tracker_file: str = "latest_checkpointed_iteration.txt"
+    saved: int | None = None
+
+    def folder_of(self, step: int | str) -> str:
+        """The name of a step's folder."""
+        return step if isinstance(step, str) else f"{self.prefix}{step:0{self.digits}d}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,6 +126,8 @@ def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
         (folder / "metadata.json").write_text(json.dumps(config))
     if table.get("megatron") or "common" in table:
         (folder / "common.pt").write_bytes(_archive("common", table.get("common", {})))
+    for name, values in table.get("archives", {}).items():
+        (folder / name).write_bytes(_archive(Path(name).stem, values))
     for name, size in (files | table.get("files", {})).items():
         if is_safe(name):
             _write_file(folder, name, size, table.get("links", {}).get(name))

@@ -12,6 +12,7 @@ import numpy as np
 
 from ckptlint.errors import AccessError, LimitError, NothingToCheckError, UnreadableError
 from ckptlint.isolate import isolated
+from ckptlint.loaders.bridge import read_train_state
 from ckptlint.loaders.common import (
     COMMON_ENTRY,
     COMMON_FILE,
@@ -185,7 +186,9 @@ def _assemble(
     writers = read_plans(described.extras.get("all_local_plans"))
     files, locates = _files(folder, described, look_at_files)
     declared, config_problems = read_configs(folder, common)
-    problems += config_problems
+    saved, state_problems = read_train_state(folder)
+    problems += config_problems + state_problems
+    run = read_run(folder)
     ranks = {int(match[1]) for path in described.paths if (match := PAYLOAD_RANK.search(path))}
     return Checkpoint(
         path=folder.display,
@@ -200,7 +203,7 @@ def _assemble(
         common=common,
         declared=declared,
         object_values=values,
-        run=read_run(folder),
+        run=None if run is None else replace(run, saved=saved),
         topology=read_topology(declared, objects, writers, ranks),
         problems=problems,
         partial=partial,

@@ -20,7 +20,7 @@ STEP = re.compile(
     r"(?:iter_|iteration_|step[-_]?|global_step_?|checkpoint[-_]|epoch_\d+_step_|ep\d+-ba|(?:.*-)?step=)(\d+)"
     r"(?:-v\d+|-(?:consumed_samples|val_loss|train_loss)=[\d.]+)*(?:-last)?(?:\.ckpt)?|(\d{4,})"
 )
-_COMPONENT = re.compile(
+COMPONENT = re.compile(
     r"consolidated|dist_ckpt|hf_weights|huggingface|model|model_and_optim|optim|sharded|trainer|weights|"
     r"optimizer(_\d+)?|pytorch_model_fsdp_\d+"
 )
@@ -189,7 +189,7 @@ def _nested(folder: Folder, but: Collection[str] = ()) -> list[Folder]:
         inside = components(sub)
         found += inside
         if not inside or groups(sub):
-            further = [name for name in sub.folders() if _COMPONENT.fullmatch(name)]
+            further = [name for name in sub.folders() if COMPONENT.fullmatch(name)]
             found += [part for name in further for part in components(sub.sub(name))]
     return found
 
