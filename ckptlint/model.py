@@ -375,7 +375,7 @@ class Problem:
         detail: lines shown below it (the opcodes of a refused call).
         hint: what to do.
         fqn: the key concerned, if one is.
-        blocks: whether the description of the tensors is missing because of it.
+        blocks: whether the description of the tensors, or of a file's tensors, is missing because of it.
         beside: whether the unsupported thing lies beside a checkpoint that is checked.
     """
 

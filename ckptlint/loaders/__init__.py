@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.errors import AccessError, LimitError, NothingToCheckError, UnreadableError
+from ckptlint.errors import AccessError, CkptlintError, LimitError, NothingToCheckError, UnreadableError
 from ckptlint.isolate import isolated
 from ckptlint.loaders.bridge import read_train_state
 from ckptlint.loaders.common import (
@@ -122,7 +122,7 @@ def read_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
     if found.kind == "safetensors":
         with paused_gc():
             ckpt = read_safetensors(folder, look_at_files)
-        return replace(ckpt, run=read_run(folder), problems=ckpt.problems + _beside(folder))
+        return replace(ckpt, run=read_run(folder), problems=ckpt.problems + _beside(folder) + _marked(folder))
     with paused_gc():
         return _open_dcp(folder, found, look_at_files)
 
@@ -179,7 +179,7 @@ def _assemble(
         format_ = "dcp-per-rank"
         partial, lost = _lost_ranks(folder)
         problems += lost
-    problems += _beside(folder) + _leftovers(folder)
+    problems += _beside(folder) + _leftovers(folder) + _marked(folder)
     common, common_problems = read_common(folder, _locations(described, {COMMON_ENTRY, *OWN_ENTRIES}))
     values, object_problems = read_objects(folder, _locations(described, describing_objects(objects)))
     problems += common_problems + object_problems
@@ -339,6 +339,30 @@ def _leftovers(folder: Folder) -> list[Problem]:
         name = next(name for name in entries if RANK_METADATA.fullmatch(name))
         problems.append(Problem("note", name, f"{name} lies beside {METADATA} and belongs to another save"))
     return problems
+
+
+def _marked(folder: Folder) -> list[Problem]:
+    """The mark by which NeMo 2 and xtuner say that a save is still running or was broken off.
+
+    Source:
+        nemo.lightning.pytorch.callbacks.ModelCheckpoint (8cfedd72): an empty file `<name>-unfinished` beside the folder
+        `<name>`, removed at the end; xtuner (b934f462): `<name>.incomplete`, renamed at the end
+    """
+    path = folder.path.absolute()
+    step = path.parent if path.name in ("weights", "hf_weights") else path
+    marker = f"{step.name}-unfinished"
+    try:
+        is_marked = step.name != "" and Folder(step.parent).has(marker)
+    except CkptlintError:
+        is_marked = False
+    if path.name.endswith(".incomplete"):
+        is_marked, marker = True, path.name
+    if not is_marked:
+        return []
+    name = printable(marker)
+    sentence = f"{name} says that this save did not reach its end"
+    hint = _other_step(folder) or "wait for the save to end, or use an earlier checkpoint"
+    return [Problem("incomplete", name, sentence, why="the writer removes the mark last", hint=hint)]
 
 
 def _beside(folder: Folder) -> list[Problem]:

@@ -216,8 +216,9 @@ def _readable(folder: Folder, source: str) -> Checkpoint:
 def obstacle(ckpt: Checkpoint) -> str:
     """Why a checkpoint does not tell what another one must hold, with the code of the rule that says more; or ""."""
     codes = {"unsafe": "SAF001", "unreadable": "SAF002", "limit": "SAF003", "unsupported": "SAF004"}
+    codes["container"] = "PAY013"
     for problem in ckpt.problems:
-        if problem.blocks or problem.kind in ("unsafe", "unreadable", "limit"):
+        if problem.blocks or problem.kind in ("unsafe", "unreadable", "limit", "container"):
             return f"{codes.get(problem.kind, 'COM001')} {problem.message}"
     return f"COM001 {ckpt.partial}" if ckpt.partial else ""
 

@@ -257,7 +257,8 @@ def _read_file(
         problems.append(from_error(error, shown))
         return False
     except UnreadableError as error:
-        problems.append(_container(shown, f"{shown} {error}", error.position or 0))
+        unread = _container(shown, f"{shown} {error}", error.position or 0)
+        problems.append(replace(unread, blocks=True))
         return False
     for sentence, key, position in layout_faults(header, size):
         problems.append(_container(shown, f"{shown}: {sentence}", position, key or None))
