@@ -7,6 +7,7 @@ Source:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -42,6 +43,7 @@ Source:
     safetensors 0.8, `Dtype`; the packed types (F4, F6_*) are left out, their shapes count other things
 """
 
+_DTYPE = re.compile(r"[A-Z][A-Z0-9_]*")  # torch 2.13 writes "" for a key that no rank had when it consolidates
 _FIRST_READ = 65536  # most headers end within it: one read, and one request to a store
 _POINTER = b"version https://git-lfs"
 
@@ -125,6 +127,9 @@ def parse_header(text: bytes, payload: int) -> Header:
     for name, entry in entries.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
             raise UnreadableError(f"has no dtype and shape for {printable(checked_key(name))}", 8)
+        if not _DTYPE.fullmatch(entry["dtype"]):
+            named = printable(entry["dtype"][:40])
+            raise UnreadableError(f"has the dtype {named!r} for {printable(name)}, which is no name of one", 8)
         shapes.append(checked_shape(name, entry.get("shape")))
         dtypes.append(DTYPES.get(entry["dtype"]))
         spans.append(_span(name, entry.get("data_offsets")))
