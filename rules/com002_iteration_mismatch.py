@@ -34,16 +34,18 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     run = ckpt.run
     if run is None:
         raise NotApplicable("the folder's name is no step of a run with a tracker")
-    stored, source = _stored(ckpt, run)
-    if stored is not None and stored != run.step and run.prefix == "iter_":
-        yield Finding(
-            f"the folder is named for step {run.step}, and {source} says iteration {stored}",
-            file=source,
-            missing=("iteration", str(stored)),
-            notes=_numbers(run, stored),
-            hint=f"if the content is right, rename the folder to {run.folder_of(stored)}; otherwise restore the "
-            f"{source} of step {run.step}",
-        )
+    kept = _stored(ckpt, run)
+    stored = kept[0][1] if kept else None
+    for source, iteration in kept:
+        if iteration != run.step and run.prefix == "iter_":
+            yield Finding(
+                f"the folder is named for step {run.step}, and {source} says iteration {iteration}",
+                file=source,
+                missing=("iteration", str(iteration)),
+                notes=_numbers(run, iteration),
+                hint=f"if the content is right, rename the folder to {run.folder_of(iteration)}; otherwise restore the "
+                f"{source} of step {run.step}",
+            )
     if run.tracker is None or run.step != run.newest_complete:
         return
     named = run.tracker if run.tracker == "release" else f"step {run.tracker}"
@@ -77,12 +79,13 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _stored(ckpt: Checkpoint, run: RunFolder) -> tuple[int | None, str]:
-    """The iteration that was saved in the step, and where."""
+def _stored(ckpt: Checkpoint, run: RunFolder) -> list[tuple[str, int]]:
+    """The iterations that were saved in the step, each with where."""
+    found = [] if run.saved is None else [(_TRAIN_STATE, run.saved)]
     value = ckpt.common.values.get("iteration") if ckpt.common is not None else None
     if ckpt.common is not None and isinstance(value, int) and not isinstance(value, bool):
-        return value, ckpt.common.source
-    return run.saved, _TRAIN_STATE
+        found.insert(0, (ckpt.common.source, value))
+    return found
 
 
 def _numbers(run: RunFolder, stored: int | None) -> tuple[Note, ...]:

@@ -269,7 +269,10 @@ def test_damages_of_the_index(copied: Callable[[str], Path]) -> None:
 
     damages: dict[str, tuple[Callable[[dict[str, Any]], None], list[tuple[str, str]]]] = {
         "keys swapped": (swap, [("PAY014", "error"), ("PAY014", "error")]),
-        "absent file": (lambda d: d["weight_map"].update(tiny="model-00009-of-00009.safetensors"), [("PAY014", "error")]),
+        "absent file": (
+            lambda d: d["weight_map"].update(tiny="model-00009-of-00009.safetensors"),
+            [("PAY014", "error")],
+        ),
         "key lacking": (lambda d: d["weight_map"].pop("tiny"), [("PAY014", "warning")]),
         "wrong total": (lambda d: d["metadata"].update(total_size=10_000_000), [("PAY014", "warning")]),
         "path outside": (lambda d: d["weight_map"].update(tiny="../secret.safetensors"), [("PAY014", "error")]),
@@ -404,7 +407,9 @@ def model(folder: Path, entries: dict[str, tuple[str, list[int]]], config: dict[
     for number, (name, (dtype, shape)) in enumerate(entries.items()):
         parts[number * files // len(entries)][name] = {"dtype": dtype, "shape": shape}
     folder.mkdir(parents=True, exist_ok=True)
-    names = ["model.safetensors"] if files == 1 else [f"model-{i + 1:05}-of-{files:05}.safetensors" for i in range(files)]
+    names = (
+        ["model.safetensors"] if files == 1 else [f"model-{i + 1:05}-of-{files:05}.safetensors" for i in range(files)]
+    )
     for name, part in zip(names, parts, strict=True):
         write_safetensors(folder / name, {"tensors": part})
     if files > 1:

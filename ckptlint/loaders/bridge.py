@@ -45,7 +45,9 @@ def _scalar(value: Any, data: bytes) -> int | None:
         if kind.name not in ("IntStorage", "LongStorage"):
             return None
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            member = next(m for m in archive.infolist() if m.filename.endswith(f"/data/{key}") and m.file_size in (4, 8))
+            member = next(
+                m for m in archive.infolist() if m.filename.endswith(f"/data/{key}") and m.file_size in (4, 8)
+            )
             return int.from_bytes(archive.read(member), "little", signed=True)
     except (AttributeError, TypeError, ValueError, IndexError, StopIteration, zipfile.BadZipFile):
         return None

@@ -311,16 +311,16 @@ def _sharding_info(header: Header, group: Group) -> dict[str, tuple[tuple[int, .
     info = {}
     for key, shape in zip(header.names, header.shapes, strict=True):
         entry = stored.get(key)
-        offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
-        whole = entry.get("global_shape") if isinstance(entry, dict) else None
-        if not _are_sizes(offsets) or not (whole is None or (_are_sizes(whole) and len(whole) == len(shape))):
+        places = entry if isinstance(entry, dict) else {}
+        offsets, whole = _sizes(places.get("saved_offsets")), _sizes(places.get("global_shape", []))
+        if offsets is None or whole is None or ("global_shape" in places and len(whole) != len(shape)):
             raise UnreadableError(f"has no saved_offsets of {printable(key)} in its {_INFO}", 8)
-        info[key] = tuple(offsets), None if whole is None else tuple(whole)
+        info[key] = offsets, whole if "global_shape" in places else None
     return info
 
 
-def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(map(is_size, value))
+def _sizes(value: Any) -> tuple[int, ...] | None:
+    return tuple(value) if isinstance(value, list) and all(map(is_size, value)) else None
 
 
 # ---------------------------------------------------------------- tables
