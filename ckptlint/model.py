@@ -17,7 +17,17 @@ import numpy.typing as npt
 
 from ckptlint.boxes import IntArray, Layout
 
-Format = Literal["dcp", "dcp-per-rank", "torch_dist", "fsdp_dtensor", "torch_dcp", "incomplete", "unsupported"]
+Format = Literal[
+    "dcp",
+    "dcp-per-rank",
+    "torch_dist",
+    "fsdp_dtensor",
+    "torch_dcp",
+    "safetensors",
+    "dcp-safetensors",
+    "incomplete",
+    "unsupported",
+]
 
 ITEM_BITS: Mapping[str, int] = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"), 8),
@@ -36,6 +46,9 @@ left out on purpose: no size check is made for them.
 
 RANK_LIMIT = 64
 """More axes than any tensor has."""
+
+KEY_LIMIT = 4096
+"""More characters than any key has."""
 
 
 def printable(text: str) -> str:
@@ -395,19 +408,44 @@ class CommonState:
     values: dict[Any, Any]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightIndex:
+    """A `*.safetensors.index.json`, which says in which file each key lies.
+
+    Attributes:
+        file: its name.
+        places: key -> name of the file, both printable.
+        total_size: bytes of all tensors as it says, None when it does not.
+        absent: the files that are not there, or lie outside of the folder.
+        unread: these, and the files whose header could not be read.
+
+    Source:
+        huggingface_hub `split_torch_state_dict_into_shards`; torch.distributed.checkpoint.hf_storage
+    """
+
+    file: str
+    places: dict[str, str]
+    total_size: int | None = None
+    absent: frozenset[str] = frozenset()
+    unread: frozenset[str] = frozenset()
+
+
 StepState = Literal["complete", "unfinished", "absent", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The Megatron run folder that a step lies in.
+    """The run folder that a step lies in.
 
     Attributes:
         step: the number in the step folder's own name (`iter_0000010`).
         steps: the numbers of all step folders there, in order.
         newest_complete: the highest of them that has the marks of a finished save, None when none has.
-        tracker: the step that `latest_checkpointed_iteration.txt` names; None without one, or when it says `release`.
-        tracked: what lies at that step; `unknown` for formats that ckptlint does not read.
+        tracker: the step that the tracker names, or `release`; None without one.
+        tracked: what lies there; `unknown` for formats that ckptlint does not read.
+        prefix, digits: how step folders are named.
+        tracker_file: name of the tracker.
+        saved: the step that a train state in the step folder holds, None without one.
         unseen: why the run folder could not be looked at, "" where it could.
 
     Source:
@@ -417,9 +455,17 @@ class RunFolder:
     step: int
     steps: tuple[int, ...] = ()
     newest_complete: int | None = None
-    tracker: int | None = None
+    tracker: int | Literal["release"] | None = None
     tracked: StepState = "unknown"
     unseen: str = ""
+    prefix: str = "iter_"
+    digits: int = 7
+    tracker_file: str = "latest_checkpointed_iteration.txt"
+    saved: int | None = None
+
+    def folder_of(self, step: int | str) -> str:
+        """The name of a step's folder."""
+        return step if isinstance(step, str) else f"{self.prefix}{step:0{self.digits}d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,7 +504,7 @@ class Problem:
         detail: lines shown below it (the opcodes of a refused call).
         hint: what to do.
         fqn: the key concerned, if one is.
-        blocks: whether the description of the tensors is missing because of it.
+        blocks: whether the description of the tensors, or of a file's tensors, is missing because of it.
         beside: whether the unsupported thing lies beside a checkpoint that is checked.
     """
 
@@ -515,7 +561,8 @@ class Checkpoint:
         declared: what the job said about itself, by canonical name (`topology.read_declared`).
         object_values: entry name -> content of the optimizer objects that describe their module (parameter groups,
             sharding type), one for each kind and module.
-        run: the run folder that the step lies in; None outside of `iter_*`.
+        run: the run folder that the step lies in; None outside of one.
+        index: what says in which safetensors file each key lies; None without one.
         reference: what the user expects it to hold; None without `--expect`.
         unseen: what could not be looked at without making the verdict incomplete, as sentences.
         payload: what the records say; None below depth `headers`.
@@ -534,6 +581,7 @@ class Checkpoint:
     declared: dict[str, Declared] = field(default_factory=dict)
     object_values: dict[str, Any] = field(default_factory=dict)
     run: RunFolder | None = None
+    index: WeightIndex | None = None
     topology: dict[str, AxisSize] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     readable: bool = True
@@ -548,6 +596,11 @@ class Checkpoint:
     def is_megatron(self) -> bool:
         """Whether Megatron-Core's own planner wrote it: entries follow its key scheme, plans its dedup."""
         return self.format == "torch_dist"
+
+    @property
+    def is_safetensors(self) -> bool:
+        """Whether a record is the bare bytes of its tensor, described by the header of the file that it lies in."""
+        return self.format in ("safetensors", "dcp-safetensors")
 
     def sound_tensors(self) -> Iterator[Tensor]:
         """The tensors that geometry rules can judge."""

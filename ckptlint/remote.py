@@ -44,6 +44,7 @@ ASKED = (
     "common.pt",
     "config.json",
     "run_config.yaml",
+    "train_state.pt",
     "model.safetensors.index.json",
     "model.safetensors",
 )
@@ -211,7 +212,7 @@ class ObjectFolder(RemoteFolder):
 
     @property
     def display(self) -> str:
-        return shown(f"{self.protocol}://{self.path}")
+        return shown("/".join(filter(None, (f"{self.protocol}://{self.path}", self.part))))
 
     @property
     def name(self) -> str:
@@ -337,7 +338,7 @@ class WebFolder(RemoteFolder):
 
     @property
     def display(self) -> str:
-        return shown(self.url)
+        return shown("/".join(filter(None, (self.url, self.part))))
 
     @property
     def name(self) -> str:

@@ -11,7 +11,8 @@ import os
 import re
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -49,17 +50,31 @@ class Folder(ABC):
 
     Attributes:
         unseen: what cannot be known about it, as a sentence; "" when its listing is complete.
+        part: the name of the part that a view of the folder shows.
 
     Raises:
         AccessError: the operating system, a store or the network refused; every method may raise it.
     """
 
     unseen = ""
+    part = ""
 
     @property
     @abstractmethod
     def display(self) -> str:
-        """The path or URL as text that is safe to print, without credentials."""
+        """The path or URL as text that is safe to print, without credentials; of a part with the part's name."""
+
+    def without(self, hidden: Collection[str], part: str) -> Folder:
+        """The same folder with some files out of view, to judge by itself what else lies there.
+
+        Args:
+            part: the name under which it is reported, "" for the folder's own.
+        """
+        view = copy(self)
+        view.part = part
+        # each kind of folder keeps its listing as a cached property
+        view.__dict__["entries"] = {name: entry for name, entry in self.entries.items() if name not in hidden}
+        return view
 
     @property
     @abstractmethod
@@ -177,7 +192,7 @@ class LocalFolder(Folder):
 
     @property
     def display(self) -> str:
-        return printable(str(self.path))
+        return printable(str(self.path / self.part))
 
     @property
     def name(self) -> str:

@@ -29,10 +29,11 @@ from ckptlint.engine import run_rules
 from ckptlint.loaders import open_checkpoint
 from ckptlint.loaders.content import STORAGES
 from ckptlint.loaders.payload import default_reading, read_payload
-from ckptlint.loaders.reference import MANIFEST_SCHEMA, SAFETENSORS_DTYPES, read_reference
+from ckptlint.loaders.reference import MANIFEST_SCHEMA, read_reference
 from ckptlint.model import ITEM_BITS, Checkpoint
 from ckptlint.report import CheckpointReport
 from ckptlint.rule import DEPTHS, Depth, Finding, Rule, Severity
+from ckptlint.safetensors import DTYPES
 from ckptlint.storage import LocalFolder, is_safe
 
 FRAMING = 1577
@@ -123,16 +124,20 @@ def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
     records: list[tuple[str, int, bytes]] = []
     for name, part, rank in _parts(table):
         content = _read_content(part, rank, "depth" in table)
-        if part.get("metadata", True):
+        if part.get("metadata", "safetensors" not in table):
             (folder / name).write_bytes(content.pickled(part))
         files |= content.ends
         records += content.records
+    for name, file in table.get("safetensors", {}).items():
+        write_safetensors(folder / name, file)
     if table.get("megatron"):
         config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         config |= {"common_backend": "torch", "common_backend_version": 1}
         (folder / "metadata.json").write_text(json.dumps(config))
     if table.get("megatron") or "common" in table:
         (folder / "common.pt").write_bytes(_archive("common", table.get("common", {})))
+    for name, values in table.get("archives", {}).items():
+        (folder / name).write_bytes(_archive(Path(name).stem, values))
     for name, size in (files | table.get("files", {})).items():
         if is_safe(name):
             _write_file(folder, name, size, table.get("links", {}).get(name))
@@ -165,15 +170,49 @@ def write_reference(table: dict[str, Any], place: Path) -> Path:
     return place
 
 
-def safetensors_header(entries: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """The start of a safetensors file that holds tensors of these dtypes and shapes."""
-    names = {ours: theirs for theirs, ours in SAFETENSORS_DTYPES.items()}
-    header, stop = {}, 0
-    for fqn, entry in entries.items():
-        start, stop = stop, stop + prod(entry["shape"]) * ITEM_BITS[entry["dtype"]] // 8
-        header[fqn] = {"dtype": names[entry["dtype"]], "shape": entry["shape"], "data_offsets": [start, stop]}
+def write_safetensors(path: Path, table: Mapping[str, Any]) -> Path:
+    """Write a safetensors file whose tensors are zeros.
+
+    Args:
+        table: `tensors`, as `safetensors_header` takes them; `header`, its text, in their place; `before`, text before
+            the header; `size`, the bytes of the file where its tensors do not explain them.
+    """
+    start = safetensors_header(table.get("tensors", {}))
+    if "header" in table:
+        text = table["header"].encode("latin-1")
+        start = len(text).to_bytes(8, "little") + text
+    ends = [entry["data_offsets"][1] for name, entry in _entries(table.get("tensors", {})).items()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(table.get("before", "").encode("latin-1") + start)
+        file.truncate(table.get("size", file.tell() + max(ends, default=0)))
+    return path
+
+
+def safetensors_header(tensors: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """The start of a safetensors file.
+
+    Args:
+        tensors: key -> `dtype` (torch's name, or one that only safetensors has) and `shape`; `span`, the place of its
+            bytes, by default behind the tensor before; `offsets`, its place in the whole, as torch's DCP stores it.
+    """
+    header: dict[str, Any] = _entries(tensors)
+    places = {fqn: {"saved_offsets": entry["offsets"]} for fqn, entry in tensors.items() if "offsets" in entry}
+    if places:
+        shards = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
+        header = {"__metadata__": shards} | header
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text
+
+
+def _entries(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    names = {ours: theirs for theirs, ours in DTYPES.items()}
+    entries, stop = {}, 0
+    for fqn, entry in tensors.items():
+        dtype = entry.get("dtype", "float32")
+        start, stop = entry.get("span", (stop, stop + prod(entry["shape"]) * ITEM_BITS.get(dtype, 8) // 8))
+        entries[fqn] = {"dtype": names.get(dtype, dtype), "shape": entry["shape"], "data_offsets": [start, stop]}
+    return entries
 
 
 def _parts(table: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], int | None]]:

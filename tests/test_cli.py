@@ -300,7 +300,7 @@ def test_the_severity_of_safety_rules_cannot_be_changed(
     ],
     ids=" ".join,
 )
-@pytest.mark.parametrize("path", [UNSAFE, UNREADABLE, str(REAL / "hf_sharded"), str(REAL / "huge_shape")])
+@pytest.mark.parametrize("path", [UNSAFE, UNREADABLE, str(REAL / "metadata_is_json"), str(REAL / "huge_shape")])
 def test_no_option_turns_a_safety_error_into_0(path: str, options: list[str]) -> None:
     assert invoke(path, *options).exit_code == 1
 
@@ -457,7 +457,7 @@ def test_quiet_and_verbose() -> None:
 
 def test_notes_are_shown_with_verbose_or_beside_something_worse(tmp_path: Path) -> None:
     write_checkpoint({"tensors": {"w": {"shape": [4]}}}, tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"x")
+    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"x")
     assert "SAF004" not in invoke(str(tmp_path)).output
     assert "1 note (-v)" in invoke(str(tmp_path)).output
     assert "info[SAF004]" in invoke(str(tmp_path), "-v").output

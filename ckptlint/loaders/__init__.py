@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.errors import CkptlintError, LimitError, UnreadableError
 from ckptlint.isolate import isolated
+from ckptlint.loaders.bridge import read_train_state
 from ckptlint.loaders.common import (
     COMMON_ENTRY,
     COMMON_FILE,
@@ -36,6 +37,7 @@ from ckptlint.loaders.recognise import (
     PAYLOAD_RANK,
     RANK_METADATA,
     Recognised,
+    components,
     find_checkpoints,
     newest_readable_step,
     recognise,
@@ -43,6 +45,7 @@ from ckptlint.loaders.recognise import (
     unsupported_hint,
 )
 from ckptlint.loaders.rundir import read_run
+from ckptlint.loaders.safetensors import header_bytes, read_safetensors
 from ckptlint.model import Checkpoint, FileState, Problem, RunFolder, StoredFile, printable
 from ckptlint.storage import Folder, is_safe
 from ckptlint.topology import read_topology
@@ -51,18 +54,22 @@ from ckptlint.unpickle import SIZE_LIMIT, Node, Opaque, Unpickled, paused_gc, re
 _RENAMED = "the writer renames a finished file into place, so a short one is a copy that broke off or a full disk"
 _BYTECHECKPOINT = "bytecheckpoint."
 _NO_METADATA = {"dangling-link": "is a link that leads nowhere", "not-a-file": "is no regular file"}
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
 _WRITTEN_LAST = "it is written last, after all payload files, so the save or the copy did not finish"
 
 
 def find(path: str, all_steps: bool = False) -> list[Folder]:
-    """The checkpoint folders that a path means; a file stands for its folder.
+    """The checkpoint folders that a path means; a file stands for its folder, safetensors for their own model there.
 
     Raises:
         NothingToCheckError: there is none.
         AccessError: a folder could not be listed.
         ConfigError: a URL that cannot be read here.
     """
-    return find_checkpoints(folder_at(path)[0], all_steps)
+    folder, name = folder_at(path)
+    if name.endswith(_WEIGHTS) and (own := [part for part in components(folder) if part.has(name)]):
+        return own
+    return find_checkpoints(folder, all_steps)
 
 
 def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
@@ -76,6 +83,9 @@ def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
         AccessError: the operating system refused a read; damage and malice become problems instead.
         ReaderError: ckptlint itself made a mistake.
     """
+    found = recognise(folder)
+    if found is not None and found.kind == "safetensors":
+        return _isolated_safetensors(folder, look_at_files, found)
     inputs = [name for name in folder.files() if name in (METADATA, COMMON_FILE) or RANK_METADATA.fullmatch(name)]
     size = sum(min(folder.entries[name].size, SIZE_LIMIT) for name in inputs)
     try:
@@ -83,6 +93,15 @@ def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
     except LimitError as error:
         problem = from_error(error, METADATA, blocks=True, hint=_other_step(folder))
         return Checkpoint(folder.display, "dcp", problems=[problem], readable=False, files=_listed(folder))
+
+
+def _isolated_safetensors(folder: Folder, look_at_files: bool, found: Recognised) -> Checkpoint:
+    try:
+        return isolated(partial(read_checkpoint, folder, look_at_files), header_bytes(folder))
+    except LimitError as error:
+        label = printable(found.evidence)
+        problem = from_error(error, label, blocks=True)
+        return Checkpoint(folder.display, "safetensors", problems=[problem], readable=False, metadata_file=label)
 
 
 def read_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
@@ -95,6 +114,10 @@ def read_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
         return _unsupported(folder, found)
     if found.kind == "incomplete":
         return _incomplete(folder, found)
+    if found.kind == "safetensors":
+        with paused_gc():
+            ckpt = read_safetensors(folder, look_at_files)
+        return replace(ckpt, run=read_run(folder), problems=ckpt.problems + _beside(folder) + _marked(folder))
     with paused_gc():
         return _open_dcp(folder, found, look_at_files)
 
@@ -151,14 +174,15 @@ def _assemble(
         format_ = "dcp-per-rank"
         partial, lost = _lost_ranks(folder)
         problems += lost
-    problems += _beside(folder) + _leftovers(folder)
+    problems += _beside(folder) + _leftovers(folder) + _marked(folder)
     common, common_problems = read_common(folder, _locations(described, {COMMON_ENTRY, *OWN_ENTRIES}))
     values, object_problems = read_objects(folder, _locations(described, describing_objects(objects)))
     problems += common_problems + object_problems
     writers = read_plans(described.extras.get("all_local_plans"))
     files, locates = _files(folder, described, look_at_files)
     declared, config_problems = read_configs(folder, common)
-    problems += config_problems
+    saved, state_problems = read_train_state(folder)
+    problems += config_problems + state_problems
     run = read_run(folder)
     ranks = {int(match[1]) for path in described.paths if (match := PAYLOAD_RANK.search(path))}
     return Checkpoint(
@@ -174,7 +198,7 @@ def _assemble(
         common=common,
         declared=declared,
         object_values=values,
-        run=run,
+        run=None if run is None else replace(run, saved=saved),
         topology=read_topology(declared, objects, writers, ranks),
         problems=problems,
         partial=partial,
@@ -327,6 +351,30 @@ def _leftovers(folder: Folder) -> list[Problem]:
             why = "model caches link to their files; elsewhere it may describe another checkpoint"
             problems.append(Problem("note", name, sentence, why=why))
     return problems
+
+
+def _marked(folder: Folder) -> list[Problem]:
+    """The mark by which NeMo 2 and xtuner say that a save is still running or was broken off.
+
+    Source:
+        nemo.lightning.pytorch.callbacks.ModelCheckpoint (8cfedd72): an empty file `<name>-unfinished` beside the folder
+        `<name>`, removed at the end; xtuner (b934f462): `<name>.incomplete`, renamed at the end
+    """
+    step = folder.parent if folder.name in ("weights", "hf_weights") else folder
+    beside = None if step is None else step.parent
+    marker = f"{step.name}-unfinished" if step is not None else ""
+    try:
+        is_marked = beside is not None and beside.has(marker)
+    except CkptlintError:
+        is_marked = False
+    if folder.name.endswith(".incomplete"):
+        is_marked, marker = True, folder.name
+    if not is_marked:
+        return []
+    name = printable(marker)
+    sentence = f"{name} says that this save did not reach its end"
+    hint = _other_step(folder) or "wait for the save to end, or use an earlier checkpoint"
+    return [Problem("incomplete", name, sentence, why="the writer removes the mark last", hint=hint)]
 
 
 def _beside(folder: Folder) -> list[Problem]:

@@ -12,11 +12,20 @@ import numpy as np
 
 from ckptlint.boxes import COORDINATE_LIMIT, IntArray, Layout
 from ckptlint.errors import UnreadableError
-from ckptlint.model import RANK_LIMIT, ByteObject, ChunkTable, MalformedChunk, Problem, RecordTable, Tensor, printable
+from ckptlint.model import (
+    KEY_LIMIT,
+    RANK_LIMIT,
+    ByteObject,
+    ChunkTable,
+    MalformedChunk,
+    Problem,
+    RecordTable,
+    Tensor,
+    printable,
+)
 from ckptlint.stretches import END, ChunkRows, RecordRows, Stretch
 from ckptlint.unpickle import Node, Opaque
 
-KEY_LIMIT = 4096
 _PRINTABLE = 10**100
 
 _first = itemgetter(0)

@@ -16,6 +16,8 @@ FORMAT_NAMES = {
     "torch_dist": "Megatron torch_dist",
     "fsdp_dtensor": "Megatron fsdp_dtensor",
     "torch_dcp": "Megatron torch_dcp",
+    "safetensors": "Hugging Face safetensors",
+    "dcp-safetensors": "DCP, one safetensors file per rank",
     "incomplete": "incomplete",
     "unsupported": "not supported",
 }
