@@ -20,7 +20,7 @@ from ckptlint import __version__
 from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
 
 if TYPE_CHECKING:
-    from ckptlint.loaders.payload import Progress, Reading
+    from ckptlint.loaders.payload import Reading
     from ckptlint.report import Report
     from ckptlint.reporters.style import Style
     from ckptlint.rule import Depth
@@ -155,7 +155,7 @@ def check(
         has_reference=expect is not None,
     )
     level: Any = "warning" if strict else "never" if exit_zero else fail_on
-    with _progress(no_progress) as progress:
+    with _progress(no_progress):
         report = pipeline.run(
             _paths(paths),
             rules,
@@ -163,7 +163,7 @@ def check(
             fail_on=level,
             all_steps=all_steps,
             expect=expect,
-            reading=_reading(depth, sample, seed, jobs, progress),
+            reading=_reading(depth, sample, seed, jobs),
         )
     style = _style(color, ascii_only, max_per_rule, quiet, verbose)
     _emit(report, style, format_, outputs)
@@ -251,9 +251,7 @@ def _pair(value: str) -> tuple[str, str]:
     return name, level
 
 
-def _reading(
-    depth: Depth, sample: str | None, seed: int | None, jobs: int | None, progress: Progress | None
-) -> Reading | None:
+def _reading(depth: Depth, sample: str | None, seed: int | None, jobs: int | None) -> Reading | None:
     """How to read the payload; None at depths that do not."""
     if depth != "headers" and depth != "data":
         if sample is not None:
@@ -262,7 +260,7 @@ def _reading(
     from ckptlint.loaders.payload import default_reading
 
     reading = default_reading(depth, _percent(sample), seed)
-    return replace(reading, jobs=jobs or reading.jobs, progress=progress)
+    return replace(reading, jobs=jobs or reading.jobs)
 
 
 def _percent(text: str | None) -> float | None:
@@ -278,16 +276,18 @@ def _percent(text: str | None) -> float | None:
 
 
 @contextmanager
-def _progress(off: bool) -> Iterator[Progress | None]:
+def _progress(off: bool) -> Iterator[None]:
     """A bar on standard error, on a terminal only, once a phase has taken a second."""
     if off or not sys.stderr.isatty():
-        yield None
+        yield
         return
+    from ckptlint.progress import listening
     from ckptlint.reporters.progress import Bar
 
     bar = Bar()
     try:
-        yield bar.show
+        with listening(bar.show):
+            yield
     finally:
         bar.close()
 

@@ -257,7 +257,7 @@ def _files(folder: Folder, described: Description, look: bool) -> tuple[list[Sto
     for path, (state, size) in zip(paths, looks, strict=True):
         instead = folder.instead(path) if state in ("absent", "other-case") else ""
         files.append(StoredFile(printable(path), path if is_safe(path) else None, size, state, True, instead))
-    known = {str(PurePosixPath(path)) for path in paths}
+    known = {path if "/" not in path else str(PurePosixPath(path)) for path in paths}
     known |= {path.casefold() for path, (state, _) in zip(paths, looks, strict=True) if state == "other-case"}
     others = _listed(folder) if look else []
     files += [file for file in others if not {file.path, (file.path or "").casefold()} & known]

@@ -39,6 +39,7 @@ from ckptlint.model import (
     empty_payload,
     printable,
 )
+from ckptlint.progress import tell
 from ckptlint.storage import READABLE, Folder
 
 INTEGRITY = "integrity.json"
@@ -51,8 +52,6 @@ _EXAMINED = 64
 _TICK = 0.1
 
 T = TypeVar("T")
-Progress = Callable[[str, int, int], None]
-"""Called now and then from the main thread with the unit (`records`, `bytes`), how many are done, and of how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +63,12 @@ class Reading:
         jobs: threads, one file each.
         percent: share of the records to read, None for all.
         seed: of the random choice.
-        progress: told how far the reading is.
     """
 
     depth: Literal["headers", "data"]
     jobs: int
     percent: float | None = None
     seed: int = 0
-    progress: Progress | None = None
 
 
 def default_reading(
@@ -367,8 +364,7 @@ class _Reader:
                     if not going:
                         return
                     done, _ = wait(going, _TICK, FIRST_COMPLETED)
-                    if self.how.progress is not None:
-                        self.how.progress(self.phase, self.meter.done, self.meter.total)
+                    tell(self.phase, self.meter.done, self.meter.total)
                     for future in done:
                         yield going.pop(future), future.result()
             finally:

@@ -77,7 +77,8 @@ def recognise(folder: Folder) -> Recognised | None:
 
 def unsupported(folder: Folder) -> Recognised | None:
     """A known format that ckptlint does not check, or None."""
-    files, folders = folder.files(), folder.folders()
+    files = [name for name in folder.files() if not name.endswith(".distcp")]  # there may be 100,000 of these
+    folders = folder.folders()
     marks: list[tuple[str, str | None]] = [
         ("Megatron-LM legacy torch", _first(folders, r"mp_rank_\d\d.*") or _first(files, r"model_optim_rng\.pt")),
         ("NVRx local checkpoint", _first(files, r"iter_\d{7}_\d+_local.*\.pt")),
