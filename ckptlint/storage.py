@@ -229,9 +229,6 @@ class LocalFolder(Folder):
     def look_at(self, relative: str) -> tuple[FileState, int | None]:
         if not is_safe(relative):
             return "unsafe-path", None
-        entry = self.entries.get(relative)
-        if entry is not None and not entry.is_folder and not entry.is_link:
-            return "ok", entry.size
         path = self.path / relative
         try:
             status = path.stat()
@@ -241,9 +238,22 @@ class LocalFolder(Folder):
             return "dangling-link" if _is_link(path) else "absent", None
         if not stat.S_ISREG(status.st_mode):
             return "not-a-file", None
-        if not path.resolve().is_relative_to(self.path.resolve()):
+        listed = self.entries.get(relative)
+        is_inside = listed is not None and not listed.is_link  # what a name and no link stands for needs no resolving
+        if not is_inside and not path.resolve().is_relative_to(self.path.resolve()):
             return "link-outside", status.st_size
         return ("other-case" if self._other_case(relative) else "ok"), status.st_size
+
+    def looks_at(self, relatives: Sequence[str]) -> list[tuple[FileState, int | None]]:
+        if len(relatives) <= _MANY:
+            return super().looks_at(relatives)
+        parts = [relatives[start : start + _PART] for start in range(0, len(relatives), _PART)]
+        found: list[tuple[FileState, int | None]] = []
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for part in pool.map(super().looks_at, parts):
+                found += part
+                tell("files", len(found), len(relatives))
+        return found
 
     def open(self, name: str) -> BinaryIO:
         try:

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 from conftest import REAL, codes, found, run
 
 import ckptlint
+from ckptlint import progress, storage
 from ckptlint.errors import AccessError
+from ckptlint.isolate import isolated
 from ckptlint.loaders.place import folder_at
 from ckptlint.report import Report
 from ckptlint.storage import LocalFolder, coalesced, is_url, shown
@@ -222,6 +225,9 @@ def test_an_entry_that_cannot_be_looked_at_while_listing(real_copy: Copy, monkey
             self.name = item.name
             self._item = item
 
+        def is_symlink(self) -> bool:
+            return self._item.is_symlink()
+
         def stat(self) -> os.stat_result:
             if self.name == "__1_0.distcp":
                 raise OSError(errno.EACCES, os.strerror(errno.EACCES))
@@ -364,3 +370,38 @@ def test_spans_stay_within_their_limit() -> None:
 def test_ranges_of_a_file_that_cannot_be_read_are_refused(real_copy: Copy) -> None:
     with pytest.raises(AccessError, match="nothing cannot be read"):
         LocalFolder(REAL / "edit_base").ranges("nothing", [(0, 1)])
+
+
+# ---------------------------------------------------------------- many files
+
+
+def test_many_files_are_looked_at_as_few_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(40):
+        (tmp_path / f"__{number}_0.distcp").write_bytes(b"x" * number)
+    (tmp_path / "link.distcp").symlink_to("__3_0.distcp")
+    (tmp_path / "dangling.distcp").symlink_to("nowhere")
+    (tmp_path / "outside.distcp").symlink_to(tmp_path.parent)
+    names = [*(f"__{number}_0.distcp" for number in range(42)), "link.distcp", "dangling.distcp", "../escape"]
+    few = LocalFolder(tmp_path)
+    expected = few.entries, few.looks_at(names)
+    monkeypatch.setattr(storage, "_MANY", 4)
+    monkeypatch.setattr(storage, "_PART", 3)
+    told: list[tuple[str, int, int]] = []
+    with progress.listening(lambda *far: told.append(far)):
+        many = LocalFolder(tmp_path)
+        assert (many.entries, many.looks_at(names)) == expected
+    assert told[-1] == ("files", len(names), len(names))
+
+
+def test_a_child_tells_how_far_it_is() -> None:
+    def work() -> str:
+        for done in range(3):
+            progress.tell("records", done, 3)
+            time.sleep(0.3)
+        return "done"
+
+    told: list[tuple[str, int, int]] = []
+    with progress.listening(lambda *far: told.append(far)):
+        assert isolated(work, 0) == "done"
+    assert sorted(set(told)) == [("records", 0, 3), ("records", 1, 3), ("records", 2, 3)]
+    assert not progress.is_listened_to()

@@ -361,7 +361,8 @@ def _marked(folder: Folder) -> list[Problem]:
         `<name>`, removed at the end; xtuner (b934f462): `<name>.incomplete`, renamed at the end
     """
     step = folder.parent if folder.name in ("weights", "hf_weights") else folder
-    beside = None if step is None else step.parent
+    is_nemo = step is not folder or "=" in folder.name  # `...-step=10-last`; else nothing around it is listed for this
+    beside = step.parent if step is not None and is_nemo else None
     marker = f"{step.name}-unfinished" if step is not None else ""
     try:
         is_marked = beside is not None and beside.has(marker)

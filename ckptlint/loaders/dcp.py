@@ -160,7 +160,7 @@ def _tensors(
             raise UnreadableError(f"{error}, at key {printable(fqn)[:200]}") from None
         if len(states) > 1:
             offsets, sizes = _without_replicas(offsets, sizes)
-        key = (shape, offsets.tobytes(), sizes.tobytes())
+        key = (shape, len(offsets), offsets.tobytes(), sizes.tobytes())  # a scalar's chunks have no bytes
         layout = layouts.setdefault(key, Layout(shape, offsets, sizes))
         reformulated = flattened.get(fqn)
         tensor = Tensor(

@@ -370,7 +370,9 @@ def _tensor(chunks: _Chunks, name: str, rows: list[int], layouts: dict[tuple[Any
     sizes = np.array([chunks.sizes[row] for row in fitting], np.int64).reshape(len(fitting), axes)
     reached = (offsets + sizes).max(axis=0, initial=0)
     shape = chunks.shapes.get(name) or tuple(reached.tolist())
-    layout = layouts.setdefault((shape, offsets.tobytes(), sizes.tobytes()), Layout(shape, offsets, sizes))
+    layout = layouts.setdefault(
+        (shape, len(offsets), offsets.tobytes(), sizes.tobytes()), Layout(shape, offsets, sizes)
+    )
     return Tensor(
         fqn=printable(name),
         dtype=chunks.dtypes[rows[0]] or "unknown",
