@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from os import PathLike
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # as type checkers read it; the typing module takes longer to import than all else here
 if TYPE_CHECKING:
     from ckptlint.model import Checkpoint
     from ckptlint.report import FailOn, Report

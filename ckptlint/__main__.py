@@ -1,5 +1,19 @@
-"""`python -m ckptlint`."""
+"""`python -m ckptlint`, and the command `ckptlint`."""
 
-from ckptlint.cli import main
+import sys
 
-main()
+from ckptlint import __version__
+
+
+def main() -> None:
+    """Run the command line; the version is told without importing what reads it."""
+    if sys.argv[1:] in (["--version"], ["-V"]):
+        sys.stdout.write(f"ckptlint, version {__version__}\n")
+        return
+    from ckptlint.cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()

@@ -10,10 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+_Int = TypeVar("_Int", bound=np.integer[Any])
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 
@@ -166,9 +168,10 @@ class Layout:
     def intervals(self, axis: int) -> IntArray:
         """int64 [k, 2], the distinct [start, stop) that live chunks occupy on an axis, by start, longest first."""
         starts, sizes = self.offsets[self.live, axis], self.sizes[self.live, axis]
-        pairs = np.unique(np.stack([starts, -(starts + sizes)], axis=1), axis=0)
-        pairs[:, 1] *= -1
-        return pairs
+        order = np.lexsort((-sizes, starts))
+        pairs: IntArray = np.stack([starts, starts + sizes], axis=1)[order]
+        is_new: BoolArray = np.append(True, (pairs[1:] != pairs[:-1]).any(axis=1))[: len(pairs)]
+        return pairs[is_new]
 
     @cached_property
     def crossings(self) -> list[Crossing]:
@@ -219,6 +222,13 @@ class Layout:
         return found
 
 
+def distinct(values: npt.NDArray[_Int]) -> npt.NDArray[_Int]:
+    """[k], the distinct values, ascending; `np.unique` would import all of numpy.ma for it."""
+    ordered: npt.NDArray[_Int] = np.sort(values)
+    is_new: BoolArray = np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]
+    return ordered[is_new]
+
+
 def _is_complete_grid(starts: IntArray, ends: IntArray, shape: tuple[int, ...]) -> bool:
     if len(starts) == 0:
         return False
@@ -232,7 +242,7 @@ def _is_complete_grid(starts: IntArray, ends: IntArray, shape: tuple[int, ...]) 
         if cells > len(starts):
             return False
         cell = cell * len(lows) + place.reshape(-1)
-    return cells == len(starts) == len(np.unique(cell))
+    return cells == len(starts) == len(distinct(cell))
 
 
 def _paint(
@@ -245,7 +255,7 @@ def _paint(
     """
     inside = ((starts < high) & (ends > low)).all(axis=1)
     starts, ends = np.maximum(starts[inside], low), np.minimum(ends[inside], high)
-    cuts = [np.unique(np.concatenate([starts[:, a], ends[:, a], [low[a], high[a]]])) for a in range(len(low))]
+    cuts = [distinct(np.concatenate([starts[:, a], ends[:, a], [low[a], high[a]]])) for a in range(len(low))]
     if prod(len(cut) - 1 for cut in cuts) > _CELL_LIMIT:
         axis = max(range(len(cuts)), key=lambda a: len(cuts[a]))
         middle = cuts[axis][len(cuts[axis]) // 2]

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from ckptlint.boxes import Box, IntArray
+from ckptlint.boxes import Box, IntArray, distinct
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.topology import axes_of_size
 
@@ -142,7 +142,7 @@ def _axis(ckpt: Checkpoint, grid: Grid, axis: int) -> str:
 
 
 def _cuts(starts: IntArray, ends: IntArray, size: int, region: Box, axis: int) -> list[int]:
-    points = np.unique(np.concatenate([starts, ends, [0, size, region.offsets[axis], region.ends[axis]]]))
+    points = distinct(np.concatenate([starts, ends, [0, size, region.offsets[axis], region.ends[axis]]]))
     return [int(point) for point in points]
 
 

@@ -10,7 +10,6 @@ import shutil
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -257,6 +256,8 @@ def _reading(depth: Depth, sample: str | None, seed: int | None, jobs: int | Non
         if sample is not None:
             raise click.UsageError("--sample needs --depth headers or --depth data")
         return None
+    from dataclasses import replace
+
     from ckptlint.loaders.payload import default_reading
 
     reading = default_reading(depth, _percent(sample), seed)
@@ -325,6 +326,8 @@ def _style(color: str, ascii_only: bool, per_rule: int, quiet: int, verbose: boo
 
 
 def _emit(report: Report, style: Style, format_: str, outputs: list[tuple[str, Path]]) -> None:
+    from dataclasses import replace
+
     from ckptlint.reporters import REPORTERS
 
     if text := REPORTERS[format_](report, style):

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
-
+from ckptlint.boxes import distinct
 from ckptlint.declared import MAIN_BLOCKS, number, trusted, trusted_topology
 from ckptlint.inventory import Param, take
 from ckptlint.keys import Key
@@ -36,7 +35,7 @@ def as_text(shape: Shape) -> str:
 
 def axis_factor(tensor: Tensor, axis: int) -> int:
     """In how many places the live chunks cut an axis: the number of their distinct starts."""
-    return len(np.unique(tensor.layout.offsets[tensor.layout.live, axis]))
+    return len(distinct(tensor.layout.offsets[tensor.layout.live, axis]))
 
 
 def block_of(key: Key) -> Block:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.boxes import Box, IntArray, Layout
+from ckptlint.boxes import Box, IntArray, Layout, distinct
 from ckptlint.keys import ranges
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.topology import axes_of_size
@@ -102,7 +102,7 @@ def coordinates(layout: Layout, region: Box) -> dict[int, tuple[Places, list[int
     """Axis -> its places and the positions the region takes, for each axis that is cut; {} when none can be told."""
     found = {}
     for axis, (start, stop) in enumerate(zip(region.offsets, region.ends, strict=True)):
-        if len(np.unique(layout.offsets[layout.live, axis])) < 2 and (start, stop) == (0, layout.shape[axis]):
+        if len(distinct(layout.offsets[layout.live, axis])) < 2 and (start, stop) == (0, layout.shape[axis]):
             continue
         axis_places = places(layout, axis)
         if axis_places is not None and (inside := axis_places.inside(start, stop)):
@@ -133,7 +133,7 @@ def mesh_note(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
         if count == 1:
             continue
         name = axis_name(ckpt, axis, count)
-        lengths = np.unique(axis_places.stops - axis_places.starts)
+        lengths = distinct(axis_places.stops - axis_places.starts)
         of = f" of {lengths[0]:,}" if len(lengths) == 1 else ""
         plural = "s" if len(inside) > 1 else ""
         if axis_places.is_absent[inside].all():

@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ckptlint.engine import run_rules
 from ckptlint.errors import AccessError, NothingToCheckError, ReaderError
 from ckptlint.loaders import find, open_checkpoint
-from ckptlint.loaders.payload import Reading, read_payload
-from ckptlint.loaders.reference import read_reference
 from ckptlint.report import CheckpointReport, FailOn, Report
 from ckptlint.rule import Depth, Rule
 from ckptlint.storage import shown
+
+if TYPE_CHECKING:
+    from ckptlint.loaders.payload import Reading
 
 
 def run(
@@ -36,7 +38,11 @@ def run(
         ConfigError: the reference cannot be used.
     """
     started = time.perf_counter()
-    reference = None if expect is None else read_reference(expect)
+    reference = None
+    if expect is not None:
+        from ckptlint.loaders.reference import read_reference
+
+        reference = read_reference(expect)
     parts: list[CheckpointReport] = []
     nothing: list[str] = []
     refused: list[str] = []
@@ -45,6 +51,8 @@ def run(
             for folder in find(path, all_steps):
                 ckpt = open_checkpoint(folder, depth != "metadata")
                 if reading is not None and ckpt.readable:
+                    from ckptlint.loaders.payload import read_payload
+
                     ckpt = read_payload(folder, ckpt, reading)
                 if reference is not None:
                     ckpt = replace(ckpt, reference=reference.part(folder.name))

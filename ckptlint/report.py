@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -72,6 +71,8 @@ class Diagnostic:
     @property
     def fingerprint(self) -> str:
         """Identity across steps of a run: code, key, region and missing names; no path, step or file."""
+        import hashlib
+
         finding = self.finding
         parts = (self.code, self.fqn, self.region, finding.missing or (self.message if finding.fqn is None else ()))
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

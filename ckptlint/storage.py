@@ -12,7 +12,6 @@ import re
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
@@ -247,6 +246,8 @@ class LocalFolder(Folder):
     def looks_at(self, relatives: Sequence[str]) -> list[tuple[FileState, int | None]]:
         if len(relatives) <= _MANY:
             return super().looks_at(relatives)
+        from concurrent.futures import ThreadPoolExecutor
+
         parts = [relatives[start : start + _PART] for start in range(0, len(relatives), _PART)]
         found: list[tuple[FileState, int | None]] = []
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -287,6 +288,8 @@ def _entries(listing: list[os.DirEntry[str]]) -> Iterator[tuple[str, Entry]]:
     if len(listing) <= _MANY:
         yield from (found for item in listing if (found := _entry(item)))
         return
+    from concurrent.futures import ThreadPoolExecutor
+
     parts = [listing[start : start + _PART] for start in range(0, len(listing), _PART)]
     with ThreadPoolExecutor(_THREADS) as pool:
         for number, part in enumerate(pool.map(lambda part: list(map(_entry, part)), parts)):

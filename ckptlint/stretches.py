@@ -25,16 +25,18 @@ from __future__ import annotations
 import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from ckptlint.boxes import COORDINATE_LIMIT, IntArray
 from ckptlint.progress import tell
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 WORTHWHILE = 1024**2
 """Bytes from which on a scan is tried; a smaller pickle is read in milliseconds anyway."""
@@ -539,6 +541,8 @@ class _Scanner:
             if form := _learn(self.view, at, objects, self.size_index):
                 if objects == 1 and not self.tables:
                     # numpy lets go of the interpreter: the records are read at the same time
+                    from concurrent.futures import ThreadPoolExecutor
+
                     with ThreadPoolExecutor(1) as pool:
                         self.ahead = pool.submit(_records, self.view, at, self.size_index)
                         self.tables.append(_read_table(self.view, form, at))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ckptlint.boxes import distinct
 from ckptlint.model import WriterTable
 
 
@@ -59,4 +60,4 @@ def duplicates(table: WriterTable) -> list[Duplicate]:
 
 def planned_by(table: WriterTable, rank: int) -> set[str]:
     """Names that a rank planned to write."""
-    return {table.fqns[i] for i in np.unique(table.fqn[table.rank == rank]).tolist()}
+    return {table.fqns[i] for i in distinct(table.fqn[table.rank == rank]).tolist()}

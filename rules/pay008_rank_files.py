@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
+from ckptlint.boxes import distinct
 from ckptlint.graph import rank_of
 from ckptlint.keys import ranges
 from ckptlint.model import Checkpoint
@@ -30,11 +29,11 @@ def rank_files(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.filesystem.FileSystemWriter
     """
     table = ckpt.records
-    used = {ckpt.files[n].name for n in np.unique(table.file[table.byte_length > 0]).tolist()}
+    used = {ckpt.files[n].name for n in distinct(table.file[table.byte_length > 0]).tolist()}
     present = {rank for name in used if (rank := rank_of(name)) is not None}
     if not present:
         raise NotApplicable("no payload file carries a rank number")
-    planning = set(np.unique(ckpt.writers.rank).tolist()) if ckpt.writers else None
+    planning = set(distinct(ckpt.writers.rank).tolist()) if ckpt.writers else None
     world = ckpt.topology.get("world")
     last = max(present) if planning is None or world is None else world.size - 1
     silent = set(range(last + 1)) - present

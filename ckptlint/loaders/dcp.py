@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.boxes import COORDINATE_LIMIT, IntArray, Layout
+from ckptlint.boxes import COORDINATE_LIMIT, IntArray, Layout, distinct
 from ckptlint.errors import UnreadableError
 from ckptlint.model import (
     KEY_LIMIT,
@@ -379,7 +379,7 @@ class _RawRecords:
             raise UnreadableError(f"has a storage entry without {error}") from None
         if not {str} >= set(map(type, fqns)) | set(map(type, names)):
             raise UnreadableError("has a storage entry whose name or path is no text")
-        fqn, distinct = _numbered(fqns)
+        fqn, different = _numbered(fqns)
         number, paths = _numbered(names)
         rank, offsets, odd = _filed_under([key.get("offset") for key in keys])  # absent for bytes entries
         columns = []
@@ -395,7 +395,7 @@ class _RawRecords:
             transformed[:] = [bool(value.get("transform_descriptors")) for value in values]
         hints = [hint if type(hint) is int and 0 <= hint < COORDINATE_LIMIT else -1 for hint in map(_hint, keys)]
         return cls(
-            distinct,
+            different,
             fqn,
             np.array(hints, np.int64),
             rank,
@@ -452,7 +452,7 @@ def _filed_under(offsets: list[Any]) -> tuple[IntArray, IntArray, dict[int, tupl
     rank = np.fromiter((-1 if offset is None else len(offset) for offset in offsets), np.int64, len(offsets))
     coordinates = np.zeros((len(offsets), min(max(rank.max(initial=0), 0), RANK_LIMIT)), np.int64)
     odd: dict[int, tuple[int, ...]] = {}
-    for axes in np.unique(rank[rank > 0]).tolist():
+    for axes in distinct(rank[rank > 0]).tolist():
         rows = np.flatnonzero(rank == axes)
         try:
             if axes > RANK_LIMIT:
