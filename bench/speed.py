@@ -19,8 +19,10 @@ import tempfile
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 TORCH = """
 import sys
@@ -73,8 +75,8 @@ print(time.perf_counter() - started)
 def measure(command: list[str]) -> tuple[float, float, str]:
     """Seconds, peak megabytes of the process and its children together, and stdout."""
     started = time.perf_counter()
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    process = subprocess.Popen(command, env=ENVIRONMENT, **pipes)
     peak = 0.0
     while process.poll() is None:
         peak = max(peak, resident(process.pid))
@@ -98,6 +100,16 @@ def median(command: list[str], repeat: int) -> tuple[float, float]:
     """Median seconds and greatest peak of some runs."""
     runs = [measure(command) for _ in range(repeat)]
     return statistics.median(seconds for seconds, _, _ in runs), max(peak for _, peak, _ in runs)
+
+
+def seconds(command: list[str], repeat: int) -> float:
+    """Median seconds of some runs, without looking at their memory."""
+    taken = []
+    for _ in range(repeat):
+        started = time.perf_counter()
+        subprocess.run(command, check=True, env=ENVIRONMENT, stdout=subprocess.DEVNULL)
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
 
 
 def ckptlint(folder: Path) -> list[str]:
@@ -160,12 +172,11 @@ def geometry(place: Path, repeat: int) -> None:
 
 def start(place: Path, repeat: int) -> None:
     """What a small run costs."""
-    nothing, _ = median([sys.executable, "-c", "pass"], 5 * repeat)
-    version, _ = median([sys.executable, "-m", "ckptlint", "--version"], 5 * repeat)
-    small, _ = median([sys.executable, "-m", "ckptlint", "check", str(place), "-qq"], 5 * repeat)
+    commands = ["-c", "pass"], ["-m", "ckptlint", "--version"], ["-m", "ckptlint", "check", str(place), "-qq"]
+    nothing, version, small = (seconds([sys.executable, *command], 5 * repeat) for command in commands)
     print("\n## Start\n\n| | s | times `python -c pass` |\n|---|---|---|")
-    for name, seconds in (("python -c pass", nothing), ("--version", version), (f"check {place.name}", small)):
-        print(f"| {name} | {seconds:.3f} | {seconds / nothing:.1f} |")
+    for name, taken in (("python -c pass", nothing), ("--version", version), (f"check {place.name}", small)):
+        print(f"| {name} | {taken:.3f} | {taken / nothing:.1f} |")
 
 
 def growth(folder: Path, most: int, large: bool, repeat: int) -> None:
