@@ -8,7 +8,7 @@ from collections import Counter
 
 from ckptlint.report import CheckpointReport, Group, Report
 from ckptlint.reporters.full import block
-from ckptlint.reporters.style import Style, plural
+from ckptlint.reporters.style import Style, inert, plural
 from ckptlint.rule import Rule
 
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -37,7 +37,8 @@ def render(report: Report, style: Style) -> str:
     _count(root, list(root))
     root.set("time", _time(report.seconds))
     ET.indent(root)
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+    xml = inert(ET.tostring(root, encoding="unicode"), "&#x{:x};")
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{xml}\n'
 
 
 def _case(suite: ET.Element, report: Report, part: CheckpointReport, rule: Rule, style: Style) -> None:

@@ -35,12 +35,13 @@ def render(report: Report, style: Style) -> str:
     parts = list(enumerate(report.checkpoints))
     bases = {f"CKPT{number}": _base(part.checkpoint.path) for number, part in parts}
     root = {"description": {"text": "the folder that ckptlint was started in"}}
+    results = [_result(part, f"CKPT{number}", group, index) for number, part in parts for group in part.groups]
     run = {
         "tool": {"driver": {"name": "ckptlint", "version": __version__, "rules": [_rule(r) for r in report.rules]}},
         "invocations": [_invocation(report, index)],
         "originalUriBaseIds": {_ROOT: root, **bases},
-        "artifacts": [artifact for number, part in parts for artifact in _artifacts(part, f"CKPT{number}")],
-        "results": [_result(part, f"CKPT{number}", group, index) for number, part in parts for group in part.groups],
+        "artifacts": _artifacts(report, results),
+        "results": results,
         "properties": {"depth": report.depth, "verdict": report.verdict},
     }
     return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
@@ -77,15 +78,20 @@ def _base(path: str) -> dict[str, Any]:
     return {"uri": f"{quote(os.path.normpath(path))}/", "uriBaseId": _ROOT, "description": {"text": path}}
 
 
-def _artifacts(part: CheckpointReport, base: str) -> list[dict[str, Any]]:
-    """The files that findings name, with their lengths where they are known."""
-    lengths = {file.name: file.size for file in part.checkpoint.files}
-    named = dict.fromkeys(file_of(part.checkpoint, group.lead.finding.file) for group in part.groups)
-    found = []
-    for name in named:
-        length = lengths.get(name)
-        found.append({"location": _file(name, base)} | ({} if length is None else {"length": length}))
-    return found
+def _artifacts(report: Report, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The files that results point at, with their lengths where they are known."""
+    lengths = {
+        (f"CKPT{number}", quote(file.name)): file.size
+        for number, part in enumerate(report.checkpoints)
+        for file in part.checkpoint.files
+    }
+    named: dict[tuple[str, str], dict[str, str]] = {}
+    for result in results:
+        for location in result["locations"] + result["relatedLocations"]:
+            file = location["physicalLocation"]["artifactLocation"]
+            named[file["uriBaseId"], file["uri"]] = file
+    sizes = [(file, lengths.get(key)) for key, file in named.items()]
+    return [{"location": file} | ({} if size is None else {"length": size}) for file, size in sizes]
 
 
 def _result(part: CheckpointReport, base: str, group: Group, index: dict[str, int]) -> dict[str, Any]:

@@ -69,11 +69,11 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
-def inert(text: str) -> str:
+def inert(text: str, escape: str = r"\x{:x}") -> str:
     r"""The text without what a CI runner takes for a command: `::` that starts a line, `##[` or `##vso[` anywhere.
 
     A name may hold either, and wrapping may put it at the start of a line; it gets a visible escape, as `printable`
-    gives.
+    gives, or in the form of a format that has its own.
 
     Source:
         actions/runner, src/Runner.Common/ActionCommand.cs; Azure Pipelines and TeamCity write `##vso[`, `##teamcity[`
@@ -81,4 +81,5 @@ def inert(text: str) -> str:
     >>> print(inert("  ::error::a"))
       \x3a:error::a
     """
-    return _COMMAND.sub(lambda found: "#\\x23" if found[1] is None else found[1] + "\\x3a", text)
+    colon, hash_ = escape.format(ord(":")), escape.format(ord("#"))
+    return _COMMAND.sub(lambda found: f"#{hash_}" if found[1] is None else found[1] + colon, text)
