@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +20,10 @@ from ckptlint import __version__
 from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
 
 if TYPE_CHECKING:
+    from ckptlint.loaders.payload import Reading
     from ckptlint.report import Report
     from ckptlint.reporters.style import Style
+    from ckptlint.rule import Depth
 
 FORMATS = ("full", "concise", "json", "json-v1", "sarif", "junit", "github", "gitlab", "markdown")
 _ENVIRONMENT = {"auto_envvar_prefix": "CKPTLINT", "help_option_names": ["-h", "--help"]}
@@ -72,11 +76,15 @@ def cli() -> None:
 @click.option("--exit-zero", is_flag=True, help="Short for --fail-on never; unsafe or unread input still fails.")
 @click.option(
     "--depth",
-    type=click.Choice(["metadata", "files"]),
+    type=click.Choice(["metadata", "files", "headers", "data"]),
     default="files",
     show_default=True,
-    help="How much to read: the metadata only, or also names and sizes of the payload files.",
+    help="How much to read: the metadata only; names and sizes of payload files; each record's header; every byte.",
 )
+@click.option("--sample", metavar="P%", help="Read a random part of the records, at depths headers and data.")
+@click.option("--seed", type=click.IntRange(min=0), help="Of --sample; printed when not given.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Threads that read files.  [default: min(8, CPUs)]")
+@click.option("--no-progress", is_flag=True, help="No progress bar on a terminal.")
 @click.option(
     "--format",
     "format_",
@@ -111,6 +119,10 @@ def check(
     strict: bool,
     exit_zero: bool,
     depth: Any,
+    sample: str | None,
+    seed: int | None,
+    jobs: int | None,
+    no_progress: bool,
     format_: str,
     output: tuple[str, ...],
     max_per_rule: int,
@@ -147,7 +159,16 @@ def check(
         has_reference=expect is not None,
     )
     level: Any = "warning" if strict else "never" if exit_zero else fail_on
-    report = pipeline.run(_paths(paths), rules, depth=depth, fail_on=level, all_steps=all_steps, expect=expect)
+    with _progress(no_progress):
+        report = pipeline.run(
+            _paths(paths),
+            rules,
+            depth=depth,
+            fail_on=level,
+            all_steps=all_steps,
+            expect=expect,
+            reading=_reading(depth, sample, seed, jobs),
+        )
     style = _style(color, ascii_only, max_per_rule, quiet, verbose)
     _emit(report, style, "statistics" if statistics else format_, outputs)
     sys.exit(report.exit_code)
@@ -203,7 +224,9 @@ def main() -> None:
     """Run the command line; every error that ckptlint itself raises is one sentence and exit 2."""
     try:
         cli.main(standalone_mode=False)
-    except click.exceptions.Abort:
+    except click.exceptions.Abort as error:
+        if error.__cause__ is not None and error.__cause__.args:  # how far a reading of the payload came
+            click.echo(f"ckptlint: {error.__cause__}", err=True)
         sys.exit(130)
     except click.ClickException as error:
         error.show()
@@ -230,6 +253,47 @@ def _pair(value: str) -> tuple[str, str]:
     if not equals:
         raise click.UsageError(f"--severity takes RULE=LEVEL, not {value!r}")
     return name, level
+
+
+def _reading(depth: Depth, sample: str | None, seed: int | None, jobs: int | None) -> Reading | None:
+    """How to read the payload; None at depths that do not."""
+    if depth != "headers" and depth != "data":
+        if sample is not None:
+            raise click.UsageError("--sample needs --depth headers or --depth data")
+        return None
+    from ckptlint.loaders.payload import default_reading
+
+    reading = default_reading(depth, _percent(sample), seed)
+    return replace(reading, jobs=jobs or reading.jobs)
+
+
+def _percent(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        percent = float(text.removesuffix("%"))
+    except ValueError:
+        percent = 0.0
+    if not 0 < percent <= 100:
+        raise click.UsageError(f"--sample takes a share above 0% and up to 100%, not {text!r}")
+    return percent
+
+
+@contextmanager
+def _progress(off: bool) -> Iterator[None]:
+    """A bar on standard error, on a terminal only, once a phase has taken a second."""
+    if off or not sys.stderr.isatty():
+        yield
+        return
+    from ckptlint.progress import listening
+    from ckptlint.reporters.progress import Bar
+
+    bar = Bar()
+    try:
+        with listening(bar.show):
+            yield
+    finally:
+        bar.close()
 
 
 def _output(value: str) -> tuple[str, Path]:
@@ -265,8 +329,6 @@ def _style(color: str, ascii_only: bool, per_rule: int, quiet: int, verbose: boo
 
 
 def _emit(report: Report, style: Style, format_: str, outputs: list[tuple[str, Path]]) -> None:
-    from dataclasses import replace
-
     from ckptlint.reporters import REPORTERS
 
     if text := REPORTERS[format_](report, style):

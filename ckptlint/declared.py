@@ -131,10 +131,11 @@ def main_params(ckpt: Checkpoint) -> list[Param]:
 @lru_cache(maxsize=4)
 def layer_counts(ckpt: Checkpoint) -> tuple[LayerCount, ...]:
     """The layers of each block that a declared number of layers describes."""
-    blocks: dict[str, list[Param]] = defaultdict(list)
+    by_name: dict[str, list[Param]] = defaultdict(list)
     for param in main_params(ckpt):
         if param.key.block in MAIN_BLOCKS:
-            blocks[param.key.block].append(param)
+            by_name[param.key.block].append(param)
+    blocks = {name: params for name, params in by_name.items() if not _are_convolutions(params)}
     if "heterogeneous" in ckpt.declared:
         return ()
     if len(blocks) == 1:
@@ -150,6 +151,12 @@ def layer_counts(ckpt: Checkpoint) -> tuple[LayerCount, ...]:
         if number(ckpt.declared, name)
     ]
     return tuple(count for count in counts if count is not None)
+
+
+def _are_convolutions(params: list[Param]) -> bool:
+    """Whether a block is a list of convolutions, which audio models call `encoder.layers` too."""
+    is_transformer = any(param.key.cls not in ("other", "norm") for param in params)
+    return not is_transformer and any("conv" in param.key.path for param in params)
 
 
 def _count(ckpt: Checkpoint, block: str, params: list[Param], declared: Declared) -> LayerCount | None:

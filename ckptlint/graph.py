@@ -153,9 +153,13 @@ def rank_of(file: str) -> int | None:
 
     >>> rank_of("__3_0.distcp"), rank_of("step5__2_1.distcp"), rank_of("w.bin")
     (3, 2, None)
+    >>> rank_of("shard-00004-model-00001-of-00002.safetensors")
+    3
     """
-    match = re.search(r"__([0-9]{1,9})_[0-9]+\.distcp$", file)
-    return int(match[1]) if match else None
+    if match := re.search(r"__([0-9]{1,9})_[0-9]+\.distcp$", file):
+        return int(match[1])
+    match = re.fullmatch(r"shard-([0-9]{5,9})-model-[0-9]+-of-[0-9]+\.safetensors", file)
+    return int(match[1]) - 1 if match else None
 
 
 def absent_writer(ckpt: Checkpoint, tensor: Tensor, region: Box) -> int | None:
@@ -194,7 +198,8 @@ def absent_writer_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
     if rank is None:
         return ""
     numbers = [i for i, file in enumerate(ckpt.files) if rank_of(file.name) == rank]
-    named = f"rank {rank} (__{rank}_0.distcp) should hold it"
+    file = f"shard-{rank + 1:05d}-*.safetensors" if ckpt.is_safetensors else f"__{rank}_0.distcp"
+    named = f"rank {rank} ({file}) should hold it"
     if any(ckpt.files[i].referenced and (ckpt.records.file == i).any() for i in numbers):
         return f"{named}; it stored other tensors, so its save did finish: its state dict lacked this part"
     return f"{named}, and no entry names a file of rank {rank}: it did not save, or its files are lost from the map"

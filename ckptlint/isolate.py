@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import select
 import signal
 import sys
 import warnings
@@ -18,11 +19,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
 from ckptlint.errors import CkptlintError, LimitError, ReaderError
+from ckptlint.progress import Shared, is_listened_to, listening
 
 T = TypeVar("T")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
+_TICK = 0.1  # seconds between two looks at how far the child is
 _BASE_BYTES = 1024**3
 _BYTES_PER_BYTE = 24  # measured: 12 bytes of memory per byte of a .metadata with a million chunks
 _BASE_SECONDS = 20
@@ -44,6 +47,7 @@ def isolated(work: Callable[[], T], size: int) -> T:
     if not hasattr(os, "fork"):  # Windows: without the guard
         return work()
     reading, writing = os.pipe()
+    shared = Shared() if is_listened_to() else None
     sys.stdout.flush()
     with warnings.catch_warnings():
         # Python 3.12 warns of threads; the child takes no lock that another thread may hold: it reads and computes
@@ -51,11 +55,14 @@ def isolated(work: Callable[[], T], size: int) -> T:
         child = os.fork()
     if child == 0:
         os.close(reading)
-        _serve(work, size, writing)
+        with listening(shared.write if shared else None):
+            _serve(work, size, writing)
     os.close(writing)
     answer: tuple[str, Any] | None = None
     try:
         with os.fdopen(reading, "rb") as pipe:
+            while shared and not select.select([pipe], [], [], _TICK)[0]:
+                shared.pass_on()
             answer = _received(pipe)
     finally:
         if answer is None and sys.exc_info()[0] is not None:

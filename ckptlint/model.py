@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -16,7 +17,17 @@ import numpy.typing as npt
 
 from ckptlint.boxes import IntArray, Layout
 
-Format = Literal["dcp", "dcp-per-rank", "torch_dist", "fsdp_dtensor", "torch_dcp", "incomplete", "unsupported"]
+Format = Literal[
+    "dcp",
+    "dcp-per-rank",
+    "torch_dist",
+    "fsdp_dtensor",
+    "torch_dcp",
+    "safetensors",
+    "dcp-safetensors",
+    "incomplete",
+    "unsupported",
+]
 
 ITEM_BITS: Mapping[str, int] = {
     **dict.fromkeys(("bool", "uint8", "int8", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz"), 8),
@@ -35,6 +46,9 @@ left out on purpose: no size check is made for them.
 
 RANK_LIMIT = 64
 """More axes than any tensor has."""
+
+KEY_LIMIT = 4096
+"""More characters than any key has."""
 
 
 def printable(text: str) -> str:
@@ -196,7 +210,9 @@ class RecordTable:
         return self.fqns[int(self.fqn[row])]
 
 
-FileState = Literal["ok", "absent", "unsafe-path", "not-a-file", "link-outside", "unchecked"]
+FileState = Literal[
+    "ok", "absent", "unsafe-path", "not-a-file", "link-outside", "dangling-link", "other-case", "unchecked"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +224,10 @@ class StoredFile:
         path: the same, raw; None when it must not be opened.
         size: bytes; None when the file was not looked at.
         state: what was found. `unsafe-path` is absolute or leaves the folder and was not opened; `link-outside` is a
-            link to a regular file elsewhere; `unchecked` when the depth or the storage did not allow a look.
+            link to a regular file elsewhere, `dangling-link` leads nowhere; `other-case` lies there under a name of
+            another case, which the file system ignores; `unchecked` when depth or storage did not allow a look.
         referenced: whether a storage entry names it.
+        instead: what lies there in its place, as a sentence.
     """
 
     name: str
@@ -217,6 +235,128 @@ class StoredFile:
     size: int | None
     state: FileState
     referenced: bool
+    instead: str = ""
+
+
+class RecordState(IntEnum):
+    """Whether a record was opened, or why not."""
+
+    READ = 0
+    UNSAMPLED = 1  # left out by --sample
+    TRANSFORMED = 2  # went through a stream transform such as zstd
+    RAW = 3  # bytes without a container, as dlrover writes them
+    ELSEWHERE = 4  # its file or range is damaged: PAY003, PAY004, PAY005, PAY007
+    UNREADABLE = 5  # no readable container: PAY013
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a record says it holds; many records share one.
+
+    Attributes:
+        form: a plain `tensor`, a `subclass` of torch.Tensor or a tensor in another layout, or any other `object`.
+        dtype: of a tensor, torch's name, or `unknown`.
+        shape, strides: of a tensor, in elements; of a subclass those of the plain tensor inside, () when unknown.
+        offset: its first element in the storage.
+        key: name of the storage's member (`data/0`).
+        length: elements of a list, -1 for anything else.
+        value: the content itself, for the few objects that rules read.
+    """
+
+    form: Literal["tensor", "subclass", "object"]
+    dtype: str = "unknown"
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    offset: int = 0
+    key: str = ""
+    length: int = -1
+    value: Any = None
+
+    @property
+    def volume(self) -> int:
+        """Elements of the tensor."""
+        return prod(self.shape)
+
+    @property
+    def extent(self) -> int:
+        """Elements of the storage from the tensor's first to its last."""
+        if not self.volume:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A member whose bytes differ from its checksum, or a record whose archive is gone.
+
+    Attributes:
+        record: row in `Checkpoint.records`; -1 for a whole file in `integrity.json`.
+        file: its file.
+        member: the member, "" for a whole record or file.
+        recorded, computed: the checksums as text, "" where there are none left.
+        zeros: bytes of the 4 KiB pages of the record that hold nothing but zeros.
+    """
+
+    record: int
+    file: str
+    member: str
+    recorded: str
+    computed: str
+    zeros: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PayloadTable:
+    """What the records themselves say; row i is record i of `Checkpoint.records`.
+
+    Attributes:
+        state: int8 [m], a `RecordState`; the other columns mean something where it is READ.
+        content: int32 [m], position in `contents`.
+        contents: the distinct contents.
+        storages: int32 [m], members that hold tensor data.
+        stored: int64 [m], bytes of all of them.
+        start: int64 [m], first byte in its file of the storage that the content names; -1 without one.
+        size: int64 [m], bytes of that storage.
+        crc: int64 [m], its CRC-32 as recorded, -1 where the writer stored none.
+        same: int32 [m], equal for records whose storages hold the same bytes (length, CRC-32 and up to 1 KiB of
+            samples agree); -1 for all others. Looked for among the chunks of one tensor and one layer's experts.
+        constant: bool [m], whether all samples taken hold one value; False where none were taken.
+        scanned: bool [m], whether the values were looked at (depth `data`).
+        nan, plus_inf, minus_inf: int64 [m], how many of them.
+        first: int64 [m], position of the first of them in the storage, in elements, or -1.
+        masks: bool [m], whether all values are 0 or -Inf.
+        damages: checksums that do not match (depth `data`).
+        unlisted: payload files that `integrity.json` leaves out.
+        depth: how deep the records were read.
+        sample: what was read of all records (`5% of the records (12 of 240), seed 7`), "" for all of them.
+    """
+
+    state: npt.NDArray[np.int8]
+    content: npt.NDArray[np.int32]
+    contents: list[Content]
+    storages: npt.NDArray[np.int32]
+    stored: IntArray
+    start: IntArray
+    size: IntArray
+    crc: IntArray
+    same: npt.NDArray[np.int32]
+    constant: npt.NDArray[np.bool_]
+    scanned: npt.NDArray[np.bool_]
+    nan: IntArray
+    plus_inf: IntArray
+    minus_inf: IntArray
+    first: IntArray
+    masks: npt.NDArray[np.bool_]
+    damages: tuple[Damage, ...] = ()
+    unlisted: tuple[str, ...] = ()
+    depth: Literal["headers", "data"] = "headers"
+    sample: str = ""
+
+    def of(self, record: int) -> Content | None:
+        """What a record holds, None when it was not read or does not exist."""
+        if record < 0 or self.state[record] != RecordState.READ:
+            return None
+        return self.contents[int(self.content[record])]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -268,19 +408,45 @@ class CommonState:
     values: dict[Any, Any]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightIndex:
+    """A `*.safetensors.index.json`, which says in which file each key lies.
+
+    Attributes:
+        file: its name.
+        places: key -> name of the file, both printable.
+        total_size: bytes of all tensors as it says, None when it does not.
+        absent: the files that are not there, or lie outside of the folder.
+        unread: these, and the files whose header could not be read.
+
+    Source:
+        huggingface_hub `split_torch_state_dict_into_shards`; torch.distributed.checkpoint.hf_storage
+    """
+
+    file: str
+    places: dict[str, str]
+    total_size: int | None = None
+    absent: frozenset[str] = frozenset()
+    unread: frozenset[str] = frozenset()
+
+
 StepState = Literal["complete", "unfinished", "absent", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The Megatron run folder that a step lies in.
+    """The run folder that a step lies in.
 
     Attributes:
         step: the number in the step folder's own name (`iter_0000010`).
         steps: the numbers of all step folders there, in order.
         newest_complete: the highest of them that has the marks of a finished save, None when none has.
-        tracker: the step that `latest_checkpointed_iteration.txt` names; None without one, or when it says `release`.
-        tracked: what lies at that step; `unknown` for formats that ckptlint does not read.
+        tracker: the step that the tracker names, or `release`; None without one.
+        tracked: what lies there; `unknown` for formats that ckptlint does not read.
+        prefix, digits: how step folders are named.
+        tracker_file: name of the tracker.
+        saved: the step that a train state in the step folder holds, None without one.
+        unseen: why the run folder could not be looked at, "" where it could.
 
     Source:
         megatron.training.checkpointing.get_checkpoint_name, read_metadata
@@ -289,8 +455,17 @@ class RunFolder:
     step: int
     steps: tuple[int, ...] = ()
     newest_complete: int | None = None
-    tracker: int | None = None
+    tracker: int | Literal["release"] | None = None
     tracked: StepState = "unknown"
+    unseen: str = ""
+    prefix: str = "iter_"
+    digits: int = 7
+    tracker_file: str = "latest_checkpointed_iteration.txt"
+    saved: int | None = None
+
+    def folder_of(self, step: int | str) -> str:
+        """The name of a step's folder."""
+        return step if isinstance(step, str) else f"{self.prefix}{step:0{self.digits}d}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +489,7 @@ class Declared:
     source: str
 
 
-ProblemKind = Literal["unsafe", "unreadable", "limit", "unsupported", "incomplete", "note", "crashed"]
+ProblemKind = Literal["unsafe", "unreadable", "limit", "unsupported", "incomplete", "container", "note", "crashed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,13 +498,13 @@ class Problem:
 
     Attributes:
         kind: `unsafe` SAF001, `unreadable` SAF002, `limit` SAF003, `unsupported` SAF004, `incomplete` COM001,
-            `note` an info of SAF001, `crashed` LNT002 (made by the engine).
+            `container` PAY013, `note` an info of SAF001, `crashed` LNT002 (made by the engine).
         file: the file it lies in, relative to the checkpoint.
         message: one sentence.
         detail: lines shown below it (the opcodes of a refused call).
         hint: what to do.
         fqn: the key concerned, if one is.
-        blocks: whether the description of the tensors is missing because of it.
+        blocks: whether the description of the tensors, or of a file's tensors, is missing because of it.
         beside: whether the unsupported thing lies beside a checkpoint that is checked.
     """
 
@@ -386,8 +561,11 @@ class Checkpoint:
         declared: what the job said about itself, by canonical name (`topology.read_declared`).
         object_values: entry name -> content of the optimizer objects that describe their module (parameter groups,
             sharding type), one for each kind and module.
-        run: the run folder that the step lies in; None outside of `iter_*`.
+        run: the run folder that the step lies in; None outside of one.
+        index: what says in which safetensors file each key lies; None without one.
         reference: what the user expects it to hold; None without `--expect`.
+        unseen: what could not be looked at without making the verdict incomplete, as sentences.
+        payload: what the records say; None below depth `headers`.
     """
 
     path: str
@@ -403,6 +581,7 @@ class Checkpoint:
     declared: dict[str, Declared] = field(default_factory=dict)
     object_values: dict[str, Any] = field(default_factory=dict)
     run: RunFolder | None = None
+    index: WeightIndex | None = None
     topology: dict[str, AxisSize] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
     readable: bool = True
@@ -410,11 +589,18 @@ class Checkpoint:
     locates_bytes: bool = True
     metadata_file: str = ".metadata"
     reference: Reference | None = None
+    unseen: tuple[str, ...] = ()
+    payload: PayloadTable | None = None
 
     @property
     def is_megatron(self) -> bool:
         """Whether Megatron-Core's own planner wrote it: entries follow its key scheme, plans its dedup."""
         return self.format == "torch_dist"
+
+    @property
+    def is_safetensors(self) -> bool:
+        """Whether a record is the bare bytes of its tensor, described by the header of the file that it lies in."""
+        return self.format in ("safetensors", "dcp-safetensors")
 
     def sound_tensors(self) -> Iterator[Tensor]:
         """The tensors that geometry rules can judge."""
@@ -434,6 +620,39 @@ class Checkpoint:
     def total_bytes(self) -> int:
         """Bytes of all payload files that were looked at."""
         return sum(file.size or 0 for file in self.files)
+
+
+def empty_payload(count: int, depth: Literal["headers", "data"]) -> PayloadTable:
+    """A table for so many records, none of which was read."""
+
+    def minus() -> IntArray:
+        return np.full(count, -1, np.int64)
+
+    def zero() -> IntArray:
+        return np.zeros(count, np.int64)
+
+    def no() -> npt.NDArray[np.bool_]:
+        return np.zeros(count, bool)
+
+    return PayloadTable(
+        state=np.full(count, RecordState.ELSEWHERE, np.int8),
+        content=np.full(count, -1, np.int32),
+        contents=[],
+        storages=np.zeros(count, np.int32),
+        stored=zero(),
+        start=minus(),
+        size=zero(),
+        crc=minus(),
+        same=np.full(count, -1, np.int32),
+        constant=no(),
+        scanned=no(),
+        nan=zero(),
+        plus_inf=zero(),
+        minus_inf=zero(),
+        first=minus(),
+        masks=no(),
+        depth=depth,
+    )
 
 
 def empty_records() -> RecordTable:

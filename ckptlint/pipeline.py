@@ -9,10 +9,11 @@ from dataclasses import replace
 from ckptlint.engine import run_rules
 from ckptlint.errors import AccessError, NothingToCheckError, ReaderError
 from ckptlint.loaders import find, open_checkpoint
+from ckptlint.loaders.payload import Reading, read_payload
 from ckptlint.loaders.reference import read_reference
-from ckptlint.model import printable
 from ckptlint.report import CheckpointReport, FailOn, Report
 from ckptlint.rule import Depth, Rule
+from ckptlint.storage import shown
 
 
 def run(
@@ -23,11 +24,13 @@ def run(
     fail_on: FailOn = "error",
     all_steps: bool = False,
     expect: str | None = None,
+    reading: Reading | None = None,
 ) -> Report:
     """Judge every checkpoint under the paths; what could not be found or read is part of the report.
 
     Args:
         expect: the reference to compare each of them with; without one the rules that need it are not run.
+        reading: how to read the payload, at depths `headers` and `data`.
 
     Raises:
         ConfigError: the reference cannot be used.
@@ -41,17 +44,17 @@ def run(
         try:
             for folder in find(path, all_steps):
                 ckpt = open_checkpoint(folder, depth != "metadata")
+                if reading is not None and ckpt.readable:
+                    ckpt = read_payload(folder, ckpt, reading)
                 if reference is not None:
-                    ckpt = replace(ckpt, reference=reference.part(folder.path.name))
+                    ckpt = replace(ckpt, reference=reference.part(folder.name))
                 parts.append(run_rules(ckpt, rules, depth))
         except NothingToCheckError as error:
             nothing.append(str(error))
         except AccessError as error:
             refused.append(str(error))
         except ReaderError as error:
-            refused.append(
-                f"{printable(path)} could not be read because of a mistake in ckptlint, please report: {error}"
-            )
+            refused.append(f"{shown(path)} could not be read because of a mistake in ckptlint, please report: {error}")
     seconds = time.perf_counter() - started
     judging = tuple(rule for rule in rules if reference is not None or not rule.expects)
     return Report(parts, judging, depth, fail_on, tuple(nothing), tuple(refused), seconds)

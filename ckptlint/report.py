@@ -122,8 +122,9 @@ class CheckpointReport:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether a rule ended in an error, or there were no tensors to judge; findings that fail the run go first."""
-        return bool(self.failed) or not self.checkpoint.readable
+        """Whether a rule ended in an error, or tensors could not be judged; findings that fail the run go first."""
+        unread = any(problem.kind == "container" and problem.blocks for problem in self.checkpoint.problems)
+        return bool(self.failed) or not self.checkpoint.readable or unread
 
 
 @dataclass(frozen=True, eq=False)

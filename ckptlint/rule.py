@@ -12,8 +12,8 @@ from typing import Literal
 from ckptlint.boxes import Box
 from ckptlint.model import Checkpoint, Tensor
 
-Depth = Literal["metadata", "files"]
-DEPTHS: tuple[Depth, ...] = ("metadata", "files")
+Depth = Literal["metadata", "files", "headers", "data"]
+DEPTHS: tuple[Depth, ...] = ("metadata", "files", "headers", "data")
 
 SECTIONS = ("What it checks", "Why it matters", "Usual causes", "How to fix", "See")
 """The headings of a rule's docstring, in order; all but the last are required."""

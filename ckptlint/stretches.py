@@ -34,6 +34,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ckptlint.boxes import COORDINATE_LIMIT, IntArray
+from ckptlint.progress import tell
 
 WORTHWHILE = 1024**2
 """Bytes from which on a scan is tried; a smaller pickle is read in milliseconds anyway."""
@@ -656,6 +657,7 @@ def _read_table(view: _View, form: _Form, at: int) -> Table:
     end, memos, valid = np.zeros(count, np.int64), np.zeros(count, np.int32), np.zeros(count, bool)
     columns = [_Column.empty(count) for _ in form.constants[1:]]
     for first in range(0, count, _BLOCK):
+        tell("chunks and records", first, count)
         rows = slice(first, min(first + _BLOCK, count))
         end[rows], memos[rows], valid[rows] = _read_rows(view, form, start, rows, columns)
     linked = valid[1:] & valid[:-1] & (end[:-1] == start[1:])

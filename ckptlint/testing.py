@@ -10,9 +10,12 @@ import io
 import json
 import os
 import pickle
+import random
 import re
+import struct
 import tomllib
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -20,13 +23,18 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from ckptlint.engine import run_rules
 from ckptlint.loaders import open_checkpoint
-from ckptlint.loaders.reference import MANIFEST_SCHEMA, SAFETENSORS_DTYPES, read_reference
+from ckptlint.loaders.content import STORAGES
+from ckptlint.loaders.payload import default_reading, read_payload
+from ckptlint.loaders.reference import MANIFEST_SCHEMA, read_reference
 from ckptlint.model import ITEM_BITS, Checkpoint
 from ckptlint.report import CheckpointReport
-from ckptlint.rule import Finding, Rule, Severity
-from ckptlint.storage import Folder, is_safe
+from ckptlint.rule import DEPTHS, Depth, Finding, Rule, Severity
+from ckptlint.safetensors import DTYPES
+from ckptlint.storage import LocalFolder, is_safe
 
 FRAMING = 1577
 """Bytes that torch 2.13 adds around a small tensor in a record; measured 1,513 to 1,633."""
@@ -66,12 +74,13 @@ def read_cases(path: Path) -> list[Case]:
 
 def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:
     """Write the case into an empty folder, read it back, and judge it with one rule."""
-    ckpt = load_folder(write_checkpoint(case.table, folder))
+    depth = case.table.get("depth", max(rule.needs, "files", key=DEPTHS.index))
+    ckpt = load_folder(write_checkpoint(case.table, folder), depth)
     if case.table.keys() & {"reference", "reference_config"}:
         place = write_reference(case.table, folder.with_name(f"{folder.name}-expected"))
         ckpt = replace(ckpt, reference=read_reference(str(place)))
     rules = [rule, _crashing(case.table["crash"])] if "crash" in case.table else [rule]
-    return run_rules(ckpt, rules, "files")
+    return run_rules(ckpt, rules, depth)
 
 
 def _crashing(code: str) -> Rule:
@@ -84,9 +93,11 @@ def _crashing(code: str) -> Rule:
     return Rule(code, "crashing-rule", Severity.ERROR, check)
 
 
-def load_folder(folder: Path) -> Checkpoint:
+def load_folder(folder: Path, depth: Depth = "files") -> Checkpoint:
     """The checkpoint of a folder that is one, without looking for steps or components."""
-    return open_checkpoint(Folder(folder))
+    ckpt = open_checkpoint(LocalFolder(folder))
+    deep = depth in ("headers", "data") and ckpt.readable
+    return read_payload(LocalFolder(folder), ckpt, default_reading(depth)) if deep else ckpt  # type: ignore[arg-type]
 
 
 def described(report: CheckpointReport) -> list[str]:
@@ -112,17 +123,21 @@ def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
     files: dict[str, int | str] = {}
     records: list[tuple[str, int, bytes]] = []
     for name, part, rank in _parts(table):
-        content = _read_content(part, rank)
-        if part.get("metadata", True):
+        content = _read_content(part, rank, "depth" in table)
+        if part.get("metadata", "safetensors" not in table):
             (folder / name).write_bytes(content.pickled(part))
         files |= content.ends
         records += content.records
+    for name, file in table.get("safetensors", {}).items():
+        write_safetensors(folder / name, file)
     if table.get("megatron"):
         config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         config |= {"common_backend": "torch", "common_backend_version": 1}
         (folder / "metadata.json").write_text(json.dumps(config))
     if table.get("megatron") or "common" in table:
         (folder / "common.pt").write_bytes(_archive("common", table.get("common", {})))
+    for name, values in table.get("archives", {}).items():
+        (folder / name).write_bytes(_archive(Path(name).stem, values))
     for name, size in (files | table.get("files", {})).items():
         if is_safe(name):
             _write_file(folder, name, size, table.get("links", {}).get(name))
@@ -155,15 +170,49 @@ def write_reference(table: dict[str, Any], place: Path) -> Path:
     return place
 
 
-def safetensors_header(entries: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """The start of a safetensors file that holds tensors of these dtypes and shapes."""
-    names = {ours: theirs for theirs, ours in SAFETENSORS_DTYPES.items()}
-    header, stop = {}, 0
-    for fqn, entry in entries.items():
-        start, stop = stop, stop + prod(entry["shape"]) * ITEM_BITS[entry["dtype"]] // 8
-        header[fqn] = {"dtype": names[entry["dtype"]], "shape": entry["shape"], "data_offsets": [start, stop]}
+def write_safetensors(path: Path, table: Mapping[str, Any]) -> Path:
+    """Write a safetensors file whose tensors are zeros.
+
+    Args:
+        table: `tensors`, as `safetensors_header` takes them; `header`, its text, in their place; `before`, text before
+            the header; `size`, the bytes of the file where its tensors do not explain them.
+    """
+    start = safetensors_header(table.get("tensors", {}))
+    if "header" in table:
+        text = table["header"].encode("latin-1")
+        start = len(text).to_bytes(8, "little") + text
+    ends = [entry["data_offsets"][1] for name, entry in _entries(table.get("tensors", {})).items()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as file:
+        file.write(table.get("before", "").encode("latin-1") + start)
+        file.truncate(table.get("size", file.tell() + max(ends, default=0)))
+    return path
+
+
+def safetensors_header(tensors: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """The start of a safetensors file.
+
+    Args:
+        tensors: key -> `dtype` (torch's name, or one that only safetensors has) and `shape`; `span`, the place of its
+            bytes, by default behind the tensor before; `offsets`, its place in the whole, as torch's DCP stores it.
+    """
+    header: dict[str, Any] = _entries(tensors)
+    places = {fqn: {"saved_offsets": entry["offsets"]} for fqn, entry in tensors.items() if "offsets" in entry}
+    if places:
+        shards = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
+        header = {"__metadata__": shards} | header
     text = json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text
+
+
+def _entries(tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    names = {ours: theirs for theirs, ours in DTYPES.items()}
+    entries, stop = {}, 0
+    for fqn, entry in tensors.items():
+        dtype = entry.get("dtype", "float32")
+        start, stop = entry.get("span", (stop, stop + prod(entry["shape"]) * ITEM_BITS.get(dtype, 8) // 8))
+        entries[fqn] = {"dtype": names.get(dtype, dtype), "shape": entry["shape"], "data_offsets": [start, stop]}
+    return entries
 
 
 def _parts(table: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], int | None]]:
@@ -217,10 +266,12 @@ class _Content:
 
     Attributes:
         rank: the rank that wrote it, when every rank has a metadata file of its own.
+        deep: whether records are archives, not zeros.
         records: file, first byte and content of the records that are more than zero bytes.
     """
 
     rank: int | None = None
+    deep: bool = False
     entries: dict[str, Any] = field(default_factory=dict)
     storage: dict[Any, Any] = field(default_factory=dict)
     ends: dict[str, int] = field(default_factory=dict)
@@ -237,13 +288,21 @@ class _Content:
             chunks.append(_Stub(_CM, "ChunkStorageMetadata", {"offsets": _size(offsets), "sizes": _size(sizes)}))
             record = table["records"][number] if "records" in table else None
             length = max(prod(sizes) if min(sizes, default=0) >= 0 else 0, 0) * bits // 8 + FRAMING
-            self.store(fqn, offsets, record, self._file(number), length, table.get("transform"))
+            file = self._file(number)
+            if self.deep and min(sizes, default=0) >= 0 and record != "":
+                holds = dict(enumerate(table.get("holds", ()))).get(number, {})
+                data = tensor_record({"shape": sizes, "dtype": dtype, "seed": f"{fqn} {number}"} | holds)
+                place, _, span = (record or f"{file} {self.ends.get(file, 0)}:").partition(" ")
+                self.records.append((place, int(span.partition(":")[0]), data))
+                length = len(data)
+            self.store(fqn, offsets, record, file, length, table.get("transform"))
         state = {"properties": _properties(dtype), "size": _size(tuple(map(int, shape))), "chunks": chunks}
         self.entries[fqn] = _Stub(_CM, "TensorStorageMetadata", state)
 
     def add_bytes(self, fqn: str, record: bytes = b"") -> None:
         self.entries[fqn] = _Stub(_CM, "BytesStorageMetadata", {})
         file = self._file(0)
+        record = record or (_archive("archive", {}) if self.deep else b"")
         if record:
             self.records.append((file, self.ends.get(file, 0), record))
         self.store(fqn, None, None, file, len(record) or 1261)
@@ -314,8 +373,8 @@ class _Content:
         return file.getvalue()
 
 
-def _read_content(table: dict[str, Any], rank: int | None) -> _Content:
-    content = _Content(rank)
+def _read_content(table: dict[str, Any], rank: int | None, deep: bool) -> _Content:
+    content = _Content(rank, deep)
     for fqn, tensor in table.get("tensors", {}).items():
         content.add_tensor(fqn, tensor)
     for fqn in [*table.get("objects", ()), *table.get("bytes", ())]:
@@ -343,6 +402,13 @@ class _Stub:
 
     def __init__(self, module: str, name: str, state: Any) -> None:
         self.cls, self.state = _Name(module, name), state
+
+
+class _Storage:
+    """The data of a tensor, pickled as torch's persistent id of it."""
+
+    def __init__(self, cls: _Name, key: str, count: int) -> None:
+        self.pid = ("storage", cls, key, "cpu", count)
 
 
 class _Call:
@@ -389,6 +455,9 @@ class _Pickler(pickle._Pickler):
             self.save(obj.name)
             super().save(obj.arguments)
             self.write(pickle.REDUCE)
+        elif isinstance(obj, _Storage):
+            super().save(obj.pid)
+            self.write(pickle.BINPERSID)
         elif isinstance(obj, _Enum):
             by_name = _Call(_Name("builtins", "getattr"), (obj.cls, obj.member))
             self.save(by_name if self.enums_by_name else _Call(obj.cls, (obj.value,)))
@@ -427,6 +496,83 @@ def _archive(stem: str, values: Any) -> bytes:
         archive.writestr(f"{stem}/data.pkl", data)
         archive.writestr(f"{stem}/version", "3\n")
     return file.getvalue()
+
+
+# ---------------------------------------------------------------- records as torch writes them
+
+
+def tensor_record(table: Mapping[str, Any]) -> bytes:
+    """A record of torch 2.13 that holds a tensor.
+
+    Args:
+        table: `dtype` and `shape`; `seed` of its values, or one `value` for all; `put` to place bits at elements;
+            `storage`, elements of a larger storage; `storages`, how many there are; `subclass`; `crc = false`;
+            `pickle`, another data.pkl; `raw`, another record; `flip`, a byte of the data that changes afterwards;
+            `cut`, bytes that are zeroed at the end.
+    """
+    if "raw" in table:
+        return str(table["raw"]).encode("latin-1")
+    dtype, shape = table["dtype"], list(map(int, table["shape"]))
+    item = ITEM_BITS.get(dtype, 8) // 8
+    count = max(prod(shape), table.get("storage", 0))
+    word = np.dtype(f"u{min(item, 8)}")
+    values = np.frombuffer(random.Random(table["seed"]).randbytes(count * item), word) & word.type(0x3F)  # noqa: S311
+    if "value" in table:
+        values = np.full_like(values, table["value"])
+    for at, bits in table.get("put", {}).items():
+        values = np.concatenate([values[: int(at)], [word.type(bits)], values[int(at) + 1 :]])
+    data = values.tobytes()
+    members = {f"data/{n}": data for n in range(table.get("storages", 1))}
+    body = table["pickle"].encode("latin-1") if "pickle" in table else _tensor_pickle(dtype, shape, count, table)
+    record = bytearray(torch_archive({"data.pkl": body} | members, table.get("crc", True)))
+    if "flip" in table:
+        record[bytes(record).index(data) + table["flip"]] ^= 0x10
+    if cut := table.get("cut"):
+        record[-cut:] = bytes(cut)
+    return bytes(record)
+
+
+def _tensor_pickle(dtype: str, shape: list[int], count: int, table: Mapping[str, Any]) -> bytes:
+    cls = next((name for name, ours in STORAGES.items() if ours == dtype), None)
+    module, name = ("torch", cls) if cls else ("torch.storage", "UntypedStorage")
+    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    size = count if cls else count * ITEM_BITS.get(dtype, 8) // 8
+    arguments: tuple[Any, ...] = (_Storage(_Name(module, name), "0", size), 0, tuple(shape), strides, False, {})
+    version = "v2" if cls else "v3"
+    rebuild = _Name("torch._utils", f"_rebuild_tensor_{version}")
+    whole: tuple[Any, ...] = arguments if cls else (*arguments, _Name("torch", dtype))
+    if table.get("subclass"):
+        made = _Call(_Name("torch._tensor", "_rebuild_from_type_v2"), (rebuild, _Name("job", "Scaled"), whole, None))
+    else:
+        made = _Call(rebuild, whole)
+    file = io.BytesIO()
+    _Pickler(file, 2).dump(made)
+    return file.getvalue()
+
+
+def torch_archive(members: Mapping[str, bytes], crc: bool = True) -> bytes:
+    """An archive with torch's framing: sizes in the directory alone, data at multiples of 64, zip64 end records.
+
+    Args:
+        members: name without the folder -> bytes.
+        crc: False for what `torch.serialization.set_crc32_options(False)` leaves.
+    """
+    archive, directory = bytearray(), bytearray()
+    for short, data in {**members, "byteorder": b"little", "version": b"3\n"}.items():
+        name = f"archive/{short}".encode()
+        at = len(archive)
+        fill = -(at + 30 + len(name) + 4) % 64
+        archive += struct.pack("<4s5H3I2H", b"PK\3\4", 0, 0x808, 0, 0, 0, 0, 0, 0, len(name), fill + 4)
+        archive += name + struct.pack("<2s H", b"FB", fill) + bytes(fill) + data
+        total = zlib.crc32(data) if crc else 0
+        archive += struct.pack("<4s3I", b"PK\7\x08", total, len(data), len(data))
+        fields = (b"PK\1\2", 0, 0, 0x808, 0, 0, 0, total, len(data), len(data), len(name), 0, 0, 0, 0, 0, at)
+        directory += struct.pack("<4s6H3I5H2I", *fields) + name
+    count, start, size = len(members) + 2, len(archive), len(directory)
+    end = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 30, 45, 0, 0, count, count, size, start)
+    end += struct.pack("<4sIQI", b"PK\6\7", 0, start + size, 1)
+    end += struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, size, start, 0)
+    return bytes(archive + directory + end)
 
 
 def fixture_cases(folder: Path) -> Iterator[tuple[str, Case]]:

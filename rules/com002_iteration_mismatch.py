@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ckptlint.model import Checkpoint, RunFolder
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
 
-_TRACKER = "latest_checkpointed_iteration.txt"
+_TRAIN_STATE = "train_state.pt"
 
 
 @rule("COM002", "iteration-mismatch", Severity.ERROR)
@@ -15,10 +15,11 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     """The number of the step folder, the iteration saved in it and the tracker file disagree.
 
     What it checks:
-        A folder `iter_<number>` holds the iteration of its name in the common state. The tracker
-        `latest_checkpointed_iteration.txt` beside it names a step that is there and was finished; a finished step newer
-        than the tracked one is a warning, and so is an absent tracked step where one step alone was copied out of a
-        run. The run folder is judged from its newest finished step only, so a step chosen by hand stays silent.
+        A folder `iter_<number>` holds the iteration of its name in the common state, or in Megatron-Bridge's
+        `train_state.pt`. The tracker beside it (`latest_checkpointed_iteration.txt` of Megatron-LM, Megatron-Bridge,
+        slime and verl, `dlrover_latest.txt`) names a step that is there and was finished, or `release`; a finished step
+        newer than the tracked one is a warning, and so is an absent tracked step where one step alone was copied out of
+        a run. The run folder is judged from its newest finished step only, so a step chosen by hand stays silent.
     Why it matters:
         A resume takes the tracked step and counts on from the iteration in its common state, whatever the folder is
         called.
@@ -32,42 +33,44 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     run = ckpt.run
     if run is None:
-        raise NotApplicable("the folder's name is no step of Megatron-LM")
-    stored = ckpt.common.values.get("iteration") if ckpt.common is not None else None
-    if isinstance(stored, int) and not isinstance(stored, bool) and stored != run.step:
-        assert ckpt.common is not None
-        yield Finding(
-            f"the folder is named for step {run.step}, and {ckpt.common.source} says iteration {stored}",
-            file=ckpt.common.source,
-            missing=("iteration", str(stored)),
-            notes=_numbers(run, stored),
-            hint=f"if the content is right, rename the folder to iter_{stored:07d}; otherwise restore the "
-            f"{ckpt.common.source} of step {run.step}",
-        )
+        raise NotApplicable("the folder's name is no step of a run with a tracker")
+    kept = _stored(ckpt, run)
+    stored = kept[0][1] if kept else None
+    for source, iteration in kept:
+        if iteration != run.step and run.prefix == "iter_":
+            yield Finding(
+                f"the folder is named for step {run.step}, and {source} says iteration {iteration}",
+                file=source,
+                missing=("iteration", str(iteration)),
+                notes=_numbers(run, iteration),
+                hint=f"if the content is right, rename the folder to {run.folder_of(iteration)}; otherwise restore the "
+                f"{source} of step {run.step}",
+            )
     if run.tracker is None or run.step != run.newest_complete:
         return
+    named = run.tracker if run.tracker == "release" else f"step {run.tracker}"
     if run.tracked == "absent":
         alone = len(run.steps) == 1
         yield Finding(
-            f"{_TRACKER} names step {run.tracker}, which is not there",
-            file=_TRACKER,
+            f"{run.tracker_file} names {named}, which is not there",
+            file=run.tracker_file,
             missing=("tracked", str(run.tracker)),
             severity=Severity.WARNING if alone else None,
             notes=_numbers(run, stored),
-            hint=f"write {run.step} into it to resume from this step, or copy iter_{run.tracker:07d} back",
+            hint=f"write {run.step} into it to resume from this step, or copy {run.folder_of(run.tracker)} back",
         )
     elif run.tracked == "unfinished":
         yield Finding(
-            f"{_TRACKER} names step {run.tracker}, whose save did not finish",
-            file=_TRACKER,
+            f"{run.tracker_file} names {named}, whose save did not finish",
+            file=run.tracker_file,
             missing=("unfinished", str(run.tracker)),
             notes=_numbers(run, stored),
             hint=f"write {run.step} into it, the newest step that was finished",
         )
-    elif run.tracker < run.step:
+    elif run.tracker != "release" and run.tracker < run.step:
         yield Finding(
-            f"{_TRACKER} names step {run.tracker}, and this finished step {run.step} is newer",
-            file=_TRACKER,
+            f"{run.tracker_file} names step {run.tracker}, and this finished step {run.step} is newer",
+            file=run.tracker_file,
             missing=("newer", str(run.tracker)),
             severity=Severity.WARNING,
             why=f"a resume takes step {run.tracker}, and the training between the two is repeated",
@@ -76,8 +79,17 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _numbers(run: RunFolder, stored: object) -> tuple[Note, ...]:
-    iteration = stored if isinstance(stored, int) else "not stored"
+def _stored(ckpt: Checkpoint, run: RunFolder) -> list[tuple[str, int]]:
+    """The iterations that were saved in the step, each with where."""
+    found = [] if run.saved is None else [(_TRAIN_STATE, run.saved)]
+    value = ckpt.common.values.get("iteration") if ckpt.common is not None else None
+    if ckpt.common is not None and isinstance(value, int) and not isinstance(value, bool):
+        found.insert(0, (ckpt.common.source, value))
+    return found
+
+
+def _numbers(run: RunFolder, stored: int | None) -> tuple[Note, ...]:
+    iteration = "not stored" if stored is None else stored
     shown = [str(step) for step in run.steps[-8:]]
     steps = ", ".join((["..."] if len(run.steps) > 8 else []) + shown)
     tracker = "none" if run.tracker is None else f"{run.tracker} ({run.tracked})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptlint.declared import number, trusted
 from ckptlint.experts import MoeLayer, moe_layers, owners_note
 from ckptlint.keys import ranges
 from ckptlint.model import Checkpoint
@@ -16,7 +17,8 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         The expert numbers in the keys of a layer run from 0 to the largest one, or to as many as its router expects,
-        and are the same for all weights of the experts. A note where EXP001 says the same, and where layers with
+        and are the same for all weights of the experts; where the job declares as many experts as are stored, the
+        router's further rows count for nothing. A note where EXP001 says the same, and where layers with
         routers of one size have other numbers.
     Why it matters:
         The missing experts keep their initial values after a load.
@@ -35,7 +37,8 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
     for layer in layers:
         numbered = [role for role in layer.roles if role.numbers]
         union = set().union(*(role.numbers for role in numbered))
-        keys = _expected_keys(layer, max(union) + 1)
+        is_declared = number(trusted(ckpt), "experts") == layer.count  # the router has rows of zero experts besides
+        keys = max(union) + 1 if is_declared else _expected_keys(layer, max(union) + 1)
         for role in numbered:
             missing = set(range(keys)) - set(role.numbers)
             if missing:

@@ -21,7 +21,8 @@ def duplicate_writer(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         In the plans of all ranks, which Megatron-Core stores from before deduplication, every (fqn, offset) occurs
         once. Equal sizes, shapes and dtypes make it a warning. Not judged where plans are absent, were reused from
-        another state, or come from a writer whose ranks all plan their replicas.
+        another state, or come from a writer whose ranks all plan their replicas. From depth headers on, the record of
+        every ShardedObject is a list of one: a longer one holds several objects that one rank had under one key.
     Why it matters:
         One copy survives and the rest is dropped without a message, so if they differed a module or a rank has lost its
         state.
@@ -33,17 +34,45 @@ def duplicate_writer(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.dist_checkpointing.validation.validate_sharding_integrity
     """
-    if ckpt.writers is None:
-        raise NotApplicable("the metadata holds no plans of the ranks")
     if not ckpt.is_megatron:
         raise NotApplicable("this writer's ranks all plan their replicas")
+    yield from _lists(ckpt)
+    if ckpt.writers is None:
+        if ckpt.payload is None:
+            raise NotApplicable("the metadata holds no plans of the ranks")
+        return
     if set(ckpt.writers.fqns) != set(ckpt.records.fqns):
+        if ckpt.payload is not None:
+            return
         raise NotApplicable("the plans belong to another state: their keys differ from the metadata's")
     groups: dict[tuple[object, ...], list[Duplicate]] = defaultdict(list)
     for duplicate in duplicates(ckpt.writers):
         groups[(role(duplicate.fqn), duplicate.fqn, duplicate.ranks, duplicate.equal)].append(duplicate)
     for same in groups.values():
         yield _finding(ckpt, same)
+
+
+def _lists(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Objects whose record holds several of them.
+
+    Source:
+        megatron.core.dist_checkpointing.strategies.torch.mcore_to_pyt_state_dict: one list per key and rank
+    """
+    for obj in ckpt.objects if ckpt.payload is not None else ():
+        content = ckpt.payload.of(obj.record) if ckpt.payload is not None else None
+        if content is not None and content.length > 1:
+            file, start, length = ckpt.place(obj.record)
+            yield Finding(
+                f"one rank saved {content.length} objects{{of}} under one key",
+                fqn=obj.fqn,
+                file=file,
+                byte_range=(start, length),
+                missing=("list",),
+                notes=(("record", f"{file}, bytes {start:,}-{start + length:,}: a list of {content.length}"),),
+                why="a load hands out the first of them, so the state of the others is lost",
+                hint="two modules share this key on one rank: give each a prefix of its own",
+                alike=f"list {content.length}",
+            )
 
 
 def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:

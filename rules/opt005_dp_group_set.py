@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from ckptlint.model import AxisSize, Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
 
 _NUMEL = "per_bucket_numel"
+_UNPADDED = "per_bucket_numel_unpadded"
+_BUCKET = re.compile(r"gbuf_idx_(?P<gbuf>\d{1,9})\.dtype_\((?P<types>[^)]*)\)\.bucket_idx_(?P<bucket>\d{1,9})\.")
 _EXACT = ("metadata", "args", "run_config", "config.json")
 
 
@@ -43,7 +46,8 @@ def dp_group_set(ckpt: Checkpoint) -> Iterator[Finding]:
         Per optimizer chain and module, the numbers behind dp_group_idx_ are 0 to n-1 with n = tp x pp, or etp x ep x pp
         for the chain of the experts; and every group has its record of bucket sizes where others have one. Whole
         stages without a group are a warning, and a note for a chain that may be the experts': a stage of dense layers
-        has none. A warning where the mesh is inferred.
+        has none. A warning where the mesh is inferred. From depth headers on, each bucket is as long as its record of
+        unpadded sizes says.
     Why it matters:
         Two model-parallel groups wrote under one key, or one did not write, so its moments are lost.
     Usual causes:
@@ -70,6 +74,7 @@ def dp_group_set(ckpt: Checkpoint) -> Iterator[Finding]:
     for chain, found in groups.items():
         yield from _set(chain, found, _kinds(chain, sizes, has_experts), sizes)
         yield from _records(chain, found, recorded[chain])
+    yield from _lengths(ckpt)
 
 
 def _kinds(chain: tuple[str, ...], sizes: Mapping[str, AxisSize], has_experts: bool) -> list[_Kind]:
@@ -163,3 +168,48 @@ def _records(chain: tuple[str, ...], found: Mapping[int, str], recorded: set[int
             why="the loader asks for the record of every group, and a strict load fails on the missing key",
             hint="look for the rank that should have written the record in the plans or the log of the save",
         )
+
+
+def _lengths(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Buckets whose length differs from the one recorded for them; padding counts for nothing in dp_reshardable.
+
+    Source:
+        megatron.core.optimizer.distrib_optimizer.DistributedOptimizer: a list by buffer of {(dtypes): [bucket sizes]}
+    """
+    recorded = {}
+    for obj in ckpt.objects:
+        part = dp_group(obj.key)
+        content = ckpt.payload.of(obj.record) if ckpt.payload is not None else None
+        if part is not None and part[2] == _UNPADDED and content is not None and content.length == 1:
+            recorded[part[0], part[1]] = content.value
+    for bucket in take(ckpt).buckets:
+        if (bucket.chain, bucket.group) not in recorded or len(bucket.tensor.global_shape) != 1:
+            continue
+        expected = _recorded(recorded[bucket.chain, bucket.group], bucket.tensor.fqn)
+        found = bucket.tensor.global_shape[0]
+        if expected is not None and expected != found:
+            yield Finding(
+                f"bucket{{of}} has {found:,} elements, its record of {_UNPADDED} says {expected:,}",
+                fqn=bucket.tensor.fqn,
+                tensor=bucket.tensor,
+                missing=(_UNPADDED,),
+                why="the two come from different groups or modules: one of them overwrote the other's key",
+                hint="look for a second optimizer that writes under the same dp_group_idx",
+                alike=f"{'.'.join(bucket.chain)} {bucket.group} {found} {expected}",
+            )
+
+
+def _recorded(value: object, fqn: str) -> int | None:
+    """The recorded length of a bucket, None where the record has another form."""
+    place = _BUCKET.search(fqn)
+    try:
+        buffers = value[0][int(place["gbuf"])]  # type: ignore[index]
+        size = next(sizes[int(place["bucket"])] for types, sizes in buffers.items() if _key(types) == place["types"])  # type: ignore[index]
+    except (TypeError, KeyError, IndexError, AttributeError, StopIteration):
+        return None
+    return size if type(size) is int else None
+
+
+def _key(types: object) -> str:
+    """The dtypes of a buffer as its key spells them."""
+    return ", ".join(f"torch.{name}" for name in types) if isinstance(types, tuple) else ""

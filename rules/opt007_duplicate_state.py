@@ -18,7 +18,7 @@ def duplicate_state(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         No two entries of one optimizer and chain lead to the same state of the same parameter once wrappers are
         stripped, and no parameter has two master copies (param, fp32_param, main_param, master_param) of equal length
-        and dtype. Whether their values are equal is not read.
+        and dtype. From depth headers on, the message says whether the checksums of the two are equal.
     Why it matters:
         A loader takes one of the two and the other goes stale, and every step stores these bytes twice.
     Usual causes:
@@ -40,7 +40,7 @@ def duplicate_state(ckpt: Checkpoint) -> Iterator[Finding]:
     doubled += _second_masters(list(dict.fromkeys(group[0] for group in seen.values())))
     total = sum(second.tensor.nbytes(second.tensor.volume) or 0 for _, second in doubled)
     for first, second in doubled:
-        yield _finding(first, second, total, len(doubled))
+        yield _finding(first, second, total, len(doubled), _compared(ckpt, first, second))
 
 
 def _identity(state: State) -> tuple[object, ...]:
@@ -62,10 +62,22 @@ def _front(state: State) -> str:
     return state.tensor.fqn.partition(state.path)[0]
 
 
-def _finding(first: State, second: State, total: int, count: int) -> Finding:
+def _compared(ckpt: Checkpoint, first: State, second: State) -> str:
+    """What the records tell about the two, "" when they tell nothing."""
+    payload, one, two = ckpt.payload, first.tensor.chunks, second.tensor.chunks
+    if payload is None or len(one) != len(two) or not (one.layout.offsets == two.layout.offsets).all():
+        return ""
+    a, b = one.record, two.record
+    if not len(a) or (a < 0).any() or (b < 0).any() or not ((payload.crc[a] > 0) & (payload.crc[b] > 0)).all():
+        return ""
+    equal = (payload.size[a] == payload.size[b]) & (payload.crc[a] == payload.crc[b])
+    return ", with the same values" if equal.all() else f", and {int((~equal).sum()):,} of {len(a):,} chunks differ"
+
+
+def _finding(first: State, second: State, total: int, count: int, compared: str) -> Finding:
     tensor = second.tensor
     return Finding(
-        f"state{{of}} is a second copy: its parameter has {first.what} already",
+        f"state{{of}} is a second copy: its parameter has {first.what} already{compared}",
         fqn=tensor.fqn,
         tensor=tensor,
         notes=(
@@ -74,5 +86,5 @@ def _finding(first: State, second: State, total: int, count: int) -> Finding:
             ("twice", f"{total:,} bytes in {count} tensor{'s' if count > 1 else ''} of this checkpoint"),
         ),
         hint="find out which of the two your loader reads, and stop exporting the other",
-        alike=f"{first.chain} {first.what} {second.what} {_front(first)} {_front(second)}",
+        alike=f"{first.chain} {first.what} {second.what} {_front(first)} {_front(second)} {compared}",
     )

@@ -17,7 +17,10 @@ _SENTENCES: dict[FileState, str] = {
     "unsafe-path": "named by a path that leaves the checkpoint; not opened",
     "not-a-file": "no regular file",
     "link-outside": "a link to a file outside the checkpoint",
+    "dangling-link": "a link that leads nowhere",
+    "other-case": "there only under a name of another case",
 }
+_OTHER_CASE = "it loads here, and is missing once it is copied to a file system or store that minds case"
 
 
 @rule("PAY003", "missing-file", Severity.ERROR, needs="files")
@@ -26,11 +29,13 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         The relative path of every storage entry names a regular file inside the folder. A link to a regular file
-        outside is a note, since model caches link to blobs.
+        outside is a note, since model caches link to blobs; so is a name that a file system finds only because it
+        ignores case. What a store does not tell is not judged, and the report says so.
     Why it matters:
         The tensors with chunks in these files cannot be loaded.
     Usual causes:
-        Node-local file systems (each node kept its own ranks' files), a partial copy or upload, cleaning by name.
+        Node-local file systems (each node kept its own ranks' files), a partial copy or upload, cleaning by name, a
+        copy that changed the case of names or joined them with `//`.
     How to fix:
         Copy the files of all nodes into one folder, or go back to a complete step.
     See:
@@ -55,10 +60,17 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
             file=names[0],
             missing=tuple(names),
             place=f"{ckpt.metadata_file}: {shown}",
-            severity=Severity.INFO if state == "link-outside" else None,
+            severity=Severity.INFO if state in ("link-outside", "other-case") else None,
+            why=_OTHER_CASE if state == "other-case" else "",
             notes=(("keys", ", ".join(keys[:4]) + (f" and {len(keys) - 4:,} more" if len(keys) > 4 else "")),),
-            hint=_pattern(ckpt, names) if state == "absent" else "",
+            hint=_instead(ckpt, numbers) or (_pattern(ckpt, names) if state == "absent" else ""),
         )
+
+
+def _instead(ckpt: Checkpoint, numbers: list[int]) -> str:
+    """What lies there in place of the files."""
+    sentences = list(dict.fromkeys(filter(None, (ckpt.files[number].instead for number in numbers))))
+    return "; ".join(sentences[:3]) + (f"; and {len(sentences) - 3} more like that" if len(sentences) > 3 else "")
 
 
 def _pattern(ckpt: Checkpoint, names: list[str]) -> str:

@@ -21,8 +21,9 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         The length of each chunk's record is at least its elements times the bytes of the dtype. A record that is longer
-        by more than 4 KiB and 1 % is a note: usually a view that was saved with its whole storage. Transformed
-        records, packed and unknown dtypes are left out. A record's own framing hides a lack of up to 1.6 KB.
+        by more than 4 KiB and 1 % is a note: usually a view that was saved with its whole storage. In safetensors the
+        two are equal, and a longer one is an error. Transformed records, packed and unknown dtypes are left out. A
+        record's own framing, which safetensors do not have, hides a lack of up to 1.6 KB.
     Why it matters:
         The record cannot hold the chunk, so a load fails or fills it with other bytes.
     Usual causes:
@@ -49,7 +50,8 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
         short = np.flatnonzero((stored < needed) & (stored >= 0))
         if len(short):
             yield _too_short(ckpt, tensor, rows[short], int(records[short[0]]))
-        long = np.flatnonzero(stored > needed + np.maximum(_FRAMING, _SHARE * needed))
+        slack = 0 if ckpt.is_safetensors else np.maximum(_FRAMING, _SHARE * needed)
+        long = np.flatnonzero(stored > needed + slack)
         if len(long):
             row = int(rows[long[0]])
             extra = int(stored[long[0]] - needed[long[0]])
@@ -58,9 +60,11 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
                 fqn=tensor.fqn,
                 tensor=tensor,
                 rows=(row,),
-                severity=Severity.INFO,
+                severity=None if ckpt.is_safetensors else Severity.INFO,
                 notes=(("excess", f"{len(long):,} of {len(rows):,} records, the first by {extra:,} bytes"),),
-                why="usually a view that was saved with its whole storage: legal, and wasteful",
+                why="readers of safetensors refuse a file in which shape and dtype do not explain the bytes of a tensor"
+                if ckpt.is_safetensors
+                else "usually a view that was saved with its whole storage: legal, and wasteful",
             )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 
+_INERT = "they were decoded as inert values and not looked at"
+
 
 @rule("SAF001", "unsafe-pickle", Severity.ERROR, always=True)
 def unsafe_pickle(ckpt: Checkpoint) -> Iterator[Finding]:
@@ -15,7 +17,8 @@ def unsafe_pickle(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Every name in `.metadata` is one of torch's or Megatron-Core's checkpoint classes. In the common state, where
         classes of the training code are normal, names known to be dangerous (os, subprocess, importlib, eval, ...) are
-        refused; classes nobody knows are a note. ckptlint resolves and calls none of them.
+        refused; classes nobody knows are a note. From depth headers on the same holds for every record of the payload.
+        ckptlint resolves and calls none of them.
     Why it matters:
         torch reads `.metadata` with a plain pickle load, so opening the folder runs what it names.
     Usual causes:
@@ -32,7 +35,7 @@ def unsafe_pickle(ckpt: Checkpoint) -> Iterator[Finding]:
                 file=problem.file,
                 missing=(problem.message,),
                 severity=Severity.INFO if problem.kind == "note" else None,
-                why=problem.why if problem.kind == "unsafe" else "they were decoded as inert values and not looked at",
+                why=problem.why or (_INERT if problem.kind == "note" else ""),
                 hint=problem.hint,
                 detail=problem.detail,
             )

@@ -61,9 +61,13 @@ def layer_gap(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _is_stack_of_blocks(layers: Layers) -> bool:
-    """Whether the layers are made of several modules, some of a known kind; plain lists skip numbers as they like."""
+    """Whether the layers are made of several modules, some of a known kind; plain lists skip numbers as they like.
+
+    A norm alone makes no block: convolutions with one lie in lists whose other members have no weights.
+    """
     return all(
-        len({module_of(param.key) for param in params}) > 1 and any(param.key.cls != "other" for param in params)
+        len({module_of(param.key) for param in params}) > 1
+        and any(param.key.cls not in ("other", "norm") for param in params)
         for params in layers.values()
     )
 

@@ -28,13 +28,13 @@ def rows() -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row["path"])
 def test_a_real_bug_gets_its_verdict(row: dict[str, str]) -> None:
-    report = ckptlint.check(BUGS / row["path"])
+    report = ckptlint.check(BUGS / row["path"], depth="data")
     loud = [item for item in report.diagnostics if item.severity > Severity.INFO]
     found = [f"{item.code} {item.title}" for item in loud]
     assert report.refused == ()
     if row["verdict"] == "healthy":
         assert (report.exit_code, found) == (0, [])
-    elif row["verdict"] != "later":
+    else:
         codes = row["codes"].split(",")
         named = [item for item in loud if item.code in codes and row["key"] in _text(item)]
         assert named, found

@@ -51,7 +51,7 @@ def assert_verdict(report: Report, row: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("row", manifest(REAL), ids=lambda row: row["path"])
 def test_a_real_checkpoint_gets_its_verdict(row: dict[str, str]) -> None:
-    assert_verdict(ckptlint.check(REAL / row["path"]), row)
+    assert_verdict(ckptlint.check(REAL / row["path"], depth="data"), row)
 
 
 def test_every_real_checkpoint_is_in_the_manifest() -> None:
@@ -89,7 +89,7 @@ def test_a_healthy_checkpoint_passes_at_depth_metadata(row: dict[str, str]) -> N
         ("megatron_0.19_tp2/iter_0000010", "torch_dist"),
         ("megatron_fsdp_dtensor_tp2_dp2/iter_0000010", "fsdp_dtensor"),
         ("metadata_missing", "incomplete"),
-        ("hf_sharded", "unsupported"),
+        ("hf_sharded", "dcp-safetensors"),
     ],
 )
 def test_the_format_is_recognised(name: str, format_: str) -> None:
@@ -286,9 +286,7 @@ UNSUPPORTED = {
     "zarr without config": ["decoder.w/.zarray"],
     "torch_checkpointing": ["metadata.pkl"],
     "verl": ["model_world_size_8_rank_0.pt", "optim_world_size_8_rank_0.pt"],
-    "safetensors": ["model.safetensors"],
-    "safetensors shards": ["model-00001-of-00002.safetensors", "model.safetensors.index.json"],
-    "DCP in safetensors": ["shard-00001-model-00001-of-00002.safetensors"],
+    "nanotron": ["model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors"],
     "TensorFlow": ["ckpt-1.data-00000-of-00001", "ckpt-1.index"],
     "Hugging Face torch shards": ["pytorch_model-00001-of-00002.bin"],
 }  # fmt: skip
@@ -311,7 +309,7 @@ def test_an_unsupported_format_is_told_and_never_passes(tmp_path: Path, case: st
 
 def test_an_unsupported_format_beside_a_checkpoint_is_a_note(tmp_path: Path) -> None:
     write_checkpoint(WHOLE, tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"x")
+    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"x")
     report = ckptlint.check(tmp_path)
     assert [(code, level) for code, level, _ in found(report)] == [("SAF004", "info")]
     assert report.exit_code == 0

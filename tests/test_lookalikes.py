@@ -20,7 +20,7 @@ HEALTHY = [
 
 @pytest.mark.parametrize("path", HEALTHY)
 def test_healthy_checkpoint_passes(path: Path) -> None:
-    report = ckptlint.check(path)
+    report = ckptlint.check(path, depth="data")
     loud = [
         f"{item.code} {item.severity.label} {item.finding.fqn or '-'}: {item.title}"
         for checkpoint in report.checkpoints

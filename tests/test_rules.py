@@ -38,7 +38,8 @@ def test_finds_what_the_case_expects(code: str, case: Case, tmp_path: Path) -> N
 @pytest.mark.parametrize("case", GOOD)
 def test_good_case_is_good_for_every_rule(case: Case, tmp_path: Path) -> None:
     folder = write_checkpoint(case.table, tmp_path / "case")
-    report = run_rules(load_folder(folder), RULES.values(), "files")
+    depth = case.table.get("depth", "files")
+    report = run_rules(load_folder(folder, depth), RULES.values(), depth)
     assert not report.failed
     loud = [f"{item.code} {item.title}" for item in report.diagnostics if item.severity > Severity.INFO]
     assert bool(loud) == case.others, loud

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import stat
 from dataclasses import replace
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from ckptlint.errors import AccessError, LimitError, NothingToCheckError, UnreadableError
+from ckptlint.errors import CkptlintError, LimitError, UnreadableError
 from ckptlint.isolate import isolated
+from ckptlint.loaders.bridge import read_train_state
 from ckptlint.loaders.common import (
     COMMON_ENTRY,
     COMMON_FILE,
@@ -30,12 +30,14 @@ from ckptlint.loaders.megatron import (
     read_plans,
     split_objects,
 )
+from ckptlint.loaders.place import folder_at
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.recognise import (
     METADATA,
     PAYLOAD_RANK,
     RANK_METADATA,
     Recognised,
+    components,
     find_checkpoints,
     newest_readable_step,
     recognise,
@@ -43,31 +45,31 @@ from ckptlint.loaders.recognise import (
     unsupported_hint,
 )
 from ckptlint.loaders.rundir import read_run
-from ckptlint.model import Checkpoint, Problem, StoredFile, printable
+from ckptlint.loaders.safetensors import header_bytes, read_safetensors
+from ckptlint.model import Checkpoint, FileState, Problem, RunFolder, StoredFile, printable
 from ckptlint.storage import Folder, is_safe
 from ckptlint.topology import read_topology
 from ckptlint.unpickle import SIZE_LIMIT, Node, Opaque, Unpickled, paused_gc, read_metadata
 
 _RENAMED = "the writer renames a finished file into place, so a short one is a copy that broke off or a full disk"
 _BYTECHECKPOINT = "bytecheckpoint."
+_NO_METADATA = {"dangling-link": "is a link that leads nowhere", "not-a-file": "is no regular file"}
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
 _WRITTEN_LAST = "it is written last, after all payload files, so the save or the copy did not finish"
 
 
 def find(path: str, all_steps: bool = False) -> list[Folder]:
-    """The checkpoint folders that a path means; a file stands for its folder.
+    """The checkpoint folders that a path means; a file stands for its folder, safetensors for their own model there.
 
     Raises:
         NothingToCheckError: there is none.
         AccessError: a folder could not be listed.
+        ConfigError: a URL that cannot be read here.
     """
-    place = Path(path)
-    try:
-        is_folder = stat.S_ISDIR(place.stat().st_mode)
-    except PermissionError as error:
-        raise AccessError(f"{printable(path)} cannot be looked at: {error.strerror}") from None
-    except (OSError, ValueError):  # a name too long, a loop of links, a NUL
-        raise NothingToCheckError(f"{printable(path)} does not exist") from None
-    return find_checkpoints(Folder(place if is_folder else place.parent), all_steps)
+    folder, name = folder_at(path)
+    if name.endswith(_WEIGHTS) and (own := [part for part in components(folder) if part.has(name)]):
+        return own
+    return find_checkpoints(folder, all_steps)
 
 
 def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
@@ -81,6 +83,9 @@ def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
         AccessError: the operating system refused a read; damage and malice become problems instead.
         ReaderError: ckptlint itself made a mistake.
     """
+    found = recognise(folder)
+    if found is not None and found.kind == "safetensors":
+        return _isolated_safetensors(folder, look_at_files, found)
     inputs = [name for name in folder.files() if name in (METADATA, COMMON_FILE) or RANK_METADATA.fullmatch(name)]
     size = sum(min(folder.entries[name].size, SIZE_LIMIT) for name in inputs)
     try:
@@ -88,6 +93,15 @@ def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
     except LimitError as error:
         problem = from_error(error, METADATA, blocks=True, hint=_other_step(folder))
         return Checkpoint(folder.display, "dcp", problems=[problem], readable=False, files=_listed(folder))
+
+
+def _isolated_safetensors(folder: Folder, look_at_files: bool, found: Recognised) -> Checkpoint:
+    try:
+        return isolated(partial(read_checkpoint, folder, look_at_files), header_bytes(folder))
+    except LimitError as error:
+        label = printable(found.evidence)
+        problem = from_error(error, label, blocks=True)
+        return Checkpoint(folder.display, "safetensors", problems=[problem], readable=False, metadata_file=label)
 
 
 def read_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
@@ -100,6 +114,10 @@ def read_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
         return _unsupported(folder, found)
     if found.kind == "incomplete":
         return _incomplete(folder, found)
+    if found.kind == "safetensors":
+        with paused_gc():
+            ckpt = read_safetensors(folder, look_at_files)
+        return replace(ckpt, run=read_run(folder), problems=ckpt.problems + _beside(folder) + _marked(folder))
     with paused_gc():
         return _open_dcp(folder, found, look_at_files)
 
@@ -156,14 +174,16 @@ def _assemble(
         format_ = "dcp-per-rank"
         partial, lost = _lost_ranks(folder)
         problems += lost
-    problems += _beside(folder) + _leftovers(folder)
+    problems += _beside(folder) + _leftovers(folder) + _marked(folder)
     common, common_problems = read_common(folder, _locations(described, {COMMON_ENTRY, *OWN_ENTRIES}))
     values, object_problems = read_objects(folder, _locations(described, describing_objects(objects)))
     problems += common_problems + object_problems
     writers = read_plans(described.extras.get("all_local_plans"))
     files, locates = _files(folder, described, look_at_files)
     declared, config_problems = read_configs(folder, common)
-    problems += config_problems
+    saved, state_problems = read_train_state(folder)
+    problems += config_problems + state_problems
+    run = read_run(folder)
     ranks = {int(match[1]) for path in described.paths if (match := PAYLOAD_RANK.search(path))}
     return Checkpoint(
         path=folder.display,
@@ -178,13 +198,21 @@ def _assemble(
         common=common,
         declared=declared,
         object_values=values,
-        run=read_run(folder),
+        run=None if run is None else replace(run, saved=saved),
         topology=read_topology(declared, objects, writers, ranks),
         problems=problems,
         partial=partial,
         locates_bytes=locates,
         metadata_file=label,
+        unseen=_unseen(folder, run, files if look_at_files else []),
     )
+
+
+def _unseen(folder: Folder, run: RunFolder | None, files: list[StoredFile]) -> tuple[str, ...]:
+    """What could not be looked at and would be no finding if it could."""
+    unchecked = sum(file.state == "unchecked" for file in files)
+    sizes = f"the server does not tell the size of {unchecked} of {len(files)} payload files" if unchecked else ""
+    return tuple(sentence for sentence in (folder.unseen, run.unseen if run else "", sizes) if sentence)
 
 
 def _read_metadata(folder: Folder, name: str, problems: list[Problem]) -> Unpickled | None:
@@ -223,12 +251,16 @@ def _locations(described: Description, wanted: set[str]) -> dict[str, Location]:
 
 def _files(folder: Folder, described: Description, look: bool) -> tuple[list[StoredFile], bool]:
     """The payload files, in the order of `RecordTable.file` and then those nobody names; and `locates_bytes`."""
+    paths = described.paths
+    looks: list[tuple[FileState, int | None]] = folder.looks_at(paths) if look else [("unchecked", None)] * len(paths)
     files = []
-    for path in described.paths:
-        state, size = folder.look_at(path) if look else ("unchecked", None)
-        files.append(StoredFile(printable(path), path if is_safe(path) else None, size, state, True))
-    known = {str(PurePosixPath(path)) for path in described.paths}
-    files += [file for file in _listed(folder) if file.path not in known] if look else []
+    for path, (state, size) in zip(paths, looks, strict=True):
+        instead = folder.instead(path) if state in ("absent", "other-case") else ""
+        files.append(StoredFile(printable(path), path if is_safe(path) else None, size, state, True, instead))
+    known = {path if "/" not in path else str(PurePosixPath(path)) for path in paths}
+    known |= {path.casefold() for path, (state, _) in zip(paths, looks, strict=True) if state == "other-case"}
+    others = _listed(folder) if look else []
+    files += [file for file in others if not {file.path, (file.path or "").casefold()} & known]
     return files, not _shares_offsets(folder, described, look)
 
 
@@ -313,7 +345,37 @@ def _leftovers(folder: Folder) -> list[Problem]:
     if METADATA in entries and any(RANK_METADATA.fullmatch(name) for name in entries):
         name = next(name for name in entries if RANK_METADATA.fullmatch(name))
         problems.append(Problem("note", name, f"{name} lies beside {METADATA} and belongs to another save"))
+    for name in (METADATA, COMMON_FILE):
+        if folder.has(name) and folder.look_at(name)[0] == "link-outside":
+            sentence = f"{name} is a link to a file outside the checkpoint"
+            why = "model caches link to their files; elsewhere it may describe another checkpoint"
+            problems.append(Problem("note", name, sentence, why=why))
     return problems
+
+
+def _marked(folder: Folder) -> list[Problem]:
+    """The mark by which NeMo 2 and xtuner say that a save is still running or was broken off.
+
+    Source:
+        nemo.lightning.pytorch.callbacks.ModelCheckpoint (8cfedd72): an empty file `<name>-unfinished` beside the folder
+        `<name>`, removed at the end; xtuner (b934f462): `<name>.incomplete`, renamed at the end
+    """
+    step = folder.parent if folder.name in ("weights", "hf_weights") else folder
+    is_nemo = step is not folder or "=" in folder.name  # `...-step=10-last`; else nothing around it is listed for this
+    beside = step.parent if step is not None and is_nemo else None
+    marker = f"{step.name}-unfinished" if step is not None else ""
+    try:
+        is_marked = beside is not None and beside.has(marker)
+    except CkptlintError:
+        is_marked = False
+    if folder.name.endswith(".incomplete"):
+        is_marked, marker = True, folder.name
+    if not is_marked:
+        return []
+    name = printable(marker)
+    sentence = f"{name} says that this save did not reach its end"
+    hint = _other_step(folder) or "wait for the save to end, or use an earlier checkpoint"
+    return [Problem("incomplete", name, sentence, why="the writer removes the mark last", hint=hint)]
 
 
 def _beside(folder: Folder) -> list[Problem]:
@@ -336,7 +398,8 @@ def _incomplete(folder: Folder, found: Recognised) -> Checkpoint:
     evidence = f"{len(payload)} payload files" if payload else printable(found.evidence)
     if folder.has(".metadata.tmp"):
         evidence += " and .metadata.tmp"
-    return _unfinished(folder, f"{METADATA} is missing, {evidence} are there", METADATA)
+    state = _NO_METADATA.get(folder.look_at(METADATA)[0], "is missing")
+    return _unfinished(folder, f"{METADATA} {state}, {evidence} are there", METADATA)
 
 
 def _unfinished(folder: Folder, sentence: str, file: str) -> Checkpoint:

@@ -12,7 +12,7 @@ from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.model import CommonState, Declared, Problem, printable
 from ckptlint.records import MEMBER_LIMIT, read_pickle_member
-from ckptlint.storage import Folder
+from ckptlint.storage import READABLE, Folder
 from ckptlint.topology import read_declared
 from ckptlint.unpickle import Unpickled, read_state
 
@@ -127,7 +127,7 @@ def _record(folder: Folder, location: Location) -> bytes:
     path, offset, length = location
     if not 0 < length <= MEMBER_LIMIT or offset < 0:
         raise LimitError(f"has a record that claims {length:,} bytes at {offset:,}")
-    if folder.look_at(path)[0] not in ("ok", "link-outside"):
+    if folder.look_at(path)[0] not in READABLE:
         raise UnreadableError("cannot be read: its payload file is not there")
     return read_pickle_member(io.BytesIO(folder.read_range(path, offset, length)))
 

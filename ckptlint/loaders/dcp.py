@@ -12,11 +12,20 @@ import numpy as np
 
 from ckptlint.boxes import COORDINATE_LIMIT, IntArray, Layout
 from ckptlint.errors import UnreadableError
-from ckptlint.model import RANK_LIMIT, ByteObject, ChunkTable, MalformedChunk, Problem, RecordTable, Tensor, printable
+from ckptlint.model import (
+    KEY_LIMIT,
+    RANK_LIMIT,
+    ByteObject,
+    ChunkTable,
+    MalformedChunk,
+    Problem,
+    RecordTable,
+    Tensor,
+    printable,
+)
 from ckptlint.stretches import END, ChunkRows, RecordRows, Stretch
 from ckptlint.unpickle import Node, Opaque
 
-KEY_LIMIT = 4096
 _PRINTABLE = 10**100
 
 _first = itemgetter(0)
@@ -151,7 +160,7 @@ def _tensors(
             raise UnreadableError(f"{error}, at key {printable(fqn)[:200]}") from None
         if len(states) > 1:
             offsets, sizes = _without_replicas(offsets, sizes)
-        key = (shape, offsets.tobytes(), sizes.tobytes())
+        key = (shape, len(offsets), offsets.tobytes(), sizes.tobytes())  # a scalar's chunks have no bytes
         layout = layouts.setdefault(key, Layout(shape, offsets, sizes))
         reformulated = flattened.get(fqn)
         tensor = Tensor(

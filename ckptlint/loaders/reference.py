@@ -9,46 +9,22 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ckptlint.errors import CkptlintError, ConfigError, LimitError, UnreadableError
+from ckptlint.errors import AccessError, CkptlintError, ConfigError, NothingToCheckError, UnreadableError
 from ckptlint.isolate import isolated
 from ckptlint.loaders import find, open_checkpoint
-from ckptlint.loaders.dcp import KEY_LIMIT
+from ckptlint.loaders.place import folder_at
 from ckptlint.loaders.recognise import recognise
-from ckptlint.model import RANK_LIMIT, Checkpoint, Reference, printable
-from ckptlint.storage import Folder, is_safe
+from ckptlint.model import Checkpoint, Reference, printable
+from ckptlint.safetensors import HEADER_LIMIT, checked_key, checked_shape, json_object, read_header
+from ckptlint.storage import READABLE, Folder, is_safe, shown
 from ckptlint.topology import read_declared
 
 MANIFEST_SCHEMA = "ckptlint.manifest/1"
-HEADER_LIMIT = 100_000_000
-"""Bytes of a safetensors header; the limit of the safetensors library itself, used for every JSON file here."""
-
 _INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
 _POINTER = b"version https://git-lfs"
-_AT_HAND = ("ok", "link-outside")  # a model cache keeps the files elsewhere and links to them
-
-SAFETENSORS_DTYPES: Mapping[str, str] = {
-    "BOOL": "bool",
-    **{
-        f"{letter}{bits}": f"{word}{bits}" for letter, word in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)
-    },
-    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
-    "BF16": "bfloat16",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-}
-"""Names of dtypes in a safetensors header -> torch's.
-
-Source:
-    safetensors 0.8, `Dtype`; the packed types (F4, F6_*) are left out, their shapes count other things
-"""
 
 Tensors = dict[str, tuple[str | None, tuple[int, ...] | None]]
 
@@ -62,14 +38,15 @@ def read_reference(path: str) -> Reference:
     Raises:
         ConfigError: nothing that can be compared with lies there, or it cannot be read.
     """
-    place, source = Path(path), printable(path)
+    source = shown(path)
     try:
-        if not place.exists():
-            raise ConfigError(f"the reference {source} does not exist")
-        if place.is_dir():
-            reference = _from_folder(Folder(place), path, source)
-        else:
-            reference = _from_file(Folder(place.parent), place.name, path, source)
+        folder, name = folder_at(path)
+    except NothingToCheckError:
+        raise ConfigError(f"the reference {source} does not exist") from None
+    except AccessError as error:
+        raise ConfigError(f"the reference {source} cannot be read: {error}") from None
+    try:
+        reference = _from_file(folder, name, path, source) if name else _from_folder(folder, path, source)
     except ConfigError:
         raise
     except (CkptlintError, OSError) as error:
@@ -81,13 +58,13 @@ def read_reference(path: str) -> Reference:
 
 def _from_folder(folder: Folder, path: str, source: str) -> Reference:
     found = recognise(folder)
-    if found is None or found.kind == "unsupported":
+    if found is None or found.kind in ("safetensors", "unsupported"):
         if _is_model_folder(folder):
-            size = sum(folder.entries[name].size for name in (_INDEX, _CONFIG) if folder.has(name))
+            size = sum(folder.size(name) for name in (_INDEX, _CONFIG) if folder.has(name))
             size += sum(_header_length(folder, name) for name in _safetensors(folder))
             return isolated(partial(_model_folder, folder, source), size)
         if folder.has(_CONFIG) and (found is not None or not folder.folders()):
-            return isolated(partial(_model_folder, folder, source), folder.entries[_CONFIG].size)
+            return isolated(partial(_model_folder, folder, source), folder.size(_CONFIG))
     return _from_checkpoint(path, source)
 
 
@@ -96,11 +73,11 @@ def _from_file(folder: Folder, name: str, path: str, source: str) -> Reference:
         return _from_checkpoint(path, source)
     if name == _CONFIG:
         return _from_folder(folder, path, source)
-    if folder.look_at(name)[0] not in _AT_HAND:
+    if folder.look_at(name)[0] not in READABLE:
         raise ConfigError(f"the reference {source} is no regular file")
     if name.endswith(".safetensors"):
         return isolated(partial(_safetensors_file, folder, name, source), _header_length(folder, name))
-    size = folder.entries[name].size
+    size = folder.size(name)
     if name.endswith(".index.json"):
         size += sum(_header_length(folder, other) for other in _safetensors(folder))
         return isolated(partial(_index_file, folder, name, source), size)
@@ -180,7 +157,7 @@ def _is_model_folder(folder: Folder) -> bool:
 
 def _safetensors(folder: Folder) -> list[str]:
     """The files of a model; `model.safetensors` alone where a copy in another layout lies beside it."""
-    names = [name for name in folder.files() if name.endswith(".safetensors") and folder.look_at(name)[0] in _AT_HAND]
+    names = [name for name in folder.files() if name.endswith(".safetensors") and folder.look_at(name)[0] in READABLE]
     return ["model.safetensors"] if "model.safetensors" in names else names
 
 
@@ -191,48 +168,37 @@ def _indexed(folder: Folder, name: str) -> Tensors:
         raise UnreadableError("it has no weight_map from names to files")
     headers: dict[str, Tensors] = {}
     for file in dict.fromkeys(places.values()):
-        at_hand = file.endswith(".safetensors") and is_safe(file) and folder.look_at(file)[0] in _AT_HAND
+        at_hand = file.endswith(".safetensors") and is_safe(file) and folder.look_at(file)[0] in READABLE
         headers[file] = (_header(folder, file) if at_hand else None) or {}
-    keys = {fqn: printable(_checked(fqn)) for fqn in places}
+    keys = {fqn: printable(checked_key(fqn)) for fqn in places}
     return {keys[fqn]: headers[file].get(keys[fqn], (None, None)) for fqn, file in places.items()}
 
 
 def _header_length(folder: Folder, name: str) -> int:
     """Bytes of the header of a safetensors file, bounded by the file and by the limit."""
     head = folder.head(name, 8)
-    return min(int.from_bytes(head, "little"), HEADER_LIMIT, folder.entries[name].size)
+    return min(int.from_bytes(head, "little"), HEADER_LIMIT, folder.size(name))
 
 
 def _header(folder: Folder, name: str) -> Tensors | None:
-    """Dtypes and shapes from the header of a safetensors file; None for a git-lfs pointer to one.
-
-    Source:
-        safetensors 0.8: u64 little-endian length, then a JSON object
-    """
-    head = folder.head(name, len(_POINTER))
-    if head == _POINTER:
+    """Dtypes and shapes from the header of a safetensors file; None for a git-lfs pointer to one."""
+    if folder.head(name, len(_POINTER)) == _POINTER:
         return None
-    shown, length = printable(name), int.from_bytes(head[:8], "little")
-    if len(head) < 9 or head[8:9] != b"{":
-        raise UnreadableError(f"{shown} does not start like a safetensors file")
-    if length > HEADER_LIMIT:
-        raise LimitError(f"{shown} has a header of {length:,} bytes, the limit is {HEADER_LIMIT:,}")
-    text = folder.read_range(name, 8, length)
-    if len(text) < length:
-        raise UnreadableError(f"{shown} ends inside its header")
-    entries = _parsed(text, shown)
-    return {
-        printable(fqn): _entry(fqn, entry, SAFETENSORS_DTYPES)
-        for fqn, entry in entries.items()
-        if fqn != "__metadata__"
-    }
+    shown = printable(name)
+    try:
+        header = read_header(folder, name, folder.look_at(name)[1] or 0)
+    except UnreadableError as error:
+        raise type(error)(f"{shown} {error}") from None
+    # a dtype that torch has no name for counts its shape in other things
+    found = zip(header.names, header.dtypes, header.shapes, strict=True)
+    return {printable(fqn): (dtype, None if dtype is None else shape) for fqn, dtype, shape in found}
 
 
 # ---------------------------------------------------------------- another checkpoint
 
 
 def _from_checkpoint(path: str, source: str) -> Reference:
-    parts = {folder.path.name: _readable(folder, source) for folder in find(path)}
+    parts = {folder.name: _readable(folder, source) for folder in find(path)}
     tensors, clashes = _merged({name: _tensors_of(ckpt) for name, ckpt in parts.items()}, strict=False)
     if len(parts) == 1:
         return Reference(source, "checkpoint", tensors)
@@ -250,8 +216,9 @@ def _readable(folder: Folder, source: str) -> Checkpoint:
 def obstacle(ckpt: Checkpoint) -> str:
     """Why a checkpoint does not tell what another one must hold, with the code of the rule that says more; or ""."""
     codes = {"unsafe": "SAF001", "unreadable": "SAF002", "limit": "SAF003", "unsupported": "SAF004"}
+    codes["container"] = "PAY013"
     for problem in ckpt.problems:
-        if problem.blocks or problem.kind in ("unsafe", "unreadable", "limit"):
+        if problem.blocks or problem.kind in ("unsafe", "unreadable", "limit", "container"):
             return f"{codes.get(problem.kind, 'COM001')} {problem.message}"
     return f"COM001 {ckpt.partial}" if ckpt.partial else ""
 
@@ -281,52 +248,18 @@ def _merged(parts: Mapping[str, Tensors], strict: bool = True) -> tuple[Tensors,
 
 
 def _json(folder: Folder, name: str) -> dict[str, Any]:
-    return _parsed(folder.read(name, HEADER_LIMIT), printable(name))
-
-
-def _parsed(text: bytes, name: str) -> dict[str, Any]:
     try:
-        document = json.loads(text, object_pairs_hook=_unique)
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"{name} holds no JSON that can be used ({printable(str(error))[:120]})") from None
-    if not isinstance(document, dict):
-        raise UnreadableError(f"{name} holds no JSON object")
-    return document
+        return json_object(folder.read(name, HEADER_LIMIT))
+    except UnreadableError as error:
+        raise type(error)(f"{printable(name)} {error}") from None
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) < len(pairs):
-        raise ValueError("it has a name twice in one object")
-    return document
-
-
-def _entry(fqn: str, entry: Any, dtypes: Mapping[str, str] | None = None) -> tuple[str | None, tuple[int, ...] | None]:
-    """Dtype and shape of one tensor; a dtype that torch has no name for is None, and so is then its shape.
-
-    Args:
-        dtypes: how the file names dtypes; by default as torch does.
-    """
-    shown = printable(_checked(fqn))
+def _entry(fqn: str, entry: Any) -> tuple[str | None, tuple[int, ...] | None]:
+    """Dtype and shape of one tensor of a manifest."""
+    shown = printable(checked_key(fqn))
     if not isinstance(entry, dict):
         raise UnreadableError(f"it has no dtype and shape for {shown}")
     dtype, shape = entry.get("dtype"), entry.get("shape")
-    if not isinstance(dtype, str | None) or not isinstance(shape, list | None):
-        raise UnreadableError(f"the dtype or shape of {shown} is no text or list")
-    sizes = None if shape is None else tuple(shape)
-    if sizes is not None and (len(sizes) > RANK_LIMIT or not all(_is_size(size) for size in sizes)):
-        raise UnreadableError(f"the shape of {shown} is no list of at most {RANK_LIMIT} sizes")
-    if dtypes is not None:
-        dtype = dtypes.get(dtype or "")
-        return dtype, None if dtype is None else sizes
-    return None if dtype is None else printable(dtype), sizes
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62
-
-
-def _checked(fqn: str) -> str:
-    if len(fqn) > KEY_LIMIT:
-        raise LimitError(f"it has a key of {len(fqn):,} characters, the limit is {KEY_LIMIT:,}")
-    return fqn
+    if not isinstance(dtype, str | None):
+        raise UnreadableError(f"the dtype of {shown} is no text")
+    return None if dtype is None else printable(dtype), None if shape is None else checked_shape(fqn, shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptlint.boxes import Box
 from ckptlint.chunkmap import draw, human_bytes, make_grid
 from ckptlint.keys import braces
-from ckptlint.model import Checkpoint
+from ckptlint.model import Checkpoint, RecordState
 from ckptlint.report import CheckpointReport, Group, Report, worst
 from ckptlint.reporters.style import Style, cut, cut_names, inert, plural
 from ckptlint.rule import Finding, Note, Severity
@@ -16,6 +16,8 @@ FORMAT_NAMES = {
     "torch_dist": "Megatron torch_dist",
     "fsdp_dtensor": "Megatron fsdp_dtensor",
     "torch_dcp": "Megatron torch_dcp",
+    "safetensors": "Hugging Face safetensors",
+    "dcp-safetensors": "DCP, one safetensors file per rank",
     "incomplete": "incomplete",
     "unsupported": "not supported",
 }
@@ -47,9 +49,10 @@ def render(report: Report, style: Style) -> str:
 def header(ckpt: Checkpoint, style: Style) -> str:
     """What was looked at: path, dialect, counts."""
     told = facts(ckpt)
+    unseen = [line for sentence in ckpt.unseen for line in style.wrap(f"not known: {sentence}", "    ", "  ")]
     if len(ckpt.path) + len(told) + 2 <= style.width:
-        return style.paint(ckpt.path, "bold") + "  " + told
-    return "\n".join([style.paint(ckpt.path, "bold"), *style.wrap(told, "  ")])
+        return "\n".join([style.paint(ckpt.path, "bold") + "  " + told, *unseen])
+    return "\n".join([style.paint(ckpt.path, "bold"), *style.wrap(told, "  "), *unseen])
 
 
 def facts(ckpt: Checkpoint) -> str:
@@ -177,12 +180,36 @@ def verdict(report: Report, style: Style) -> list[str]:
     elif report.is_incomplete and not report.fails:
         lines.append(style.paint("The verdict is incomplete.", "error"))
     if not counts and not failed and not report.is_incomplete:
-        unread = "" if report.depth == "files" else " and files were not looked at (--depth files)"
         extra = f", {plural(remarks, 'note')} (-v)" if remarks and not style.verbose else ""
         of = f"{rules - len(silent)} of {rules} rules" if silent else f"All {rules} rules"
         passed = style.paint(f"{of} passed", "good")
-        lines.append(f"{passed} in {report.seconds:.2f} s{extra}. Tensor bytes were not read{unread}.")
+        lines.append(f"{passed} in {report.seconds:.2f} s{extra}. {_unread(report)}")
+    elif report.depth in ("headers", "data") and (limits := _limits(report)):
+        lines.append(limits)
     return lines
+
+
+def _unread(report: Report) -> str:
+    """What the depth leaves out."""
+    if report.depth == "metadata":
+        return "Tensor bytes were not read and files were not looked at (--depth files)."
+    if report.depth == "files":
+        return "Tensor bytes were not read (--depth headers, --depth data)."
+    whole = "Tensor bytes were not read (--depth data)." if report.depth == "headers" else "Every record was read."
+    return _limits(report) or whole
+
+
+def _limits(report: Report) -> str:
+    """Which records were not opened though the depth asks for it; "" when all were."""
+    payloads = [part.checkpoint.payload for part in report.checkpoints if part.checkpoint.payload is not None]
+    texts = [f"Only a sample was read: {payload.sample}." for payload in payloads if payload.sample]
+    for state, why in (
+        (RecordState.TRANSFORMED, "went through a stream transform and were not opened"),
+        (RecordState.RAW, "have no archive around them and were not checked"),
+    ):
+        if count := sum(int((payload.state == state).sum()) for payload in payloads):
+            texts.append(f"{plural(count, 'record')} {why}.")
+    return " ".join(texts)
 
 
 def region_text(region: Box) -> str:

@@ -29,6 +29,9 @@ def render(report: Report, style: Style) -> str:
             more = f"{plural(len(own) - SHOWN + 1, f'more {command}')}: the log of this step lists them"
             own.insert(SHOWN - 1, _command(command, {"title": "ckptlint"}, more))
         lines += own
+    for ckpt in (part.checkpoint for part in report.checkpoints):
+        told = [f"{ckpt.path}: not known: {sentence}" for sentence in ckpt.unseen]
+        lines += [_command("notice", {"title": "ckptlint"}, sentence) for sentence in told]
     if not style.quiet:
         lines += verdict(report, style)
     return "".join(line + "\n" for line in lines)

@@ -11,6 +11,7 @@ from ckptlint.report import CheckpointReport, Group, Report
 from ckptlint.reporters.places import file_of
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Severity
+from ckptlint.storage import is_url
 
 _SEVERITIES = {Severity.ERROR: "critical", Severity.WARNING: "major", Severity.INFO: "info"}
 
@@ -55,7 +56,7 @@ def _unread(sentence: str) -> dict[str, Any]:
 
 
 def _location(path: str) -> dict[str, Any]:
-    return {"path": posixpath.normpath(path), "lines": {"begin": 1}}
+    return {"path": path if is_url(path) else posixpath.normpath(path), "lines": {"begin": 1}}
 
 
 def _digest(text: str) -> str:

@@ -22,7 +22,7 @@ def render(report: Report, style: Style) -> str:
         "tool": {
             "version": __version__,
             "depth": report.depth,
-            "sample": None,
+            "sample": sample(report),
             "rules": [rule.code for rule in report.rules],
         },
         "verdict": report.verdict,
@@ -32,6 +32,12 @@ def render(report: Report, style: Style) -> str:
         "refused": list(report.refused),
     }
     return json.dumps(document, indent=2) + "\n"
+
+
+def sample(report: Report) -> str | None:
+    """What share of the records was read, with the seed; None for all of them."""
+    payloads = [part.checkpoint.payload for part in report.checkpoints if part.checkpoint.payload is not None]
+    return "; ".join(payload.sample for payload in payloads if payload.sample) or None
 
 
 def _checkpoint(part: CheckpointReport) -> dict[str, Any]:
@@ -46,6 +52,7 @@ def _checkpoint(part: CheckpointReport) -> dict[str, Any]:
             "files": len(ckpt.files),
             "bytes": ckpt.total_bytes,
         },
+        "unseen": list(ckpt.unseen),
         "reference": _reference(ckpt.reference),
         "topology": {axis: {"size": size.size, "source": size.source} for axis, size in ckpt.topology.items()},
         "findings": [_finding(part, item, group) for group in part.groups for item in group.members],

@@ -8,6 +8,7 @@ from collections import Counter
 
 from ckptlint.report import CheckpointReport, Group, Report
 from ckptlint.reporters.full import block
+from ckptlint.reporters.json_report import sample
 from ckptlint.reporters.style import Style, inert, plural
 from ckptlint.rule import Rule
 
@@ -25,6 +26,11 @@ def render(report: Report, style: Style) -> str:
         suite = ET.SubElement(
             root, "testsuite", name=_legal(part.checkpoint.path), time=_time(sum(part.seconds.values()))
         )
+        facts = [("depth", report.depth), ("sample", sample(report) or "all")]
+        facts += [("not known", sentence) for sentence in part.checkpoint.unseen]
+        properties = ET.SubElement(suite, "properties")
+        for name, value in facts:
+            ET.SubElement(properties, "property", name=name, value=_legal(value))
         for rule in report.rules:
             _case(suite, report, part, rule, style)
     if report.unread:

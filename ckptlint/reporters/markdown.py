@@ -45,6 +45,7 @@ def code(text: str, in_table: bool = False) -> str:
 
 def _checkpoint(part: CheckpointReport, style: Style, room: int) -> list[str]:
     texts = [f"### {code(part.checkpoint.path)}\n\n{code(facts(part.checkpoint).replace('  ', ', '))}"]
+    texts += [code(f"not known: {sentence}") for sentence in part.checkpoint.unseen]
     shown, left_out = worst(loud_groups(part, style), style.per_rule)
     if not shown:
         return [*texts, "No problems." if not part.is_incomplete else "Not judged."]

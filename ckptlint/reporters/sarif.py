@@ -14,10 +14,12 @@ from ckptlint.chunkmap import make_grid
 from ckptlint.model import Checkpoint
 from ckptlint.report import CheckpointReport, Group, Report
 from ckptlint.reporters.full import notes
+from ckptlint.reporters.json_report import sample
 from ckptlint.reporters.places import file_of
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Rule, Severity
 from ckptlint.rulepage import page
+from ckptlint.storage import is_url
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _ROOT = "%SRCROOT%"  # the base that viewers and code scanning replace by the root of the checkout
@@ -42,7 +44,7 @@ def render(report: Report, style: Style) -> str:
         "originalUriBaseIds": {_ROOT: root, **bases},
         "artifacts": _artifacts(report, results),
         "results": results,
-        "properties": {"depth": report.depth, "verdict": report.verdict},
+        "properties": {"depth": report.depth, "sample": sample(report), "verdict": report.verdict},
     }
     return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
 
@@ -67,11 +69,15 @@ def _invocation(report: Report, index: dict[str, int]) -> dict[str, Any]:
             text = f"{code} did not finish on {part.checkpoint.path}: {error}"
             rule = {"id": code, "index": index[code]}
             told.append({"level": "error", "message": {"text": text}, "associatedRule": rule})
-    return {"executionSuccessful": not told, "exitCode": report.exit_code, "toolExecutionNotifications": told}
+    unknown = [f"{p.checkpoint.path}: not known: {text}" for p in report.checkpoints for text in p.checkpoint.unseen]
+    remarks = [{"level": "note", "message": {"text": text}} for text in unknown]
+    return {"executionSuccessful": not told, "exitCode": report.exit_code, "toolExecutionNotifications": told + remarks}
 
 
 def _base(path: str) -> dict[str, Any]:
     """The URI of a checkpoint: below the checkout where its path is, absolute otherwise."""
+    if is_url(path):
+        return {"uri": f"{quote(path, safe=':/%')}/", "description": {"text": path}}
     if Path(path).is_absolute() or ".." in Path(path).parts:
         whole = Path(os.path.normpath(Path(path).absolute()))
         return {"uri": f"{whole.as_uri()}/", "description": {"text": path}}

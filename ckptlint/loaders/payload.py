@@ -1,0 +1,573 @@
+"""Depths `headers` and `data`: what the records themselves say, next to what the metadata says about them.
+
+Each payload file is read by one thread: at depth `headers` both ends of each record, at depth `data` then all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from ckptlint.boxes import IntArray
+from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.floats import ENCODINGS
+from ckptlint.loaders.blob import read_blob
+from ckptlint.loaders.content import Decoded, decode
+from ckptlint.loaders.headers import Headers, Part, Place, Record, read_headers
+from ckptlint.loaders.problems import from_error, from_refusals
+from ckptlint.loaders.same import find_same
+from ckptlint.loaders.stream import BLOCK, Members, Meter, Scan, Streamed, stream
+from ckptlint.model import (
+    ITEM_BITS,
+    Checkpoint,
+    Content,
+    Damage,
+    PayloadTable,
+    Problem,
+    RecordState,
+    empty_payload,
+    printable,
+)
+from ckptlint.progress import tell
+from ckptlint.storage import READABLE, Folder
+
+INTEGRITY = "integrity.json"
+
+_PENDING_LIMIT = 32 * 1024**2
+_JSON_LIMIT = 64 * 1024**2
+_SECTOR = 512
+_NAMED = 4
+_EXAMINED = 64
+_TICK = 0.1
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How to read the payload.
+
+    Attributes:
+        depth: `headers` or `data`.
+        jobs: threads, one file each.
+        percent: share of the records to read, None for all.
+        seed: of the random choice.
+    """
+
+    depth: Literal["headers", "data"]
+    jobs: int
+    percent: float | None = None
+    seed: int = 0
+
+
+def default_reading(
+    depth: Literal["headers", "data"], percent: float | None = None, seed: int | None = None
+) -> Reading:
+    """A reading with a thread per processor, 8 at most, and a seed of its own when none is given."""
+    jobs = min(8, os.cpu_count() or 1)
+    return Reading(depth, jobs, percent, secrets.randbelow(2**31) if seed is None else seed)
+
+
+def read_payload(folder: Folder, ckpt: Checkpoint, how: Reading) -> Checkpoint:
+    """The checkpoint with `payload`, and with the problems that its records are.
+
+    Raises:
+        AccessError: a read was refused.
+        KeyboardInterrupt: the user interrupted the reading; its argument says in a sentence what was covered.
+    """
+    return _Reader(folder, ckpt, how).read()
+
+
+class _Reader:
+    """One reading of one checkpoint's payload; its methods are the steps, in order."""
+
+    def __init__(self, folder: Folder, ckpt: Checkpoint, how: Reading) -> None:
+        self.folder, self.ckpt, self.how = folder, ckpt, how
+        self.table = empty_payload(len(ckpt.records), how.depth)
+        self.needed, self.is_tensor = _needed(ckpt)
+        self.told = _told_already(ckpt, self.needed)
+        self.broken: dict[int, list[tuple[int, UnreadableError]]] = defaultdict(list)
+        self.problems: list[Problem] = []
+        self.members: dict[int, Members] = {}
+        self.meter = Meter()
+        self.phase = "records"
+        self.bad = 0
+
+    def read(self) -> Checkpoint:
+        rows, sample = self._choose()
+        damages: list[Damage] = []
+        unlisted: tuple[str, ...] = ()
+        try:
+            self._read_headers(rows)
+            if not self.ckpt.locates_bytes:
+                self._read_blobs()
+            find_same(self.folder, self.ckpt, self.table, self._path)
+            if self.how.depth == "data":
+                wanted, problems = (None, []) if sample else _integrity(self.folder)
+                self.problems += problems
+                damages = self._read_data(wanted or {})
+                if wanted is not None:
+                    damages += self._other_files(wanted)
+                    unlisted = tuple(file.name for file in self.ckpt.files if file.path and file.path not in wanted)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(self._covered()) from None
+        finally:
+            self.meter.stop.set()  # threads that still run have nobody to read for
+        damages += self._report_broken()
+        payload = replace(self.table, damages=tuple(damages), unlisted=unlisted, sample=sample)
+        return replace(self.ckpt, payload=payload, problems=[*self.ckpt.problems, *self.problems])
+
+    def _path(self, file: int) -> str:
+        path = self.ckpt.files[file].path
+        assert path is not None
+        return path
+
+    # ------------------------------------------------------------ which records
+
+    def _choose(self) -> tuple[IntArray, str]:
+        """The records to read, and which share of all they are when the user asked for one."""
+        records, state = self.ckpt.records, self.table.state
+        size = _file_sizes(self.ckpt)[records.file]
+        inside = (records.byte_offset >= 0) & (records.byte_length > 0)
+        inside &= records.byte_length <= size - records.byte_offset
+        state[inside & records.transformed] = RecordState.TRANSFORMED
+        inside &= ~records.transformed
+        if not self.ckpt.locates_bytes:
+            inside &= ~self.is_tensor
+        elif _is_raw(self.ckpt, self.needed):
+            state[inside & self.is_tensor] = RecordState.RAW
+            inside &= ~self.is_tensor
+        rows = np.flatnonzero(inside)
+        if self.how.percent is None or not len(rows):
+            return rows, ""
+        count = max(1, round(len(rows) * self.how.percent / 100))
+        drawn = np.sort(np.random.default_rng(self.how.seed).choice(rows, count, replace=False))
+        state[rows] = RecordState.UNSAMPLED
+        return drawn, f"{self.how.percent:g}% of the records ({count:,} of {len(rows):,}), seed {self.how.seed}"
+
+    # ------------------------------------------------------------ depth `headers`
+
+    def _read_headers(self, rows: IntArray) -> None:
+        records = self.ckpt.records
+        self.phase, self.meter = "records", Meter(total=len(rows))
+        tasks = {
+            file: partial(self._file_headers, self._path(file), self._places(mine))
+            for file, mine in _by_file(rows, records.file, records.byte_offset).items()
+        }
+        contents = _Contents()
+        several: dict[int, tuple[Part, ...]] = {}
+        for file, found in self._run(tasks):
+            self.broken[file] += found.broken
+            for record in found.records:
+                parts = tuple(part for part in record.parts if part.name.startswith("data/"))
+                self.table.content[record.row] = contents.number(record, parts, self.table.contents)
+                self._place(record.row, parts)
+                if len(parts) > 1 and self.is_tensor[record.row]:
+                    several[record.row] = parts
+            if self.how.depth == "data":
+                self.members[file] = _columns(found.records)
+        contents.decode(self.table.contents)
+        self._judge(contents, several)
+
+    def _places(self, rows: IntArray) -> list[Place]:
+        records = self.ckpt.records
+        columns = (rows, records.byte_offset[rows], records.byte_length[rows])
+        return [Place(*place) for place in zip(*(column.tolist() for column in columns), strict=True)]
+
+    def _file_headers(self, path: str, places: list[Place]) -> Headers:
+        whole = Headers()
+        for part in read_headers(self.folder, path, places):
+            whole.records += part.records
+            whole.broken += part.broken
+            self.meter.add(len(part.records) + len(part.broken))
+            if self.meter.stop.is_set():
+                break
+        return whole
+
+    def _place(self, row: int, parts: tuple[Part, ...]) -> None:
+        table = self.table
+        table.state[row] = RecordState.READ
+        table.storages[row] = len(parts)
+        table.stored[row] = sum(part.size for part in parts)
+        if parts:
+            _, start, size, crc = parts[0]
+            table.start[row], table.size[row] = start, size
+            table.crc[row] = crc if crc or not size else -1
+
+    def _judge(self, contents: _Contents, several: Mapping[int, tuple[Part, ...]]) -> None:
+        """What the decoded pickles mean for the records that hold them."""
+        table = self.table
+        for row, parts in several.items():
+            content = table.of(row)
+            named = [part for part in parts if content is not None and part.name == content.key]
+            self._place(row, (*named, *(part for part in parts if part not in named)))
+        order = np.argsort(table.content, kind="stable")
+        bounds = np.searchsorted(table.content[order], np.arange(len(table.contents) + 1))
+        unknown: dict[str, int] = {}
+        for number, decoded in enumerate(contents.decoded):
+            rows = order[bounds[number] : bounds[number + 1]]
+            first = int(rows[0])
+            file, name = self.ckpt.place(first)[0], self.ckpt.records.name(first)
+            if decoded.content is None or decoded.error is not None:
+                table.state[rows] = RecordState.UNREADABLE
+            if decoded.error is not None:
+                for row in rows.tolist():
+                    self.broken[int(self.ckpt.records.file[row])].append((row, decoded.error))
+            if not any(problem.kind == "unsafe" and problem.file == name for problem in self.ckpt.problems):
+                more = f" and {len(rows) - 1:,} more records" if len(rows) > 1 else ""
+                refused = from_refusals(
+                    replace(decoded.unpickled, unknown=()), f"{file}{more}", f"data.pkl of {name} in "
+                )
+                self.problems += [replace(p, file=file, fqn=name, why=_LOADED, blocks=False) for p in refused]
+            for cls in decoded.unpickled.unknown:
+                unknown[cls] = unknown.get(cls, 0) + len(rows)
+        if unknown:
+            names = ", ".join(islice(unknown, 8)) + (", ..." if len(unknown) > 8 else "")
+            count = sum(unknown.values())
+            sentence = f"{count:,} records hold {len(unknown)} classes unknown to ckptlint: {names}"
+            self.problems.append(Problem("note", "", sentence))
+
+    def _read_blobs(self) -> None:
+        """The safetensors headers of files whose tensors lie in one blob."""
+        rows = np.flatnonzero(self.is_tensor)
+        for file, mine in _by_file(rows, self.ckpt.records.file, self.ckpt.records.byte_offset).items():
+            if self.ckpt.files[file].path is None or self.ckpt.files[file].size is None:
+                continue
+            try:
+                self.members_of_blob(file, mine)
+            except UnreadableError as error:
+                self.broken[file] += [(row, error) for row in mine.tolist()]
+
+    def members_of_blob(self, file: int, rows: IntArray) -> None:
+        """Fill the columns of the records in one blob."""
+        size = self.ckpt.files[file].size or 0
+        start = int(self.ckpt.records.byte_offset[rows[0]])
+        found = read_blob(self.folder, self._path(file), start, size)
+        table = self.table
+        for row in rows.tolist():
+            item = found.get(self.ckpt.records.name(row))
+            if item is None:
+                self.broken[file].append((row, UnreadableError("has no such tensor in its safetensors header", start)))
+                continue
+            table.state[row] = RecordState.READ
+            table.content[row] = len(table.contents)
+            table.contents.append(item.content)
+            table.storages[row] = 1
+            table.stored[row] = table.size[row] = item.size
+            table.start[row] = item.start
+        if self.how.depth == "data":
+            self.members[file] = _joined(self.members.get(file), table, rows[table.state[rows] == RecordState.READ])
+
+    # ------------------------------------------------------------ depth `data`
+
+    def _read_data(self, wanted: Mapping[str, str]) -> list[Damage]:
+        """Stream every file; `wanted` gives the SHA-256 of those that are to be hashed as a whole."""
+        sizes = _file_sizes(self.ckpt).tolist()
+        whole = {file.path: sizes[i] for i, file in enumerate(self.ckpt.files) if file.path in wanted and sizes[i] >= 0}
+        files = sorted(self.members.keys() | {i for i, file in enumerate(self.ckpt.files) if file.path in whole})
+        tasks, total = {}, 0
+        for i in files:
+            members = self.members.get(i, _columns([]))
+            size = whole.get(self.ckpt.files[i].path)
+            total += int(members.size.sum()) if size is None else size
+            threads = 1 + max(self.how.jobs // len(files), 1)
+            tasks[i] = partial(self._file_data, self._path(i), members, size, threads)
+        self.phase, self.meter = "bytes", Meter(total=total)
+        damages: list[Damage] = []
+        for file, seen in self._run(tasks):
+            damages += self._mismatches(file, seen, wanted)
+            self.bad = len(damages)
+            self.members.pop(file, None)
+        return damages
+
+    def _file_data(self, path: str, members: Members, size: int | None, threads: int) -> Streamed:
+        return stream(self.folder, path, members, _scans(self.table, members), size, self.meter, threads)
+
+    def _mismatches(self, file: int, seen: Streamed, wanted: Mapping[str, str]) -> list[Damage]:
+        """Fill the columns on values, and compare the checksums."""
+        members, table = self.members.get(file, _columns([])), self.table
+        for member, count in seen.counts.items():
+            row = int(members.row[member])
+            table.scanned[row] = True
+            table.nan[row], table.plus_inf[row], table.minus_inf[row] = count.nan, count.plus_inf, count.minus_inf
+            table.first[row], table.masks[row] = count.first, count.masks
+        name = self.ckpt.files[file].name
+        bad = np.flatnonzero((seen.crc != members.crc) & (members.crc > 0))
+        damages = [
+            Damage(
+                int(members.row[i]),
+                name,
+                members.names[int(members.name[i])],
+                f"CRC-32 {members.crc[i]:08x}",
+                f"{seen.crc[i]:08x}",
+                self._zeros(int(members.row[i])) if turn < _EXAMINED else 0,
+            )
+            for turn, i in enumerate(bad.tolist())
+        ]
+        recorded = wanted.get(self.ckpt.files[file].path or "")
+        if recorded is not None and seen.sha256 and seen.sha256 != recorded:
+            damages.append(Damage(-1, name, "", f"SHA-256 {recorded}", seen.sha256))
+        return damages
+
+    def _other_files(self, wanted: Mapping[str, str]) -> list[Damage]:
+        """The files of `integrity.json` that are absent, or are no payload and differ."""
+        payload = {file.path for file in self.ckpt.files if file.path is not None and file.size is not None}
+        damages = []
+        for name, recorded in wanted.items():
+            if name in payload:
+                continue
+            state, size = self.folder.look_at(name)
+            if state not in ("ok", "link-outside") or size is None:
+                damages.append(Damage(-1, printable(name), "", f"SHA-256 {recorded}", "absent"))
+                continue
+            seen = stream(self.folder, name, _columns([]), {}, size, Meter())
+            if seen.sha256 != recorded:
+                damages.append(Damage(-1, printable(name), "", f"SHA-256 {recorded}", seen.sha256))
+        return damages
+
+    def _zeros(self, row: int) -> int:
+        """Bytes in those sectors of a record that hold nothing but zeros."""
+        file, offset, length = (int(c[row]) for c in (self.ckpt.records.file, self.ckpt.records.byte_offset,
+                                                      self.ckpt.records.byte_length))  # fmt: skip
+        count = 0
+        for at in range(offset, offset + length, BLOCK):
+            part = self.folder.read_range(self._path(file), at, min(BLOCK, offset + length - at))
+            data = np.frombuffer(part[: len(part) - len(part) % _SECTOR], np.uint8).reshape(-1, _SECTOR)
+            count += _SECTOR * int((~data.any(axis=1)).sum())
+        return count
+
+    # ------------------------------------------------------------ threads, problems
+
+    def _run(self, tasks: Mapping[int, Callable[[], T]]) -> Iterator[tuple[int, T]]:
+        """The results as they come; a few tasks wait at a time, so that results do not pile up.
+
+        Threads are told to stop when the caller, the user or an error ends it.
+        """
+        waiting = iter(tasks.items())
+        with ThreadPoolExecutor(self.how.jobs) as pool:
+            going: dict[Future[T], int] = {}
+            try:
+                while True:
+                    for file, task in islice(waiting, 2 * self.how.jobs - len(going)):
+                        going[pool.submit(task)] = file
+                    if not going:
+                        return
+                    done, _ = wait(going, _TICK, FIRST_COMPLETED)
+                    tell(self.phase, self.meter.done, self.meter.total)
+                    for future in done:
+                        yield going.pop(future), future.result()
+            finally:
+                self.meter.stop.set()
+                for future in going:
+                    future.cancel()
+
+    def _covered(self) -> str:
+        done, total = self.meter.done, self.meter.total
+        if self.phase == "records":
+            return f"interrupted after the headers of {done:,} of {total:,} records; no tensor bytes were checked"
+        share = f" ({done / total:.0%})" if total else ""
+        bad = f"{self.bad:,} checksums do not match" if self.bad else "no damage was found"
+        return f"interrupted after {done:,} of {total:,} bytes{share} of {self.ckpt.path} were checked; {bad} so far"
+
+    def _report_broken(self) -> list[Damage]:
+        """One problem per file and kind for the records that cannot be read; the zeros in them at depth `data`."""
+        damages = []
+        for file, broken in sorted(self.broken.items()):
+            rows = [row for row, _ in broken]
+            self.table.state[rows] = RecordState.UNREADABLE
+            told = [row for row in rows if self.told[row]]
+            self.table.state[told] = RecordState.ELSEWHERE
+            for limits in (False, True):
+                mine = [(r, e) for r, e in broken if not self.told[r] and isinstance(e, LimitError) is limits]
+                if mine:
+                    self.problems.append(self._problem(file, mine))
+            if self.how.depth == "data":
+                name = self.ckpt.files[file].name
+                zeros = ((row, self._zeros(row)) for row in rows[:_EXAMINED] if not self.told[row])
+                damages += [Damage(row, name, "", "", "", count) for row, count in zeros if count]
+        return damages
+
+    def _problem(self, file: int, broken: Sequence[tuple[int, UnreadableError]]) -> Problem:
+        row, error = min(broken, key=lambda item: int(self.ckpt.records.byte_offset[item[0]]))
+        name, fqn = self.ckpt.files[file].name, self.ckpt.records.name(row)
+        limit = isinstance(error, LimitError)
+        at = "" if error.position is None else f", byte {int(self.ckpt.records.byte_offset[row]) + error.position:,}"
+        fqns = list(dict.fromkeys(self.ckpt.records.name(r) for r, _ in broken))
+        more = f" (and {len(broken) - 1:,} more records of this file)" if len(broken) > 1 else ""
+        shown = ", ".join(fqns[:_NAMED]) + (f" and {len(fqns) - _NAMED:,} more" if len(fqns) > _NAMED else "")
+        return Problem(
+            "limit" if limit else "container",
+            name,
+            f"the record of {fqn} in {name} {error}{at}{more}",
+            detail=(f"keys: {shown}",),
+            hint="" if limit else "copy the file again from where it was written, or go back one step",
+            fqn=fqn if len(fqns) == 1 else None,
+        )
+
+
+_LOADED = "torch loads entries that are no tensors with a full unpickler, so a load may run what it names"
+
+
+class _Contents:
+    """Numbers for the distinct `data.pkl`s, and their bytes until they are decoded."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[bytes, int] = {}
+        self.decoded: list[Decoded] = []
+        self._pending: list[bytes] = []
+        self._names: list[str | None] = []
+        self._bytes = 0
+
+    def number(self, record: Record, parts: tuple[Part, ...], contents: list[Content]) -> int:
+        """The number of a record's content; `contents` gets a place for it when it is new."""
+        name = parts[0].name if len(parts) == 1 else None if parts else ""
+        key = hashlib.blake2b(record.pickle + (name or "-").encode(), digest_size=16).digest()
+        number = self.numbers.setdefault(key, len(self.numbers))
+        if number == len(self._names):
+            self._pending.append(record.pickle)
+            self._names.append(name)
+            self._bytes += len(record.pickle)
+            if self._bytes > _PENDING_LIMIT:
+                self.decode(contents)
+        return number
+
+    def decode(self, contents: list[Content]) -> None:
+        """Decode what has come together."""
+        for name, found in zip(self._names[len(self.decoded) :], decode(self._pending), strict=True):
+            content = found.content
+            is_lost = content is not None and name is not None and content.key not in ("", name)
+            if content is not None and is_lost and (name or content.volume):
+                error = UnreadableError(
+                    f"has a data.pkl that refers to {printable(content.key)}, which is not there", 0
+                )
+                found = replace(found, error=error)
+            self.decoded.append(found)
+            contents.append(content or Content("object"))
+        self._pending, self._bytes = [], 0
+
+
+def _columns(records: Sequence[Record]) -> Members:
+    names: dict[str, int] = {}
+    rows = [
+        (record.row, part.start, part.size, part.crc, names.setdefault(part.name, len(names)))
+        for record in sorted(records, key=lambda record: record.parts[0].start)
+        for part in record.parts
+    ]
+    return _members(np.array(rows or np.zeros((0, 5)), np.int64).T.copy(), list(names))
+
+
+def _joined(first: Members | None, table: PayloadTable, rows: IntArray) -> Members:
+    """The members of a file together with the tensors of its blob, which have no checksum."""
+    blob = np.stack([rows, table.start[rows], table.size[rows], np.zeros_like(rows), np.zeros_like(rows)])
+    blob = blob[:, np.argsort(blob[1], kind="stable")]
+    if first is None:
+        return _members(blob, ["tensor"])
+    blob[4] = len(first.names)
+    columns = np.stack([first.row, first.start, first.size, first.crc, first.name])
+    return _members(np.concatenate([columns, blob], axis=1), [*first.names, "tensor"])
+
+
+def _members(columns: IntArray, names: list[str]) -> Members:
+    row, start, size, crc, name = columns
+    return Members(row, start, size, crc, name, names)
+
+
+def _scans(table: PayloadTable, members: Members) -> dict[int, Scan]:
+    """The members that hold a floating tensor, with the part of them that the tensor covers."""
+    scans = {}
+    is_storage = np.flatnonzero((members.start == table.start[members.row]) & (members.size == table.size[members.row]))
+    for member in is_storage.tolist():
+        content = table.of(int(members.row[member]))
+        if content is None or content.form != "tensor" or content.dtype not in ENCODINGS:
+            continue
+        item = ITEM_BITS[content.dtype] // 8
+        extent = content.extent
+        if extent and extent == content.volume and (content.offset + extent) * item <= int(members.size[member]):
+            scans[member] = Scan(content.dtype, content.offset, extent, item)
+    return scans
+
+
+def _needed(ckpt: Checkpoint) -> tuple[IntArray, np.ndarray]:
+    """For each record the bytes of its chunk, -1 where they are not known; and whether it holds a chunk at all."""
+    needed = np.full(len(ckpt.records), -1, np.int64)
+    is_tensor = np.zeros(len(ckpt.records), bool)
+    for tensor in ckpt.tensors.values():
+        rows = np.flatnonzero(tensor.chunks.record >= 0)
+        is_tensor[[chunk.record for chunk in tensor.malformed if chunk.record >= 0]] = True
+        is_tensor[tensor.chunks.record[rows]] = True
+        if not len(rows) or not tensor.is_sound or (item := tensor.nbytes(1)) is None:
+            continue
+        sizes = tensor.layout.sizes[rows]
+        volume = sizes.astype(float).prod(axis=1)
+        fits = (sizes >= 0).all(axis=1) & (volume < 2**55)
+        needed[tensor.chunks.record[rows[fits]]] = sizes[fits].prod(axis=1) * item
+    return needed, is_tensor
+
+
+def _is_raw(ckpt: Checkpoint, needed: IntArray) -> bool:
+    """Whether every tensor's record is exactly as long as its elements: then there is no archive around them.
+
+    Source:
+        dlrover.trainer.torch.flash_checkpoint.fsdp_engine and ByteCheckpoint write raw bytes
+    """
+    known = needed > 0
+    return bool(known.any() and (needed[known] == ckpt.records.byte_length[known]).all())
+
+
+def _told_already(ckpt: Checkpoint, needed: IntArray) -> np.ndarray:
+    """The records whose range overlaps another one (PAY005) or is too short for the chunk (PAY007)."""
+    records = ckpt.records
+    told = np.asarray(records.byte_length < needed)
+    if not len(records):
+        return told
+    order = np.lexsort((records.byte_offset, records.file))
+    file, start = records.file[order], records.byte_offset[order]
+    end = start + np.minimum(records.byte_length[order], np.iinfo(np.int64).max - np.maximum(start, 0))
+    overlap = (file[1:] == file[:-1]) & (start[1:] < end[:-1])
+    told[order[1:][overlap]] = True
+    told[order[:-1][overlap]] = True
+    return told
+
+
+def _file_sizes(ckpt: Checkpoint) -> IntArray:
+    """Bytes of each file, -1 for one that is not to be opened."""
+    sizes = [f.size if f.size is not None and f.path is not None and f.state in READABLE else -1 for f in ckpt.files]
+    return np.array(sizes or [-1], np.int64)
+
+
+def _by_file(rows: IntArray, file: np.ndarray, offset: IntArray) -> dict[int, IntArray]:
+    """The rows of each file in the order of their bytes."""
+    rows = rows[np.lexsort((offset[rows], file[rows]))]
+    parts = np.split(rows, np.flatnonzero(np.diff(file[rows])) + 1) if len(rows) else []
+    return {int(file[part[0]]): part for part in parts}
+
+
+def _integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]]:
+    """The SHA-256 of each file as Megatron-Core recorded it, None where it did not.
+
+    Source:
+        megatron.core.dist_checkpointing (>= 0.18) with verify_integrity: `algorithm`, `files` name -> hex digest
+    """
+    if not folder.has(INTEGRITY):
+        return None, []
+    try:
+        listed = json.loads(folder.read(INTEGRITY, _JSON_LIMIT))
+    except UnreadableError as error:
+        return None, [from_error(error, INTEGRITY)]
+    except (ValueError, RecursionError) as error:
+        return None, [from_error(UnreadableError(f"is no JSON ({printable(str(error))})"), INTEGRITY)]
+    files = listed.get("files") if isinstance(listed, dict) else None
+    if not isinstance(files, dict) or listed.get("algorithm") != "sha256":
+        return None, [from_error(UnreadableError("lists no SHA-256 checksums of files"), INTEGRITY)]
+    return {name: str(text).lower() for name, text in files.items()}, []

@@ -1,0 +1,55 @@
+"""How far a long reading is, told to whoever listens, across the fork too."""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Listener = Callable[[str, int, int], None]
+"""Called now and then with the unit (`records`, `bytes`), how many are done, and of how many."""
+
+UNITS = ("", "chunks and records", "files", "records", "bytes")
+
+_PLACE = struct.Struct("3q")
+_listener: Listener | None = None
+
+
+@contextmanager
+def listening(listener: Listener | None) -> Iterator[None]:
+    """Have `tell` call the listener."""
+    global _listener
+    before, _listener = _listener, listener
+    try:
+        yield
+    finally:
+        _listener = before
+
+
+def is_listened_to() -> bool:
+    """Whether anybody wants to know."""
+    return _listener is not None
+
+
+def tell(unit: str, done: int, total: int) -> None:
+    """Say how far the reading is; cheap, and nothing when nobody listens."""
+    if _listener is not None:
+        _listener(unit, done, total)
+
+
+class Shared:
+    """Three numbers that a forked child writes and its parent reads."""
+
+    def __init__(self) -> None:
+        self._memory = mmap.mmap(-1, _PLACE.size)
+
+    def write(self, unit: str, done: int, total: int) -> None:
+        """The child's listener."""
+        _PLACE.pack_into(self._memory, 0, UNITS.index(unit), done, total)
+
+    def pass_on(self) -> None:
+        """Tell in the parent what the child told last."""
+        unit, done, total = _PLACE.unpack_from(self._memory)
+        if unit:
+            tell(UNITS[unit], done, total)

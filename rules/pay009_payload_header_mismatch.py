@@ -1,0 +1,152 @@
+"""PAY009: a record holds the chunk that the metadata files it under."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptlint.boxes import IntArray
+from ckptlint.graph import rank_of
+from ckptlint.keys import ranges
+from ckptlint.model import ITEM_BITS, Checkpoint, Content, PayloadTable, Tensor
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+
+_PACKED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Mismatch:
+    """A chunk whose record says something else.
+
+    Attributes:
+        what: `shape`, `dtype`, `bytes`, or `kind` for a record without a tensor.
+        text: what the record holds.
+    """
+
+    row: int
+    what: str
+    text: str
+    weak: bool
+
+
+@rule("PAY009", "payload-header-mismatch", Severity.ERROR, needs="headers")
+def payload_header_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A record holds another shape or dtype than its chunk.
+
+    What it checks:
+        The header inside each record names the dtype of the tensor and the shape of the chunk, and its storage is large
+        enough for them. A warning where all chunks of a tensor agree on the other dtype; a note for subclasses of
+        tensors and records with several storages. Records that went through a stream transform are not opened.
+    Why it matters:
+        torch takes sizes and dtype from the first rank's plan, so what another rank really wrote shows only here; a
+        wrong dtype loads silently, a wrong shape fails or fills part of the chunk.
+    Usual causes:
+        A TP-local payload under a chunk of full size, ranks in different precision, a deduplicated chunk of another
+        size, edited metadata.
+    How to fix:
+        Build the chunk's metadata from the tensor that is written, and save again.
+    See:
+        torch.distributed.checkpoint.planner_helpers._create_write_items
+    """
+    payload = ckpt.payload
+    if payload is None:
+        raise NotApplicable("the records were not read")
+    for tensor in ckpt.sound_tensors():
+        if found := [hit for row in _odd(payload, tensor) if (hit := _compare(payload, tensor, row))]:
+            yield _finding(ckpt, payload, tensor, found)
+
+
+def _odd(payload: PayloadTable, tensor: Tensor) -> list[int]:
+    """The chunks of each kind (content, sizes, bytes) of which one does not match, in order."""
+    rows = np.flatnonzero(tensor.chunks.record >= 0)
+    records = tensor.chunks.record[rows]
+    columns: list[IntArray] = [
+        column[records].astype(np.int64) for column in (payload.state, payload.content, payload.storages, payload.size)
+    ]
+    table = np.column_stack([*columns, tensor.layout.sizes[rows]])
+    kinds, first, kind = np.unique(table, axis=0, return_index=True, return_inverse=True)
+    bad = [number for number in range(len(kinds)) if _compare(payload, tensor, int(rows[first[number]]))]
+    return [int(row) for row in rows[np.isin(kind.reshape(-1), bad)]] if bad else []
+
+
+def _compare(payload: PayloadTable, tensor: Tensor, row: int) -> _Mismatch | None:
+    record = int(tensor.chunks.record[row])
+    content = payload.of(record)
+    sizes = tuple(tensor.layout.sizes[row].tolist())
+    if content is None or any(size < 0 for size in sizes):
+        return None
+    if content.form == "object":
+        held = "no tensor" if content.length < 0 else f"a list of {content.length}"
+        return _Mismatch(row, "kind", held, weak=False)
+    if content.dtype == "unknown" and not content.shape:
+        return None  # a subclass that rebuilds itself in a way of its own
+    weak = content.form == "subclass" or int(payload.storages[record]) > 1
+    if content.shape != sizes and not _is_packed(tensor, content, sizes):
+        return _Mismatch(row, "shape", f"shape {list(content.shape)}", weak)
+    if content.dtype != tensor.dtype and "unknown" not in (content.dtype, tensor.dtype):
+        return _Mismatch(row, "dtype", content.dtype, weak)
+    bits, stored = ITEM_BITS.get(content.dtype), int(payload.size[record])
+    if bits and (content.offset + content.extent) * bits // 8 > stored and content.extent:
+        return _Mismatch(row, "bytes", f"a storage of {stored:,} bytes", weak)
+    return None
+
+
+def _is_packed(tensor: Tensor, content: Content, sizes: tuple[int, ...]) -> bool:
+    """Whether the two shapes differ by two values in one byte alone."""
+    packed = tensor.dtype.startswith("float4") or content.dtype.startswith("float4")
+    same = content.shape[:-1] == sizes[:-1] and len(content.shape) == len(sizes) > 0
+    return packed and same and sizes[-1] in (content.shape[-1] * _PACKED, content.shape[-1] // _PACKED)
+
+
+def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, found: list[_Mismatch]) -> Finding:
+    first = found[0]
+    box = tensor.layout.box(first.row)
+    record = int(tensor.chunks.record[first.row])
+    file, start, length = ckpt.place(record)
+    expected = tensor.dtype if first.what == "dtype" else f"shape {list(box.sizes)}"
+    if first.what == "bytes":
+        expected = f"{tensor.nbytes(box.volume) or 0:,} bytes"
+    which = f"the record of chunk {box}{{of}} holds" if len(found) == 1 else f"{len(found):,} records{{of}} hold"
+    read = [row for row in range(len(tensor.chunks)) if payload.of(int(tensor.chunks.record[row])) is not None]
+    agreed = first.what == "dtype" and len(found) == len(read) and len({hit.text for hit in found}) == 1
+    severity = Severity.INFO if all(hit.weak for hit in found) else Severity.WARNING if agreed else None
+    content = payload.of(record)
+    stored = f"{content.dtype} {list(content.shape)}" if content and content.form != "object" else first.text
+    notes: list[Note] = [
+        ("record", f"{file}, bytes {start:,}-{start + length:,}: {stored} in {int(payload.stored[record]):,} bytes"),
+        ("chunk", f"{tensor.dtype} {list(box.sizes)} needs {tensor.nbytes(box.volume) or 0:,} bytes"),
+    ]
+    if first.what == "dtype" and not agreed:
+        notes += _ranks(ckpt, payload, tensor, read)
+    return Finding(
+        f"{which} {first.text} where the metadata says {expected}",
+        fqn=tensor.fqn,
+        tensor=tensor,
+        region=box,
+        rows=tuple(hit.row for hit in found[:16]),
+        file=file,
+        byte_range=(start, length),
+        severity=severity,
+        notes=tuple(notes),
+        hint="compare with the same tensor of another step: the record shows what its rank really held",
+    )
+
+
+def _ranks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, read: list[int]) -> list[Note]:
+    """Which ranks wrote which dtype."""
+    by_dtype: dict[str, set[int]] = {}
+    count: Counter[str] = Counter()
+    for row in read:
+        content = payload.of(int(tensor.chunks.record[row]))
+        assert content is not None
+        count[content.dtype] += 1
+        if (rank := rank_of(ckpt.chunk_file(tensor, row))) is not None:
+            by_dtype.setdefault(content.dtype, set()).add(rank)
+    texts = [
+        f"{dtype} in {count[dtype]:,} chunks" + (f" of ranks {ranges(by_dtype[dtype])}" if dtype in by_dtype else "")
+        for dtype in count
+    ]
+    return [("dtypes", ", ".join(texts))]

@@ -1,0 +1,201 @@
+"""PAY010: no two shards hold the same data."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+import numpy as np
+
+from ckptlint.declared import flag, number, trusted, trusted_topology
+from ckptlint.graph import rank_of
+from ckptlint.inventory import take
+from ckptlint.keys import Key, parse, ranges
+from ckptlint.model import Checkpoint, PayloadTable, Tensor
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+
+_SHOWN = 3
+_HINTS = {
+    True: "compare the experts' values with an earlier step; reload the repeated ones from it",
+    False: "check whether the parameter should be Replicate on this axis, and load one copy of it",
+}
+
+
+@rule("PAY010", "identical-shards", Severity.WARNING, needs="headers")
+def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Two chunks of a tensor, or two experts of a layer, hold the same data.
+
+    What it checks:
+        No two chunks of one floating tensor, and no two experts' weights of one layer, agree in length, CRC-32 and in
+        up to 1 KiB of samples. Left out are chunks of one repeated value or of fewer than 64 elements, records without
+        a CRC or with a larger storage than their chunk, flat optimizer buckets, keys and values of attention unless
+        there is one head at least for each tensor-parallel rank, and experts upcycled from a dense model. A note where
+        the model looks untrained: iteration 0, moments or norms of one value each, or all experts seeded alike.
+    Why it matters:
+        A trained weight does not repeat itself, so this is a replica that was saved as shards, or one rank that held
+        its peer's shard.
+    Usual causes:
+        A replicated parameter matched by a sharding rule, a load that gave a rank its peer's shard, experts seeded
+        alike.
+    How to fix:
+        Declare the placement Replicate, or take the experts from a good step.
+    See:
+        torch.distributed.tensor.placement_types.Replicate
+    """
+    payload = ckpt.payload
+    if payload is None:
+        raise NotApplicable("the records were not read")
+    if not (payload.crc > 0).any():
+        raise NotApplicable("the records hold no checksums to compare")
+    experts: dict[tuple[object, ...], list[tuple[Key, Tensor, int]]] = defaultdict(list)
+    for tensor in ckpt.sound_tensors():
+        numbers = _numbers(payload, tensor)
+        if not (numbers >= 0).any():
+            continue
+        key = parse(tensor.fqn)
+        if "gbuf_idx_" in tensor.fqn or _may_repeat(ckpt, key):
+            continue
+        if pairs := _pairs(numbers):
+            yield _chunks(ckpt, payload, tensor, pairs)
+        elif key.expert is not None:
+            experts[key.scope, key.layer, key.role].append((key, tensor, int(numbers.max())))
+    for members in experts.values():
+        yield from _experts(ckpt, payload, members)
+
+
+def _numbers(payload: PayloadTable, tensor: Tensor) -> np.ndarray:
+    records = tensor.chunks.record
+    return np.where(records >= 0, payload.same[records], -1) if len(records) else np.zeros(0, np.int32)
+
+
+def _pairs(numbers: np.ndarray) -> list[tuple[int, int]]:
+    """(chunk, earlier chunk with the same data), in order."""
+    first: dict[int, int] = {}
+    pairs = []
+    for row in np.flatnonzero(numbers >= 0).tolist():
+        earlier = first.setdefault(int(numbers[row]), row)
+        if earlier != row:
+            pairs.append((row, earlier))
+    return pairs
+
+
+def _may_repeat(ckpt: Checkpoint, key: Key) -> bool:
+    """Whether equal shards are what the model asks for: kv heads that several ranks share, upcycled experts."""
+    declared = trusted(ckpt)
+    if key.cls in ("k", "v", "qkv"):
+        groups, tp = number(declared, "kv_groups"), trusted_topology(ckpt).get("tp")
+        return groups is None or tp is None or groups < tp.size
+    return key.in_experts and flag(declared, "moe_upcycled") is True
+
+
+def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list[tuple[int, int]]) -> Finding:
+    row, earlier = pairs[0]
+    box, other = tensor.layout.box(row), tensor.layout.box(earlier)
+    record = int(tensor.chunks.record[row])
+    what = f"chunk {box}{{of}} repeats chunk {other}"
+    if len(pairs) > 1:
+        what = f"{len(pairs):,} of {len(tensor.chunks):,} chunks{{of}} repeat another one, the first {box} is {other}"
+    more = f" and {len(pairs) - _SHOWN:,} more" if len(pairs) > _SHOWN else ""
+    listed = "; ".join(f"{_files(ckpt, tensor, a)} repeats {_files(ckpt, tensor, b)}" for a, b in pairs[:_SHOWN])
+    return Finding(
+        what,
+        fqn=tensor.fqn,
+        tensor=tensor,
+        region=box,
+        rows=(row, earlier),
+        file=ckpt.chunk_file(tensor, row),
+        severity=_severity(ckpt, payload, tensor),
+        notes=(_evidence(payload, record), ("chunks", listed + more)),
+        hint=_HINTS[parse(tensor.fqn).in_experts],
+        alike=f"chunks {pairs}",
+    )
+
+
+def _experts(ckpt: Checkpoint, payload: PayloadTable, members: list[tuple[Key, Tensor, int]]) -> Iterator[Finding]:
+    members.sort(key=lambda member: member[0].expert or 0)
+    first: dict[int, int] = {}
+    pairs: list[tuple[Tensor, int, int]] = []
+    for key, tensor, number_ in members:
+        assert key.expert is not None
+        earlier = first.setdefault(number_, key.expert)
+        if earlier != key.expert:
+            pairs.append((tensor, key.expert, earlier))
+    if not pairs:
+        return
+    tensor = pairs[0][0]
+    repeating, repeated = ranges(p[1] for p in pairs), ranges(p[2] for p in pairs)
+    record = int(tensor.chunks.record.max())
+    names = ("experts", "repeat") if len(pairs) > 1 else ("expert", "repeats")
+    yield Finding(
+        f"{names[0]} {repeating} {names[1]} {names[0]} {repeated}: the same data in {tensor.fqn}",
+        fqn=tensor.fqn,
+        tensor=tensor,
+        file=ckpt.place(record)[0],
+        missing=(repeating,),
+        severity=_severity(ckpt, payload, tensor),
+        notes=(_evidence(payload, record),),
+        hint=_HINTS[True],
+        alike=f"experts {repeating} {repeated}",
+    )
+
+
+def _files(ckpt: Checkpoint, tensor: Tensor, row: int) -> str:
+    file = ckpt.chunk_file(tensor, row)
+    rank = rank_of(file)
+    return f"{tensor.layout.box(row)} ({file if rank is None else f'rank {rank}'})"
+
+
+def _evidence(payload: PayloadTable, record: int) -> Note:
+    size, crc = int(payload.size[record]), int(payload.crc[record])
+    return "evidence", f"{size:,} bytes with CRC-32 {crc:08x} and equal samples in both"
+
+
+# ---------------------------------------------------------------- models without training
+
+
+def _severity(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor) -> Severity | None:
+    """A note where the values may be those of the initialisation."""
+    if _iteration(ckpt) == 0:
+        return Severity.INFO
+    moments = _moments(ckpt, payload, tensor)
+    if moments is True:
+        return None
+    if moments is False or _norms_are_constant(ckpt, payload) or _all_experts_repeat(ckpt, payload, tensor):
+        return Severity.INFO
+    return None
+
+
+def _iteration(ckpt: Checkpoint) -> object:
+    if ckpt.common is not None and "iteration" in ckpt.common.values:
+        return ckpt.common.values["iteration"]
+    return None if ckpt.run is None else ckpt.run.step
+
+
+def _moments(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor) -> bool | None:
+    """Whether the parameter's moments hold more than one value; None when there are none to look at."""
+    found = None
+    for state in take(ckpt).states:
+        if state.param is not None and state.param.tensor is tensor and state.what.startswith(("exp_avg", "momentum")):
+            records = state.tensor.chunks.record
+            read = records[(records >= 0)]
+            read = read[payload.state[read] == 0]
+            if len(read):
+                found = bool(found) or not payload.constant[read].all()
+    return found
+
+
+def _norms_are_constant(ckpt: Checkpoint, payload: PayloadTable) -> bool:
+    norms = []
+    for param in take(ckpt).params:
+        if param.key.cls == "norm" and param.tensor.fqn.endswith("weight"):
+            records = param.tensor.chunks.record
+            norms += [bool(payload.constant[record]) for record in records.tolist() if record >= 0]
+    return bool(norms) and all(norms)
+
+
+def _all_experts_repeat(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor) -> bool:
+    """Whether every weight of every routed expert is held twice: then their initialisation was seeded alike."""
+    weights = [param.tensor for param in take(ckpt).params if param.key.in_experts and len(param.own_shape) > 1]
+    if tensor not in weights:
+        return False
+    return all((_numbers(payload, weight) >= 0).all() for weight in weights)

@@ -1,0 +1,101 @@
+"""PAY011: every stored value is a finite number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ckptlint.boxes import IntArray
+from ckptlint.keys import parse
+from ckptlint.model import Checkpoint, Content, PayloadTable, Tensor
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+
+_HARMLESS = ("mask", "min_val", "max_val", "amax")
+_BUFFERS = ("inv_freq", "freqs", "rotary", "running_", "position_ids", "_buffer", "observer", "amax", "scale_inv")
+_SHOWN = 3
+
+
+@rule("PAY011", "non-finite-values", Severity.WARNING, needs="data")
+def non_finite_values(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A tensor holds NaN or infinity.
+
+    What it checks:
+        Every value of every floating tensor, fp8 included, is finite. A note for optimizer state, whose padding may be
+        uninitialised memory, and for buffers. Masks, and tensors that hold nothing but 0 and -Inf, are left out, as are
+        views with gaps between their elements.
+    Why it matters:
+        The next forward pass spreads them over the whole model.
+    Usual causes:
+        A run that diverged, a race while tensors were staged to the host, a lost page.
+    How to fix:
+        Go back to a step without them.
+    See:
+        torch.isfinite
+    """
+    payload = ckpt.payload
+    if payload is None or payload.depth != "data":
+        raise NotApplicable("the tensor bytes were not read")
+    bad = payload.nan + payload.plus_inf + payload.minus_inf > 0
+    if not bad.any():
+        return
+    for tensor in ckpt.tensors.values():
+        rows = np.flatnonzero(tensor.chunks.record >= 0)
+        rows = rows[bad[tensor.chunks.record[rows]]]
+        if len(rows) and not _is_mask(payload, tensor):
+            yield _finding(ckpt, payload, tensor, rows)
+
+
+def _is_mask(payload: PayloadTable, tensor: Tensor) -> bool:
+    if tensor.fqn.rpartition(".")[2].endswith(_HARMLESS):
+        return True
+    records = tensor.chunks.record[tensor.chunks.record >= 0]
+    return bool((payload.masks | ~payload.scanned)[records].all())
+
+
+def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntArray) -> Finding:
+    records = tensor.chunks.record[rows]
+    row, record = int(rows[0]), int(records[0])
+    box = tensor.layout.box(row)
+    key = parse(tensor.fqn)
+    where = f"chunk {box}" if len(rows) == 1 else f"{len(rows):,} of {len(tensor.chunks):,} chunks"
+    content = payload.of(record)
+    index = None if content is None else _index(content, int(payload.first[record]))
+    at = "" if index is None else f", the first at {[o + i for o, i in zip(box.offsets, index, strict=True)]}"
+    parts = (f"{ckpt.chunk_file(tensor, int(r))}: {_counts(payload, np.array([n]))} in {tensor.layout.box(int(r))}"
+             for r, n in zip(rows[:_SHOWN], records, strict=False))  # fmt: skip
+    more = f", and {len(rows) - _SHOWN:,} more chunks" if len(rows) > _SHOWN else ""
+    file, start, length = ckpt.place(record)
+    return Finding(
+        f"{_counts(payload, records)} in {where}{{of}}{at}",
+        fqn=tensor.fqn,
+        tensor=tensor,
+        region=box,
+        rows=tuple(rows[:16].tolist()),
+        file=file,
+        byte_range=(start, length),
+        severity=Severity.INFO if key.kind != "model" or _is_buffer(tensor.fqn) else None,
+        notes=(("chunks", "; ".join(parts) + more),),
+        hint="look for the first step that has them; the loss of that step tells whether the run diverged",
+        alike=f"{key.kind} {key.role or key.path.rpartition('.')[2]}",
+    )
+
+
+def _is_buffer(fqn: str) -> bool:
+    return any(name in fqn for name in _BUFFERS)
+
+
+def _counts(payload: PayloadTable, records: IntArray) -> str:
+    columns = ((payload.nan, "NaN"), (payload.plus_inf, "+Inf"), (payload.minus_inf, "-Inf"))
+    counted = ((int(column[records].sum()), name) for column, name in columns)
+    return " and ".join(f"{count:,} {name}" for count, name in counted if count)
+
+
+def _index(content: Content, position: int) -> tuple[int, ...]:
+    """The index of an element of the storage, by the strides of a tensor without gaps."""
+    rest = position - content.offset
+    index = [0] * len(content.shape)
+    for axis in sorted(range(len(index)), key=lambda axis: -content.strides[axis]):
+        if content.shape[axis] > 1 and content.strides[axis]:
+            index[axis], rest = divmod(rest, content.strides[axis])
+    return tuple(index)

@@ -1,0 +1,105 @@
+"""PAY012: the payload's bytes are those whose checksums were recorded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ckptlint.model import Checkpoint, Damage
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+
+_SHOWN = 4
+
+
+@rule("PAY012", "payload-checksum", Severity.ERROR, needs="data")
+def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The bytes of a payload file are not those that were written.
+
+    What it checks:
+        The CRC-32 of every member of every record is that of its bytes, the SHA-256 of every file is the one that
+        Megatron-Core's integrity.json lists, and every file it lists is there; a payload file that it does not list is
+        a note. Records whose archive itself is wiped out by zeros are named too. Writers may leave CRCs out (0).
+    Why it matters:
+        The bytes changed after they were written, and torch does not check them when it loads a tensor.
+    Usual causes:
+        A lost page, a torn copy, an overwritten file, a file from another save.
+    How to fix:
+        Copy the file again from where it was written, or fall back one step.
+    See:
+        torch.serialization.set_crc32_options
+    """
+    payload = ckpt.payload
+    if payload is None or payload.depth != "data":
+        raise NotApplicable("the tensor bytes were not read")
+    by_file: dict[tuple[str, str], list[Damage]] = defaultdict(list)
+    for damage in payload.damages:
+        kind = "file" if damage.record < 0 else "member" if damage.member else "record"
+        by_file[damage.file, kind].append(damage)
+    for (file, kind), damages in by_file.items():
+        yield _whole(file, damages[0]) if kind == "file" else _records(ckpt, file, damages)
+    if payload.unlisted:
+        yield Finding(
+            f"integrity.json does not list {len(payload.unlisted)} payload files, {payload.unlisted[0]} first",
+            file=payload.unlisted[0],
+            missing=payload.unlisted,
+            severity=Severity.INFO,
+            why="they were added after the checksums were taken, or by another save",
+        )
+
+
+def _whole(file: str, damage: Damage) -> Finding:
+    lost = damage.computed == "absent"
+    what = f"{file} is listed in integrity.json and absent" if lost else f"{file} is not the file that was written"
+    return Finding(
+        what
+        if lost
+        else f"{what}: its SHA-256 starts with {damage.computed[:12]}, recorded is {damage.recorded[8:20]}",
+        file=file,
+        missing=(file,),
+        alike="absent" if lost else "sha256",
+        hint="copy it again from where it was written",
+    )
+
+
+def _records(ckpt: Checkpoint, file: str, damages: list[Damage]) -> Finding:
+    first = min(damages, key=lambda damage: int(ckpt.records.byte_offset[damage.record]))
+    _, start, length = ckpt.place(first.record)
+    names = list(dict.fromkeys(ckpt.records.name(damage.record) for damage in damages))
+    one = names[0] if len(names) == 1 else None
+    count = len({damage.record for damage in damages})
+    zeros = sum({damage.record: damage.zeros for damage in damages}.values())
+    held = sum(ckpt.place(record)[2] for record in {damage.record for damage in damages if damage.zeros})
+    if first.member:
+        many = f" in {count:,} records" if count > 1 else ""
+        message = (
+            f"{first.member} of {names[0]} in {file} does not match its checksum{many}: {first.recorded} recorded, "
+            f"{first.computed} computed"
+        )
+    else:
+        message = f"{count:,} records in {file} lost their checksums: {zeros:,} of {held:,} bytes are blocks of zeros"
+    notes: list[Note] = [("keys", ", ".join(_region(ckpt, damage) for damage in damages[:_SHOWN]))]
+    if len(damages) > _SHOWN:
+        notes.append(("more", f"{len(damages) - _SHOWN:,} more members of this file"))
+    if first.member and zeros:
+        notes.append(
+            ("zeros", f"{zeros:,} of {held:,} bytes of these records lie in blocks of 512 zeros: a lost page?")
+        )
+    return Finding(
+        message,
+        fqn=one,
+        file=file,
+        byte_range=(start, length),
+        missing=(file, *names[:_SHOWN]),
+        notes=tuple(notes),
+        alike="crc" if first.member else "zeros",
+        hint="compare the file with the one on the node that wrote it",
+    )
+
+
+def _region(ckpt: Checkpoint, damage: Damage) -> str:
+    name = ckpt.records.name(damage.record)
+    tensor = ckpt.tensors.get(name)
+    if tensor is None:
+        return name
+    rows = (tensor.chunks.record == damage.record).nonzero()[0]
+    return f"{name} {tensor.layout.box(int(rows[0]))}" if len(rows) else name

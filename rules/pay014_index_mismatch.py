@@ -1,0 +1,191 @@
+"""PAY014: the index of a model and its safetensors files agree."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from ckptlint.chunkmap import human_bytes
+from ckptlint.keys import braces, parse, ranges
+from ckptlint.model import Checkpoint, WeightIndex
+from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+
+_NUMBERS = re.compile(r".*?([0-9]{1,9})-of-([0-9]{1,9})(?:\.[^-]+)?\.safetensors")
+_SHOWN = 6
+_MOST = 100_000
+_SLACK = 0.01
+
+Held = dict[str, set[str]]
+"""File -> the keys in its header."""
+
+
+@rule("PAY014", "index-mismatch", Severity.ERROR)
+def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The index of a model names other files or keys than there are, or one of its files is missing.
+
+    What it checks:
+        Each key of `*.safetensors.index.json` lies in the file that the index names. Without an index no number of
+        `model-<k>-of-<N>.safetensors` is missing (in the shards of torch's writer a warning: a number may belong to
+        keys that the job does not have; beside an index a note). Keys that the index lacks or has in another file, and
+        keys that two files hold without an index, are a warning. So is a `total_size` more than 1 % away from the bytes
+        that are stored, where tied weights do not explain it; smaller differences are common, and a note.
+    Why it matters:
+        A loader that follows the index misses tensors, and one that takes every file reads stale ones.
+    Usual causes:
+        An interrupted upload or download, the index of another export, an export into a folder that held another one, a
+        map of keys that was built on one rank.
+    How to fix:
+        Copy the missing file again, or write the index again from the headers of the files.
+    See:
+        huggingface_hub.split_torch_state_dict_into_shards
+    """
+    if not ckpt.is_safetensors:
+        raise NotApplicable("the folder holds no safetensors")
+    names, held = ckpt.records.fqns, defaultdict[str, set[str]](set)
+    for key, file in zip(ckpt.records.fqn.tolist(), ckpt.records.file.tolist(), strict=True):
+        held[ckpt.files[file].name].add(names[key])
+    if ckpt.index is not None:
+        yield from _misplaced(ckpt.index, held)
+        yield from _unlisted(ckpt.index, held)
+        yield from _total(ckpt, ckpt.index)
+    elif ckpt.format == "safetensors" and len(ckpt.files) > 1:
+        yield from _without_index(ckpt, held)
+    yield from _numbers(ckpt)
+
+
+def _misplaced(index: WeightIndex, held: Held) -> Iterator[Finding]:
+    """Keys that are not in the file that the index names."""
+    wanted: Held = defaultdict(set)
+    for key, file in index.places.items():
+        wanted[file].add(key)
+    for file, keys in wanted.items():
+        lost = sorted(keys - held.get(file, set()))
+        if not lost or (file in index.unread and file not in index.absent):
+            continue  # a file whose header cannot be read has a finding of its own
+        is_absent = file in index.absent
+        homes = sorted(other for other, present in held.items() if present & set(lost))
+        yield Finding(
+            f"{index.file} has {_count(lost)} in {file}, which {'is not there' if is_absent else 'lacks them'}",
+            file=file,
+            missing=(file, *lost[:_MOST]),
+            place=f"{index.file}: {file}",
+            notes=_keys(lost),
+            hint=f"they lie in {', '.join(homes[:_SHOWN])}: write the index again from the headers"
+            if homes
+            else "copy the file again from where the model was written",
+            alike="absent" if is_absent else "lacking",
+        )
+
+
+def _unlisted(index: WeightIndex, held: Held) -> Iterator[Finding]:
+    """Keys that the index lacks, or has in another file that holds them too."""
+    for file, present in held.items():
+        lacking = sorted(present - index.places.keys())
+        double = sorted(
+            key
+            for key in present & index.places.keys()
+            if index.places[key] != file and key in held.get(index.places[key], ())
+        )
+        for keys, text in ((lacking, f"that {index.file} lacks"), (double, f"that {index.file} has in another file")):
+            if keys:
+                yield Finding(
+                    f"{file} holds {_count(keys)} {text}",
+                    file=file,
+                    missing=(file, *keys[:_MOST]),
+                    severity=Severity.WARNING,
+                    notes=_keys(keys),
+                    why="a loader that follows the index never reads them, one that takes every file does",
+                    hint="write the index again from the headers"
+                    if file in index.places.values()
+                    else "no key of the index lies in this file: it may be left over from another export",
+                    alike="lacks" if keys is lacking else "double",
+                )
+
+
+def _total(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
+    """The bytes that the index says, against those of the tensors; not where a file could not be read."""
+    stored = int(ckpt.records.byte_length[ckpt.records.owned].sum())
+    if index.total_size is None or index.total_size == stored or index.unread:
+        return
+    tied = {
+        tensor.nbytes(tensor.volume) for tensor in ckpt.tensors.values() if parse(tensor.fqn).cls in _TIED
+    }  # an index that was made before one of the two was dropped counts it
+    difference = index.total_size - stored
+    is_close = abs(difference) <= _SLACK * stored or difference in tied
+    yield Finding(
+        f"{index.file} says {index.total_size:,} bytes in all, and {stored:,} are stored",
+        file=index.file,
+        missing=("total_size",),
+        severity=Severity.INFO if is_close else Severity.WARNING,
+        why="the index was written for other files than these",
+        notes=(("difference", f"{human_bytes(abs(difference))} {'fewer' if difference > 0 else 'more'} are stored"),),
+        hint="" if is_close else "compare the index with that of the export; a change of dtype alone does this too",
+    )
+
+
+_TIED = ("embedding", "output")
+
+
+def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for file, present in held.items():
+        for key in present:
+            homes[key].append(file)
+    shared = sorted(key for key, files in homes.items() if len(files) > 1)
+    if shared and not ckpt.partial:
+        files = sorted({file for key in shared for file in homes[key]})
+        yield Finding(
+            f"{_count(shared)} lie in several files, and no index says in which of them",
+            file=files[0],
+            missing=tuple(shared[:_MOST]),
+            place=", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""),
+            severity=Severity.WARNING,
+            notes=_keys(shared),
+            why="which of the copies is loaded depends on the order of the files",
+            hint="files of an earlier export may have been left in the folder",
+        )
+    elif not ckpt.partial:
+        yield Finding(
+            f"the model lies in {len(ckpt.files)} files without an index",
+            missing=("index",),
+            severity=Severity.INFO,
+            why="transformers needs it to load more than one file; other loaders take every file",
+        )
+
+
+def _numbers(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Numbers k of the names `<stem>-<k>-of-<N>` that no file has."""
+    by_total: dict[int, set[int]] = defaultdict(set)
+    for file in ckpt.files:
+        if match := _NUMBERS.fullmatch(file.name):
+            by_total[int(match[2])].add(int(match[1]))
+    for total, present in by_total.items():
+        first = 0 if 0 in present else 1
+        lost = total - len(present & set(range(first, min(first + total, _MOST))))
+        if lost <= 0:
+            continue
+        missing = set(range(first, min(first + total, _MOST))) - present
+        severity = None
+        if ckpt.index is not None:
+            severity = Severity.INFO
+        elif ckpt.format == "dcp-safetensors":
+            severity = Severity.WARNING
+        yield Finding(
+            f"{'file' if lost == 1 else 'files'} {ranges(missing)} of {total} {'is' if lost == 1 else 'are'} missing",
+            missing=tuple(f"{number}-of-{total}" for number in sorted(missing)[:_MOST]),
+            place=f"{len(present)} of {total} files are there",
+            severity=severity,
+            why="the index names no key in them" if ckpt.index is not None else "",
+            hint="" if ckpt.index is not None else "copy the missing files again from where the model was written",
+        )
+
+
+def _count(keys: Iterable[str]) -> str:
+    listed = list(keys)
+    return f"the key {listed[0]}" if len(listed) == 1 else f"{len(listed):,} keys"
+
+
+def _keys(keys: list[str]) -> tuple[Note, ...]:
+    folded = braces(keys)
+    return (("keys", ", ".join(folded[:_SHOWN]) + (f" and {len(folded) - _SHOWN} more" * (len(folded) > _SHOWN))),)
