@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptlint.reporters.style import Style
     from ckptlint.rule import Depth
 
-FORMATS = ("full", "concise", "json", "json-v1")
+FORMATS = ("full", "concise", "json", "json-v1", "sarif", "junit", "github", "gitlab", "markdown")
 _ENVIRONMENT = {"auto_envvar_prefix": "CKPTLINT", "help_option_names": ["-h", "--help"]}
 
 
@@ -97,6 +97,7 @@ def cli() -> None:
     "--output", multiple=True, metavar="[F=]FILE", help="Also write a report; the format by suffix, or given as F=."
 )
 @click.option("--max-per-rule", type=click.IntRange(min=0), default=5, show_default=True, help="Groups shown; 0 = all.")
+@click.option("--statistics", is_flag=True, help="A table instead of findings: count, code, name, tensors.")
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
 @click.option(
     "--ascii", "ascii_only", is_flag=True, envvar="CKPTLINT_ASCII", help="Draw chunk maps with plain characters."
@@ -124,6 +125,7 @@ def check(
     format_: str,
     output: tuple[str, ...],
     max_per_rule: int,
+    statistics: bool,
     color: str,
     ascii_only: bool,
     all_steps: bool,
@@ -141,6 +143,8 @@ def check(
 
     if strict and exit_zero:
         raise click.UsageError("--strict and --exit-zero contradict each other")
+    if statistics and format_ != "full":
+        raise click.UsageError(f"--statistics is a text of its own and does not go with --format {format_}")
     if not paths:
         raise click.UsageError("which checkpoint? give a PATH, see `ckptlint --help`")
     outputs = [_output(value) for value in output]
@@ -165,7 +169,7 @@ def check(
             reading=_reading(depth, sample, seed, jobs),
         )
     style = _style(color, ascii_only, max_per_rule, quiet, verbose)
-    _emit(report, style, format_, outputs)
+    _emit(report, style, "statistics" if statistics else format_, outputs)
     sys.exit(report.exit_code)
 
 
@@ -334,7 +338,7 @@ def _emit(report: Report, style: Style, format_: str, outputs: list[tuple[str, P
         sys.stdout.write(text)
         sys.stdout.flush()
     for name, path in outputs:
-        _write(path, REPORTERS[name](report, replace(style, color=False)))
+        _write(path, REPORTERS[name](report, replace(style, color=False, quiet=0)))  # a file is whole, whatever -q says
 
 
 def _write(path: Path, text: str) -> None:

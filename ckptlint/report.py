@@ -158,15 +158,21 @@ class Report:
         """Problems by severity: a group of like findings counts once."""
         return Counter(group.lead.severity.label for part in self.checkpoints for group in part.groups)
 
+    def is_failing(self, item: Diagnostic) -> bool:
+        """Whether a finding makes the run fail: at or above `fail_on`, and always for SAF errors; LNT002 never does."""
+        least = Severity.ERROR + 1 if self.fail_on == "never" else Severity[self.fail_on.upper()]
+        unsafe = item.code.startswith("SAF") and item.severity == Severity.ERROR
+        return item.code != "LNT002" and (item.severity >= least or unsafe)
+
     @property
     def fails(self) -> bool:
-        """Whether findings alone make the run fail: at or above `fail_on`, and always for SAF errors."""
-        least = Severity.ERROR + 1 if self.fail_on == "never" else Severity[self.fail_on.upper()]
-        return any(
-            item.severity >= least or (item.code.startswith("SAF") and item.severity == Severity.ERROR)
-            for item in self.diagnostics
-            if item.code != "LNT002"
-        )
+        """Whether findings alone make the run fail."""
+        return any(map(self.is_failing, self.diagnostics))
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """A sentence for each path or file that gave no checkpoint to judge."""
+        return (*self.refused, *self.nothing)
 
     @property
     def is_incomplete(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptlint.report import Report, worst
 from ckptlint.reporters.full import region_text
-from ckptlint.reporters.style import Style, cut
+from ckptlint.reporters.style import Style, cut, inert
 
 
 def render(report: Report, style: Style) -> str:
@@ -22,5 +22,5 @@ def render(report: Report, style: Style) -> str:
             level = style.paint(lead.severity.label, lead.severity.label)
             lines.append(f"{part.checkpoint.path}:{subject}{region}: {level} {lead.code} {lead.message}{more}")
         lines += [f"{part.checkpoint.path}: {count} more groups of {code}" for code, count in left_out.items()]
-    lines += [*report.refused, *report.nothing]
-    return "".join(line + "\n" for line in lines)
+    lines += report.unread
+    return inert("".join(line + "\n" for line in lines))

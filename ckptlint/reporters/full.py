@@ -7,8 +7,8 @@ from ckptlint.chunkmap import draw, human_bytes, make_grid
 from ckptlint.keys import braces
 from ckptlint.model import Checkpoint, RecordState
 from ckptlint.report import CheckpointReport, Group, Report, worst
-from ckptlint.reporters.style import Style, cut, plural
-from ckptlint.rule import Finding, Severity
+from ckptlint.reporters.style import Style, cut, cut_names, inert, plural
+from ckptlint.rule import Finding, Note, Severity
 
 FORMAT_NAMES = {
     "dcp": "DCP",
@@ -30,24 +30,33 @@ def render(report: Report, style: Style) -> str:
         return ""
     blocks = []
     for part in report.checkpoints:
-        block = [] if style.quiet else [header(part.checkpoint, style)]
+        texts = [] if style.quiet else [header(part.checkpoint, style)]
         found = _findings(part, style)
-        if block and not found and len(report.checkpoints) > 1 and not part.is_incomplete:
-            block[0] += "\n  " + style.paint("passed", "good")
-        block += found
-        if block:
-            blocks.append("\n\n".join(block))
+        if texts and not found and len(report.checkpoints) > 1 and not part.is_incomplete:
+            texts[0] += "\n  " + style.paint("passed", "good")
+        texts += found
+        if texts:
+            blocks.append("\n\n".join(texts))
     if style.verbose:
         blocks.append(_details(report, style))
     if not style.quiet:
-        unread = [line for text in (*report.refused, *report.nothing) for line in style.wrap(text, "  ", "")]
-        blocks.append("\n".join([*unread, *_verdict(report, style)]))
+        unread = [line for text in report.unread for line in style.wrap(text, "  ", "")]
+        blocks.append("\n".join([*unread, *verdict(report, style)]))
     separator = "\n" if _is_clean(report, style) else "\n\n"
-    return separator.join(block for block in blocks if block) + ("\n" if blocks else "")
+    return inert(separator.join(text for text in blocks if text)) + ("\n" if blocks else "")
 
 
 def header(ckpt: Checkpoint, style: Style) -> str:
     """What was looked at: path, dialect, counts."""
+    told = facts(ckpt)
+    unseen = [line for sentence in ckpt.unseen for line in style.wrap(f"not known: {sentence}", "    ", "  ")]
+    if len(ckpt.path) + len(told) + 2 <= style.width:
+        return "\n".join([style.paint(ckpt.path, "bold") + "  " + told, *unseen])
+    return "\n".join([style.paint(ckpt.path, "bold"), *style.wrap(told, "  "), *unseen])
+
+
+def facts(ckpt: Checkpoint) -> str:
+    """Dialect and counts in a line."""
     name = FORMAT_NAMES[ckpt.format] + (f" ({ckpt.writer})" if ckpt.writer else "")
     counts = [plural(len(ckpt.tensors), "tensor")] if ckpt.readable else []
     if ckpt.readable and (others := len(ckpt.objects) + len(ckpt.byte_objects)):
@@ -56,51 +65,47 @@ def header(ckpt: Checkpoint, style: Style) -> str:
         counts.append(plural(len(ckpt.files), "file"))
     if ckpt.total_bytes:
         counts.append(human_bytes(ckpt.total_bytes))
-    facts = "  ".join([name, ", ".join(counts)] if counts else [name])
-    unseen = [line for sentence in ckpt.unseen for line in style.wrap(f"not known: {sentence}", "    ", "  ")]
-    if len(ckpt.path) + len(facts) + 2 <= style.width:
-        return "\n".join([style.paint(ckpt.path, "bold") + "  " + facts, *unseen])
-    return "\n".join([style.paint(ckpt.path, "bold"), *style.wrap(facts, "  "), *unseen])
+    return "  ".join([name, ", ".join(counts)] if counts else [name])
 
 
 def _is_clean(report: Report, style: Style) -> bool:
-    return not style.verbose and all(not _shown(part, style) for part in report.checkpoints)
+    return not style.verbose and all(not loud_groups(part, style) for part in report.checkpoints)
 
 
-def _shown(part: CheckpointReport, style: Style) -> list[Group]:
+def loud_groups(part: CheckpointReport, style: Style) -> list[Group]:
     """The groups to show: notes only with -v or beside something worse, which they may explain."""
     loud = any(item.severity > Severity.INFO for item in part.diagnostics)
     return part.groups if loud or style.verbose else []
 
 
 def _findings(part: CheckpointReport, style: Style) -> list[str]:
-    shown, cut_off = worst(_shown(part, style), style.per_rule)
-    blocks = ["\n".join(_group(part.checkpoint, group, style)) for group in shown]
+    shown, cut_off = worst(loud_groups(part, style), style.per_rule)
+    blocks = ["\n".join(block(part.checkpoint, group, style)) for group in shown]
     blocks += [
         f"{plural(count, 'more group')} of {code} (--max-per-rule 0 shows all)" for code, count in cut_off.items()
     ]
     return blocks
 
 
-def _group(ckpt: Checkpoint, group: Group, style: Style) -> list[str]:
+def block(ckpt: Checkpoint, group: Group, style: Style) -> list[str]:
+    """The lines of one group: sentence, place, figure, notes, and the names of the others."""
     lead, finding = group.lead, group.lead.finding
     label = f"{lead.severity.label}[{lead.code}]"
     title = style.wrap(f"{label} {lead.rule.name}: {cut_names(lead.title, lead.fqn)}", "    ", "")
     lines = [title[0].replace(label, style.paint(label, lead.severity.label), 1), *title[1:]]
     lines += style.wrap(finding.place or _place(ckpt, finding), "      ", "  --> ")
     lines += [f"   | {line}".rstrip() for line in _figure(ckpt, finding, style)]
-    notes = [("why", lead.why), *lead.all_notes()]
-    if len(group.members) > 1:
-        notes.append(("also", _also(group)))
-    for name, text in notes:
-        if text:
-            lines += style.wrap(text, "     ", f"   = {name}: ")
+    for name, text in notes(group):
+        lines += style.wrap(text, "     ", f"   = {name}: ")
     return lines
 
 
-def cut_names(title: str, fqn: str | None) -> str:
-    """The title with a very long name shortened."""
-    return title.replace(fqn, cut(fqn)) if fqn else title
+def notes(group: Group) -> list[Note]:
+    """Why it matters, every note of the one shown, and the names of the others."""
+    listed = [("why", group.lead.why), *group.lead.all_notes()]
+    if len(group.members) > 1:
+        listed.append(("also", _also(group)))
+    return [note for note in listed if note[1]]
 
 
 def _place(ckpt: Checkpoint, finding: Finding) -> str:
@@ -146,9 +151,10 @@ def _details(report: Report, style: Style) -> str:
     return "\n".join(lines)
 
 
-def _verdict(report: Report, style: Style) -> list[str]:
+def verdict(report: Report, style: Style) -> list[str]:
+    """The last lines: what was found, by how many rules, and what could not be judged."""
     counts = [plural(report.counts[level], level) for level in ("error", "warning") if report.counts[level]]
-    notes = report.counts["info"]
+    remarks = report.counts["info"]
     rules = len(report.rules)
     selected = {rule.code for rule in report.rules}
     silent = {code for part in report.checkpoints for code in part.not_run} & selected
@@ -174,7 +180,7 @@ def _verdict(report: Report, style: Style) -> list[str]:
     elif report.is_incomplete and not report.fails:
         lines.append(style.paint("The verdict is incomplete.", "error"))
     if not counts and not failed and not report.is_incomplete:
-        extra = f", {plural(notes, 'note')} (-v)" if notes and not style.verbose else ""
+        extra = f", {plural(remarks, 'note')} (-v)" if remarks and not style.verbose else ""
         of = f"{rules - len(silent)} of {rules} rules" if silent else f"All {rules} rules"
         passed = style.paint(f"{of} passed", "good")
         lines.append(f"{passed} in {report.seconds:.2f} s{extra}. {_unread(report)}")

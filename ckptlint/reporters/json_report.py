@@ -22,7 +22,7 @@ def render(report: Report, style: Style) -> str:
         "tool": {
             "version": __version__,
             "depth": report.depth,
-            "sample": _sample(report),
+            "sample": sample(report),
             "rules": [rule.code for rule in report.rules],
         },
         "verdict": report.verdict,
@@ -34,7 +34,7 @@ def render(report: Report, style: Style) -> str:
     return json.dumps(document, indent=2) + "\n"
 
 
-def _sample(report: Report) -> str | None:
+def sample(report: Report) -> str | None:
     """What share of the records was read, with the seed; None for all of them."""
     payloads = [part.checkpoint.payload for part in report.checkpoints if part.checkpoint.payload is not None]
     return "; ".join(payload.sample for payload in payloads if payload.sample) or None

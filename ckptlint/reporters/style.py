@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from dataclasses import dataclass
 
 _CODES = {"error": "31;1", "warning": "33;1", "info": "36", "good": "32", "dim": "2", "bold": "1"}
 NAME_LIMIT = 200
+_COMMAND = re.compile(r"^(\s*):(?=:)|##(?=\w*\[)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,11 @@ def cut(name: str) -> str:
     return f"{name[:half]}...{name[-half:]}"
 
 
+def cut_names(title: str, fqn: str | None) -> str:
+    """The title with a very long name shortened."""
+    return title.replace(fqn, cut(fqn)) if fqn else title
+
+
 def plural(count: int, noun: str) -> str:
     """A count with its noun.
 
@@ -60,3 +67,19 @@ def plural(count: int, noun: str) -> str:
     ('1 error', '2,054 objects')
     """
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def inert(text: str, escape: str = r"\x{:x}") -> str:
+    r"""The text without what a CI runner takes for a command: `::` that starts a line, `##[` or `##vso[` anywhere.
+
+    A name may hold either, and wrapping may put it at the start of a line; it gets a visible escape, as `printable`
+    gives, or in the form of a format that has its own.
+
+    Source:
+        actions/runner, src/Runner.Common/ActionCommand.cs; Azure Pipelines and TeamCity write `##vso[`, `##teamcity[`
+
+    >>> print(inert("  ::error::a"))
+      \x3a:error::a
+    """
+    colon, hash_ = escape.format(ord(":")), escape.format(ord("#"))
+    return _COMMAND.sub(lambda found: f"#{hash_}" if found[1] is None else found[1] + colon, text)

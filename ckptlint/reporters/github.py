@@ -1,0 +1,58 @@
+"""The `github` format: workflow commands that GitHub Actions shows as annotations."""
+
+from __future__ import annotations
+
+from ckptlint.report import CheckpointReport, Group, Report
+from ckptlint.reporters.full import notes, verdict
+from ckptlint.reporters.places import file_of
+from ckptlint.reporters.style import Style, cut_names, plural
+from ckptlint.rule import Severity
+
+SHOWN = 10
+"""Annotations of one level that GitHub shows for a step; the others are only in its log."""
+_COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "notice"}
+
+
+def render(report: Report, style: Style) -> str:
+    """One command for every group, the worst first; the last one that GitHub shows tells how many more there are.
+
+    Source:
+        GitHub Actions, "Workflow commands"; actions/toolkit packages/core/src/command.ts for the escapes.
+    """
+    if style.quiet >= 2:
+        return ""
+    lines = [_command("error", {"title": "ckptlint"}, sentence) for sentence in report.unread]
+    for severity, command in _COMMANDS.items():
+        found = [(part, group) for part in report.checkpoints for group in part.groups]
+        own = [_annotation(command, part, group) for part, group in found if group.lead.severity == severity]
+        if len(own) > SHOWN:
+            more = f"{plural(len(own) - SHOWN + 1, f'more {command}')}: the log of this step lists them"
+            own.insert(SHOWN - 1, _command(command, {"title": "ckptlint"}, more))
+        lines += own
+    for ckpt in (part.checkpoint for part in report.checkpoints):
+        told = [f"{ckpt.path}: not known: {sentence}" for sentence in ckpt.unseen]
+        lines += [_command("notice", {"title": "ckptlint"}, sentence) for sentence in told]
+    if not style.quiet:
+        lines += verdict(report, style)
+    return "".join(line + "\n" for line in lines)
+
+
+def _annotation(command: str, part: CheckpointReport, group: Group) -> str:
+    lead = group.lead
+    file = f"{part.checkpoint.path}/{file_of(part.checkpoint, lead.finding.file)}"
+    place = {"file": file, "line": "1", "title": f"{lead.code} {lead.rule.name}"}
+    text = [cut_names(lead.title, lead.fqn), *(f"{label}: {note}" for label, note in notes(group))]
+    return _command(command, place, "\n".join(text))
+
+
+def _command(command: str, properties: dict[str, str], message: str) -> str:
+    listed = ",".join(f"{name}={_property(value)}" for name, value in properties.items())
+    return f"::{command} {listed}::{_data(message)}"
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

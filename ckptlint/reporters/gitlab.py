@@ -1,0 +1,63 @@
+"""The `gitlab` format: a GitLab code quality report."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+from typing import Any
+
+from ckptlint.report import CheckpointReport, Group, Report
+from ckptlint.reporters.places import file_of
+from ckptlint.reporters.style import Style
+from ckptlint.rule import Severity
+from ckptlint.storage import is_url
+
+_SEVERITIES = {Severity.ERROR: "critical", Severity.WARNING: "major", Severity.INFO: "info"}
+
+
+def render(report: Report, style: Style) -> str:
+    """One issue for every group, as GitLab's subset of the Code Climate format.
+
+    Source:
+        GitLab, "Code Quality": description, check_name, fingerprint, severity, location.path, location.lines.begin.
+    """
+    issues = [_unread(sentence) for sentence in report.unread]
+    issues += [_issue(part, group) for part in report.checkpoints for group in part.groups]
+    seen: set[str] = set()
+    for number, issue in enumerate(issues):
+        # GitLab drops an issue whose fingerprint another one has: the same fault in two checkpoints of one run
+        if issue["fingerprint"] in seen:
+            issue["fingerprint"] = _digest(f"{issue['fingerprint']}/{number}")
+        seen.add(issue["fingerprint"])
+    return json.dumps(issues, indent=2) + "\n"
+
+
+def _issue(part: CheckpointReport, group: Group) -> dict[str, Any]:
+    lead = group.lead
+    more = f" (+{len(group.members) - 1:,} more)" if len(group.members) > 1 else ""
+    return {
+        "description": f"{lead.code} {lead.title}{more}",
+        "check_name": lead.rule.name,
+        "fingerprint": lead.fingerprint,
+        "severity": _SEVERITIES[lead.severity],
+        "location": _location(f"{part.checkpoint.path}/{file_of(part.checkpoint, lead.finding.file)}"),
+    }
+
+
+def _unread(sentence: str) -> dict[str, Any]:
+    return {
+        "description": sentence,
+        "check_name": "unread",
+        "fingerprint": _digest(sentence),
+        "severity": "blocker",
+        "location": _location("."),
+    }
+
+
+def _location(path: str) -> dict[str, Any]:
+    return {"path": path if is_url(path) else posixpath.normpath(path), "lines": {"begin": 1}}
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "backslashreplace")).hexdigest()[:16]

@@ -1,0 +1,163 @@
+"""The `sarif` format: SARIF 2.1.0, one run for all checkpoints, one result for each group."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import islice
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from ckptlint import __version__
+from ckptlint.chunkmap import make_grid
+from ckptlint.model import Checkpoint
+from ckptlint.report import CheckpointReport, Group, Report
+from ckptlint.reporters.full import notes
+from ckptlint.reporters.json_report import sample
+from ckptlint.reporters.places import file_of
+from ckptlint.reporters.style import Style
+from ckptlint.rule import Rule, Severity
+from ckptlint.rulepage import page
+from ckptlint.storage import is_url
+
+SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+_ROOT = "%SRCROOT%"  # the base that viewers and code scanning replace by the root of the checkout
+_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
+_CHUNK_LIMIT = 100
+
+
+def render(report: Report, style: Style) -> str:
+    """The report as SARIF text, in ASCII.
+
+    Source:
+        OASIS, "Static Analysis Results Interchange Format (SARIF) Version 2.1.0", with errata 01
+    """
+    index = {rule.code: number for number, rule in enumerate(report.rules)}
+    parts = list(enumerate(report.checkpoints))
+    bases = {f"CKPT{number}": _base(part.checkpoint.path) for number, part in parts}
+    root = {"description": {"text": "the folder that ckptlint was started in"}}
+    results = [_result(part, f"CKPT{number}", group, index) for number, part in parts for group in part.groups]
+    run = {
+        "tool": {"driver": {"name": "ckptlint", "version": __version__, "rules": [_rule(r) for r in report.rules]}},
+        "invocations": [_invocation(report, index)],
+        "originalUriBaseIds": {_ROOT: root, **bases},
+        "artifacts": _artifacts(report, results),
+        "results": results,
+        "properties": {"depth": report.depth, "sample": sample(report), "verdict": report.verdict},
+    }
+    return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
+
+
+def _rule(rule: Rule) -> dict[str, Any]:
+    about = f"{rule.section('What it checks')} {rule.section('Why it matters')}".strip()
+    return {
+        "id": rule.code,
+        "name": rule.name,
+        "shortDescription": {"text": rule.summary or rule.name},
+        "fullDescription": {"text": about or rule.summary or rule.name},
+        "help": {"text": page(rule, 100)},
+        "defaultConfiguration": {"level": _LEVELS[rule.severity]},
+    }
+
+
+def _invocation(report: Report, index: dict[str, int]) -> dict[str, Any]:
+    """How the run went: a crashed rule or an unread path makes it unsuccessful, findings do not."""
+    told: list[dict[str, Any]] = [{"level": "error", "message": {"text": text}} for text in report.unread]
+    for part in report.checkpoints:
+        for code, error in part.failed.items():
+            text = f"{code} did not finish on {part.checkpoint.path}: {error}"
+            rule = {"id": code, "index": index[code]}
+            told.append({"level": "error", "message": {"text": text}, "associatedRule": rule})
+    unknown = [f"{p.checkpoint.path}: not known: {text}" for p in report.checkpoints for text in p.checkpoint.unseen]
+    remarks = [{"level": "note", "message": {"text": text}} for text in unknown]
+    return {"executionSuccessful": not told, "exitCode": report.exit_code, "toolExecutionNotifications": told + remarks}
+
+
+def _base(path: str) -> dict[str, Any]:
+    """The URI of a checkpoint: below the checkout where its path is, absolute otherwise."""
+    if is_url(path):
+        return {"uri": f"{quote(path, safe=':/%')}/", "description": {"text": path}}
+    if Path(path).is_absolute() or ".." in Path(path).parts:
+        whole = Path(os.path.normpath(Path(path).absolute()))
+        return {"uri": f"{whole.as_uri()}/", "description": {"text": path}}
+    return {"uri": f"{quote(os.path.normpath(path))}/", "uriBaseId": _ROOT, "description": {"text": path}}
+
+
+def _artifacts(report: Report, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The files that results point at, with their lengths where they are known."""
+    lengths = {
+        (f"CKPT{number}", quote(file.name)): file.size
+        for number, part in enumerate(report.checkpoints)
+        for file in part.checkpoint.files
+    }
+    named: dict[tuple[str, str], dict[str, str]] = {}
+    for result in results:
+        for location in result["locations"] + result["relatedLocations"]:
+            file = location["physicalLocation"]["artifactLocation"]
+            named[file["uriBaseId"], file["uri"]] = file
+    sizes = [(file, lengths.get(key)) for key, file in named.items()]
+    return [{"location": file} | ({} if size is None else {"length": size}) for file, size in sizes]
+
+
+def _result(part: CheckpointReport, base: str, group: Group, index: dict[str, int]) -> dict[str, Any]:
+    ckpt, lead = part.checkpoint, group.lead
+    result: dict[str, Any] = {
+        "ruleId": lead.code,
+        "ruleIndex": index[lead.code],
+        "level": _LEVELS[lead.severity],
+        "kind": "fail",  # any other kind has no level (SARIF 3.27.10)
+        "message": {"text": _plain("\n".join([lead.title, *(f"{label}: {text}" for label, text in notes(group))]))},
+        "locations": [_location(ckpt, base, group)],
+        "relatedLocations": _chunks(ckpt, base, group),
+        "partialFingerprints": {"ckptlint/v1": lead.fingerprint},
+        "occurrenceCount": len(group.members),
+    }
+    if len(group.members) > 1:
+        members = [{"fqn": m.fqn, "message": m.message, "fingerprint": m.fingerprint} for m in group.members]
+        result["properties"] = {"findings": members}
+    return result
+
+
+def _location(ckpt: Checkpoint, base: str, group: Group) -> dict[str, Any]:
+    finding, name = group.lead.finding, file_of(ckpt, group.lead.finding.file)
+    # viewers want a line, for binary files too
+    region = {"startLine": 1} | (_bytes(*finding.byte_range) if finding.byte_range and name == finding.file else {})
+    location: dict[str, Any] = {"physicalLocation": {"artifactLocation": _file(name, base), "region": region}}
+    if finding.fqn:
+        location["logicalLocations"] = [{"fullyQualifiedName": finding.fqn, "kind": "object"}]
+    return location
+
+
+def _chunks(ckpt: Checkpoint, base: str, group: Group) -> list[dict[str, Any]]:
+    """Where the chunks of the finding and those that its chunk map draws are stored, at most 100."""
+    finding = group.lead.finding
+    if finding.tensor is None:
+        return []
+    grid = make_grid(finding.tensor, finding.region) if finding.region else None
+    letters = {} if grid is None else grid.legend
+    found: list[dict[str, Any]] = []
+    for row in islice(dict.fromkeys([*finding.rows, *letters]), _CHUNK_LIMIT):
+        record = int(finding.tensor.chunks.record[row])
+        if record >= 0:
+            name, start, length = ckpt.place(record)
+            place: dict[str, Any] = {"artifactLocation": _file(file_of(ckpt, name), base)}
+            if region := _bytes(start, length):
+                place["region"] = region
+            text = f"chunk {letters.get(row, row)}: {finding.tensor.layout.box(row)}"
+            found.append({"physicalLocation": place, "message": {"text": text}})
+    return found
+
+
+def _bytes(start: int, length: int) -> dict[str, int]:
+    """A byte region; nothing for what no file can have."""
+    return {"byteOffset": start, "byteLength": length} if start >= 0 and length >= 0 else {}
+
+
+def _file(name: str, base: str) -> dict[str, str]:
+    return {"uri": quote(name), "uriBaseId": base}
+
+
+def _plain(text: str) -> str:
+    """The text without what SARIF takes for an embedded link, `[text](target)`."""
+    return text.replace("](", "] (")

@@ -1,0 +1,24 @@
+"""What `--statistics` prints: a line per rule that found something, and the verdict."""
+
+from __future__ import annotations
+
+from ckptlint.report import Report
+from ckptlint.reporters.full import verdict
+from ckptlint.reporters.style import Style
+
+
+def render(report: Report, style: Style) -> str:
+    """A table of problems, code, name and keys concerned, worst first; notes are counted too."""
+    if style.quiet >= 2:
+        return ""
+    from tabulate import tabulate
+
+    groups = [(part.checkpoint.path, group) for part in report.checkpoints for group in part.groups]
+    rows = []
+    for rule in sorted({group.lead.rule for _, group in groups}, key=lambda rule: (-rule.severity, rule.code)):
+        own = [(path, group) for path, group in groups if group.lead.rule is rule]
+        keys = {(path, item.fqn) for path, group in own for item in group.members if item.fqn}
+        rows.append((len(own), rule.code, rule.name, len(keys)))
+    table = [tabulate(rows, ("count", "code", "name", "tensors"), intfmt=","), ""] if rows else []
+    lines = table if style.quiet else [*table, *report.unread, *verdict(report, style)]
+    return "".join(line + "\n" for line in lines)
