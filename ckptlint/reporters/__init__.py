@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from typing import cast
 
 from ckptlint.report import Report
-from ckptlint.reporters import concise, full, github, gitlab, json_report, junit, markdown, sarif, statistics
 from ckptlint.reporters.style import Style
 
-REPORTERS: dict[str, Callable[[Report, Style], str]] = {
-    "full": full.render,
-    "concise": concise.render,
-    "json": json_report.render,
-    "json-v1": json_report.render,
-    "sarif": sarif.render,
-    "junit": junit.render,
-    "github": github.render,
-    "gitlab": gitlab.render,
-    "markdown": markdown.render,
-    "statistics": statistics.render,
+Render = Callable[[Report, Style], str]
+
+_MODULES = {
+    "full": "full",
+    "concise": "concise",
+    "json": "json_report",
+    "json-v1": "json_report",
+    "sarif": "sarif",
+    "junit": "junit",
+    "github": "github",
+    "gitlab": "gitlab",
+    "markdown": "markdown",
+    "html": "html",
+    "statistics": "statistics",
 }
 
-SUFFIXES = {".json": "json", ".txt": "full", ".sarif": "sarif", ".xml": "junit", ".md": "markdown"}
+
+def _imported_when_called(module: str) -> Render:
+    """One run writes one or two formats: the others are not imported."""
+
+    def render(report: Report, style: Style) -> str:
+        return cast(Render, import_module(f"ckptlint.reporters.{module}").render)(report, style)
+
+    return render
+
+
+REPORTERS: dict[str, Render] = {name: _imported_when_called(module) for name, module in _MODULES.items()}
+
+SUFFIXES = {".json": "json", ".txt": "full", ".sarif": "sarif", ".xml": "junit", ".md": "markdown", ".html": "html"}
 """Formats by the suffix of an output file."""
