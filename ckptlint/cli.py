@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptlint.report import Report
     from ckptlint.reporters.style import Style
 
-FORMATS = ("full", "concise", "json", "json-v1")
+FORMATS = ("full", "concise", "json", "json-v1", "html")
 _ENVIRONMENT = {"auto_envvar_prefix": "CKPTLINT", "help_option_names": ["-h", "--help"]}
 
 
