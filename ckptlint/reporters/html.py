@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 STRIP_LIMIT = 2000
 """Tensors shown in the appendix, over all checkpoints; those that a finding concerns come first."""
 
+PICTURE_LIMIT = 5_000_000
+"""Characters of markup for pictures and chunk tables; the findings behind that have their sentences and notes only."""
+
 _CHUNK_LIMIT = 16
 _MARK_LIMIT = 64
 _GRAPH_LIMIT = 4096  # chunks of a tensor: the graph is made of Python objects
@@ -41,7 +44,7 @@ _LEGEND = {
     "boundary": "a cut of other chunks",
     "region": "what the finding is about",
 }
-_ICON = {"pass": "✓", "fail": "✕", "incomplete": "?"}
+_VERDICTS = {"pass": ("✓", "Passed"), "fail": ("✕", "Failed"), "incomplete": ("?", "Incomplete")}
 
 
 def render(report: Report, style: Style) -> str:
@@ -65,7 +68,7 @@ def render(report: Report, style: Style) -> str:
         css=_markup(css),
         hatches=_markup(svg.HATCHES),
         verdict=report.verdict,
-        icon=_ICON[report.verdict],
+        shown=_VERDICTS[report.verdict],
         sentence=_sentence(report),
         counts=[(level, report.counts[level]) for level in ("error", "warning", "info")],
         totals=_totals(report),
@@ -75,17 +78,19 @@ def render(report: Report, style: Style) -> str:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Work:
     """What is made once for a page.
 
     Attributes:
+        room: what is left of PICTURE_LIMIT.
         pages: code -> id of the group that shows the rule's page.
         graphs: the chunk graphs of layouts, by axis.
         axes: the most cut axis of layouts, and into how many intervals.
         strips: the strip of a layout with its marks; tensors that are cut alike share it.
     """
 
+    room: int = PICTURE_LIMIT
     pages: dict[str, str] = field(default_factory=dict)
     graphs: dict[tuple[Layout, int], nx.DiGraph[tuple[int, int]]] = field(default_factory=dict)
     axes: dict[Layout, tuple[int, int]] = field(default_factory=dict)
@@ -118,7 +123,8 @@ def _sentence(report: Report) -> str:
     unfinished = {code for part in report.checkpoints for code in part.failed}
     sentences = [f"{' and '.join(found)} in {where}." if found else f"Nothing wrong was found in {where}."]
     if unread:
-        sentences.append(f"The tensors of {unread} could not be read, so most rules could not judge it.")
+        of = "Its" if len(report.checkpoints) == 1 else f"In {unread} of them the"
+        sentences.append(f"{of} tensors could not be read, so most rules could not run.")
     if unfinished:
         sentences.append(f"Rules that did not finish: {', '.join(sorted(unfinished))}.")
     if report.refused:
@@ -156,7 +162,7 @@ def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> 
         "facts": facts,
         "topology": [(axis, size.size, size.source) for axis, size in ckpt.topology.items()],
         "groups": [_group(ckpt, group, f"{anchor}-{group.number}", work) for group in part.groups],
-        "state": "fail" if found else "incomplete" if part.is_incomplete else "pass",
+        "worst": part.groups[0].lead.severity.label if part.groups else "incomplete" if part.is_incomplete else "",
         "appendix": _appendix(part, room, work),
         "rules": [
             ("did not finish", list(part.failed.items())),
@@ -174,7 +180,10 @@ def _group(ckpt: Checkpoint, group: Group, anchor: str, work: _Work) -> dict[str
         notes.append(("also", also(group)))
     before, has_name, after = finding.message.partition("{of}")
     page = work.pages.setdefault(lead.code, anchor)
-    grid = make_grid(finding.tensor, finding.region) if finding.tensor and finding.region else None
+    pictures: dict[str, Any] = {}
+    if is_shown := work.room > 0:
+        pictures = _pictures(ckpt, finding, work)
+        work.room -= len(str(pictures))
     return {
         "id": anchor,
         "level": lead.severity.label,
@@ -184,10 +193,9 @@ def _group(ckpt: Checkpoint, group: Group, anchor: str, work: _Work) -> dict[str
         "place": finding.place or place_of(ckpt, finding),
         "keys": len(group.members),
         "detail": finding.detail,
-        "map": None if grid is None or finding.detail else _map(ckpt, grid, finding.region),
-        "chunks": _chunks(ckpt, finding, grid),
+        "is_shown": is_shown,
         "notes": [(label, text) for label, text in notes if text],
-        "graphs": _graphs(ckpt, finding, work),
+        **pictures,
         "page": page if page != anchor else "",
         "summary": lead.rule.summary,
         "sections": [(heading, text) for heading in SECTIONS if (text := lead.rule.section(heading))],
@@ -196,6 +204,16 @@ def _group(ckpt: Checkpoint, group: Group, anchor: str, work: _Work) -> dict[str
 
 def _cut(text: str, fqn: str | None) -> str:
     return text.replace(fqn, cut(fqn)) if fqn else text
+
+
+def _pictures(ckpt: Checkpoint, finding: Finding, work: _Work) -> dict[str, Any]:
+    """The chunk map, the chunk table and the graphs of a finding."""
+    grid = make_grid(finding.tensor, finding.region) if finding.tensor and finding.region else None
+    return {
+        "map": None if grid is None or finding.detail else _map(ckpt, grid, finding.region),
+        "chunks": _chunks(ckpt, finding, grid),
+        "graphs": _graphs(ckpt, finding, work),
+    }
 
 
 def _map(ckpt: Checkpoint, grid: Grid, region: Box | None) -> dict[str, Any]:
@@ -271,7 +289,7 @@ def _appendix(part: CheckpointReport, room: int, work: _Work) -> dict[str, Any]:
         {
             "name": f"{head}{number}" if head else "Outside of numbered layers",
             "count": sum(map(len, roles.values())),
-            "flagged": sum(row["level"] != "" for rows in roles.values() for row in rows),
+            "flags": [row["level"] for rows in roles.values() for row in rows if row["level"]],
             "loose": [row for rows in roles.values() if len(rows) <= _SAME_ROLE for row in rows],
             "roles": [(cut(name), rows) for name, rows in roles.items() if len(rows) > _SAME_ROLE],
         }

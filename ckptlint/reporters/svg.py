@@ -25,7 +25,7 @@ _DIGIT = 7  # of the 12 px font, rounded up
 _STRIP_WIDTH = 1000
 _CUT_LIMIT = 200
 _RUN_LIMIT = 64
-_NODE_LIMIT = 6
+_NODE_LIMIT = 5
 _NODE, _LINK, _LANE = 84, 56, 52
 
 HATCHES = """\
@@ -59,7 +59,7 @@ def chunk_map(ckpt: Checkpoint, grid: Grid, region: Box | None) -> str:
     parts = [_text(map_caption(ckpt, grid), left, 13, "axis")]
     parts += [_text(label, left + i * width, top - 7, "cut") for i, label in enumerate(columns)]
     if grid.down is not None:
-        parts += [_text(label, left - 8, top + i * height + 4, "cut row") for i, label in enumerate(rows)]
+        parts += [_text(label, left - 8, top + i * height + 4, "cut side") for i, label in enumerate(rows)]
     counts = dict.fromkeys(("gap", "overlap", "outside"), 0)
     for r in range(len(grid.rows)):
         for c in range(len(grid.columns)):
@@ -125,12 +125,12 @@ def strip(layout: Layout, axis: int, marks: Iterable[tuple[int, int, str]], labe
     starts, stops = np.clip(layout.intervals(axis), 0, size).T
     parts = [_tag("title", escape(label)), _tag("rect", class_="gap", width=_STRIP_WIDTH, height=10)]
     parts += [_bar(low, high, size, "ok") for low, high in _runs(starts, stops)]
+    parts += [_bar(max(low, 0), min(high, size), size, kind) for low, high, kind in marks]
     cuts = np.unique(np.concatenate([starts, stops]))
     cuts = cuts[(cuts > 0) & (cuts < size)]
     if len(cuts) <= _CUT_LIMIT:
         path = "".join(f"M{round(int(cut) * _STRIP_WIDTH / size, 1):g} 0v10" for cut in cuts)
         parts.append(_tag("path", class_="edge", d=path) if path else "")
-    parts += [_bar(max(low, 0), min(high, size), size, kind) for low, high, kind in marks]
     view = {"viewBox": f"0 0 {_STRIP_WIDTH} 10", "preserveAspectRatio": "none"}
     return _tag("svg", "".join(parts), class_="strip", role="img", aria_label=label, **view)
 
@@ -290,8 +290,8 @@ class _Boxes:
     def link(self, a: int, b: int, missing: str = "") -> str:
         """An edge between two boxes; a missing one is dashed and says what would be there."""
         x, y, to_x, to_y = self._left[a] + self._widths[a], self.middle(a), self._left[b], self.middle(b)
-        bend = (to_x - x) // 2
-        path = f"M{x} {y}C{x + bend} {y} {to_x - bend} {to_y} {to_x} {to_y}"
+        bend = (x + to_x) // 2
+        path = f"M{x} {y}H{to_x}" if y == to_y else f"M{x} {y}C{bend} {y} {bend} {to_y} {to_x} {to_y}"
         if not missing:
             return _tag("path", class_="link", d=path)
         title = _tag("title", escape(f"{missing} is in no chunk"))
@@ -306,7 +306,7 @@ class _Boxes:
             parts.append(self._box_at(1, "…", f"{self.before} more", "folded", "intervals before, left out"))
         for node, (line, title) in zip(self.shown, texts, strict=True):
             shares = any(other != node and other[0] < node[1] and node[0] < other[1] for other in self.shown)
-            kind = "overlap" if shares else "ok"
+            kind = "shared" if shares else "ok"
             parts.append(self._box_at(self._index[node], f"{node[0]}:{node[1]}", line, kind, title))
         if self.after:
             parts.append(self._box_at(self.last - 1, "…", f"{self.after} more", "folded", "intervals behind, left out"))
@@ -332,7 +332,7 @@ def _missing_links(nodes: list[tuple[int, int]], size: int) -> list[tuple[int, i
 
 
 def _node_texts(ckpt: Checkpoint, tensor: Tensor, rows: list[int]) -> tuple[str, str]:
-    files = sorted({ckpt.chunk_file(tensor, row) for row in rows[:64]})
+    files = list(dict.fromkeys(ckpt.chunk_file(tensor, row) for row in rows[:64]))
     ranks = {rank_of(file) for file in files}
     rank = ranks.pop() if len(ranks) == 1 and len(rows) <= 64 else None
     line = plural(len(rows), "chunk") if rank is None else f"rank {rank}"
