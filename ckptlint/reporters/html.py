@@ -310,7 +310,7 @@ def _flags(part: CheckpointReport) -> dict[str, list[Diagnostic]]:
 
 def _row(tensor: Tensor, found: list[Diagnostic], work: _Work) -> dict[str, Any]:
     shape = "[" + ", ".join(map(str, tensor.global_shape)) + "]"
-    row = {
+    row: dict[str, Any] = {
         "name": cut(tensor.fqn),
         "kind": f"{tensor.dtype} {cut(shape)}",
         "level": found[0].severity.label if found else "",

@@ -75,8 +75,8 @@ def chunk_map(ckpt: Checkpoint, grid: Grid, region: Box | None) -> str:
     parts.append(_tag("path", class_="edge", d=solid))
     if region is not None and (outline := _outline(grid, region)):
         c, r, across, down = outline
-        box = {"x": left + c * width, "y": top + r * height, "width": across * width, "height": down * height}
-        parts.append(_tag("rect", class_="region", **box))
+        x, y = left + c * width, top + r * height
+        parts.append(_tag("rect", class_="region", x=x, y=y, width=across * width, height=down * height))
     found = [plural(count, f"{kind} cell") for kind, count in counts.items() if count and kind != "ok"]
     label = f"Chunk map of {cut(grid.tensor.fqn)}: {', '.join(found) or 'every cell is held once'}"
     return _svg("".join(parts), total, bottom + 8, "map", label)
@@ -315,11 +315,11 @@ class _Boxes:
     def _box_at(self, i: int, name: str, line: str, kind: str, title: str) -> str:
         x, y, width = self._left[i], self.middle(i), self._widths[i]
         half = 18 if line else 11
-        shape = {"x": x, "y": y - half, "width": width, "height": 2 * half, "rx": 5}
+        box = {"x": x, "y": y - half, "width": width, "height": 2 * half, "rx": 5}
         texts = _text(name, x + width // 2, y - 2 if line else y + 4, "name")
         if line:
             texts += _text(line, x + width // 2, y + 12, "line")
-        return _tag("rect", _tag("title", escape(title)), class_=f"node {kind}", **shape) + texts
+        return _tag("rect", _tag("title", escape(title)), class_=f"node {kind}", **box) + texts
 
 
 def _missing_links(nodes: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
@@ -344,7 +344,7 @@ def _node_texts(ckpt: Checkpoint, tensor: Tensor, rows: list[int]) -> tuple[str,
 
 
 def _svg(content: str, width: int, height: int, class_: str, label: str) -> str:
-    size = {"width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
+    size: dict[str, str | int] = {"width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
     return _tag("svg", content, class_=class_, role="img", aria_label=label, **size)
 
 
