@@ -236,7 +236,7 @@ def test_the_page_of_a_rule_is_there_once() -> None:
 
 def test_a_large_report_stays_small_and_quick(tmp_path: Path) -> None:
     tensors = {}
-    for i in range(3000):
+    for i in range(2500):
         chunks = [f"{8 * k}:{8 * k + 8}, {64 * c}:{64 * c + 64}" for k in range(8) for c in range(2)]
         lost = i % 16 if i < 1000 else 16
         tensors[f"model.layers.{i // 50}.block{i % 50}x.weight"] = {
@@ -252,11 +252,10 @@ def test_a_large_report_stays_small_and_quick(tmp_path: Path) -> None:
     text = html.render(report, Style())
     assert time.perf_counter() - started < 30  # about 1.5 s
     assert len(part.groups) == 1000 and len(text.encode()) < 10_000_000
-    page = Page(text)
-    assert len(page.all("article")) == 1000 and len(page.all("svg", "strip")) == html.STRIP_LIMIT
-    assert "1,000 more tensors are left out." in page.text
-    assert 200 < len(page.all("svg", "map")) < 1000
-    assert "The picture is left out" in page.text
+    assert text.count("<article ") == 1000 and text.count('<svg class="strip"') == html.STRIP_LIMIT
+    assert "500 more tensors are left out." in text
+    assert 200 < text.count('<svg class="map"') < 1000
+    assert "The picture is left out" in text
 
 
 def test_the_command_line_writes_it(tmp_path: Path) -> None:
