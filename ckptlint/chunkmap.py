@@ -111,10 +111,10 @@ def _drawn(ckpt: Checkpoint, grid: Grid, region: Box | None, ascii_only: bool, w
     pad = " " * side
     lines = []
     if grid.down is None:
-        lines.append(f"{_axis(ckpt, grid, grid.across)} ->" + _fixed(grid))
+        lines.append(f"{axis_label(ckpt, grid, grid.across)} ->" + fixed_label(grid))
     else:
-        names = _axis(ckpt, grid, grid.down), _axis(ckpt, grid, grid.across)
-        lines.append(f"{pad}{names[0]} down, {names[1]} across" + _fixed(grid))
+        names = axis_label(ckpt, grid, grid.down), axis_label(ckpt, grid, grid.across)
+        lines.append(f"{pad}{names[0]} down, {names[1]} across" + fixed_label(grid))
     header = pad + "".join(label.ljust(cell + 1) for label in labels[0])
     lines.append(header.rstrip())
     corners = "+++" if ascii_only else "┌┬┐"
@@ -134,7 +134,7 @@ def _drawn(ckpt: Checkpoint, grid: Grid, region: Box | None, ascii_only: bool, w
     return lines + _legend_lines(ckpt, grid, width)
 
 
-def _axis(ckpt: Checkpoint, grid: Grid, axis: int) -> str:
+def axis_label(ckpt: Checkpoint, grid: Grid, axis: int) -> str:
     """The axis with its factor and mesh name, where exactly one mesh axis has as many places."""
     count = len(grid.tensor.layout.intervals(axis))
     names = axes_of_size(ckpt.topology, count)
@@ -187,7 +187,8 @@ def _cell_text(grid: Grid, row: int, column: int, width: int) -> str:
     return name.center(width, "#") if len(held) > 1 else name.center(width)
 
 
-def _fixed(grid: Grid) -> str:
+def fixed_label(grid: Grid) -> str:
+    """Where the axes that are not drawn were cut, as the end of a caption; "" when none was."""
     at = ", ".join(f"dim {axis} = {index}" for axis, index in grid.fixed.items())
     return f", at {at}" if at else ""
 

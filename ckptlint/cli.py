@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ckptlint.reporters.style import Style
     from ckptlint.rule import Depth
 
-FORMATS = ("full", "concise", "json", "json-v1", "sarif", "junit", "github", "gitlab", "markdown")
+FORMATS = ("full", "concise", "json", "json-v1", "sarif", "junit", "github", "gitlab", "markdown", "html")
 _ENVIRONMENT = {"auto_envvar_prefix": "CKPTLINT", "help_option_names": ["-h", "--help"]}
 
 

@@ -141,6 +141,29 @@ def test_an_object_store_gives_the_json_of_the_local_folder(s3: Server, put: Cal
     assert as_json(ckptlint.check(url)) == as_json(ckptlint.check(REAL / name))
 
 
+@pytest.mark.parametrize("depth", ["headers", "data"])
+@pytest.mark.parametrize("name", ["fsdp2_4r", "megatron_tp2_pp2", "bugs/megatron4799e_broken", "hf_sharded", "zstd"])
+def test_the_payload_in_an_object_store_is_judged_as_a_local_one(
+    s3: Server, put: Callable[..., str], name: str, depth: Any
+) -> None:
+    url = put(REAL / name, name.rpartition("/")[2])
+    assert as_json(ckptlint.check(url, depth=depth)) == as_json(ckptlint.check(REAL / name, depth=depth))
+
+
+def test_headers_of_records_cost_less_than_the_payload(s3: Server, put: Callable[..., str], tmp_path: Path) -> None:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    tensors = {f"w{number}": torch.full((256, 1024), float(number)) for number in range(4)}
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(tmp_path / "large"), no_dist=True)
+    url = put(tmp_path / "large")
+    s3.asked.clear()
+    assert ckptlint.check(url, depth="headers").exit_code == 0
+    fetched = sum(asked.sent for asked in s3.asked if asked.path.endswith(".distcp"))
+    size = (tmp_path / "large" / "__0_0.distcp").stat().st_size
+    assert 0 < fetched < size / 10
+
+
 def test_the_command_says_the_same_of_a_url(s3: Server, put: Callable[..., str]) -> None:
     url = put(REAL / "fsdp2_4r_hole")
     local = run(REAL / "fsdp2_4r_hole", "--format", "json")

@@ -93,7 +93,7 @@ def block(ckpt: Checkpoint, group: Group, style: Style) -> list[str]:
     label = f"{lead.severity.label}[{lead.code}]"
     title = style.wrap(f"{label} {lead.rule.name}: {cut_names(lead.title, lead.fqn)}", "    ", "")
     lines = [title[0].replace(label, style.paint(label, lead.severity.label), 1), *title[1:]]
-    lines += style.wrap(finding.place or _place(ckpt, finding), "      ", "  --> ")
+    lines += style.wrap(finding.place or place_of(ckpt, finding), "      ", "  --> ")
     lines += [f"   | {line}".rstrip() for line in _figure(ckpt, finding, style)]
     for name, text in notes(group):
         lines += style.wrap(text, "     ", f"   = {name}: ")
@@ -104,11 +104,12 @@ def notes(group: Group) -> list[Note]:
     """Why it matters, every note of the one shown, and the names of the others."""
     listed = [("why", group.lead.why), *group.lead.all_notes()]
     if len(group.members) > 1:
-        listed.append(("also", _also(group)))
+        listed.append(("also", also(group)))
     return [note for note in listed if note[1]]
 
 
-def _place(ckpt: Checkpoint, finding: Finding) -> str:
+def place_of(ckpt: Checkpoint, finding: Finding) -> str:
+    """What the line below the title names: the tensor as stored, the bytes, or the file."""
     if finding.tensor is not None:
         tensor = finding.tensor
         chunks = len(tensor.chunks) + len(tensor.malformed)
@@ -129,7 +130,8 @@ def _figure(ckpt: Checkpoint, finding: Finding, style: Style) -> list[str]:
     return [] if grid is None else draw(ckpt, grid, finding.region, style.ascii_only, style.width - 5)
 
 
-def _also(group: Group) -> str:
+def also(group: Group) -> str:
+    """The other members of a group, their names folded."""
     names = braces(dict.fromkeys(item.fqn or item.finding.file for item in group.members[1:]))
     more = f", and {len(names) - _MORE_LIMIT:,} more patterns" if len(names) > _MORE_LIMIT else ""
     count = plural(len(group.members) - 1, "more key" if group.lead.fqn else "more file")
