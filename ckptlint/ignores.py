@@ -19,6 +19,7 @@ from ckptlint.rule import Rule
 from ckptlint.select import is_fixed
 
 _SCHEMA = "ckptlint.report/1"
+_NEAR_LIMIT = 20_000  # keys among which a look for the nearest takes well under a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +106,7 @@ def _split(part: CheckpointReport, why: Any) -> CheckpointReport:
     hidden = [replace(item, ignored=reason) for item, reason in judged if reason]
     if not hidden:
         return part
-    return replace(
-        part, diagnostics=[item for item, reason in judged if not reason], ignored=[*part.ignored, *hidden]
-    )
+    return replace(part, diagnostics=[item for item, reason in judged if not reason], ignored=[*part.ignored, *hidden])
 
 
 def _by_key(
@@ -132,10 +131,10 @@ def _baselined(item: Diagnostic, baseline: Mapping[str, str]) -> Ignored | None:
 
 def _ran(ignore: KeyIgnore, selected: set[str], parts: Sequence[CheckpointReport]) -> bool:
     """Whether the rules of an ignore judged every checkpoint, and one of them found something to judge."""
-    judged = all(
-        code in part.passed or code in part.not_applicable for part in parts for code in ignore.codes
+    judged = all(code in part.passed or code in part.not_applicable for part in parts for code in ignore.codes)
+    return (
+        ignore.codes <= selected and judged and any(part.passed and ignore.codes & set(part.passed) for part in parts)
     )
-    return ignore.codes <= selected and judged and any(part.passed and ignore.codes & set(part.passed) for part in parts)
 
 
 def _problem(ignore: KeyIgnore, parts: Sequence[CheckpointReport]) -> Problem:
@@ -143,15 +142,17 @@ def _problem(ignore: KeyIgnore, parts: Sequence[CheckpointReport]) -> Problem:
     keys: dict[str, None] = {}
     for part in parts:
         ckpt = part.checkpoint
-        keys |= dict.fromkeys([*ckpt.tensors, *ckpt.objects, *ckpt.byte_objects])
-        keys |= dict.fromkeys([file.name for file in ckpt.files])
+        keys |= dict.fromkeys(ckpt.tensors)
+        keys |= dict.fromkeys(name for item in ckpt.objects for name in (item.fqn, item.key))
+        keys |= dict.fromkeys(item.fqn for item in ckpt.byte_objects)
+        keys |= dict.fromkeys(file.name for file in ckpt.files)
         keys |= dict.fromkeys(ckpt.reference.tensors if ckpt.reference else ())
     glob = re.compile(fnmatch.translate(ignore.pattern))
     codes = ", ".join(sorted(ignore.codes))
     message = f"the ignore of {codes} for {printable(ignore.pattern)!r} matched no finding"
     if any(glob.match(key) for key in keys):
         return Problem("unused", printable(ignore.file), message, fqn=ignore.pattern, hint="delete it")
-    near = difflib.get_close_matches(ignore.pattern, keys, 1)
+    near = difflib.get_close_matches(ignore.pattern, keys, 1) if len(keys) <= _NEAR_LIMIT else []
     return Problem(
         "unused",
         printable(ignore.file),

@@ -489,7 +489,9 @@ class Declared:
     source: str
 
 
-ProblemKind = Literal["unsafe", "unreadable", "limit", "unsupported", "incomplete", "container", "note", "crashed", "unused"]
+ProblemKind = Literal[
+    "unsafe", "unreadable", "limit", "unsupported", "incomplete", "container", "note", "crashed", "unused"
+]
 
 
 @dataclass(frozen=True, slots=True)

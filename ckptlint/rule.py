@@ -10,7 +10,7 @@ from enum import IntEnum
 from typing import Literal
 
 from ckptlint.boxes import Box
-from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model import Tensor
 
 Depth = Literal["metadata", "files", "headers", "data"]
 DEPTHS: tuple[Depth, ...] = ("metadata", "files", "headers", "data")

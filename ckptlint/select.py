@@ -83,7 +83,7 @@ def configured(rules: Sequence[Rule], tables: Mapping[str, Mapping[str, object]]
             kind = type(options[option])
             if not (type(value) is kind or (kind is float and type(value) is int)):
                 raise ConfigError(f"{option} of {rule.code} {rule.name} takes {kind.__name__}, not {value!r}")
-            values.setdefault(rule.code, {})[option.replace("-", "_")] = value  # type: ignore[assignment]
+            values.setdefault(rule.code, {})[option.replace("-", "_")] = value
     return tuple(replace(rule, values=values[rule.code]) if rule.code in values else rule for rule in rules)
 
 
