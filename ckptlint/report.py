@@ -216,7 +216,12 @@ class Report:
         return verdicts.get(self.exit_code, "incomplete")
 
     def raise_for_findings(self, level: str = "error") -> None:
-        """Raise unless everything was judged and no finding reaches the level.
+        """Raise unless everything was judged and no finding that counts reaches the level.
+
+        >>> import ckptlint
+        >>> ckptlint.check("fixtures/real/fsdp2_4r_hole").raise_for_findings()
+        Traceback (most recent call last):
+        ckptlint.errors.CheckpointError: GEO004 rows 6:9 of model.layers.0.feed_forward.w1.weight are in no chunk
 
         Raises:
             CheckpointError: with the first finding, or with what could not be judged.
@@ -224,7 +229,7 @@ class Report:
         for item in self.diagnostics:
             if item.severity >= Severity[level.upper()]:
                 raise CheckpointError(f"{item.code} {item.title}")
-        if self.exit_code in (3, 4):
+        if self.is_incomplete or self.nothing or not self.checkpoints:
             raise CheckpointError("; ".join((*self.nothing, *self.refused)) or "the verdict is incomplete")
 
 

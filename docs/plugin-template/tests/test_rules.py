@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from acme_ckpt_rules.acm001_wide_float import wide_float
+
 from ckptlint.testing import described, fixture_cases, run_case
 
 RULES = {rule.code: rule for rule in (wide_float,)}
