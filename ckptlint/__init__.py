@@ -50,9 +50,9 @@ def check(
     'pass'
     >>> check("fixtures/real/fsdp2_4r_hole", severity={"GEO004": "warning"}).counts["warning"]
     1
-    >>> check("fixtures/real/fsdp2_4r", select=["GEO400"])
+    >>> check("fixtures/real/fsdp2_4r", select=["GEO04"])
     Traceback (most recent call last):
-    ckptlint.errors.ConfigError: there is no rule 'GEO400', did you mean GEO004?
+    ckptlint.errors.ConfigError: there is no rule 'GEO04', did you mean GEO004?
 
     Args:
         depth: `metadata`; `files`, the default, to look at payload files too; `headers` to open their records; `data`
@@ -125,7 +125,7 @@ def load(path: str | PathLike[str]) -> Checkpoint:
 
     >>> ckpt = load("fixtures/real/fsdp2_4r")
     >>> ckpt.format, len(ckpt.tensors), ckpt.tensors["model.norm.weight"].global_shape
-    ('dcp', 156, (10,))
+    ('dcp', 156, (12,))
 
     Raises:
         NothingToCheckError: there is none.

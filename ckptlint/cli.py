@@ -382,7 +382,9 @@ def _output(value: str) -> tuple[str, Path]:
 def _paths(paths: Iterable[str]) -> list[str]:
     found: list[str] = []
     for path in paths:
-        found += [line for line in sys.stdin.read().splitlines() if line] if path == "-" else [path]
+        # bytes that are no text stay what they are, as in arguments
+        lines = os.fsdecode(sys.stdin.buffer.read()).splitlines() if path == "-" else [path]
+        found += [line for line in lines if line or path != "-"]
     return found
 
 

@@ -76,16 +76,19 @@ def find(parameters: Sequence[click.Parameter], checked: Iterable[str] = ()) -> 
     Raises:
         ConfigError: the file cannot be read, or says something that it may not.
     """
+    try:
+        here = Path.cwd()
+    except OSError:  # it was deleted
+        return Settings()
     barred = local_folders(checked)
     unread = []
-    here = Path.cwd()
     for folder in (here, *here.parents):
         for name in (FILE, SHARED_FILE):
-            file = folder / name
+            file = Path(os.path.relpath(folder / name, here))
             if not os.path.lexists(file):
                 continue
             if _inside(file, barred):
-                unread.append(f"{_shown(file)} lies inside a checked path and was not read for settings")
+                unread.append(f"{file} lies inside a checked path and was not read for settings")
             elif (table := _table(file)) is not None:
                 return _settings(file, table, parameters, tuple(unread))
     return Settings(unread=tuple(unread))
@@ -198,16 +201,17 @@ def local_folders(paths: Iterable[str]) -> tuple[Path, ...]:
     """The paths that lie on this machine, links resolved; URLs are left out."""
     from ckptlint.storage import is_url
 
-    return tuple(Path(path.removeprefix("file://")).resolve() for path in paths if not is_url(path))
+    return tuple(_real(path.removeprefix("file://")) for path in paths if not is_url(path) and "\0" not in path)
+
+
+def _real(path: str | Path) -> Path:
+    """The path with links resolved; a loop of links, which `Path.resolve` does not bear, is left as it is."""
+    return Path(os.path.realpath(path))
 
 
 def _inside(file: Path, folders: Iterable[Path]) -> bool:
-    places = (Path(os.path.abspath(file)), file.resolve())  # noqa: PTH100  a link inside a folder lies inside it
+    places = (Path(os.path.abspath(file)), _real(file))  # noqa: PTH100  a link inside a folder lies inside it
     return any(place.is_relative_to(folder) for folder in folders for place in places)
-
-
-def _shown(file: Path) -> str:
-    return os.path.relpath(file)
 
 
 def _table(file: Path) -> dict[str, Any] | None:
@@ -215,15 +219,15 @@ def _table(file: Path) -> dict[str, Any] | None:
     try:
         document = tomllib.loads(file.read_bytes().decode("utf-8"))
     except OSError as error:
-        raise ConfigError(f"{_shown(file)} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(f"{_shown(file)} is not TOML: {error}") from None
+        raise ConfigError(f"{file} is not TOML: {error}") from None
     if file.name != SHARED_FILE:
         return document
     tool = document.get("tool", {})
     table = tool.get("ckptlint") if isinstance(tool, dict) else None
     if table is not None and not isinstance(table, dict):
-        raise ConfigError(f"{_shown(file)}: tool.ckptlint must be a table")
+        raise ConfigError(f"{file}: tool.ckptlint must be a table")
     return table
 
 
@@ -231,7 +235,7 @@ def _settings(
     file: Path, table: dict[str, Any], parameters: Sequence[click.Parameter], unread: tuple[str, ...]
 ) -> Settings:
     known = {name: option for name, option in long_options(parameters).items() if name not in _REFUSED}
-    name = _shown(file)
+    name = str(file)
     options: dict[str, Any] = {}
     for key, value in table.items():
         if key == "severity":
@@ -319,7 +323,7 @@ def _anchored(folder: Path, path: str) -> str:
     """A path in a file is relative to the file's folder."""
     from ckptlint.storage import is_url
 
-    return path if is_url(path) else os.path.relpath(folder / path)
+    return path if is_url(path) else os.path.normpath(folder / path)
 
 
 def _output(folder: Path, value: str, formats: click.Option) -> str:

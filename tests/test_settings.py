@@ -122,6 +122,22 @@ def test_a_link_inside_a_checked_path_is_not_read_either(here: Path, tmp_path: P
     assert invoke(".").exit_code == 1
 
 
+@pytest.mark.parametrize("path", ["loop", "a\0b", "\udcff"], ids=["a loop of links", "a null byte", "no unicode"])
+def test_odd_paths_end_in_a_sentence(here: Path, path: str) -> None:
+    (here / "loop").symlink_to("loop")
+    (here / "ckptlint.toml").write_text("")
+    done = run("-", input=path, cwd=here, errors="surrogateescape")
+    assert done.returncode in (3, 4)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_settings_file_that_is_a_loop_of_links_is_exit_2(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "ckptlint.toml").symlink_to("ckptlint.toml")
+    assert "ckptlint.toml cannot be read: " in usage_error(monkeypatch, capsys, GOOD)
+
+
 def test_a_named_file_inside_a_checked_path_is_refused(
     here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
