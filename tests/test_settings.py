@@ -239,6 +239,16 @@ def test_what_a_file_may_not_say_about_rules_is_exit_2(
     assert sentence in usage_error(monkeypatch, capsys, UNSAFE)
 
 
+def test_the_example_of_the_documentation_is_accepted(here: Path) -> None:
+    page = (REPOSITORY / "docs" / "settings.md").read_text(encoding="utf-8")
+    text = page.partition("```toml\n")[2].partition("```")[0]
+    (here / "ckptlint.toml").write_text(text.replace('"acme_ckpt_rules"', ""))
+    document = in_force()
+    assert document["settings"]["depth"] == {"value": "headers", "from": "file"}
+    assert document["settings"]["rules.unreferenced-bytes.min-bytes"] == {"value": 4096, "from": "file"}
+    assert document["per-key-ignores"][0]["rules"] == ["REF"]
+
+
 def test_help_does_not_depend_on_settings(here: Path) -> None:
     (here / "ckptlint.toml").write_text("mistake = 1\n")
     assert invoke("check", "--help").exit_code == 0
