@@ -1,14 +1,21 @@
 """ckptlint: the linter for saved distributed checkpoints.
 
 >>> import ckptlint
->>> ckptlint.check("fixtures/real/fsdp2_4r").verdict  # doctest: +SKIP
-'pass'
+>>> report = ckptlint.check("fixtures/real/fsdp2_4r_hole", select=["GEO"])
+>>> report.verdict, report.exit_code
+('fail', 1)
+>>> for diagnostic in report.diagnostics:
+...     print(diagnostic.code, diagnostic.fqn, diagnostic.region)
+...     break
+GEO004 model.layers.0.feed_forward.w1.weight ((6, 0), (3, 12))
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from os import PathLike
+
+from ckptlint.errors import CheckpointError, CkptlintError, ConfigError
 
 TYPE_CHECKING = False  # as type checkers read it; the typing module takes longer to import than all else here
 if TYPE_CHECKING:
@@ -16,58 +23,109 @@ if TYPE_CHECKING:
     from ckptlint.report import FailOn, Report
     from ckptlint.rule import Depth
 
+__all__ = ["CheckpointError", "CkptlintError", "ConfigError", "check", "load"]
 __version__ = "0.1.0"
 
 
 def check(
     *paths: str | PathLike[str],
-    depth: Depth = "files",
+    depth: Depth | None = None,
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
-    fail_on: FailOn = "error",
-    all_steps: bool = False,
+    severity: Mapping[str, str] | None = None,
+    fail_on: FailOn | None = None,
+    all_steps: bool | None = None,
     expect: str | PathLike[str] | None = None,
+    baseline: str | PathLike[str] | None = None,
+    config: str | PathLike[str] | None = None,
     sample: float | None = None,
     seed: int | None = None,
 ) -> Report:
-    """The report on the checkpoints under the paths; prints nothing and reads no settings.
+    """The report on the checkpoints under the paths.
+
+    Prints nothing, and reads neither the environment nor a settings file unless `config` names one. What is bad about
+    a checkpoint, or keeps it from being judged, is part of the report.
+
+    >>> check("fixtures/real/fsdp2_4r_hole", ignore=["GEO004", "GEO005"]).verdict
+    'pass'
+    >>> check("fixtures/real/fsdp2_4r_hole", severity={"GEO004": "warning"}).counts["warning"]
+    1
+    >>> check("fixtures/real/fsdp2_4r", select=["GEO04"])
+    Traceback (most recent call last):
+    ckptlint.errors.ConfigError: there is no rule 'GEO04', did you mean GEO004?
 
     Args:
-        depth: `metadata`; `files` to look at payload files too; `headers` to open their records; `data` to read all of
-            them.
+        depth: `metadata`; `files`, the default, to look at payload files too; `headers` to open their records; `data`
+            to read all of them.
         select: codes, names or prefixes of the rules to run; all by default.
         ignore: the same, to leave out.
-        fail_on: the lowest severity that makes `Report.exit_code` 1.
+        severity: code or name -> `error`, `warning` or `info`.
+        fail_on: the lowest severity that makes `Report.exit_code` 1; `error` by default.
         all_steps: every step of a run folder, not only the newest.
         expect: what to compare with: a manifest, a safetensors file or index, a model folder, another checkpoint.
-
+        baseline: an earlier JSON report, whose findings do not count.
+        config: a settings file (docs/settings.md): what it says about checking, where the arguments say nothing;
+            plug-ins are then loaded too.
         sample: percent of the records to read at depths `headers` and `data`, chosen at random; all by default.
         seed: of that choice.
 
     Raises:
-        ConfigError: an unknown rule or depth, a sample at a lesser depth, or a reference that cannot be used.
+        ConfigError: an unknown rule, level or depth, a sample at a lesser depth, a reference, baseline or settings file
+            that cannot be used.
     """
+    from dataclasses import replace
+
     from ckptlint import pipeline
     from ckptlint import select as selection
-    from ckptlint.errors import ConfigError
+    from ckptlint.cli import check as command
     from ckptlint.loaders.payload import default_reading
-    from ckptlint.registry import load_rules
     from ckptlint.rule import DEPTHS
+    from ckptlint.settings import Settings, every_rule, key_ignores, percent, read
 
+    checked = [str(path) for path in paths]
+    settings = Settings() if config is None else read(str(config), command.params, checked)
+    said = settings.options
+    depth = said.get("depth", "files") if depth is None else depth
+    expect = said.get("expect") if expect is None else str(expect)
     if depth not in DEPTHS:
         raise ConfigError(f"there is no depth {depth!r}: {', '.join(DEPTHS)}")
-    rules = selection.select(load_rules(), chosen=select, ignored=ignore, depth=depth, has_reference=expect is not None)
-    reference = None if expect is None else str(expect)
-    reading = default_reading(depth, sample, seed) if depth in ("headers", "data") else None
-    if reading is None and sample is not None:
+    known = every_rule(settings, checked)
+    levels = said.get("severity", ()) if severity is None else [f"{rule}={level}" for rule, level in severity.items()]
+    rules = selection.select(
+        known,
+        chosen=_tokens([*select] or said.get("select", ())),
+        extended=_tokens(said.get("extend-select", ())),
+        ignored=_tokens([*ignore] or said.get("ignore", ())),
+        severities=[(rule, level) for rule, _, level in (text.partition("=") for text in levels)],
+        depth=depth,
+        has_reference=expect is not None,
+    )
+    reading = None
+    share = percent(said["sample"]) if sample is None and "sample" in said else sample
+    if depth == "headers" or depth == "data":
+        reading = default_reading(depth, share, said.get("seed") if seed is None else seed)
+        reading = replace(reading, jobs=said.get("jobs", reading.jobs))
+    elif share is not None:
         raise ConfigError("a sample needs depth headers or data")
     return pipeline.run(
-        map(str, paths), rules, depth=depth, fail_on=fail_on, all_steps=all_steps, expect=reference, reading=reading
+        checked,
+        rules,
+        depth=depth,
+        fail_on=settings.fail_on if fail_on is None else fail_on,
+        all_steps=said.get("all-steps", False) if all_steps is None else all_steps,
+        expect=expect,
+        reading=reading,
+        ignores=() if said.get("no-ignores") else key_ignores(settings, known),
+        baseline=said.get("baseline") if baseline is None else str(baseline),
     )
 
 
 def load(path: str | PathLike[str]) -> Checkpoint:
     """The checkpoint under a path as data, for notebooks: the newest step of a run folder.
+
+    >>> ckpt = load("fixtures/real/fsdp2_4r")
+    >>> ckpt.format, len(ckpt.tensors), ckpt.tensors["model.norm.weight"].global_shape
+    ('dcp', 156, (12,))
 
     Raises:
         NothingToCheckError: there is none.
@@ -76,3 +134,7 @@ def load(path: str | PathLike[str]) -> Checkpoint:
     from ckptlint.loaders import find, open_checkpoint
 
     return open_checkpoint(find(str(path))[0])
+
+
+def _tokens(values: Iterable[str]) -> list[str]:
+    return [token for value in values for token in value.split(",")]

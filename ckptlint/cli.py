@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource as _Source
 
 from ckptlint import __version__
 from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ckptlint.rule import Depth
 
 FORMATS = ("full", "concise", "json", "json-v1", "sarif", "junit", "github", "gitlab", "markdown", "html")
-_ENVIRONMENT = {"auto_envvar_prefix": "CKPTLINT", "help_option_names": ["-h", "--help"]}
+_ENVIRONMENT: dict[str, Any] = {"auto_envvar_prefix": "CKPTLINT", "help_option_names": ["-h", "--help"]}
 
 
 class _DefaultGroup(click.Group):
@@ -46,6 +47,36 @@ class _DefaultGroup(click.Group):
             sys.exit(141)
 
 
+class _WithSettings(click.Command):
+    """A command whose defaults come from the settings file; `ctx.obj` has the settings and the paths."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing and not {"-h", "--help"} & set(args):
+            self.settle(ctx, args)
+        return super().parse_args(ctx, args)
+
+    def settle(self, ctx: click.Context, args: list[str]) -> None:
+        """Find out what is checked and which file has the settings, before click asks for defaults."""
+        from ckptlint import settings
+
+        given, _, _ = self.make_parser(ctx).parse_args([*args])
+        values = {}
+        for parameter in self.params:
+            if parameter.name in ("config", "isolated", "paths"):
+                value, source = parameter.consume_value(ctx, given)
+                values[parameter.name] = None if source == _Source.DEFAULT else parameter.type_cast_value(ctx, value)
+        paths = _paths(values["paths"] or ())
+        if values["config"] and values["isolated"]:
+            raise click.UsageError("--config and --isolated contradict each other")
+        if values["config"]:
+            found = settings.read(values["config"], self.params, paths)
+        else:
+            found = settings.Settings() if values["isolated"] else settings.find(self.params, paths)
+        ctx.obj = found, paths
+        parameters = settings.long_options(self.params)
+        ctx.default_map = {str(parameters[name].name): value for name, value in found.options.items()}
+
+
 @click.group(cls=_DefaultGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, "--version", "-V", prog_name="ckptlint")
 def cli() -> None:
@@ -58,7 +89,7 @@ def cli() -> None:
     """
 
 
-@cli.command(context_settings=_ENVIRONMENT)
+@cli.command(cls=_WithSettings, context_settings=_ENVIRONMENT)
 @click.argument("paths", nargs=-1, metavar="PATH...")
 @click.option("--select", multiple=True, metavar="RULES", help="Only these rules: codes, prefixes, names, ALL.")
 @click.option("--extend-select", multiple=True, metavar="RULES", help="These rules too.")
@@ -106,6 +137,10 @@ def cli() -> None:
 @click.option(
     "--expect", metavar="REF", help="Compare with a manifest, safetensors, a model folder or another checkpoint."
 )
+@click.option("--baseline", metavar="FILE", help="Hide the findings of this earlier JSON report.")
+@click.option("--config", metavar="FILE", help="This settings file, instead of the nearest.")
+@click.option("--isolated", is_flag=True, help="No settings file.")
+@click.option("--no-ignores", is_flag=True, help="Show what the ignores of the settings would hide.")
 @click.option("-q", "--quiet", count=True, help="-q findings only, -qq exit code only.")
 @click.option("-v", "--verbose", is_flag=True, help="Also notes, rules that did not run and why, times.")
 def check(
@@ -130,6 +165,10 @@ def check(
     ascii_only: bool,
     all_steps: bool,
     expect: str | None,
+    baseline: str | None,
+    config: str | None,
+    isolated: bool,
+    no_ignores: bool,
     quiet: int,
     verbose: bool,
 ) -> None:
@@ -139,17 +178,21 @@ def check(
     """
     from ckptlint import pipeline
     from ckptlint import select as selection
-    from ckptlint.registry import load_rules
+    from ckptlint.settings import every_rule, key_ignores
 
-    if strict and exit_zero:
-        raise click.UsageError("--strict and --exit-zero contradict each other")
+    settings, checked = click.get_current_context().obj
+    level = _level()
     if statistics and format_ != "full":
         raise click.UsageError(f"--statistics is a text of its own and does not go with --format {format_}")
+    for sentence in settings.unread:
+        click.echo(f"ckptlint: {sentence}", err=True)
     if not paths:
         raise click.UsageError("which checkpoint? give a PATH, see `ckptlint --help`")
     outputs = [_output(value) for value in output]
+    known = every_rule(settings, checked)
+    ignores = key_ignores(settings, known)
     rules = selection.select(
-        load_rules(),
+        known,
         chosen=_tokens(select),
         extended=_tokens(extend_select),
         ignored=_tokens(ignore),
@@ -157,16 +200,17 @@ def check(
         depth=depth,
         has_reference=expect is not None,
     )
-    level: Any = "warning" if strict else "never" if exit_zero else fail_on
     with _progress(no_progress):
         report = pipeline.run(
-            _paths(paths),
+            checked,
             rules,
             depth=depth,
             fail_on=level,
             all_steps=all_steps,
             expect=expect,
             reading=_reading(depth, sample, seed, jobs),
+            ignores=() if no_ignores else ignores,
+            baseline=baseline,
         )
     style = _style(color, ascii_only, max_per_rule, quiet, verbose)
     _emit(report, style, "statistics" if statistics else format_, outputs)
@@ -177,11 +221,11 @@ def check(
 @click.argument("rule")
 def explain(rule: str) -> None:
     """The page of a rule: what it checks, why, usual causes, how to fix."""
-    from ckptlint.registry import load_rules
     from ckptlint.rulepage import page
     from ckptlint.select import find_rule
+    from ckptlint.settings import every_rule, find
 
-    click.echo(page(find_rule(load_rules(), rule), min(shutil.get_terminal_size().columns, 100)))
+    click.echo(page(find_rule(every_rule(find(check.params)), rule), min(shutil.get_terminal_size().columns, 100)))
 
 
 @cli.command(context_settings=_ENVIRONMENT)
@@ -190,10 +234,31 @@ def explain(rule: str) -> None:
 )
 def rules(format_: str) -> None:
     """All rules: code, name, severity, the depth they need, what they find."""
-    from ckptlint.registry import load_rules
     from ckptlint.rulepage import catalogue
+    from ckptlint.settings import every_rule, find
 
-    click.echo(catalogue(load_rules(), format_, shutil.get_terminal_size().columns))
+    click.echo(catalogue(every_rule(find(check.params)), format_, shutil.get_terminal_size().columns))
+
+
+@cli.command("config", context_settings={**_ENVIRONMENT, "ignore_unknown_options": True})
+@click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS AND PATHS OF check]")
+def show_config(format_: str, arguments: tuple[str, ...]) -> None:
+    """The settings in force for `check`, and where each came from: default, file, environment or option."""
+    from ckptlint import settings
+
+    context = check.make_context("check", [*arguments], parent=click.get_current_context().parent)
+    found, checked = context.obj
+    for sentence in found.unread:
+        click.echo(f"ckptlint: {sentence}", err=True)
+    known = settings.every_rule(found, checked)
+    settings.key_ignores(found, known)
+    sources = {_Source.DEFAULT: "default", _Source.DEFAULT_MAP: "file", _Source.ENVIRONMENT: "environment"}
+    rows = {
+        name: (context.params[str(option.name)], sources.get(_source(context, option), "option"))
+        for name, option in settings.long_options(check.params).items()
+    }
+    click.echo(settings.in_force(found, rows, known, format_))
 
 
 @cli.command(context_settings=_ENVIRONMENT)
@@ -243,6 +308,26 @@ def main() -> None:
         sys.exit(130)
 
 
+def _source(context: click.Context, option: click.Parameter) -> _Source:
+    return context.get_parameter_source(str(option.name)) or _Source.DEFAULT
+
+
+def _level() -> Any:
+    """The lowest severity that fails the run; of three options that say so the one from the strongest source."""
+    context = click.get_current_context()
+    for source in (_Source.COMMANDLINE, _Source.ENVIRONMENT, _Source.DEFAULT_MAP, _Source.DEFAULT):
+        said = {
+            name: value
+            for name in ("strict", "exit_zero", "fail_on")
+            if (value := context.params[name]) and context.get_parameter_source(name) == source
+        }
+        if len(said.keys() & {"strict", "exit_zero"}) == 2:
+            raise click.UsageError("--strict and --exit-zero contradict each other")
+        if said:
+            return "warning" if "strict" in said else "never" if "exit_zero" in said else said["fail_on"]
+    raise AssertionError("--fail-on has a default")
+
+
 def _tokens(values: Iterable[str]) -> list[str]:
     return [token for value in values for token in value.split(",")]
 
@@ -263,21 +348,10 @@ def _reading(depth: Depth, sample: str | None, seed: int | None, jobs: int | Non
     from dataclasses import replace
 
     from ckptlint.loaders.payload import default_reading
+    from ckptlint.settings import percent
 
-    reading = default_reading(depth, _percent(sample), seed)
+    reading = default_reading(depth, None if sample is None else percent(sample), seed)
     return replace(reading, jobs=jobs or reading.jobs)
-
-
-def _percent(text: str | None) -> float | None:
-    if text is None:
-        return None
-    try:
-        percent = float(text.removesuffix("%"))
-    except ValueError:
-        percent = 0.0
-    if not 0 < percent <= 100:
-        raise click.UsageError(f"--sample takes a share above 0% and up to 100%, not {text!r}")
-    return percent
 
 
 @contextmanager
@@ -313,7 +387,9 @@ def _output(value: str) -> tuple[str, Path]:
 def _paths(paths: Iterable[str]) -> list[str]:
     found: list[str] = []
     for path in paths:
-        found += [line for line in sys.stdin.read().splitlines() if line] if path == "-" else [path]
+        # bytes that are no text stay what they are, as in arguments
+        lines = os.fsdecode(sys.stdin.buffer.read()).splitlines() if path == "-" else [path]
+        found += [line for line in lines if line or path != "-"]
     return found
 
 

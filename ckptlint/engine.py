@@ -11,7 +11,7 @@ from ckptlint.model import Checkpoint, Problem, printable
 from ckptlint.report import CheckpointReport, Diagnostic
 from ckptlint.rule import DEPTHS, Depth, NotApplicable, Rule
 
-CRASH_CODE = "LNT002"
+CRASH_CODE, UNUSED_CODE = "LNT002", "LNT001"
 
 
 def run_rules(ckpt: Checkpoint, rules: Iterable[Rule], depth: Depth) -> CheckpointReport:
@@ -22,6 +22,8 @@ def run_rules(ckpt: Checkpoint, rules: Iterable[Rule], depth: Depth) -> Checkpoi
     for rule in rules:
         if rule.code == CRASH_CODE:
             crash_rule = rule
+        elif rule.code == UNUSED_CODE:
+            pass  # what it judges is known after all checkpoints: `report_unused`
         elif DEPTHS.index(rule.needs) > DEPTHS.index(depth):
             report.not_run[rule.code] = f"needs --depth {rule.needs}"
         elif rule.expects and ckpt.reference is None:
@@ -35,11 +37,16 @@ def run_rules(ckpt: Checkpoint, rules: Iterable[Rule], depth: Depth) -> Checkpoi
     return report
 
 
+def report_unused(report: CheckpointReport, rule: Rule, problems: list[Problem]) -> None:
+    """Run LNT001 on ignores that matched nothing; its findings join the report."""
+    _run(rule, replace(report.checkpoint, problems=problems), report)
+
+
 def _run(rule: Rule, ckpt: Checkpoint, report: CheckpointReport) -> list[Problem]:
     """Run one rule; returns the crash, if it crashed."""
     started = time.perf_counter()
     try:
-        for finding in rule.check(ckpt):
+        for finding in rule.check(ckpt, **rule.values):
             severity = rule.severity if finding.severity is None else min(rule.severity, finding.severity)
             report.diagnostics.append(Diagnostic(rule, finding, severity))
         report.passed.append(rule.code)

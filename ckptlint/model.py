@@ -489,7 +489,9 @@ class Declared:
     source: str
 
 
-ProblemKind = Literal["unsafe", "unreadable", "limit", "unsupported", "incomplete", "container", "note", "crashed"]
+ProblemKind = Literal[
+    "unsafe", "unreadable", "limit", "unsupported", "incomplete", "container", "note", "crashed", "unused"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -498,7 +500,8 @@ class Problem:
 
     Attributes:
         kind: `unsafe` SAF001, `unreadable` SAF002, `limit` SAF003, `unsupported` SAF004, `incomplete` COM001,
-            `container` PAY013, `note` an info of SAF001, `crashed` LNT002 (made by the engine).
+            `container` PAY013, `note` an info of SAF001, `crashed` LNT002 (made by the engine),
+            `unused` LNT001 (made where ignores are applied).
         file: the file it lies in, relative to the checkpoint.
         message: one sentence.
         detail: lines shown below it (the opcodes of a refused call).

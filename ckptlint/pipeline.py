@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ckptlint.engine import run_rules
 from ckptlint.errors import AccessError, NothingToCheckError, ReaderError
+from ckptlint.ignores import KeyIgnore, read_baseline, set_aside
 from ckptlint.loaders import find, open_checkpoint
 from ckptlint.report import CheckpointReport, FailOn, Report
 from ckptlint.rule import Depth, Rule
@@ -27,15 +28,19 @@ def run(
     all_steps: bool = False,
     expect: str | None = None,
     reading: Reading | None = None,
+    ignores: Sequence[KeyIgnore] = (),
+    baseline: str | None = None,
 ) -> Report:
     """Judge every checkpoint under the paths; what could not be found or read is part of the report.
 
     Args:
         expect: the reference to compare each of them with; without one the rules that need it are not run.
         reading: how to read the payload, at depths `headers` and `data`.
+        ignores: findings that do not count, by key.
+        baseline: an earlier JSON report, whose findings do not count.
 
     Raises:
-        ConfigError: the reference cannot be used.
+        ConfigError: the reference or the baseline cannot be used.
     """
     started = time.perf_counter()
     reference = None
@@ -43,6 +48,7 @@ def run(
         from ckptlint.loaders.reference import read_reference
 
         reference = read_reference(expect)
+    known = {} if baseline is None else read_baseline(baseline)
     parts: list[CheckpointReport] = []
     nothing: list[str] = []
     refused: list[str] = []
@@ -63,6 +69,7 @@ def run(
             refused.append(str(error))
         except ReaderError as error:
             refused.append(f"{shown(path)} could not be read because of a mistake in ckptlint, please report: {error}")
-    seconds = time.perf_counter() - started
     judging = tuple(rule for rule in rules if reference is not None or not rule.expects)
-    return Report(parts, judging, depth, fail_on, tuple(nothing), tuple(refused), seconds)
+    parts, gone = set_aside(parts, rules, ignores, known, is_whole=not (nothing or refused))
+    seconds = time.perf_counter() - started
+    return Report(parts, judging, depth, fail_on, tuple(nothing), tuple(refused), seconds, gone)

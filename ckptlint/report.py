@@ -19,13 +19,31 @@ _PROPER_NAMES = ("Megatron", "PyTorch", "DCP")
 Verdict = Literal["pass", "fail", "incomplete"]
 
 
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """Why a finding does not count.
+
+    Attributes:
+        by: what set it aside: the settings, or an earlier report.
+        reason: the reason that the settings give.
+    """
+
+    by: Literal["per-key-ignores", "baseline"]
+    reason: str = ""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Diagnostic:
-    """A finding together with the rule that made it."""
+    """A finding together with the rule that made it.
+
+    Attributes:
+        ignored: why it does not count; None when it does.
+    """
 
     rule: Rule
     finding: Finding
     severity: Severity
+    ignored: Ignored | None = None
 
     @property
     def code(self) -> str:
@@ -96,6 +114,8 @@ class CheckpointReport:
     """What the rules made of one checkpoint.
 
     Attributes:
+        diagnostics: the findings that count.
+        ignored: those set aside by the settings or a baseline; they count nowhere, machine formats list them.
         passed: codes of rules that ran to their end, with or without findings.
         not_run: code -> why a rule could not judge (depth, unreadable metadata).
         not_applicable: code -> why there was nothing to judge.
@@ -110,16 +130,17 @@ class CheckpointReport:
     not_applicable: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    ignored: list[Diagnostic] = field(default_factory=list)
 
     @cached_property
     def groups(self) -> list[Group]:
         """Findings of one rule, severity and sentence about names of one role; worst first, then by code."""
-        by_key: dict[tuple[object, ...], list[Diagnostic]] = {}
-        for item in self.diagnostics:
-            alike = item.finding.alike or (item.message, role(item.fqn) if item.fqn else item.finding.file)
-            by_key.setdefault((-item.severity, item.code, alike), []).append(item)
-        ordered = sorted(by_key.items(), key=lambda pair: pair[0][:2])
-        return [Group(i, members) for i, (_, members) in enumerate(ordered, 1)]
+        return _grouped(self.diagnostics, 1)
+
+    @cached_property
+    def ignored_groups(self) -> list[Group]:
+        """The same of the ignored findings, each group with one reason; numbered after the others."""
+        return _grouped(self.ignored, len(self.groups) + 1)
 
     @property
     def is_incomplete(self) -> bool:
@@ -138,6 +159,7 @@ class Report:
         nothing: for each path without a checkpoint, the sentence that says so.
         refused: reads that the operating system or network refused.
         seconds: the whole run.
+        gone: the findings of the baseline that no longer occur, as sentences.
     """
 
     checkpoints: list[CheckpointReport]
@@ -147,11 +169,17 @@ class Report:
     nothing: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     seconds: float = 0.0
+    gone: tuple[str, ...] = ()
 
     @property
     def diagnostics(self) -> Iterator[Diagnostic]:
-        """All findings of all checkpoints."""
+        """All findings of all checkpoints that count."""
         return (item for part in self.checkpoints for item in part.diagnostics)
+
+    @property
+    def ignored(self) -> Iterator[Diagnostic]:
+        """The findings that settings or a baseline set aside; `Diagnostic.ignored` says why."""
+        return (item for part in self.checkpoints for item in part.ignored)
 
     @cached_property
     def counts(self) -> Counter[str]:
@@ -195,7 +223,12 @@ class Report:
         return verdicts.get(self.exit_code, "incomplete")
 
     def raise_for_findings(self, level: str = "error") -> None:
-        """Raise unless everything was judged and no finding reaches the level.
+        """Raise unless everything was judged and no finding that counts reaches the level.
+
+        >>> import ckptlint
+        >>> ckptlint.check("fixtures/real/fsdp2_4r_hole").raise_for_findings()
+        Traceback (most recent call last):
+        ckptlint.errors.CheckpointError: GEO004 rows 6:9 of model.layers.0.feed_forward.w1.weight are in no chunk
 
         Raises:
             CheckpointError: with the first finding, or with what could not be judged.
@@ -203,8 +236,17 @@ class Report:
         for item in self.diagnostics:
             if item.severity >= Severity[level.upper()]:
                 raise CheckpointError(f"{item.code} {item.title}")
-        if self.exit_code in (3, 4):
+        if self.is_incomplete or self.nothing or not self.checkpoints:
             raise CheckpointError("; ".join((*self.nothing, *self.refused)) or "the verdict is incomplete")
+
+
+def _grouped(diagnostics: list[Diagnostic], first: int) -> list[Group]:
+    by_key: dict[tuple[object, ...], list[Diagnostic]] = {}
+    for item in diagnostics:
+        alike = item.finding.alike or (item.message, role(item.fqn) if item.fqn else item.finding.file)
+        by_key.setdefault((-item.severity, item.code, alike, item.ignored), []).append(item)
+    ordered = sorted(by_key.items(), key=lambda pair: pair[0][:2])
+    return [Group(i, members) for i, (_, members) in enumerate(ordered, first)]
 
 
 def worst(groups: list[Group], per_rule: int) -> tuple[list[Group], Counter[str]]:

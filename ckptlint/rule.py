@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
 from ckptlint.boxes import Box
-from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model import Tensor
 
 Depth = Literal["metadata", "files", "headers", "data"]
 DEPTHS: tuple[Depth, ...] = ("metadata", "files", "headers", "data")
@@ -81,7 +81,11 @@ class Finding:
     detail: tuple[str, ...] = ()
 
 
-Check = Callable[[Checkpoint], Iterator[Finding]]
+Option = bool | int | float | str
+"""What a rule's option may be."""
+
+Check = Callable[..., Iterator[Finding]]
+"""Judges a checkpoint, its one positional argument; keyword parameters with a default are options of the rule."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,6 +100,7 @@ class Rule:
         needs: the least depth at which it can judge.
         always: whether it runs although the metadata could not be read.
         expects: whether it judges against a reference (`--expect`) and cannot run without one.
+        values: options that were set otherwise than by default, by the name of the parameter.
     """
 
     code: str
@@ -105,11 +110,18 @@ class Rule:
     needs: Depth = "metadata"
     always: bool = False
     expects: bool = False
+    values: Mapping[str, Option] = field(default_factory=dict)
 
     @property
     def summary(self) -> str:
         """The first line of the docstring."""
         return (inspect.getdoc(self.check) or "").partition("\n")[0]
+
+    @property
+    def options(self) -> dict[str, Option]:
+        """The options in force by their names in a settings file: the check's keyword parameters."""
+        parameters = list(inspect.signature(self.check).parameters.values())[1:]
+        return {p.name.replace("_", "-"): self.values.get(p.name, p.default) for p in parameters}
 
     def section(self, heading: str) -> str:
         """A section of the docstring as one paragraph; empty when there is none."""

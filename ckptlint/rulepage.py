@@ -20,6 +20,9 @@ def page(rule: Rule, width: int = 80) -> str:
     for heading in SECTIONS:
         if text := rule.section(heading):
             lines += ["", f"{heading}:", *textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ")]
+    if options := rule.options:
+        lines += ["", f"Options, set in ckptlint.toml below [rules.{rule.name}]:"]
+        lines += [f"  {name} = {json.dumps(value)}" for name, value in options.items()]
     return "\n".join([*lines, *_examples(rule, width)])
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckptlint.errors import ConfigError
-from ckptlint.rule import DEPTHS, Depth, Rule, Severity
+from ckptlint.rule import DEPTHS, Depth, Option, Rule, Severity
 
 
 def select(
@@ -33,11 +33,7 @@ def select(
     extended = list(extended)
     codes |= set(_matching(rules, extended))
     for token in ignored:
-        dropped = set(_matching(rules, [token]))
-        fixed = {code for code in dropped if is_fixed(code)}
-        if fixed and len(fixed) == len(dropped):
-            raise ConfigError(f"{', '.join(sorted(fixed))} cannot be ignored: what is unsafe or unread must never pass")
-        codes -= dropped - fixed
+        codes -= ignorable(rules, token)
     codes |= {rule.code for rule in rules if is_fixed(rule.code)}
     for token in [*chosen, *extended]:
         named = next((rule for rule in rules if token in (rule.code, rule.name)), None)
@@ -54,6 +50,41 @@ def select(
                 raise ConfigError(f"the severity of {code} cannot be changed")
             levels[code] = Severity[level.upper()]
     return tuple(replace(rule, severity=levels.get(rule.code, rule.severity)) for rule in rules if rule.code in codes)
+
+
+def ignorable(rules: Sequence[Rule], token: str) -> set[str]:
+    """The codes that an ignore of this code, name or prefix means.
+
+    Raises:
+        ConfigError: an unknown rule, or one that cannot be ignored.
+    """
+    dropped = set(_matching(rules, [token]))
+    fixed = {code for code in dropped if is_fixed(code)}
+    if fixed == dropped:
+        raise ConfigError(f"{', '.join(sorted(fixed))} cannot be ignored: what is unsafe or unread must never pass")
+    return dropped - fixed
+
+
+def configured(rules: Sequence[Rule], tables: Mapping[str, Mapping[str, object]]) -> tuple[Rule, ...]:
+    """The rules with options of their own set: code or name -> option -> value.
+
+    Raises:
+        ConfigError: an unknown rule or option, or a value of another type than the option's default.
+    """
+    values: dict[str, dict[str, Option]] = {}
+    for token, table in tables.items():
+        rule = find_rule(rules, token)
+        options = rule.options
+        for option, value in table.items():
+            if option not in options:
+                near = difflib.get_close_matches(option, options, 1)
+                more = f", did you mean {near[0]}?" if near else f"; it has {', '.join(options) or 'none'}"
+                raise ConfigError(f"{rule.code} {rule.name} has no option {option!r}{more}")
+            kind = type(options[option])
+            if not (type(value) is kind or (kind is float and type(value) is int)):
+                raise ConfigError(f"{option} of {rule.code} {rule.name} takes {kind.__name__}, not {value!r}")
+            values.setdefault(rule.code, {})[option.replace("-", "_")] = value
+    return tuple(replace(rule, values=values[rule.code]) if rule.code in values else rule for rule in rules)
 
 
 def find_rule(rules: Sequence[Rule], token: str) -> Rule:

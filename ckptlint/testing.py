@@ -26,14 +26,17 @@ from typing import Any
 import numpy as np
 
 from ckptlint.engine import run_rules
+from ckptlint.ignores import KeyIgnore, set_aside
 from ckptlint.loaders import open_checkpoint
 from ckptlint.loaders.content import STORAGES
 from ckptlint.loaders.payload import default_reading, read_payload
 from ckptlint.loaders.reference import MANIFEST_SCHEMA, read_reference
 from ckptlint.model import ITEM_BITS, Checkpoint
+from ckptlint.registry import load_rules
 from ckptlint.report import CheckpointReport
 from ckptlint.rule import DEPTHS, Depth, Finding, Rule, Severity
 from ckptlint.safetensors import DTYPES
+from ckptlint.select import ignorable
 from ckptlint.storage import LocalFolder, is_safe
 
 FRAMING = 1577
@@ -80,7 +83,15 @@ def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:
         place = write_reference(case.table, folder.with_name(f"{folder.name}-expected"))
         ckpt = replace(ckpt, reference=read_reference(str(place)))
     rules = [rule, _crashing(case.table["crash"])] if "crash" in case.table else [rule]
-    return run_rules(ckpt, rules, depth)
+    ignores = [_key_ignore(**table) for table in case.table.get("ignores", ())]
+    named = set().union(*(ignore.codes for ignore in ignores))
+    rules += [other for other in load_rules() if other.code in named]
+    return set_aside([run_rules(ckpt, rules, depth)], rules, ignores)[0][0]
+
+
+def _key_ignore(key: str, rules: list[str]) -> KeyIgnore:
+    codes = frozenset[str]().union(*(ignorable(load_rules(), token) for token in rules))
+    return KeyIgnore(key, codes, "the case says so", "ckptlint.toml")
 
 
 def _crashing(code: str) -> Rule:

@@ -13,16 +13,16 @@ from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
 from ckptlint.writers import duplicates, planned_by
 
-MIN_BYTES = 64
 _SHOWN = 3
 
 
 @rule("PAY006", "unreferenced-bytes", Severity.WARNING, needs="files")
-def unreferenced_bytes(ckpt: Checkpoint) -> Iterator[Finding]:
+def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Finding]:
     """Bytes of a payload file belong to no entry.
 
     What it checks:
-        The entries of each `.distcp` file tile it from its first to its last byte, but for gaps below 64 bytes; a file
+        The entries of each `.distcp` file tile it from its first to its last byte, but for gaps below 64 bytes
+        (option `min-bytes`); a file
         that no entry names is empty. A note where the plans of all ranks show the second writer: OBJ001 reports it,
         or it is a replica. Files with entries that PAY004 calls damaged are left to it.
     Why it matters:
@@ -40,7 +40,7 @@ def unreferenced_bytes(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("in the safetensors serialisation an entry's offset and length do not locate its bytes")
     if ckpt.partial:
         raise NotApplicable(ckpt.partial)
-    table = ckpt.records
+    table, least = ckpt.records, max(min_bytes, 1)
     repeaters = _repeaters(ckpt)
     damaged = set(table.file[(table.byte_offset < 0) | (table.byte_length < 0)].tolist())
     order = np.lexsort((table.byte_offset, table.file))
@@ -49,9 +49,9 @@ def unreferenced_bytes(ckpt: Checkpoint) -> Iterator[Finding]:
         if file.state != "ok" or not file.size or not file.name.endswith(".distcp") or number in damaged:
             continue
         rows = order[bounds[number] : bounds[number + 1]]
-        gaps = _gaps(table.byte_offset[rows], table.byte_length[rows], file.size)
+        gaps = _gaps(table.byte_offset[rows], table.byte_length[rows], file.size, least)
         total = sum(stop - start for start, stop in gaps)
-        if total < MIN_BYTES:
+        if total < least:
             continue
         if not len(rows):
             message = f"no entry names {file.name}, which holds {human_bytes(file.size)}"
@@ -84,12 +84,12 @@ def _repeaters(ckpt: Checkpoint) -> set[int]:
     return {rank for duplicate in duplicates(plans) for rank in duplicate.ranks}
 
 
-def _gaps(starts: np.ndarray, lengths: np.ndarray, size: int) -> list[tuple[int, int]]:
-    """The [start, stop) of at least `MIN_BYTES` bytes between sorted ranges and up to the end of the file."""
+def _gaps(starts: np.ndarray, lengths: np.ndarray, size: int, least: int) -> list[tuple[int, int]]:
+    """The [start, stop) of at least so many bytes between sorted ranges and up to the end of the file."""
     stops = starts + np.minimum(lengths, np.iinfo(np.int64).max - starts)
     reached = np.maximum.accumulate(np.concatenate([[0], stops]))
     nexts = np.concatenate([starts, [size]])
-    wide = np.flatnonzero(nexts - reached >= MIN_BYTES)
+    wide = np.flatnonzero(nexts - reached >= least)
     return [(int(reached[i]), int(nexts[i])) for i in wide.tolist()]
 
 

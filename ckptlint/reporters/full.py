@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ckptlint.boxes import Box
 from ckptlint.chunkmap import draw, human_bytes, make_grid
 from ckptlint.keys import braces
@@ -148,9 +150,28 @@ def _details(report: Report, style: Style) -> str:
         for what, reasons in (("not run", part.not_run), ("not applicable", part.not_applicable)):
             for code, reason in reasons.items():
                 lines += style.wrap(f"{code}: {reason}", "      ", f"  {what} ")
+        for group in part.ignored_groups:
+            lines += style.wrap(_ignored(group), "      ", "  ignored ")
         slow = sorted(part.seconds.items(), key=lambda pair: -pair[1])[:3]
         lines.append("  slowest: " + ", ".join(f"{code} {seconds:.3f} s" for code, seconds in slow))
+    lines += [line for text in report.gone for line in style.wrap(f"no longer occurs: {text}", "    ", "")]
     return "\n".join(lines)
+
+
+def _ignored(group: Group) -> str:
+    lead, more = group.lead, len(group.members) - 1
+    ignored = lead.ignored
+    why = ignored.reason or "in the baseline" if ignored else ""
+    return f"{lead.code} {cut_names(lead.title, lead.fqn)}" + (f" (+{more:,} more)" if more else "") + f": {why}"
+
+
+def _set_aside(report: Report) -> str:
+    """How many findings do not count, in brackets; "" for none."""
+    hidden = Counter(item.ignored.by for item in report.ignored if item.ignored)
+    ignored, baselined = hidden["per-key-ignores"], hidden["baseline"]
+    parts = [f"{plural(ignored, 'finding')} ignored by config"] if ignored else []
+    parts += [f"{baselined:,} baselined"] if baselined else []
+    return f" ({', '.join(parts)})" if parts else ""
 
 
 def verdict(report: Report, style: Style) -> list[str]:
@@ -172,7 +193,7 @@ def verdict(report: Report, style: Style) -> list[str]:
         if blocked := [part for part in report.checkpoints if not part.checkpoint.readable]:
             missing = blocked[0].checkpoint.metadata_file
             totals = f"{len(blocked[0].not_run.keys() & selected)} of {rules} rules could not run: they need {missing}"
-        lines.append(style.paint(f"{', '.join(counts)}{where}.", kind) + f" {totals}.")
+        lines.append(style.paint(f"{', '.join(counts)}{where}{_set_aside(report)}.", kind) + f" {totals}.")
         first = next(g.lead.code for part in report.checkpoints for g in part.groups if g.lead.severity > Severity.INFO)
         lines.append(f"`ckptlint explain {first}` tells more.")
     if failed:
@@ -185,7 +206,7 @@ def verdict(report: Report, style: Style) -> list[str]:
         extra = f", {plural(remarks, 'note')} (-v)" if remarks and not style.verbose else ""
         of = f"{rules - len(silent)} of {rules} rules" if silent else f"All {rules} rules"
         passed = style.paint(f"{of} passed", "good")
-        lines.append(f"{passed} in {report.seconds:.2f} s{extra}. {_unread(report)}")
+        lines.append(f"{passed} in {report.seconds:.2f} s{extra}{_set_aside(report)}. {_unread(report)}")
     elif report.depth in ("headers", "data") and (limits := _limits(report)):
         lines.append(limits)
     return lines

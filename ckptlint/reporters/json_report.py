@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 from ckptlint import __version__
 from ckptlint.graph import coordinates
 from ckptlint.model import Reference
-from ckptlint.report import CheckpointReport, Diagnostic, Group, Report
+from ckptlint.report import CheckpointReport, Diagnostic, Group, Ignored, Report
 from ckptlint.reporters.style import Style
 
 SCHEMA = "ckptlint.report/1"
@@ -17,6 +18,7 @@ SCHEMA = "ckptlint.report/1"
 def render(report: Report, style: Style) -> str:
     """The report as JSON text."""
     counts = {level: report.counts[level] for level in ("error", "warning", "info")}
+    hidden = Counter(item.ignored.by for item in report.ignored if item.ignored)
     document = {
         "schema": SCHEMA,
         "tool": {
@@ -26,7 +28,7 @@ def render(report: Report, style: Style) -> str:
             "rules": [rule.code for rule in report.rules],
         },
         "verdict": report.verdict,
-        "summary": {**counts, "ignored": 0, "baselined": 0},
+        "summary": {**counts, "ignored": hidden["per-key-ignores"], "baselined": hidden["baseline"]},
         "checkpoints": [_checkpoint(part) for part in report.checkpoints],
         "nothing": list(report.nothing),
         "refused": list(report.refused),
@@ -41,7 +43,7 @@ def sample(report: Report) -> str | None:
 
 
 def _checkpoint(part: CheckpointReport) -> dict[str, Any]:
-    ckpt = part.checkpoint
+    ckpt, groups = part.checkpoint, [*part.groups, *part.ignored_groups]
     return {
         "path": ckpt.path,
         "format": ckpt.format,
@@ -55,7 +57,7 @@ def _checkpoint(part: CheckpointReport) -> dict[str, Any]:
         "unseen": list(ckpt.unseen),
         "reference": _reference(ckpt.reference),
         "topology": {axis: {"size": size.size, "source": size.source} for axis, size in ckpt.topology.items()},
-        "findings": [_finding(part, item, group) for group in part.groups for item in group.members],
+        "findings": [_finding(part, item, group) for group in groups for item in group.members],
         "not_run": [{"code": code, "reason": reason} for code, reason in part.not_run.items()],
         "not_applicable": [{"code": code, "reason": reason} for code, reason in part.not_applicable.items()],
         "failed": [{"code": code, "error": error} for code, error in part.failed.items()],
@@ -66,6 +68,12 @@ def _reference(reference: Reference | None) -> dict[str, Any] | None:
     if reference is None:
         return None
     return {"source": reference.source, "kind": reference.kind, "tensors": len(reference.tensors)}
+
+
+def _ignored(ignored: Ignored | None) -> dict[str, str] | None:
+    if ignored is None:
+        return None
+    return {"by": ignored.by} | ({"reason": ignored.reason} if ignored.reason else {})
 
 
 def _finding(part: CheckpointReport, item: Diagnostic, group: Group) -> dict[str, Any]:
@@ -110,5 +118,5 @@ def _finding(part: CheckpointReport, item: Diagnostic, group: Group) -> dict[str
         "url": None,
         "group": f"{item.code}/{group.number}",
         "fingerprint": item.fingerprint,
-        "ignored": None,
+        "ignored": _ignored(item.ignored),
     }
