@@ -334,7 +334,7 @@ def watch(
                 _execute(command, step, code, report)
     if not codes:
         raise NothingToCheckError(f"nothing to check: no step of {run_dir} is finished")
-    sys.exit(next((code for code in (2, 1, 4, 3) if code in codes), 0))
+    sys.exit(next((code for code in (1, 4, 3) if code in codes), 0))
 
 
 watch.params += [option for option in check.params if option.name not in ("paths", "all_steps")]

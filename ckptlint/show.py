@@ -226,7 +226,7 @@ def _alike(ckpt: Checkpoint, tensors: Iterable[Tensor]) -> list[tuple[Tensor, li
 
 def _map(ckpt: Checkpoint, tensor: Tensor, also: list[str], style: Style) -> Iterator[str]:
     yield f"{style.paint(cut(tensor.fqn), 'bold')}  {tensor.dtype} {_shape(tensor)}, {plural(_chunks(tensor), 'chunk')}"
-    grid = make_grid(tensor, None)
+    grid = make_grid(tensor, None) if tensor.volume else None
     if grid is not None:
         yield from (f"  {line}".rstrip() for line in draw(ckpt, grid, None, style.ascii_only, style.width - 2))
     elif tensor.malformed:
