@@ -23,7 +23,7 @@ RECIPES = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
 GOOD, BAD, NOTHING = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole", REPOSITORY / "docs"
 
 NOTES = '#!/bin/sh\necho "$(basename "$0") $*" >> "$NOTES"\n'
-LINT = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m ckptlint "$@"\n'
+LINT = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m ckptlint "$@"\n'
 SRUN = '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n'
 VENV = '#!/bin/sh\nmkdir -p "$3/bin" && cp "$(command -v hf)" "$3/bin/pip" && cp "$(command -v ckptlint)" "$3/bin/"\n'
 
