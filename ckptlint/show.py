@@ -54,8 +54,8 @@ def as_text(checkpoints: Sequence[Checkpoint], pattern: str | None, tree: bool, 
         if pattern is None:
             lines += _others(ckpt, style)
         else:
-            for shown, also in _alike(ckpt, tensors):
-                lines += ["", *_map(ckpt, shown, also, style)]
+            for shown, alike in _alike(ckpt, tensors):
+                lines += ["", *_map(ckpt, shown, alike, style)]
         blocks.append("\n".join(lines).rstrip())
     return "\n\n".join(blocks) + "\n"
 
@@ -214,17 +214,17 @@ def _others(ckpt: Checkpoint, style: Style) -> Iterator[str]:
 
 
 def _alike(ckpt: Checkpoint, tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[str]]]:
-    """One tensor of each look with the names of the others: same role, cuts and files."""
+    """One tensor of each look with the names of all that share it: role, cuts and files."""
     found: dict[tuple[object, ...], tuple[Tensor, list[str]]] = {}
     for tensor in tensors:
         rows = tensor.chunks.record
         files = np.where(rows < 0, -1, ckpt.records.file[rows]) if len(ckpt.records) else rows
         look = role(tensor.fqn), tensor.dtype, tensor.global_shape, id(tensor.layout), files.tobytes()
         found.setdefault(look, (tensor, []))[1].append(tensor.fqn)
-    return [(tensor, names[1:]) for tensor, names in found.values()]
+    return list(found.values())
 
 
-def _map(ckpt: Checkpoint, tensor: Tensor, also: list[str], style: Style) -> Iterator[str]:
+def _map(ckpt: Checkpoint, tensor: Tensor, names_alike: list[str], style: Style) -> Iterator[str]:
     yield f"{style.paint(cut(tensor.fqn), 'bold')}  {tensor.dtype} {_shape(tensor)}, {plural(_chunks(tensor), 'chunk')}"
     grid = make_grid(tensor, None) if tensor.volume else None
     if grid is not None:
@@ -234,10 +234,10 @@ def _map(ckpt: Checkpoint, tensor: Tensor, also: list[str], style: Style) -> Ite
     else:
         files = dict.fromkeys(ckpt.chunk_file(tensor, row) or "stored nowhere" for row in range(len(tensor.chunks)))
         yield "  " + (", ".join(list(files)[:_LISTED]) or "in no chunk")
-    if also:
-        names = braces(also)
+    if len(names_alike) > 1:
+        names = braces(names_alike)
         more = f", and {len(names) - _LISTED:,} more patterns" if len(names) > _LISTED else ""
-        yield from style.wrap("also: " + ", ".join(map(cut, names[:_LISTED])) + more, "    ", "  ")
+        yield from style.wrap("the same for: " + ", ".join(map(cut, names[:_LISTED])) + more, "    ", "  ")
 
 
 def _shape(tensor: Tensor) -> str:

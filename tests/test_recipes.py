@@ -223,7 +223,7 @@ def test_the_containerfile_installs_from_what_it_copies(tmp_path: Path) -> None:
     (install,) = (line.removeprefix("RUN pip ") for line in lines if line.startswith("RUN "))
     command = install.replace("/install", str(tmp_path / "install")).split()
     done: Any = subprocess.run(
-        [sys.executable, "-m", "pip", *command, "--no-deps", "--no-build-isolation", "--quiet"],
+        [sys.executable, "-m", "pip", *command, "--no-deps", "--no-build-isolation", "--ignore-installed", "--quiet"],
         cwd=source,
         capture_output=True,
         encoding="utf-8",
