@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +17,22 @@ import click
 from click.core import ParameterSource as _Source
 
 from ckptlint import __version__
+from ckptlint.completion import many_rules, one_rule
 from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
 
 if TYPE_CHECKING:
     from ckptlint.loaders.payload import Reading
+    from ckptlint.model import Checkpoint
     from ckptlint.report import Report
     from ckptlint.reporters.style import Style
     from ckptlint.rule import Depth
 
 FORMATS = ("full", "concise", "json", "json-v1", "sarif", "junit", "github", "gitlab", "markdown", "html")
 _ENVIRONMENT: dict[str, Any] = {"auto_envvar_prefix": "CKPTLINT", "help_option_names": ["-h", "--help"]}
+
+
+class _NoPath(click.UsageError):
+    """The options of `check` are right, and no path was given."""
 
 
 class _DefaultGroup(click.Group):
@@ -62,10 +68,10 @@ class _WithSettings(click.Command):
         given, _, _ = self.make_parser(ctx).parse_args([*args])
         values = {}
         for parameter in self.params:
-            if parameter.name in ("config", "isolated", "paths"):
+            if parameter.name in ("config", "isolated", "paths", "run_dir"):
                 value, source = parameter.consume_value(ctx, given)
                 values[parameter.name] = None if source == _Source.DEFAULT else parameter.type_cast_value(ctx, value)
-        paths = _paths(values["paths"] or ())
+        paths = _paths(values.get("paths") or filter(None, [values.get("run_dir")]))
         if values["config"] and values["isolated"]:
             raise click.UsageError("--config and --isolated contradict each other")
         if values["config"]:
@@ -91,9 +97,15 @@ def cli() -> None:
 
 @cli.command(cls=_WithSettings, context_settings=_ENVIRONMENT)
 @click.argument("paths", nargs=-1, metavar="PATH...")
-@click.option("--select", multiple=True, metavar="RULES", help="Only these rules: codes, prefixes, names, ALL.")
-@click.option("--extend-select", multiple=True, metavar="RULES", help="These rules too.")
-@click.option("--ignore", multiple=True, metavar="RULES", help="Not these rules.")
+@click.option(
+    "--select",
+    multiple=True,
+    metavar="RULES",
+    shell_complete=many_rules,
+    help="Only these rules: codes, prefixes, names, ALL.",
+)
+@click.option("--extend-select", multiple=True, metavar="RULES", shell_complete=many_rules, help="These rules too.")
+@click.option("--ignore", multiple=True, metavar="RULES", shell_complete=many_rules, help="Not these rules.")
 @click.option("--severity", multiple=True, metavar="RULE=LEVEL", help="Another severity for a rule.")
 @click.option(
     "--fail-on",
@@ -186,8 +198,6 @@ def check(
         raise click.UsageError(f"--statistics is a text of its own and does not go with --format {format_}")
     for sentence in settings.unread:
         click.echo(f"ckptlint: {sentence}", err=True)
-    if not paths:
-        raise click.UsageError("which checkpoint? give a PATH, see `ckptlint --help`")
     outputs = [_output(value) for value in output]
     known = every_rule(settings, checked)
     ignores = key_ignores(settings, known)
@@ -200,6 +210,9 @@ def check(
         depth=depth,
         has_reference=expect is not None,
     )
+    reading = _reading(depth, sample, seed, jobs)
+    if not paths:
+        raise _NoPath("which checkpoint? give a PATH, see `ckptlint --help`")
     with _progress(no_progress):
         report = pipeline.run(
             checked,
@@ -208,7 +221,7 @@ def check(
             fail_on=level,
             all_steps=all_steps,
             expect=expect,
-            reading=_reading(depth, sample, seed, jobs),
+            reading=reading,
             ignores=() if no_ignores else ignores,
             baseline=baseline,
         )
@@ -218,7 +231,7 @@ def check(
 
 
 @cli.command(context_settings=_ENVIRONMENT)
-@click.argument("rule")
+@click.argument("rule", shell_complete=one_rule)
 def explain(rule: str) -> None:
     """The page of a rule: what it checks, why, usual causes, how to fix."""
     from ckptlint.rulepage import page
@@ -255,7 +268,7 @@ def show_config(format_: str, arguments: tuple[str, ...]) -> None:
     settings.key_ignores(found, known)
     sources = {_Source.DEFAULT: "default", _Source.DEFAULT_MAP: "file", _Source.ENVIRONMENT: "environment"}
     rows = {
-        name: (context.params[str(option.name)], sources.get(_source(context, option), "option"))
+        name: (context.params[str(option.name)], sources.get(_source(context, str(option.name)), "option"))
         for name, option in settings.long_options(check.params).items()
     }
     click.echo(settings.in_force(found, rows, known, format_))
@@ -269,19 +282,130 @@ def manifest(path: str, output: Path | None) -> None:
 
     Exit codes: 0 written, 1 unsafe or unreadable, 3 nothing there.
     """
-    from ckptlint.loaders import find, open_checkpoint
-    from ckptlint.loaders.reference import manifest_text, obstacle
+    from ckptlint.loaders.reference import manifest_text
 
-    checkpoints = [open_checkpoint(folder, look_at_files=False) for folder in find(path)]
-    if sentences := [sentence for ckpt in checkpoints if (sentence := obstacle(ckpt))]:
-        click.echo("\n".join(f"ckptlint: {sentence}" for sentence in sentences), err=True)
-        sys.exit(1)
-    text = manifest_text(checkpoints)
+    text = manifest_text(_described(path).values())
     if output is None:
         sys.stdout.write(text)
         sys.stdout.flush()
     else:
         _write(output, text)
+
+
+@cli.command(context_settings=_ENVIRONMENT)
+@click.argument("path")
+@click.argument("pattern", metavar="[GLOB]", required=False)
+@click.option("--tree", is_flag=True, help="By dotted name, layers that look the same folded.")
+@click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
+@click.option("--ascii", "ascii_only", is_flag=True, help="Draw with plain characters.")
+def show(path: str, pattern: str | None, tree: bool, format_: str, color: str, ascii_only: bool) -> None:
+    """What is in a checkpoint, without a verdict: tensors, shapes, dtypes, how they are cut, objects, topology.
+
+    With a GLOB the tensors whose name matches, and how their chunks lie.
+
+    Exit codes: 0 shown, 1 unsafe or unreadable, 2 no tensor matches, 3 nothing there.
+    """
+    from ckptlint.show import as_json, as_text
+
+    if tree and format_ == "json":
+        raise click.UsageError("--tree is a form of text")
+    checkpoints = list(_described(path, files=True, partial=True).values())
+    style = _style(color, ascii_only, 0, 0, False)
+    _print(as_json(checkpoints, pattern) if format_ == "json" else as_text(checkpoints, pattern, tree, style))
+
+
+@cli.command(context_settings=_ENVIRONMENT)
+@click.argument("old")
+@click.argument("new")
+@click.option("--layout", is_flag=True, help="Also how tensors are cut and in which files they lie.")
+@click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
+def diff(old: str, new: str, layout: bool, format_: str, color: str) -> None:
+    """The keys, shapes and dtypes that differ between two checkpoints; resharding is no difference.
+
+    Exit codes: 0 the same, 1 different, or unsafe or unreadable, 3 nothing there.
+    """
+    from ckptlint import diff as comparison
+
+    found = comparison.diff(_described(old), _described(new), layout)
+    style = _style(color, False, 0, 0, False)
+    _print(comparison.as_json(found) if format_ == "json" else comparison.as_text(found, style))
+    sys.exit(found.exit_code)
+
+
+@cli.command(context_settings=_ENVIRONMENT)
+@click.argument("path")
+@click.argument("fqn")
+@click.option("--axis", type=click.IntRange(min=0), help="One axis.  [default: those that are cut]")
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["dot", "mermaid", "graphml", "json"]),
+    default="dot",
+    show_default=True,
+)
+def graph(path: str, fqn: str, axis: int | None, format_: str) -> None:
+    """The chunk graph of one tensor: per axis the intervals that chunks occupy, joined where one ends and one starts.
+
+    Exit codes: 0 drawn, 1 unsafe or unreadable, 2 no such tensor or axis, 3 nothing there.
+    """
+    from ckptlint.axes import FORMATS as DRAWINGS
+    from ckptlint.axes import drawing
+    from ckptlint.show import no_tensor
+
+    checkpoints = list(_described(path, partial=True).values())
+    holder = next((ckpt for ckpt in checkpoints if fqn in ckpt.tensors), None)
+    if holder is None:
+        raise ConfigError(no_tensor(checkpoints, fqn))
+    _print(DRAWINGS[format_](drawing(holder, holder.tensors[fqn], axis)))
+
+
+@cli.command(cls=_WithSettings, context_settings=_ENVIRONMENT)
+@click.argument("run_dir")
+@click.option(
+    "--interval", type=click.FloatRange(min=0), default=30, show_default=True, help="Seconds between two looks."
+)
+@click.option("--once", is_flag=True, help="Lint what is finished, and end with the worst exit code.")
+@click.option("--exec", "command", metavar="CMD", help="Run for each step that does not give 0; see below.")
+@click.pass_context
+def watch(
+    context: click.Context, /, run_dir: str, interval: float, once: bool, command: str | None, **options: Any
+) -> None:
+    """Lint each step of a running job once, as soon as it is finished, with the options of `check`.
+
+    CMD finds CKPTLINT_STEP_PATH, CKPTLINT_EXIT_CODE and CKPTLINT_REPORT (a JSON file) in its environment. A report that
+    --output names is that of the last step. Ends on Ctrl-C (130).
+    """
+    from tempfile import TemporaryDirectory
+
+    from ckptlint.watch import events, is_vanishing
+
+    with suppress(_NoPath):  # a wrong option ends the watch now, not in an hour
+        context.invoke(check, paths=(), **options)
+    codes: list[int] = []
+    with TemporaryDirectory(prefix="ckptlint-") as folder:
+        for event in events(run_dir, interval, once):
+            if event.text:
+                click.echo(f"ckptlint: {event.text}", err=True)
+            if event.kind == "unread":
+                codes.append(4)
+                continue
+            step = f"{run_dir.rstrip('/') or '/'}/{event.step}"
+            report = Path(folder, f"{len(codes)}.json")
+            code = _lint_step(context, step, report if command else None, options)
+            if code and is_vanishing(step, event):
+                click.echo(f"ckptlint: {event.step} is being removed: what was found in it does not count", err=True)
+                continue
+            codes.append(code)
+            if code and command:
+                _execute(command, step, code, report)
+    if not codes:
+        raise NothingToCheckError(f"nothing to check: no step of {run_dir} is finished")
+    sys.exit(next((code for code in (1, 4, 3) if code in codes), 0))
+
+
+watch.params += [option for option in check.params if option.name not in ("paths", "all_steps")]
 
 
 def main() -> None:
@@ -308,8 +432,10 @@ def main() -> None:
         sys.exit(130)
 
 
-def _source(context: click.Context, option: click.Parameter) -> _Source:
-    return context.get_parameter_source(str(option.name)) or _Source.DEFAULT
+def _source(context: click.Context, name: str) -> _Source:
+    """Where the value of an option comes from; `watch` calls `check` with values of its own."""
+    above = context.parent.get_parameter_source(name) if context.parent else None
+    return context.get_parameter_source(name) or above or _Source.DEFAULT
 
 
 def _level() -> Any:
@@ -319,7 +445,7 @@ def _level() -> Any:
         said = {
             name: value
             for name in ("strict", "exit_zero", "fail_on")
-            if (value := context.params[name]) and context.get_parameter_source(name) == source
+            if (value := context.params[name]) and _source(context, name) == source
         }
         if len(said.keys() & {"strict", "exit_zero"}) == 2:
             raise click.UsageError("--strict and --exit-zero contradict each other")
@@ -415,6 +541,67 @@ def _emit(report: Report, style: Style, format_: str, outputs: list[tuple[str, P
         sys.stdout.flush()
     for name, path in outputs:
         _write(path, REPORTERS[name](report, replace(style, color=False, quiet=0)))  # a file is whole, whatever -q says
+
+
+def _print(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _described(path: str, files: bool = False, partial: bool = False) -> dict[str, Checkpoint]:
+    """The checkpoints that a path means, by their place below it; exit 1 where one is unsafe or unreadable.
+
+    Args:
+        files: look at the payload files.
+        partial: take one whose metadata describes only part of the save.
+    """
+    from dataclasses import replace
+
+    from ckptlint.loaders import find, open_checkpoint
+    from ckptlint.loaders.reference import obstacle
+
+    checkpoints = [open_checkpoint(folder, files) for folder in find(path)]
+    sentences = [obstacle(replace(ckpt, partial="") if partial else ckpt) for ckpt in checkpoints]
+    if any(sentences):
+        click.echo("\n".join(f"ckptlint: {sentence}" for sentence in sentences if sentence), err=True)
+        sys.exit(1)
+    # of text, since a URL is no path; cut back to whole names
+    above = os.path.commonprefix([f"{ckpt.path}/" for ckpt in checkpoints]).rpartition("/")[0]  # noqa: RUF071
+    return {ckpt.path[len(above) :].strip("/"): ckpt for ckpt in checkpoints}
+
+
+def _lint_step(context: click.Context, step: str, report: Path | None, options: dict[str, Any]) -> int:
+    """The exit code of `check`; what it could not write or read is no reason to stop watching."""
+    if report is not None:
+        options = options | {"output": (*options["output"], f"json={report}")}
+    from dataclasses import replace
+
+    context.obj = replace(context.obj[0], unread=()), [step]  # said once, at the start
+    try:
+        context.invoke(check, paths=(step,), **options)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 4
+    except ConfigError:
+        raise
+    except CkptlintError as error:
+        click.echo(f"ckptlint: {error}", err=True)
+        return 4
+    raise AssertionError("check ends in an exit code")
+
+
+def _execute(command: str, step: str, code: int, report: Path) -> None:
+    """Run the user's command; what it is about is in its environment, where no name can be taken for a command."""
+    import subprocess
+
+    about = {
+        "CKPTLINT_STEP_PATH": step,
+        "CKPTLINT_EXIT_CODE": str(code),
+        "CKPTLINT_REPORT": str(report) if report.exists() else "",
+    }
+    # the shell is the user's own: CMD comes from the command line, like a recipe of make
+    ended = subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, env=os.environ | about, check=False)  # noqa: S602
+    if ended.returncode:
+        click.echo(f"ckptlint: --exec ended in {ended.returncode}", err=True)
 
 
 def _write(path: Path, text: str) -> None:

@@ -95,7 +95,7 @@ def manifest_text(checkpoints: Iterable[Checkpoint]) -> str:
     Raises:
         ConfigError: two components hold the same key.
     """
-    merged, _ = _merged({ckpt.path: _tensors_of(ckpt) for ckpt in checkpoints})
+    merged, _ = _merged({ckpt.path: tensors_of(ckpt) for ckpt in checkpoints})
     lines = (
         f"    {json.dumps(fqn, ensure_ascii=False)}: {json.dumps({'dtype': dtype, 'shape': shape})}"
         for fqn, (dtype, shape) in sorted(merged.items())
@@ -199,10 +199,10 @@ def _header(folder: Folder, name: str) -> Tensors | None:
 
 def _from_checkpoint(path: str, source: str) -> Reference:
     parts = {folder.name: _readable(folder, source) for folder in find(path)}
-    tensors, clashes = _merged({name: _tensors_of(ckpt) for name, ckpt in parts.items()}, strict=False)
+    tensors, clashes = _merged({name: tensors_of(ckpt) for name, ckpt in parts.items()}, strict=False)
     if len(parts) == 1:
         return Reference(source, "checkpoint", tensors)
-    components = {name: Reference(source, "checkpoint", _tensors_of(ckpt)) for name, ckpt in parts.items()}
+    components = {name: Reference(source, "checkpoint", tensors_of(ckpt)) for name, ckpt in parts.items()}
     return Reference(source, "checkpoint", {} if clashes else tensors, parts=components)
 
 
@@ -223,7 +223,8 @@ def obstacle(ckpt: Checkpoint) -> str:
     return f"COM001 {ckpt.partial}" if ckpt.partial else ""
 
 
-def _tensors_of(ckpt: Checkpoint) -> Tensors:
+def tensors_of(ckpt: Checkpoint) -> Tensors:
+    """Name -> dtype, None where the metadata does not tell it, and global shape."""
     return {t.fqn: (None if t.dtype == "unknown" else t.dtype, t.global_shape) for t in ckpt.tensors.values()}
 
 

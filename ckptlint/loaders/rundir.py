@@ -47,15 +47,15 @@ def read_run(folder: Folder) -> RunFolder | None:
         return RunFolder(step, unseen=_UNSEEN) if prefix == _MEGATRON else None
     try:
         steps = {int(m[2]): name for name in parent.folders() if (m := _STEP.fullmatch(name)) and m[1] == prefix}
-        file, tracker = _tracker(parent)
+        file, tracker = read_tracker(parent)
         if not file and prefix != _MEGATRON:
             return None
-        newest = next((n for n in sorted(steps, reverse=True) if _state(parent.sub(steps[n])) == "complete"), None)
+        newest = next((n for n in sorted(steps, reverse=True) if step_state(parent.sub(steps[n])) == "complete"), None)
         tracked: StepState = "unknown"
         if tracker == "release":
-            tracked = _state(parent.sub("release")) if "release" in parent.folders() else "absent"
+            tracked = step_state(parent.sub("release")) if "release" in parent.folders() else "absent"
         elif tracker is not None:
-            tracked = _state(parent.sub(steps[tracker])) if tracker in steps else "absent"
+            tracked = step_state(parent.sub(steps[tracker])) if tracker in steps else "absent"
     except CkptlintError as error:
         return RunFolder(step, unseen=f"{_UNSEEN}: {error}") if prefix == _MEGATRON else None
     return RunFolder(
@@ -82,7 +82,7 @@ def _step_folder(folder: Folder) -> Folder | None:
     return None
 
 
-def _tracker(parent: Folder) -> tuple[str, int | Literal["release"] | None]:
+def read_tracker(parent: Folder) -> tuple[str, int | Literal["release"] | None]:
     """The tracker's name and the step that it names, "" and None where there is none."""
     for name in TRACKERS:
         if parent.has(name):
@@ -95,7 +95,7 @@ def _tracker(parent: Folder) -> tuple[str, int | Literal["release"] | None]:
     )[0]
 
 
-def _state(step: Folder, levels: int = 2) -> StepState:
+def step_state(step: Folder, levels: int = 2) -> StepState:
     """Whether a step, or each of its components, has what is written last.
 
     `metadata.json` ends the saves that have a `common.pt`; fsdp_dtensor and torch_dcp have neither. Of a torch_dist
@@ -113,7 +113,7 @@ def _state(step: Folder, levels: int = 2) -> StepState:
     if COMMON_FILE in names or any(name.endswith(".distcp") for name in names) or not step.entries:
         return "unfinished"
     parts = [name for name in step.folders() if _OF_A_STEP.fullmatch(name)] if levels else []
-    states = {_state(step.sub(name), levels - 1) for name in parts}
+    states = {step_state(step.sub(name), levels - 1) for name in parts}
     if "unfinished" in states:
         return "unfinished"
     return "complete" if "complete" in states else "unknown"
