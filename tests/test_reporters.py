@@ -208,6 +208,23 @@ def test_sarif_names_chunks_and_every_member() -> None:
     ]
 
 
+def test_sarif_keeps_what_is_ignored_with_the_reason(tmp_path: Path) -> None:
+    config = tmp_path / "ckptlint.toml"
+    reason = "a region that is filled at the first step"
+    config.write_text(f'[per-key-ignores]\n"model.layers.0.*" = {{ rules = ["GEO004"], reason = "{reason}" }}\n')
+    hole = REAL / "fsdp2_4r_hole"
+    (run_,) = json.loads(REPORTERS["sarif"](ckptlint.check(hole, config=config), STYLE))["runs"]
+    kept = [result.get("suppressions") for result in run_["results"]]
+    assert kept == [None, [{"kind": "external", "status": "accepted", "justification": reason}]]
+    assert [result["occurrenceCount"] for result in run_["results"]] == [3, 1]
+
+    before = tmp_path / "before.json"
+    before.write_text(REPORTERS["json"](ckptlint.check(hole), STYLE))
+    (run_,) = json.loads(REPORTERS["sarif"](ckptlint.check(hole, baseline=before), STYLE))["runs"]
+    assert [result["baselineState"] for result in run_["results"]] == ["unchanged"]
+    assert "suppressions" not in run_["results"][0]
+
+
 def test_sarif_points_at_bytes_and_never_outside_the_checkpoint() -> None:
     run = json.loads(render(check("storage_past_eof", "path_absolute"), "sarif"))["runs"][0]
     places = [result["locations"][0]["physicalLocation"] for result in run["results"]]

@@ -12,7 +12,7 @@ from urllib.parse import quote
 from ckptlint import __version__
 from ckptlint.chunkmap import make_grid
 from ckptlint.model import Checkpoint
-from ckptlint.report import CheckpointReport, Group, Report
+from ckptlint.report import CheckpointReport, Group, Ignored, Report
 from ckptlint.reporters.full import notes
 from ckptlint.reporters.json_report import sample
 from ckptlint.reporters.places import file_of
@@ -37,7 +37,14 @@ def render(report: Report, style: Style) -> str:
     parts = list(enumerate(report.checkpoints))
     bases = {f"CKPT{number}": _base(part.checkpoint.path) for number, part in parts}
     root = {"description": {"text": "the folder that ckptlint was started in"}}
-    results = [_result(part, f"CKPT{number}", group, index) for number, part in parts for group in part.groups]
+    results = [
+        _result(part, f"CKPT{number}", group, index)
+        for number, part in parts
+        for group in (*part.groups, *part.ignored_groups)
+    ]
+    if any("baselineState" in result for result in results):
+        for result in results:  # compared with a baseline, every result has a state
+            result.setdefault("baselineState", "new")
     run = {
         "tool": {"driver": {"name": "ckptlint", "version": __version__, "rules": [_rule(r) for r in report.rules]}},
         "invocations": [_invocation(report, index)],
@@ -116,7 +123,16 @@ def _result(part: CheckpointReport, base: str, group: Group, index: dict[str, in
     if len(group.members) > 1:
         members = [{"fqn": m.fqn, "message": m.message, "fingerprint": m.fingerprint} for m in group.members]
         result["properties"] = {"findings": members}
-    return result
+    return result | _set_aside(lead.ignored)
+
+
+def _set_aside(ignored: Ignored | None) -> dict[str, Any]:
+    """Why a result does not count; nothing for one that does."""
+    if ignored is None:
+        return {}
+    if ignored.by == "baseline":
+        return {"baselineState": "unchanged"}
+    return {"suppressions": [{"kind": "external", "status": "accepted", "justification": ignored.reason}]}
 
 
 def _location(ckpt: Checkpoint, base: str, group: Group) -> dict[str, Any]:
