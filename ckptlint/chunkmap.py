@@ -135,9 +135,12 @@ def _drawn(ckpt: Checkpoint, grid: Grid, region: Box | None, ascii_only: bool, w
 
 
 def axis_label(ckpt: Checkpoint, grid: Grid, axis: int) -> str:
-    """The axis with its factor and mesh name, where exactly one mesh axis has as many places."""
+    """The axis with its factor and mesh name, where exactly one mesh axis has as many places.
+
+    Stacked layers or experts, each stored by itself, are as many as there are, whatever the mesh.
+    """
     count = len(grid.tensor.layout.intervals(axis))
-    names = axes_of_size(ckpt.topology, count)
+    names = axes_of_size(ckpt.topology, count) if count < grid.tensor.global_shape[axis] else []
     return f"dim {axis} x {count} ({names[0]})" if len(names) == 1 else f"dim {axis}"
 
 

@@ -132,7 +132,8 @@ def mesh_note(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
         count = len(axis_places)
         if count == 1:
             continue
-        name = axis_name(ckpt, axis, count)
+        # stacked layers or experts, each stored by itself, are no mesh axis
+        name = axis_name(ckpt, axis, count) if count < tensor.global_shape[axis] else f"dim {axis}"
         lengths = distinct(axis_places.stops - axis_places.starts)
         of = f" of {lengths[0]:,}" if len(lengths) == 1 else ""
         plural = "s" if len(inside) > 1 else ""

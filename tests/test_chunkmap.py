@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from ckptlint.boxes import Box
-from ckptlint.chunkmap import CELL_LIMIT, Cell, Grid, draw, human_bytes, make_grid
-from ckptlint.model import Checkpoint
+from ckptlint.boxes import Box, Layout
+from ckptlint.chunkmap import CELL_LIMIT, Cell, Grid, axis_label, draw, human_bytes, make_grid
+from ckptlint.model import AxisSize, Checkpoint, ChunkTable, Tensor
 from ckptlint.testing import load_folder, write_checkpoint
 
 
@@ -260,3 +261,16 @@ def test_a_chunk_without_a_record_is_said_to_be_stored_nowhere(tmp_path: Path) -
 )
 def test_bytes_for_humans(count: int, expected: str) -> None:
     assert human_bytes(count) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "label"), [(8, "dim 0 x 4 (dp)"), (4, "dim 0")], ids=["shards", "experts by themselves"]
+)
+def test_only_shards_are_named_after_a_mesh_axis(rows: int, label: str) -> None:
+    step = rows // 4
+    offsets = np.array([[step * i, 0] for i in range(4)], np.int64)
+    layout = Layout((rows, 6), offsets, np.array([[step, 6]] * 4, np.int64))
+    tensor = Tensor("w", "float32", (rows, 6), ChunkTable(layout, np.full(4, -1, np.int64)))
+    ckpt = Checkpoint("here", "dcp", tensors={"w": tensor}, topology={"dp": AxisSize(4, "args")})
+    made = make_grid(tensor, None)
+    assert made is not None and axis_label(ckpt, made, 0) == label
