@@ -75,10 +75,10 @@ def _may_name(place: str) -> bool:
     try:
         with os.scandir(place or ".") as listing:
             described = [entry.path for entry in listing if entry.name.endswith((".dist-info", ".egg-info"))]
-    except FileNotFoundError:
-        return False
-    except OSError:  # an archive
+    except NotADirectoryError:  # an archive
         return True
+    except OSError:
+        return False
     for path in described:
         try:
             if f"[{GROUP}]".encode() in Path(path, "entry_points.txt").read_bytes().replace(b" ", b""):

@@ -6,6 +6,7 @@ import csv
 import os
 import pickle
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -84,6 +85,11 @@ def run(*arguments: str | Path, env: dict[str, str] | None = None, **options: An
     command = [sys.executable, "-m", "ckptlint", *map(str, arguments)]
     defaults: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "cwd": REPOSITORY}
     return subprocess.run(command, env=kept | (env or {}), encoding="utf-8", check=False, **(defaults | options))
+
+
+def takes_ctrl_c() -> None:
+    """For a new process: a shell starts what runs in its background with Ctrl-C ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_python(code: str, *arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import REAL, codes, found, named, number, run, stream
+from conftest import REAL, codes, found, named, number, run, stream, takes_ctrl_c
 
 import ckptlint
 from ckptlint import floats
@@ -435,7 +435,12 @@ def test_ctrl_c_says_what_was_covered(tmp_path: Path) -> None:
         "main()\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=takes_ctrl_c,
     )
     assert process.stdout is not None
     for _ in range(3):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REAL, REPOSITORY, run
+from conftest import REAL, REPOSITORY, run, takes_ctrl_c
 
 from ckptlint.errors import NothingToCheckError
 from ckptlint.testing import write_checkpoint
@@ -251,7 +251,13 @@ def watching(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-m", "ckptlint", "watch", *map(str, arguments)]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("CKPTLINT_")}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env=environment,
+        preexec_fn=takes_ctrl_c,
     )
     try:
         yield process
