@@ -97,13 +97,17 @@ def main() -> None:
         for files in sorted({1, given.files}):
             folder = made(large, given.folder / f"large{files}", size, files)
             reads, checks, memory = [], [], 0.0
-            for _ in range(given.turns):
-                drop(folder)
-                reads.append(plain(folder))
-                drop(folder)
-                seconds, peak = check(folder, "data")
-                checks.append(seconds)
-                memory = max(memory, peak)
+            for turn in range(given.turns):
+                for is_plain in (
+                    (True, False) if turn % 2 else (False, True)
+                ):  # a disk may tire: each goes first in turn
+                    drop(folder)
+                    if is_plain:
+                        reads.append(plain(folder))
+                        continue
+                    seconds, peak = check(folder, "data")
+                    checks.append(seconds)
+                    memory = max(memory, peak)
             share = statistics.median(read / check for read, check in zip(reads, checks, strict=True))
             read, checked = (size / statistics.median(column) / 1e9 for column in (reads, checks))
             print(f"{given.gib:g} GiB in {files} file(s): plain read {read:.2f} GB/s, --depth data {checked:.2f} GB/s")
