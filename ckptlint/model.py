@@ -44,6 +44,22 @@ left out on purpose: no size check is made for them.
 """
 
 
+STORAGES: Mapping[str, str] = {
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
+}
+"""Storage classes of torch -> dtypes; the others lie in an UntypedStorage."""
+
 RANK_LIMIT = 64
 """More axes than any tensor has."""
 

@@ -28,10 +28,9 @@ import numpy as np
 from ckptlint.engine import run_rules
 from ckptlint.ignores import KeyIgnore, set_aside
 from ckptlint.loaders import open_checkpoint
-from ckptlint.loaders.content import STORAGES
 from ckptlint.loaders.payload import default_reading, read_payload
 from ckptlint.loaders.reference import MANIFEST_SCHEMA, read_reference
-from ckptlint.model import ITEM_BITS, Checkpoint
+from ckptlint.model import ITEM_BITS, STORAGES, Checkpoint
 from ckptlint.registry import load_rules
 from ckptlint.report import CheckpointReport
 from ckptlint.rule import DEPTHS, Depth, Finding, Rule, Severity

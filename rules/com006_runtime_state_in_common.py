@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 from ckptlint.keys import role
-from ckptlint.model import ITEM_BITS, Checkpoint, printable
+from ckptlint.model import ITEM_BITS, STORAGES, Checkpoint, printable
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
 from ckptlint.topology import attributes
 from ckptlint.unpickle import Opaque
@@ -16,18 +16,6 @@ from ckptlint.unpickle import Opaque
 _RUNTIME_ARGS = ("loaded_iteration",)
 _RUNTIME_TOPS = ("args", "rng_state", "rerun_state_machine", "opt_param_scheduler")
 _STEP = re.compile(r"(?:^|\.)(?:param_state|state)\.\d+\.step$")
-_STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-}
 _DEPTH = 12
 
 
@@ -102,7 +90,7 @@ def _nbytes(tensor: Opaque) -> int | None:
     """
     try:
         storage, shape = tensor.args[0].args[0], tensor.args[2]
-        bits = ITEM_BITS.get(_STORAGES.get(storage[1].name, ""))
+        bits = ITEM_BITS.get(STORAGES.get(storage[1].name, ""))
         return None if bits is None else prod(shape) * bits // 8
     except (AttributeError, IndexError, TypeError, KeyError):
         return None

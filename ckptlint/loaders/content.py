@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.isolate import isolated
-from ckptlint.model import RANK_LIMIT, Content, printable
+from ckptlint.model import RANK_LIMIT, STORAGES, Content, printable
 from ckptlint.unpickle import Opaque, Unpickled, read_state
-
-STORAGES: Mapping[str, str] = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64",
-    "ComplexDoubleStorage": "complex128",
-}
-"""Storage classes of torch -> dtypes; the others lie in an UntypedStorage."""
 
 _PLAIN = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 _VALUE_LIMIT = 4096
