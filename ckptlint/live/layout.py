@@ -1,0 +1,96 @@
+"""Which part of a tensor a rank holds, from its placements on a device mesh; pure Python, without torch.
+
+Each dim of the tensor carries the runs of global indices that lie on this rank, in the order in which they lie there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Run = tuple[int, int]
+"""A half-open range [start, stop) of indices of one dim."""
+
+Runs = tuple[Run, ...]
+
+
+def runs(
+    shape: Sequence[int],
+    placements: Sequence[Any],
+    mesh_shape: Sequence[int],
+    coordinate: Sequence[int],
+    order: Iterable[int] | None = None,
+) -> tuple[Runs, ...]:
+    """Per dim the runs that the rank at this coordinate of the mesh holds; () where it holds nothing.
+
+    A placement with a `dim` shards that dim, one with a `split_factor` too does so strided; any other does not shard.
+
+    Args:
+        shape: the global shape, in elements.
+        placements: one per mesh dim.
+        mesh_shape: size of each mesh dim.
+        coordinate: place of the rank on each mesh dim.
+        order: mesh dims in the order in which they cut; left to right by default.
+
+    Raises:
+        IndexError: a placement shards a dim that the shape does not have.
+
+    Source:
+        torch 2.13 torch.distributed.tensor._utils._compute_local_shape_and_global_offset; the pieces are those of
+        Shard.local_shard_size_and_offset and _StridedShard.local_shard_size_and_offset.
+    """
+    held: list[Runs] = [((0, size),) if size else () for size in shape]
+    for mesh_dim in range(len(placements)) if order is None else order:
+        placement = placements[mesh_dim]
+        dim = getattr(placement, "dim", None)
+        if dim is None:
+            continue
+        pieces, place = mesh_shape[mesh_dim], coordinate[mesh_dim]
+        split = getattr(placement, "split_factor", None)
+        if split is None:
+            held[dim] = _take(held[dim], _piece((0, _length(held[dim])), pieces, place))
+        else:
+            whole = (0, _length(held[dim]))
+            parts = [_take(held[dim], _piece(_piece(whole, split, i), pieces, place)) for i in range(split)]
+            held[dim] = _joined(run for part in parts for run in part)
+    return tuple(held)
+
+
+def box(held: Sequence[Runs], shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets and sizes that torch gives to the runs of each dim: the first index, or the end of an empty dim."""
+    offsets = tuple(found[0][0] if found else size for found, size in zip(held, shape, strict=True))
+    return offsets, tuple(_length(found) for found in held)
+
+
+def _piece(whole: Run, pieces: int, place: int) -> Run:
+    """The piece of a range at a place: pieces of one size, rounded up, the last ones short or empty."""
+    start, stop = whole
+    size = -(-(stop - start) // pieces)
+    return min(stop, start + size * place), min(stop, start + size * (place + 1))
+
+
+def _take(held: Runs, piece: Run) -> Runs:
+    """The runs at the positions of `piece` in the concatenation of `held`."""
+    taken: list[Run] = []
+    position = 0
+    for start, stop in held:
+        first, last = max(piece[0] - position, 0), min(piece[1] - position, stop - start)
+        if first < last:
+            taken.append((start + first, start + last))
+        position += stop - start
+    return tuple(taken)
+
+
+def _joined(held: Iterable[Run]) -> Runs:
+    """The runs, neighbours that touch as one."""
+    joined: list[Run] = []
+    for start, stop in held:
+        if joined and joined[-1][1] == start:
+            joined[-1] = joined[-1][0], stop
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _length(held: Runs) -> int:
+    return sum(stop - start for start, stop in held)

@@ -1,0 +1,86 @@
+"""Small jobs of several ranks on this machine, for tests: gloo, forked processes, killed when their time is up."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What came of a rank that returned nothing: its traceback, or how its process ended."""
+
+    text: str
+
+
+def run_ranks(
+    function: Callable[[int], Any], world: int = 4, timeout: float = 60.0, *, expect_failures: bool = False
+) -> list[Any]:
+    """What `function(rank)` returned on each rank of a gloo job, in the order of ranks.
+
+    The ranks are forked, so that closures go in; what they return must pickle. `RANK`, `LOCAL_RANK` and `WORLD_SIZE`
+    are set as torchrun sets them. No rank outlives `timeout` seconds.
+
+    Raises:
+        AssertionError: a rank raised, died or ran out of time; with `expect_failures` a Failure stands in its place.
+    """
+    fork = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory() as folder:
+        pipes = [fork.Pipe(duplex=False) for _ in range(world)]
+        ranks = [
+            fork.Process(target=_rank, args=(function, rank, world, Path(folder, "store"), pipes[rank][1]), daemon=True)
+            for rank in range(world)
+        ]
+        for process in ranks:
+            process.start()
+        for _, sender in pipes:
+            sender.close()
+        results = _collect([receiver for receiver, _ in pipes], time.monotonic() + timeout)
+        for process in ranks:
+            process.kill()
+            process.join()
+    for rank, process in enumerate(ranks):
+        if rank not in results:
+            results[rank] = Failure(f"no answer within {timeout:g} s, or died; exit code {process.exitcode}")
+    failed = [f"rank {rank}: {results[rank].text}" for rank in range(world) if isinstance(results[rank], Failure)]
+    assert expect_failures or not failed, "\n".join(failed)
+    return [results[rank] for rank in range(world)]
+
+
+def _collect(receivers: list[Connection], deadline: float) -> dict[int, Any]:
+    """The answers that arrive before the deadline, by rank; a rank that dies closes its pipe."""
+    results: dict[int, Any] = {}
+    waiting = list(receivers)
+    while waiting and (seconds := deadline - time.monotonic()) > 0:
+        for receiver in wait(waiting, seconds):
+            assert isinstance(receiver, Connection)
+            waiting.remove(receiver)
+            try:
+                results[receivers.index(receiver)] = receiver.recv()
+            except EOFError:
+                continue
+    return results
+
+
+def _rank(function: Callable[[int], Any], rank: int, world: int, store: Path, answer: Connection) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    torch.set_num_threads(1)  # a forked process has no threads to share work with
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        answer.send(function(rank))
+        signal.pause()  # until all have answered: a peer may still read from this rank
+    except BaseException:
+        answer.send(Failure(traceback.format_exc()))
+    os._exit(1)  # without the exit handlers of the test run
