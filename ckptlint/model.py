@@ -414,19 +414,21 @@ class WriterTable:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """What a rank of a running job found in its own state, or says about it.
+    """What a rank of a running job found in its own state, or what came of comparing it with the others.
 
     Attributes:
-        rank: who says it.
+        rank: who found it; -1 for all.
         fqn: the key concerned, printable; "" for none.
         code: the rule whose finding it is.
         text: one sentence, `{of}` as in a finding.
+        level: its severity where the evidence is weaker than the rule's own.
     """
 
     rank: int
     fqn: str
     code: str
     text: str
+    level: Literal["", "info", "warning"] = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -450,7 +452,7 @@ class RankTable:
         strict: bool [m], whether the writer's rules allow one owner only (Megatron-Core).
         digest: int64 [m], of the contents; 0 when they were not compared.
         view: int64 [m], hash of the rank's own view of all shards (FSDP1); 0 for none.
-        remarks: what ranks say about their own state.
+        remarks: what is known beside that.
     """
 
     world_size: int
@@ -571,7 +573,7 @@ class Declared:
 
 
 ProblemKind = Literal[
-    "unsafe", "unreadable", "limit", "unsupported", "incomplete", "container", "note", "crashed", "unused", "live"
+    "unsafe", "unreadable", "limit", "unsupported", "incomplete", "container", "note", "crashed", "unused"
 ]
 
 
@@ -582,7 +584,7 @@ class Problem:
     Attributes:
         kind: `unsafe` SAF001, `unreadable` SAF002, `limit` SAF003, `unsupported` SAF004, `incomplete` COM001,
             `container` PAY013, `note` an info of SAF001, `crashed` LNT002 (made by the engine),
-            `unused` LNT001 (made where ignores are applied), `live` the LIV rule that `file` names.
+            `unused` LNT001 (made where ignores are applied).
         file: the file it lies in, relative to the checkpoint.
         message: one sentence.
         detail: lines shown below it (the opcodes of a refused call).

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ckptlint.boxes import Box, IntArray, Layout
 from ckptlint.keys import ranges
 from ckptlint.model import Checkpoint, ChunkTable, RankTable, RecordTable, StoredFile, Tensor
+from ckptlint.rule import Finding, Severity
+
+_FLAWS = frozenset({"LIV101", "LIV102", "LIV103", "LIV105", "LIV106", "LIV108", "LIV110"})
+"""Findings of a rank about its own chunk after which the box of that chunk says nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,9 +33,9 @@ class Holders:
 def holders(table: RankTable) -> Iterator[Holders]:
     """The rows of each key, in order of its name."""
     order = np.lexsort((table.rank, table.fqn))
-    bounds = np.flatnonzero(np.append(True, table.fqn[order][1:] != table.fqn[order][:-1])) if len(order) else []
-    is_live = (table.sizes > 0).all(axis=1)
-    groups = np.split(order, bounds[1:]) if len(order) else []
+    is_live = np.asarray((table.sizes > 0).all(axis=1))
+    changes = np.flatnonzero(table.fqn[order][1:] != table.fqn[order][:-1]) + 1
+    groups = np.split(order, changes) if len(order) else []
     for rows in sorted(groups, key=lambda rows: table.fqns[int(table.fqn[rows[0]])]):
         yield Holders(table.fqns[int(table.fqn[rows[0]])], rows, rows[is_live[rows]])
 
@@ -67,6 +71,44 @@ def owners(table: RankTable, held: Holders) -> IntArray:
     return np.sort(np.concatenate([rows[table.replica[rows] >= 0], undeclared[first]]))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Cell:
+    """The copies of one chunk or object: rows of one key with equal boxes that hold elements, by rank."""
+
+    fqn: str
+    box: Box
+    rows: IntArray
+    is_whole: bool
+
+
+def cells(table: RankTable) -> Iterator[Cell]:
+    """The chunks of the keys whose holders agree what it is, each with its copies."""
+    for held in holders(table):
+        if len(held.live) == 0 or not agree(table, held.rows):
+            continue
+        places = np.concatenate([table.offsets[held.live], table.sizes[held.live]], axis=1)
+        _, number = np.unique(places, axis=0, return_inverse=True)
+        order = np.argsort(number.reshape(-1), kind="stable")
+        for rows in np.split(held.live[order], np.flatnonzero(np.diff(number.reshape(-1)[order])) + 1):
+            shape = described(table, int(rows[0]))[2]
+            place = box(table, int(rows[0]))
+            yield Cell(held.fqn, place, rows, place.sizes == shape)
+
+
+def digest_groups(table: RankTable, cell: Cell) -> list[IntArray]:
+    """Rows of the copies whose contents were hashed, those with equal contents together, the largest group first."""
+    known = cell.rows[table.digest[cell.rows] != 0]
+    groups = [known[table.digest[known] == digest] for digest in np.unique(table.digest[known]).tolist()]
+    return sorted(groups, key=lambda rows: (-len(rows), int(table.rank[rows[0]])))
+
+
+def sound(ckpt: Checkpoint) -> Checkpoint:
+    """The checkpoint with the tensors alone about whose chunks no rank has an error of its own."""
+    assert ckpt.ranks is not None
+    flawed = {remark.fqn for remark in ckpt.ranks.remarks if remark.code in _FLAWS}
+    return replace(ckpt, tensors={fqn: tensor for fqn, tensor in ckpt.tensors.items() if fqn not in flawed})
+
+
 def ranks_of(table: RankTable, rows: Iterable[int]) -> str:
     """The ranks of some rows in words.
 
@@ -80,6 +122,25 @@ def named(ranks: Iterable[int]) -> str:
     """Ranks in words, as a set."""
     numbers = sorted(set(ranks))
     return f"rank{'s' if len(numbers) != 1 else ''} {ranges(numbers)}"
+
+
+def told(ckpt: Checkpoint, code: str, why: str = "", hint: str = "") -> Iterator[Finding]:
+    """What the ranks found themselves under a code: one finding for each sentence, with the ranks that said it."""
+    by_text: dict[tuple[str, str, str], set[int]] = {}
+    for remark in ckpt.ranks.remarks if ckpt.ranks else ():
+        if remark.code == code:
+            by_text.setdefault((remark.fqn, remark.text, remark.level), set()).add(remark.rank)
+    for (fqn, text, level), said in sorted(by_text.items()):
+        who = "" if -1 in said else named(said)
+        yield Finding(
+            text,
+            fqn=fqn or None,
+            missing=(text,),
+            place=who,
+            severity=Severity[level.upper()] if level else None,
+            why=why,
+            hint=hint,
+        )
 
 
 def as_checkpoint(table: RankTable, path: str) -> Checkpoint:

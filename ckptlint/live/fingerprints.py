@@ -6,22 +6,20 @@ may hide a fault (2^-40 or less) and never makes one up. All words are unsigned 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import ceil, log
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptlint.boxes import BoolArray, IntArray
-from ckptlint.digests import GOLD, fin, mix
+from ckptlint.digests import GOLD, Words, mix
 
 if TYPE_CHECKING:
     from ckptlint.live.extract import Held
 
-Words = npt.NDArray[np.uint64]
 
 BUCKETS = 4096
 """Keys share so many buckets; the words of a bucket say whether any of its keys is suspicious."""
@@ -212,7 +210,7 @@ class Entries:
     """What this rank puts into the table.
 
     Attributes:
-        key: uint64 [k], the top 44 bits of a hash.
+        key: uint64 [k], 44 bits of a hash; the last one tells chunks (1) from keys (0).
         value: uint64 [k], what all holders must share.
         mains: uint64 [k], 1 for a declared owner.
         wants_owner: bool [k], whether exactly one owner must be among the holders.
@@ -236,10 +234,10 @@ def entries(rows: Records, marks: Marks, salt: int) -> tuple[Entries, Entries]:
     # of empty tensors nobody owns the origin; a key with an undeclared chunk says nothing of owners
     filled = (rows.global_shape[first] > 0).all(axis=1)
     settled = np.bincount(place[~declared], minlength=len(first)) == 0
-    by_key = Entries(_short(rows.key[first], salt, 1), marks.meta[first], mains, filled & settled, first)
+    by_key = Entries(_short(rows.key[first], salt, 0), marks.meta[first], mains, filled & settled, first)
     at = np.flatnonzero(rows.is_live & (rows.copies == 0))
     by_chunk = Entries(
-        _short(marks.chunk[at], salt, 2),
+        _short(marks.chunk[at], salt, 1),
         marks.content[at],
         (rows.replica[at] == 0).astype(np.uint64),
         declared[at],
@@ -249,12 +247,21 @@ def entries(rows: Records, marks: Marks, salt: int) -> tuple[Entries, Entries]:
 
 
 def _short(key: Words, salt: int, family: int) -> Words:
-    return mix(key ^ mix(np.array([salt * 4 + family], np.uint64))) >> np.uint64(64 - _KEY_BITS)
+    salted = mix(key ^ mix(np.array([salt], np.uint64))) >> np.uint64(64 - _KEY_BITS)
+    return (salted & ~np.uint64(1)) | np.uint64(family)
 
 
-def short_key(key: int, salt: int) -> int:
-    """The number under which a key of this hash comes out of the table."""
-    return int(_short(np.array([key], np.uint64), salt, 1)[0])
+def numbers(fqns: Iterable[str], salt: int) -> Words:
+    """uint64 [k], what these keys are called in the table."""
+    return _short(np.array([hashed(fqn) for fqn in fqns], np.uint64), salt, 0)
+
+
+def sample(part: Entries, shift: int, turn: int) -> Entries:
+    """One entry in 2^shift, others in another turn."""
+    if shift == 0:
+        return part
+    chosen = (part.key >> np.uint64(1)) % np.uint64(2**shift) == np.uint64(turn % 2**shift)
+    return Entries(part.key[chosen], part.value[chosen], part.mains[chosen], part.wants_owner[chosen], part.row[chosen])
 
 
 def _places(key: Words, cells: int) -> IntArray:
@@ -325,37 +332,23 @@ def peel(summed: Words) -> Peeled:
     )
 
 
-def disagreeing(part: Entries, peeled: Peeled) -> tuple[BoolArray, BoolArray]:
-    """bool [k] each: whether an entry of this rank is at odds with other holders, and whether that is not known."""
+def keys_of(peeled: Peeled) -> Peeled:
+    """The keys alone, without the chunks."""
+    at = (peeled.key & np.uint64(1)) == 0
+    return replace(peeled, key=peeled.key[at], count=peeled.count[at], value=peeled.value[at], mains=peeled.mains[at])
+
+
+def torn(rows: Records, marks: Marks) -> BoolArray:
+    """bool [n], rows that do not share what the first row of their key says, on this rank alone."""
+    _, first, place = np.unique(rows.key, return_index=True, return_inverse=True)
+    return np.asarray(marks.meta[first][place.reshape(-1)] != marks.meta)
+
+
+def disagreeing(part: Entries, peeled: Peeled) -> BoolArray:
+    """bool [k], whether an entry of this rank is at odds with other holders; False where that is not known."""
     if len(peeled.key) == 0:
-        return np.zeros(len(part.key), bool), np.ones(len(part.key), bool)
-    place = np.searchsorted(peeled.key, part.key)
-    place[place == len(peeled.key)] = 0
-    known = peeled.key[place] == part.key
+        return np.zeros(len(part.key), bool)
+    place = np.minimum(np.searchsorted(peeled.key, part.key), len(peeled.key) - 1)
     bad = peeled.value[place] != peeled.count[place] * part.value
     bad |= part.wants_owner & (peeled.mains[place] != 1)
-    return np.asarray(known & bad), np.asarray(~known)
-
-
-__all__ = [
-    "BUCKETS",
-    "CELL_WORDS",
-    "LEAST_CELLS",
-    "LOAD",
-    "MOST_CELLS",
-    "Entries",
-    "Marks",
-    "Peeled",
-    "Records",
-    "Words",
-    "disagreeing",
-    "entries",
-    "fin",
-    "hashed",
-    "marks",
-    "peel",
-    "records",
-    "short_key",
-    "table",
-    "tiling",
-]
+    return np.asarray((peeled.key[place] == part.key) & bad)
