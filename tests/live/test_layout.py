@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import pairwise, product
 from math import prod
 from typing import Any
 
@@ -59,7 +59,7 @@ def test_runs_are_the_rows_that_torch_hands_out(size: int, outer: int, inner: in
             rows = placement._split_tensor(rows, pieces, with_padding=False, contiguous=False)[0][at]
         found = runs((size,), placements, (outer, inner), place)[0]
         assert [row for start, stop in found for row in range(start, stop)] == rows.tolist()
-        assert all(stop != start for (_, stop), (start, _) in zip(found, found[1:], strict=False)), "neighbours joined"
+        assert all(stop != start for (_, stop), (start, _) in pairwise(found)), "neighbours joined"
 
 
 @settings(max_examples=300, deadline=None)

@@ -1,0 +1,42 @@
+"""The private attributes of torch and Megatron that live mode reads, each with the versions that have it.
+
+| attribute | of | seen in |
+|---|---|---|
+| `_local_tensor`, `_spec` (`mesh`, `placements`, `tensor_meta.shape`) | torch DTensor | 2.4 to 2.13 |
+| `_spec.shard_order` | torch DTensor | 2.10 to 2.13 |
+| `_shard_order` | torch DeviceMesh, set by Megatron-FSDP | megatron-core 0.15 to 0.19 |
+| `__create_chunk_list__`, `__create_write_items__` | local tensors of Megatron-FSDP; LocalShardsWrapper | same |
+| `_local_shards` | torch's LocalShardsWrapper, Megatron-Core's LocalShardsContainer | torch 2.5, megatron-core 0.14 |
+| `_sh_ten` | Megatron-Core's CheckpointableShardedTensor | megatron-core 0.14 to 0.19 |
+| `mcore_sh_ten` | torch ShardedTensor made by Megatron-Core | megatron-core 0.5 to 0.19 |
+| `flattened_range` | Megatron-Core's ShardedTensor | megatron-core to 0.15 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+_STRIDED = _VERSION >= (2, 13)
+"""Whether a _StridedShard cuts as `layout.runs` does; before torch 2.13 it stood for an order of mesh dims."""
+
+
+def is_known(placement: Any) -> bool:
+    """Whether `layout.runs` knows what this placement of a DTensor means in this version of torch."""
+    if placement.is_replicate() or placement.is_partial():
+        return True
+    return hasattr(placement, "dim") and (_STRIDED or not hasattr(placement, "split_factor"))
+
+
+def shard_order(spec: Any) -> tuple[int, ...] | None:
+    """The mesh dims in the order in which they cut, where the DTensor's spec or mesh says it; None: left to right."""
+    declared: Sequence[int] | None = getattr(spec.mesh, "_shard_order", None)
+    if declared is None:
+        entries = getattr(spec, "shard_order", None) or ()
+        declared = [mesh_dim for entry in entries for mesh_dim in entry.mesh_dims]
+    order = tuple(mesh_dim for mesh_dim in declared if hasattr(spec.placements[mesh_dim], "dim"))
+    return None if order == tuple(sorted(order)) else order
