@@ -125,7 +125,7 @@ def load(path: str | PathLike[str]) -> Checkpoint:
 
     >>> ckpt = load("fixtures/real/fsdp2_4r")
     >>> ckpt.format, len(ckpt.tensors), ckpt.tensors["model.norm.weight"].global_shape
-    ('dcp', 156, (12,))
+    ('dcp', 84, (12,))
 
     Raises:
         NothingToCheckError: there is none.

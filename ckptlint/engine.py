@@ -24,6 +24,8 @@ def run_rules(ckpt: Checkpoint, rules: Iterable[Rule], depth: Depth) -> Checkpoi
             crash_rule = rule
         elif rule.code == UNUSED_CODE:
             pass  # what it judges is known after all checkpoints: `report_unused`
+        elif rule.live and ckpt.ranks is None:
+            report.not_run[rule.code] = "needs a running job"
         elif DEPTHS.index(rule.needs) > DEPTHS.index(depth):
             report.not_run[rule.code] = f"needs --depth {rule.needs}"
         elif rule.expects and ckpt.reference is None:

@@ -69,7 +69,7 @@ def run(
             refused.append(str(error))
         except ReaderError as error:
             refused.append(f"{shown(path)} could not be read because of a mistake in ckptlint, please report: {error}")
-    judging = tuple(rule for rule in rules if reference is not None or not rule.expects)
+    judging = tuple(rule for rule in rules if (reference is not None or not rule.expects) and not rule.live)
     parts, gone = set_aside(parts, rules, ignores, known, is_whole=not (nothing or refused))
     seconds = time.perf_counter() - started
     return Report(parts, judging, depth, fail_on, tuple(nothing), tuple(refused), seconds, gone)

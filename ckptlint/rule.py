@@ -100,6 +100,7 @@ class Rule:
         needs: the least depth at which it can judge.
         always: whether it runs although the metadata could not be read.
         expects: whether it judges against a reference (`--expect`) and cannot run without one.
+        live: whether it judges what the ranks of a running job hold, not files.
         values: options that were set otherwise than by default, by the name of the parameter.
     """
 
@@ -110,6 +111,7 @@ class Rule:
     needs: Depth = "metadata"
     always: bool = False
     expects: bool = False
+    live: bool = False
     values: Mapping[str, Option] = field(default_factory=dict)
 
     @property
@@ -137,6 +139,7 @@ def rule(
     needs: Depth = "metadata",
     always: bool = False,
     expects: bool = False,
+    live: bool = False,
 ) -> Callable[[Check], Rule]:
     """Turn a check function into a Rule; nothing is registered, rules are found by scanning modules."""
-    return lambda check: Rule(code, name, severity, check, needs, always, expects)
+    return lambda check: Rule(code, name, severity, check, needs, always, expects, live)

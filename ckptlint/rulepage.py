@@ -27,6 +27,8 @@ def page(rule: Rule, width: int = 80) -> str:
 
 
 def _needs(rule: Rule, option: str = "") -> str:
+    if rule.live:
+        return "a running job"
     return f"{option}{rule.needs}, --expect" if rule.expects else f"{option}{rule.needs}"
 
 
@@ -70,8 +72,8 @@ def catalogue(rules: Sequence[Rule], format_: str, width: int = 80) -> str:
                 "code": rule.code,
                 "name": rule.name,
                 "severity": rule.severity.label,
-                "needs": rule.needs,
-                "default": not rule.expects,
+                "needs": "live" if rule.live else rule.needs,
+                "default": not (rule.expects or rule.live),
                 "summary": rule.summary,
             }
             for rule in rules

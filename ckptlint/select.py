@@ -37,6 +37,8 @@ def select(
     codes |= {rule.code for rule in rules if is_fixed(rule.code)}
     for token in [*chosen, *extended]:
         named = next((rule for rule in rules if token in (rule.code, rule.name)), None)
+        if named and named.live:
+            raise ConfigError(f"{named.code} {named.name} judges a running job: ckptlint.live.check")
         if named and DEPTHS.index(named.needs) > DEPTHS.index(depth):
             raise ConfigError(f"{named.code} {named.name} needs --depth {named.needs}, the depth is {depth}")
         if named and named.expects and not has_reference:

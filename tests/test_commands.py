@@ -29,7 +29,7 @@ READABLE = [
     for row in manifest(REAL)
     if not any(code in row["codes"] for code in ("SAF", "COM001")) and row["path"] != "rank_mismatch"
 ]
-UNREADABLE = ["metadata_malicious", "metadata_truncated", "metadata_missing", "metadata_garbage", "metadata_is_json"]
+UNREADABLE = ["metadata_malicious", "metadata_truncated", "metadata_missing", "metadata_is_json"]
 UP = "model.layers.1.mlp.up.weight"
 W1 = "model.layers.0.feed_forward.w1.weight"
 EXPERTS = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
@@ -109,7 +109,7 @@ def test_show_has_everything_that_the_loader_read(name: str) -> None:
 
 def test_show_folds_layers_and_names_how_tensors_are_cut() -> None:
     lines = invoke("show", REAL / "fsdp2_4r").output.splitlines()
-    (line,) = (line for line in lines if line.startswith("model.layers.{0-3}.attention.wk.weight"))
+    (line,) = (line for line in lines if line.startswith("model.layers.{0-1}.attention.wk.weight"))
     assert line.split()[1:] == ["float32", "[6,", "12]", "4", "3", "x", "1", "288", "B"]
     assert any("topology: world = 4 (files)" in line for line in lines)
     assert any(line.startswith("14 objects stored as bytes: ") for line in lines)

@@ -283,7 +283,7 @@ def test_lost_layers_are_one_problem() -> None:
     report = ckptlint.check(REAL / "hsdp_2x2", expect=REAL / "fsdp2_4r")
     assert report.exit_code == 1
     groups = [group for group in report.checkpoints[0].groups if group.lead.severity.label == "error"]
-    assert [(group.lead.code, len(group.members)) for group in groups] == [("REF001", 27)]
+    assert [(group.lead.code, len(group.members)) for group in groups] == [("REF001", 9)]
 
 
 def test_swapped_dims_are_named(tmp_path: Path) -> None:
@@ -537,6 +537,6 @@ def test_the_json_report_names_the_reference(tmp_path: Path) -> None:
 
 
 def test_the_reference_is_not_judged_and_may_have_holes() -> None:
-    assert not loud(REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole")
+    assert not loud(REAL / "edit_base", REAL / "gap_middle")
     holes = ckptlint.check(REAL / "fsdp2_4r_hole", expect=REAL / "fsdp2_4r_hole")
     assert codes(holes, "error", "warning") == {"GEO004"}

@@ -1,0 +1,259 @@
+"""Digests of contents: of the bytes of one chunk, and of the elements of a tensor whatever its sharding.
+
+All arithmetic is modulo 2^64. `fin` is a bijection of 64-bit words, so one changed word or element always changes the
+digest; more changes are missed with a probability of 2^-64. The digests find accidents, they are no signatures: both
+are sums, which whoever wants to can balance.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from io import BytesIO
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Words = npt.NDArray[np.uint64]
+
+GOLD = 0x9E3779B97F4A7C15
+"""2^64 divided by the golden ratio."""
+
+ALGORITHM = "elem64-1"
+"""The name of `elem_digest`, as a seal gives it."""
+
+MASK = 2**64 - 1
+
+_BLOCK = 1 << 14  # words that are worked on at once: they and a second row of them stay in a core's own cache
+_RAMP = np.arange(_BLOCK, dtype=np.uint64) * np.uint64(GOLD)
+_STEPS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+_LAST = np.uint64(31)
+_DEEP = 64
+
+
+def fin(words: Words) -> Words:
+    """The words mixed in place: the finaliser of splitmix64, a bijection.
+
+    Args:
+        words: uint64, any shape; overwritten.
+
+    Source:
+        Vigna's splitmix64: shifts 30, 27, 31, two multiplications
+    """
+    scratch = np.empty_like(words)
+    for shift, factor in _STEPS:
+        np.right_shift(words, shift, out=scratch)
+        np.bitwise_xor(words, scratch, out=words)
+        np.multiply(words, factor, out=words)
+    np.right_shift(words, _LAST, out=scratch)
+    return np.bitwise_xor(words, scratch, out=words)
+
+
+def mix(words: Words) -> Words:
+    """fin(words + GOLD), as a new array: what keys and seeds go through."""
+    return fin(words + np.uint64(GOLD))
+
+
+def word_digest(data: bytes | bytearray | memoryview) -> int:
+    """The digest of bytes in their order: do two ranks hold the same?
+
+    fin(number of bytes) + sum over the little-endian 8-byte words i of fin(word ^ i * GOLD); the tail is padded with
+    zero bytes.
+
+    >>> word_digest(b"ckptlint") == word_digest(b"ckptlint" + bytes(1))
+    False
+    """
+    view = memoryview(data).cast("B")
+    whole = len(view) & ~7
+    words = np.frombuffer(view[:whole], "<u8")
+    total = _one(len(view))
+    for first in range(0, len(words), _BLOCK):
+        part = words[first : first + _BLOCK]
+        keys = _RAMP[: len(part)] + np.uint64(first * GOLD & MASK)
+        total += int(fin(np.bitwise_xor(keys, part, out=keys)).sum())
+    if whole < len(view):
+        tail = int.from_bytes(view[whole:], "little")
+        total += _one(tail ^ (len(words) * GOLD & MASK))
+    return total & MASK
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Where a run of stored elements lies in the whole tensor.
+
+    Attributes:
+        start: row-major number of the first of them in the whole tensor.
+        sizes: extents of the chunk in the order of storage, the slowest axis first; axes that run on are joined.
+        strides: the distance in the whole tensor of two neighbours on each of these axes, in elements.
+    """
+
+    start: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def volume(self) -> int:
+        """Elements of the chunk."""
+        return prod(self.sizes)
+
+
+def elements(
+    offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int], order: Sequence[int] | None = None
+) -> Elements:
+    """The elements of a chunk.
+
+    Args:
+        offsets, sizes: the chunk; shape: the whole tensor; all in elements and of equal length.
+        order: the axes as the chunk is stored, the slowest first; row-major by default.
+
+    >>> elements((4, 0), (2, 8), (16, 8)), elements((0, 2), (4, 2), (4, 8), (1, 0))
+    (Elements(start=32, sizes=(16,), strides=(1,)), Elements(start=2, sizes=(2, 4), strides=(1, 8)))
+    """
+    whole = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    joined: list[tuple[int, int]] = []
+    for axis in range(len(shape)) if order is None else order:
+        size, stride = sizes[axis], whole[axis]
+        if size == 1:
+            continue
+        if joined and joined[-1][1] == size * stride:
+            joined[-1] = joined[-1][0] * size, stride
+        else:
+            joined.append((size, stride))
+    start = sum(offset * stride for offset, stride in zip(offsets, whole, strict=True))
+    return Elements(start, tuple(size for size, _ in joined), tuple(stride for _, stride in joined))
+
+
+def elem_digest(bits: npt.NDArray[np.unsignedinteger[Any]], where: Elements, first: int = 0, parts: int = 1) -> int:
+    """The digest of elements together with their places: additive, and so independent of the sharding.
+
+    Sum over the elements of fin(bits ^ fin((L + 1) * GOLD)), L their row-major number in the whole tensor. The sum over
+    chunks that tile a tensor is the digest of the tensor.
+
+    Args:
+        bits: [n], the elements' own 1, 2, 4 or 8 bytes as numbers, in the order of storage.
+        where: the chunk that they belong to.
+        first: position of the first of them in the chunk, so that a chunk may come in pieces.
+        parts: 2 for complex: `bits` are then real and imaginary parts, `where` and `first` still count elements.
+    """
+    if parts > 1:
+        doubled = (*(stride * parts for stride in where.strides), 1)
+        where, first = Elements(where.start * parts, (*where.sizes, parts), doubled), first * parts
+    total = 0
+    for at, keys in _keys(where, first, len(bits)):
+        np.bitwise_xor(fin(keys), bits[at : at + len(keys)], out=keys)
+        total += int(fin(keys).sum())
+    return total & MASK
+
+
+def _keys(where: Elements, first: int, count: int) -> Iterator[tuple[int, Words]]:
+    """Blocks of (L + 1) * GOLD for the stored elements [first, first + count), each with its position from `first`.
+
+    L is linear in the index on each axis, and so is the product modulo 2^64: rows and columns are added up.
+    """
+    run, step = (where.sizes[-1], where.strides[-1]) if where.sizes else (1, 1)
+    ramp = _RAMP if step == 1 else _RAMP * np.uint64(step)
+    at = first
+    while at < first + count:
+        row, column = divmod(at, run)
+        left = first + count - at
+        if run >= _BLOCK or column or left < run:
+            width = min(run - column, left, _BLOCK)
+            base = int(_starts(where, row, 1)[0]) + column * step * GOLD
+            yield at - first, ramp[:width] + np.uint64(base & MASK)
+            at += width
+        else:
+            rows = min(left // run, max(_BLOCK // run, 1))
+            yield at - first, (_starts(where, row, rows)[:, None] + ramp[:run]).reshape(-1)
+            at += rows * run
+
+
+def _starts(where: Elements, row: int, rows: int) -> Words:
+    """uint64 [rows], (L + 1) * GOLD at the start of some runs of the last axis."""
+    number = np.arange(row, row + rows, dtype=np.uint64)
+    found = np.full(rows, (where.start + 1) * GOLD & MASK, np.uint64)
+    for size, stride in zip(where.sizes[-2::-1], where.strides[-2::-1], strict=True):
+        number, index = np.divmod(number, np.uint64(size))
+        found += index * np.uint64(stride * GOLD & MASK)
+    return found
+
+
+def _one(word: int) -> int:
+    return int(fin(np.array([word], np.uint64))[0])
+
+
+# ---------------------------------------------------------------- objects
+
+
+def object_digest(value: Any, leaf: Callable[[Any], bytes | None] = lambda value: None) -> int | None:
+    """The digest of a value as it reads, independent of the order of mappings and sets; None when it cannot be told.
+
+    Types are part of it, floats count by every bit but the payload of a NaN, arrays by dtype, shape and bytes.
+
+    Args:
+        leaf: what stands for a value of a type that is not known here, a tensor say; None for no idea.
+
+    >>> object_digest({"lr": 0.1, "step": 3}) == object_digest({"step": 3, "lr": 0.1})
+    True
+    >>> object_digest([1]) == object_digest([1.0]), object_digest(object())
+    (False, None)
+    """
+    text = _canonical(value, leaf, 0)
+    return None if text is None else int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+def _canonical(value: Any, leaf: Callable[[Any], bytes | None], depth: int) -> bytes | None:
+    """The value as bytes that no other value has: tag, length, content. None for what is unknown, or nested too deep."""
+    if depth > _DEEP:
+        return None
+    name = type(value).__qualname__
+    if isinstance(value, Enum):
+        return _tagged(name, value.name.encode())
+    if isinstance(value, int):
+        return _tagged(name, f"{value:x}".encode())  # decimal digits are limited to some thousands
+    if value is None or isinstance(value, (str, complex)):
+        return _tagged(name, repr(value).encode("utf-8", "surrogatepass"))
+    if isinstance(value, (np.ndarray, np.generic)):
+        if value.dtype.hasobject:
+            return None
+        head = f"{value.dtype.str} {value.shape}".encode()
+        return _tagged("array", _tagged("", head) + np.ascontiguousarray(value).tobytes())
+    if isinstance(value, float):
+        return _tagged(name, b"nan" if math.isnan(value) else value.hex().encode())
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return _tagged(name, bytes(value))
+    if isinstance(value, BytesIO):
+        return _tagged(name, value.getvalue())
+    if isinstance(value, Namespace):
+        return _joined(name, [vars(value)], leaf, depth)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _joined(name, [{field.name: getattr(value, field.name) for field in fields(value)}], leaf, depth)
+    if isinstance(value, Mapping):
+        pairs = [_joined("", pair, leaf, depth) for pair in value.items()]
+        return None if None in pairs else _tagged(name, b"".join(sorted(pair for pair in pairs if pair is not None)))
+    if isinstance(value, Set):
+        members = [_canonical(member, leaf, depth + 1) for member in value]
+        return None if None in members else _tagged(name, b"".join(sorted(m for m in members if m is not None)))
+    if isinstance(value, (list, tuple)):
+        return _joined(name, value, leaf, depth)
+    known = leaf(value)
+    return None if known is None else _tagged(name, known)
+
+
+def _joined(tag: str, values: Sequence[Any], leaf: Callable[[Any], bytes | None], depth: int) -> bytes | None:
+    parts = []
+    for value in values:
+        part = _canonical(value, leaf, depth + 1)
+        if part is None:
+            return None
+        parts.append(part)
+    return _tagged(tag, b"".join(parts))
+
+
+def _tagged(tag: str, content: bytes) -> bytes:
+    return f"{tag}:{len(content)}:".encode() + content

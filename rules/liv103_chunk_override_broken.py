@@ -1,0 +1,29 @@
+"""LIV103: A tensor's own chunk list is missing, or contradicts its own write items."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.model import Checkpoint
+from ckptlint.ranks import told
+from ckptlint.rule import Finding, Severity, rule
+
+
+@rule("LIV103", "chunk-override-broken", Severity.ERROR, live=True)
+def chunk_override_broken(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A tensor's own chunk list is missing, or contradicts its own write items.
+
+    What it checks:
+        A tensor whose chunks are not those of its placements carries both `__create_chunk_list__` and
+        `__create_write_items__`, and they agree.
+    Why it matters:
+        Without them the save falls back to the offsets of an even split, and a load puts rows in wrong places.
+    Usual causes:
+        `detach()`, `clone()` or `to_local()` followed by `from_local` on an uneven DTensor of Megatron-FSDP:
+        the attributes stay behind.
+    How to fix:
+        Save the state dict that the framework returned, or copy the two attributes to the new local tensor.
+    See:
+        megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor
+    """
+    yield from told(ckpt, "LIV103")

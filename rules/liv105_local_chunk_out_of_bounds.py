@@ -1,0 +1,28 @@
+"""LIV105: A rank's chunk leaves the tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.model import Checkpoint
+from ckptlint.ranks import told
+from ckptlint.rule import Finding, Severity, rule
+
+
+@rule("LIV105", "local-chunk-out-of-bounds", Severity.ERROR, live=True)
+def local_chunk_out_of_bounds(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A rank's chunk leaves the tensor.
+
+    What it checks:
+        Offsets are not negative, offsets plus sizes stay within the global shape, and all three have one
+        length.
+    Why it matters:
+        The save is refused, or a load fails on this tensor.
+    Usual causes:
+        The global shape was computed from other parallel sizes than the offsets.
+    How to fix:
+        Correct the offsets or the global shape in the sharding code.
+    See:
+        torch.distributed.checkpoint.metadata.ChunkStorageMetadata
+    """
+    yield from told(ckpt, "LIV105")

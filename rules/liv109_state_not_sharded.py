@@ -1,0 +1,28 @@
+"""LIV109: The state of a sharded parameter is a plain tensor of the local size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.model import Checkpoint
+from ckptlint.ranks import told
+from ckptlint.rule import Finding, Severity, rule
+
+
+@rule("LIV109", "state-not-sharded", Severity.WARNING, live=True)
+def state_not_sharded(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The state of a sharded parameter is a plain tensor of the local size.
+
+    What it checks:
+        Where a parameter is a DTensor with several shards, its moments are too.
+    Why it matters:
+        Each rank saves its own slice under one key as if it were the whole; one of them survives.
+    Usual causes:
+        The optimizer was built from local tensors, or its state was made by a library that does not know
+        DTensor.
+    How to fix:
+        Make the state a DTensor with the parameter's mesh and placements.
+    See:
+        NVIDIA TransformerEngine issue 2795
+    """
+    yield from told(ckpt, "LIV109")

@@ -1,0 +1,69 @@
+"""LIV201: all ranks that hold a key describe the same tensor or object."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ckptlint.model import Checkpoint, RankTable
+from ckptlint.ranks import Holders, agree, described, holders, ranks_of
+from ckptlint.rule import Finding, Note, Severity, rule
+
+
+@rule("LIV201", "metadata-disagrees", Severity.ERROR, live=True)
+def metadata_disagrees(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Ranks that hold one key give it different shapes, dtypes or kinds.
+
+    What it checks:
+        Kind (tensor or object), dtype, number of axes and global shape are the same on all ranks that hold a key. Of
+        torch's ShardedTensors also where each rank believes all shards to lie.
+    Why it matters:
+        The save keeps the description of one rank and the bytes of all: a load then reads some of them as another shape
+        or dtype, and raises nothing.
+    Usual causes:
+        A rank built the tensor from other settings (padding, precision), or loaded another version of the code.
+    How to fix:
+        Compare how the named ranks build this tensor.
+    See:
+        torch.distributed.checkpoint.default_planner.create_default_global_save_plan
+    """
+    assert ckpt.ranks is not None
+    for held in holders(ckpt.ranks):
+        if not agree(ckpt.ranks, held.rows):
+            yield _finding(ckpt.ranks, held)
+        elif len(set(ckpt.ranks.view[held.rows].tolist())) > 1:
+            by_view: dict[int, list[int]] = defaultdict(list)
+            for row in held.rows.tolist():
+                by_view[int(ckpt.ranks.view[row])].append(row)
+            groups = tuple(("seen by", f"{ranks_of(ckpt.ranks, rows)} alike") for rows in by_view.values())
+            yield Finding(
+                "the ranks disagree where the shards{of} lie",
+                fqn=held.fqn,
+                missing=("view",),
+                place=ranks_of(ckpt.ranks, held.rows.tolist()),
+                notes=groups,
+            )
+
+
+def _finding(table: RankTable, held: Holders) -> Finding:
+    variants: dict[tuple[str, str, tuple[int, ...]], list[int]] = defaultdict(list)
+    for row in held.rows.tolist():
+        variants[described(table, row)].append(row)
+    ordered = sorted(variants.items(), key=lambda item: -len(item[1]))
+    kinds, dtypes, shapes = (len({variant[i] for variant in variants}) > 1 for i in range(3))
+    what = "kind" if kinds else " and ".join(["global shape"] * shapes + ["dtype"] * dtypes)
+    notes: list[Note] = [
+        ("held", f"{kind if kind == 'object' else dtype} {list(shape)} on {ranks_of(table, rows)}")
+        for (kind, dtype, shape), rows in ordered
+    ]
+    few = ordered[-1][1]
+    odd = len(ordered[0][1]) > sum(len(rows) for _, rows in ordered[1:])
+    return Finding(
+        f"the ranks disagree about the {what}{{of}}",
+        fqn=held.fqn,
+        missing=(what,),
+        place=ranks_of(table, held.rows.tolist()),
+        notes=tuple(notes),
+        hint=f"most ranks agree: look at {ranks_of(table, few)} first" if odd else "",
+        alike=what,
+    )

@@ -1,0 +1,54 @@
+"""LIV204: a chunk or object has one owner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.model import Checkpoint
+from ckptlint.ranks import Cell, cells, ranks_of
+from ckptlint.rule import Finding, Severity, rule
+
+
+@rule("LIV204", "duplicate-owner", Severity.ERROR, live=True)
+def duplicate_owner(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Several ranks believe that they write the same chunk or object.
+
+    What it checks:
+        Of the copies of a chunk exactly one is the owner. A warning for DTensors, whose save throws away all owners but
+        one; an error for Megatron-Core, which demands a single owner, and for objects of its grids.
+    Why it matters:
+        One copy survives, and if they are different things under one name, the others are lost.
+    Usual causes:
+        replica_id lacks a mesh axis (tp, ep), or two modules share a key.
+    How to fix:
+        Put every replicated axis into replica_id, and prefix keys per module.
+    See:
+        megatron.core.dist_checkpointing.validation.validate_sharding_integrity
+    """
+    table = ckpt.ranks
+    assert table is not None
+    for cell in cells(table):
+        mains = [row for row in cell.rows if table.replica[row] == 0]
+        ranks = {int(table.rank[row]) for row in mains}
+        if len(mains) < 2:
+            continue
+        digests = {int(table.digest[row]) for row in mains}
+        contents = "their contents were not compared" if 0 in digests else "their contents are the same"
+        contents = "their contents differ" if len(digests - {0}) > 1 else contents
+        who = f"{len(ranks)} ranks write" if len(ranks) > 1 else "one rank writes twice"
+        yield Finding(
+            f"{who} {_what(cell)}",
+            fqn=cell.fqn,
+            tensor=ckpt.tensors.get(cell.fqn),
+            region=cell.box if cell.fqn in ckpt.tensors else None,
+            missing=(str(cell.box),),
+            place=ranks_of(table, mains),
+            severity=None if table.strict[mains].any() else Severity.WARNING,
+            notes=(("contents", contents),),
+            hint="compare replica_id of these ranks" if table.strict[mains].any() else "",
+            alike=contents,
+        )
+
+
+def _what(cell: Cell) -> str:
+    return "the whole{of}" if cell.is_whole else f"{cell.box}{{of}}"

@@ -1,0 +1,25 @@
+"""LIV212: The ranks did not check the same thing, so nothing was compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.model import Checkpoint
+from ckptlint.ranks import told
+from ckptlint.rule import Finding, Severity, rule
+
+
+@rule("LIV212", "settings-differ", Severity.WARNING, live=True)
+def settings_differ(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The ranks did not check the same thing, so nothing was compared.
+
+    What it checks:
+        Version of ckptlint, options and tag are the same on all ranks.
+    Why it matters:
+        Nothing was verified.
+    Usual causes:
+        Different installations, or a tag that is made from a rank's own clock or counter.
+    How to fix:
+        Install one version everywhere; use the step or path as the tag.
+    """
+    yield from told(ckpt, "LIV212")
