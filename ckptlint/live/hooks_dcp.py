@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from ckptlint.boxes import Box
 from ckptlint.errors import CheckpointError
-from ckptlint.keys import ranges
 from ckptlint.live.extract import Problem, extract
+from ckptlint.ranks import named
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner as _Planner
@@ -66,7 +66,7 @@ def compare(plans: Sequence[Any]) -> Findings:
     chunks = defaultdict(lambda: defaultdict(dict))
     cached = [rank for rank, plan in enumerate(plans) if not getattr(plan, "usable", True)]
     if cached:
-        warnings.warn(f"ranks {ranges(cached)} repeat an earlier plan, which is not compared", stacklevel=3)
+        warnings.warn(f"plans that did not change are not compared: {named(cached)}", stacklevel=3)
     for rank, plan in enumerate(plans):
         for item in plan.items:
             data = item.tensor_data
@@ -80,7 +80,7 @@ def compare(plans: Sequence[Any]) -> Findings:
     found: Findings = []
     for fqn, kinds in tensors.items():
         if len(kinds) > 1:
-            found.append((fqn, ("LIV201", f"the ranks disagree{{of}}: {_by_rank(kinds)}")))
+            found.append((fqn, ("LIV201", f"the ranks disagree about kind, dtype or shape{{of}}: {_by_rank(kinds)}")))
     for (fqn, offsets), sizes in chunks.items():
         if len(sizes) > 1:
             boxes = {str(Box(offsets, size)): holders for size, holders in sizes.items()}
@@ -90,7 +90,7 @@ def compare(plans: Sequence[Any]) -> Findings:
 
 
 def _by_rank(variants: Mapping[str, Iterable[int]]) -> str:
-    return ", ".join(f"{variant} on rank {ranges(holders)}" for variant, holders in variants.items())
+    return ", ".join(f"{variant} on {named(holders)}" for variant, holders in variants.items())
 
 
 def _report(found: Findings) -> None:
