@@ -155,9 +155,9 @@ def _is_walked(part: Any) -> bool:
 
 
 def _has(value: Any, names: Sequence[str]) -> bool:
-    """Whether class or instance define all these names; `__getattr__`, which may do anything, is not asked."""
-    own = getattr(value, "__dict__", ())
+    """Whether the object or its class define all these names; `__getattr__`, which may do anything, is not asked."""
     kind = type(value)
+    own = () if isinstance(value, type) else getattr(value, "__dict__", ())
     return all(name in own or hasattr(kind, name) for name in names)
 
 
