@@ -25,6 +25,9 @@ Problem = tuple[str, str]
 
 Shape = tuple[int, ...]
 
+_Box = tuple[Shape, Shape]
+"""Offsets and sizes."""
+
 _SENTENCE = 200
 _LEAVES = frozenset({bool, bytes, complex, float, int, str, type(None)})
 _TENSOR = ("key", "data", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id")
@@ -82,7 +85,7 @@ class _Part:
     copies: int
     declared: str
     problems: tuple[Problem, ...]
-    reordered: tuple[Shape, Shape] | None
+    reordered: _Box | None
 
 
 _Parts = dict[object, "_Part | None"]
@@ -152,9 +155,9 @@ def _is_walked(part: Any) -> bool:
 
 
 def _has(value: Any, names: Sequence[str]) -> bool:
-    """Whether class or instance define all these names; `__getattr__`, which may do anything, is not asked."""
-    own = getattr(value, "__dict__", ())
+    """Whether the object or its class define all these names; `__getattr__`, which may do anything, is not asked."""
     kind = type(value)
+    own = () if isinstance(value, type) else getattr(value, "__dict__", ())
     return all(name in own or hasattr(kind, name) for name in names)
 
 
@@ -304,24 +307,25 @@ def _chunk_list(fqn: str, value: Any) -> list[Held]:
     shards = getattr(value, "_local_shards", None)
     if shards and all(hasattr(shard, "_sh_ten") for shard in shards):
         return [_mcore_tensor(fqn, shard._sh_ten) for shard in shards]
-    boxes = _chunks(value)
-    shape, dtype = tuple(value.shape), _dtype(value.dtype)
-    return [
-        Held(fqn, "tensor", "chunk_list", dtype, shape, *box, -1, 0, data, problems=_bounds(shape, *box))
-        for box, data in zip(boxes, _data(value, boxes), strict=True)
-    ]
+    item = Held(fqn, "tensor", "chunk_list", _dtype(value.dtype), tuple(value.shape), (), (), -1, 0, value)
+    return _several(item, _chunks(value))
 
 
-def _chunks(value: Any) -> list[tuple[Shape, Shape]]:
+def _chunks(value: Any) -> list[_Box]:
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.__create_chunk_list__()]
 
 
-def _data(local: Any, boxes: list[tuple[Shape, Shape]]) -> Sequence[Any]:
-    """The data of each chunk of a local tensor; None where it does not say."""
-    shards = getattr(local, "_local_shards", None)
-    if shards is not None and len(shards) == len(boxes):
-        return list(shards)
-    return [local] if len(boxes) == 1 and shards is None else [None] * len(boxes)
+def _several(item: Held, boxes: list[_Box]) -> list[Held]:
+    """The chunks at these boxes, each with its shard of the data, or the data where there is one of each."""
+    shards = getattr(item.data, "_local_shards", None) or [item.data]
+    if len(shards) != len(boxes):
+        shards = [None] * len(boxes)
+    found = []
+    for (offsets, sizes), data in zip(boxes, shards, strict=True):
+        dtype = item.dtype if data is None else _dtype(data.dtype)
+        problems = item.problems + _bounds(item.shape, offsets, sizes)
+        found.append(replace(item, dtype=dtype, offsets=offsets, sizes=sizes, data=data, problems=problems))
+    return found
 
 
 # ---------------------------------------------------------------- DTensor
@@ -353,22 +357,8 @@ def _dtensor(fqn: str, value: Any, parts: _Parts) -> list[Held]:
     if local.shape != part.sizes:
         said = f"is {tuple(local.shape)} where {part.declared} gives {part.sizes}"
         problems += (_problem("LIV101", f"the local tensor{{of}} {said}"),)
-    return [
-        Held(
-            fqn,
-            "tensor",
-            "dtensor",
-            _dtype(local.dtype),
-            part.shape,
-            part.offsets,
-            part.sizes,
-            part.replica,
-            part.copies,
-            local,
-            b"",
-            problems,
-        )
-    ]
+    where = part.shape, part.offsets, part.sizes, part.replica, part.copies
+    return [Held(fqn, "tensor", "dtensor", _dtype(local.dtype), *where, local, b"", problems)]
 
 
 def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
@@ -417,28 +407,14 @@ def _overridden(fqn: str, value: Any, part: _Part) -> list[Held]:
     if _live(read) != _live(written):
         said = f"a save writes {_boxes(written)}, a load reads {_boxes(read)}"
         problems += (_problem("LIV103", f"the local tensor{{of}} overrides its place on one side: {said}"),)
-    boxes = written or read
+    boxes = written or _live(read)
     if len(boxes) == 1 and not hasattr(local, "_local_shards"):
         problems += _against_placements(value, boxes[0], part)
-    return [
-        Held(
-            fqn,
-            "tensor",
-            "dtensor",
-            _dtype(local.dtype),
-            part.shape,
-            *box,
-            part.replica,
-            part.copies,
-            data,
-            b"",
-            problems + _bounds(part.shape, *box),
-        )
-        for box, data in zip(boxes, _data(local, boxes), strict=True)
-    ]
+    item = Held(fqn, "tensor", "dtensor", _dtype(local.dtype), part.shape, (), (), part.replica, part.copies, local)
+    return _several(replace(item, problems=problems), boxes)
 
 
-def _against_placements(value: Any, box: tuple[Shape, Shape], part: _Part) -> tuple[Problem, ...]:
+def _against_placements(value: Any, box: _Box, part: _Part) -> tuple[Problem, ...]:
     """What the local tensor and the placements say against the chunk that is declared instead."""
     local, shape, (_, sizes) = value._local_tensor, part.shape, box
     if len(shape) != len(sizes):
@@ -454,11 +430,11 @@ def _against_placements(value: Any, box: tuple[Shape, Shape], part: _Part) -> tu
     return ()
 
 
-def _live(boxes: list[tuple[Shape, Shape]]) -> list[tuple[Shape, Shape]]:
+def _live(boxes: list[_Box]) -> list[_Box]:
     return sorted(box for box in boxes if all(box[1]))
 
 
-def _boxes(boxes: list[tuple[Shape, Shape]]) -> str:
+def _boxes(boxes: list[_Box]) -> str:
     return " ".join(str(Box(*box)) for box in boxes[:3]) + " ..." * (len(boxes) > 3) or "nothing"
 
 

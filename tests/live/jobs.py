@@ -9,8 +9,10 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +42,18 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         pipes = [fork.Pipe(duplex=False) for _ in range(world)]
         ranks = [
-            fork.Process(target=_rank, args=(function, rank, world, Path(folder, "store"), pipes[rank][1]), daemon=True)
+            fork.Process(target=_rank, args=(function, rank, world, Path(folder, "store"), pipes[rank][1]))
             for rank in range(world)
         ]
-        for process in ranks:
-            process.start()
-        for _, sender in pipes:
-            sender.close()
-        results = _collect([receiver for receiver, _ in pipes], time.monotonic() + timeout)
-        for process in ranks:
-            process.kill()
-            process.join()
+        try:
+            for process in ranks:
+                process.start()
+            for _, sender in pipes:
+                sender.close()
+            results = _collect([receiver for receiver, _ in pipes], time.monotonic() + timeout)
+        finally:
+            for process in ranks:
+                _kill(process)
     for rank, process in enumerate(ranks):
         if rank not in results:
             results[rank] = Failure(f"no answer within {timeout:g} s, or died; exit code {process.exitcode}")
@@ -74,7 +77,18 @@ def _collect(receivers: list[Connection], deadline: float) -> dict[int, Any]:
     return results
 
 
+def _kill(process: BaseProcess) -> None:
+    """End a rank and whatever it started (Megatron-Core leaves a Manager process behind)."""
+    if process.pid is None:
+        return
+    with suppress(ProcessLookupError):  # it has no group of its own yet
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
 def _rank(function: Callable[[int], Any], rank: int, world: int, store: Path, answer: Connection) -> None:
+    os.setpgid(0, 0)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)  # a forked process has no threads to share work with
     try:
