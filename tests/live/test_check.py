@@ -121,9 +121,9 @@ def drift(state: State) -> None:
 def strided(state: State, rank: int) -> None:
     placements = [Shard(0), _StridedShard(0, split_factor=2)]
     grid = init_device_mesh("cpu", (2, 2))
-    local = torch.zeros(4, 4)
+    local = torch.zeros(2, 4)
     state["model"]["both"] = DTensor.from_local(
-        local, grid, placements, run_check=False, shape=torch.Size((16, 4)), stride=(4, 1)
+        local, grid, placements, run_check=False, shape=torch.Size((8, 4)), stride=(4, 1)
     )
 
 
@@ -262,7 +262,7 @@ def test_fault(name: str, seen: list[dict[str, Seen]]) -> None:
     assert [rank[name].dcp_refuses for rank in seen] == [fault.dcp_refuses] * 4
     for rank in seen:
         own = rank[name]
-        assert own.told == list(fault.expect)
+        assert sorted(own.told) == sorted(fault.expect)
         assert own.text == first.text, "all ranks raise the same text"
         assert own.log == first.log, "all ranks ran the same collectives"
         assert own.seconds < SECONDS
@@ -367,7 +367,7 @@ def test_absent_and_late_ranks_are_named_and_cost_the_others_the_time_limit() ->
 
 def test_a_path_that_is_saved_again_and_again_gets_back_into_step() -> None:
     def job(rank: int) -> Any:
-        live.install(timeout=1)
+        live.install(timeout=3)
         state = healthy(rank)
         out = []
         for turn in range(4):
