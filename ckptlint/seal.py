@@ -188,10 +188,11 @@ def _named(metadata: str) -> str:
 
 
 def _entry(key: str, entry: Any) -> tuple[str, SealEntry]:
-    if not isinstance(entry, dict) or not _WORD.fullmatch(str(entry.get("digest"))):
+    word = entry.get("digest") if isinstance(entry, dict) else None
+    if not isinstance(word, str) or not _WORD.fullmatch(word):
         raise UnreadableError(f"has no digest of 16 hexadecimal digits for {printable(key[:_TEXT_LIMIT])}")
     shape = checked_shape(key, entry.get("shape"))
-    return _shown(key), SealEntry(_text(entry, "dtype"), shape, int(entry["digest"], 16))
+    return _shown(key), SealEntry(_text(entry, "dtype"), shape, int(word, 16))
 
 
 def _text(document: dict[str, Any], key: str) -> str:
