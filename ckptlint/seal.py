@@ -117,14 +117,18 @@ class Comparison:
 
 def misfit(ckpt: Checkpoint) -> str:
     """Why the seal is not about this checkpoint, or ""."""
-    seal = ckpt.seal
+    return misfit_of(ckpt.seal, ckpt.metadata_hash)
+
+
+def misfit_of(seal: Seal | None, metadata: str) -> str:
+    """Why a seal is not about the checkpoint whose metadata has this hash, or ""."""
     if seal is None:
         return f"there is no {SEAL}"
     if seal.algorithm != ALGORITHM:
         return f"its digests are made by {seal.algorithm!r}, and this version knows {ALGORITHM!r}"
-    if seal.metadata == ckpt.metadata_hash:
+    if seal.metadata == metadata:
         return ""
-    return f"it belongs to {_named(seal.metadata)}, and here lies {_named(ckpt.metadata_hash)}"
+    return f"it belongs to {_named(seal.metadata)}, and here lies {_named(metadata)}"
 
 
 def comparable(ckpt: Checkpoint) -> Iterator[Tensor]:
