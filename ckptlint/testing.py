@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from ckptlint.digests import ALGORITHM
 from ckptlint.engine import run_rules
 from ckptlint.ignores import KeyIgnore, set_aside
 from ckptlint.loaders import open_checkpoint
@@ -36,6 +37,7 @@ from ckptlint.registry import load_rules
 from ckptlint.report import CheckpointReport
 from ckptlint.rule import DEPTHS, Depth, Finding, Rule, Severity
 from ckptlint.safetensors import DTYPES
+from ckptlint.seal import SCHEMA, SEAL, metadata_hash
 from ckptlint.select import ignorable
 from ckptlint.storage import LocalFolder, is_safe
 
@@ -207,9 +209,27 @@ def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
     for name, text in table.get("raw", {}).items():
         _shift_time(_write_file(folder, name, 0), 10)
         (folder / name).write_bytes(text.encode("latin-1"))
+    if "seal" in table:
+        _write_seal(table, folder)
     for name in table.get("older", ()):
         _shift_time(folder / name, -100)
     return folder
+
+
+def _write_seal(table: dict[str, Any], folder: Path) -> None:
+    """Write the seal that a case describes; by default it is about the metadata that lies there."""
+    tensors = table.get("tensors", {}) | {
+        fqn: entry for file in table.get("safetensors", {}).values() for fqn, entry in file.get("tensors", {}).items()
+    }
+    document: dict[str, Any] = {"schema": SCHEMA, "algorithm": ALGORITHM, "ckptlint": "0.2.0", "step": 10}
+    document["metadata_blake2b"] = metadata_hash(LocalFolder(folder))
+    document |= {key: value for key, value in table["seal"].items() if key != "digests"}
+    document["entries"] = {
+        fqn: {"dtype": tensors.get(fqn, {}).get("dtype", "float32"), "shape": tensors.get(fqn, {}).get("shape", [1])}
+        | (entry if isinstance(entry, dict) else {"digest": entry})
+        for fqn, entry in table["seal"].get("digests", {}).items()
+    }
+    (folder / SEAL).write_text(json.dumps(document))
 
 
 def write_reference(table: dict[str, Any], place: Path) -> Path:

@@ -11,13 +11,27 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ckptlint.live.api import LiveError, LiveNotInstalled, check, install, uninstall
     from ckptlint.live.hooks_dcp import SaveLint, patch_dcp
+    from ckptlint.live.seal import Pending, check_loaded, prepare_seal, seal
 
 _HOMES = {
     "ckptlint.live.api": ("LiveError", "LiveNotInstalled", "check", "install", "uninstall"),
     "ckptlint.live.hooks_dcp": ("SaveLint", "patch_dcp"),
+    "ckptlint.live.seal": ("Pending", "check_loaded", "prepare_seal", "seal"),
 }
 
-__all__ = ["LiveError", "LiveNotInstalled", "SaveLint", "check", "install", "patch_dcp", "uninstall"]
+__all__ = [
+    "LiveError",
+    "LiveNotInstalled",
+    "Pending",
+    "SaveLint",
+    "check",
+    "check_loaded",
+    "install",
+    "patch_dcp",
+    "prepare_seal",
+    "seal",
+    "uninstall",
+]
 
 
 def __getattr__(name: str) -> object:
