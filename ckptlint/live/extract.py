@@ -207,16 +207,15 @@ def _mcore_tensor(fqn: str, value: Any) -> Held:
     """One chunk of a Megatron-Core ShardedTensor.
 
     Source:
-        megatron-core 0.16 dist_checkpointing.strategies.checkpointable (plain), megatron-core 0.12
-        dist_checkpointing.strategies.torch.sharded_tensor_to_torch_sharded_tensor (prepended axes, flattened range).
+        megatron-core 0.16 dist_checkpointing.strategies.checkpointable (plain), megatron-core 0.11 to 0.15
+        dist_checkpointing.strategies.torch.sharded_tensor_to_torch_sharded_tensor (prepended axes, flattened range;
+        0.10 and older did not give a flattened tensor of one axis a second one).
     """
     data, prepended, cut = value.data, getattr(value, "prepend_axis_num", 0), getattr(value, "flattened_range", None)
     local = tuple(value.local_shape)
     shape, offsets, sizes = tuple(value.global_shape), tuple(value.global_offset), (1,) * prepended + local
     problems = _regular_grid(value, sizes)
-    if cut is not None and len(shape) == 1:
-        offsets, sizes = (offsets[0] + cut.start,), (cut.stop - cut.start,)
-    elif cut is not None:
+    if cut is not None:
         cells = tuple(offset // size if size else 0 for offset, size in zip(offsets, sizes, strict=True))
         shape = (*value.axis_fragmentations, prod(local))
         offsets, sizes = (*cells, cut.start), (1,) * len(cells) + (cut.stop - cut.start,)
