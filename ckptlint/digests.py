@@ -208,7 +208,7 @@ def object_digest(value: Any, leaf: Callable[[Any], bytes | None] = lambda value
 
 
 def _canonical(value: Any, leaf: Callable[[Any], bytes | None], depth: int) -> bytes | None:
-    """The value as bytes that no other value has: tag, length, content. None for what is unknown, or nested too deep."""
+    """The value as bytes that no other value has: tag, length, content. None for what is unknown, or too deep."""
     if depth > _DEEP:
         return None
     name = type(value).__qualname__

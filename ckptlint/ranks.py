@@ -8,9 +8,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ckptlint.boxes import Box, IntArray, Layout
-from ckptlint.keys import ranges
+from ckptlint.keys import ranges, role
 from ckptlint.model import Checkpoint, ChunkTable, RankTable, RecordTable, StoredFile, Tensor
 from ckptlint.rule import Finding, Severity
+
+_BLOCKING = frozenset({"LIV210", "LIV211", "LIV212"})
+"""What is known when nothing could be compared."""
 
 _FLAWS = frozenset({"LIV101", "LIV102", "LIV103", "LIV105", "LIV106", "LIV108", "LIV110"})
 """Findings of a rank about its own chunk after which the box of that chunk says nothing."""
@@ -82,9 +85,10 @@ class Cell:
 
 
 def cells(table: RankTable) -> Iterator[Cell]:
-    """The chunks of the keys whose holders agree what it is, each with its copies."""
+    """The chunks, each with its copies, of the keys whose holders agree what it is and find no fault with their own."""
+    flawed = _flawed(table)
     for held in holders(table):
-        if len(held.live) == 0 or not agree(table, held.rows):
+        if held.fqn in flawed or len(held.live) == 0 or not agree(table, held.rows):
             continue
         places = np.concatenate([table.offsets[held.live], table.sizes[held.live]], axis=1)
         _, number = np.unique(places, axis=0, return_inverse=True)
@@ -105,8 +109,12 @@ def digest_groups(table: RankTable, cell: Cell) -> list[IntArray]:
 def sound(ckpt: Checkpoint) -> Checkpoint:
     """The checkpoint with the tensors alone about whose chunks no rank has an error of its own."""
     assert ckpt.ranks is not None
-    flawed = {remark.fqn for remark in ckpt.ranks.remarks if remark.code in _FLAWS}
+    flawed = _flawed(ckpt.ranks)
     return replace(ckpt, tensors={fqn: tensor for fqn, tensor in ckpt.tensors.items() if fqn not in flawed})
+
+
+def _flawed(table: RankTable) -> set[str]:
+    return {remark.fqn for remark in table.remarks if remark.code in _FLAWS}
 
 
 def ranks_of(table: RankTable, rows: Iterable[int]) -> str:
@@ -127,7 +135,7 @@ def named(ranks: Iterable[int]) -> str:
 def told(ckpt: Checkpoint, code: str, why: str = "", hint: str = "") -> Iterator[Finding]:
     """What the ranks found themselves under a code: one finding for each sentence, with the ranks that said it."""
     by_text: dict[tuple[str, str, str], set[int]] = {}
-    for remark in ckpt.ranks.remarks if ckpt.ranks else ():
+    for remark in ckpt.ranks.remarks if ckpt.ranks is not None else ():
         if remark.code == code:
             by_text.setdefault((remark.fqn, remark.text, remark.level), set()).add(remark.rank)
     for (fqn, text, level), said in sorted(by_text.items()):
@@ -140,6 +148,7 @@ def told(ckpt: Checkpoint, code: str, why: str = "", hint: str = "") -> Iterator
             severity=Severity[level.upper()] if level else None,
             why=why,
             hint=hint,
+            alike=role(fqn) if fqn else text,
         )
 
 
@@ -165,6 +174,7 @@ def as_checkpoint(table: RankTable, path: str) -> Checkpoint:
             table.fqns, table.fqn, table.rank, none, none, np.zeros(len(table), bool), np.ones(len(table), bool), {}
         ),
         files=[StoredFile(f"rank {rank}", None, None, "unchecked", True) for rank in range(table.world_size)],
+        readable=not any(remark.code in _BLOCKING for remark in table.remarks),
         metadata_file="state dict",
         ranks=table,
     )

@@ -193,6 +193,11 @@ class Report:
         return item.code != "LNT002" and (item.severity >= least or unsafe)
 
     @property
+    def is_live(self) -> bool:
+        """Whether it tells of a running job, not of files."""
+        return any(part.checkpoint.ranks is not None for part in self.checkpoints)
+
+    @property
     def fails(self) -> bool:
         """Whether findings alone make the run fail."""
         return any(map(self.is_failing, self.diagnostics))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
-from ckptlint.ranks import told
+from ckptlint.ranks import agree, holders, told
 from ckptlint.rule import Finding, Severity, rule
 
 
@@ -16,7 +16,8 @@ def reference_changed(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         With `expect`: every expected key is held somewhere with the expected shape and dtype, and no other key. Without
         it: against the last check of the job, where at least half of its keys are there again; a key that is gone or
-        has changed is then a warning, a new one a note. A number of holders that changed is not looked at.
+        has changed is then a warning, a new one a note. A number of
+        holders that changed is not looked at, and keys about which ranks disagree are LIV201.
     Why it matters:
         A tensor that was transposed or cut on all ranks alike is consistent, and no other rule can see it.
     Usual causes:
@@ -25,4 +26,6 @@ def reference_changed(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Nothing where the change was meant. Else find what replaced the tensor since the last check.
     """
-    yield from told(ckpt, "LIV208")
+    assert ckpt.ranks is not None
+    torn = {held.fqn for held in holders(ckpt.ranks) if not agree(ckpt.ranks, held.rows)}
+    yield from (finding for finding in told(ckpt, "LIV208") if finding.fqn not in torn)

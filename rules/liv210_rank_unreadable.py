@@ -9,7 +9,7 @@ from ckptlint.ranks import told
 from ckptlint.rule import Finding, Severity, rule
 
 
-@rule("LIV210", "rank-unreadable", Severity.ERROR, live=True)
+@rule("LIV210", "rank-unreadable", Severity.ERROR, always=True, live=True)
 def rank_unreadable(ckpt: Checkpoint) -> Iterator[Finding]:
     """A rank could not read its own state, so nothing was compared.
 

@@ -9,7 +9,7 @@ from ckptlint.ranks import told
 from ckptlint.rule import Finding, Severity, rule
 
 
-@rule("LIV211", "rank-absent", Severity.WARNING, live=True)
+@rule("LIV211", "rank-absent", Severity.WARNING, always=True, live=True)
 def rank_absent(ckpt: Checkpoint) -> Iterator[Finding]:
     """Not all ranks came to the check, or one was lost in it.
 

@@ -9,7 +9,7 @@ from ckptlint.ranks import told
 from ckptlint.rule import Finding, Severity, rule
 
 
-@rule("LIV212", "settings-differ", Severity.WARNING, live=True)
+@rule("LIV212", "settings-differ", Severity.WARNING, always=True, live=True)
 def settings_differ(ckpt: Checkpoint) -> Iterator[Finding]:
     """The ranks did not check the same thing, so nothing was compared.
 

@@ -9,7 +9,7 @@ from ckptlint.ranks import told
 from ckptlint.rule import Finding, Severity, rule
 
 
-@rule("LIV213", "not-compared", Severity.INFO, live=True)
+@rule("LIV213", "not-compared", Severity.INFO, always=True, live=True)
 def not_compared(ckpt: Checkpoint) -> Iterator[Finding]:
     """A part of the state was not compared.
 

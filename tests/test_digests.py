@@ -197,8 +197,9 @@ class Setting:
 
 
 DIFFERENT: list[Any] = [
-    None, True, False, 0, 1, -1, 2**80, 10**6000, 0.0, -0.0, 1.0, float("nan"), float("inf"), 1j, "", "1", "None", b"", b"1", [],
-    [1], [1, 2], [[1], 2], [1, [2]], (), (1, 2), {}, {1: 2}, {"1": 2}, {1: 2, 3: 4}, set(), {1, 2}, frozenset(),
+    None, True, False, 0, 1, -1, 2**80, 10**6000, 0.0, -0.0, 1.0, float("nan"), float("inf"), 1j, "", "1", "None",
+    b"", b"1", [], [1], [1, 2], [[1], 2], [1, [2]], (), (1, 2), {}, {1: 2}, {"1": 2}, {1: 2, 3: 4},
+    set(), {1, 2}, frozenset(),
     np.zeros(2), np.zeros(2, "f4"), np.zeros((2, 1)), np.float64(1), np.int64(1), BytesIO(b"1"), Colour.RED, Shade.RED,
     Namespace(), Namespace(a=1), Setting(1.0), Setting(2.0), 0.1, 0.1 + 2**-56, "\ud800", ["a", "b"], ["ab"], ["a,b"],
 ]  # fmt: skip

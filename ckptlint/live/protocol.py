@@ -294,6 +294,11 @@ def _part(rank: int, rows: IntArray, text: bytes) -> _Part:
     return _Part(rank, fqns, dtypes, remarks, rows)
 
 
+def no_table(world: int, *remarks: Remark) -> RankTable:
+    """A table without rows, for a check that compared nothing."""
+    return _table(world, 0, [], remarks)
+
+
 def _table(world: int, keys: int, parts: Sequence[_Part], remarks: tuple[Remark, ...]) -> RankTable:
     fqns = sorted({fqn for part in parts for fqn in part.fqns})
     dtypes = sorted({dtype for part in parts for dtype in part.dtypes} - {""})
@@ -362,15 +367,13 @@ def _changes(
     remarks = []
     for fqn in dict.fromkeys([*was, *now]):
         if fqn not in now:
-            told = Remark(
-                -1, fqn, "LIV208", f"no rank holds any part{{of}} now; the last check saw {was[fqn]}", "warning"
-            )
+            text = f"no rank holds any part{{of}} now; the last check saw {was[fqn]}"
+            remarks.append(Remark(-1, fqn, "LIV208", text, "warning"))
         elif fqn not in was:
-            told = Remark(-1, fqn, "LIV208", f"the last check did not see{{of}} {now[fqn]}", "info")
-        else:
+            remarks.append(Remark(-1, fqn, "LIV208", f"the last check did not see{{of}} {now[fqn]}", "info"))
+        elif was[fqn] != now[fqn]:
             text = f"the shape or dtype{{of}} is {now[fqn]}, in the last check it was {was[fqn]}"
-            told = Remark(-1, fqn, "LIV208", text, "warning")
-        remarks.append(told)
+            remarks.append(Remark(-1, fqn, "LIV208", text, "warning"))
     return bool(len(added) or not stays.all() or is_other.any()), remarks
 
 

@@ -20,6 +20,7 @@ FORMAT_NAMES = {
     "torch_dcp": "Megatron torch_dcp",
     "safetensors": "Hugging Face safetensors",
     "dcp-safetensors": "DCP, one safetensors file per rank",
+    "live": "running job",
     "incomplete": "incomplete",
     "unsupported": "not supported",
 }
@@ -60,6 +61,9 @@ def header(ckpt: Checkpoint, style: Style) -> str:
 def facts(ckpt: Checkpoint) -> str:
     """Dialect and counts in a line."""
     name = FORMAT_NAMES[ckpt.format] + (f" ({ckpt.writer})" if ckpt.writer else "")
+    if ckpt.ranks is not None:
+        keys = [plural(ckpt.ranks.keys, "key")] if ckpt.ranks.keys else []
+        return "  ".join([name, ", ".join([plural(ckpt.ranks.world_size, "rank"), *keys])])
     counts = [plural(len(ckpt.tensors), "tensor")] if ckpt.readable else []
     if ckpt.readable and (others := len(ckpt.objects) + len(ckpt.byte_objects)):
         counts.append(plural(others, "object"))
@@ -187,8 +191,7 @@ def verdict(report: Report, style: Style) -> list[str]:
     lines = []
     if counts:
         where = f" in {plural(len(report.checkpoints), 'checkpoint')}" if len(report.checkpoints) > 1 else ""
-        tensors = sum(len(part.checkpoint.tensors) for part in report.checkpoints)
-        totals = f"{plural(rules, 'rule')}, {plural(tensors, 'tensor')}, {report.seconds:.2f} s"
+        totals = f"{plural(rules, 'rule')}, {_judged(report)}, {report.seconds:.2f} s"
         kind = "error" if report.counts["error"] else "warning"
         if blocked := [part for part in report.checkpoints if not part.checkpoint.readable]:
             missing = blocked[0].checkpoint.metadata_file
@@ -212,8 +215,17 @@ def verdict(report: Report, style: Style) -> list[str]:
     return lines
 
 
+def _judged(report: Report) -> str:
+    """How much was judged: tensors, or the keys of a running job."""
+    if report.is_live:
+        return plural(sum(part.checkpoint.ranks.keys for part in report.checkpoints if part.checkpoint.ranks), "key")
+    return plural(sum(len(part.checkpoint.tensors) for part in report.checkpoints), "tensor")
+
+
 def _unread(report: Report) -> str:
     """What the depth leaves out."""
+    if report.is_live:
+        return "Files were not looked at."
     if report.depth == "metadata":
         return "Tensor bytes were not read and files were not looked at (--depth files)."
     if report.depth == "files":

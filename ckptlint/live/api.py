@@ -1,0 +1,405 @@
+"""What a job calls: `install` once, `check` before each save."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from ckptlint import __version__
+from ckptlint.engine import run_rules
+from ckptlint.errors import CheckpointError, CkptlintError
+from ckptlint.live import fingerprints as fp
+from ckptlint.live import protocol
+from ckptlint.live.gate import Gate
+from ckptlint.live.group import Group, GroupBroken, Solo, new_torch_group
+from ckptlint.model import RankTable, Remark
+from ckptlint.ranks import as_checkpoint, named
+from ckptlint.registry import load_rules
+from ckptlint.report import Report
+
+OnError = Literal["raise", "warn"]
+Digest = Literal["replicas", "none"]
+Expect = Iterable[str] | Mapping[str, tuple[Sequence[int] | None, str | None]]
+
+UNEQUAL = ("*rng_state*", "*_extra_state*", "*amax*", "*dataloader*", "*dataset_state*")
+"""Keys whose contents differ between ranks by design: they are described to the others, not compared."""
+
+_TIMEOUT = 60.0
+
+
+class LiveNotInstalled(CkptlintError):  # noqa: N818  what is the case
+    """`check` was called in a job of several ranks in which `install` was not."""
+
+
+class LiveError(CheckpointError):
+    """The state is not fit to be saved; raised on all ranks, with the same text.
+
+    Attributes:
+        report: what was found.
+    """
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(as_text(report))
+        self.report = report
+
+
+@dataclass(slots=True)
+class Live:
+    """Live mode of one job, or of one rank of a test.
+
+    Attributes:
+        group: of all ranks, used by nothing else.
+        gate: decides whether all ranks are here; None for a job of one rank.
+        timeout: seconds that the gate, and then the collectives, may take.
+        refusal: why nothing can be compared in this job; "" normally.
+    """
+
+    group: Group
+    gate: Gate | None
+    timeout: float = _TIMEOUT
+    refusal: str = ""
+    memory: protocol.Memory = field(default_factory=protocol.Memory)
+    keys: dict[str, int] = field(default_factory=dict)
+
+    def check(
+        self,
+        state_dict: Mapping[Any, Any],
+        *,
+        tag: object = None,
+        digest: Digest = "replicas",
+        on_error: OnError = "raise",
+        on_incomplete: OnError = "warn",
+        ignore: Iterable[str] = (),
+        expect: Expect | None = None,
+        resolve_stateful: bool = True,
+        repeats: bool = False,
+    ) -> Report:
+        """As the function of this module."""
+        name = "" if tag is None else str(tag)
+        patterns = (*UNEQUAL, *ignore)
+        wanted = _expected(expect)
+        started = time.monotonic()
+        share = self._share(state_dict, name, digest, patterns, wanted, resolve_stateful)
+        share = _with_time(share, started)
+        path = f"state dict {name}".rstrip()
+        if absence := self._absence(name, repeats or tag is None):
+            return self._incomplete(path, absence, on_incomplete)
+        try:
+            self.group.begin(self.timeout)
+            outcome = protocol.exchange(self.group, share, self.memory, wanted)
+        except GroupBroken as error:
+            self.refusal = f"live mode was given up in this job: {error}"
+            return self._incomplete(path, self.refusal, "warn")
+        report = judge(outcome.table, path, outcome.seconds)
+        if len(outcome.table) and not any(report.diagnostics):
+            # two keys of one number looked like a fault; under another salt they will not
+            self.memory.salt += 1
+            self.memory.reference = None
+        if report.fails and on_error == "raise" and self._all_raise(name, repeats or tag is None):
+            raise LiveError(report)
+        if report.fails:
+            warnings.warn(as_text(report), stacklevel=3)
+        return report
+
+    def _share(
+        self,
+        state_dict: Mapping[Any, Any],
+        tag: str,
+        digest: Digest,
+        patterns: Sequence[str],
+        expect: dict[str, tuple[Sequence[int] | None, str | None]] | None,
+        resolve_stateful: bool,
+    ) -> protocol.Share:
+        """The local phase: everything that can fail, before any other rank is waited for."""
+        settings = _short_hash((protocol.VERSION, __version__, digest, patterns, expect, resolve_stateful))
+        try:
+            from ckptlint.live.extract import extract
+
+            held = extract(state_dict, resolve_stateful=resolve_stateful)
+            digests, has_digests, uncompared = (
+                _digests(held, patterns) if digest == "replicas" else ([0] * len(held), True, 0)
+            )
+            rows = fp.records(held, digests, self.keys)
+            remarks = [Remark(self.group.rank, item.fqn, *problem) for item in held for problem in item.problems]
+            remarks += _against(held, expect or {}, self.group.rank)
+            unlike = {remark.fqn for remark in remarks}
+            rows.flawed[:] = [fqn in unlike for fqn in rows.fqns]
+            return protocol.Share(
+                rows, tuple(remarks), settings, _short_hash(tag), has_digests=has_digests, uncompared=uncompared
+            )
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            where = traceback.extract_tb(error.__traceback__)[-1:]
+            told = f"{text} ({Path(where[0].filename).name}:{where[0].lineno})" if where else text
+            none = fp.records([], [], self.keys)
+            return protocol.Share(none, (), settings, _short_hash(tag), failure=told)
+
+    def _absence(self, tag: str, repeats: bool) -> str:
+        """Why the ranks cannot be compared; "" when all are here."""
+        if self.refusal:
+            return self.refusal
+        if self.gate is None:
+            return ""
+        passage = self.gate.enter(tag, self.timeout, _veto(), repeats)
+        if passage.go:
+            return ""
+        if passage.reason:
+            return f"nothing was compared: {passage.reason}"
+        return f"nothing was compared: {named(passage.absent)} did not come within {self.timeout:g} s"
+
+    def _all_raise(self, tag: str, repeats: bool) -> bool:
+        """Whether all ranks have come to the same end: one that lost the others would walk into the save alone."""
+        return self.gate is None or self.gate.enter(f"raise/{tag}", self.timeout, repeats=repeats).go
+
+    def _incomplete(self, path: str, text: str, how: OnError) -> Report:
+        remark = Remark(-1, "", "LIV211", text)
+        report = judge(protocol.no_table(self.group.world, remark), path, 0.0)
+        if how == "raise":
+            raise LiveError(report)
+        warnings.warn(as_text(report), stacklevel=4)
+        return report
+
+
+_installed: Live | None = None
+
+
+def install(*, timeout: float = _TIMEOUT, backend: Literal["auto", "gloo", "nccl"] = "auto", max_ctas: int = 1) -> Live:
+    """Make the one process group of live mode: once, on all ranks, right after `init_process_group`.
+
+    Without torch.distributed, or in a job of one rank, no group is made and everything works.
+
+    Args:
+        timeout: seconds that a check waits for ranks and for its collectives.
+        backend: `auto` takes NCCL where all ranks have a GPU of their own and the job uses NCCL, gloo otherwise.
+        max_ctas: blocks of the GPU that NCCL may take for it.
+
+    Raises:
+        LiveNotInstalled: not all ranks came, so there is no group.
+        GroupBroken: the group could not reduce.
+    """
+    global _installed
+    if _installed is None:
+        _installed = _live(timeout, backend, max_ctas)
+    return _installed
+
+
+def uninstall() -> None:
+    """Forget the group, as before `destroy_process_group`; not collective."""
+    global _installed
+    _installed = None
+
+
+def _live(timeout: float, backend: str, max_ctas: int) -> Live:
+    if _world() == 1:
+        return Live(Solo(), None, timeout)
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    if "fake" in str(dist.get_backend()):
+        return Live(Solo(), None, timeout, "nothing can be compared: the process group is the fake one")
+    store, rank, world = _get_default_store(), dist.get_rank(), dist.get_world_size()
+    if hasattr(store, "clone"):  # torch 2.13: a connection of its own, so that no lock is shared with c10d's threads
+        store = store.clone()
+    base = "ckptlint/install"
+    if not _can_nccl(backend):
+        store.add(f"{base}/without", 1)
+    elif store.add(f"{base}/device/{_device_name()}", 1) > 1:
+        store.add(f"{base}/without", 1)  # two ranks on one GPU: NCCL refuses them
+    gate = Gate(store, rank, world)
+    passage = Gate(store, rank, world, "install").enter("", timeout, repeats=True)
+    if not passage.go:
+        raise LiveNotInstalled(f"{named(passage.absent)} did not call live.install within {timeout:g} s")
+    chosen = "gloo" if store.add(f"{base}/without", 0) else "nccl"
+    return Live(new_torch_group(chosen, timeout, max_ctas), gate, timeout)
+
+
+def _world() -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _can_nccl(backend: str) -> bool:
+    import torch
+    import torch.distributed as dist
+
+    if backend == "gloo" or not torch.cuda.is_available() or not dist.is_nccl_available():
+        return False
+    return backend == "nccl" or "nccl" in str(dist.get_backend())
+
+
+def _device_name() -> str:
+    import socket
+
+    import torch
+
+    return f"{socket.gethostname()}/{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+
+
+def check(
+    state_dict: Mapping[Any, Any],
+    *,
+    tag: object = None,
+    digest: Digest = "replicas",
+    on_error: OnError = "raise",
+    on_incomplete: OnError = "warn",
+    ignore: Iterable[str] = (),
+    expect: Expect | None = None,
+    resolve_stateful: bool = True,
+) -> Report:
+    """Compare what all ranks are about to save; call it on all of them, before `dcp.save` or `async_save`.
+
+    With CKPTLINT_LIVE=0 in the environment it does nothing.
+
+    Args:
+        state_dict: what is given to the save.
+        tag: tells this check from all others of the job (the step, a path); the same on all ranks.
+        digest: `replicas` to compare the contents of copies too, `none` for shapes and places alone.
+        on_error: what to do about an error: raise LiveError on all ranks, or warn.
+        on_incomplete: the same where not all ranks came.
+        ignore: patterns of keys whose contents differ by design, besides `UNEQUAL`.
+        expect: the keys that must be held and no others, with (global shape, dtype) where known; the same on all ranks.
+        resolve_stateful: whether `state_dict()` of the values is called, as DCP does.
+
+    Returns:
+        The report, the same on all ranks.
+
+    Raises:
+        LiveError: an error, or an incomplete check where that was asked for.
+        LiveNotInstalled: the job has several ranks and `install` was not called.
+    """
+    if is_off():
+        return judge(protocol.no_table(1), "state dict", 0.0)
+    return installed().check(
+        state_dict,
+        tag=tag,
+        digest=digest,
+        on_error=on_error,
+        on_incomplete=on_incomplete,
+        ignore=ignore,
+        expect=expect,
+        resolve_stateful=resolve_stateful,
+    )
+
+
+def is_off() -> bool:
+    """Whether CKPTLINT_LIVE=0 turns live mode off."""
+    return os.environ.get("CKPTLINT_LIVE") == "0"
+
+
+def installed() -> Live:
+    """The live mode of this job; of one rank it is made on the way.
+
+    Raises:
+        LiveNotInstalled: the job has several ranks and `install` was not called.
+    """
+    if _installed is not None:
+        return _installed
+    if _world() > 1:
+        raise LiveNotInstalled("call ckptlint.live.install() on all ranks, right after init_process_group")
+    return install()
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+@functools.cache
+def _rules() -> tuple[Any, ...]:
+    return tuple(rule for rule in load_rules() if rule.live)
+
+
+def judge(table: RankTable, path: str, seconds: float) -> Report:
+    """The report on what ranks hold: the same words, severities and formats as for files."""
+    rules = _rules()
+    part = run_rules(as_checkpoint(table, path), rules, "metadata")
+    part.seconds.clear()  # they differ between ranks, and the report must not
+    return Report([part], rules, "metadata", seconds=seconds)
+
+
+def as_text(report: Report) -> str:
+    """The report as text, at 100 columns."""
+    from ckptlint.reporters.full import render
+    from ckptlint.reporters.style import Style
+
+    return render(report, Style(width=100))
+
+
+# ---------------------------------------------------------------- the local phase
+
+
+def _digests(held: Sequence[Any], patterns: Sequence[str]) -> tuple[list[int], bool, int]:
+    """Digest of each row's contents (0 for none), whether there was memory for them, and how many were left out."""
+    import torch
+
+    from ckptlint.live.digest import object_digest, word_digests
+
+    compared = [not any(fnmatchcase(item.fqn, pattern) for pattern in patterns) for item in held]
+    tensors = [
+        i
+        for i, item in enumerate(held)
+        if compared[i] and item.kind == "tensor" and item.copies != 1 and isinstance(item.data, torch.Tensor)
+    ]
+    out = [0] * len(held)
+    left = compared.count(False)
+    try:
+        found, known = word_digests([held[i].data for i in tensors])
+    except torch.OutOfMemoryError:
+        return out, False, left
+    for i, digest, is_known in zip(tensors, found.view(np.uint64).tolist(), known.tolist(), strict=True):
+        out[i] = (digest or 1) if is_known else 0
+        left += not is_known
+    for i, item in enumerate(held):
+        if compared[i] and item.kind == "object":
+            value = object_digest(item.data)
+            out[i] = 0 if value is None else value or 1
+            left += value is None
+    return out, True, left
+
+
+def _expected(expect: Expect | None) -> dict[str, tuple[Sequence[int] | None, str | None]] | None:
+    if expect is None:
+        return None
+    if isinstance(expect, Mapping):
+        return {
+            fqn: (None if shape is None else tuple(shape), None if dtype is None else str(dtype).removeprefix("torch."))
+            for fqn, (shape, dtype) in sorted(expect.items())
+        }
+    return dict.fromkeys(sorted(expect), (None, None))
+
+
+def _against(held: Sequence[Any], expect: Mapping[str, Any], rank: int) -> list[Remark]:
+    """Rows that have another shape or dtype than expected."""
+    remarks = []
+    for item in held:
+        shape, dtype = expect.get(item.fqn, (None, None))
+        if (shape is not None and tuple(item.shape) != shape) or (dtype is not None and item.dtype != dtype):
+            wanted = f"{dtype or item.dtype} {list(item.shape if shape is None else shape)}"
+            text = f"the shape or dtype{{of}} is {item.dtype} {list(item.shape)}, expected is {wanted}"
+            remarks.append(Remark(rank, item.fqn, "LIV208", text))
+    return remarks
+
+
+def _with_time(share: protocol.Share, started: float) -> protocol.Share:
+    return replace(share, milliseconds=int((time.monotonic() - started) * 1000))
+
+
+def _short_hash(value: object) -> int:
+    return fp.hashed(repr(value)) >> 8
+
+
+def _veto() -> str:
+    """Why this rank may not enqueue anything now; "" normally."""
+    import torch
+
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return "its CUDA stream is being captured into a graph" if capturing else ""

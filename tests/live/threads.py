@@ -1,0 +1,67 @@
+"""Many ranks as threads of one process: what the protocol does with 64 of them, without 64 processes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from ckptlint.boxes import IntArray
+from ckptlint.live.api import Live
+from ckptlint.live.gate import Gate
+from ckptlint.live.group import GroupBroken, Reduction
+
+
+class Meeting:
+    """Where the ranks of one job meet: each brings words and takes those of all."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.words: list[IntArray] = [np.zeros(0, np.int64)] * world
+        self.barrier = threading.Barrier(world)
+
+
+class ThreadGroup:
+    """A rank's view of a meeting, with the methods of `ckptlint.live.group.Group`."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        self.rank, self.world, self.log = rank, meeting.world, []
+        self._meeting, self._seconds = meeting, 30.0
+
+    def begin(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def reduce(self, words: IntArray, how: Reduction) -> IntArray:
+        self.log.append((how, len(words)))
+        every = self._meet(words).view(np.uint64) if how == "sum" else self._meet(words)
+        return every.sum(axis=0).view(np.int64) if how == "sum" else every.max(axis=0)
+
+    def gather(self, words: IntArray) -> IntArray:
+        self.log.append(("gather", len(words)))
+        return self._meet(words)
+
+    def broadcast(self, words: IntArray, source: int) -> IntArray:
+        self.log.append(("broadcast", len(words)))
+        return self._meet(words)[source]
+
+    def _meet(self, words: IntArray) -> IntArray:
+        try:
+            self._meeting.words[self.rank] = words
+            self._meeting.barrier.wait(self._seconds)
+            every = np.stack(self._meeting.words)  # ranks that send other lengths fail here, as they should
+            self._meeting.barrier.wait(self._seconds)
+        except threading.BrokenBarrierError:
+            raise GroupBroken("a rank was lost") from None
+        return every
+
+
+def run_threads(function: Callable[[Live], Any], world: int = 64, timeout: float = 10.0) -> list[Any]:
+    """What `function` returned on each rank, each with a `Live` of its own; the first exception of a rank is raised."""
+    meeting, store = Meeting(world), dist.HashStore()
+    lives = [Live(ThreadGroup(rank, meeting), Gate(store, rank, world), timeout) for rank in range(world)]
+    with ThreadPoolExecutor(world) as pool:
+        return list(pool.map(function, lives))
