@@ -11,13 +11,28 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ckptlint.live.api import LiveError, LiveNotInstalled, check, install, uninstall
     from ckptlint.live.hooks_dcp import SaveLint, patch_dcp
+    from ckptlint.live.hooks_frameworks import LightningCheck, accelerate_hook
+    from ckptlint.live.hooks_megatron import patch_mcore
 
 _HOMES = {
     "ckptlint.live.api": ("LiveError", "LiveNotInstalled", "check", "install", "uninstall"),
     "ckptlint.live.hooks_dcp": ("SaveLint", "patch_dcp"),
+    "ckptlint.live.hooks_frameworks": ("LightningCheck", "accelerate_hook"),
+    "ckptlint.live.hooks_megatron": ("patch_mcore",),
 }
 
-__all__ = ["LiveError", "LiveNotInstalled", "SaveLint", "check", "install", "patch_dcp", "uninstall"]
+__all__ = [
+    "LightningCheck",
+    "LiveError",
+    "LiveNotInstalled",
+    "SaveLint",
+    "accelerate_hook",
+    "check",
+    "install",
+    "patch_dcp",
+    "patch_mcore",
+    "uninstall",
+]
 
 
 def __getattr__(name: str) -> object:
