@@ -1,0 +1,246 @@
+"""The whole check with 64 ranks as threads: random layouts, random damage, and what overflows."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from threads import run_threads
+
+from ckptlint.live import fingerprints as fp
+from ckptlint.live import protocol
+from ckptlint.live.api import Live, LiveError
+from ckptlint.report import Report
+
+WORLD = 64
+
+
+class Sharded:
+    """A chunk with the attributes of Megatron-Core's ShardedTensor."""
+
+    prepend_axis_num = 0
+    flattened_range = None
+    allow_shape_mismatch = False
+
+    def __init__(
+        self, key: str, data: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...], replica: Any
+    ) -> None:
+        self.key, self.data, self.dtype = key, data, data.dtype
+        self.local_shape, self.global_shape, self.global_offset = tuple(data.shape), shape, offset
+        self.axis_fragmentations = None
+        self.replica_id = replica
+
+
+def layout(seed: int, tensors: int = 40) -> list[dict[str, Any]]:
+    """Per rank a state dict: tensors cut into a random grid of at most 64 chunks, copies on the ranks that are left."""
+    random.seed(seed)
+    states: list[dict[str, Any]] = [{} for _ in range(WORLD)]
+    for number in range(tensors):
+        rows, columns = random.choice([(1, 1), (4, 2), (8, 8), (64, 1), (3, 5), (16, 4)])
+        shape = (rows * random.randint(1, 3), columns * random.randint(1, 3))
+        chunk = shape[0] // rows, shape[1] // columns
+        stage = random.randrange(2)  # some tensors exist on one half of the ranks, as with pipeline stages
+        members = range(WORLD) if rows * columns > 32 else range(32 * stage, 32 * stage + 32)
+        for place, rank in enumerate(members):
+            cell, copy = place % (rows * columns), place // (rows * columns)
+            if place >= len(members) // (rows * columns) * rows * columns:
+                continue
+            row, column = divmod(cell, columns)
+            offset = row * chunk[0], column * chunk[1]
+            data = torch.full(chunk, float(number * 100 + cell))
+            states[rank][f"t{number}"] = Sharded(f"t{number}", data, offset, shape, (copy, 0))
+    for rank, state in enumerate(states):
+        state["plain"] = torch.ones(3)
+        state["step"] = 5
+        state[f"own{rank}"] = torch.tensor(float(rank))
+    return states
+
+
+def checked(states: list[dict[str, Any]], tag: str = "x", **options: Any) -> Report:
+    """The report, after asserting that all ranks have the same one and ran the same collectives."""
+
+    def one(live: Live) -> tuple[Report, str, list[Any]]:
+        try:
+            report = live.check(states[live.group.rank], tag=tag, **options)
+            return report, "", live.group.log
+        except LiveError as error:
+            return error.report, str(error), live.group.log
+
+    results = run_threads(one)
+    assert len({text for _, text, _ in results}) == 1
+    assert len({str(log) for *_, log in results}) == 1
+    found = [[(d.code, d.title, d.finding.place) for d in report.diagnostics] for report, *_ in results]
+    assert all(item == found[0] for item in found)
+    assert not any(part.failed for part in results[0][0].checkpoints)
+    return results[0][0]
+
+
+def told(report: Report) -> set[tuple[str, str]]:
+    return {(d.code, d.fqn or "") for d in report.diagnostics if d.severity > 1}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_layouts_are_healthy(seed: int) -> None:
+    report = checked(layout(seed))
+    assert not list(report.diagnostics)
+    assert report.checkpoints[0].checkpoint.ranks.keys == 40 + 2 + WORLD
+
+
+DAMAGES = ("drop", "content", "shape", "dtype", "claim", "shift", "step")
+
+
+@pytest.mark.parametrize("seed", range(14))
+def test_random_damage_is_found_and_named(seed: int) -> None:
+    states = layout(seed)
+    kind = DAMAGES[seed % len(DAMAGES)]
+    random.seed(seed)
+    held = [(rank, key) for rank, state in enumerate(states) for key in state if key.startswith("t")]
+    random.shuffle(held)
+    for rank, key in held:
+        item = states[rank][key]
+        holders = [state[key] for state in states if key in state]
+        copies = [other for other in holders if other.global_offset == item.global_offset]
+        if kind == "content" and len(copies) > 1:
+            item.data = item.data.clone()
+            item.data.view(-1)[0] += 1
+            wanted = {("LIV205", key)}
+        elif kind == "drop" and item.replica_id == (0, 0) and len(copies) == 1:
+            del states[rank][key]
+            wanted = {("LIV203", key)}
+        elif kind == "drop" and item.replica_id == (0, 0):
+            del states[rank][key]  # copies are left, and none of them is written
+            wanted = {("LIV203", key), ("LIV206", key)} if len(holders) > len(copies) else {("LIV203", key)}
+        elif kind == "shape" and len(holders) > 1:
+            item.global_shape = (item.global_shape[0] + 64, item.global_shape[1])
+            wanted = {("LIV201", key)}
+        elif kind == "dtype" and len(holders) > 1:
+            item.data = item.data.bfloat16()
+            item.dtype = torch.bfloat16
+            wanted = {("LIV201", key)}
+        elif kind == "claim" and item.replica_id != (0, 0):
+            item.replica_id = (0, 0)
+            wanted = {("LIV204", key)}
+        elif kind == "shift" and item.replica_id == (0, 0) and item.global_offset[0] and len(copies) == 1:
+            item.global_offset = (item.global_offset[0] - 1, item.global_offset[1])
+            onto_another = item.local_shape[0] == 1
+            others = {("LIV204", key), ("LIV205", key)} if onto_another else {("LIV202", key)}
+            wanted = {("LIV203", key), *others}
+        elif kind == "step":
+            states[rank]["step"] = 6
+            wanted = {("LIV209", "step")}
+        else:
+            continue
+        break
+    assert told(checked(states)) == wanted, (kind, rank, key)
+
+
+def test_a_table_that_overflows_grows_and_stays_so() -> None:
+    states = layout(3)
+
+    def two(live: Live) -> Any:
+        live.memory.cells = 48
+        reports = [live.check(states[live.group.rank], tag=tag) for tag in "ab"]
+        return [not list(report.diagnostics) for report in reports], live.memory.cells, live.group.log
+
+    results = run_threads(two)
+    assert all(result == results[0] for result in results)
+    clean, cells, log = results[0]
+    assert clean == [True, True]
+    assert cells > 48
+    assert [name for name, _ in log].count("sum") > 2, "once more after it overflowed, once in the second check"
+    assert log[-3:] == [("max", 10), ("sum", 3 * fp.BUCKETS + 5 * cells), ("max", fp.BUCKETS + 1)]
+
+
+def test_beyond_the_largest_table_a_sample_is_compared_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp, "MOST_CELLS", 192)
+    states = layout(3)
+
+    def many(live: Live) -> Any:
+        live.memory.cells = 192
+        reports = [live.check(states[live.group.rank], tag=tag) for tag in range(6)]
+        return [[d.title for d in report.diagnostics] for report in reports], live.memory.shift
+
+    results = run_threads(many)
+    assert all(result == results[0] for result in results)
+    titles, shift = results[0]
+    assert shift > 0
+    assert titles[-1] == [f"one chunk in {2**shift:,} was compared with its copies; later checks take others"]
+
+
+def test_too_many_bad_keys_are_counted_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = layout(5)
+    for key in [key for key in states[7] if key.startswith("t")]:
+        states[7][key].data = states[7][key].data + 1
+    everything = told(checked(states))
+    monkeypatch.setattr(protocol, "GATHER_LIMIT", 40_000)
+    report = checked(states)
+    some = told(report)
+    assert {code for code, _ in some} == {"LIV205"}
+    assert 0 < len(some) < len(everything)
+    left = [d.title for d in report.diagnostics if d.code == "LIV213"]
+    assert len(left) == 1
+    assert "too many to be compared in one check" in left[0]
+
+
+def test_two_keys_of_one_number_cost_one_needless_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 44-bit collision: two keys that agree with themselves look like one that does not."""
+    real = fp._short
+
+    def colliding(key: Any, salt: int, family: int) -> Any:
+        out = real(key, salt, family)
+        if salt == 0 and family == 0:
+            twins = np.array([fp.hashed("plain"), fp.hashed("step")], np.uint64)
+            out = np.where(np.isin(key, twins), np.uint64(2), out)
+        return out
+
+    monkeypatch.setattr(fp, "_short", colliding)
+    states = layout(1, tensors=3)
+
+    def two(live: Live) -> Any:
+        reports = [live.check(states[live.group.rank], tag=tag) for tag in "ab"]
+        return [list(report.diagnostics) for report in reports], live.group.log, live.memory.salt
+
+    results = run_threads(two)
+    for found, log, salt in results:
+        assert found == [[], []]
+        assert [name for name, _ in log] == ["max", "sum", "max", "max", "gather", "max", "sum", "max"]
+        assert salt == 1
+
+
+def test_names_that_no_console_should_see_arrive_escaped() -> None:
+    states: list[dict[str, Any]] = [{"\x1b[31mred\udc80": torch.ones(2) * (rank == 5)} for rank in range(WORLD)]
+    report = checked(states)
+    assert told(report) == {("LIV205", "\\x1b[31mred\\udc80")}
+
+
+def test_changes_since_the_last_check_are_told_by_those_who_know() -> None:
+    first, second = layout(2), layout(2)
+    for state in second:
+        for chunk in [item for key, item in state.items() if key == "t4"]:
+            chunk.global_shape = (*chunk.global_shape, 1)
+            chunk.global_offset = (*chunk.global_offset, 0)
+            chunk.data = chunk.data[..., None]
+            chunk.local_shape = tuple(chunk.data.shape)
+        state.pop("t7", None)
+        state["later"] = torch.ones(1)
+
+    def two(live: Live) -> Any:
+        own = live.group.rank
+        live.check(first[own], tag="a")
+        report = live.check(second[own], tag="b")
+        return [(d.code, d.fqn, d.severity.label) for d in report.diagnostics]
+
+    results = run_threads(two)
+    assert all(result == results[0] for result in results)
+    assert results[0] == [("LIV208", "later", "info"), ("LIV208", "t4", "warning"), ("LIV208", "t7", "warning")]
+
+
+def test_another_state_dict_is_no_change_of_the_last() -> None:
+    def two(live: Live) -> Any:
+        live.check({f"a{i}": torch.ones(1) for i in range(9)}, tag="model")
+        return list(live.check({f"b{i}": torch.ones(1) for i in range(9)}, tag="optim").diagnostics)
+
+    assert run_threads(two, world=8) == [[]] * 8
