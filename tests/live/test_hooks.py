@@ -100,6 +100,21 @@ def test_every_save_of_torch_is_checked_until_undone(tmp_path: Path) -> None:
         assert ".metadata" in files(tmp_path / name)
 
 
+def test_running_statistics_of_each_ranks_own_data_are_healthy(tmp_path: Path) -> None:
+    def job(rank: int) -> tuple[str, list[float]]:
+        live.install()
+        live.patch_dcp()
+        torch.manual_seed(0)
+        model = fully_shard(Net(), mesh=init_device_mesh("cpu", (4,)))
+        model(torch.randn(5, 3) + rank).sum().backward()
+        mean = model.norm.running_mean.tolist()
+        return outcome(lambda: dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "step")), mean
+
+    ranks = run_ranks(job)
+    assert [said for said, _ in ranks] == [SAVED] * 4
+    assert len({tuple(mean) for _, mean in ranks}) == 4
+
+
 # ---------------------------------------------------------------- Megatron-Core
 
 
