@@ -31,7 +31,15 @@ OnError = Literal["raise", "warn"]
 Digest = Literal["replicas", "none"]
 Expect = Iterable[str] | Mapping[str, tuple[Sequence[int] | None, str | None]]
 
-UNEQUAL = ("*rng_state*", "*_extra_state*", "*amax*", "*dataloader*", "*dataset_state*")
+UNEQUAL = (
+    "*rng_state*",
+    "*_extra_state*",
+    "*amax*",
+    "*dataloader*",
+    "*dataset_state*",
+    "*running_mean",  # of batch norm: each rank's own data
+    "*running_var",
+)
 """Keys whose contents differ between ranks by design: they are described to the others, not compared."""
 
 _TIMEOUT = 60.0

@@ -6,7 +6,7 @@ attributes, never by imports of the libraries that define them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import blake2b
@@ -102,7 +102,7 @@ def extract(state_dict: Mapping[Any, Any], *, resolve_stateful: bool = True) -> 
     paths: dict[str, tuple[Any, ...]] = {}
     parts: _Parts = {}
     with torch.no_grad():
-        for path, value in _top(state_dict, resolve_stateful):
+        for path, value in _walk(resolved(state_dict) if resolve_stateful else state_dict.items()):
             fqn = ".".join(map(str, path))
             found = _held(fqn, value, parts)
             if found and found[0].writer != "mcore" and (first := paths.setdefault(fqn, path)) is not path:
@@ -115,10 +115,19 @@ def extract(state_dict: Mapping[Any, Any], *, resolve_stateful: bool = True) -> 
 # ---------------------------------------------------------------- the walk
 
 
-def _top(state_dict: Mapping[Any, Any], resolve_stateful: bool) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def resolved(state_dict: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """The entries, with `state_dict()` called where a value is Stateful; entries below are pickled as they are.
+
+    Source:
+        torch 2.13 torch.distributed.checkpoint.state_dict_saver._stateful_to_state_dict
+    """
     for key, value in state_dict.items():
-        is_stateful = resolve_stateful and _has(value, ("state_dict", "load_state_dict"))
-        yield from _leaves((key,), value.state_dict() if is_stateful else value)
+        yield key, value.state_dict() if _has(value, ("state_dict", "load_state_dict")) else value
+
+
+def _walk(entries: Iterable[tuple[Any, Any]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    for key, value in entries:
+        yield from _leaves((key,), value)
 
 
 def _leaves(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -207,16 +216,15 @@ def _mcore_tensor(fqn: str, value: Any) -> Held:
     """One chunk of a Megatron-Core ShardedTensor.
 
     Source:
-        megatron-core 0.16 dist_checkpointing.strategies.checkpointable (plain), megatron-core 0.12
-        dist_checkpointing.strategies.torch.sharded_tensor_to_torch_sharded_tensor (prepended axes, flattened range).
+        megatron-core 0.16 dist_checkpointing.strategies.checkpointable (plain), megatron-core 0.11 to 0.15
+        dist_checkpointing.strategies.torch.sharded_tensor_to_torch_sharded_tensor (prepended axes, flattened range;
+        0.10 and older did not give a flattened tensor of one axis a second one).
     """
     data, prepended, cut = value.data, getattr(value, "prepend_axis_num", 0), getattr(value, "flattened_range", None)
     local = tuple(value.local_shape)
     shape, offsets, sizes = tuple(value.global_shape), tuple(value.global_offset), (1,) * prepended + local
     problems = _regular_grid(value, sizes)
-    if cut is not None and len(shape) == 1:
-        offsets, sizes = (offsets[0] + cut.start,), (cut.stop - cut.start,)
-    elif cut is not None:
+    if cut is not None:
         cells = tuple(offset // size if size else 0 for offset, size in zip(offsets, sizes, strict=True))
         shape = (*value.axis_fragmentations, prod(local))
         offsets, sizes = (*cells, cut.start), (1,) * len(cells) + (cut.stop - cut.start,)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptlint.boxes import Box
 from ckptlint.errors import CheckpointError
-from ckptlint.live.extract import Problem, extract
+from ckptlint.live import api
+from ckptlint.live.extract import Problem, extract, resolved
 from ckptlint.ranks import named
 
 if TYPE_CHECKING:
@@ -22,6 +24,60 @@ _SHOWN = 20
 
 Findings = list[tuple[str, Problem]]
 """(fqn, problem)"""
+
+
+Undo = Callable[[], None]
+"""Takes a patch back."""
+
+
+def check_save(state_dict: Mapping[Any, Any], path: object, **options: Any) -> None:
+    """Check what all ranks are about to save under a path, which may have been saved to before; see `live.check`."""
+    if not api.is_off():
+        api.installed().check(state_dict, tag=path, repeats=True, **options)
+
+
+def patch_dcp(**options: Any) -> Undo:
+    """From now on check before every `torch.distributed.checkpoint.save` and `async_save`; see `live.check`.
+
+    The functions are replaced where callers look them up: `import torch.distributed.checkpoint as dcp; dcp.save(...)`,
+    or an import inside of a function. A name that was imported from the module before keeps the old one. `state_dict()`
+    of Stateful values is called once, on the calling thread. A save that not all ranks make (`no_dist`, a smaller
+    process group) is not checked.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    originals = {name: getattr(dcp, name) for name in ("save", "async_save")}
+    for name, original in originals.items():
+        setattr(dcp, name, _checked(original, options))
+
+    def undo() -> None:
+        for name, original in originals.items():
+            setattr(dcp, name, original)
+
+    return undo
+
+
+def _checked(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def save(state_dict: Mapping[Any, Any], **arguments: Any) -> Any:
+        if api.is_off() or not _is_by_all(**arguments):
+            return original(state_dict, **arguments)
+        writer = arguments.get("storage_writer")
+        path = arguments.get("checkpoint_id") or getattr(writer, "path", "")
+        state = dict(resolved(state_dict))
+        check_save(state, path, resolve_stateful=False, **options)
+        return original(state, **arguments)
+
+    return save
+
+
+def _is_by_all(no_dist: bool = False, process_group: Any = None, **_: Any) -> bool:
+    """Whether all ranks of the job make this save."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return True
+    return not no_dist and dist.get_world_size(process_group) == dist.get_world_size()
 
 
 class SaveLint(_Planner):
