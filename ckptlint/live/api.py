@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import os
+import re
 import time
 import traceback
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,6 +60,10 @@ class LiveError(CheckpointError):
     def __init__(self, report: Report) -> None:
         super().__init__(as_text(report))
         self.report = report
+
+    def __reduce__(self) -> tuple[type[CheckpointError], tuple[str]]:
+        """To another process goes the text alone: reports hold functions."""
+        return CheckpointError, (str(self),)
 
 
 @dataclass(slots=True)
@@ -139,7 +144,7 @@ class Live:
             )
             rows = fp.records(held, digests, self.keys)
             remarks = [Remark(self.group.rank, item.fqn, *problem) for item in held for problem in item.problems]
-            remarks += _against(held, expect or {}, self.group.rank)
+            remarks += _against(held, expect, self.group.rank) if expect else []
             unlike = {remark.fqn for remark in remarks}
             rows.flawed[:] = [fqn in unlike for fqn in rows.fqns]
             return protocol.Share(
@@ -351,7 +356,8 @@ def _digests(held: Sequence[Any], patterns: Sequence[str]) -> tuple[list[int], b
 
     from ckptlint.live.digest import object_digest, word_digests
 
-    compared = [not any(fnmatchcase(item.fqn, pattern) for pattern in patterns) for item in held]
+    is_unequal = re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or "(?!)").match
+    compared = [is_unequal(item.fqn) is None for item in held]
     tensors = [
         i
         for i, item in enumerate(held)
