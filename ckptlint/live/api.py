@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import fnmatch
 import functools
 import os
@@ -27,6 +28,7 @@ from ckptlint.model import RankTable, Remark
 from ckptlint.ranks import as_checkpoint, named
 from ckptlint.registry import load_rules
 from ckptlint.report import Report
+from ckptlint.rule import Severity
 
 OnError = Literal["raise", "warn"]
 Digest = Literal["replicas", "none"]
@@ -40,6 +42,11 @@ UNEQUAL = (
     "*dataset_state*",
     "*running_mean",  # of batch norm: each rank's own data
     "*running_var",
+    "*tokens_per_expert*",
+    "*.rank",  # in the arguments of a job
+    "*.local_rank",
+    "*.global_rank",
+    "*.node_rank",
 )
 """Keys whose contents differ between ranks by design: they are described to the others, not compared."""
 
@@ -120,7 +127,7 @@ class Live:
             self.memory.reference = None
         if report.fails and on_error == "raise" and self._all_raise(name, repeats or tag is None):
             raise LiveError(report)
-        if report.fails:
+        if self.group.rank == 0 and any(item.severity >= Severity.WARNING for item in report.diagnostics):
             warnings.warn(as_text(report), stacklevel=3)
         return report
 
@@ -233,6 +240,8 @@ def _live(timeout: float, backend: str, max_ctas: int) -> Live:
     if not passage.go:
         raise LiveNotInstalled(f"{named(passage.absent)} did not call live.install within {timeout:g} s")
     chosen = "gloo" if store.add(f"{base}/without", 0) else "nccl"
+    if chosen == "gloo" and rank == 0 and _can_nccl(backend):
+        warnings.warn("live mode uses gloo: a rank has no GPU of its own, or no NCCL", stacklevel=3)
     return Live(new_torch_group(chosen, timeout, max_ctas), gate, timeout)
 
 
@@ -278,7 +287,8 @@ def check(
         state_dict: what is given to the save.
         tag: tells this check from all others of the job (the step, a path); the same on all ranks.
         digest: `replicas` to compare the contents of copies too, `none` for shapes and places alone.
-        on_error: what to do about an error: raise LiveError on all ranks, or warn.
+        on_error: what to do about an error: raise LiveError on all ranks, or warn on rank 0. Of lesser findings rank 0
+            warns.
         on_incomplete: the same where not all ranks came.
         ignore: patterns of keys whose contents differ by design, besides `UNEQUAL`.
         expect: the keys that must be held and no others, with (global shape, dtype) where known; the same on all ranks.
@@ -365,6 +375,8 @@ def _digests(held: Sequence[Any], patterns: Sequence[str]) -> tuple[list[int], b
     ]
     out = [0] * len(held)
     left = compared.count(False)
+    if any(held[i].data.is_cuda for i in tensors):
+        torch.cuda.synchronize()  # other streams may still write what is about to be read
     try:
         found, known = word_digests([held[i].data for i in tensors])
     except torch.OutOfMemoryError:
@@ -374,7 +386,10 @@ def _digests(held: Sequence[Any], patterns: Sequence[str]) -> tuple[list[int], b
         left += not is_known
     for i, item in enumerate(held):
         if compared[i] and item.kind == "object":
-            value = object_digest(item.data)
+            data = item.data
+            if isinstance(data, argparse.Namespace):
+                data = {name: part for name, part in vars(data).items() if is_unequal(f"{item.fqn}.{name}") is None}
+            value = object_digest(data)
             out[i] = 0 if value is None else value or 1
             left += value is None
     return out, True, left

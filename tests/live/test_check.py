@@ -335,7 +335,8 @@ def test_other_options_or_versions_are_not_compared() -> None:
         return collected(lambda: live.check(healthy(rank), tag=1, digest="none" if rank == 1 else "replicas"))[:2]
 
     results = run_ranks(job)
-    assert all(result == results[0] for result in results)
+    assert all(result[0] == results[0][0] for result in results)
+    assert ["LIV212" in text for _, text in results] == [True, False, False, False], "rank 0 warns"
     assert results[0][0] == [("LIV212", "", "nothing was compared: the settings of this check differ between ranks")]
 
 
