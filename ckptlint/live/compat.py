@@ -1,15 +1,15 @@
-"""The private attributes of torch and Megatron that live mode reads, each with the versions that have it.
+"""The private attributes of torch and Megatron that live mode reads, each with the versions in which it was seen.
 
 | attribute | of | seen in |
 |---|---|---|
-| `_local_tensor`, `_spec` (`mesh`, `placements`, `tensor_meta.shape`) | torch DTensor | 2.4 to 2.13 |
-| `_spec.shard_order` | torch DTensor | 2.10 to 2.13 |
-| `_shard_order` | torch DeviceMesh, set by Megatron-FSDP | megatron-core 0.15 to 0.19 |
-| `__create_chunk_list__`, `__create_write_items__` | local tensors of Megatron-FSDP; LocalShardsWrapper | same |
-| `_local_shards` | torch's LocalShardsWrapper, Megatron-Core's LocalShardsContainer | torch 2.5, megatron-core 0.14 |
-| `_sh_ten` | Megatron-Core's CheckpointableShardedTensor | megatron-core 0.14 to 0.19 |
-| `mcore_sh_ten` | torch ShardedTensor made by Megatron-Core | megatron-core 0.5 to 0.19 |
-| `flattened_range` | Megatron-Core's ShardedTensor | megatron-core to 0.15 |
+| `_local_tensor`, `_spec` (`mesh`, `placements`, `tensor_meta.shape`) | torch DTensor | torch 2.13 |
+| `_spec.shard_order` | torch DTensor | torch 2.13; since 2.10 |
+| `_local_shards` | LocalShardsWrapper of torch, LocalShardsContainer of Megatron-Core | torch 2.13, core 0.15 to 0.19 |
+| `_shard_order` | torch DeviceMesh, set by Megatron-FSDP | megatron-core 0.14 to 0.19 |
+| `__create_chunk_list__`, `__create_write_items__` | local tensors of Megatron-FSDP | megatron-core 0.14 to 0.19 |
+| `_sh_ten` | CheckpointableShardedTensor of Megatron-Core | megatron-core 0.15 to 0.19 |
+| `mcore_sh_ten` | torch ShardedTensor made by Megatron-Core | megatron-core 0.10 to 0.19 |
+| `flattened_range` | ShardedTensor of Megatron-Core | megatron-core 0.10 to 0.15; refused since |
 """
 
 from __future__ import annotations

@@ -85,10 +85,11 @@ class _Part:
     copies: int
     declared: str
     problems: tuple[Problem, ...]
-    reordered: _Box | None
+    order: tuple[int, ...] | None
 
 
-_Parts = dict[object, "_Part | None"]
+_Parts = dict[object, tuple[Any, "_Part | None"]]
+"""By mesh, placements and shape; the mesh is kept so that no other one gets its id."""
 
 
 def extract(state_dict: Mapping[Any, Any], *, resolve_stateful: bool = True) -> list[Held]:
@@ -350,18 +351,18 @@ def _dtensor(fqn: str, value: Any, parts: _Parts) -> list[Held]:
     shape = spec.tensor_meta.shape
     key = (id(spec.mesh), spec.placements, shape, getattr(spec, "shard_order", None))
     try:
-        part = parts[key]
+        _, part = parts[key]
     except KeyError:
-        part = parts[key] = _part(value, spec, tuple(shape))
+        part = _part(value, spec, tuple(shape))
+        parts[key] = spec.mesh, part
     if part is None:
         return []
     if hasattr(local, "__create_chunk_list__") or hasattr(local, "__create_write_items__"):
         return _overridden(fqn, value, part)
     problems = part.problems
-    if part.reordered is not None:
-        written, ordered = Box(part.offsets, part.sizes), Box(*part.reordered)
-        said = f"mesh dims cut in another order than left to right: {ordered} lies here, {written} would be written"
-        problems += (_problem("LIV103", f"the placements{{of}} do not say that {said}"),)
+    if part.order is not None:
+        said = f"mesh dims cut it in the order {part.order}, a save takes them from left to right"
+        problems += (_problem("LIV103", f"the chunk list{{of}} is missing: {said}"),)
     if local.shape != part.sizes:
         said = f"is {tuple(local.shape)} where {part.declared} gives {part.sizes}"
         problems += (_problem("LIV101", f"the local tensor{{of}} {said}"),)
@@ -385,21 +386,20 @@ def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
     if any(placement.is_partial() for placement in placements):
         said = f"the values{{of}} are partial sums, which no save can write: {declared}"
         problems += (_problem("LIV106", said),)
-    reordered = None
+    order = None
     if all(map(compat.is_known, placements)):
         held = layout.runs(shape, placements, sizes_of_mesh, coordinate)
         offsets, sizes = layout.box(held, shape)
         for dim, found in enumerate(held):
             if len(found) > 1 and all(sizes):
-                rows = ", ".join(f"{start}:{stop}" for start, stop in found[:4]) + ", ..." * (len(found) > 4)
-                said = f"dim {dim} is {len(found)} runs ({rows}); {declared}"
-                problems += (_problem("LIV102", f"the shard{{of}} is no box: {said}"),)
-        if order := compat.shard_order(spec):
-            other = layout.box(layout.runs(shape, placements, sizes_of_mesh, coordinate, order), shape)
-            reordered = None if other == (offsets, sizes) else other
+                said = f"{sizes[dim]} of {shape[dim]} indices of dim {dim} lie in {len(found)} runs"
+                problems += (_problem("LIV102", f"the shard{{of}} is no box: {said}; {declared}"),)
+        if (order := compat.shard_order(spec)) is not None:
+            other = layout.runs(shape, placements, sizes_of_mesh, coordinate, order)
+            order = None if layout.box(other, shape) == (offsets, sizes) else order
     else:
         ((offsets, sizes),) = _chunks(value)
-    return _Part(shape, offsets, sizes, replica, copies, declared, problems, reordered)
+    return _Part(shape, offsets, sizes, replica, copies, declared, problems, order)
 
 
 def _overridden(fqn: str, value: Any, part: _Part) -> list[Held]:
@@ -433,8 +433,8 @@ def _against_placements(value: Any, box: _Box, part: _Part) -> tuple[Problem, ..
     cut = [dim for dim, (size, whole) in enumerate(zip(sizes, shape, strict=True)) if size != whole]
     if all(sizes) and not sharded.issuperset(cut):
         dim = min(set(cut) - sharded)
-        said = f"chunk {Box(*box)}{{of}} cuts dim {dim}, which no placement shards: {part.declared}"
-        return (_problem("LIV104", said),)
+        said = f"cuts dim {dim} to {sizes[dim]} of {shape[dim]}, but no placement shards it: {part.declared}"
+        return (_problem("LIV104", f"the chunk list{{of}} {said}"),)
     return ()
 
 

@@ -161,6 +161,38 @@ def test_every_save_of_megatron_core_is_checked_until_undone(tmp_path: Path) -> 
     assert files(tmp_path / "drifted") == [] and ".metadata" in files(tmp_path / "healthy")
 
 
+def test_megatron_fsdp_saves_through_torch(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
+    for package in ("einops", "psutil"):
+        pytest.importorskip(package, reason=f"megatron-core needs {package}")
+
+    def job(rank: int) -> dict[str, Any]:
+        live.install()
+        live.patch_dcp()
+        sys.path.insert(0, str(REPOSITORY / "fixtures" / "make"))
+        storage_meta = dcp.FileSystemWriter.storage_meta
+        import fsdp_dtensor
+
+        dcp.FileSystemWriter.storage_meta = storage_meta  # the fixtures' knows only their own folders
+        found = {"healthy": outcome(lambda: fsdp_dtensor.megatron_fsdp(rank, tmp_path / "healthy"))}
+        preprocess = fsdp_dtensor.uneven_dtensor.preprocess_state_dict_for_uneven_dtensor
+
+        def and_lose_it(state: dict[str, Any]) -> None:
+            preprocess(state)
+            state["model"] = {name: tensor.detach() for name, tensor in state["model"].items()}
+
+        fsdp_dtensor.uneven_dtensor.preprocess_state_dict_for_uneven_dtensor = and_lose_it
+        found["detached"] = outcome(lambda: fsdp_dtensor.megatron_fsdp(rank, tmp_path / "detached"))
+        return found
+
+    for folder in ("healthy", "detached"):
+        (tmp_path / folder).mkdir()
+    first, *others = run_ranks(job, timeout=120)
+    assert all(other == first for other in others)
+    assert first["healthy"] == SAVED and ".metadata" in files(tmp_path / "healthy")
+    assert "LIV101" in first["detached"] and files(tmp_path / "detached") == []
+
+
 # ---------------------------------------------------------------- trainers
 
 
@@ -302,6 +334,59 @@ def test_lightning_saves_copies_that_are_equal(tmp_path: Path) -> None:
     assert first["healthy"] == SAVED and (tmp_path / "healthy.ckpt").exists()
     assert "LIV205" in first["drifted"] and "last.weight" in first["drifted"]
     assert not (tmp_path / "drifted.ckpt").exists()
+
+
+def test_lightning_saves_model_parallel_states_through_torch(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed")
+
+    def job(rank: int) -> dict[str, Any]:
+        import lightning.pytorch as pl
+        from lightning.fabric.plugins.environments import LightningEnvironment
+        from lightning.pytorch.strategies import ModelParallelStrategy
+
+        free_port(tmp_path, rank)
+        os.environ.update(NODE_RANK="0")
+        live.install()
+        live.patch_dcp()
+
+        class Module(pl.LightningModule):
+            def __init__(self) -> None:
+                super().__init__()
+                self.net = nn.Linear(3, 4)
+
+            def configure_model(self) -> None:
+                fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+            def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+                return self.net(batch).sum()
+
+            def configure_optimizers(self) -> torch.optim.Optimizer:
+                return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+        module = Module()
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+            plugins=[LightningEnvironment()],
+            max_steps=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(module, torch.utils.data.DataLoader(torch.randn(4, 3), batch_size=4))
+        found = {"healthy": outcome(lambda: trainer.save_checkpoint(tmp_path / "healthy"))}
+        with torch.no_grad():
+            module.net.bias._local_tensor.data = torch.ones(3)
+        found["broken"] = outcome(lambda: trainer.save_checkpoint(tmp_path / "broken"))
+        return found
+
+    first, second = run_ranks(job, world=2)
+    assert first == second
+    assert first["healthy"] == SAVED and ".metadata" in files(tmp_path / "healthy")
+    assert "LIV101" in first["broken"] and ".metadata" not in files(tmp_path / "broken")
 
 
 def test_torchtitan_saves_through_torch(tmp_path: Path) -> None:
