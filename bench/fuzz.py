@@ -485,9 +485,9 @@ def fuzz(name: str, runs: int, seed: int, found: Path) -> None:
 
     resource.setrlimit(resource.RLIMIT_AS, (8 * MIB * 2**20, resource.RLIM_INFINITY))
     options = [f"-runs={runs}", f"-seed={seed}", f"-artifact_prefix={found}/", f"-rss_limit_mb={MIB}"]
-    options += [f"-max_len={SEED_LIMIT}", "-timeout=300", "-report_slow_units=300", "-print_final_stats=1"] + [
-        f"-dict={words}"
-    ] * bool(target.words)
+    options += [f"-max_len={SEED_LIMIT}", "-timeout=300", "-report_slow_units=300", "-print_final_stats=1"]
+    if target.words:
+        options.append(f"-dict={words}")
     atheris.Setup([sys.argv[0], *options, str(work)], one)
     atheris.Fuzz()
 
