@@ -809,24 +809,11 @@ def test_a_senseless_metadata_json_is_no_crash(tmp_path: Path, config: bytes) ->
         assert report.exit_code == 1
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        "!!bool x",
-        "!!int ''",
-        "!!float ''",
-        "!!timestamp x",
-        "!!binary \u00e9",
-        "!!null [",
-        "{? [a] : b}",
-        "[" * 5000,
-        "!!int " + "9" * 5000,
-        "&a [*a]",
-        "!!python/object/apply:os.system [touch was_here]",
-        "!!set x",
-        "*nowhere",
-    ],  # fmt: skip
-)
+TAGS = ["!!bool x", "!!int ''", "!!float ''", "!!timestamp x", "!!binary \u00e9", "!!null [", "!!set x"]
+TAGS += ["!!int " + "9" * 5000, "!!python/object/apply:os.system [touch was_here]"]
+
+
+@pytest.mark.parametrize("value", [*TAGS, "{? [a] : b}", "&a [*a]", "*nowhere", "[" * 5000])
 def test_a_senseless_run_config_is_no_crash(tmp_path: Path, value: str) -> None:
     folder = Path(shutil.copytree(REAL / MEGATRON, tmp_path / "ckpt"))
     (folder / "run_config.yaml").write_text(f"model: {value}\n")
