@@ -8,7 +8,7 @@ from ckptlint import __version__
 def main() -> None:
     """Run the command line; the version is told without importing what reads it."""
     if sys.argv[1:] in (["--version"], ["-V"]):
-        sys.stdout.write(f"ckptlint, version {__version__}\n")
+        print(f"ckptlint, version {__version__}")  # noqa: T201  nothing where stdout is closed
         return
     from ckptlint.cli import main as run
 

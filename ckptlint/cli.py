@@ -409,7 +409,22 @@ watch.params += [option for option in check.params if option.name not in ("paths
 
 
 def main() -> None:
-    """Run the command line; every error that ckptlint itself raises is one sentence and exit 2."""
+    """Run the command line; every error that ckptlint itself raises is one sentence, with the exit code of its kind."""
+    if sys.stdout is None:  # closed by whoever started this: the exit code alone is wanted
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    try:
+        _main()
+    except OSError as error:  # stdout or stderr lies on a full disk; a file that is read says so where it fails
+        nowhere = os.open(os.devnull, os.O_WRONLY)  # for what is still in the buffers
+        os.dup2(nowhere, sys.stdout.fileno())
+        try:
+            click.echo(f"ckptlint: the output cannot be written: {error.strerror or error}", err=True)
+        except OSError:
+            os.dup2(nowhere, sys.stderr.fileno())
+        sys.exit(4)
+
+
+def _main() -> None:
     try:
         cli.main(standalone_mode=False)
     except click.exceptions.Abort as error:
@@ -605,10 +620,15 @@ def _execute(command: str, step: str, code: int, report: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    """A whole file or none: written under another name, then renamed."""
-    unfinished = path.with_name(f".{path.name}.part")
+    """A whole file or none: written under another name, then renamed. What is there and no plain file is kept."""
+    is_special = path.is_symlink() or (path.exists() and not path.is_file())  # /dev/stdout, a pipe
+    unfinished = path if is_special else path.with_name(f".{path.name}.part")
     try:
         unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(path)
+        if not is_special:
+            unfinished.replace(path)
     except OSError as error:
+        if not is_special:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
         raise CkptlintError(f"{path} cannot be written: {error.strerror}") from None

@@ -19,6 +19,7 @@ from ckptlint.rule import Rule
 from ckptlint.select import is_fixed
 
 _SCHEMA = "ckptlint.report/1"
+_SIZE_LIMIT = 512 * 1024**2  # bytes; a device has no end
 _NEAR_LIMIT = 20_000  # keys among which a look for the nearest takes well under a second
 
 
@@ -75,7 +76,11 @@ def read_baseline(path: str) -> dict[str, str]:
         ConfigError: it cannot be read, or is no such report.
     """
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        with Path(path).open("rb") as source:
+            data = source.read(_SIZE_LIMIT + 1)
+        if len(data) > _SIZE_LIMIT:
+            raise ConfigError(f"the baseline {path} has more than {_SIZE_LIMIT:,} bytes")
+        document = json.loads(data.decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"the baseline {path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):

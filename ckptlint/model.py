@@ -343,6 +343,8 @@ class PayloadTable:
         first: int64 [m], position of the first of them in the storage, in elements, or -1.
         masks: bool [m], whether all values are 0 or -Inf.
         damages: checksums that do not match (depth `data`).
+        digest: uint64 [m], of the elements at their places in the whole tensor (`digests.elem_digest`).
+        digested: bool [m], whether there is one: at depth `data`, where a seal asks for it.
         unlisted: payload files that `integrity.json` leaves out.
         depth: how deep the records were read.
         sample: what was read of all records (`5% of the records (12 of 240), seed 7`), "" for all of them.
@@ -364,6 +366,8 @@ class PayloadTable:
     minus_inf: IntArray
     first: IntArray
     masks: npt.NDArray[np.bool_]
+    digest: npt.NDArray[np.uint64]
+    digested: npt.NDArray[np.bool_]
     damages: tuple[Damage, ...] = ()
     unlisted: tuple[str, ...] = ()
     depth: Literal["headers", "data"] = "headers"
@@ -605,6 +609,41 @@ class Problem:
     beside: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class SealEntry:
+    """What a tensor held when the checkpoint was sealed.
+
+    Attributes:
+        shape: of the whole tensor, in elements.
+        digest: of all its elements (`digests.elem_digest`), whatever the sharding.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seal:
+    """What `ckptlint.seal.json` says of the contents, as the saving job had them.
+
+    Attributes:
+        algorithm: of the digests; the entries of an unknown one are not read.
+        metadata: BLAKE2b of the `.metadata` that it belongs to, 32 hexadecimal digits; "" for none.
+        entries: key, printable -> what its tensor held.
+        skipped: key, printable -> why it was not sealed.
+        step: of the job, None where it did not say.
+        version: of the ckptlint that wrote it.
+    """
+
+    algorithm: str
+    metadata: str
+    entries: dict[str, SealEntry]
+    skipped: dict[str, str] = field(default_factory=dict)
+    step: int | None = None
+    version: str = ""
+
+
 ReferenceKind = Literal["manifest", "safetensors", "index", "Hugging Face folder", "checkpoint"]
 
 
@@ -652,6 +691,8 @@ class Checkpoint:
         reference: what the user expects it to hold; None without `--expect`.
         unseen: what could not be looked at without making the verdict incomplete, as sentences.
         payload: what the records say; None below depth `headers`.
+        seal: what the saving job sealed; None without a seal, and below depth `data`.
+        metadata_hash: BLAKE2b of `.metadata`, as a seal names it; "" without either.
         ranks: what the ranks of a running job hold; None for files.
     """
 
@@ -678,6 +719,8 @@ class Checkpoint:
     reference: Reference | None = None
     unseen: tuple[str, ...] = ()
     payload: PayloadTable | None = None
+    seal: Seal | None = None
+    metadata_hash: str = ""
     ranks: RankTable | None = None
 
     @property
@@ -739,6 +782,8 @@ def empty_payload(count: int, depth: Literal["headers", "data"]) -> PayloadTable
         minus_inf=zero(),
         first=minus(),
         masks=no(),
+        digest=np.zeros(count, np.uint64),
+        digested=no(),
         depth=depth,
     )
 

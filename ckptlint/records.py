@@ -34,7 +34,9 @@ def read_pickle_member(file: BinaryIO) -> bytes:
             if member.compress_type != zipfile.ZIP_STORED:
                 raise UnreadableError("has a compressed data.pkl, which torch.save never writes")
             return archive.read(member)
-    except (zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, ValueError, RuntimeError) as error:
+    except (
+        zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, ValueError, RuntimeError, OverflowError
+    ) as error:  # fmt: skip  # OverflowError: a place beyond 2**63
         reason = printable(str(error)) or type(error).__name__
         raise UnreadableError(f"is no torch.save archive ({reason})") from None
 

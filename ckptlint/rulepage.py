@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckptlint.ranks import named as ranks_in_words
 from ckptlint.rule import SECTIONS, Rule
 
 
@@ -54,6 +55,13 @@ def _facts(case: dict[str, Any]) -> Iterator[str]:
         yield f"{fqn} {tensor.get('dtype', 'float32')} {tensor['shape']}: {chunks or 'no chunk'}"
     for fqn, tensor in case.get("reference", {}).items():
         yield f"expected: {fqn} {tensor.get('dtype', 'float32')} {tensor.get('shape', 'of any shape')}"
+    for item in case.get("held", ()):
+        what = f"{item.get('dtype', 'float32') or 'object'} {item['shape']}: {item.get('chunk', 'whole')}"
+        what += f", copy {item['replica']}" if item.get("replica", 0) > 0 else ""
+        what += f", contents {item['digest']}" if "digest" in item else ""
+        verb = "hold" if len(item["ranks"]) > 1 else "holds"
+        yield f"{ranks_in_words(item['ranks'])} {verb} {item['fqn']} {what}"
+    yield from (f"said: {remark['text'].replace('{of}', '')}" for remark in case.get("remarks", ()))
     for name in ("objects", "bytes", "unstored"):
         yield from (f"{fqn}: {name}" for fqn in case.get(name, ()))
     yield from (f"{fqn} is filed under {place}" for fqn, place in case.get("stray", {}).items())

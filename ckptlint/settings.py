@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FILE, SHARED_FILE = "ckptlint.toml", "pyproject.toml"
 _TABLES = ("per-key-ignores", "plugins", "rules", "severity")
 _REFUSED = ("config", "isolated", "help")
+_SIZE_LIMIT = 16 * 1024**2  # bytes; a device has no end
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,10 +218,14 @@ def _inside(file: Path, folders: Iterable[Path]) -> bool:
 def _table(file: Path) -> dict[str, Any] | None:
     """What a file says about ckptlint; None for a pyproject.toml that says nothing."""
     try:
-        document = tomllib.loads(file.read_bytes().decode("utf-8"))
+        with file.open("rb") as source:
+            data = source.read(_SIZE_LIMIT + 1)
+        if len(data) > _SIZE_LIMIT:
+            raise ConfigError(f"{file} is no settings file: it has more than {_SIZE_LIMIT:,} bytes")
+        document = tomllib.loads(data.decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not TOML: {error}") from None
     if file.name != SHARED_FILE:
         return document

@@ -16,7 +16,7 @@ import struct
 import tomllib
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -25,16 +25,19 @@ from typing import Any
 
 import numpy as np
 
+from ckptlint.digests import ALGORITHM
 from ckptlint.engine import run_rules
 from ckptlint.ignores import KeyIgnore, set_aside
 from ckptlint.loaders import open_checkpoint
 from ckptlint.loaders.payload import default_reading, read_payload
 from ckptlint.loaders.reference import MANIFEST_SCHEMA, read_reference
-from ckptlint.model import ITEM_BITS, STORAGES, Checkpoint
+from ckptlint.model import ITEM_BITS, STORAGES, Checkpoint, RankTable, Remark
+from ckptlint.ranks import as_checkpoint
 from ckptlint.registry import load_rules
 from ckptlint.report import CheckpointReport
 from ckptlint.rule import DEPTHS, Depth, Finding, Rule, Severity
 from ckptlint.safetensors import DTYPES
+from ckptlint.seal import SCHEMA, SEAL, metadata_hash
 from ckptlint.select import ignorable
 from ckptlint.storage import LocalFolder, is_safe
 
@@ -64,6 +67,11 @@ class Case:
     says: tuple[str, ...] = ()
     others: bool = False
 
+    @property
+    def is_live(self) -> bool:
+        """Whether it is about what the ranks of a job hold, not about files."""
+        return bool(self.table.keys() & {"held", "remarks"})
+
 
 def read_cases(path: Path) -> list[Case]:
     """The cases of a fixture file."""
@@ -75,7 +83,9 @@ def read_cases(path: Path) -> list[Case]:
 
 
 def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:
-    """Write the case into an empty folder, read it back, and judge it with one rule."""
+    """Write the case into an empty folder, read it back, and judge it with one rule; or what its ranks hold."""
+    if case.is_live:
+        return run_rules(held_by_ranks(case.table), [rule], "metadata")
     depth = case.table.get("depth", max(rule.needs, "files", key=DEPTHS.index))
     ckpt = load_folder(write_checkpoint(case.table, folder), depth)
     if case.table.keys() & {"reference", "reference_config"}:
@@ -86,6 +96,47 @@ def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:
     named = set().union(*(ignore.codes for ignore in ignores))
     rules += [other for other in load_rules() if other.code in named]
     return set_aside([run_rules(ckpt, rules, depth)], rules, ignores)[0][0]
+
+
+def held_by_ranks(table: Mapping[str, Any]) -> Checkpoint:
+    """The `held` chunks and the `remarks` of a case, as live mode hands them to the rules."""
+    rows = [
+        ({"dtype": "float32", "replica": 0, "copies": 0, "digest": 0, "view": 0} | item, rank)
+        for item in table.get("held", ())
+        for rank in item["ranks"]
+    ]
+    fqns = sorted({item["fqn"] for item, _ in rows})
+    dtypes = sorted({item["dtype"] for item, _ in rows})
+    width = max((len(item["shape"]) for item, _ in rows), default=0)
+    boxes = [parse_chunk(item.get("chunk", ", ".join(":" * len(item["shape"]))), item["shape"]) for item, _ in rows]
+
+    def column(values: Iterable[Any], kind: Any = np.int64) -> Any:
+        return np.array(list(values), kind)
+
+    def padded(values: Iterable[Sequence[int]], fill: int) -> Any:
+        return column((*value, *[fill] * (width - len(value))) for value in values).reshape(len(rows), width)
+
+    ranks = RankTable(
+        world_size=1 + max([rank for _, rank in rows], default=3),
+        keys=len(fqns),
+        fqns=fqns,
+        fqn=column((fqns.index(item["fqn"]) for item, _ in rows), np.int32),
+        rank=column((rank for _, rank in rows), np.int32),
+        is_object=column((item["dtype"] == "" for item, _ in rows), bool),
+        dtypes=dtypes,
+        dtype=column((dtypes.index(item["dtype"]) if item["dtype"] else -1 for item, _ in rows), np.int16),
+        ndim=column((len(item["shape"]) for item, _ in rows), np.int8),
+        offsets=padded((offsets for offsets, _ in boxes), 0),
+        sizes=padded((sizes for _, sizes in boxes), 1),
+        global_shape=padded((item["shape"] for item, _ in rows), 1),
+        replica=column(item["replica"] for item, _ in rows),
+        copies=column((item["copies"] for item, _ in rows), np.int32),
+        strict=column((item.get("writer") == "mcore" for item, _ in rows), bool),
+        digest=column(item["digest"] for item, _ in rows),
+        view=column(item["view"] for item, _ in rows),
+        remarks=tuple(Remark(**{"rank": -1, "fqn": ""} | remark) for remark in table.get("remarks", ())),
+    )
+    return as_checkpoint(ranks, "state dict")
 
 
 def _key_ignore(key: str, rules: list[str]) -> KeyIgnore:
@@ -158,9 +209,27 @@ def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
     for name, text in table.get("raw", {}).items():
         _shift_time(_write_file(folder, name, 0), 10)
         (folder / name).write_bytes(text.encode("latin-1"))
+    if "seal" in table:
+        _write_seal(table, folder)
     for name in table.get("older", ()):
         _shift_time(folder / name, -100)
     return folder
+
+
+def _write_seal(table: dict[str, Any], folder: Path) -> None:
+    """Write the seal that a case describes; by default it is about the metadata that lies there."""
+    tensors = table.get("tensors", {}) | {
+        fqn: entry for file in table.get("safetensors", {}).values() for fqn, entry in file.get("tensors", {}).items()
+    }
+    document: dict[str, Any] = {"schema": SCHEMA, "algorithm": ALGORITHM, "ckptlint": "0.2.0", "step": 10}
+    document["metadata_blake2b"] = metadata_hash(LocalFolder(folder))
+    document |= {key: value for key, value in table["seal"].items() if key != "digests"}
+    document["entries"] = {
+        fqn: {"dtype": tensors.get(fqn, {}).get("dtype", "float32"), "shape": tensors.get(fqn, {}).get("shape", [1])}
+        | (entry if isinstance(entry, dict) else {"digest": entry})
+        for fqn, entry in table["seal"].get("digests", {}).items()
+    }
+    (folder / SEAL).write_text(json.dumps(document))
 
 
 def write_reference(table: dict[str, Any], place: Path) -> Path:

@@ -601,8 +601,8 @@ def _walk(
                 stack.append(pushed)
             if len(called) == len(wanted):
                 break
-    except (ValueError, IndexError, UnicodeError):
-        pass  # a damaged stream: what was found up to here still stands
+    except (ValueError, IndexError, UnicodeError, StopIteration):
+        pass  # a damaged stream (StopIteration: no mark where one is needed): what was found up to here still stands
     return named, called
 
 

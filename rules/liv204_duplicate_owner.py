@@ -14,8 +14,9 @@ def duplicate_owner(ckpt: Checkpoint) -> Iterator[Finding]:
     """Several ranks believe that they write the same chunk or object.
 
     What it checks:
-        Of the copies of a chunk exactly one is the owner. A warning for DTensors, whose save throws away all owners but
-        one; an error for Megatron-Core, which demands a single owner, and for objects of its grids.
+        Of the copies of a chunk exactly one is the owner. An error for Megatron-Core, which demands a single owner, and
+        for objects of its grids. For DTensors, whose save throws away all owners but one, a warning, and a note where
+        the contents are the same: a tied weight on two meshes.
     Why it matters:
         One copy survives, and if they are different things under one name, the others are lost.
     Usual causes:
@@ -35,6 +36,8 @@ def duplicate_owner(ckpt: Checkpoint) -> Iterator[Finding]:
         digests = {int(table.digest[row]) for row in mains}
         contents = "their contents were not compared" if 0 in digests else "their contents are the same"
         contents = "their contents differ" if len(digests - {0}) > 1 else contents
+        is_strict = bool(table.strict[mains].any())
+        lesser = Severity.INFO if len(digests) == 1 and 0 not in digests else Severity.WARNING
         who = f"{len(ranks)} ranks write" if len(ranks) > 1 else "one rank writes twice"
         yield Finding(
             f"{who} {_what(cell)}",
@@ -43,9 +46,9 @@ def duplicate_owner(ckpt: Checkpoint) -> Iterator[Finding]:
             region=cell.box if cell.fqn in ckpt.tensors else None,
             missing=(str(cell.box),),
             place=ranks_of(table, mains),
-            severity=None if table.strict[mains].any() else Severity.WARNING,
+            severity=None if is_strict else lesser,
             notes=(("contents", contents),),
-            hint="compare replica_id of these ranks" if table.strict[mains].any() else "",
+            hint="compare replica_id of these ranks" if is_strict else "",
             alike=contents,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -11,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import jsonschema
 import pytest
@@ -158,7 +159,7 @@ def test_a_crashed_rule_gives_4_and_the_others_go_on(monkeypatch: pytest.MonkeyP
     (part,) = report.checkpoints
     assert list(part.failed) == [crashing]
     assert {"GEO004", "LNT002"} <= {item.code for item in report.diagnostics}
-    silent = sum(rule.expects or rule.needs in ("headers", "data") for rule in load_rules())
+    silent = sum(rule.expects or rule.live or rule.needs in ("headers", "data") for rule in load_rules())
     assert len(part.passed) + len(part.not_applicable) == len(load_rules()) - 1 - silent
     crash = next(item for item in report.diagnostics if item.code == "LNT002")
     assert crash.severity == Severity.ERROR
@@ -438,6 +439,61 @@ def test_an_output_that_cannot_be_written_is_no_pass(
 ) -> None:
     assert main(monkeypatch, GOOD, "--output", str(tmp_path / "no" / "report.json")) not in (0, 1)
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_an_output_that_is_no_plain_file_is_written_to_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("report.json")
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True) as reader:
+        outputs = [f"--output={name}" for name in (tmp_path / "link.json", f"json={tmp_path / 'pipe'}")]
+        assert run(GOOD, *outputs).returncode == 0
+        piped, _ = reader.communicate(timeout=20)
+    assert (tmp_path / "link.json").is_symlink() and (tmp_path / "pipe").is_fifo()
+    assert json.loads(piped)["summary"] == json.loads((tmp_path / "report.json").read_text())["summary"]
+    assert '"schema"' in run(GOOD, "--quiet", "--output", "json=/dev/stdout").stdout
+
+
+@pytest.fixture
+def full() -> Iterator[IO[str]]:
+    """A file on a disk that is full."""
+    if not Path("/dev/full").is_char_device():
+        pytest.skip("this system has no /dev/full")
+    with open("/dev/full", "w") as file:  # noqa: PTH123  a device
+        yield file
+
+
+def test_a_full_disk_below_an_output_is_no_pass(full: IO[str], tmp_path: Path) -> None:
+    (tmp_path / "full").symlink_to("/dev/full")
+    done = run(GOOD, "--output", f"json={tmp_path / 'full'}")
+    assert (done.returncode, os.strerror(errno.ENOSPC) in done.stderr) == (4, True)
+    assert Path("/dev/full").is_char_device()
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, text: str, **options: Any) -> int:
+        path.write_bytes(text[:10].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", write)
+    assert main(monkeypatch, GOOD, "--output", str(tmp_path / "report.json")) == 4
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [[GOOD], [BAD], [GOOD, "--format", "json"], ["show", GOOD], ["rules"], ["-h"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_below_the_output_is_no_verdict(full: IO[str], arguments: list[str], unbuffered: str) -> None:
+    env = {"PYTHONUNBUFFERED": unbuffered}
+    done = run(*arguments, env=env, capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    said = f"ckptlint: the output cannot be written: {os.strerror(errno.ENOSPC)}\n"
+    assert (done.returncode, done.stderr) == (4, said)
+    assert run(*arguments, env=env, capture_output=False, stdout=full, stderr=full).returncode == 4
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([GOOD], 0), ([BAD], 1), (["nowhere"], 3), (["--version"], 0)])
+def test_a_closed_output_leaves_the_exit_code(arguments: list[str], code: int) -> None:
+    done = run(*arguments, capture_output=False, stderr=subprocess.PIPE, preexec_fn=lambda: os.close(1))
+    assert (done.returncode, done.stderr) == (code, "")
 
 
 def test_quiet_and_verbose() -> None:

@@ -43,7 +43,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import ckptlint
+from ckptlint.errors import UnreadableError
 from ckptlint.model import printable
+from ckptlint.records import read_pickle_member
 from ckptlint.report import Report
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
@@ -220,6 +222,11 @@ def test_a_pickle_of_protocol_0_without_a_proto_opcode_never_passes(tmp_path: Pa
     assert report.exit_code == 1
     assert codes(report, "error") & {"SAF001", "SAF002"}
     assert with_common(tmp_path / "b", data).exit_code == 1
+
+
+def test_a_call_beside_a_missing_mark_is_refused(tmp_path: Path) -> None:
+    report = check_bytes(b"\x80\x02cos\nsystem\nt.", tmp_path / "ckpt")
+    assert (report.exit_code, codes(report, "error"), report.refused) == (1, {"SAF001"}, ())
 
 
 def test_calls_hidden_inside_an_honest_metadata_are_found_and_the_rest_is_read(tmp_path: Path, marker: Path) -> None:
@@ -578,6 +585,8 @@ def test_a_zip64_offset_beyond_any_file_is_unreadable(tmp_path: Path) -> None:
     start = b"PK\x03\x04" + bytes(60)
     end = struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, 1, 1, len(entry), len(start), 0)
     (folder / "common.pt").write_bytes(start + entry + end)
+    with pytest.raises(UnreadableError):  # a record, which is read from memory: there the place is an OverflowError
+        read_pickle_member(io.BytesIO(start + entry + end))
     assert zipfile.is_zipfile(folder / "common.pt")
     assert codes(ckptlint.check(folder), "error") == {"SAF002"}
 
@@ -798,6 +807,19 @@ def test_a_senseless_metadata_json_is_no_crash(tmp_path: Path, config: bytes) ->
     outputs(report)
     if config in (b"[" * 100_000, b"{" * 100_000, b"\xff\xfe"):
         assert report.exit_code == 1
+
+
+TAGS = ["!!bool x", "!!int ''", "!!float ''", "!!timestamp x", "!!binary \u00e9", "!!null [", "!!set x"]
+TAGS += ["!!int " + "9" * 5000, "!!python/object/apply:os.system [touch was_here]"]
+
+
+@pytest.mark.parametrize("value", [*TAGS, "{? [a] : b}", "&a [*a]", "*nowhere", "[" * 5000])
+def test_a_senseless_run_config_is_no_crash(tmp_path: Path, value: str) -> None:
+    folder = Path(shutil.copytree(REAL / MEGATRON, tmp_path / "ckpt"))
+    (folder / "run_config.yaml").write_text(f"model: {value}\n")
+    report = ckptlint.check(folder)
+    assert (report.exit_code, report.refused) == (0, ())
+    outputs(report)
 
 
 # ---------------------------------------------------------------- any bytes

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from conftest import REAL, REPOSITORY, run
 
 from ckptlint import cli
+from ckptlint.errors import ConfigError
 from ckptlint.settings import long_options
 from ckptlint.testing import write_checkpoint
 
@@ -196,6 +197,7 @@ def test_what_may_not_stand_in_a_file_is_one_sentence(
         ("[tool]\nckptlint = 3\n", "pyproject.toml: tool.ckptlint must be a table"),
         ("[tool.other]\n", "pyproject.toml has no table [tool.ckptlint]"),
         ("\xff", "pyproject.toml is not TOML"),
+        ("x = " + "[" * 5000, "pyproject.toml is not TOML"),
         (None, "pyproject.toml cannot be read: No such file or directory"),
     ],
 )
@@ -484,6 +486,14 @@ def test_findings_of_the_baseline_do_not_count(baseline: Path) -> None:
     jsonschema.validate(document, SCHEMA)
     assert document["summary"]["baselined"] == 4
     assert [item["ignored"] for item in document["checkpoints"][0]["findings"]] == [{"by": "baseline"}] * 4
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no /dev/zero")
+@pytest.mark.parametrize("option", ["--baseline", "--config"])
+def test_a_device_without_an_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    monkeypatch.setattr("ckptlint.ignores._SIZE_LIMIT", 1000)
+    result = invoke(GOOD, option, "/dev/zero")
+    assert isinstance(result.exception, ConfigError) and "has more than" in str(result.exception)
 
 
 def test_a_baselined_report_is_a_baseline_again(baseline: Path, here: Path) -> None:

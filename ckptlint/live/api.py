@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+import fnmatch
 import functools
 import os
+import re
 import time
 import traceback
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +28,7 @@ from ckptlint.model import RankTable, Remark
 from ckptlint.ranks import as_checkpoint, named
 from ckptlint.registry import load_rules
 from ckptlint.report import Report
+from ckptlint.rule import Severity
 
 OnError = Literal["raise", "warn"]
 Digest = Literal["replicas", "none"]
@@ -39,6 +42,11 @@ UNEQUAL = (
     "*dataset_state*",
     "*running_mean",  # of batch norm: each rank's own data
     "*running_var",
+    "*tokens_per_expert*",
+    "*.rank",  # in the arguments of a job
+    "*.local_rank",
+    "*.global_rank",
+    "*.node_rank",
 )
 """Keys whose contents differ between ranks by design: they are described to the others, not compared."""
 
@@ -59,6 +67,10 @@ class LiveError(CheckpointError):
     def __init__(self, report: Report) -> None:
         super().__init__(as_text(report))
         self.report = report
+
+    def __reduce__(self) -> tuple[type[CheckpointError], tuple[str]]:
+        """To another process goes the text alone: reports hold functions."""
+        return CheckpointError, (str(self),)
 
 
 @dataclass(slots=True)
@@ -115,7 +127,7 @@ class Live:
             self.memory.reference = None
         if report.fails and on_error == "raise" and self._all_raise(name, repeats or tag is None):
             raise LiveError(report)
-        if report.fails:
+        if self.group.rank == 0 and any(item.severity >= Severity.WARNING for item in report.diagnostics):
             warnings.warn(as_text(report), stacklevel=3)
         return report
 
@@ -139,7 +151,7 @@ class Live:
             )
             rows = fp.records(held, digests, self.keys)
             remarks = [Remark(self.group.rank, item.fqn, *problem) for item in held for problem in item.problems]
-            remarks += _against(held, expect or {}, self.group.rank)
+            remarks += _against(held, expect, self.group.rank) if expect else []
             unlike = {remark.fqn for remark in remarks}
             rows.flawed[:] = [fqn in unlike for fqn in rows.fqns]
             return protocol.Share(
@@ -228,6 +240,8 @@ def _live(timeout: float, backend: str, max_ctas: int) -> Live:
     if not passage.go:
         raise LiveNotInstalled(f"{named(passage.absent)} did not call live.install within {timeout:g} s")
     chosen = "gloo" if store.add(f"{base}/without", 0) else "nccl"
+    if chosen == "gloo" and rank == 0 and _can_nccl(backend):
+        warnings.warn("live mode uses gloo: a rank has no GPU of its own, or no NCCL", stacklevel=3)
     return Live(new_torch_group(chosen, timeout, max_ctas), gate, timeout)
 
 
@@ -273,7 +287,8 @@ def check(
         state_dict: what is given to the save.
         tag: tells this check from all others of the job (the step, a path); the same on all ranks.
         digest: `replicas` to compare the contents of copies too, `none` for shapes and places alone.
-        on_error: what to do about an error: raise LiveError on all ranks, or warn.
+        on_error: what to do about an error: raise LiveError on all ranks, or warn on rank 0. Of lesser findings rank 0
+            warns.
         on_incomplete: the same where not all ranks came.
         ignore: patterns of keys whose contents differ by design, besides `UNEQUAL`.
         expect: the keys that must be held and no others, with (global shape, dtype) where known; the same on all ranks.
@@ -351,7 +366,8 @@ def _digests(held: Sequence[Any], patterns: Sequence[str]) -> tuple[list[int], b
 
     from ckptlint.live.digest import object_digest, word_digests
 
-    compared = [not any(fnmatchcase(item.fqn, pattern) for pattern in patterns) for item in held]
+    is_unequal = re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or "(?!)").match
+    compared = [is_unequal(item.fqn) is None for item in held]
     tensors = [
         i
         for i, item in enumerate(held)
@@ -359,6 +375,8 @@ def _digests(held: Sequence[Any], patterns: Sequence[str]) -> tuple[list[int], b
     ]
     out = [0] * len(held)
     left = compared.count(False)
+    if any(held[i].data.is_cuda for i in tensors):
+        torch.cuda.synchronize()  # other streams may still write what is about to be read
     try:
         found, known = word_digests([held[i].data for i in tensors])
     except torch.OutOfMemoryError:
@@ -368,7 +386,10 @@ def _digests(held: Sequence[Any], patterns: Sequence[str]) -> tuple[list[int], b
         left += not is_known
     for i, item in enumerate(held):
         if compared[i] and item.kind == "object":
-            value = object_digest(item.data)
+            data = item.data
+            if isinstance(data, argparse.Namespace):
+                data = {name: part for name, part in vars(data).items() if is_unequal(f"{item.fqn}.{name}") is None}
+            value = object_digest(data)
             out[i] = 0 if value is None else value or 1
             left += value is None
     return out, True, left

@@ -262,13 +262,13 @@ def _run(chunk: Chunk) -> _Run | None:
     import torch
 
     offsets, sizes, shape = list(chunk.offsets), list(chunk.sizes), list(chunk.shape)
-    if [size for size in chunk.data.shape if size != 1] != [size for size in sizes if size != 1]:
-        return None
     bits = _bits(chunk.data)
     if bits is None:
         return None
     if chunk.data.is_complex():
         offsets, sizes, shape = [*offsets, 0], [*sizes, 2], [*shape, 2]
+    if [size for size in bits.shape if size != 1] != [size for size in sizes if size != 1]:
+        return None
     whole = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     start = sum(offset * stride for offset, stride in zip(offsets, whole, strict=True))
     memory = [stride for stride, size in zip(bits.stride(), bits.shape, strict=True) if size != 1]

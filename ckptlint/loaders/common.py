@@ -119,8 +119,9 @@ def _yaml(text: str) -> Any:
     Loader.add_multi_constructor("", plain)
     try:
         return yaml.load(text, Loader)  # noqa: S506  a subclass of the safe loader
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+    except (yaml.YAMLError, AttributeError, LookupError, TypeError, OverflowError) as error:
+        # all but the first: PyYAML 6.0's constructors on a text that is not of the type its tag claims (`!!bool x`)
+        raise ValueError(str(error) or type(error).__name__) from None
 
 
 def _record(folder: Folder, location: Location) -> bytes:

@@ -15,11 +15,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from math import prod
 from typing import Literal, TypeVar
 
 import numpy as np
 
 from ckptlint.boxes import IntArray
+from ckptlint.digests import Elements, elements
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.floats import ENCODINGS
 from ckptlint.loaders.blob import read_blob
@@ -36,10 +38,12 @@ from ckptlint.model import (
     PayloadTable,
     Problem,
     RecordState,
+    Tensor,
     empty_payload,
     printable,
 )
 from ckptlint.progress import tell
+from ckptlint.seal import SEAL, comparable, metadata_hash, misfit, read_seal
 from ckptlint.storage import READABLE, Folder
 
 INTEGRITY = "integrity.json"
@@ -50,6 +54,8 @@ _SECTOR = 512
 _NAMED = 4
 _EXAMINED = 64
 _TICK = 0.1
+
+_NO_SEAL = "copy it again from where it was written, or remove it: without it the contents are not compared"
 
 T = TypeVar("T")
 
@@ -100,6 +106,7 @@ class _Reader:
         self.broken: dict[int, list[tuple[int, UnreadableError]]] = defaultdict(list)
         self.problems: list[Problem] = []
         self.members: dict[int, Members] = {}
+        self.sealed: dict[int, tuple[Tensor, int]] = {}
         self.meter = Meter()
         self.phase = "records"
         self.bad = 0
@@ -116,6 +123,7 @@ class _Reader:
             if self.how.depth == "data":
                 wanted, problems = (None, []) if sample else _integrity(self.folder)
                 self.problems += problems
+                self._read_seal()
                 damages = self._read_data(wanted or {})
                 if wanted is not None:
                     damages += self._other_files(wanted)
@@ -271,6 +279,31 @@ class _Reader:
 
     # ------------------------------------------------------------ depth `data`
 
+    def _read_seal(self) -> None:
+        """The seal beside the checkpoint, and the records whose digests it asks for."""
+        try:
+            seal = read_seal(self.folder)
+        except UnreadableError as error:
+            self.problems.append(from_error(error, SEAL, hint=_NO_SEAL))
+            return
+        if seal is None:
+            return
+        self.ckpt = replace(self.ckpt, seal=seal, metadata_hash=metadata_hash(self.folder))
+        if misfit(self.ckpt):
+            return
+        table = self.table
+        for tensor in comparable(self.ckpt):
+            rows = np.flatnonzero(tensor.layout.live)
+            for row, record in zip(rows.tolist(), tensor.chunks.record[rows].tolist(), strict=True):
+                self.sealed[record] = tensor, row
+        raw = np.array([row for row in self.sealed if table.state[row] == RecordState.RAW], np.int64)
+        for file, rows in _by_file(raw, self.ckpt.records.file, self.ckpt.records.byte_offset).items():
+            table.start[rows], table.size[rows] = (
+                self.ckpt.records.byte_offset[rows],
+                self.ckpt.records.byte_length[rows],
+            )
+            self.members[file] = _joined(self.members.get(file), table, rows)
+
     def _read_data(self, wanted: Mapping[str, str]) -> list[Damage]:
         """Stream every file; `wanted` gives the SHA-256 of those that are to be hashed as a whole."""
         sizes = _file_sizes(self.ckpt).tolist()
@@ -292,7 +325,7 @@ class _Reader:
         return damages
 
     def _file_data(self, path: str, members: Members, size: int | None, threads: int) -> Streamed:
-        return stream(self.folder, path, members, _scans(self.table, members), size, self.meter, threads)
+        return stream(self.folder, path, members, _scans(self.table, members, self.sealed), size, self.meter, threads)
 
     def _mismatches(self, file: int, seen: Streamed, wanted: Mapping[str, str]) -> list[Damage]:
         """Fill the columns on values, and compare the checksums."""
@@ -302,6 +335,9 @@ class _Reader:
             table.scanned[row] = True
             table.nan[row], table.plus_inf[row], table.minus_inf[row] = count.nan, count.plus_inf, count.minus_inf
             table.first[row], table.masks[row] = count.first, count.masks
+        for member, digest in seen.digests.items():
+            row = int(members.row[member])
+            table.digest[row], table.digested[row] = digest, True
         name = self.ckpt.files[file].name
         bad = np.flatnonzero((seen.crc != members.crc) & (members.crc > 0))
         damages = [
@@ -468,14 +504,12 @@ def _columns(records: Sequence[Record]) -> Members:
 
 
 def _joined(first: Members | None, table: PayloadTable, rows: IntArray) -> Members:
-    """The members of a file together with the tensors of its blob, which have no checksum."""
-    blob = np.stack([rows, table.start[rows], table.size[rows], np.zeros_like(rows), np.zeros_like(rows)])
-    blob = blob[:, np.argsort(blob[1], kind="stable")]
-    if first is None:
-        return _members(blob, ["tensor"])
-    blob[4] = len(first.names)
+    """The members of a file together with tensors that lie bare in it, and have no checksum."""
+    first = first or _columns([])
+    bare = [rows, table.start[rows], table.size[rows], np.zeros_like(rows), np.full_like(rows, len(first.names))]
     columns = np.stack([first.row, first.start, first.size, first.crc, first.name])
-    return _members(np.concatenate([columns, blob], axis=1), [*first.names, "tensor"])
+    both = np.concatenate([columns, np.stack(bare)], axis=1)
+    return _members(both[:, np.argsort(both[1], kind="stable")], [*first.names, "tensor"])
 
 
 def _members(columns: IntArray, names: list[str]) -> Members:
@@ -483,19 +517,45 @@ def _members(columns: IntArray, names: list[str]) -> Members:
     return Members(row, start, size, crc, name, names)
 
 
-def _scans(table: PayloadTable, members: Members) -> dict[int, Scan]:
-    """The members that hold a floating tensor, with the part of them that the tensor covers."""
+def _scans(table: PayloadTable, members: Members, sealed: Mapping[int, tuple[Tensor, int]]) -> dict[int, Scan]:
+    """The members that hold a floating tensor, or one that was sealed, with the part of them that it covers."""
     scans = {}
     is_storage = np.flatnonzero((members.start == table.start[members.row]) & (members.size == table.size[members.row]))
     for member in is_storage.tolist():
-        content = table.of(int(members.row[member]))
-        if content is None or content.form != "tensor" or content.dtype not in ENCODINGS:
+        record = int(members.row[member])
+        tensor, row = sealed.get(record, (None, -1))
+        content = table.of(record)
+        if content is None and tensor is not None:
+            content = Content("tensor", tensor.dtype, sizes := tensor.layout.box(row).sizes, _row_major(sizes))
+        if content is None or content.form != "tensor" or content.dtype not in ITEM_BITS:
             continue
         item = ITEM_BITS[content.dtype] // 8
         extent = content.extent
-        if extent and extent == content.volume and (content.offset + extent) * item <= int(members.size[member]):
-            scans[member] = Scan(content.dtype, content.offset, extent, item)
+        where = None if tensor is None else _places(tensor, row, content)
+        is_wanted = content.dtype in ENCODINGS or where is not None
+        fits = extent == content.volume and (content.offset + extent) * item <= int(members.size[member])
+        if is_wanted and extent and fits:
+            scans[member] = Scan(content.dtype, content.offset, extent, item, where)
     return scans
+
+
+def _places(tensor: Tensor, row: int, content: Content) -> Elements | None:
+    """Where the elements of a record lie in the tensor; None when it holds another chunk, or a view with gaps."""
+    box = tensor.layout.box(row)
+    if content.dtype != tensor.dtype or content.shape != box.sizes:
+        return None
+    order = sorted(range(len(box.sizes)), key=lambda axis: -content.strides[axis])
+    run = 1
+    for axis in reversed(order):
+        if box.sizes[axis] > 1:
+            if content.strides[axis] != run:
+                return None
+            run *= box.sizes[axis]
+    return elements(box.offsets, box.sizes, tensor.global_shape, order)
+
+
+def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
 
 
 def _needed(ckpt: Checkpoint) -> tuple[IntArray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Depth `data`: the members of one payload file, read once from front to back for their checksums and for NaN."""
+"""Depth `data`: the members of one payload file, read once from front to back: checksums, NaN, digests."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from ckptlint.boxes import IntArray
+from ckptlint.digests import MASK, Elements, elem_digest
 from ckptlint.errors import AccessError
-from ckptlint.floats import Count
+from ckptlint.floats import ENCODINGS, Count
 from ckptlint.model import printable
 from ckptlint.storage import Folder
 
@@ -44,12 +45,18 @@ class Members:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """The part of a member to look for NaN in: dtype, first element, number of elements, bytes of an element."""
+    """The part of a member that holds a tensor.
+
+    Attributes:
+        dtype: torch's name; first: its first element in the member; count: its elements; item: bytes of one.
+        where: their places in the whole tensor, where a digest is wanted.
+    """
 
     dtype: str
     first: int
     count: int
     item: int
+    where: Elements | None = None
 
 
 @dataclass(slots=True)
@@ -58,13 +65,15 @@ class Streamed:
 
     Attributes:
         crc: int64 per member, as computed.
-        counts: member -> values that are not finite; for every member that was scanned.
+        counts: member -> values that are not finite; for every scanned member of a floating dtype.
+        digests: member -> digest of its elements, for those with their places known.
         sha256: of the whole file, "" when not asked for.
         finished: whether everything was read.
     """
 
     crc: IntArray
     counts: dict[int, Count] = field(default_factory=dict)
+    digests: dict[int, int] = field(default_factory=dict)
     sha256: str = ""
     finished: bool = False
 
@@ -95,7 +104,7 @@ def stream(
 
     Args:
         path: the file, raw.
-        scans: member -> what to look for NaN in.
+        scans: member -> the tensor in it.
         size: of the whole file when its SHA-256 is wanted too, else None.
         meter: is told of every block, and may stop the reading.
         threads: that take turns to read a block and then work on theirs; one reads while the others work.
@@ -103,7 +112,11 @@ def stream(
     Raises:
         AccessError: a read was refused.
     """
-    seen = Streamed(np.zeros(len(members.start), np.int64), {member: Count() for member in scans})
+    seen = Streamed(
+        np.zeros(len(members.start), np.int64),
+        {member: Count() for member, scan in scans.items() if scan.dtype in ENCODINGS},
+        {member: 0 for member, scan in scans.items() if scan.where is not None},
+    )
     whole = hashlib.sha256() if size is not None else None
     starts, ends = members.start.tolist(), (members.start + members.size).tolist()
     with folder.open(path) as file, ThreadPoolExecutor(threads) as pool:
@@ -121,12 +134,13 @@ def stream(
 
 
 class _Part(NamedTuple):
-    """What a block holds of a member: its bytes, their CRC-32 when they are a whole block, what was counted in them."""
+    """What a block holds of a member: its bytes, their CRC-32 when they are a whole block, what was seen in them."""
 
     member: int
     data: memoryview
     crc: int | None
-    values: Count | None
+    values: Count
+    digest: int
 
 
 class _Block(NamedTuple):
@@ -151,11 +165,10 @@ class _Work:
         for member in range(first, last):
             start = max(self.starts[member], begin)
             part = data[start - begin : max(self.ends[member] - begin, 0)]
-            count = None
+            count, digest = Count(), 0
             if member in self.scans:
-                count = Count()
-                _scan(count, self.scans[member], part, start - self.starts[member])
-            parts.append(_Part(member, part, zlib.crc32(part) if len(part) == BLOCK else None, count))
+                digest = _scan(count, self.scans[member], part, start - self.starts[member])
+            parts.append(_Part(member, part, zlib.crc32(part) if len(part) == BLOCK else None, count, digest))
         return _Block(data, parts)
 
     def _read(self, buffer: bytearray, begin: int, end: int) -> memoryview:
@@ -190,8 +203,10 @@ def _merge(seen: Streamed, block: _Block) -> None:
         before = int(seen.crc[part.member])
         # CRC-32 is linear: that of two parts follows from those of each, and from the length of the second
         seen.crc[part.member] = zlib.crc32(part.data, before) if part.crc is None else _shifted(before) ^ part.crc
-        if part.values is not None:
+        if part.member in seen.counts:
             seen.counts[part.member].join(part.values)
+        if part.member in seen.digests:
+            seen.digests[part.member] = seen.digests[part.member] + part.digest & MASK
 
 
 @cache
@@ -210,12 +225,20 @@ def _shifted(crc: int) -> int:
     return moved
 
 
-def _scan(count: Count, scan: Scan, part: memoryview, offset: int) -> None:
-    """Look at the elements of the wanted part that lie in these bytes of the member."""
+def _scan(count: Count, scan: Scan, part: memoryview, offset: int) -> int:
+    """Look at the elements of the wanted part that lie in these bytes of the member; returns their digest."""
     first = max(scan.first * scan.item - offset, 0)
     last = min((scan.first + scan.count) * scan.item - offset, len(part) - len(part) % scan.item)
-    if first < last:
-        count.add(part[first:last], scan.dtype, (offset + first) // scan.item)
+    if first >= last:
+        return 0
+    at = (offset + first) // scan.item
+    if scan.dtype in ENCODINGS:
+        count.add(part[first:last], scan.dtype, at)
+    if scan.where is None:
+        return 0
+    parts = 2 if scan.dtype.startswith("complex") else 1
+    bits = np.frombuffer(part[first:last], f"<u{scan.item // parts}")
+    return elem_digest(bits, scan.where, at - scan.first, parts)
 
 
 def _plan(starts: list[int], ends: list[int], size: int | None) -> Iterator[tuple[int, int, int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 import time
 import warnings
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptlint import live
+from ckptlint.errors import CheckpointError
 from ckptlint.report import Report
 
 SECONDS = 10.0
@@ -333,7 +335,8 @@ def test_other_options_or_versions_are_not_compared() -> None:
         return collected(lambda: live.check(healthy(rank), tag=1, digest="none" if rank == 1 else "replicas"))[:2]
 
     results = run_ranks(job)
-    assert all(result == results[0] for result in results)
+    assert all(result[0] == results[0][0] for result in results)
+    assert ["LIV212" in text for _, text in results] == [True, False, False, False], "rank 0 warns"
     assert results[0][0] == [("LIV212", "", "nothing was compared: the settings of this check differ between ranks")]
 
 
@@ -429,6 +432,17 @@ def test_check_without_install_and_alone() -> None:
     assert report.verdict == "pass"
     assert report.checkpoints[0].checkpoint.ranks.keys == 2
     live.uninstall()
+
+
+def test_the_error_travels_as_its_text() -> None:
+    live.uninstall()
+    with pytest.raises(live.LiveError) as caught:
+        live.check({"w": torch.ones(3)}, expect=["v"])
+    live.uninstall()
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(copy, CheckpointError)
+    assert str(copy) == str(caught.value)
+    assert "error[LIV208]" in str(copy)
 
 
 def test_the_environment_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:

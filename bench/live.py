@@ -1,0 +1,145 @@
+"""Live mode beside what a job could do instead: each rank's records in one `all_gather_object`, and DCP's own planning.
+
+    python bench/live.py                    100,000 chunks per rank, 4 processes, gloo
+    python bench/live.py --wire             words on the wire for 1 to 8 ranks, 2,000 chunks per rank
+
+All times are of the slowest rank, in one run, after a barrier. The first check is cold (names are hashed, shapes are
+seen for the first time), the second one is what every later save pays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "live"))
+
+from jobs import run_ranks
+
+from ckptlint import live
+from ckptlint.live.extract import extract
+
+
+def state(chunks: int) -> dict[str, Any]:
+    """So many small DTensors, cut on axis 0 over all ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    shape, local = torch.Size((8 * dist.get_world_size(), 4)), torch.zeros(8, 4)
+    return {
+        f"model.layers.{i // 100}.experts.{i % 100}.weight": DTensor.from_local(
+            local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(4, 1)
+        )
+        for i in range(chunks)
+    }
+
+
+def slowest(what: Callable[[], Any]) -> float:
+    """Seconds of the slowest rank."""
+    dist.barrier()
+    started = time.perf_counter()
+    what()
+    seconds = torch.tensor(time.perf_counter() - started)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def gather_records(held: dict[str, Any]) -> list[Any]:
+    """Every rank's records on every rank, as a validator that asks all ranks would send them."""
+    records = [(i.fqn, i.dtype, i.shape, i.offsets, i.sizes, i.replica) for i in extract(held)]
+    out: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, records)
+    return out
+
+
+def plan(held: dict[str, Any]) -> None:
+    """DCP's planning as `dcp.save` runs it: local plans, gather, global plan with its validation, scatter."""
+    planner = DefaultSavePlanner()
+    wrapper = _DistWrapper(None, True, 0)
+
+    def local() -> Any:
+        planner.set_up_planner(held, None, wrapper.is_coordinator)
+        return planner.create_local_plan()
+
+    def everywhere(plans: list[Any]) -> list[Any]:
+        return planner.create_global_plan(plans)[0]
+
+    wrapper.reduce_scatter("plan", local, everywhere)
+
+
+def compare(chunks: int) -> Callable[[int], dict[str, float]]:
+    def job(rank: int) -> dict[str, float]:
+        installed = live.install(timeout=300)
+        held = state(chunks)
+        cold = slowest(lambda: live.check(held, tag=0))
+        warm = min(slowest(lambda number=number: live.check(held, tag=number)) for number in (1, 2))
+        bare = min(
+            slowest(lambda number=number: live.check(held, tag=f"n{number}", digest="none")) for number in (1, 2)
+        )
+        words = sum(words for _, words in installed.group.log[-3:])
+        records = slowest(lambda: gather_records(held))
+        planning = slowest(lambda: plan(held))
+        size = len(pickle.dumps([(i.fqn, i.dtype, i.shape, i.offsets, i.sizes, i.replica) for i in extract(held)]))
+        return {
+            "live.check, first": cold,
+            "live.check": warm,
+            'live.check, digest="none"': bare,
+            "all_gather_object of the records": records,
+            "DCP planning": planning,
+            "bytes": 8 * words,
+            "pickled": size,
+        }
+
+    return job
+
+
+def on_the_wire(chunks: int) -> Callable[[int], list[tuple[str, int]]]:
+    def job(rank: int) -> list[tuple[str, int]]:
+        warnings.simplefilter("ignore")
+        installed = live.install(timeout=60)
+        live.check(state(chunks), tag=0)
+        return list(installed.group.log)
+
+    return job
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--chunks", type=int, default=100_000, help="per rank")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--wire", action="store_true")
+    options = parser.parse_args()
+    if options.wire:
+        rows = []
+        for world in (1, 2, 4, 8):
+            log = run_ranks(on_the_wire(2000), world, timeout=300)[0]
+            rows.append(
+                (world, ", ".join(f"{name} {words}" for name, words in log), 8 * sum(words for _, words in log))
+            )
+        print(tabulate(rows, ("ranks", "collectives, words", "bytes from each rank")))
+        return
+    found = run_ranks(compare(options.chunks), options.ranks, timeout=1800)[0]
+    own = found["live.check"]
+    sizes = {"live.check": found.pop("bytes"), "all_gather_object of the records": found.pop("pickled") * options.ranks}
+    rows = [
+        (name, f"{s:.2f}", f"{s / own:.1f}", f"{sizes[name]:,.0f}" if name in sizes else "")
+        for name, s in found.items()
+    ]
+    print(f"{options.chunks:,} chunks per rank, {options.ranks} ranks, torch {torch.__version__}, gloo")
+    print(tabulate(rows, ("", "seconds", "ratio", "bytes to each rank")))
+
+
+if __name__ == "__main__":
+    main()

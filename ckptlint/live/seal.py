@@ -1,0 +1,459 @@
+"""Seals from inside the job: digests of what the ranks hold, and what a load made of what was sealed."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckptlint import __version__
+from ckptlint.boxes import IntArray
+from ckptlint.digests import ALGORITHM, MASK, Words
+from ckptlint.errors import CkptlintError, UnreadableError
+from ckptlint.live import api, protocol
+from ckptlint.live import fingerprints as fp
+from ckptlint.live.group import GroupBroken
+from ckptlint.loaders import read_checkpoint
+from ckptlint.model import Remark, Seal, SealEntry
+from ckptlint.report import Report
+from ckptlint.rule import Severity
+from ckptlint.seal import SEAL, metadata_hash, misfit_of, read_seal, write_seal
+from ckptlint.storage import LocalFolder
+
+_IGNORED, _NO_DIGEST, _NO_MEMORY, _OBJECT = 1, 2, 3, 4
+_REASONS = {
+    _IGNORED: "ignored",
+    _NO_DIGEST: "no digest for its dtype or class",
+    _NO_MEMORY: "a rank had no memory left for its digest",
+    _OBJECT: "no tensor on some rank",
+}
+_UNLIKE = "of another dtype or shape in the state"
+_OWNERS = "its owners do not hold each element once"
+_NOWHERE = -(2**62)
+_NAMED = 256
+_TEXT_WORDS = 128
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sums:
+    """What all ranks know of the keys together; row i is one key.
+
+    Attributes:
+        key: uint64 [n], ascending; what `fingerprints.numbers` makes of its name with `salt`.
+        seed: int64 [n], of its kind, dtype and shape.
+        reason: int64 [n], why it has no digest; 0 where it has one.
+        digests, counts: [n, 2], of all owners' elements, and with only the lowest rank of undeclared ones.
+        own: positions of the keys that this rank holds.
+        torn: keys about which ranks do not agree.
+    """
+
+    key: Words
+    salt: int
+    seed: IntArray
+    reason: IntArray
+    digests: Words
+    counts: IntArray
+    own: IntArray
+    torn: frozenset[str]
+
+    def places(self, fqns: Sequence[str]) -> list[int]:
+        """The row of each key, -1 for one that no rank holds."""
+        wanted = fp.numbers(fqns, self.salt)
+        at = np.minimum(np.searchsorted(self.key, wanted), max(len(self.key) - 1, 0))
+        found = self.key[at] == wanted if len(self.key) else np.zeros(len(wanted), bool)
+        return [int(i) if here else -1 for i, here in zip(at, found, strict=True)]
+
+    def digest(self, row: int, volume: int) -> int | None:
+        """The digest of the whole tensor; None where no set of owners holds each element once."""
+        for column in range(2):
+            if self.counts[row, column] == volume:
+                return int(self.digests[row, column])
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pending:
+    """Digests that were taken, and wait for the checkpoint to be written.
+
+    Attributes:
+        problem: why there are none; "" normally. The same on all ranks.
+    """
+
+    problem: str
+    step: int | None = None
+    _sums: _Sums | None = field(default=None, repr=False)
+    _is_writer: bool = True
+
+    def write(self, path: str | Path) -> Path | None:
+        """Write the seal beside the `.metadata` of a finished checkpoint; rank 0 does so, and nothing is communicated.
+
+        Args:
+            path: the folder that `.metadata` lies in, or the safetensors files.
+
+        Returns:
+            The file; None on other ranks, and where there is nothing to write (a warning says why).
+
+        Raises:
+            CkptlintError: the checkpoint cannot be read, or the seal not be written.
+        """
+        if self._sums is None or not self._is_writer:
+            if self.problem and self._is_writer:
+                warnings.warn(f"the checkpoint was not sealed: {self.problem}", stacklevel=2)
+            return None
+        folder = LocalFolder(Path(path))
+        ckpt = read_checkpoint(folder, look_at_files=False)
+        if not ckpt.readable:
+            raise CkptlintError(f"{ckpt.path} cannot be sealed: it holds no checkpoint that can be read")
+        described = {fqn: SealEntry(tensor.dtype, tensor.global_shape, 0) for fqn, tensor in ckpt.tensors.items()}
+        entries, skipped = _entries(self._sums, described)
+        return write_seal(folder.path, Seal(ALGORITHM, metadata_hash(folder), entries, skipped, self.step, __version__))
+
+
+def _entries(sums: _Sums, described: Mapping[str, SealEntry]) -> tuple[dict[str, SealEntry], dict[str, str]]:
+    """The entries with their digests, and why others have none."""
+    entries, skipped = {}, {}
+    seeds = _seeds(described)
+    for (fqn, entry), row, seed in zip(described.items(), sums.places(list(described)), seeds, strict=True):
+        reason, digest = _unlike(sums, fqn, row, seed), None
+        if not reason:
+            digest = sums.digest(row, int(np.prod(entry.shape, dtype=object)))
+            reason = "" if digest is not None else _OWNERS
+        if digest is None:
+            skipped[fqn] = reason
+        else:
+            entries[fqn] = replace(entry, digest=digest)
+    return entries, skipped
+
+
+def _unlike(sums: _Sums, fqn: str, row: int, seed: int) -> str:
+    """Why a key that is described by its seed cannot be compared with what the ranks hold; "" when it can."""
+    if row < 0:
+        return "not in the state"
+    if fqn in sums.torn:
+        return "the ranks do not agree about it"
+    if sums.reason[row]:
+        return _REASONS[int(sums.reason[row])]
+    return "" if sums.seed[row] == seed else _UNLIKE
+
+
+def _seeds(described: Mapping[str, SealEntry]) -> list[int]:
+    """What `_Sums.seed` is of keys that are described so."""
+    from ckptlint.live.extract import Held
+
+    held = [
+        Held(fqn, "tensor", "plain", entry.dtype, entry.shape, (0,) * len(entry.shape), entry.shape, 0, 1, None)
+        for fqn, entry in described.items()
+    ]
+    return _short_seeds(fp.records(held, [0] * len(held), {}))
+
+
+def _short_seeds(rows: fp.Records) -> list[int]:
+    return [int(seed) for seed in (fp.marks(rows, False).seed >> np.uint64(8)).tolist()]
+
+
+# ---------------------------------------------------------------- what a job calls
+
+
+def prepare_seal(
+    state_dict: Mapping[Any, Any],
+    *,
+    tag: object = None,
+    step: int | None = None,
+    ignore: Iterable[str] = (),
+    resolve_stateful: bool = True,
+) -> Pending:
+    """Take the digests of all tensors of a state, as it is now; call it on all ranks, on the main thread.
+
+    Before an asynchronous save starts, so that the seal says what was to be saved. `Pending.write` then needs no other
+    rank: a callback of the save may call it.
+
+    Args:
+        tag: tells this seal from all others of the job; the same on all ranks.
+        step: is written into the seal.
+        ignore: patterns of keys that are not sealed, besides `api.UNEQUAL`.
+        resolve_stateful: whether `state_dict()` of the values is called, as DCP does.
+
+    Raises:
+        LiveNotInstalled: the job has several ranks and `install` was not called.
+    """
+    if api.is_off():
+        return Pending("", step)
+    live = api.installed()
+    outcome = _measured(live, state_dict, f"seal {tag}", (*api.UNEQUAL, *ignore), resolve_stateful)
+    if isinstance(outcome, str):
+        return Pending(outcome, step, _is_writer=live.group.rank == 0)
+    return Pending("", step, outcome[0], live.group.rank == 0)
+
+
+def seal(
+    state_dict: Mapping[Any, Any], path: str | Path, *, step: int | None = None, ignore: Iterable[str] = ()
+) -> Path | None:
+    """Seal a checkpoint that was just saved from this state; on all ranks.
+
+    Returns, raises: as `prepare_seal` and `Pending.write`.
+    """
+    return prepare_seal(state_dict, tag=path, step=step, ignore=ignore).write(path)
+
+
+def check_loaded(
+    state_dict: Mapping[Any, Any],
+    path: str | Path,
+    *,
+    on_error: api.OnError = "raise",
+    ignore: Iterable[str] = (),
+    resolve_stateful: bool = True,
+) -> Report:
+    """Compare what the ranks loaded with the seal of the checkpoint, in whatever layout; on all ranks, after the load.
+
+    Args:
+        state_dict: what was given to the load.
+        path: the folder of the checkpoint; rank 0 reads the seal in it.
+        on_error: what to do about an error: raise LiveError on all ranks, or warn.
+        ignore: patterns of keys that are not compared, besides `api.UNEQUAL`.
+
+    Returns:
+        The report, the same on all ranks: LIV304 where values differ, LIV213 for what was not compared.
+
+    Raises:
+        LiveError: an error.
+        LiveNotInstalled: the job has several ranks and `install` was not called.
+    """
+    if api.is_off():
+        return api.judge(protocol.no_table(1), "state dict", 0.0)
+    live = api.installed()
+    name, tag = f"state dict loaded from {path}", f"loaded {path}"
+    outcome = _measured(live, state_dict, tag, (*api.UNEQUAL, *ignore), resolve_stateful)
+    if isinstance(outcome, str):
+        report = api.judge(protocol.no_table(live.group.world, Remark(-1, "", "LIV211", outcome)), name, 0.0)
+    else:
+        sums, found = outcome
+        try:
+            remarks = _against(live, sums, Path(path))
+        except GroupBroken as error:
+            remarks = [Remark(-1, "", "LIV211", _give_up(live, error))]
+        table = replace(found.table, remarks=(*found.table.remarks, *remarks))
+        report = api.judge(table, name, found.seconds)
+    if report.fails and on_error == "raise" and live._all_raise(tag, True):
+        raise api.LiveError(report)
+    if report.fails or report.is_incomplete:
+        warnings.warn(api.as_text(report), stacklevel=2)
+    return report
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def _measured(
+    live: api.Live, state_dict: Mapping[Any, Any], tag: str, patterns: Sequence[str], resolve_stateful: bool
+) -> tuple[_Sums, protocol.Outcome] | str:
+    """The sums over all ranks; why there are none, the same on all ranks that are here."""
+    rows, share = _local(live, state_dict, tag, patterns, resolve_stateful)
+    if absence := live._absence(tag, repeats=True):
+        return absence
+    # a memory of its own: this is no check that the next one is to be compared with
+    memory = protocol.Memory(cells=live.memory.cells, salt=live.memory.salt)
+    try:
+        live.group.begin(live.timeout)
+        outcome = protocol.exchange(live.group, share, memory)
+        report = api.judge(outcome.table, "state dict", 0.0)
+        if report.is_incomplete:
+            return "; ".join(item.title for item in report.diagnostics)
+        if outcome.common is None:
+            return "there are more keys than one check takes"
+        torn = frozenset(
+            item.fqn for item in report.diagnostics if item.severity == Severity.ERROR and item.fqn is not None
+        )
+        return _summed(live, rows, outcome.common.key, memory.salt, torn), outcome
+    except GroupBroken as error:
+        return _give_up(live, error)
+
+
+def _give_up(live: api.Live, error: GroupBroken) -> str:
+    live.refusal = f"live mode was given up in this job: {error}"
+    return live.refusal
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """What this rank holds; row i is one chunk or object.
+
+    Attributes:
+        fqns: [m]; seed: [m]; reason: [m]; as in `_Sums`.
+        digest: uint64 [m]; count: int64 [m], elements that it is of: 0 for copies that another rank owns.
+        undeclared: bool [m], nobody declared who writes it.
+    """
+
+    fqns: list[str]
+    seed: list[int]
+    reason: IntArray
+    digest: Words
+    count: IntArray
+    undeclared: np.ndarray[Any, np.dtype[np.bool_]]
+
+
+def _local(
+    live: api.Live, state_dict: Mapping[Any, Any], tag: str, patterns: Sequence[str], resolve_stateful: bool
+) -> tuple[_Rows, protocol.Share]:
+    """The local phase: everything that can fail, before any other rank is waited for."""
+    settings = api._short_hash((protocol.VERSION, __version__, ALGORITHM, patterns, resolve_stateful))
+    try:
+        from ckptlint.live.extract import extract
+
+        held = extract(state_dict, resolve_stateful=resolve_stateful)
+        records = fp.records(held, [0] * len(held), live.keys)
+        remarks = [Remark(live.group.rank, item.fqn, *problem) for item in held for problem in item.problems]
+        unlike = {remark.fqn for remark in remarks}
+        records.flawed[:] = [fqn in unlike for fqn in records.fqns]
+        rows = _rows(held, _short_seeds(records), patterns)
+        return rows, protocol.Share(records, tuple(remarks), settings, api._short_hash(tag))
+    except Exception as error:
+        none = fp.records([], [], live.keys)
+        text = f"{type(error).__name__}: {error}"
+        return _rows([], [], ()), protocol.Share(none, (), settings, api._short_hash(tag), failure=text)
+
+
+def _rows(held: Sequence[Any], seeds: list[int], patterns: Sequence[str]) -> _Rows:
+    import torch
+
+    from ckptlint.live.digest import Chunk, elem_digests
+
+    reason = np.zeros(len(held), np.int64)
+    digest, count = np.zeros(len(held), np.uint64), np.zeros(len(held), np.int64)
+    chosen = []
+    for i, item in enumerate(held):
+        if any(fnmatchcase(item.fqn, pattern) for pattern in patterns):
+            reason[i] = _IGNORED
+        elif item.kind == "object":
+            reason[i] = _OBJECT
+        elif item.replica <= 0 and isinstance(item.data, torch.Tensor):
+            chosen.append(i)
+    try:
+        chunks = [Chunk(held[i].data, held[i].offsets, held[i].sizes, held[i].shape) for i in chosen]
+        digests, known = elem_digests(chunks)
+        digest[chosen] = digests.view(np.uint64)
+        count[chosen] = [int(np.prod(held[i].sizes, dtype=object)) for i in chosen]
+        reason[chosen] = np.where(known, 0, _NO_DIGEST)
+    except torch.OutOfMemoryError:
+        reason[chosen] = _NO_MEMORY
+    undeclared = np.array([item.replica < 0 for item in held], bool)
+    return _Rows([item.fqn for item in held], seeds, reason, digest, count, undeclared)
+
+
+def _summed(live: api.Live, rows: _Rows, key: Words, salt: int, torn: frozenset[str]) -> _Sums:
+    """Two reductions, of 32 and then 32 bytes for each key."""
+    group = live.group
+    at = np.searchsorted(key, fp.numbers(rows.fqns, salt)) if rows.fqns else np.zeros(0, np.int64)
+    facts = np.full((4, len(key)), _NOWHERE, np.int64)
+    seeds = np.array(rows.seed, np.int64)
+    for fact, values in zip(
+        facts, (np.where(rows.undeclared, group.world - group.rank, 0), seeds, -seeds, rows.reason), strict=True
+    ):
+        np.maximum.at(fact, at, values)
+    lowest, seed, counter, reason = group.reduce(facts.reshape(-1), "max").reshape(facts.shape)
+    is_first = ~rows.undeclared | (lowest[at] == group.world - group.rank)
+    sums = np.zeros((len(key), 2, 2), np.uint64)
+    for column, chosen in enumerate((np.ones(len(at), bool), is_first)):
+        np.add.at(sums[:, column, 0], at[chosen], rows.digest[chosen])
+        np.add.at(sums[:, column, 1], at[chosen], rows.count[chosen].astype(np.uint64))
+    total = group.reduce(sums.reshape(-1).view(np.int64), "sum").view(np.uint64).reshape(sums.shape)
+    seed = np.where(seed == -counter, seed, -1)  # ranks that disagree fit no description
+    return _Sums(key, salt, seed, reason, total[:, :, 0], total[:, :, 1].view(np.int64), np.unique(at), torn)
+
+
+# ---------------------------------------------------------------- comparing with a seal
+
+
+def _against(live: api.Live, sums: _Sums, path: Path) -> list[Remark]:
+    """What the seal says of the sums; rank 0 reads it, and the others are told what it says of their keys."""
+    count = len(sums.key)
+    words = np.zeros(_TEXT_WORDS + 1 + 3 * count, np.int64)
+    names: list[str] = [""] * count
+    if live.group.rank == 0:
+        names = _fill(words, sums, path)
+    words = live.group.broadcast(words, 0)
+    text = words[:_TEXT_WORDS].tobytes().rstrip(b"\0").decode("utf-8", "ignore")
+    if text:
+        return [Remark(-1, "", "LIV211", f"nothing was compared with the seal: {text}")]
+    left = Counter({"not in the state": int(words[_TEXT_WORDS])})
+    volumes, digests, seeds = words[_TEXT_WORDS + 1 :].reshape(3, count)
+    different: dict[int, int] = {}
+    for row, volume in enumerate(volumes.tolist()):
+        reason = _REASONS.get(int(sums.reason[row]), "")
+        if volume < 0:
+            left[reason or "not sealed"] += sums.reason[row] != _OBJECT
+        elif reason or sums.seed[row] != seeds[row]:
+            left[reason or _UNLIKE] += 1
+        elif (digest := sums.digest(row, volume)) is None:
+            left[_OWNERS] += 1
+        elif digest != int(digests[row]) & MASK:
+            different[row] = digest
+    remarks = [
+        Remark(
+            -1, "", "LIV213", f"{number:,} key{'s were' if number > 1 else ' was'} not compared with the seal: {why}"
+        )
+        for why, number in left.items()
+        if number
+    ]
+    return remarks + (_differing(live, sums, names, digests, different) if different else [])
+
+
+def _fill(words: IntArray, sums: _Sums, path: Path) -> list[str]:
+    """Write into the words what the seal says, or why it says nothing; returns the names of the keys."""
+    names = [""] * len(sums.key)
+    try:
+        folder = LocalFolder(path)
+        sealed = read_seal(folder)
+        told = f"there is no {SEAL} in {path}" if sealed is None else misfit_of(sealed, metadata_hash(folder))
+    except UnreadableError as error:
+        sealed, told = None, f"{SEAL} {error}"
+    except CkptlintError as error:
+        sealed, told = None, str(error)
+    except Exception as error:  # the other ranks wait for this one
+        sealed, told = None, f"{type(error).__name__}: {error}"
+    if told or sealed is None:
+        data = told.encode("utf-8", "backslashreplace")[: 8 * _TEXT_WORDS].ljust(8 * _TEXT_WORDS, b"\0")
+        words[:_TEXT_WORDS] = np.frombuffer(data, np.int64)
+        return names
+    volumes, digests, seeds = words[_TEXT_WORDS + 1 :].reshape(3, len(sums.key))
+    volumes[:] = -1
+    places = sums.places(list(sealed.entries))
+    words[_TEXT_WORDS] = places.count(-1)
+    for (fqn, entry), row, seed in zip(sealed.entries.items(), places, _seeds(sealed.entries), strict=True):
+        if row >= 0:
+            names[row] = fqn
+            volumes[row] = int(np.prod(entry.shape, dtype=object))
+            digests[row] = np.array([entry.digest], np.uint64).view(np.int64)[0]
+            seeds[row] = seed
+    return names
+
+
+def _differing(
+    live: api.Live, sums: _Sums, names: Sequence[str], sealed: IntArray, different: Mapping[int, int]
+) -> list[Remark]:
+    """One remark for each rank that holds a key whose values differ; names and holders are told to all.
+
+    Args:
+        different: row -> the digest of what was loaded; the same on all ranks.
+    """
+    rows = list(different)[:_NAMED]
+    holds = live.group.gather(np.isin(rows, sums.own).astype(np.int64)).astype(bool)
+    text = "\n".join(names[row] for row in rows).encode("utf-8", "backslashreplace")
+    length = int(live.group.broadcast(np.array([len(text)], np.int64), 0)[0])
+    padded = np.frombuffer(text[:length].ljust(-(-length // 8) * 8, b"\0"), np.int64)
+    told = live.group.broadcast(padded, 0).tobytes()[:length].decode().split("\n")
+    remarks = []
+    for place, (row, fqn) in enumerate(zip(rows, told, strict=True)):
+        sentence = f"the loaded values{{of}} are not those that were sealed: digest {different[row]:016x}, "
+        sentence += f"sealed {int(sealed[row]) & MASK:016x}"
+        remarks += [Remark(rank, fqn, "LIV304", sentence) for rank in np.flatnonzero(holds[:, place]).tolist()]
+    if more := len(different) - len(rows):
+        remarks.append(
+            Remark(-1, "", "LIV304", f"the loaded values of {more:,} more keys are not those that were sealed")
+        )
+    return remarks

@@ -1,0 +1,62 @@
+"""LIV302: the payload holds what the saving job sealed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.seal import SEAL, compare, misfit
+
+_SHOWN = 4
+
+
+@rule("LIV302", "payload-differs-from-seal", Severity.ERROR, needs="data")
+def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The stored values of a tensor are not those that the job held when it sealed the checkpoint.
+
+    What it checks:
+        Where ckptlint.seal.json lies beside the checkpoint, the digest of each tensor's stored elements at their places
+        is the sealed one; how the tensor is sharded does not matter. A warning where every tensor of a checkpoint
+        without .metadata differs: only that file tells one save from the next.
+    Why it matters:
+        Bytes changed, or arrived in another place, after the job had sealed them; checksums of the records may hold.
+    Usual causes:
+        An asynchronous save that copied the state while training went on, two shards in each other's place, a copy or a
+        conversion that mixed two steps.
+    How to fix:
+        Compare with the state of the job if it still runs, else go back to a step that passes.
+    See:
+        ckptlint.live.seal
+    """
+    if reason := misfit(ckpt):
+        raise NotApplicable(reason)
+    seal = ckpt.seal
+    assert seal is not None
+    found = compare(ckpt)
+    is_older = not seal.metadata and len(found.different) > 1 and not found.equal
+    for fqn, digest in found.different.items():
+        tensor = ckpt.tensors[fqn]
+        yield Finding(
+            f"the stored values{{of}} are not those that were sealed: digest {digest:016x}, "
+            f"sealed {seal.entries[fqn].digest:016x}",
+            fqn=fqn,
+            tensor=tensor,
+            severity=Severity.WARNING if is_older else None,
+            notes=(("files", _files(ckpt, tensor)), ("sealed", _sealed(ckpt))),
+            hint=f"every tensor differs: {SEAL} may be that of an earlier save into this folder" if is_older else "",
+            alike="different",
+        )
+
+
+def _files(ckpt: Checkpoint, tensor: Tensor) -> str:
+    rows = tensor.layout.live.nonzero()[0].tolist()
+    names = list(dict.fromkeys(ckpt.chunk_file(tensor, row) for row in rows))
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")
+
+
+def _sealed(ckpt: Checkpoint) -> str:
+    seal = ckpt.seal
+    assert seal is not None
+    step = f" at step {seal.step}" if seal.step is not None else ""
+    return f"{SEAL}, written by ckptlint {seal.version}{step}"

@@ -1,0 +1,49 @@
+"""LIV305: a seal is about the checkpoint beside it, and about all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.keys import braces
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.seal import SEAL, compare, misfit
+
+_SHOWN = 6
+
+
+@rule("LIV305", "seal-not-applicable", Severity.INFO, needs="data")
+def seal_not_applicable(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A seal belongs to another save, or some tensors could not be compared with it.
+
+    What it checks:
+        The seal names this .metadata by its hash and an algorithm that this version knows, and every tensor of the
+        checkpoint was compared with it. Says nothing where there is no seal.
+    Why it matters:
+        What was not compared may hold anything; LIV302 judges the rest alone.
+    Usual causes:
+        A later save into the same folder, ignored keys, dtypes without a digest, --sample, records that cannot be read.
+    How to fix:
+        Seal the checkpoint again from the job that wrote it.
+    See:
+        ckptlint.live.seal
+    """
+    if ckpt.seal is None:
+        raise NotApplicable(misfit(ckpt))
+    if reason := misfit(ckpt):
+        yield Finding(
+            f"{SEAL} was not compared with the payload: {reason}",
+            file=SEAL,
+            missing=(ckpt.seal.algorithm, ckpt.seal.metadata),
+            hint="seal the checkpoint again from the job that wrote it, or remove the file",
+        )
+        return
+    for why, fqns in compare(ckpt).unknown.items():
+        names = braces(dict.fromkeys(fqns))
+        more = f", and {len(names) - _SHOWN:,} more patterns" if len(names) > _SHOWN else ""
+        yield Finding(
+            f"{len(fqns):,} key{'s were' if len(fqns) > 1 else ' was'} not compared with {SEAL}: {why}",
+            file=SEAL,
+            missing=tuple(fqns[:_SHOWN]),
+            notes=(("keys", ", ".join(names[:_SHOWN]) + more),),
+        )
