@@ -7,7 +7,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint._extension
+import torch.distributed.checkpoint.planner_helpers
 from conftest import REPOSITORY
 from jobs import run_ranks
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
@@ -37,6 +38,7 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from ckptlint.live import compat
 from ckptlint.live.extract import Held, extract
 
 RAISED = "communication"
@@ -231,6 +233,37 @@ def test_partial_and_strided_placements_are_named(as_rank: Callable[[int], None]
     assert items[0].copies == 8
 
 
+def test_an_empty_shard_is_no_fault(as_rank: Callable[[int], None]) -> None:
+    as_rank(9)
+    mesh = init_device_mesh("cpu", (8, 8))
+    placements = [Shard(0), _StridedShard(0, split_factor=2)]
+    options = {"run_check": False, "shape": torch.Size([128, 0]), "stride": (1, 1)}
+    strided = DTensor.from_local(torch.ones(2, 0), mesh, placements, **options)
+    overridden = DTensor.from_local(torch.ones(0, 0), mesh, [Shard(0), Replicate()], **options | {"shape": (4, 4)})
+    place = dcp.metadata.ChunkStorageMetadata(torch.Size((4, 0)), torch.Size((0, 0)))
+    items = dcp.planner_helpers._create_write_items("", overridden)
+    items[0] = replace(items[0], tensor_data=replace(items[0].tensor_data, chunk=place))
+    overridden._local_tensor.__create_chunk_list__ = lambda: [place]
+    overridden._local_tensor.__create_write_items__ = lambda fqn, tensor: items
+    found = extract({"strided": strided, "overridden": overridden})
+    assert [(item.offsets, item.sizes) for item in found] == [((17, 0), (2, 0)), ((4, 0), (0, 0))]
+    assert said(found) == []
+
+
+def test_before_torch_213_a_strided_shard_lies_where_torch_says(
+    as_rank: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What older versions mean by it is not told from the placements; here torch 2.13 answers in their place."""
+    monkeypatch.setattr(compat, "_STRIDED", False)
+    as_rank(9)
+    placements = [Shard(0), _StridedShard(0, split_factor=2)]
+    options = {"run_check": False, "shape": torch.Size([128]), "stride": (1,)}
+    tensor = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (8, 8)), placements, **options)
+    items = extract({"w": tensor})
+    assert held(items) == planned(local_plan({"w": tensor}))
+    assert said(items) == []
+
+
 def test_shards_of_a_wrapper_are_chunks_with_data_of_their_own(as_rank: Callable[[int], None]) -> None:
     as_rank(0)
     mesh = init_device_mesh("cpu", (64,))
@@ -248,6 +281,7 @@ def test_shards_of_a_wrapper_are_chunks_with_data_of_their_own(as_rank: Callable
     assert {item.dtype for item in items} == {"bfloat16"}
 
 
+@pytest.mark.filterwarnings("ignore:Please use DTensor:FutureWarning")
 def test_a_sharded_tensor_inside_a_sharded_tensor(as_rank: Callable[[int], None]) -> None:
     """FSDP1 over tensor parallelism without DTensors: the columns of this rank's rows are sharded once more."""
     as_rank(1)
@@ -348,6 +382,9 @@ def test_states_that_are_one_shard_of_their_parameter(as_rank: Callable[[int], N
         found = said(extract({"model": model, **optimizer}))
         assert [code for code, _ in found] == ["LIV109"]
         assert "is a plain tensor of (2, 3), one shard of its parameter of (128, 3)" in found[0][1]
+    single = DTensor.from_local(torch.ones(1), mesh, [Shard(0)], run_check=False)
+    one_each = {"model": {"s": single}, "optimizer": {"state": {"s": {"exp_avg": torch.ones(1)}}}}
+    assert said(extract(one_each)) == [], "a number says nothing of how it was cut"
     for healthy in (moments((128, 3)), moments((2,)), {"exp_avg": sharded}, {"exp_avg": torch.ones(())}):
         assert said(extract({"model": model, "optimizer": {"state": {"layers.0.w": healthy}}})) == []
 
