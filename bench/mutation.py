@@ -1,6 +1,6 @@
 """Damages every healthy checkpoint of `fixtures/real` in every way of `tests/mutation`, and counts what ckptlint says.
 
-    python bench/mutation.py [--sites 3] [--seed 0] [--operator NAME] [--save NAME] [--jobs 2] [--list]
+python bench/mutation.py [--sites 3] [--seed 0] [--operator NAME] [--save NAME] [--jobs 2] [--list]
 """
 
 from __future__ import annotations
@@ -32,8 +32,18 @@ def outcomes(save: Save, chosen: str, sites: int, seed: int) -> list[Outcome]:
 
 def _row(arguments: tuple) -> list[tuple]:
     return [
-        (o.operator.name, o.operator.depth, o.save.name, o.mutant.about, o.mutant.legal, o.mutant.unseen, o.verdict,
-         tuple(sorted(o.codes)), o.is_named, tuple(sorted(o.unrelated)))
+        (
+            o.operator.name,
+            o.operator.depth,
+            o.save.name,
+            o.mutant.about,
+            o.mutant.legal,
+            o.mutant.unseen,
+            o.verdict,
+            tuple(sorted(o.codes)),
+            o.is_named,
+            tuple(sorted(o.unrelated)),
+        )
         for o in outcomes(*arguments)
     ]
 
@@ -50,13 +60,22 @@ def main() -> None:
         rows = [row for part in pool.imap(_row, work) for row in part]
     for operator in OPERATORS:
         mine = [r for r in rows if r[0] == operator.name]
-        if not mine: continue
+        if not mine:
+            continue
         c = Counter(r[6] for r in mine)
-        print(f"== {operator.name} [{operator.depth}]: {len(mine)} {dict(c)} unnamed={sum(r[6]=='caught' and not r[8] for r in mine)} by={dict(Counter(x for r in mine for x in r[7]).most_common())}")
+        print(
+            f"== {operator.name} [{operator.depth}]: {len(mine)} {dict(c)} unnamed={sum(r[6] == 'caught' and not r[8] for r in mine)} by={dict(Counter(x for r in mine for x in r[7]).most_common())}"
+        )
         bad = Counter(x for r in mine for x in r[9])
-        if bad: print("   unrelated:", dict(bad))
+        if bad:
+            print("   unrelated:", dict(bad))
         for r in mine:
-            if (r[6] in ("missed", "noted") and not r[5]) or r[6] == "alarm" or (r[6] == "caught" and (not r[8] or r[5])) or r[9]:
+            if (
+                (r[6] in ("missed", "noted") and not r[5])
+                or r[6] == "alarm"
+                or (r[6] == "caught" and (not r[8] or r[5]))
+                or r[9]
+            ):
                 print("  ", r[6], "" if r[8] else "unnamed", r[2], "|", r[3], "|", r[7], "|", r[9], "|", r[5])
 
 

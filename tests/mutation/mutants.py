@@ -36,7 +36,12 @@ _MEGATRON = {
 
 def megatron_names() -> Any:
     """While entered, files of Megatron-Core can be pickled and unpickled without it."""
-    parents = ("megatron", "megatron.core", "megatron.core.dist_checkpointing", "megatron.core.dist_checkpointing.strategies")
+    parents = (
+        "megatron",
+        "megatron.core",
+        "megatron.core.dist_checkpointing",
+        "megatron.core.dist_checkpointing.strategies",
+    )
     modules = {name: ModuleType(name) for name in (*parents, *_MEGATRON)}
     for name, members in _MEGATRON.items():
         for member in members.values():

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
+from shutil import copy
 from typing import Any
 
 import torch
@@ -17,7 +21,10 @@ from ckptlint.rule import Depth
 OPERATORS: list[Operator] = []
 
 HOLES = "GEO004 GEO005 GEO006 EXP003 PAY006"
-SHAPES = "SHP001 SHP002 SHP003 SHP004 SHP005 SHP008 EXP001 EXP004 OPT001 OPT002 OPT006 COM008 COM010 NAM001"
+SHAPES = (
+    "SHP001 SHP002 SHP003 SHP004 SHP005 SHP008 EXP001 EXP002 EXP004 OPT001 OPT002 OPT005 OPT006 COM008 COM010 NAM001"
+)
+FILES = "PAY003 PAY004 PAY006 PAY008 PAY009 PAY013 SAF002 COM001 COM004"
 
 Mutants = Callable[[Save], Iterator[Mutant]]
 Offsets = tuple[int, ...]
@@ -56,7 +63,7 @@ def moved(values: Offsets, axis: int, by: int) -> Offsets:
 
 
 def forget(metadata: Metadata, step: Path, is_gone: Callable[[str, Offsets | None], bool]) -> None:
-    """Take entries out as if no rank had ever held them: chunks, storage, plans, and their bytes where they are apart."""
+    """Take out entries as if no rank had held them: chunks, storage, plans, and their bytes where they are apart."""
     for fqn, entry in list(metadata.state_dict_metadata.items()):
         tensor: Any = entry
         if hasattr(entry, "chunks"):
@@ -131,7 +138,8 @@ def duplicate_chunk(save: Save) -> Iterator[Mutant]:
 def shift_chunk(save: Save) -> Iterator[Mutant]:
     for fqn, i, offsets, sizes in chunks(save):
         for axis in range(len(sizes)):
-            change = edited(lambda m, step, a=(fqn, i, moved(offsets, axis, 1), sizes): put(m, *a))
+            place = fqn, i, moved(offsets, axis, 1), sizes
+            change = edited(lambda m, step, a=place: put(m, *a))
             yield Mutant(f"chunk {i} of {fqn}, axis {axis}", (fqn,), change)
 
 
@@ -139,7 +147,8 @@ def shift_chunk(save: Save) -> Iterator[Mutant]:
 def grow_chunk(save: Save) -> Iterator[Mutant]:
     for fqn, i, offsets, sizes in chunks(save):
         for axis in range(len(sizes)):
-            change = edited(lambda m, step, a=(fqn, i, offsets, moved(sizes, axis, 1)): put(m, *a))
+            place = fqn, i, offsets, moved(sizes, axis, 1)
+            change = edited(lambda m, step, a=place: put(m, *a))
             yield Mutant(f"chunk {i} of {fqn}, axis {axis}", (fqn,), change)
 
 
@@ -147,11 +156,12 @@ def grow_chunk(save: Save) -> Iterator[Mutant]:
 def shrink_chunk(save: Save) -> Iterator[Mutant]:
     for fqn, i, offsets, sizes in chunks(save):
         for axis in range(len(sizes)):
-            change = edited(lambda m, step, a=(fqn, i, offsets, moved(sizes, axis, -1)): put(m, *a))
+            place = fqn, i, offsets, moved(sizes, axis, -1)
+            change = edited(lambda m, step, a=place: put(m, *a))
             yield Mutant(f"chunk {i} of {fqn}, axis {axis}", (fqn,), change)
 
 
-@operator("move a cut by one", "headers", "PAY007 PAY009 GEO008 EXP003")
+@operator("move a cut by one", "headers", "PAY007 PAY009 GEO008 EXP003 OPT002")
 def move_cut(save: Save) -> Iterator[Mutant]:
     for fqn, i, offsets, sizes in chunks(save, 2):
         for axis, offset in enumerate(offsets):
@@ -285,20 +295,38 @@ def lay_out(m: Metadata, fqn: str, shape: Iterable[int], places: list[Offsets]) 
         m.storage_data[MetadataIndex(fqn, torch.Size(offsets), i)] = stored[i]
 
 
+def first_axis(fqn: str) -> int:
+    """The first axis that is the weight's own: the one before it counts layers where these have no numbers."""
+    return 1 if re.search(r"\blayers\.[a-z]", fqn) else 0
+
+
+def lonely(save: Save, fqn: str) -> str:
+    """Why a tensor's shape may be any; empty where two siblings or an optimizer state tell it."""
+    role = re.sub(r"\d+", "*", fqn)
+    others = [key for key in save.tensors if key != fqn]
+    siblings = sum(re.sub(r"\d+", "*", key) == role for key in others)
+    path = re.sub(r"^(model\.|module\.)+", "", fqn)
+    states = sum("optim" in key and f".{path}" in key for key in others)
+    return (
+        "" if siblings > 1 or states else "neither two siblings in other layers nor an optimizer state tell its shape"
+    )
+
+
 @operator("keep the old Shard after a transpose", "metadata", SHAPES)
 def old_shard(save: Save) -> Iterator[Mutant]:
     for fqn, tensor in save.tensors.items():
         axis = grid_axis(tensor)
-        if axis is None or len(tensor.size) < 2:
+        if axis is None or axis < len(tensor.size) - 2 or first_axis(fqn) > len(tensor.size) - 2:
             continue
         size, count = tuple(tensor.chunks[0].sizes), len(tensor.chunks)
-        other = axis - 1 if axis == len(size) - 1 else axis + 1
-        shape = moved(moved(size, axis, 0), other, size[other] * (count - 1))
+        other = 2 * len(size) - 3 - axis
+        shape = moved(size, other, size[other] * (count - 1))
         order = sorted(range(count), key=lambda i, t=tensor, a=axis: t.chunks[i].offsets[a])
         places = [moved((0,) * len(size), other, order.index(i) * size[other]) for i in range(count)]
         if shape != tuple(tensor.size):
             change = edited(lambda m, step, a=(fqn, shape, places): lay_out(m, *a))
-            yield Mutant(f"{fqn}: {tuple(tensor.size)} becomes {shape}", (fqn,), change)
+            about = f"{fqn}: {tuple(tensor.size)} becomes {shape}"
+            yield Mutant(about, (fqn,), change, unseen=lonely(save, fqn))
 
 
 def keep_first(m: Metadata, step: Path, fqn: str) -> None:
@@ -310,7 +338,14 @@ def keep_first(m: Metadata, step: Path, fqn: str) -> None:
     resize(m, fqn, shape)
 
 
+def nameless(fqn: str) -> str:
+    """Why a state's parameter is not known."""
+    is_id = re.search(r"\bstate\.\d+\.\w+$|bucket_idx", fqn)
+    return "buckets and numbered states name no parameter to compare with" if is_id else ""
+
+
 def is_moment(fqn: str) -> bool:
+    """Whether a key is a state with one element per element of its parameter."""
     return "exp_avg" in fqn or "momentum" in fqn
 
 
@@ -318,35 +353,40 @@ def is_moment(fqn: str) -> bool:
 def local_as_global(save: Save) -> Iterator[Mutant]:
     for fqn, tensor in save.tensors.items():
         if len([c for c in tensor.chunks if 0 not in c.sizes]) > 1 and "optim" not in fqn:
-            yield Mutant(fqn, (fqn,), edited(lambda m, step, fqn=fqn: keep_first(m, step, fqn)))
+            change = edited(lambda m, step, fqn=fqn: keep_first(m, step, fqn))
+            yield Mutant(fqn, (fqn,), change, unseen=lonely(save, fqn))
 
 
 @operator("record one shard of a moment as the whole", "metadata", SHAPES)
 def local_moment(save: Save) -> Iterator[Mutant]:
     for fqn, tensor in save.tensors.items():
         if len([c for c in tensor.chunks if 0 not in c.sizes]) > 1 and is_moment(fqn):
-            yield Mutant(fqn, (fqn,), edited(lambda m, step, fqn=fqn: keep_first(m, step, fqn)))
+            change = edited(lambda m, step, fqn=fqn: keep_first(m, step, fqn))
+            yield Mutant(fqn, (fqn,), change, unseen=nameless(fqn))
 
 
 @operator("record k replicas as k shards", "headers", f"{SHAPES} PAY010")
 def stacked_replicas(save: Save) -> Iterator[Mutant]:
     for fqn, tensor in save.tensors.items():
-        if len(tensor.chunks) != 1 or not tensor.size or 0 in tensor.size or in_safetensors(save):
+        axis = first_axis(fqn)
+        if len(tensor.chunks) != 1 or len(tensor.size) <= axis or 0 in tensor.size or "rng" in fqn:
+            continue
+        if in_safetensors(save) or opaque(save):
             continue
 
-        def change(m: Metadata, step: Path, fqn: str = fqn) -> None:
+        def change(m: Metadata, step: Path, fqn: str = fqn, axis: int = axis) -> None:
             tensor: Any = m.state_dict_metadata[fqn]
             [chunk], shape = tensor.chunks, tuple(tensor.size)
             info = m.storage_data[MetadataIndex(fqn, chunk.offsets)]
             file = step / info.relative_path
             data = file.read_bytes()
             file.write_bytes(data + data[info.offset : info.offset + info.length])
-            offsets = torch.Size(moved((0,) * len(shape), 0, shape[0]))
+            offsets = torch.Size(moved((0,) * len(shape), axis, shape[axis]))
             tensor.chunks.append(replace(chunk, offsets=offsets))
             m.storage_data[MetadataIndex(fqn, offsets, 1)] = replace(info, offset=len(data))
-            resize(m, fqn, moved(shape, 0, shape[0]))
+            resize(m, fqn, moved(shape, axis, shape[axis]))
 
-        yield Mutant(fqn, (fqn,), edited(change), unseen=opaque(save))
+        yield Mutant(fqn, (fqn,), edited(change), unseen=lonely(save, fqn))
 
 
 @operator("another dtype in the metadata", "headers", f"PAY007 PAY009 {SHAPES}")
@@ -383,7 +423,12 @@ def numbered(save: Save, pattern: re.Pattern[str]) -> dict[str, dict[int, set[st
 def drop_layer(save: Save) -> Iterator[Mutant]:
     for block, layers in numbered(save, _LAYER).items():
         for number, keys in sorted(layers.items())[:-1] if len(layers) > 1 else ():
-            yield Mutant(f"layer {number} of {block}", (block, *keys), without(keys))
+            modules = {key.partition(f".{number}.")[2].split(".")[0] for key in keys}
+            unseen = "the upper layers alone are a legal save, so a lost layer 0 is an info" if not number else ""
+            if len(modules - {"weight", "bias"}) < 2:
+                unseen = "a list with one weight in each place may skip numbers, as activations take some"
+            names = (block.rpartition(".")[2], *keys)
+            yield Mutant(f"layer {number} of {block}", names, without(keys), unseen=unseen)
 
 
 @operator("drop an expert", "metadata", "EXP001 EXP002 EXP004 OPT003 PAY006")
@@ -414,34 +459,53 @@ def drop_ep_rank(save: Save) -> Iterator[Mutant]:
         yield Mutant("experts on an axis", tuple(stacked), edited(change))
 
 
-@operator("drop a moment", "metadata", "OPT002 OPT003 PAY006")
-def drop_moment(save: Save) -> Iterator[Mutant]:
+def parts_of_states(save: Save) -> dict[str, dict[str, str]]:
+    """What names a parameter's state -> moment -> key, of the two moments that Adam keeps."""
+    found: dict[str, dict[str, str]] = {}
     for fqn in save.tensors:
-        if re.search(r"\bexp_avg(_sq)?\b", fqn):
-            yield Mutant(fqn, (fqn,), without({fqn}))
+        if match := re.search(r"\bexp_avg(_sq)?\b(?!\.\w+$)|\bexp_avg(_sq)?$", fqn):
+            found.setdefault(fqn[: match.start()] + "*" + fqn[match.end() :], {})[match[0]] = fqn
+    return found
+
+
+@operator("drop one of two moments", "metadata", "OPT002 OPT003 OPT005 PAY006")
+def drop_moment(save: Save) -> Iterator[Mutant]:
+    states = parts_of_states(save)
+    both = {stem: keys for stem, keys in states.items() if len(keys) == 2}
+    for keys in both.values():
+        for fqn in keys.values():
+            unseen = "" if len(both) > 2 else "fewer than two other parameters show that both belong there"
+            yield Mutant(fqn, tuple(keys.values()), without({fqn}), unseen=unseen)
 
 
 @operator("drop a ShardedObject", "metadata", "OBJ002 OPT005 COM004 COM001 PAY006")
 def drop_object(save: Save) -> Iterator[Mutant]:
     for fqn in save.metadata.state_dict_metadata:
         if match := re.search(r"/shard_[\d.]+_([\d.]+)$", fqn):
-            yield Mutant(fqn, (fqn, fqn[: match.start()]), without({fqn}))
+            is_only = set(match[1].split(".")) == {"1"}
+            unseen = "the only shard of its key: a job without this object is legal" if is_only else ""
+            names = (fqn, fqn[: match.start()], fqn[: match.start()].partition("optimizer.")[2] or fqn)
+            yield Mutant(fqn, names, without({fqn}), unseen=unseen)
 
 
 @operator("a key without its prefix", "metadata", "NAM001 OPT003 SHP001 SHP008 COM008")
 def lost_prefix(save: Save) -> Iterator[Mutant]:
     for fqn in save.tensors:
         short = fqn.partition(".")[2]
-        if short and short not in save.metadata.state_dict_metadata and "optim" not in fqn:
+        if not short or short in save.metadata.state_dict_metadata or "optim" in fqn:
+            continue
+        layer = _LAYER.match(fqn)
+        mates = [key for key in save.tensors if layer and key.startswith(f"{layer[1]}.{layer[2]}.")]
+        unseen = "" if len(mates) > 4 else "names outside of layers, and of layers with few weights, begin as they like"
 
-            def change(m: Metadata, step: Path, fqn: str = fqn, short: str = short) -> None:
-                m.state_dict_metadata[short] = m.state_dict_metadata.pop(fqn)
-                if m.planner_data:
-                    m.planner_data[short] = tuple(m.planner_data.pop(fqn))[1:]
-                for index in [index for index in m.storage_data if index.fqn == fqn]:
-                    m.storage_data[replace(index, fqn=short)] = m.storage_data.pop(index)
+        def change(m: Metadata, step: Path, fqn: str = fqn, short: str = short) -> None:
+            m.state_dict_metadata[short] = m.state_dict_metadata.pop(fqn)
+            if m.planner_data:
+                m.planner_data[short] = tuple(m.planner_data.pop(fqn))[1:]
+            for index in [index for index in m.storage_data if index.fqn == fqn]:
+                m.storage_data[replace(index, fqn=short)] = m.storage_data.pop(index)
 
-            yield Mutant(fqn, (fqn, short), edited(change))
+        yield Mutant(fqn, (fqn, short), edited(change), unseen=unseen)
 
 
 # ---------------------------------------------------------------- files and byte ranges
@@ -452,20 +516,35 @@ def on_file(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], Non
     return lambda step: (step / name).write_bytes(change((step / name).read_bytes()))  # type: ignore[func-returns-value]
 
 
-@operator("drop a payload file", "files", "PAY003 PAY008")
+@operator("drop a payload file", "files", FILES)
 def drop_file(save: Save) -> Iterator[Mutant]:
     for name in save.payload:
         yield Mutant(name, (name,), lambda step, name=name: (step / name).unlink())
 
 
-@operator("truncate a payload file", "files", "PAY004 PAY013")
-def truncate_file(save: Save) -> Iterator[Mutant]:
+def truncated(save: Save, depth: str) -> Iterator[Mutant]:
+    """Payload files with their first part alone."""
     for name in save.payload:
+        infos = [info for info in save.metadata.storage_data.values() if info.relative_path == name]
         for share in (0.0, 0.5, 0.99):
-            yield Mutant(f"{name} to {share:.0%}", (name,), on_file(name, lambda b, s=share: b[: int(len(b) * s)]))
+            kept = int((save.step / name).stat().st_size * share)
+            is_slack = depth == "files" and in_safetensors(save) and kept >= 10 + sum(info.length for info in infos)
+            unseen = "the cut is no longer than a header, which is not read at this depth" if is_slack else ""
+            change = on_file(name, lambda data, kept=kept: data[:kept])
+            yield Mutant(f"{name} to {share:.0%}", (name,), change, unseen=unseen)
 
 
-@operator("swap two payload files", "headers", "PAY004 PAY006 PAY007 PAY009 PAY013")
+@operator("truncate a payload file", "files", FILES)
+def truncate_file(save: Save) -> Iterator[Mutant]:
+    yield from truncated(save, "files")
+
+
+@operator("truncate a payload file, headers read", "headers", FILES)
+def truncate_read(save: Save) -> Iterator[Mutant]:
+    yield from truncated(save, "headers")
+
+
+@operator("swap two payload files", "headers", f"{FILES} PAY007 PAY010")
 def swap_files(save: Save) -> Iterator[Mutant]:
     for n, first in enumerate(save.payload):
         for second in save.payload[n + 1 :]:
@@ -477,7 +556,8 @@ def swap_files(save: Save) -> Iterator[Mutant]:
                 (step / second).write_bytes(one)
 
             unseen = "the files hold records of the same shapes at the same places" if len(one) == len(two) else ""
-            yield Mutant(f"{first} with {second}", (first, second), edit, unseen=unseen)
+            legal = "the files are equal" if one == two else ""
+            yield Mutant(f"{first} with {second}", (first, second), edit, legal, unseen)
 
 
 def relocated(index: MetadataIndex, **fields: Any) -> Callable[[Path], None]:
@@ -485,7 +565,7 @@ def relocated(index: MetadataIndex, **fields: Any) -> Callable[[Path], None]:
     return edited(lambda m, step: m.storage_data.update({index: replace(m.storage_data[index], **fields)}))
 
 
-@operator("a byte range behind the end", "files", "PAY004 PAY005 PAY006 PAY013")
+@operator("a byte range behind the end", "files", f"{FILES} PAY005")
 def dangling(save: Save) -> Iterator[Mutant]:
     for index, info in save.metadata.storage_data.items():
         if info.length:
@@ -493,7 +573,7 @@ def dangling(save: Save) -> Iterator[Mutant]:
             yield Mutant(f"{index}", (index.fqn, info.relative_path), relocated(index, offset=size - info.length + 1))
 
 
-@operator("a byte range of the record before", "files", "PAY004 PAY005 PAY006")
+@operator("a byte range of the record before", "files", f"{FILES} PAY005")
 def overlapping(save: Save) -> Iterator[Mutant]:
     for index, info in save.metadata.storage_data.items():
         if info.length and info.offset:
@@ -501,7 +581,7 @@ def overlapping(save: Save) -> Iterator[Mutant]:
             yield Mutant(f"{index}", (index.fqn, info.relative_path), change)
 
 
-@operator("a path that leaves the folder", "files", "PAY003 PAY006 PAY008")
+@operator("a path that leaves the folder", "files", FILES)
 def escaping(save: Save) -> Iterator[Mutant]:
     for index, info in save.metadata.storage_data.items():
         for path in (f"../{info.relative_path}", f"/tmp/{info.relative_path}"):
@@ -512,30 +592,39 @@ def escaping(save: Save) -> Iterator[Mutant]:
 def flip_values(save: Save) -> Iterator[Mutant]:
     for fqn, i, offsets, _ in chunks(save):
         index = MetadataIndex(fqn, torch.Size(offsets))
-        data, info = record(save, index), save.metadata.storage_data[index]
-        at = data.find(b"/data/0")
-        if at > 0 and not opaque(save):
-            name_end = at + len("/data/0")
-            start = name_end + int.from_bytes(data[name_end - len("archive/data/0") - 2 : name_end - len("archive/data/0")], "little")
-            at = info.offset + start
-            yield Mutant(f"chunk {i} of {fqn}", (fqn,), on_file(info.relative_path, lambda b, at=at: flipped(b, at)))
+        info = save.metadata.storage_data[index]
+        data = (save.step / info.relative_path).read_bytes()[info.offset :]
+        is_container = data[8:9] == b"{"
+        if is_container:
+            start = int.from_bytes(data[:8], "little") + 8
+            at = info.offset + start + json.loads(data[8:start])[fqn]["data_offsets"][0]
+        elif opaque(save):
+            at = info.offset + info.length // 2
+        else:
+            members = zipfile.ZipFile(BytesIO(data[: info.length])).infolist()
+            name = next((member.header_offset + 30 for member in members if "/data/" in member.filename), None)
+            if name is None:  # an object under a tensor's key
+                continue
+            at = info.offset + name + sum(int.from_bytes(data[name - k : name - k + 2], "little") for k in (2, 4))
+        unseen = "safetensors carry no checksum" if is_container else opaque(save)
+        change = on_file(info.relative_path, lambda b, at=at: b[:at] + bytes([b[at] ^ 1]) + b[at + 1 :])
+        yield Mutant(f"chunk {i} of {fqn}", (fqn,), change, unseen=unseen)
 
 
-def flipped(data: bytes, at: int) -> bytes:
-    return data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
-
-
-@operator("zero the last page of a payload file", "data", "PAY012 PAY013 PAY011")
+@operator("zero the end of a payload file", "data", f"{FILES} PAY011 PAY012")
 def zero_page(save: Save) -> Iterator[Mutant]:
     for name in save.payload:
         size = min(512, (save.step / name).stat().st_size // 2)
-        yield Mutant(name, (name,), on_file(name, lambda b, size=size: b[:-size] + bytes(size)), unseen=opaque(save))
+        unseen = "safetensors carry no checksum" if in_safetensors(save) else opaque(save)
+        change = on_file(name, lambda data, size=size: data[:-size] + bytes(size))
+        yield Mutant(name, (name,), change, unseen=unseen)
 
 
 @operator("a payload file of another step", "files", "PAY006")
 def stale_file(save: Save) -> Iterator[Mutant]:
     for name in save.payload:
-        yield Mutant(name, ("__99_0.distcp",), lambda step, name=name: (step / "__99_0.distcp").write_bytes((step / name).read_bytes()))
+        if (save.step / name).stat().st_size > 512:
+            yield Mutant(name, ("__99_0.distcp",), lambda step, name=name: copy(step / name, step / "__99_0.distcp"))
 
 
 @operator("a save that did not end", "files", "COM001 SAF002")
@@ -556,7 +645,7 @@ def read_common(step: Path) -> Any:
         return torch.load(step / "common.pt", weights_only=False)
 
 
-def common(save: Save, about: str, change: Callable[[Any], None], names: tuple[str, ...] = (), **why: str) -> Mutant:
+def common(about: str, change: Callable[[Any], object]) -> Mutant:
     """A mutant whose common state was changed and written by torch again."""
 
     def edit(step: Path) -> None:
@@ -565,14 +654,115 @@ def common(save: Save, about: str, change: Callable[[Any], None], names: tuple[s
         with megatron_names():
             torch.save(state, step / "common.pt")
 
-    return Mutant(about, names, edit, **why)
+    return Mutant(about, (), edit)
 
 
-def has_common(save: Save) -> bool:
-    return (save.step / "common.pt").exists()
+def common_states(*names: str, inside: str = "args") -> Callable[[Save], Iterator[tuple[str, Any]]]:
+    """Those of these names that the arguments, or another part of the common state, have, with their values."""
+
+    def found(save: Save) -> Iterator[tuple[str, Any]]:
+        if (save.step / "common.pt").exists():
+            part = read_common(save.step).get(inside)
+            values = part if isinstance(part, dict) else vars(part) if part is not None else {}
+            yield from ((name, values[name]) for name in names if values.get(name) is not None)
+
+    return found
+
+
+def argument(name: str, value: Any) -> Callable[[Any], None]:
+    """A change of one argument."""
+    return lambda state: setattr(state["args"], name, value)
 
 
 @operator("another iteration in the common state", "metadata", "COM002")
 def wrong_iteration(save: Save) -> Iterator[Mutant]:
-    if has_common(save) and "iteration" in read_common(save.step):
-        yield common(save, "iteration + 10", lambda state: state.update(iteration=state["iteration"] + 10))
+    if (save.step / "common.pt").exists() and "iteration" in read_common(save.step):
+        yield common("iteration + 10", lambda state: state.update(iteration=state["iteration"] + 10))
+
+
+@operator("double a size in the arguments", "metadata", "COM008 COM010 EXP001 SHP004 OPT005 OBJ005 SHP006")
+def wrong_size(save: Save) -> Iterator[Mutant]:
+    sizes = ("num_layers", "hidden_size", "num_experts", "padded_vocab_size", "num_attention_heads")
+    for name, value in common_states(*sizes)(save):
+        yield common(f"{name} {value} becomes {2 * value}", argument(name, 2 * value))
+
+
+@operator("double a mesh axis in the arguments", "metadata", "COM008 OPT005 OBJ005 SHP006")
+def wrong_mesh(save: Save) -> Iterator[Mutant]:
+    axes = (f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert"))
+    for name, value in common_states(*axes, "world_size")(save):
+        yield common(f"{name} {value} becomes {2 * value}", argument(name, 2 * value))
+
+
+@operator("another sharding type of the optimizer", "metadata", "COM003 COM004")
+def wrong_type(save: Save) -> Iterator[Mutant]:
+    kinds = {"dp_reshardable", "fully_reshardable", "fully_sharded_model_space"}
+    key = "distrib_optim_sharding_type"
+    for _, value in common_states(key, inside="content_metadata")(save):
+        if any("optimizer." in fqn for fqn in save.tensors):
+            same = {"fully_reshardable", "fully_sharded_model_space"}
+            for kind in sorted(kinds - {value} - (same if value in same else set())):
+                yield common(
+                    f"{value} becomes {kind}", lambda state, kind=kind: state["content_metadata"].update({key: kind})
+                )
+
+
+@operator("drop the param_groups", "metadata", "COM004")
+def no_groups(save: Save) -> Iterator[Mutant]:
+    for _, value in common_states("optimizer", inside="optimizer")(save):
+        if "param_groups" in value:
+            yield common("param_groups", lambda state: state["optimizer"]["optimizer"].pop("param_groups"))
+
+
+# ---------------------------------------------------------------- what is legal
+
+
+LEGAL = "written otherwise, the same checkpoint"
+
+
+@operator("write the metadata in another order", "data", "")
+def reordered(save: Save) -> Iterator[Mutant]:
+    def change(m: Metadata, step: Path) -> None:
+        m.state_dict_metadata = dict(reversed(m.state_dict_metadata.items()))
+        m.storage_data = {replace(index, index=None): info for index, info in reversed(m.storage_data.items())}
+        for entry in m.state_dict_metadata.values():
+            tensor: Any = entry
+            if hasattr(entry, "chunks"):
+                tensor.chunks.reverse()
+
+    yield Mutant("entries, chunks and storage reversed, no index hints", (), edited(change), LEGAL)
+
+
+@operator("all records in one file", "data", "")
+def one_file(save: Save) -> Iterator[Mutant]:
+    if in_safetensors(save) or not save.payload:
+        return
+
+    def change(m: Metadata, step: Path) -> None:
+        data = {name: (step / name).read_bytes() for name in save.payload}
+        starts = {name: sum(map(len, list(data.values())[:n])) for n, name in enumerate(data)}
+        for name in data:
+            (step / name).unlink()
+        (step / "__0_0.distcp").write_bytes(b"".join(data.values()))
+        for index, info in m.storage_data.items():
+            start = starts.get(info.relative_path, 0)
+            m.storage_data[index] = replace(info, relative_path="__0_0.distcp", offset=info.offset + start)
+
+    yield Mutant("__0_0.distcp", (), edited(change), LEGAL)
+
+
+@operator("a parameter without any state", "metadata", "")
+def never_stepped(save: Save) -> Iterator[Mutant]:
+    for stem in parts_of_states(save):
+        start, _, end = stem.partition("*")
+        keys = {fqn for fqn in save.metadata.state_dict_metadata if fqn.startswith(start) and fqn.endswith(end)}
+        if not end and not re.search(r"bucket_idx|\bstate\.\d+\.$", start):
+            yield Mutant(stem, (), without(keys), "frozen, or an expert that was never chosen")
+
+
+@operator("an export without the optimizer", "metadata", "")
+def exported(save: Save) -> Iterator[Mutant]:
+    keys = {fqn for fqn in save.metadata.state_dict_metadata if re.match(r"optim\w*\.", fqn)}
+    others = set(save.metadata.state_dict_metadata) - keys
+    if keys and others and not any((save.step / name).exists() for name in ("common.pt", "run_config.yaml")):
+        yield Mutant("every optimizer key", (), without(keys), "weights for inference")
