@@ -25,8 +25,8 @@ def alias_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         Keys that become equal once wrappers (`_orig_mod.`, `module.`) are stripped have equal global shapes; a note
         when they do. Where only a leading wrapper differs, half of the keys below each must have such a twin. A
         warning for embedding and output layer where the configuration ties them, and for the few keys of a block of
-        layers that begin with other wrappers (`model.`, none) than most keys of the block and of the same layer. Names of different stages, modules,
-        chains or copies of the model are no twins.
+        layers that begin with other wrappers (`model.`, none) than most keys of the block and others of their layer.
+        Names of different stages, modules, chains or copies of the model are no twins.
     Why it matters:
         One of the two names bypassed the sharding rule, and which of them a loader takes is chance; a name that lacks
         its wrapper is not found by the loader.

@@ -66,6 +66,8 @@ def dp_group_set(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("there are no buckets of a distributed optimizer")
     if ckpt.partial:
         raise NotApplicable(ckpt.partial)
+    if not ckpt.is_sound:
+        raise NotApplicable("some tensors cannot be judged, so it is not known which buckets are stored")
     recorded: dict[tuple[str, ...], dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for obj in ckpt.objects:
         part = dp_group(obj.key)
@@ -160,9 +162,7 @@ def _finding(
     )
 
 
-def _records(
-    chain: tuple[str, ...], found: Mapping[int, str], recorded: Mapping[str, set[int]]
-) -> Iterator[Finding]:
+def _records(chain: tuple[str, ...], found: Mapping[int, str], recorded: Mapping[str, set[int]]) -> Iterator[Finding]:
     """Groups without a record that as many others have, or with the unpadded bucket sizes and without the padded."""
     for name in sorted({_NUMEL, *recorded}):
         having = recorded.get(name, set()) & set(found)

@@ -24,10 +24,10 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
 
     What it checks:
         The entries of each `.distcp` file tile it from its first to its last byte, but for gaps below 64 bytes
-        (option `min-bytes`); a file
-        that no entry names is empty. In the safetensors serialisation entries tell no place, so only files that no
-        entry names are looked at, and a header alone counts for nothing. A note where the plans of all ranks show the second writer: OBJ001 reports it,
-        or it is a replica. Files with entries that PAY004 calls damaged are left to it.
+        (option `min-bytes`); a file that no entry names is empty. In the safetensors serialisation entries tell no
+        place, so only files that no entry names are looked at, and a header alone counts for nothing. A note where the
+        plans of all ranks show the second writer: OBJ001 reports it, or it is a replica. Files with entries that PAY004
+        calls damaged are left to it.
     Why it matters:
         Stray bytes prove a second writer: where ranks plan on their own (Megatron-Core, NVRx) each writes its copy and
         only the map is deduplicated, so what one of them held is lost.

@@ -208,15 +208,15 @@ def in_safetensors(save: Save) -> bool:
     return any((save.step / name).read_bytes()[8:9] == b"{" for name in save.payload)
 
 
-@operator("swap the storage of two chunks", "headers", "PAY007 PAY009 PAY010")
+@operator("swap the storage of two chunks", "headers", "PAY004 PAY007 PAY009 PAY010 PAY013")
 def swap_storage(save: Save) -> Iterator[Mutant]:
     rows = list(chunks(save))
     for n, (fqn, _, offsets, sizes) in enumerate(rows):
         for other, _, there, extent in rows[n + 1 : n + 4]:
             a, b = MetadataIndex(fqn, torch.Size(offsets)), MetadataIndex(other, torch.Size(there))
             dtypes = [save.tensors[key].properties.dtype for key in (fqn, other)]
-            if in_safetensors(save) and save.metadata.storage_data[a] == save.metadata.storage_data[b]:
-                continue  # nothing changes
+            if in_safetensors(save) and len({save.metadata.storage_data[i].relative_path for i in (a, b)}) == 1:
+                continue  # there a tensor is found by its key
 
             def change(m: Metadata, step: Path, a: MetadataIndex = a, b: MetadataIndex = b) -> None:
                 m.storage_data[a], m.storage_data[b] = m.storage_data[b], m.storage_data[a]
@@ -474,7 +474,7 @@ def drop_moment(save: Save) -> Iterator[Mutant]:
     both = {stem: keys for stem, keys in states.items() if len(keys) == 2}
     for keys in both.values():
         for fqn in keys.values():
-            unseen = "" if len(both) > 2 else "fewer than two other parameters show that both belong there"
+            unseen = nameless(fqn) if len(both) > 2 else "fewer than two other parameters show that both belong there"
             yield Mutant(fqn, tuple(keys.values()), without({fqn}), unseen=unseen)
 
 
@@ -484,7 +484,7 @@ def drop_object(save: Save) -> Iterator[Mutant]:
         if match := re.search(r"/shard_[\d.]+_([\d.]+)$", fqn):
             is_only = set(match[1].split(".")) == {"1"}
             unseen = "the only shard of its key: a job without this object is legal" if is_only else ""
-            names = (fqn, fqn[: match.start()], fqn[: match.start()].partition("optimizer.")[2] or fqn)
+            names = (fqn, fqn[: match.start()], ".".join(fqn[: match.start()].split(".")[-2:]))
             yield Mutant(fqn, names, without({fqn}), unseen=unseen)
 
 
@@ -691,7 +691,8 @@ def wrong_size(save: Save) -> Iterator[Mutant]:
 def wrong_mesh(save: Save) -> Iterator[Mutant]:
     axes = (f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert"))
     for name, value in common_states(*axes, "world_size")(save):
-        yield common(f"{name} {value} becomes {2 * value}", argument(name, 2 * value))
+        mutant = common(f"{name} {value} becomes {2 * value}", argument(name, 2 * value))
+        yield replace(mutant, unseen="torch_dist is resharded on loading, so the mesh in the arguments decides nothing")
 
 
 @operator("another sharding type of the optimizer", "metadata", "COM003 COM004")
@@ -753,10 +754,11 @@ def one_file(save: Save) -> Iterator[Mutant]:
 
 @operator("a parameter without any state", "metadata", "")
 def never_stepped(save: Save) -> Iterator[Mutant]:
+    is_listed = any("param_to_group_meta" in fqn for fqn in save.metadata.state_dict_metadata)
     for stem in parts_of_states(save):
         start, _, end = stem.partition("*")
         keys = {fqn for fqn in save.metadata.state_dict_metadata if fqn.startswith(start) and fqn.endswith(end)}
-        if not end and not re.search(r"bucket_idx|\bstate\.\d+\.$", start):
+        if not end and not re.search(r"bucket_idx|\bstate\.\d+\.$", start) and not is_listed:
             yield Mutant(stem, (), without(keys), "frozen, or an expert that was never chosen")
 
 
