@@ -105,10 +105,10 @@ checkpoint, through `ckptlint.check` at the operator's depth. This page is writt
 python bench/mutation.py --sites {sites} --seed {seed} --output docs/verdict-quality.md
 ```
 
-which damages every checkpoint that an operator fits in {sites} of the places where it fits, drawn by the seed (all,
-where there are fewer). `tests/mutation` holds the operators, the rules that may speak of each, and for some mutants the
-reason why they are legal or cannot be seen, as a condition on the checkpoint, not on what ckptlint says; its test judges
-a small sample in every run.
+which damages every checkpoint in {sites} of the places where an operator fits, drawn by the seed (all, where there are
+fewer). `tests/mutation` holds the operators, the rules that may speak of each, and for some mutants the reason why they
+are legal or cannot be seen, as a condition on the checkpoint, not on what ckptlint says; its test judges a small sample
+in every run. The fixtures are small: where two layers stand for eighty, one has no siblings that could speak for it.
 """
 
 
