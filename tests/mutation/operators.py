@@ -513,7 +513,7 @@ def lost_prefix(save: Save) -> Iterator[Mutant]:
 
 def on_file(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
     """An edit of one file's bytes."""
-    return lambda step: (step / name).write_bytes(change((step / name).read_bytes()))  # type: ignore[func-returns-value]
+    return lambda step: (step / name).write_bytes(change((step / name).read_bytes()))
 
 
 @operator("drop a payload file", "files", FILES)
@@ -632,6 +632,7 @@ def unfinished(save: Save) -> Iterator[Mutant]:
     yield Mutant(".metadata absent", (".metadata",), lambda step: (step / ".metadata").unlink())
     yield Mutant(".metadata at half", (".metadata",), on_file(".metadata", lambda data: data[: len(data) // 2]))
     yield Mutant(".metadata empty", (".metadata",), on_file(".metadata", lambda data: b""))
+    yield Mutant("a later .metadata.tmp", (".metadata.tmp",), lambda step: (step / ".metadata.tmp").write_bytes(b""))
     if (save.step / "metadata.json").exists():
         yield Mutant("metadata.json absent", ("metadata.json",), lambda step: (step / "metadata.json").unlink())
 
@@ -706,6 +707,26 @@ def wrong_type(save: Save) -> Iterator[Mutant]:
                 yield common(
                     f"{value} becomes {kind}", lambda state, kind=kind: state["content_metadata"].update({key: kind})
                 )
+
+
+@operator("flip a layout flag of the content metadata", "metadata", "COM009 SHP006")
+def wrong_flag(save: Save) -> Iterator[Mutant]:
+    flags = ("singleton_local_shards", "non_homogeneous_layers", "chained_optim_avoid_prefix")
+    for name, value in common_states(*flags, inside="content_metadata")(save):
+
+        def change(state: Any, name: str = name, value: bool = value) -> None:
+            state["content_metadata"][name] = not value
+
+        is_numbered = name == "non_homogeneous_layers" and value
+        unseen = "layers of several kinds are numbered without the flag" if is_numbered else ""
+        yield replace(common(f"{name} becomes {not value}", change), unseen=unseen)
+
+
+@operator("another step in the tracker", "metadata", "COM002")
+def wrong_tracker(save: Save) -> Iterator[Mutant]:
+    name = "latest_checkpointed_iteration.txt"
+    if (save.step.parent / name).exists():
+        yield Mutant(name, (name,), lambda step: (step.parent / name).write_text("20"))
 
 
 @operator("drop the param_groups", "metadata", "COM004")

@@ -6,13 +6,11 @@ A small sample in every run; `bench/mutation.py` judges the whole and writes doc
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
-sys.path.insert(0, str(Path(__file__).parent))
 
 from mutants import Operator, judge, saves
 from operators import OPERATORS
