@@ -737,6 +737,11 @@ class Checkpoint:
         """The tensors that geometry rules can judge."""
         return (tensor for tensor in self.tensors.values() if tensor.is_sound)
 
+    @cached_property
+    def is_sound(self) -> bool:
+        """Whether geometry rules can judge every tensor; otherwise it is not known which are stored."""
+        return all(tensor.is_sound for tensor in self.tensors.values())
+
     def chunk_file(self, tensor: Tensor, row: int) -> str:
         """Name of the file that holds a chunk, or "" without a storage entry."""
         record = int(tensor.chunks.record[row])
