@@ -80,6 +80,7 @@ def saved(tmp_path: Path) -> Path:
     folder = tmp_path / "0" / "ckpt"
     dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder, thread_count=2), no_dist=True)
     live.seal(state, folder)
+    live.uninstall()  # other tests of this process fork ranks
     return folder
 
 
@@ -107,11 +108,9 @@ def test_torchrun_of_three_reports_once_what_one_process_reports(saved: Path) ->
     assert {row[0] for row in findings(done.stdout)} == {"LIV302", "PAY012"}
 
 
-@pytest.mark.parametrize("name", ["fsdp2_4r", "hf_sharded", "safetensors_mode", "zstd", "bugs/4799"])
-@pytest.mark.parametrize("depth", ["files", "headers", "data"])
+@pytest.mark.parametrize("name", ["fsdp2_4r_hole", "hf_sharded", "safetensors_mode", "zstd"])
+@pytest.mark.parametrize("depth", ["headers", "data"])
 def test_real_checkpoints_are_judged_as_by_one_process(name: str, depth: str) -> None:
-    if not (REAL / name).exists():
-        name = "fsdp2_4r_hole"
     arguments = ["live", REAL / name, "--depth", depth, "--format", "json", "-v"]
     codes = ended(started(2, arguments))
     report = ckptlint.check(REAL / name, depth=depth)  # type: ignore[arg-type]
@@ -150,7 +149,7 @@ def test_nodes_that_see_other_files_are_told_apart(saved: Path) -> None:
     told = {item["file"]: item for item in part["findings"] if item["code"] == "LIV301"}
     assert told.keys() == {".metadata", "the listing"}
     assert told[".metadata"]["message"] == "rank 1 sees .metadata otherwise than rank 0"
-    assert told["the listing"]["message"] == "ranks 1,2 see the listing otherwise than rank 0"
+    assert told["the listing"]["message"] == "ranks 1-2 see the listing otherwise than rank 0"
 
 
 def test_settle_waits_until_all_see_the_same(saved: Path) -> None:
@@ -223,10 +222,8 @@ def test_a_rank_that_dies_ends_the_others_in_time(saved: Path) -> None:
 
 
 def test_ctrl_c_is_130(saved: Path) -> None:
-    code = EACH_ITS_OWN.replace(
-        "main()",
-        "import time\nimport ckptlint.live.cli as c\nc.look = lambda *_: print('here', flush=True) or time.sleep(60)\nmain()",
-    )
+    slow = "c.look = lambda *_: print('here', flush=True) or time.sleep(60)"
+    code = EACH_ITS_OWN.replace("main()", f"import time\nimport ckptlint.live.cli as c\n{slow}\nmain()")
     (rank,) = started(1, [saved.parent.parent, "live", "ckpt"], code)
     assert rank.stdout is not None and rank.stdout.readline() == "here\n"
     rank.send_signal(signal.SIGINT)
