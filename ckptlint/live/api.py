@@ -215,7 +215,7 @@ def install(*, timeout: float = _TIMEOUT, backend: Literal["auto", "gloo", "nccl
 
 def _is_outgrown(live: Live) -> bool:
     """Whether live mode was used in this process before `init_process_group` made it a rank of several."""
-    return live.gate is None and not live.refusal and _world() > 1
+    return live.gate is None and not live.refusal and place()[1] > 1
 
 
 def uninstall() -> None:
