@@ -208,9 +208,14 @@ def install(*, timeout: float = _TIMEOUT, backend: Literal["auto", "gloo", "nccl
         GroupBroken: the group could not reduce.
     """
     global _installed
-    if _installed is None:
+    if _installed is None or _is_outgrown(_installed):
         _installed = _live(timeout, backend, max_ctas)
     return _installed
+
+
+def _is_outgrown(live: Live) -> bool:
+    """Whether live mode was used in this process before `init_process_group` made it a rank of several."""
+    return live.gate is None and not live.refusal and place()[1] > 1
 
 
 def uninstall() -> None:
@@ -329,7 +334,7 @@ def installed() -> Live:
     Raises:
         LiveNotInstalled: the job has several ranks and `install` was not called.
     """
-    if _installed is not None:
+    if _installed is not None and not _is_outgrown(_installed):
         return _installed
     if place()[1] > 1:
         raise LiveNotInstalled("call ckptlint.live.install() on all ranks, right after init_process_group")
