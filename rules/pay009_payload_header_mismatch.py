@@ -38,9 +38,9 @@ def payload_header_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         The header inside each record names the dtype of the tensor and the shape of the chunk, and its storage is large
-        enough for them; in the SAFETENSORS mode of torch's FileSystemWriter it also names the offsets that the writer gave
-        the chunk. A warning where all chunks of a tensor agree on the other dtype; a note for subclasses of
-        tensors and records with several storages. Records that went through a stream transform are not opened.
+        enough for them; in the SAFETENSORS mode of torch's FileSystemWriter it also names the chunk's
+        offsets. A warning where all chunks of a tensor agree on the other dtype; a note for subclasses of tensors and
+        records with several storages. Records that went through a stream transform are not opened.
     Why it matters:
         torch takes sizes and dtype from the first rank's plan, so what another rank really wrote shows only here; a
         wrong dtype loads silently, a wrong shape fails or fills part of the chunk.
@@ -50,8 +50,7 @@ def payload_header_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Build the chunk's metadata from the tensor that is written, and save again.
     See:
-        torch.distributed.checkpoint.planner_helpers._create_write_items; filesystem._write_files_from_queue (2.8 to 2.13)
-        has the offsets
+        torch.distributed.checkpoint.planner_helpers._create_write_items, filesystem._write_files_from_queue
     """
     payload = ckpt.payload
     if payload is None:
