@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,21 @@ from ckptlint.testing import torch_archive
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:ComplexHalf support")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
+
+
+def test_a_blob_says_other_offsets_than_the_metadata(real_copy: Callable[[str], Path]) -> None:
+    """Two payload files of the SAFETENSORS mode in each other's place: every shape and dtype fits."""
+    folder = real_copy("safetensors_mode")
+    first, second = (folder / f"__{rank}_0.distcp" for rank in (0, 1))
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+    report = ckptlint.check(folder, depth="headers", select=["PAY009"])
+    said = "2 records of {} hold the chunk at offsets {} where the metadata says offsets [0, 0]"
+    assert found(report) == [
+        ("PAY009", "error", said.format("model.up.weight", [3, 0])),
+        ("PAY009", "error", said.format("model.head.weight", [1, 0])),
+    ]
 
 
 def save(state: dict[str, Any], folder: Path, **options: Any) -> Path:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, compress, groupby
+from itertools import chain, compress, groupby, islice
+from math import prod
 from operator import itemgetter
 from typing import Any
 
@@ -160,6 +161,7 @@ def _tensors(
             raise UnreadableError(f"{error}, at key {printable(fqn)[:200]}") from None
         if len(states) > 1:
             offsets, sizes = _without_replicas(offsets, sizes)
+            problems += _disagreement(fqn, states, file)
         key = (shape, len(offsets), offsets.tobytes(), sizes.tobytes())  # a scalar's chunks have no bytes
         layout = layouts.setdefault(key, Layout(shape, offsets, sizes))
         reformulated = flattened.get(fqn)
@@ -181,6 +183,29 @@ def _tensors(
             problems.append(_limit(file, fqn, reason))
         tensors[fqn] = tensor
     return tensors, byte_names
+
+
+def _disagreement(fqn: str, states: list[Any], file: str) -> list[Problem]:
+    """What is wrong when ranks differ in the global shape or dtype of a tensor, and one of these is not whole.
+
+    Where each is, the ranks have tensors of their own under one name, and each reads its own metadata.
+    """
+    listed: dict[tuple[tuple[int, ...], str], list[Any]] = {}
+    for state in states:
+        said = _int_tuple(state.get("size")), _dtype(state.get("properties"))
+        listed.setdefault(said, []).extend(_list(state.get("chunks")))
+    if len(listed) == 1 or all(_volume(chunks, shape) >= prod(shape) for (shape, _), chunks in listed.items()):
+        return []
+    whole = " and ".join(f"{dtype} {_short(shape)}" for shape, dtype in islice(listed, 4))
+    sentence = f"{file}: ranks that hold {printable(fqn)} say that the whole is {whole}"
+    why = "each rank reads the whole from its own metadata, so what it loads depends on the rank"
+    return [Problem("unreadable", file, sentence, why=why, hint="save again from the job", fqn=printable(fqn))]
+
+
+def _volume(listed: list[Any], shape: tuple[int, ...]) -> int:
+    """Elements of the chunks, each place once."""
+    _, sizes = _without_replicas(*_chunks(listed, len(shape))[:2])
+    return sum(prod(row) for row in sizes.tolist())
 
 
 def _chunks(listed: list[Any], rank: int) -> tuple[IntArray, IntArray, list[MalformedChunk]]:

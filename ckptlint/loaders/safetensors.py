@@ -164,6 +164,7 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
     if not partial and not group.index and not chunks.by_dcp and not owner.all() and not _is_numbered(group):
         partial = "files without an index hold the same keys, so they are no parts of one model"
     tensors, records = _tables(chunks, owner)
+    problems += _mixed(chunks, names)
     for tensor in tensors.values():
         if not tensor.is_representable:
             shape = list(tensor.global_shape)
@@ -324,6 +325,27 @@ def sharding_info(header: Header) -> dict[str, tuple[tuple[int, ...], tuple[int,
 
 def _sizes(value: Any) -> tuple[int, ...] | None:
     return tuple(value) if isinstance(value, list) and all(map(is_size, value)) else None
+
+
+def _mixed(chunks: _Chunks, files: list[str]) -> list[Problem]:
+    """The keys whose shards have different dtypes in different files."""
+    places: dict[str, dict[str, str]] = {}
+    for name, dtype, file, is_shard in zip(chunks.names, chunks.dtypes, chunks.files, chunks.is_shard, strict=True):
+        if is_shard:
+            places.setdefault(name, {}).setdefault(dtype or "unknown", printable(files[file]))
+    return [
+        Problem(
+            "container",
+            list(found.values())[1],
+            f"the shards of {printable(name)} are "
+            + " and ".join(f"{dtype} in {file}" for dtype, file in found.items()),
+            why="a tensor has one dtype: a reader takes that of one shard for all, or fails",
+            hint="save again from the job, or restore the header of the file that differs from the others",
+            fqn=printable(name),
+        )
+        for name, found in places.items()
+        if len(found) > 1
+    ]
 
 
 # ---------------------------------------------------------------- tables

@@ -307,6 +307,8 @@ _HIDDEN_NORM = re.compile(r"decoder\..*\b((input|post_attention|pre_mlp|final)_l
 def lonely(save: Save, fqn: str, transposed: bool = False) -> str:
     """Why a tensor's shape may be any; empty where two siblings in other layers or an optimizer state tell it.
 
+    A state does not where fewer than two other parameters show that states are as long as their parameter.
+
     Args:
         transposed: whether the number of elements is as before, so that a flattened state tells nothing.
     """
@@ -316,8 +318,8 @@ def lonely(save: Save, fqn: str, transposed: bool = False) -> str:
     shapes = {key: len(tensor.size) for key, tensor in save.tensors.items() if key != fqn}
     siblings = sum(role.fullmatch(key) is not None for key in shapes)
     states = [key for key in shapes if "optim" in key and f".{path}" in key and not nameless(key)]
-    is_usual = len(parts_of_states(save)) > 2
-    if siblings > 1 or any(is_usual and not transposed or shapes[key] == len(save.tensors[fqn].size) for key in states):
+    axes = len(save.tensors[fqn].size)
+    if siblings > 1 or (len(parts_of_states(save)) > 2 and any(not transposed or shapes[s] == axes for s in states)):
         return ""
     return "neither two siblings in other layers nor an optimizer state tell its shape"
 
@@ -888,7 +890,7 @@ def alone(save: Save, key: str) -> str:
 def header_dtype(save: Save) -> Iterator[Mutant]:
     for name, key, entry in header_entries(save):
         for dtype in {"F16", "F64", "I32"} - {entry["dtype"]}:
-            unseen = alone(save, key) if (dtype, entry["dtype"]) == ("I32", "F32") else ""
+            unseen = alone(save, key) if int(dtype[1:]) == int(entry["dtype"].lstrip("BFI")) else ""
             change = on_header(name, lambda header, key=key, dtype=dtype: header[key].update(dtype=dtype))
             yield Mutant(f"{key} in {name}: {dtype}", (key, name), change, unseen=unseen)
 
@@ -944,12 +946,11 @@ def one_rank(save: Save) -> Iterator[Mutant]:
             tensor: Any = entry
             if not hasattr(entry, "chunks") or 0 in tensor.chunks[0].sizes:
                 continue
-            offsets, sizes = (tuple(value) for value in (tensor.chunks[0].offsets, tensor.chunks[0].sizes))
+            offsets, sizes = (tuple(v) for v in (tensor.chunks[0].offsets, tensor.chunks[0].sizes))
             doubled = (2 * tensor.size[0], *tensor.size[1:])
-            dropped = edited(
-                lambda m, step, at=MetadataIndex(fqn, tensor.chunks[0].offsets): m.storage_data.pop(at), name
-            )
-            shifted = edited(lambda m, step, a=(fqn, 0, moved(offsets, 0, 1), sizes): put(m, *a), name)
+            index, place = MetadataIndex(fqn, tensor.chunks[0].offsets), (fqn, 0, moved(offsets, 0, 1), sizes)
+            dropped = edited(lambda m, step, index=index: m.storage_data.pop(index), name)
+            shifted = edited(lambda m, step, place=place: put(m, *place), name)
             resized = edited(lambda m, step, fqn=fqn, shape=doubled: resize(m, fqn, shape), name)
             for what, edit in (("no storage entry", dropped), ("shifted", shifted), ("doubled", resized)):
                 yield Mutant(f"{fqn} of {name}: {what}", (fqn,), edit)
