@@ -208,11 +208,11 @@ class Outcome:
 
 def judge(save: Save, operator: Operator, mutant: Mutant, folder: Path) -> Outcome:
     """Write the mutant below an empty folder and have it checked at the operator's depth."""
-    top = Path(shutil.copytree(save.top, folder / save.top.name))
+    top = Path(shutil.copytree(save.top, folder / "mutant" / save.top.name))
     step = top / save.step.relative_to(save.top)
     mutant.edit(step)
     report = ckptlint.check(step, depth=operator.depth)
-    shutil.rmtree(top)
+    shutil.rmtree(folder / "mutant")
     items = list(report.diagnostics)
     loud = [item for item in items if item.severity > Severity.INFO]
     if mutant.legal:

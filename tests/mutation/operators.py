@@ -953,7 +953,8 @@ def one_rank(save: Save) -> Iterator[Mutant]:
             shifted = edited(lambda m, step, place=place: put(m, *place), name)
             resized = edited(lambda m, step, fqn=fqn, shape=doubled: resize(m, fqn, shape), name)
             for what, edit in (("no storage entry", dropped), ("shifted", shifted), ("doubled", resized)):
-                yield Mutant(f"{fqn} of {name}: {what}", (fqn,), edit)
+                named = fqn, name.replace(".metadata", "_0.distcp")
+                yield Mutant(f"{fqn} of {name}: {what}", named, edit)
 
 
 # ---------------------------------------------------------------- what is legal

@@ -19,7 +19,6 @@ SEED = 0
 SAVES = 3
 
 
-
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
 def test_a_sample_of_mutants(operator: Operator, tmp_path: Path) -> None:
     judged = 0
