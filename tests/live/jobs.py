@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -42,7 +43,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         pipes = [fork.Pipe(duplex=False) for _ in range(world)]
         ranks = [
-            fork.Process(target=_rank, args=(function, rank, world, Path(folder, "store"), pipes[rank][1]))
+            fork.Process(target=_rank, args=(function, rank, world, timeout, Path(folder, "store"), pipes[rank][1]))
             for rank in range(world)
         ]
         try:
@@ -87,7 +88,10 @@ def _kill(process: BaseProcess) -> None:
     process.join()
 
 
-def _rank(function: Callable[[int], Any], rank: int, world: int, store: Path, answer: Connection) -> None:
+def _rank(
+    function: Callable[[int], Any], rank: int, world: int, timeout: float, store: Path, answer: Connection
+) -> None:
+    signal.alarm(math.ceil(timeout) + 5)  # should the test run be killed, nobody else ends this process
     os.setpgid(0, 0)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)  # a forked process has no threads to share work with
