@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from ckptlint.rule import Depth
 
 FORMATS = ("full", "concise", "json", "json-v1", "sarif", "junit", "github", "gitlab", "markdown", "html")
+_SOURCE = "ckptlint.source"  # in the context: what reads checkpoints in place of `pipeline.opened`
 _ENVIRONMENT: dict[str, Any] = {"auto_envvar_prefix": "CKPTLINT", "help_option_names": ["-h", "--help"]}
 
 
@@ -68,10 +69,10 @@ class _WithSettings(click.Command):
         given, _, _ = self.make_parser(ctx).parse_args([*args])
         values = {}
         for parameter in self.params:
-            if parameter.name in ("config", "isolated", "paths", "run_dir"):
+            if parameter.name in ("config", "isolated", "paths", "path", "run_dir"):
                 value, source = parameter.consume_value(ctx, given)
                 values[parameter.name] = None if source == _Source.DEFAULT else parameter.type_cast_value(ctx, value)
-        paths = _paths(values.get("paths") or filter(None, [values.get("run_dir")]))
+        paths = _paths(values.get("paths") or filter(None, [values.get("run_dir") or values.get("path")]))
         if values["config"] and values["isolated"]:
             raise click.UsageError("--config and --isolated contradict each other")
         if values["config"]:
@@ -224,6 +225,7 @@ def check(
             reading=reading,
             ignores=() if no_ignores else ignores,
             baseline=baseline,
+            source=click.get_current_context().meta.get(_SOURCE),
         )
     style = _style(color, ascii_only, max_per_rule, quiet, verbose)
     _emit(report, style, "statistics" if statistics else format_, outputs)
@@ -406,6 +408,49 @@ def watch(
 
 
 watch.params += [option for option in check.params if option.name not in ("paths", "all_steps")]
+
+
+@cli.command(cls=_WithSettings, context_settings=_ENVIRONMENT)
+@click.argument("path")
+@click.option("--every-node", is_flag=True, help="Every node reads all of the payload, past its page cache.")
+@click.option("--digest", is_flag=True, help="Short for --depth data.")
+@click.option(
+    "--settle",
+    type=click.FloatRange(min=0),
+    default=0,
+    metavar="SECONDS",
+    help="Wait so long for all nodes to see the same files.",
+)
+@click.pass_context
+def live(context: click.Context, /, path: str, every_node: bool, digest: bool, settle: float, **options: Any) -> None:
+    """Check a checkpoint with all ranks of a job, with the options of `check`: every node must see the same files.
+
+    Run as `torchrun --nproc-per-node N -m ckptlint live PATH`, on one node or many. At depths headers and data the
+    payload is shared out. Rank 0 prints; every rank ends with the same exit code. One process alone is a job too.
+    """
+    from ckptlint.live.cli import joined
+
+    with joined(every_node, settle) as job:
+        if digest:
+            options["depth"] = "data"
+        if options["jobs"] is None:
+            options["jobs"] = job.threads
+        if options["seed"] is None:
+            options["seed"] = job.seed
+        options["no_progress"] |= job.rank > 0
+        context.meta[_SOURCE] = job.source
+        context.obj = context.obj[0], [path]
+        try:
+            context.invoke(check, paths=(path,), **options)
+        except SystemExit as ended:
+            job.tell(ended.code if isinstance(ended.code, int) else 4)
+            raise
+        except CkptlintError:
+            job.tell(4)
+            raise
+
+
+live.params += [option for option in check.params if option.name not in ("paths", "all_steps")]
 
 
 def main() -> None:

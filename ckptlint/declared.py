@@ -136,7 +136,7 @@ def layer_counts(ckpt: Checkpoint) -> tuple[LayerCount, ...]:
         if param.key.block in MAIN_BLOCKS:
             by_name[param.key.block].append(param)
     blocks = {name: params for name, params in by_name.items() if not _are_convolutions(params)}
-    if "heterogeneous" in ckpt.declared:
+    if "heterogeneous" in ckpt.declared or not ckpt.is_sound:
         return ()
     if len(blocks) == 1:
         (block,) = blocks

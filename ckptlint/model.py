@@ -577,7 +577,7 @@ class Declared:
 
 
 ProblemKind = Literal[
-    "unsafe", "unreadable", "limit", "unsupported", "incomplete", "container", "note", "crashed", "unused"
+    "unsafe", "unreadable", "limit", "unsupported", "incomplete", "container", "note", "crashed", "unused", "view"
 ]
 
 
@@ -588,7 +588,7 @@ class Problem:
     Attributes:
         kind: `unsafe` SAF001, `unreadable` SAF002, `limit` SAF003, `unsupported` SAF004, `incomplete` COM001,
             `container` PAY013, `note` an info of SAF001, `crashed` LNT002 (made by the engine),
-            `unused` LNT001 (made where ignores are applied).
+            `unused` LNT001 (made where ignores are applied), `view` LIV301 (made by `ckptlint live`).
         file: the file it lies in, relative to the checkpoint.
         message: one sentence.
         detail: lines shown below it (the opcodes of a refused call).
@@ -736,6 +736,11 @@ class Checkpoint:
     def sound_tensors(self) -> Iterator[Tensor]:
         """The tensors that geometry rules can judge."""
         return (tensor for tensor in self.tensors.values() if tensor.is_sound)
+
+    @cached_property
+    def is_sound(self) -> bool:
+        """Whether geometry rules can judge every tensor; otherwise it is not known which are stored."""
+        return all(tensor.is_sound for tensor in self.tensors.values())
 
     def chunk_file(self, tensor: Tensor, row: int) -> str:
         """Name of the file that holds a chunk, or "" without a storage entry."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,12 +11,31 @@ from ckptlint.engine import run_rules
 from ckptlint.errors import AccessError, NothingToCheckError, ReaderError
 from ckptlint.ignores import KeyIgnore, read_baseline, set_aside
 from ckptlint.loaders import find, open_checkpoint
+from ckptlint.model import Checkpoint
 from ckptlint.report import CheckpointReport, FailOn, Report
 from ckptlint.rule import Depth, Rule
-from ckptlint.storage import shown
+from ckptlint.storage import Folder, shown
 
 if TYPE_CHECKING:
     from ckptlint.loaders.payload import Reading
+
+
+Source = Callable[[str, bool, Depth, "Reading | None"], Iterator[tuple[Folder, Checkpoint]]]
+
+
+def opened(path: str, all_steps: bool, depth: Depth, reading: Reading | None) -> Iterator[tuple[Folder, Checkpoint]]:
+    """Each checkpoint under a path, with its payload at depths that read it.
+
+    Raises:
+        NothingToCheckError, AccessError, ReaderError: as `find`, `open_checkpoint` and `read_payload`.
+    """
+    for folder in find(path, all_steps):
+        ckpt = open_checkpoint(folder, depth != "metadata")
+        if reading is not None and ckpt.readable:
+            from ckptlint.loaders.payload import read_payload
+
+            ckpt = read_payload(folder, ckpt, reading)
+        yield folder, ckpt
 
 
 def run(
@@ -30,6 +49,7 @@ def run(
     reading: Reading | None = None,
     ignores: Sequence[KeyIgnore] = (),
     baseline: str | None = None,
+    source: Source | None = None,
 ) -> Report:
     """Judge every checkpoint under the paths; what could not be found or read is part of the report.
 
@@ -38,6 +58,7 @@ def run(
         reading: how to read the payload, at depths `headers` and `data`.
         ignores: findings that do not count, by key.
         baseline: an earlier JSON report, whose findings do not count.
+        source: reads what lies under a path otherwise than `opened` does, which it is called like.
 
     Raises:
         ConfigError: the reference or the baseline cannot be used.
@@ -54,12 +75,7 @@ def run(
     refused: list[str] = []
     for path in paths:
         try:
-            for folder in find(path, all_steps):
-                ckpt = open_checkpoint(folder, depth != "metadata")
-                if reading is not None and ckpt.readable:
-                    from ckptlint.loaders.payload import read_payload
-
-                    ckpt = read_payload(folder, ckpt, reading)
+            for folder, ckpt in (source or opened)(path, all_steps, depth, reading):
                 if reference is not None:
                     ckpt = replace(ckpt, reference=reference.part(folder.name))
                 parts.append(run_rules(ckpt, rules, depth))

@@ -31,7 +31,7 @@ from ckptlint.ignores import KeyIgnore, set_aside
 from ckptlint.loaders import open_checkpoint
 from ckptlint.loaders.payload import default_reading, read_payload
 from ckptlint.loaders.reference import MANIFEST_SCHEMA, read_reference
-from ckptlint.model import ITEM_BITS, STORAGES, Checkpoint, RankTable, Remark
+from ckptlint.model import ITEM_BITS, STORAGES, Checkpoint, Problem, RankTable, Remark
 from ckptlint.ranks import as_checkpoint
 from ckptlint.registry import load_rules
 from ckptlint.report import CheckpointReport
@@ -88,6 +88,7 @@ def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:
         return run_rules(held_by_ranks(case.table), [rule], "metadata")
     depth = case.table.get("depth", max(rule.needs, "files", key=DEPTHS.index))
     ckpt = load_folder(write_checkpoint(case.table, folder), depth)
+    ckpt = replace(ckpt, problems=[*ckpt.problems, *(Problem("view", **view) for view in case.table.get("views", ()))])
     if case.table.keys() & {"reference", "reference_config"}:
         place = write_reference(case.table, folder.with_name(f"{folder.name}-expected"))
         ckpt = replace(ckpt, reference=read_reference(str(place)))

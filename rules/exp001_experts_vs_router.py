@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptlint.declared import number, trusted
 from ckptlint.expected import mesh_axes
-from ckptlint.experts import MoeLayer, moe_layers
+from ckptlint.experts import ExpertRole, MoeLayer, moe_layers
 from ckptlint.keys import ranges
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
@@ -23,7 +23,8 @@ def experts_vs_router(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         In every layer with routed experts the rows of the router (or the length of its bias) are the experts that are
-        stored: the size of the expert axis, or the numbered keys times the experts each holds. A warning when the rows
+        stored: the size of the expert axis, or the numbered keys times the experts each holds; and where one of the
+        stacked weights has them all, the others have too. A warning when the rows
         are no multiple of the experts; silent when the job declares as many experts as are stored (zero or redundant
         experts), and a note when more are stored than the router knows.
     Why it matters:
@@ -46,9 +47,26 @@ def experts_vs_router(ckpt: Checkpoint) -> Iterator[Finding]:
     whole = {layer.rows for layer in layers if layer.rows == layer.count}
     for layer in layers:
         assert layer.rows is not None and layer.router is not None
+        if layer.rows == layer.count:
+            yield from (_short(layer, role) for role in layer.roles if not role.numbers and role.count < layer.rows)
         if layer.rows == layer.count or declared == layer.count:
             continue
         yield _finding(ckpt, layer, layer.rows, layer.count in whole)
+
+
+def _short(layer: MoeLayer, role: ExpertRole) -> Finding:
+    """A stacked weight with fewer experts than router and other weights agree on."""
+    assert layer.router is not None
+    [param] = role.params[:1]
+    agree = [other.role for other in layer.roles if other.count == layer.rows]
+    return Finding(
+        f"only {role.count} of {layer.rows} experts{{of}} are stored; {agree[0]} has all of them",
+        fqn=param.key.fqn,
+        tensor=param.tensor,
+        missing=(str(layer.rows), str(role.count)),
+        notes=(("router", f"{layer.router.key.fqn} {list(layer.router.tensor.global_shape)}"),),
+        hint="this weight alone was recorded with the shape of one rank's part: compare its placement with the others'",
+    )
 
 
 def _finding(ckpt: Checkpoint, layer: MoeLayer, rows: int, router_is_odd: bool) -> Finding:

@@ -31,6 +31,8 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     if ckpt.partial:
         raise NotApplicable(ckpt.partial)
+    if not ckpt.is_sound:
+        raise NotApplicable("some tensors cannot be judged, so it is not known which experts are stored")
     layers = [layer for layer in moe_layers(ckpt) if any(role.numbers for role in layer.roles)]
     if not layers:
         raise NotApplicable("no experts are numbered in names")

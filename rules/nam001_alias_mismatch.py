@@ -1,4 +1,4 @@
-"""NAM001: two names of one parameter have one shape."""
+"""NAM001: a parameter has one name, or names of one shape."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ from ckptlint.moments import shape_text
 from ckptlint.rule import Finding, Severity, rule
 from ckptlint.topology import axes_of_size
 
+_MOST = 0.8
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 @rule("NAM001", "alias-mismatch", Severity.ERROR)
 def alias_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Two keys name one parameter and differ in shape.
+    """Two keys name one parameter and differ in shape, or one key lacks the wrapper that its layer has.
 
     What it checks:
         Keys that become equal once wrappers (`_orig_mod.`, `module.`) are stripped have equal global shapes; a note
         when they do. Where only a leading wrapper differs, half of the keys below each must have such a twin. A
-        warning for embedding and output layer where the configuration ties them. Names of different stages, modules,
-        chains or copies of the model are no twins.
+        warning for embedding and output layer where the configuration ties them, and for the few keys of a block of
+        layers that begin with other wrappers (`model.`, none) than most keys of the block and others of their layer.
+        Names of different stages, modules, chains or copies of the model are no twins.
     Why it matters:
-        One of the two names bypassed the sharding rule, and which of them a loader takes is chance.
+        One of the two names bypassed the sharding rule, and which of them a loader takes is chance; a name that lacks
+        its wrapper is not found by the loader.
     Usual causes:
         A wrapper's name that is missing from the map of placements.
     How to fix:
         Register the placement for every alias, and save the parameter under one name.
     """
+    yield from _odd_wrappers(ckpt)
     by_path: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
     for param in take(ckpt).params:
         by_path[param.key.scope, param.key.path].append(param)
@@ -44,6 +48,31 @@ def alias_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
             continue
         yield _alias(ckpt, first, second)
     yield from _tied(ckpt)
+
+
+def _odd_wrappers(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Keys of a layer that begin otherwise than nearly all keys of their block, others of that layer among them."""
+    blocks: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
+    for param in take(ckpt).params:
+        if param.key.block:
+            blocks[param.key.scope, param.key.block].append(param)
+    for params in blocks.values():
+        (usual, count), *others = Counter(map(_prefix, params)).most_common()
+        if not others or count < _MOST * len(params):
+            continue
+        layers = {param.key.layer for param in params if _prefix(param) == usual}
+        for param in params:
+            expected = f"{usual}.{param.key.path}".removeprefix(".")
+            if _prefix(param) != usual and param.key.layer in layers and expected not in ckpt.tensors:
+                yield Finding(
+                    f"key{{of}} should be {expected}: {count} of {len(params)} keys of the block begin so",
+                    fqn=param.tensor.fqn,
+                    tensor=param.tensor,
+                    missing=(expected,),
+                    severity=Severity.WARNING,
+                    why="a loader that asks for the whole name finds nothing and leaves the parameter as it was",
+                    hint="look for a map of names that forgot this one, and save again",
+                )
 
 
 def _prefix(param: Param) -> str:

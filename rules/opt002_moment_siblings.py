@@ -41,7 +41,7 @@ def moment_siblings(ckpt: Checkpoint) -> Iterator[Finding]:
     pairs = moment_pairs(ckpt)
     yield from _shapes(pairs)
     yield from _chunks(pairs)
-    if all(tensor.is_sound for tensor in ckpt.tensors.values()):
+    if ckpt.is_sound:
         yield from _absent(ckpt)
 
 

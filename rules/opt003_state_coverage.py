@@ -48,7 +48,7 @@ def state_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("no optimizer state is stored beside parameters that it names")
     if inventory.mapped_share < _MOST:
         raise NotApplicable(f"only {inventory.mapped_share:.0%} of the optimizer states find a parameter by name")
-    if not all(tensor.is_sound for tensor in ckpt.tensors.values()):
+    if not ckpt.is_sound:
         raise NotApplicable("some tensors cannot be judged, so it is not known what is stored")
     stateful = {param for state in inventory.states for param in state.params}
     yield from _orphans(ckpt, inventory, stateful)

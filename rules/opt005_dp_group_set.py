@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ckptlint.declared import trusted_topology
-from ckptlint.inventory import dp_group, take
+from ckptlint.inventory import Bucket, dp_group, take
 from ckptlint.keys import ranges
 from ckptlint.model import AxisSize, Checkpoint
+from ckptlint.moments import PAIR
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
 
 _NUMEL = "per_bucket_numel"
@@ -44,7 +45,8 @@ def dp_group_set(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Per optimizer chain and module, the numbers behind dp_group_idx_ are 0 to n-1 with n = tp x pp, or etp x ep x pp
-        for the chain of the experts; and every group has its record of bucket sizes where others have one. Whole
+        for the chain of the experts; and every group has the records (bucket sizes, param_groups, ...) and both
+        moments that others of the chain have. Whole
         stages without a group are a warning, and a note for a chain that may be the experts': a stage of dense layers
         has none. A warning where the mesh is inferred. From depth headers on, each bucket is as long as its record of
         unpadded sizes says.
@@ -64,16 +66,19 @@ def dp_group_set(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("there are no buckets of a distributed optimizer")
     if ckpt.partial:
         raise NotApplicable(ckpt.partial)
-    recorded: dict[tuple[str, ...], set[int]] = defaultdict(set)
+    if not ckpt.is_sound:
+        raise NotApplicable("some tensors cannot be judged, so it is not known which buckets are stored")
+    recorded: dict[tuple[str, ...], dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for obj in ckpt.objects:
         part = dp_group(obj.key)
-        if part is not None and part[2] == _NUMEL:
-            recorded[part[0]].add(part[1])
+        if part is not None:
+            recorded[part[0]][part[2]].add(part[1])
     sizes = trusted_topology(ckpt)
     has_experts = any(param.key.in_experts for param in take(ckpt).params)
     for chain, found in groups.items():
         yield from _set(chain, found, _kinds(chain, sizes, has_experts), sizes)
         yield from _records(chain, found, recorded[chain])
+        yield from _moments([bucket for bucket in take(ckpt).buckets if bucket.chain == chain])
     yield from _lengths(ckpt)
 
 
@@ -157,16 +162,41 @@ def _finding(
     )
 
 
-def _records(chain: tuple[str, ...], found: Mapping[int, str], recorded: set[int]) -> Iterator[Finding]:
-    lacking = sorted(set(found) - recorded)
-    if lacking and recorded:
+def _records(chain: tuple[str, ...], found: Mapping[int, str], recorded: Mapping[str, set[int]]) -> Iterator[Finding]:
+    """Groups without a record that as many others have, or with the unpadded bucket sizes and without the padded."""
+    for name in sorted({_NUMEL, *recorded}):
+        having = recorded.get(name, set()) & set(found)
+        lacking = sorted(set(found) - having)
+        other = name if having or name != _NUMEL else _UNPADDED
+        witness = recorded.get(other, set()) & set(found)
+        if lacking and len(lacking) <= len(witness):
+            yield Finding(
+                f"dp group {ranges(lacking)} has buckets and no {name}, "
+                + (f"which group {ranges(witness)} has" if having else f"and has {other}"),
+                fqn=found[lacking[0]],
+                missing=tuple(f"dp_group_idx_{number}.{name}" for number in lacking),
+                notes=(("chain", ".".join(chain) or "the optimizer without a chain"),),
+                why="the loader asks for the record of every group, and a strict load fails on the missing key",
+                hint="look for the rank that should have written the record in the plans or the log of the save",
+            )
+
+
+def _moments(buckets: list[Bucket]) -> Iterator[Finding]:
+    """Buckets with one of Adam's two moments, where most of their chain have both."""
+    homes: dict[str, dict[str, Bucket]] = defaultdict(dict)
+    for bucket in buckets:
+        homes[bucket.tensor.fqn.removesuffix(f".{bucket.what}")][bucket.what] = bucket
+    both = [home for home, there in homes.items() if all(what in there for what in PAIR)]
+    alone = [(home, what) for home, there in homes.items() if home not in both for what in PAIR if what in there]
+    for home, what in alone if len(alone) <= len(both) else ():
+        absent = next(other for other in PAIR if other != what)
         yield Finding(
-            f"dp group {ranges(lacking)} has buckets and no {_NUMEL}, which group {ranges(recorded)} has",
-            fqn=found[lacking[0]],
-            missing=tuple(f"{number}.{_NUMEL}" for number in lacking),
-            notes=(("chain", ".".join(chain) or "the optimizer without a chain"),),
-            why="the loader asks for the record of every group, and a strict load fails on the missing key",
-            hint="look for the rank that should have written the record in the plans or the log of the save",
+            f"bucket{{of}} has no {absent}, which {len(both)} other{'s' if len(both) > 1 else ''} of the chain have",
+            fqn=homes[home][what].tensor.fqn,
+            tensor=homes[home][what].tensor,
+            missing=(f"{home}.{absent}",),
+            why="the loader asks for both moments of every bucket, and a strict load fails on the missing key",
+            hint="look for the rank that should have written it in the plans or the log of the save",
         )
 
 

@@ -48,7 +48,7 @@ def writer_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
         if int(state.tensor.layout.live.sum()) != 1 or count < 2:
             continue
         is_full = state.tensor.volume == param.tensor.volume
-        if is_full and (gathered or not is_whole(state.tensor.layout)):
+        if is_full and (gathered or not (is_whole(state.tensor.layout) and is_whole(param.tensor.layout))):
             continue
         yield _finding(ckpt, state, param, count, is_full)
 

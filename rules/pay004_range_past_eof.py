@@ -10,9 +10,11 @@ import numpy.typing as npt
 from ckptlint.boxes import IntArray
 from ckptlint.chunkmap import human_bytes
 from ckptlint.model import Checkpoint, RecordTable
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Note, Severity, rule
 
 _SHOWN = 4
+_HEADER = 10
+"""Least bytes of a safetensors header: its length and an empty object."""
 
 
 @rule("PAY004", "range-past-eof", Severity.ERROR, needs="files")
@@ -20,7 +22,8 @@ def range_past_eof(ckpt: Checkpoint) -> Iterator[Finding]:
     """A payload file is shorter than the metadata says.
 
     What it checks:
-        Each storage entry starts at 0 or later, has a length that is not negative, and ends inside its file.
+        Each storage entry starts at 0 or later, has a length that is not negative, and ends inside its file. In the
+        safetensors serialisation, where entries tell no place, a file has at least the bytes of all its tensors.
     Why it matters:
         The payload is cut, so these tensors cannot be loaded.
     Usual causes:
@@ -30,9 +33,10 @@ def range_past_eof(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.filesystem._StorageInfo
     """
-    if not ckpt.locates_bytes:
-        raise NotApplicable("in the safetensors serialisation an entry's offset and length do not locate its bytes")
     table = ckpt.records
+    if not ckpt.locates_bytes:
+        yield from _smaller_than_tensors(ckpt)
+        return
     sizes = np.array([-1 if file.size is None else file.size for file in ckpt.files] or [0], np.int64)
     size = sizes[table.file]
     negative = (table.byte_offset < 0) | (table.byte_length < 0)
@@ -41,6 +45,31 @@ def range_past_eof(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _truncated(ckpt, rows)
     for rows in _by_file(table, negative):
         yield _damaged(ckpt, rows)
+
+
+def _smaller_than_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Files of the safetensors serialisation that are shorter than a header and the tensors that begin behind it."""
+    table = ckpt.records
+    for rows in _by_file(table, ~table.transformed):
+        file = ckpt.files[int(table.file[rows[0]])]
+        start = int(table.byte_offset[rows].max())
+        rows = rows[table.byte_offset[rows] == start]
+        longest: dict[int, int] = {}  # a header has one entry for each key
+        for fqn, length in zip(table.fqn[rows].tolist(), table.byte_length[rows].tolist(), strict=True):
+            longest[fqn] = max(longest.get(fqn, 0), length)
+        needed = start + _HEADER + sum(longest.values())
+        if start >= 0 and file.size is not None and file.size < needed:
+            keys = _keys(ckpt, rows)
+            yield Finding(
+                f"{file.name} is {f'{human_bytes(needed - file.size)} short' if file.size else 'empty'}: it has "
+                f"{file.size:,} bytes, its tensors need {needed:,} or more",
+                fqn=keys[0] if len(keys) == 1 else None,
+                file=file.name,
+                missing=(file.name,),
+                place=f"{file.name}: {_entries(len(rows))} in one safetensors container",
+                notes=_shown(keys),
+                hint="compare the size with the file where it was written; a copy that broke off leaves a round number",
+            )
 
 
 def _by_file(table: RecordTable, chosen: npt.NDArray[np.bool_]) -> list[IntArray]:

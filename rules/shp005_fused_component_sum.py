@@ -16,6 +16,7 @@ from ckptlint.expected import (
     short_name,
 )
 from ckptlint.inventory import Param, take
+from ckptlint.keys import parse
 from ckptlint.model import Checkpoint
 from ckptlint.moments import shape_text
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
@@ -90,7 +91,8 @@ def _halves(ckpt: Checkpoint) -> Iterator[Found]:
         wanted = f"{whole}_{_HALVES[component]}"
         other = by_path.get((scope, wanted))
         if other is None:
-            yield _lone_half(param, wanted), (param,)
+            if not any(parse(fqn).path == wanted for fqn in ckpt.tensors):  # that cannot be judged
+                yield _lone_half(param, wanted), (param,)
         elif component == "w" and param.own_shape != other.own_shape and not _is_short_half(ckpt, param, other):
             yield _odd_half(param, other), (param, other)
 

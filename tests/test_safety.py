@@ -813,7 +813,7 @@ TAGS = ["!!bool x", "!!int ''", "!!float ''", "!!timestamp x", "!!binary \u00e9"
 TAGS += ["!!int " + "9" * 5000, "!!python/object/apply:os.system [touch was_here]"]
 
 
-@pytest.mark.parametrize("value", [*TAGS, "{? [a] : b}", "&a [*a]", "*nowhere", "[" * 5000])
+@pytest.mark.parametrize("value", [*TAGS, "{? [a] : b}", "&a [*a]", "*nowhere", "[" * 1500])
 def test_a_senseless_run_config_is_no_crash(tmp_path: Path, value: str) -> None:
     folder = Path(shutil.copytree(REAL / MEGATRON, tmp_path / "ckpt"))
     (folder / "run_config.yaml").write_text(f"model: {value}\n")

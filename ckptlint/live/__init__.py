@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from ckptlint.live.hooks_dcp import SaveLint, patch_dcp
     from ckptlint.live.hooks_frameworks import LightningCheck, accelerate_hook
     from ckptlint.live.hooks_megatron import patch_mcore
-    from ckptlint.live.seal import Pending, check_loaded, prepare_seal, seal
+    from ckptlint.live.sealing import Pending, check_loaded, prepare_seal, seal
 
 _HOMES = {
     "ckptlint.live.api": ("LiveError", "LiveNotInstalled", "check", "install", "uninstall"),
     "ckptlint.live.hooks_dcp": ("SaveLint", "patch_dcp"),
     "ckptlint.live.hooks_frameworks": ("LightningCheck", "accelerate_hook"),
     "ckptlint.live.hooks_megatron": ("patch_mcore",),
-    "ckptlint.live.seal": ("Pending", "check_loaded", "prepare_seal", "seal"),
+    "ckptlint.live.sealing": ("Pending", "check_loaded", "prepare_seal", "seal"),
 }
 
 __all__ = [

@@ -208,9 +208,14 @@ def install(*, timeout: float = _TIMEOUT, backend: Literal["auto", "gloo", "nccl
         GroupBroken: the group could not reduce.
     """
     global _installed
-    if _installed is None:
+    if _installed is None or _is_outgrown(_installed):
         _installed = _live(timeout, backend, max_ctas)
     return _installed
+
+
+def _is_outgrown(live: Live) -> bool:
+    """Whether live mode was used in this process before `init_process_group` made it a rank of several."""
+    return live.gate is None and not live.refusal and place()[1] > 1
 
 
 def uninstall() -> None:
@@ -220,7 +225,7 @@ def uninstall() -> None:
 
 
 def _live(timeout: float, backend: str, max_ctas: int) -> Live:
-    if _world() == 1:
+    if place()[1] == 1:
         return Live(Solo(), None, timeout)
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
@@ -245,10 +250,13 @@ def _live(timeout: float, backend: str, max_ctas: int) -> Live:
     return Live(new_torch_group(chosen, timeout, max_ctas), gate, timeout)
 
 
-def _world() -> int:
+def place() -> tuple[int, int]:
+    """Rank and number of ranks; (0, 1) without torch.distributed."""
     import torch.distributed as dist
 
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if not dist.is_available() or not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(), dist.get_world_size()
 
 
 def _can_nccl(backend: str) -> bool:
@@ -326,9 +334,9 @@ def installed() -> Live:
     Raises:
         LiveNotInstalled: the job has several ranks and `install` was not called.
     """
-    if _installed is not None:
+    if _installed is not None and not _is_outgrown(_installed):
         return _installed
-    if _world() > 1:
+    if place()[1] > 1:
         raise LiveNotInstalled("call ckptlint.live.install() on all ranks, right after init_process_group")
     return install()
 

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptlint.boxes import Box
 from ckptlint.errors import CheckpointError
-from ckptlint.live import api
-from ckptlint.live.extract import Problem, extract, resolved
+from ckptlint.live import api, protocol
+from ckptlint.live.extract import Held, extract, resolved
+from ckptlint.model import RankTable, Remark
 from ckptlint.ranks import named
+from ckptlint.rule import Severity
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner as _Planner
 else:
     _Planner = object
-
-_WARNINGS = frozenset({"LIV104", "LIV109"})
-_SHOWN = 20
-
-Findings = list[tuple[str, Problem]]
-"""(fqn, problem)"""
-
 
 Undo = Callable[[], None]
 """Takes a patch back."""
@@ -97,73 +90,60 @@ class SaveLint(_Planner):
 
     def create_local_plan(self) -> Any:
         """The plan of this rank, after what it holds was judged."""
+        rank, world = api.place()
         held = extract(self.state_dict, resolve_stateful=False)
-        _report([(item.fqn, problem) for item in held for problem in item.problems])
+        remarks = [Remark(rank, item.fqn, *problem) for item in held for problem in item.problems]
+        _judge(protocol.no_table(world, *remarks), "state dict")
         return super().create_local_plan()
 
     def create_global_plan(self, all_plans: list[Any]) -> Any:
         """The plan of all ranks, after theirs were compared; on the coordinator only."""
-        _report(compare(all_plans))
+        _judge(compare(all_plans), "save plans")
         return super().create_global_plan(all_plans)
 
 
-def compare(plans: Sequence[Any]) -> Findings:
-    """What the SavePlans of all ranks, in the order of ranks, contradict each other in before deduplication.
+def compare(plans: Sequence[Any]) -> RankTable:
+    """The keys in which the SavePlans of all ranks, in the order of ranks, contradict each other before deduplication.
 
     torch drops all but one of the chunks that start at one offset, and takes shape and dtype of a tensor from the first
-    rank that has it. So only here is seen that they differ. Empty chunks are left out: they are not missed.
+    rank that has it. So only here is seen that they differ. Holes and other overlaps torch finds by itself.
 
     Source:
         torch 2.13 torch.distributed.checkpoint._dedup_save_plans.dedup_save_plans,
         torch.distributed.checkpoint.default_planner.create_default_global_save_plan
     """
-    tensors: dict[str, dict[str, dict[int, None]]] = defaultdict(lambda: defaultdict(dict))
-    chunks: dict[tuple[str, tuple[int, ...]], dict[tuple[int, ...], dict[int, None]]]
-    chunks = defaultdict(lambda: defaultdict(dict))
     cached = [rank for rank, plan in enumerate(plans) if not getattr(plan, "usable", True)]
     if cached:
         warnings.warn(f"plans that did not change are not compared: {named(cached)}", stacklevel=3)
-    for rank, plan in enumerate(plans):
-        for item in plan.items:
-            data = item.tensor_data
-            if data is None:
-                tensors[item.index.fqn]["an object"][rank] = None
-                continue
-            dtype = str(data.properties.dtype).removeprefix("torch.")
-            tensors[item.index.fqn][f"{dtype} {tuple(data.size)}"][rank] = None
-            if all(data.chunk.sizes):
-                chunks[item.index.fqn, tuple(data.chunk.offsets)][tuple(data.chunk.sizes)][rank] = None
-    found: Findings = []
-    for fqn, kinds in tensors.items():
-        if len(kinds) > 1:
-            found.append((fqn, ("LIV201", f"the ranks disagree about kind, dtype or shape{{of}}: {_by_rank(kinds)}")))
-    for (fqn, offsets), sizes in chunks.items():
-        if len(sizes) > 1:
-            boxes = {str(Box(offsets, size)): holders for size, holders in sizes.items()}
-            said = f"chunks{{of}} start at one place and end at others, of which one is kept: {_by_rank(boxes)}"
-            found.append((fqn, ("LIV202", said)))
-    return found
+    described: dict[str, object] = {}
+    sizes: dict[tuple[str, Any], Any] = {}
+    torn: set[str] = set()
+    for item in (item for plan in plans for item in plan.items):
+        fqn, data = item.index.fqn, item.tensor_data
+        about = data and (data.properties.dtype, data.size)
+        if described.setdefault(fqn, about) != about:
+            torn.add(fqn)
+        if data and all(data.chunk.sizes):
+            place = fqn, data.chunk.offsets
+            if sizes.setdefault(place, data.chunk.sizes) != data.chunk.sizes:
+                torn.add(fqn)
+    return protocol.table_of([[_held(item) for item in plan.items if item.index.fqn in torn] for plan in plans])
 
 
-def _by_rank(variants: Mapping[str, Iterable[int]]) -> str:
-    return ", ".join(f"{variant} on {named(holders)}" for variant, holders in variants.items())
+def _held(item: Any) -> Held:
+    """What a WriteItem says that a rank holds; who writes it is decided later."""
+    data = item.tensor_data
+    if data is None:
+        return Held(item.index.fqn, "object", "plain", "", (1,), (0,), (1,), -1, 0, None)
+    dtype = str(data.properties.dtype).removeprefix("torch.")
+    shape, chunk = tuple(data.size), data.chunk
+    return Held(item.index.fqn, "tensor", "plain", dtype, shape, tuple(chunk.offsets), tuple(chunk.sizes), -1, 0, None)
 
 
-def _report(found: Findings) -> None:
-    """Warn of what is suspicious, raise what is wrong."""
-    suspicious = [_line(fqn, problem) for fqn, problem in found if problem[0] in _WARNINGS]
-    wrong = [_line(fqn, problem) for fqn, problem in found if problem[0] not in _WARNINGS]
-    if suspicious:
-        warnings.warn(_text("this state dict looks wrong", suspicious), stacklevel=3)
-    if wrong:
-        raise CheckpointError(_text("this state dict must not be saved", wrong))
-
-
-def _line(fqn: str, problem: Problem) -> str:
-    code, sentence = problem
-    return f"{code}: {sentence.replace('{of}', f' of {fqn}')}"
-
-
-def _text(title: str, lines: list[str]) -> str:
-    more = [f"and {len(lines) - _SHOWN:,} more"] if len(lines) > _SHOWN else []
-    return "\n".join([f"{title}:", *lines[:_SHOWN], *more])
+def _judge(table: RankTable, path: str) -> None:
+    """Raise what is wrong, warn of what is suspicious, in the words of `live.check`."""
+    report = api.judge(table, path, 0.0)
+    if report.fails:
+        raise CheckpointError(api.as_text(report))
+    if any(item.severity >= Severity.WARNING for item in report.diagnostics):
+        warnings.warn(api.as_text(report), stacklevel=3)

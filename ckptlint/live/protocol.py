@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from ckptlint.digests import Words
 from ckptlint.live import fingerprints as fp
 from ckptlint.live.group import Group
 from ckptlint.model import RankTable, Remark, printable
+
+if TYPE_CHECKING:
+    from ckptlint.live.extract import Held
 
 VERSION = 1
 """Of the words on the wire: ranks of different versions do not compare."""
@@ -297,6 +300,17 @@ def _part(rank: int, rows: IntArray, text: bytes) -> _Part:
 def no_table(world: int, *remarks: Remark) -> RankTable:
     """A table without rows, for a check that compared nothing."""
     return _table(world, 0, [], remarks)
+
+
+def table_of(held: Sequence[Sequence[Held]]) -> RankTable:
+    """What the ranks hold, one list of chunks for each, as a table for the rules; nothing of it was compared."""
+    every = [fp.records(items, [0] * len(items), {}) for items in held]
+    width = max((rows.offsets.shape[1] for rows in every), default=0)
+    parts = [
+        _Part(rank, [printable(fqn) for fqn in rows.fqns], rows.dtypes, [], _words(rows, np.arange(len(rows)), width))
+        for rank, rows in enumerate(every)
+    ]
+    return _table(len(held), 0, parts, ())
 
 
 def _table(world: int, keys: int, parts: Sequence[_Part], remarks: tuple[Remark, ...]) -> RankTable:

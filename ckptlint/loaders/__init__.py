@@ -275,6 +275,8 @@ def _listed(folder: Folder) -> list[StoredFile]:
 def _shares_offsets(folder: Folder, described: Description, look: bool) -> bool:
     """Whether the tensors of each file share one offset, at which a safetensors header starts.
 
+    Where every file is lost or empty, two entries at one offset tell.
+
     Source:
         torch.distributed.checkpoint.filesystem (>= 2.8), SerializationFormat.SAFETENSORS
     """
@@ -289,18 +291,22 @@ def _shares_offsets(folder: Folder, described: Description, look: bool) -> bool:
     if (np.minimum.reduceat(offsets, starts) != np.maximum.reduceat(offsets, starts)).any():
         return False
     judged = 0
+    full = files[table.byte_length[tensor_rows][order] > 0]
+    shares = bool((full[1:] == full[:-1]).any())
     for start in starts.tolist():
         path, offset = described.paths[int(files[start])], int(offsets[start])
         state, size = folder.look_at(path)
         if state != "ok" or not 0 <= offset < (size or 0):
             continue  # lost, cut or damaged: the other files tell
         head = folder.read_range(path, offset, 9)
-        if len(head) < 9 or head[8:9] != b"{" or int.from_bytes(head[:8], "little") > 100_000_000:
+        if head[:4] == b"PK\3\4":
             return False
+        if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= 100_000_000:
+            return True
         judged += 1
         if judged == 4:
             break
-    return judged > 0
+    return shares and not judged
 
 
 # ---------------------------------------------------------------- what is missing or lies beside

@@ -12,7 +12,7 @@ import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import islice
 from math import prod
@@ -20,13 +20,14 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from ckptlint.boxes import IntArray
+from ckptlint.boxes import IntArray, distinct
 from ckptlint.digests import Elements, elements
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.floats import ENCODINGS
 from ckptlint.loaders.blob import read_blob
 from ckptlint.loaders.content import Decoded, decode
-from ckptlint.loaders.headers import Headers, Part, Place, Record, read_headers
+from ckptlint.loaders.headers import Headers, Place, Record, read_headers
+from ckptlint.loaders.headers import Part as Member
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.same import find_same
 from ckptlint.loaders.stream import BLOCK, Members, Meter, Scan, Streamed, stream
@@ -92,15 +93,52 @@ def read_payload(folder: Folder, ckpt: Checkpoint, how: Reading) -> Checkpoint:
         AccessError: a read was refused.
         KeyboardInterrupt: the user interrupted the reading; its argument says in a sentence what was covered.
     """
-    return _Reader(folder, ckpt, how).read()
+    reader = Reader(folder, ckpt, how)
+    return reader.join([reader.part()])
 
 
-class _Reader:
-    """One reading of one checkpoint's payload; its methods are the steps, in order."""
+@dataclass(slots=True, eq=False)
+class Part:
+    """What one process saw of its share of the records.
 
-    def __init__(self, folder: Folder, ckpt: Checkpoint, how: Reading) -> None:
-        self.folder, self.ckpt, self.how = folder, ckpt, how
+    Attributes:
+        rows: int64 [k], the share.
+        table: its columns have those k rows.
+        keys: of each content in the table, equal for what is equal in another part.
+        decoded: key -> what the `data.pkl` is.
+        sums: int64 [k], of the bytes that were read; equal where they are equal.
+        broken: file -> records that cannot be read, with what is wrong.
+        sample: as `PayloadTable` has it.
+    """
+
+    rows: IntArray
+    table: PayloadTable
+    keys: list[bytes]
+    decoded: dict[bytes, Decoded]
+    sums: IntArray
+    broken: dict[int, list[tuple[int, UnreadableError]]]
+    damages: list[Damage]
+    unlisted: tuple[str, ...]
+    problems: list[Problem]
+    sample: str
+
+
+class Reader:
+    """One reading of one checkpoint's payload, by this process or by several that each read a share.
+
+    Args:
+        share: int64 [k], ascending, the rows of `Checkpoint.records` to read; None for all.
+        leads: whether this process also looks at what no record lies in; one of several does.
+    """
+
+    def __init__(
+        self, folder: Folder, ckpt: Checkpoint, how: Reading, share: IntArray | None = None, leads: bool = True
+    ) -> None:
+        self.folder, self.ckpt, self.how, self.leads = folder, ckpt, how, leads
+        self.share = np.arange(len(ckpt.records)) if share is None else share
         self.table = empty_payload(len(ckpt.records), how.depth)
+        self.sums = np.zeros(len(ckpt.records), np.int64)
+        self.contents = _Contents()
         self.needed, self.is_tensor = _needed(ckpt)
         self.told = _told_already(ckpt, self.needed)
         self.broken: dict[int, list[tuple[int, UnreadableError]]] = defaultdict(list)
@@ -111,7 +149,12 @@ class _Reader:
         self.phase = "records"
         self.bad = 0
 
-    def read(self) -> Checkpoint:
+    def part(self) -> Part:
+        """Read the share.
+
+        Raises:
+            AccessError, KeyboardInterrupt: as `read_payload`.
+        """
         rows, sample = self._choose()
         damages: list[Damage] = []
         unlisted: tuple[str, ...] = ()
@@ -119,22 +162,83 @@ class _Reader:
             self._read_headers(rows)
             if not self.ckpt.locates_bytes:
                 self._read_blobs()
-            find_same(self.folder, self.ckpt, self.table, self._path)
             if self.how.depth == "data":
                 wanted, problems = (None, []) if sample else _integrity(self.folder)
                 self.problems += problems
                 self._read_seal()
                 damages = self._read_data(wanted or {})
-                if wanted is not None:
+                if wanted is not None and self.leads:
                     damages += self._other_files(wanted)
                     unlisted = tuple(file.name for file in self.ckpt.files if file.path and file.path not in wanted)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._covered()) from None
         finally:
             self.meter.stop.set()  # threads that still run have nobody to read for
+        is_whole = len(self.share) == len(self.ckpt.records)
+        table = self.table if is_whole else _rows_of(self.table, self.share)
+        contents = self.contents
+        keys = [*contents.numbers, *(repr(content).encode() for content in table.contents[len(contents.numbers) :])]
+        decoded = dict(zip(contents.numbers, contents.decoded, strict=True))
+        return Part(
+            self.share,
+            table,
+            keys,
+            decoded,
+            self.sums[self.share],
+            self.broken,
+            damages,
+            unlisted,
+            self.problems,
+            sample,
+        )
+
+    def join(self, parts: Sequence[Part]) -> Checkpoint:
+        """The checkpoint with what the parts saw; where two read one record, what the first saw.
+
+        Raises:
+            AccessError: a read was refused.
+        """
+        self.broken, self.problems = defaultdict(list), []
+        decoded = self._merge(parts)
+        self._tell_refusals(decoded)
+        for part in parts:
+            self.problems += part.problems
+        damages = [damage for part in parts for damage in part.damages]
+        find_same(self.folder, self.ckpt, self.table, self._path)
         damages += self._report_broken()
-        payload = replace(self.table, damages=tuple(damages), unlisted=unlisted, sample=sample)
-        return replace(self.ckpt, payload=payload, problems=[*self.ckpt.problems, *self.problems])
+        payload = replace(
+            self.table,
+            damages=tuple(dict.fromkeys(damages)),
+            unlisted=tuple(name for part in parts for name in part.unlisted),
+            sample=parts[0].sample,
+        )
+        return replace(self.ckpt, payload=payload, problems=[*self.ckpt.problems, *dict.fromkeys(self.problems)])
+
+    def _merge(self, parts: Sequence[Part]) -> dict[int, Decoded]:
+        """Fill the table from the parts; returns what the `data.pkl`s are by the number of their content."""
+        is_whole = len(parts) == 1 and len(parts[0].rows) == len(self.ckpt.records)
+        self.table = parts[0].table if is_whole else empty_payload(len(self.ckpt.records), self.how.depth)
+        is_free = np.ones(len(self.ckpt.records), bool)
+        number: dict[bytes, int] = {}
+        decoded: dict[int, Decoded] = {}
+        contents: list[Content] = []
+        for part in parts:
+            new = is_free[part.rows]
+            at = part.rows[new]
+            is_free[at] = False
+            for name in _COLUMNS if self.table is not part.table else ():
+                getattr(self.table, name)[at] = getattr(part.table, name)[new]
+            for key, content in zip(part.keys, part.table.contents, strict=True):
+                if number.setdefault(key, len(contents)) == len(contents):
+                    contents.append(content)
+            shift = np.array([*(number[key] for key in part.keys), -1], np.int32)  # -1, the last one, for no content
+            self.table.content[at] = shift[part.table.content[new]]
+            decoded |= {number[key]: found for key, found in part.decoded.items()}
+            for file, found in part.broken.items():
+                known = {row for row, _ in self.broken[file]}
+                self.broken[file] += [item for item in found if item[0] not in known]
+        self.table.contents[:] = contents
+        return dict(sorted(decoded.items()))
 
     def _path(self, file: int) -> str:
         path = self.ckpt.files[file].path
@@ -157,12 +261,16 @@ class _Reader:
             state[inside & self.is_tensor] = RecordState.RAW
             inside &= ~self.is_tensor
         rows = np.flatnonzero(inside)
+        is_shared = np.zeros(len(records), bool)
+        is_shared[self.share] = True
         if self.how.percent is None or not len(rows):
-            return rows, ""
+            return rows[is_shared[rows]], ""
         count = max(1, round(len(rows) * self.how.percent / 100))
         drawn = np.sort(np.random.default_rng(self.how.seed).choice(rows, count, replace=False))
         state[rows] = RecordState.UNSAMPLED
-        return drawn, f"{self.how.percent:g}% of the records ({count:,} of {len(rows):,}), seed {self.how.seed}"
+        return drawn[
+            is_shared[drawn]
+        ], f"{self.how.percent:g}% of the records ({count:,} of {len(rows):,}), seed {self.how.seed}"
 
     # ------------------------------------------------------------ depth `headers`
 
@@ -173,8 +281,8 @@ class _Reader:
             file: partial(self._file_headers, self._path(file), self._places(mine))
             for file, mine in _by_file(rows, records.file, records.byte_offset).items()
         }
-        contents = _Contents()
-        several: dict[int, tuple[Part, ...]] = {}
+        contents = self.contents
+        several: dict[int, tuple[Member, ...]] = {}
         for file, found in self._run(tasks):
             self.broken[file] += found.broken
             for record in found.records:
@@ -186,7 +294,7 @@ class _Reader:
             if self.how.depth == "data":
                 self.members[file] = _columns(found.records)
         contents.decode(self.table.contents)
-        self._judge(contents, several)
+        self._place_decoded(several)
 
     def _places(self, rows: IntArray) -> list[Place]:
         records = self.ckpt.records
@@ -203,7 +311,7 @@ class _Reader:
                 break
         return whole
 
-    def _place(self, row: int, parts: tuple[Part, ...]) -> None:
+    def _place(self, row: int, parts: tuple[Member, ...]) -> None:
         table = self.table
         table.state[row] = RecordState.READ
         table.storages[row] = len(parts)
@@ -213,32 +321,35 @@ class _Reader:
             table.start[row], table.size[row] = start, size
             table.crc[row] = crc if crc or not size else -1
 
-    def _judge(self, contents: _Contents, several: Mapping[int, tuple[Part, ...]]) -> None:
+    def _place_decoded(self, several: Mapping[int, tuple[Member, ...]]) -> None:
         """What the decoded pickles mean for the records that hold them."""
         table = self.table
         for row, parts in several.items():
             content = table.of(row)
             named = [part for part in parts if content is not None and part.name == content.key]
             self._place(row, (*named, *(part for part in parts if part not in named)))
-        order = np.argsort(table.content, kind="stable")
-        bounds = np.searchsorted(table.content[order], np.arange(len(table.contents) + 1))
-        unknown: dict[str, int] = {}
-        for number, decoded in enumerate(contents.decoded):
-            rows = order[bounds[number] : bounds[number + 1]]
-            first = int(rows[0])
-            file, name = self.ckpt.place(first)[0], self.ckpt.records.name(first)
+        for number, rows in _by_content(table):
+            decoded = self.contents.decoded[number]
             if decoded.content is None or decoded.error is not None:
                 table.state[rows] = RecordState.UNREADABLE
             if decoded.error is not None:
                 for row in rows.tolist():
                     self.broken[int(self.ckpt.records.file[row])].append((row, decoded.error))
+
+    def _tell_refusals(self, decoded: Mapping[int, Decoded]) -> None:
+        """Problems for the names in pickles that may not be there, and a note for those nobody knows."""
+        unknown: dict[str, int] = {}
+        for number, rows in _by_content(self.table):
+            if number not in decoded:
+                continue
+            unpickled = decoded[number].unpickled
+            first = int(rows[0])
+            file, name = self.ckpt.place(first)[0], self.ckpt.records.name(first)
             if not any(problem.kind == "unsafe" and problem.file == name for problem in self.ckpt.problems):
                 more = f" and {len(rows) - 1:,} more records" if len(rows) > 1 else ""
-                refused = from_refusals(
-                    replace(decoded.unpickled, unknown=()), f"{file}{more}", f"data.pkl of {name} in "
-                )
+                refused = from_refusals(replace(unpickled, unknown=()), f"{file}{more}", f"data.pkl of {name} in ")
                 self.problems += [replace(p, file=file, fqn=name, why=_LOADED, blocks=False) for p in refused]
-            for cls in decoded.unpickled.unknown:
+            for cls in unpickled.unknown:
                 unknown[cls] = unknown.get(cls, 0) + len(rows)
         if unknown:
             names = ", ".join(islice(unknown, 8)) + (", ..." if len(unknown) > 8 else "")
@@ -248,7 +359,7 @@ class _Reader:
 
     def _read_blobs(self) -> None:
         """The safetensors headers of files whose tensors lie in one blob."""
-        rows = np.flatnonzero(self.is_tensor)
+        rows = self.share[self.is_tensor[self.share]]
         for file, mine in _by_file(rows, self.ckpt.records.file, self.ckpt.records.byte_offset).items():
             if self.ckpt.files[file].path is None or self.ckpt.files[file].size is None:
                 continue
@@ -296,7 +407,8 @@ class _Reader:
             rows = np.flatnonzero(tensor.layout.live)
             for row, record in zip(rows.tolist(), tensor.chunks.record[rows].tolist(), strict=True):
                 self.sealed[record] = tensor, row
-        raw = np.array([row for row in self.sealed if table.state[row] == RecordState.RAW], np.int64)
+        raw = self.share[table.state[self.share] == RecordState.RAW]
+        raw = raw[[int(row) in self.sealed for row in raw]]
         for file, rows in _by_file(raw, self.ckpt.records.file, self.ckpt.records.byte_offset).items():
             table.start[rows], table.size[rows] = (
                 self.ckpt.records.byte_offset[rows],
@@ -307,7 +419,13 @@ class _Reader:
     def _read_data(self, wanted: Mapping[str, str]) -> list[Damage]:
         """Stream every file; `wanted` gives the SHA-256 of those that are to be hashed as a whole."""
         sizes = _file_sizes(self.ckpt).tolist()
-        whole = {file.path: sizes[i] for i, file in enumerate(self.ckpt.files) if file.path in wanted and sizes[i] >= 0}
+        mine = set(distinct(self.ckpt.records.file[self.share]).tolist())
+        others = set(distinct(self.ckpt.records.file).tolist()) - mine
+        whole = {
+            file.path: sizes[i]
+            for i, file in enumerate(self.ckpt.files)
+            if file.path in wanted and sizes[i] >= 0 and (i in mine or (self.leads and i not in others))
+        }
         files = sorted(self.members.keys() | {i for i, file in enumerate(self.ckpt.files) if file.path in whole})
         tasks, total = {}, 0
         for i in files:
@@ -338,6 +456,7 @@ class _Reader:
         for member, digest in seen.digests.items():
             row = int(members.row[member])
             table.digest[row], table.digested[row] = digest, True
+        np.bitwise_xor.at(self.sums, members.row, seen.crc)
         name = self.ckpt.files[file].name
         bad = np.flatnonzero((seen.crc != members.crc) & (members.crc > 0))
         damages = [
@@ -452,6 +571,23 @@ class _Reader:
         )
 
 
+_COLUMNS = [f.name for f in fields(PayloadTable) if isinstance(getattr(empty_payload(0, "data"), f.name), np.ndarray)]
+
+
+def _rows_of(table: PayloadTable, rows: IntArray) -> PayloadTable:
+    """The same columns of some rows."""
+    return replace(table, **{name: getattr(table, name)[rows] for name in _COLUMNS})
+
+
+def _by_content(table: PayloadTable) -> Iterator[tuple[int, IntArray]]:
+    """The number of each content of an archive that any record holds, and these records."""
+    order = np.argsort(table.content, kind="stable")
+    bounds = np.searchsorted(table.content[order], np.arange(len(table.contents) + 1))
+    for number in range(len(table.contents)):
+        if bounds[number] < bounds[number + 1]:
+            yield number, order[bounds[number] : bounds[number + 1]]
+
+
 _LOADED = "torch loads entries that are no tensors with a full unpickler, so a load may run what it names"
 
 
@@ -465,7 +601,7 @@ class _Contents:
         self._names: list[str | None] = []
         self._bytes = 0
 
-    def number(self, record: Record, parts: tuple[Part, ...], contents: list[Content]) -> int:
+    def number(self, record: Record, parts: tuple[Member, ...], contents: list[Content]) -> int:
         """The number of a record's content; `contents` gets a place for it when it is new."""
         name = parts[0].name if len(parts) == 1 else None if parts else ""
         key = hashlib.blake2b(record.pickle + (name or "-").encode(), digest_size=16).digest()
@@ -586,8 +722,13 @@ def _is_raw(ckpt: Checkpoint, needed: IntArray) -> bool:
 
 
 def _told_already(ckpt: Checkpoint, needed: IntArray) -> np.ndarray:
-    """The records whose range overlaps another one (PAY005) or is too short for the chunk (PAY007)."""
+    """The records whose range overlaps another one (PAY005) or is too short for the chunk (PAY007).
+
+    None in the safetensors serialisation, where the tensors of a file share one offset and neither rule applies.
+    """
     records = ckpt.records
+    if not ckpt.locates_bytes:
+        return np.zeros(len(records), bool)
     told = np.asarray(records.byte_length < needed)
     if not len(records):
         return told

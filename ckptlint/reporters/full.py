@@ -218,7 +218,9 @@ def verdict(report: Report, style: Style) -> list[str]:
 def _judged(report: Report) -> str:
     """How much was judged: tensors, or the keys of a running job."""
     if report.is_live:
-        return plural(sum(part.checkpoint.ranks.keys for part in report.checkpoints if part.checkpoint.ranks), "key")
+        return plural(
+            sum(part.checkpoint.ranks.keys for part in report.checkpoints if part.checkpoint.ranks is not None), "key"
+        )
     return plural(sum(len(part.checkpoint.tensors) for part in report.checkpoints), "tensor")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 import tempfile
 import time
 import warnings
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from conftest import REPOSITORY
 from jobs import Failure, run_ranks
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -474,3 +476,21 @@ def test_expected_keys_shapes_and_dtypes() -> None:
         ("LIV208", "c", "no rank holds any part of c, which is expected"),
     ]
     assert names == [("LIV208", "b", "nobody expects of b float32 [2]")]
+
+
+def test_the_example_of_the_docs() -> None:
+    def job(rank: int) -> str:
+        live.install(timeout=10)
+        torch.manual_seed(0)
+        keys = [f"layers.{i}.wq.weight" for i in range(4)]
+        model = {key: distribute_tensor(torch.randn(16, 8), mesh(), [Replicate(), Shard(0)]) for key in keys}
+        for key in keys[1:3] if rank == 2 else ():
+            model[key]._local_tensor[0, 0] += 1e-7
+        with pytest.raises(live.LiveError) as error:
+            live.check({"model": model}, tag=2000)
+        return str(error.value)
+
+    texts = run_ranks(job)
+    assert len(set(texts)) == 1
+    shown = re.sub(r", [0-9.]+ s\.", ", 0.07 s.", texts[0].strip())
+    assert f"```text\n{shown}\n```" in (REPOSITORY / "docs" / "live.md").read_text(encoding="utf-8")

@@ -256,7 +256,7 @@ def test_one_process_without_distributed(tmp_path: Path) -> None:
     live.uninstall()
     try:
         dcp.save(dict(held), checkpoint_id=tmp_path, no_dist=True)
-        assert live.seal(held, tmp_path) == tmp_path / SEAL
+        assert live.seal(held, tmp_path) == live.seal(held, tmp_path) == tmp_path / SEAL
         assert [item.title for item in ckptlint.check(tmp_path, depth="data").diagnostics] == []
         assert list(live.check_loaded(held, tmp_path).diagnostics) == []
         held["opt"][0]["m"][1] += 1
@@ -264,3 +264,19 @@ def test_one_process_without_distributed(tmp_path: Path) -> None:
             live.check_loaded(held, tmp_path)
     finally:
         live.uninstall()
+
+
+def test_a_process_that_was_alone_before_is_a_rank_of_the_job(tmp_path: Path) -> None:
+    def job(rank: int) -> tuple[str, int]:
+        try:
+            live.seal(state(rank), tmp_path)
+        except live.LiveNotInstalled as error:
+            text = str(error)
+        return text, live.install(timeout=20).group.world
+
+    live.install()
+    try:
+        answers = run_ranks(job)
+    finally:
+        live.uninstall()
+    assert all("call ckptlint.live.install" in text and world == 4 for text, world in answers)

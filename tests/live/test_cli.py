@@ -1,0 +1,260 @@
+"""`ckptlint live` as a job of several processes, started by torchrun and by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from conftest import REAL, REPOSITORY, run, takes_ctrl_c
+
+import ckptlint
+from ckptlint import live
+from ckptlint.live.cli import shares
+from ckptlint.seal import SEAL
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+KEPT = {key: value for key, value in os.environ.items() if not key.startswith("CKPTLINT_")} | {
+    "PYTHONIOENCODING": "utf-8"
+}
+
+EACH_ITS_OWN = """
+import os, sys
+os.chdir(sys.argv.pop(1) + "/" + os.environ["RANK"])
+from ckptlint.__main__ import main
+main()
+"""
+"""ckptlint in a folder of each rank's own: one path, other files."""
+
+
+def torchrun(world: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    command += ["-m", "ckptlint", "live", *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, env=KEPT, text=True, capture_output=True, timeout=120, check=False)
+
+
+def started(world: int, arguments: Sequence[object], code: str = "", nodes: int = 1) -> list[subprocess.Popen[str]]:
+    """The ranks as torchrun starts them, on so many nodes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, *(("-c", code) if code else ("-m", "ckptlint")), *map(str, arguments)]
+    local = world // nodes
+    ranks = []
+    for rank in range(world):
+        env = KEPT | {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank % local)}
+        env |= {"LOCAL_WORLD_SIZE": str(local), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        ranks.append(subprocess.Popen(command, cwd=REPOSITORY, env=env, preexec_fn=takes_ctrl_c, **pipes))
+    return ranks
+
+
+def ended(ranks: list[subprocess.Popen[str]], seconds: float = 100) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of each."""
+    until = time.monotonic() + seconds
+    try:
+        texts = [process.communicate(timeout=until - time.monotonic()) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    return [(process.returncode, out, err) for process, (out, err) in zip(ranks, texts, strict=True)]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """A sealed checkpoint of tensors of several sizes, in two files."""
+    made = torch.Generator().manual_seed(0)
+    state = {f"layers.{i}.w": torch.randn(40 + 7 * i, 32, generator=made) for i in range(12)}
+    folder = tmp_path / "0" / "ckpt"
+    dcp.save(dict(state), storage_writer=dcp.FileSystemWriter(folder, thread_count=2), no_dist=True)
+    live.seal(state, folder)
+    live.uninstall()  # other tests of this process fork ranks
+    return folder
+
+
+def flip(folder: Path, at: float) -> None:
+    path = sorted(folder.glob("*.distcp"))[0]
+    data = bytearray(path.read_bytes())
+    data[int(len(data) * at)] ^= 1
+    path.write_bytes(data)
+
+
+def findings(text: str) -> list[tuple[str, str, str]]:
+    (part,) = json.loads(text)["checkpoints"]
+    return [(item["code"], item["severity"], item.get("fqn") or item.get("file") or "") for item in part["findings"]]
+
+
+def test_torchrun_of_three_reports_once_what_one_process_reports(saved: Path) -> None:
+    done = torchrun(3, saved, "--digest", "--format", "json")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert findings(done.stdout) == []  # one document: the other ranks print nothing
+    flip(saved, 0.5)
+    alone = run("live", saved, "--digest", "--format", "json")
+    done = torchrun(3, saved, "--digest", "--format", "json")
+    assert done.returncode != 0 and alone.returncode == 1
+    assert findings(done.stdout) == findings(alone.stdout)
+    assert {row[0] for row in findings(done.stdout)} == {"LIV302", "PAY012"}
+
+
+@pytest.mark.parametrize("name", ["fsdp2_4r_hole", "hf_sharded", "safetensors_mode", "zstd"])
+@pytest.mark.parametrize("depth", ["headers", "data"])
+def test_real_checkpoints_are_judged_as_by_one_process(name: str, depth: str) -> None:
+    arguments = ["live", REAL / name, "--depth", depth, "--format", "json", "-v"]
+    codes = ended(started(2, arguments))
+    report = ckptlint.check(REAL / name, depth=depth)  # type: ignore[arg-type]
+    assert [code for code, _, _ in codes] == [report.exit_code] * 2
+    assert codes[1][1:] == ("", "")
+    document = json.loads(codes[0][1])["checkpoints"][0]
+    expected = [(item.code, item.fqn, item.message) for item in report.diagnostics]
+    assert sorted((i["code"], i.get("fqn"), i["message"]) for i in document["findings"]) == sorted(expected, key=str)
+
+
+def test_every_rank_ends_with_the_code_of_the_report(saved: Path, tmp_path: Path) -> None:
+    flip(saved, 0.3)
+    answers = ended(started(4, ["live", saved, "--digest"]))
+    assert [code for code, _, _ in answers] == [1] * 4
+    assert "LIV302" in answers[0][1] and [out for _, out, _ in answers[1:]] == ["", "", ""]
+    answers = ended(started(2, ["live", tmp_path / "absent"]))
+    assert [code for code, _, _ in answers] == [3, 3] and "does not exist" in answers[0][1] + answers[0][2]
+    answers = ended(started(2, ["live", saved, "--output", tmp_path / "no" / "folder" / "r.json"]))
+    assert [code for code, _, _ in answers] == [4, 4] and "cannot be written" in answers[0][2]
+    answers = ended(started(2, ["live", saved, "--select", "NONE999"]))
+    assert [code for code, _, _ in answers] == [2, 2]
+
+
+def test_nodes_that_see_other_files_are_told_apart(saved: Path) -> None:
+    root = saved.parent.parent
+    for rank in ("1", "2"):
+        shutil.copytree(saved, root / rank / "ckpt")
+    arguments = [root, "live", "ckpt", "--digest", "--format", "json"]
+    assert [code for code, _, _ in ended(started(3, arguments, EACH_ITS_OWN))] == [0, 0, 0]
+    cut = sorted((root / "2" / "ckpt").glob("*.distcp"))[1]
+    cut.write_bytes(cut.read_bytes()[:-100])
+    (root / "1" / "ckpt" / ".metadata").write_bytes((saved / ".metadata").read_bytes() + b"\0")
+    answers = ended(started(3, arguments, EACH_ITS_OWN))
+    assert [code for code, _, _ in answers] == [1, 1, 1]
+    (part,) = json.loads(answers[0][1])["checkpoints"]
+    told = {item["file"]: item for item in part["findings"] if item["code"] == "LIV301"}
+    assert told.keys() == {".metadata", "the listing"}
+    assert told[".metadata"]["message"] == "rank 1 sees .metadata otherwise than rank 0"
+    assert told["the listing"]["message"] == "ranks 1-2 see the listing otherwise than rank 0"
+
+
+def test_settle_waits_until_all_see_the_same(saved: Path) -> None:
+    root = saved.parent.parent
+    shutil.copytree(saved, root / "1" / "ckpt")
+    late = sorted((root / "1" / "ckpt").glob("*.distcp"))[0]
+    late.rename(root / "late")
+    ranks = started(2, [root, "live", "ckpt", "--settle", "60", "--digest"], EACH_ITS_OWN)
+    time.sleep(12)
+    (root / "late").rename(late)
+    assert [code for code, _, _ in ended(ranks)] == [0, 0]
+
+
+def test_each_node_reads_all_and_is_compared(saved: Path) -> None:
+    root = saved.parent.parent
+    for rank in ("1", "2", "3"):
+        shutil.copytree(saved, root / rank / "ckpt")
+    flip(root / "2" / "ckpt", 0.4)
+    flip(root / "3" / "ckpt", 0.4)
+    arguments = [root, "live", "ckpt", "--digest", "--every-node", "--format", "json"]
+    answers = ended(started(4, arguments, EACH_ITS_OWN, nodes=2))
+    assert [code for code, _, _ in answers] == [1] * 4
+    rows = findings(answers[0][1])
+    assert {"LIV301", "PAY012"} <= {row[0] for row in rows}
+    (message,) = [
+        item["message"] for item in json.loads(answers[0][1])["checkpoints"][0]["findings"] if item["code"] == "LIV301"
+    ]
+    assert message in (
+        "rank 2 read other bytes of 1 record than the first node",
+        "rank 3 read other bytes of 1 record than the first node",
+    )
+
+
+def test_a_rank_that_cannot_read_is_exit_4_everywhere(saved: Path) -> None:
+    root = saved.parent.parent
+    shutil.copytree(saved, root / "1" / "ckpt")
+    code = EACH_ITS_OWN.replace(
+        "main()",
+        """
+import errno
+from ckptlint.storage import _Checked
+whole = _Checked.readinto
+def readinto(self, buffer):
+    if os.environ["RANK"] == "1" and self._name.endswith(".distcp"):
+        from ckptlint.errors import AccessError
+        raise AccessError(f"{self._name} cannot be read: Input/output error")
+    return whole(self, buffer)
+_Checked.readinto = readinto
+main()""",
+    )
+    answers = ended(started(2, [root, "live", "ckpt", "--digest"], code))
+    assert [code for code, _, _ in answers] == [4, 4]
+    assert "rank 1: " in answers[0][1] + answers[0][2] and "Input/output error" in answers[0][1] + answers[0][2]
+    assert answers[1][1] == ""
+
+
+def test_a_rank_that_dies_ends_the_others_in_time(saved: Path) -> None:
+    root = saved.parent.parent
+    for rank in ("1", "2"):
+        shutil.copytree(saved, root / rank / "ckpt")
+    code = EACH_ITS_OWN.replace(
+        "main()",
+        "import ckptlint.live.cli as c\nif os.environ['RANK'] == '1': c.Job._read = lambda *_: os._exit(9)\nmain()",
+    )
+    before = time.monotonic()
+    answers = ended(started(3, [root, "live", "ckpt", "--digest"], code))
+    assert [code for code, _, _ in answers] == [4, 9, 4]
+    assert "a rank was lost" in answers[0][1] + answers[0][2]
+    assert time.monotonic() - before < 60
+
+
+def test_ctrl_c_is_130(saved: Path) -> None:
+    slow = "c.look = lambda *_: print('here', flush=True) or time.sleep(60)"
+    code = EACH_ITS_OWN.replace("main()", f"import time\nimport ckptlint.live.cli as c\n{slow}\nmain()")
+    (rank,) = started(1, [saved.parent.parent, "live", "ckpt"], code)
+    assert rank.stdout is not None and rank.stdout.readline() == "here\n"
+    rank.send_signal(signal.SIGINT)
+    assert ended([rank])[0][0] == 130
+
+
+def test_one_process_needs_no_torch(saved: Path) -> None:
+    code = "import sys; sys.modules['torch'] = None\nfrom ckptlint.__main__ import main\nmain()"
+    env = KEPT | {"CKPTLINT_FORMAT": "concise"}
+    command = [sys.executable, "-c", code, "live", str(saved), "--digest"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, text=True, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("count", [1, 3, 64])
+@pytest.mark.parametrize("by_file", [False, True])
+def test_every_record_is_read_once_and_bytes_are_shared_out(count: int, by_file: bool) -> None:
+    ckpt = ckptlint.load(REAL / "fsdp2_4r")
+    parts = shares(ckpt, count, by_file)
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(len(ckpt.records)))
+    if by_file:
+        files = [set(ckpt.records.file[part].tolist()) for part in parts]
+        assert sum(map(len, files)) == len(set().union(*files))
+    elif count == 3:
+        sizes = [int(ckpt.records.byte_length[part].sum()) for part in parts]
+        assert max(sizes) - min(sizes) <= 2 * int(ckpt.records.byte_length.max())
+
+
+def test_a_seal_is_compared_by_all_ranks_together(saved: Path) -> None:
+    document = json.loads((saved / SEAL).read_text())
+    document["entries"]["layers.3.w"]["digest"] = "0" * 16
+    (saved / SEAL).write_text(json.dumps(document))
+    answers = ended(started(3, ["live", saved, "--digest", "--format", "json"]))
+    assert findings(answers[0][1]) == [("LIV302", "error", "layers.3.w")]

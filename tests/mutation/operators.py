@@ -1,0 +1,791 @@
+"""The operators: each does to a healthy checkpoint what some bug, torn copy or edit does."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from io import BytesIO
+from pathlib import Path
+from shutil import copy
+from typing import Any
+
+import torch
+from mutants import Mutant, Operator, Save, edited, megatron_names
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+from ckptlint.rule import Depth
+
+OPERATORS: list[Operator] = []
+
+HOLES = "GEO004 GEO005 GEO006 EXP003 PAY006"
+SHAPES = (
+    "SHP001 SHP002 SHP003 SHP004 SHP005 SHP008 EXP001 EXP002 EXP004 OPT001 OPT002 OPT005 OPT006 COM008 COM010 NAM001"
+)
+FILES = "PAY003 PAY004 PAY006 PAY008 PAY009 PAY013 SAF002 COM001 COM004"
+
+Mutants = Callable[[Save], Iterator[Mutant]]
+Offsets = tuple[int, ...]
+
+
+def operator(name: str, depth: Depth, codes: str) -> Callable[[Mutants], Mutants]:
+    """Add a function that yields mutants to the operators, with the rules that may speak of them."""
+
+    def add(mutants: Mutants) -> Mutants:
+        OPERATORS.append(Operator(name, depth, frozenset(codes.split()), mutants))
+        return mutants
+
+    return add
+
+
+def chunks(save: Save, least: int = 1) -> Iterator[tuple[str, int, Offsets, Offsets]]:
+    """Key, number, offsets and sizes of every chunk that is not empty, of tensors with at least so many of them."""
+    for fqn, tensor in save.tensors.items():
+        live = [i for i, chunk in enumerate(tensor.chunks) if 0 not in chunk.sizes]
+        if len(live) >= least:
+            for i in live:
+                yield fqn, i, tuple(tensor.chunks[i].offsets), tuple(tensor.chunks[i].sizes)
+
+
+def put(metadata: Metadata, fqn: str, number: int, offsets: Iterable[int], sizes: Iterable[int]) -> None:
+    """Give a chunk another place or size; its storage entry goes along."""
+    tensor: Any = metadata.state_dict_metadata[fqn]
+    stored = metadata.storage_data.pop(MetadataIndex(fqn, tensor.chunks[number].offsets))
+    tensor.chunks[number] = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    metadata.storage_data[MetadataIndex(fqn, tensor.chunks[number].offsets, number)] = stored
+
+
+def moved(values: Offsets, axis: int, by: int) -> Offsets:
+    """The numbers, one of them changed."""
+    return (*values[:axis], values[axis] + by, *values[axis + 1 :])
+
+
+def forget(metadata: Metadata, step: Path, is_gone: Callable[[str, Offsets | None], bool]) -> None:
+    """Take out entries as if no rank had held them: chunks, storage, plans, and their bytes where they are apart."""
+    for fqn, entry in list(metadata.state_dict_metadata.items()):
+        tensor: Any = entry
+        if hasattr(entry, "chunks"):
+            tensor.chunks = [chunk for chunk in tensor.chunks if not is_gone(fqn, tuple(chunk.offsets))]
+        if is_gone(fqn, None):
+            del metadata.state_dict_metadata[fqn]
+            if metadata.planner_data:
+                metadata.planner_data.pop(fqn, None)
+    for plan in getattr(metadata, "all_local_plans", None) or ():
+        plan.items[:] = [item for item in plan.items if not _gone(is_gone, item.index)]
+    gone = {index: info for index, info in metadata.storage_data.items() if _gone(is_gone, index)}
+    kept = {index: info for index, info in metadata.storage_data.items() if index not in gone}
+    for name in {info.relative_path for info in gone.values()}:
+        rows = [(info.offset, index) for index, info in kept.items() if info.relative_path == name]
+        rows.sort(key=lambda row: row[0])
+        if rows and rows[-1][0] == 0 and len(rows) > 1:  # safetensors: one header for all
+            continue
+        data, packed = (step / name).read_bytes(), b""
+        for start, index in rows:
+            kept[index] = replace(kept[index], offset=len(packed))
+            packed += data[start : start + kept[index].length]
+        (step / name).write_bytes(packed)
+    metadata.storage_data = kept
+
+
+def _gone(is_gone: Callable[[str, Offsets | None], bool], index: MetadataIndex) -> bool:
+    return is_gone(index.fqn, None) or (index.offset is not None and is_gone(index.fqn, tuple(index.offset)))
+
+
+def without(keys: set[str]) -> Callable[[Path], None]:
+    """An edit: nobody saved these keys."""
+    return edited(lambda metadata, step: forget(metadata, step, lambda fqn, offsets: fqn in keys))
+
+
+# ---------------------------------------------------------------- chunks
+
+
+@operator("drop a chunk", "metadata", HOLES)
+def drop_chunk(save: Save) -> Iterator[Mutant]:
+    for fqn, i, offsets, _ in chunks(save):
+        change = edited(lambda m, step, fqn=fqn, at=offsets: forget(m, step, lambda key, o: (key, o) == (fqn, at)))
+        yield Mutant(f"chunk {i} of {fqn}", (fqn,), change)
+
+
+@operator("drop the storage entry of a chunk", "metadata", "PAY001 PAY006")
+def drop_storage(save: Save) -> Iterator[Mutant]:
+    for index in save.metadata.storage_data:
+        entry: Any = save.metadata.state_dict_metadata[index.fqn]
+        if all(0 not in c.sizes for c in getattr(entry, "chunks", ()) if c.offsets == index.offset):
+            yield Mutant(f"{index}", (index.fqn,), edited(lambda m, step, index=index: m.storage_data.pop(index)))
+
+
+@operator("drop a chunk, not its storage entry", "metadata", f"{HOLES} PAY002")
+def drop_plan(save: Save) -> Iterator[Mutant]:
+    for fqn, i, _, _ in chunks(save):
+        change = edited(lambda m, step, fqn=fqn, i=i: m.state_dict_metadata[fqn].chunks.pop(i))
+        yield Mutant(f"chunk {i} of {fqn}", (fqn,), change)
+
+
+@operator("duplicate a chunk", "metadata", "GEO007")
+def duplicate_chunk(save: Save) -> Iterator[Mutant]:
+    for fqn, i, _, _ in chunks(save):
+
+        def change(m: Metadata, step: Path, fqn: str = fqn, i: int = i) -> None:
+            tensor: Any = m.state_dict_metadata[fqn]
+            tensor.chunks.append(tensor.chunks[i])
+
+        yield Mutant(f"chunk {i} of {fqn}", (fqn,), edited(change))
+
+
+@operator("shift a chunk by one", "metadata", f"{HOLES} GEO001 GEO003 GEO007 PAY001")
+def shift_chunk(save: Save) -> Iterator[Mutant]:
+    for fqn, i, offsets, sizes in chunks(save):
+        for axis in range(len(sizes)):
+            place = fqn, i, moved(offsets, axis, 1), sizes
+            change = edited(lambda m, step, a=place: put(m, *a))
+            yield Mutant(f"chunk {i} of {fqn}, axis {axis}", (fqn,), change)
+
+
+@operator("grow a chunk by one", "metadata", "GEO001 GEO003 PAY007")
+def grow_chunk(save: Save) -> Iterator[Mutant]:
+    for fqn, i, offsets, sizes in chunks(save):
+        for axis in range(len(sizes)):
+            place = fqn, i, offsets, moved(sizes, axis, 1)
+            change = edited(lambda m, step, a=place: put(m, *a))
+            yield Mutant(f"chunk {i} of {fqn}, axis {axis}", (fqn,), change)
+
+
+@operator("shrink a chunk by one", "metadata", f"{HOLES} PAY007")
+def shrink_chunk(save: Save) -> Iterator[Mutant]:
+    for fqn, i, offsets, sizes in chunks(save):
+        for axis in range(len(sizes)):
+            place = fqn, i, offsets, moved(sizes, axis, -1)
+            change = edited(lambda m, step, a=place: put(m, *a))
+            yield Mutant(f"chunk {i} of {fqn}, axis {axis}", (fqn,), change)
+
+
+@operator("move a cut by one", "headers", "PAY007 PAY009 GEO008 EXP003 OPT002")
+def move_cut(save: Save) -> Iterator[Mutant]:
+    for fqn, i, offsets, sizes in chunks(save, 2):
+        for axis, offset in enumerate(offsets):
+            for j, before in enumerate(save.tensors[fqn].chunks):
+                others = [k for k in range(len(sizes)) if k != axis]
+                same = all((before.offsets[k], before.sizes[k]) == (offsets[k], sizes[k]) for k in others)
+                if same and sizes[axis] > 1 and 0 < before.offsets[axis] + before.sizes[axis] == offset:
+
+                    def change(m: Metadata, step: Path, at: Any = (fqn, i, j, axis, offsets, sizes)) -> None:
+                        fqn, i, j, axis, offsets, sizes = at
+                        tensor: Any = m.state_dict_metadata[fqn]
+                        size = moved(tuple(tensor.chunks[j].sizes), axis, 1)
+                        put(m, fqn, j, tensor.chunks[j].offsets, size)
+                        put(m, fqn, i, moved(offsets, axis, 1), moved(sizes, axis, -1))
+
+                    yield Mutant(f"{fqn} at {offset} of axis {axis}", (fqn,), edited(change), unseen=opaque(save))
+
+
+@operator("give a chunk another number of axes", "metadata", "GEO002")
+def change_rank(save: Save) -> Iterator[Mutant]:
+    for fqn, i, offsets, sizes in chunks(save):
+        for what, at in (("offsets", ((0, *offsets), sizes)), ("sizes", (offsets, (1, *sizes)))):
+            change = edited(lambda m, step, a=(fqn, i, *at): put(m, *a))
+            yield Mutant(f"chunk {i} of {fqn}: an axis more in its {what}", (fqn,), change)
+
+
+def opaque(save: Save) -> str:
+    """Why the records of a checkpoint tell nothing; empty when they can be read."""
+    infos = save.metadata.storage_data.values()
+    is_stream = any(getattr(info, "transform_descriptors", None) for info in infos)
+    return "records behind a stream transform are not opened" if is_stream else ""
+
+
+def record(save: Save, index: MetadataIndex) -> bytes:
+    """The bytes of a record."""
+    info = save.metadata.storage_data[index]
+    with (save.step / info.relative_path).open("rb") as file:
+        file.seek(info.offset)
+        return file.read(info.length)
+
+
+def in_safetensors(save: Save) -> bool:
+    """Whether the payload files are safetensors: a record is then found by its key, not by its place."""
+    return any((save.step / name).read_bytes()[8:9] == b"{" for name in save.payload)
+
+
+@operator("swap the storage of two chunks", "headers", "PAY004 PAY007 PAY009 PAY010 PAY013")
+def swap_storage(save: Save) -> Iterator[Mutant]:
+    rows = list(chunks(save))
+    for n, (fqn, _, offsets, sizes) in enumerate(rows):
+        for other, _, there, extent in rows[n + 1 : n + 4]:
+            a, b = MetadataIndex(fqn, torch.Size(offsets)), MetadataIndex(other, torch.Size(there))
+            dtypes = [save.tensors[key].properties.dtype for key in (fqn, other)]
+            if in_safetensors(save) and len({save.metadata.storage_data[i].relative_path for i in (a, b)}) == 1:
+                continue  # there a tensor is found by its key
+
+            def change(m: Metadata, step: Path, a: MetadataIndex = a, b: MetadataIndex = b) -> None:
+                m.storage_data[a], m.storage_data[b] = m.storage_data[b], m.storage_data[a]
+
+            legal = "the two records hold the same bytes" if record(save, a) == record(save, b) else ""
+            alike = sizes == extent and dtypes[0] == dtypes[1]
+            unseen = "both records have the shape and dtype of either chunk" if alike else opaque(save)
+            about = f"{fqn} {offsets} with {other} {there}"
+            yield Mutant(about, (fqn, other), edited(change), legal, unseen)
+
+
+# ---------------------------------------------------------------- shapes
+
+
+def resize(metadata: Metadata, fqn: str, shape: Iterable[int]) -> None:
+    """Give a tensor another global shape."""
+    tensor: Any = metadata.state_dict_metadata[fqn]
+    tensor.size = torch.Size(shape)
+
+
+@operator("double or halve a global dimension", "metadata", f"{HOLES} GEO001 {SHAPES}")
+def scale_dim(save: Save) -> Iterator[Mutant]:
+    for fqn, tensor in save.tensors.items():
+        for axis, extent in enumerate(tensor.size):
+            for size in {extent * 2, extent // 2} - {extent}:
+                if 0 not in tensor.size:
+                    shape = moved(tuple(tensor.size), axis, size - extent)
+                    change = edited(lambda m, step, fqn=fqn, shape=shape: resize(m, fqn, shape))
+                    yield Mutant(f"{fqn}: axis {axis} from {extent} to {size}", (fqn,), change)
+
+
+@operator("swap two dimensions of the global shape", "metadata", f"{HOLES} GEO001 {SHAPES}")
+def swap_dims(save: Save) -> Iterator[Mutant]:
+    for fqn, tensor in save.tensors.items():
+        shape = tuple(tensor.size)
+        if len(shape) > 1 and shape[-1] != shape[-2] and 0 not in shape:
+            swapped = (*shape[:-2], shape[-1], shape[-2])
+            yield Mutant(fqn, (fqn,), edited(lambda m, step, fqn=fqn, shape=swapped: resize(m, fqn, shape)))
+
+
+@operator("transpose a tensor and its chunks, not its records", "headers", f"PAY009 PAY007 {SHAPES}")
+def transpose(save: Save) -> Iterator[Mutant]:
+    for fqn, tensor in save.tensors.items():
+        shape = tuple(tensor.size)
+        if len(shape) < 2 or 0 in shape or all(c.sizes[-1] == c.sizes[-2] for c in tensor.chunks):
+            continue
+
+        def change(m: Metadata, step: Path, fqn: str = fqn) -> None:
+            tensor: Any = m.state_dict_metadata[fqn]
+            old = [(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]
+            stored = [m.storage_data.pop(MetadataIndex(fqn, c.offsets), None) for c in tensor.chunks]
+            resize(m, fqn, (*tensor.size[:-2], tensor.size[-1], tensor.size[-2]))
+            for i, row in enumerate(old):
+                offsets, sizes = (torch.Size((*v[:-2], v[-1], v[-2])) for v in row)
+                tensor.chunks[i] = ChunkStorageMetadata(offsets, sizes)
+                if stored[i] is not None:
+                    m.storage_data[MetadataIndex(fqn, offsets, i)] = stored[i]
+
+        yield Mutant(fqn, (fqn,), edited(change), unseen=opaque(save))
+
+
+def grid_axis(tensor: Any) -> int | None:
+    """The axis on which a tensor is cut into equal parts, when there is one and it alone is cut."""
+    sizes = {tuple(chunk.sizes) for chunk in tensor.chunks}
+    cut = [axis for axis in range(len(tensor.size)) if len({chunk.offsets[axis] for chunk in tensor.chunks}) > 1]
+    return cut[0] if len(sizes) == 1 and len(cut) == 1 else None
+
+
+def lay_out(m: Metadata, fqn: str, shape: Iterable[int], places: list[Offsets]) -> None:
+    """Give a tensor's chunks, in their order, new offsets below a new shape."""
+    tensor: Any = m.state_dict_metadata[fqn]
+    stored = [m.storage_data.pop(MetadataIndex(fqn, chunk.offsets)) for chunk in tensor.chunks]
+    resize(m, fqn, shape)
+    for i, offsets in enumerate(places):
+        tensor.chunks[i] = replace(tensor.chunks[i], offsets=torch.Size(offsets))
+        m.storage_data[MetadataIndex(fqn, torch.Size(offsets), i)] = stored[i]
+
+
+def first_axis(fqn: str) -> int:
+    """The first axis that is the weight's own: the one before it counts layers where these have no numbers."""
+    return 1 if re.search(r"\blayers\.[a-z]", fqn) else 0
+
+
+def lonely(save: Save, fqn: str) -> str:
+    """Why a tensor's shape may be any; empty where two siblings or an optimizer state tell it."""
+    role = re.sub(r"\d+", "*", fqn)
+    others = [key for key in save.tensors if key != fqn]
+    siblings = sum(re.sub(r"\d+", "*", key) == role for key in others)
+    path = re.sub(r"^(model\.|module\.)+", "", fqn)
+    states = sum("optim" in key and f".{path}" in key for key in others)
+    return (
+        "" if siblings > 1 or states else "neither two siblings in other layers nor an optimizer state tell its shape"
+    )
+
+
+@operator("keep the old Shard after a transpose", "metadata", SHAPES)
+def old_shard(save: Save) -> Iterator[Mutant]:
+    for fqn, tensor in save.tensors.items():
+        axis = grid_axis(tensor)
+        if axis is None or axis < len(tensor.size) - 2 or first_axis(fqn) > len(tensor.size) - 2:
+            continue
+        size, count = tuple(tensor.chunks[0].sizes), len(tensor.chunks)
+        other = 2 * len(size) - 3 - axis
+        shape = moved(size, other, size[other] * (count - 1))
+        order = sorted(range(count), key=lambda i, t=tensor, a=axis: t.chunks[i].offsets[a])
+        places = [moved((0,) * len(size), other, order.index(i) * size[other]) for i in range(count)]
+        if shape != tuple(tensor.size):
+            change = edited(lambda m, step, a=(fqn, shape, places): lay_out(m, *a))
+            about = f"{fqn}: {tuple(tensor.size)} becomes {shape}"
+            yield Mutant(about, (fqn,), change, unseen=lonely(save, fqn))
+
+
+def keep_first(m: Metadata, step: Path, fqn: str) -> None:
+    """Record the first chunk of a tensor as the whole."""
+    tensor: Any = m.state_dict_metadata[fqn]
+    first = min((chunk for chunk in tensor.chunks if 0 not in chunk.sizes), key=lambda chunk: tuple(chunk.offsets))
+    shape = first.sizes
+    forget(m, step, lambda key, offsets: key == fqn and offsets is not None and offsets != tuple(first.offsets))
+    resize(m, fqn, shape)
+
+
+def nameless(fqn: str) -> str:
+    """Why a state's parameter is not known."""
+    is_id = re.search(r"\bstate\.\d+\.\w+$|bucket_idx", fqn)
+    return "buckets and numbered states name no parameter to compare with" if is_id else ""
+
+
+def is_moment(fqn: str) -> bool:
+    """Whether a key is a state with one element per element of its parameter."""
+    return "exp_avg" in fqn or "momentum" in fqn
+
+
+@operator("record one shard of a weight as the whole", "metadata", SHAPES)
+def local_as_global(save: Save) -> Iterator[Mutant]:
+    for fqn, tensor in save.tensors.items():
+        if len([c for c in tensor.chunks if 0 not in c.sizes]) > 1 and "optim" not in fqn:
+            change = edited(lambda m, step, fqn=fqn: keep_first(m, step, fqn))
+            yield Mutant(fqn, (fqn,), change, unseen=lonely(save, fqn))
+
+
+@operator("record one shard of a moment as the whole", "metadata", SHAPES)
+def local_moment(save: Save) -> Iterator[Mutant]:
+    for fqn, tensor in save.tensors.items():
+        if len([c for c in tensor.chunks if 0 not in c.sizes]) > 1 and is_moment(fqn):
+            change = edited(lambda m, step, fqn=fqn: keep_first(m, step, fqn))
+            yield Mutant(fqn, (fqn,), change, unseen=nameless(fqn))
+
+
+@operator("record k replicas as k shards", "headers", f"{SHAPES} PAY010")
+def stacked_replicas(save: Save) -> Iterator[Mutant]:
+    for fqn, tensor in save.tensors.items():
+        axis = first_axis(fqn)
+        if len(tensor.chunks) != 1 or len(tensor.size) <= axis or 0 in tensor.size or "rng" in fqn:
+            continue
+        if in_safetensors(save) or opaque(save):
+            continue
+
+        def change(m: Metadata, step: Path, fqn: str = fqn, axis: int = axis) -> None:
+            tensor: Any = m.state_dict_metadata[fqn]
+            [chunk], shape = tensor.chunks, tuple(tensor.size)
+            info = m.storage_data[MetadataIndex(fqn, chunk.offsets)]
+            file = step / info.relative_path
+            data = file.read_bytes()
+            file.write_bytes(data + data[info.offset : info.offset + info.length])
+            offsets = torch.Size(moved((0,) * len(shape), axis, shape[axis]))
+            tensor.chunks.append(replace(chunk, offsets=offsets))
+            m.storage_data[MetadataIndex(fqn, offsets, 1)] = replace(info, offset=len(data))
+            resize(m, fqn, moved(shape, axis, shape[axis]))
+
+        yield Mutant(fqn, (fqn,), edited(change), unseen=lonely(save, fqn))
+
+
+@operator("another dtype in the metadata", "headers", f"PAY007 PAY009 {SHAPES}")
+def wrong_dtype(save: Save) -> Iterator[Mutant]:
+    for fqn, tensor in save.tensors.items():
+        for dtype in {torch.float32, torch.bfloat16, torch.float16} - {tensor.properties.dtype}:
+            if 0 not in tensor.size:
+
+                def change(m: Metadata, step: Path, fqn: str = fqn, dtype: torch.dtype = dtype) -> None:
+                    tensor: Any = m.state_dict_metadata[fqn]
+                    tensor.properties.dtype = dtype
+
+                yield Mutant(f"{fqn}: {dtype}", (fqn,), edited(change), unseen=opaque(save))
+
+
+# ---------------------------------------------------------------- keys
+
+_LAYER = re.compile(r"(.*?\b(?:layers|h|blocks|block|layer))\.(\d+)\.")
+_EXPERT = re.compile(r"(.*\bexperts)\.(?:.*\b(?:weight|bias))?(\d+)(?:\.|$)")
+
+
+def numbered(save: Save, pattern: re.Pattern[str]) -> dict[str, dict[int, set[str]]]:
+    """Block -> number -> keys, of layers or experts that are stored one by one; optimizer keys count to their model."""
+    found: dict[str, dict[int, set[str]]] = {}
+    for fqn in save.metadata.state_dict_metadata:
+        match = pattern.match(re.sub(r"^optim\w*\.(state\.)?((exp_avg|exp_avg_sq|param|fp32_param)\.)?", "model.", fqn))
+        if match:
+            block = re.sub(r"^(model\.)+", "", match[1])
+            found.setdefault(block, {}).setdefault(int(match[2]), set()).add(fqn)
+    return found
+
+
+@operator("drop a layer", "metadata", "SHP001 SHP008 COM008 OPT003 OBJ002 PAY006")
+def drop_layer(save: Save) -> Iterator[Mutant]:
+    for block, layers in numbered(save, _LAYER).items():
+        for number, keys in sorted(layers.items())[:-1] if len(layers) > 1 else ():
+            modules = {key.partition(f".{number}.")[2].split(".")[0] for key in keys}
+            unseen = "the upper layers alone are a legal save, so a lost layer 0 is an info" if not number else ""
+            if len(modules - {"weight", "bias"}) < 2:
+                unseen = "a list with one weight in each place may skip numbers, as activations take some"
+            names = (block.rpartition(".")[2], *keys)
+            yield Mutant(f"layer {number} of {block}", names, without(keys), unseen=unseen)
+
+
+@operator("drop an expert", "metadata", "EXP001 EXP002 EXP004 OPT003 PAY006")
+def drop_expert(save: Save) -> Iterator[Mutant]:
+    for block, experts in numbered(save, _EXPERT).items():
+        for number, keys in sorted(experts.items()) if len(experts) > 1 else ():
+            yield Mutant(f"expert {number} of {block}", (block, *keys), without(keys))
+
+
+@operator("drop the experts of the last EP rank", "metadata", f"EXP001 EXP002 EXP004 OPT003 {HOLES}")
+def drop_ep_rank(save: Save) -> Iterator[Mutant]:
+    blocks = numbered(save, _EXPERT)
+    gone = {key for e in blocks.values() if len(e) > 1 for n, keys in e.items() if n >= len(e) / 2 for key in keys}
+    if gone:
+        yield Mutant("experts one by one", tuple(gone | set(blocks)), without(gone))
+    stacked = {
+        fqn: max(c.offsets[axis] for c in tensor.chunks)
+        for fqn, tensor in save.tensors.items()
+        if re.search(r"\bexperts\b", fqn) and (axis := 1 if "layers.mlp" in fqn else 0) < len(tensor.size)
+        if len({c.offsets[axis] for c in tensor.chunks}) > 1
+    }
+    if stacked:
+
+        def change(m: Metadata, step: Path) -> None:
+            axes = {fqn: 1 if "layers.mlp" in fqn else 0 for fqn in stacked}
+            forget(m, step, lambda fqn, at: at is not None and fqn in stacked and at[axes[fqn]] == stacked[fqn])
+
+        yield Mutant("experts on an axis", tuple(stacked), edited(change))
+
+
+def parts_of_states(save: Save) -> dict[str, dict[str, str]]:
+    """What names a parameter's state -> moment -> key, of the two moments that Adam keeps."""
+    found: dict[str, dict[str, str]] = {}
+    for fqn in save.tensors:
+        if match := re.search(r"\bexp_avg(_sq)?\b(?!\.\w+$)|\bexp_avg(_sq)?$", fqn):
+            found.setdefault(fqn[: match.start()] + "*" + fqn[match.end() :], {})[match[0]] = fqn
+    return found
+
+
+@operator("drop one of two moments", "metadata", "OPT002 OPT003 OPT005 PAY006")
+def drop_moment(save: Save) -> Iterator[Mutant]:
+    states = parts_of_states(save)
+    both = {stem: keys for stem, keys in states.items() if len(keys) == 2}
+    for keys in both.values():
+        for fqn in keys.values():
+            unseen = nameless(fqn) if len(both) > 2 else "fewer than two other parameters show that both belong there"
+            yield Mutant(fqn, tuple(keys.values()), without({fqn}), unseen=unseen)
+
+
+@operator("drop a ShardedObject", "metadata", "OBJ002 OPT005 COM004 COM001 PAY006")
+def drop_object(save: Save) -> Iterator[Mutant]:
+    for fqn in save.metadata.state_dict_metadata:
+        if match := re.search(r"/shard_[\d.]+_([\d.]+)$", fqn):
+            is_only = set(match[1].split(".")) == {"1"}
+            unseen = "the only shard of its key: a job without this object is legal" if is_only else ""
+            names = (fqn, fqn[: match.start()], ".".join(fqn[: match.start()].split(".")[-2:]))
+            yield Mutant(fqn, names, without({fqn}), unseen=unseen)
+
+
+@operator("a key without its prefix", "metadata", "NAM001 OPT003 SHP001 SHP008 COM008")
+def lost_prefix(save: Save) -> Iterator[Mutant]:
+    for fqn in save.tensors:
+        short = fqn.partition(".")[2]
+        if not short or short in save.metadata.state_dict_metadata or "optim" in fqn:
+            continue
+        layer = _LAYER.match(fqn)
+        mates = [key for key in save.tensors if layer and key.startswith(f"{layer[1]}.{layer[2]}.")]
+        unseen = "" if len(mates) > 4 else "names outside of layers, and of layers with few weights, begin as they like"
+
+        def change(m: Metadata, step: Path, fqn: str = fqn, short: str = short) -> None:
+            m.state_dict_metadata[short] = m.state_dict_metadata.pop(fqn)
+            if m.planner_data:
+                m.planner_data[short] = tuple(m.planner_data.pop(fqn))[1:]
+            for index in [index for index in m.storage_data if index.fqn == fqn]:
+                m.storage_data[replace(index, fqn=short)] = m.storage_data.pop(index)
+
+        yield Mutant(fqn, (fqn, short), edited(change), unseen=unseen)
+
+
+# ---------------------------------------------------------------- files and byte ranges
+
+
+def on_file(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    """An edit of one file's bytes."""
+    return lambda step: (step / name).write_bytes(change((step / name).read_bytes()))
+
+
+@operator("drop a payload file", "files", FILES)
+def drop_file(save: Save) -> Iterator[Mutant]:
+    for name in save.payload:
+        yield Mutant(name, (name,), lambda step, name=name: (step / name).unlink())
+
+
+def truncated(save: Save, depth: str) -> Iterator[Mutant]:
+    """Payload files with their first part alone."""
+    for name in save.payload:
+        infos = [info for info in save.metadata.storage_data.values() if info.relative_path == name]
+        for share in (0.0, 0.5, 0.99):
+            kept = int((save.step / name).stat().st_size * share)
+            is_slack = depth == "files" and in_safetensors(save) and kept >= 10 + sum(info.length for info in infos)
+            unseen = "the cut is no longer than a header, which is not read at this depth" if is_slack else ""
+            change = on_file(name, lambda data, kept=kept: data[:kept])
+            yield Mutant(f"{name} to {share:.0%}", (name,), change, unseen=unseen)
+
+
+@operator("truncate a payload file", "files", FILES)
+def truncate_file(save: Save) -> Iterator[Mutant]:
+    yield from truncated(save, "files")
+
+
+@operator("truncate a payload file, headers read", "headers", FILES)
+def truncate_read(save: Save) -> Iterator[Mutant]:
+    yield from truncated(save, "headers")
+
+
+@operator("swap two payload files", "headers", f"{FILES} PAY007 PAY010")
+def swap_files(save: Save) -> Iterator[Mutant]:
+    for n, first in enumerate(save.payload):
+        for second in save.payload[n + 1 :]:
+            one, two = ((save.step / name).read_bytes() for name in (first, second))
+
+            def edit(step: Path, names: Any = (first, second, one, two)) -> None:
+                first, second, one, two = names
+                (step / first).write_bytes(two)
+                (step / second).write_bytes(one)
+
+            unseen = "the files hold records of the same shapes at the same places" if len(one) == len(two) else ""
+            legal = "the files are equal" if one == two else ""
+            yield Mutant(f"{first} with {second}", (first, second), edit, legal, unseen)
+
+
+def relocated(index: MetadataIndex, **fields: Any) -> Callable[[Path], None]:
+    """An edit of one storage entry."""
+    return edited(lambda m, step: m.storage_data.update({index: replace(m.storage_data[index], **fields)}))
+
+
+@operator("a byte range behind the end", "files", f"{FILES} PAY005")
+def dangling(save: Save) -> Iterator[Mutant]:
+    for index, info in save.metadata.storage_data.items():
+        if info.length:
+            size = (save.step / info.relative_path).stat().st_size
+            yield Mutant(f"{index}", (index.fqn, info.relative_path), relocated(index, offset=size - info.length + 1))
+
+
+@operator("a byte range of the record before", "files", f"{FILES} PAY005")
+def overlapping(save: Save) -> Iterator[Mutant]:
+    for index, info in save.metadata.storage_data.items():
+        if info.length and info.offset:
+            change = relocated(index, offset=info.offset - min(200, info.offset))
+            yield Mutant(f"{index}", (index.fqn, info.relative_path), change)
+
+
+@operator("a path that leaves the folder", "files", FILES)
+def escaping(save: Save) -> Iterator[Mutant]:
+    for index, info in save.metadata.storage_data.items():
+        for path in (f"../{info.relative_path}", f"/tmp/{info.relative_path}"):
+            yield Mutant(f"{index} at {path}", (index.fqn, info.relative_path), relocated(index, relative_path=path))
+
+
+@operator("flip a bit of stored values", "data", "PAY011 PAY012")
+def flip_values(save: Save) -> Iterator[Mutant]:
+    for fqn, i, offsets, _ in chunks(save):
+        index = MetadataIndex(fqn, torch.Size(offsets))
+        info = save.metadata.storage_data[index]
+        data = (save.step / info.relative_path).read_bytes()[info.offset :]
+        is_container = data[8:9] == b"{"
+        if is_container:
+            start = int.from_bytes(data[:8], "little") + 8
+            at = info.offset + start + json.loads(data[8:start])[fqn]["data_offsets"][0]
+        elif opaque(save):
+            at = info.offset + info.length // 2
+        else:
+            members = zipfile.ZipFile(BytesIO(data[: info.length])).infolist()
+            name = next((member.header_offset + 30 for member in members if "/data/" in member.filename), None)
+            if name is None:  # an object under a tensor's key
+                continue
+            at = info.offset + name + sum(int.from_bytes(data[name - k : name - k + 2], "little") for k in (2, 4))
+        unseen = "safetensors carry no checksum" if is_container else opaque(save)
+        change = on_file(info.relative_path, lambda b, at=at: b[:at] + bytes([b[at] ^ 1]) + b[at + 1 :])
+        yield Mutant(f"chunk {i} of {fqn}", (fqn,), change, unseen=unseen)
+
+
+@operator("zero the end of a payload file", "data", f"{FILES} PAY011 PAY012")
+def zero_page(save: Save) -> Iterator[Mutant]:
+    for name in save.payload:
+        size = min(512, (save.step / name).stat().st_size // 2)
+        unseen = "safetensors carry no checksum" if in_safetensors(save) else opaque(save)
+        change = on_file(name, lambda data, size=size: data[:-size] + bytes(size))
+        yield Mutant(name, (name,), change, unseen=unseen)
+
+
+@operator("a payload file of another step", "files", "PAY006")
+def stale_file(save: Save) -> Iterator[Mutant]:
+    for name in save.payload:
+        if (save.step / name).stat().st_size > 512:
+            yield Mutant(name, ("__99_0.distcp",), lambda step, name=name: copy(step / name, step / "__99_0.distcp"))
+
+
+@operator("a save that did not end", "files", "COM001 SAF002")
+def unfinished(save: Save) -> Iterator[Mutant]:
+    yield Mutant(".metadata absent", (".metadata",), lambda step: (step / ".metadata").unlink())
+    yield Mutant(".metadata at half", (".metadata",), on_file(".metadata", lambda data: data[: len(data) // 2]))
+    yield Mutant(".metadata empty", (".metadata",), on_file(".metadata", lambda data: b""))
+    yield Mutant("a later .metadata.tmp", (".metadata.tmp",), lambda step: (step / ".metadata.tmp").write_bytes(b""))
+    if (save.step / "metadata.json").exists():
+        yield Mutant("metadata.json absent", ("metadata.json",), lambda step: (step / "metadata.json").unlink())
+
+
+# ---------------------------------------------------------------- common state
+
+
+def read_common(step: Path) -> Any:
+    """The common state of a checkpoint whose writer keeps it in `common.pt` (Megatron-Core <= 0.18)."""
+    with megatron_names():
+        return torch.load(step / "common.pt", weights_only=False)
+
+
+def common(about: str, change: Callable[[Any], object]) -> Mutant:
+    """A mutant whose common state was changed and written by torch again."""
+
+    def edit(step: Path) -> None:
+        state = read_common(step)
+        change(state)
+        with megatron_names():
+            torch.save(state, step / "common.pt")
+
+    return Mutant(about, (), edit)
+
+
+def common_states(*names: str, inside: str = "args") -> Callable[[Save], Iterator[tuple[str, Any]]]:
+    """Those of these names that the arguments, or another part of the common state, have, with their values."""
+
+    def found(save: Save) -> Iterator[tuple[str, Any]]:
+        if (save.step / "common.pt").exists():
+            part = read_common(save.step).get(inside)
+            values = part if isinstance(part, dict) else vars(part) if part is not None else {}
+            yield from ((name, values[name]) for name in names if values.get(name) is not None)
+
+    return found
+
+
+def argument(name: str, value: Any) -> Callable[[Any], None]:
+    """A change of one argument."""
+    return lambda state: setattr(state["args"], name, value)
+
+
+@operator("another iteration in the common state", "metadata", "COM002")
+def wrong_iteration(save: Save) -> Iterator[Mutant]:
+    if (save.step / "common.pt").exists() and "iteration" in read_common(save.step):
+        yield common("iteration + 10", lambda state: state.update(iteration=state["iteration"] + 10))
+
+
+@operator("double a size in the arguments", "metadata", "COM008 COM010 EXP001 SHP004 OPT005 OBJ005 SHP006")
+def wrong_size(save: Save) -> Iterator[Mutant]:
+    sizes = ("num_layers", "hidden_size", "num_experts", "padded_vocab_size", "num_attention_heads")
+    for name, value in common_states(*sizes)(save):
+        yield common(f"{name} {value} becomes {2 * value}", argument(name, 2 * value))
+
+
+@operator("double a mesh axis in the arguments", "metadata", "COM008 OPT005 OBJ005 SHP006")
+def wrong_mesh(save: Save) -> Iterator[Mutant]:
+    axes = (f"{axis}_model_parallel_size" for axis in ("tensor", "pipeline", "expert"))
+    for name, value in common_states(*axes, "world_size")(save):
+        mutant = common(f"{name} {value} becomes {2 * value}", argument(name, 2 * value))
+        yield replace(mutant, unseen="torch_dist is resharded on loading, so the mesh in the arguments decides nothing")
+
+
+@operator("another sharding type of the optimizer", "metadata", "COM003 COM004")
+def wrong_type(save: Save) -> Iterator[Mutant]:
+    kinds = {"dp_reshardable", "fully_reshardable", "fully_sharded_model_space"}
+    key = "distrib_optim_sharding_type"
+    for _, value in common_states(key, inside="content_metadata")(save):
+        if any("optimizer." in fqn for fqn in save.tensors):
+            same = {"fully_reshardable", "fully_sharded_model_space"}
+            for kind in sorted(kinds - {value} - (same if value in same else set())):
+                yield common(
+                    f"{value} becomes {kind}", lambda state, kind=kind: state["content_metadata"].update({key: kind})
+                )
+
+
+@operator("flip a layout flag of the content metadata", "metadata", "COM009 SHP006")
+def wrong_flag(save: Save) -> Iterator[Mutant]:
+    flags = ("singleton_local_shards", "non_homogeneous_layers", "chained_optim_avoid_prefix")
+    for name, value in common_states(*flags, inside="content_metadata")(save):
+
+        def change(state: Any, name: str = name, value: bool = value) -> None:
+            state["content_metadata"][name] = not value
+
+        is_numbered = name == "non_homogeneous_layers" and value
+        unseen = "layers of several kinds are numbered without the flag" if is_numbered else ""
+        yield replace(common(f"{name} becomes {not value}", change), unseen=unseen)
+
+
+@operator("another step in the tracker", "metadata", "COM002")
+def wrong_tracker(save: Save) -> Iterator[Mutant]:
+    name = "latest_checkpointed_iteration.txt"
+    if (save.step.parent / name).exists():
+        yield Mutant(name, (name,), lambda step: (step.parent / name).write_text("20"))
+
+
+@operator("drop the param_groups", "metadata", "COM004")
+def no_groups(save: Save) -> Iterator[Mutant]:
+    for _, value in common_states("optimizer", inside="optimizer")(save):
+        if "param_groups" in value:
+            yield common("param_groups", lambda state: state["optimizer"]["optimizer"].pop("param_groups"))
+
+
+# ---------------------------------------------------------------- what is legal
+
+
+LEGAL = "written otherwise, the same checkpoint"
+
+
+@operator("write the metadata in another order", "data", "")
+def reordered(save: Save) -> Iterator[Mutant]:
+    def change(m: Metadata, step: Path) -> None:
+        m.state_dict_metadata = dict(reversed(m.state_dict_metadata.items()))
+        m.storage_data = {replace(index, index=None): info for index, info in reversed(m.storage_data.items())}
+        for entry in m.state_dict_metadata.values():
+            tensor: Any = entry
+            if hasattr(entry, "chunks"):
+                tensor.chunks.reverse()
+
+    yield Mutant("entries, chunks and storage reversed, no index hints", (), edited(change), LEGAL)
+
+
+@operator("all records in one file", "data", "")
+def one_file(save: Save) -> Iterator[Mutant]:
+    if in_safetensors(save) or not save.payload:
+        return
+
+    def change(m: Metadata, step: Path) -> None:
+        data = {name: (step / name).read_bytes() for name in save.payload}
+        starts = {name: sum(map(len, list(data.values())[:n])) for n, name in enumerate(data)}
+        for name in data:
+            (step / name).unlink()
+        (step / "__0_0.distcp").write_bytes(b"".join(data.values()))
+        for index, info in m.storage_data.items():
+            start = starts.get(info.relative_path, 0)
+            m.storage_data[index] = replace(info, relative_path="__0_0.distcp", offset=info.offset + start)
+
+    yield Mutant("__0_0.distcp", (), edited(change), LEGAL)
+
+
+@operator("a parameter without any state", "metadata", "")
+def never_stepped(save: Save) -> Iterator[Mutant]:
+    is_listed = any("param_to_group_meta" in fqn for fqn in save.metadata.state_dict_metadata)
+    for stem in parts_of_states(save):
+        start, _, end = stem.partition("*")
+        keys = {fqn for fqn in save.metadata.state_dict_metadata if fqn.startswith(start) and fqn.endswith(end)}
+        if not end and not re.search(r"bucket_idx|\bstate\.\d+\.$", start) and not is_listed:
+            yield Mutant(stem, (), without(keys), "frozen, or an expert that was never chosen")
+
+
+@operator("an export without the optimizer", "metadata", "")
+def exported(save: Save) -> Iterator[Mutant]:
+    keys = {fqn for fqn in save.metadata.state_dict_metadata if re.match(r"optim\w*\.", fqn)}
+    others = set(save.metadata.state_dict_metadata) - keys
+    if keys and others and not any((save.step / name).exists() for name in ("common.pt", "run_config.yaml")):
+        yield Mutant("every optimizer key", (), without(keys), "weights for inference")
