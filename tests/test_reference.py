@@ -269,7 +269,7 @@ def test_manifest_of_parts_with_one_key_asks_for_one_of_them(tmp_path: Path) -> 
         ("async_save", "per_rank_metadata"),
         ("zstd", "safetensors_mode"),
         ("noflatten", "dedup_lowest"),
-        ("megatron_async/iter_0000010", "megatron_0.19_tp2/iter_0000010"),
+        ("megatron_0.19_tp2/iter_0000010", "megatron_0.15_tp2/iter_0000010"),
         ("megatron_0.15_tp2/iter_0000010", "megatron_0.19_tp2/iter_0000010"),
         ("megatron_tp2_dp2_fully_reshardable/iter_0000010", "megatron_0.12_dp2/iter_0000010"),
         ("megatron_0.12_dp2/iter_0000010", "megatron_tp2_dp2_fully_reshardable/iter_0000010"),
