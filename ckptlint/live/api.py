@@ -166,11 +166,10 @@ class Live:
 
     def _absence(self, tag: str, repeats: bool) -> str:
         """Why the ranks cannot be compared; "" when all are here."""
-        if self.refusal:
-            return self.refusal
         if self.gate is None:
-            return ""
-        passage = self.gate.enter(tag, self.timeout, _veto(), repeats)
+            return self.refusal
+        # a rank that gave up says so at the gate: others may not know, and would wait for it
+        passage = self.gate.enter(tag, self.timeout, self.refusal or _veto(), repeats)
         if passage.go:
             return ""
         if passage.reason:

@@ -408,7 +408,8 @@ def test_a_rank_that_dies_in_the_check_costs_the_deadline_only() -> None:
         assert "was given up in this job" in first[0][0][2]
         assert first[2] < SECONDS
         assert [code for code, *_ in second[0]] == ["LIV211"]
-        assert second[2] < 1, "a group that was given up is not waited for"
+        assert "was given up in this job" in second[0][0][2]
+        assert second[2] < 1.5, "a group that was given up is not waited for"
 
 
 def test_a_veto_is_told_to_all() -> None:
