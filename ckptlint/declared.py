@@ -34,7 +34,9 @@ MAIN_BLOCKS = frozenset(
 
 _HYBRID_SEPARATORS = "/|"
 _EMBEDDINGS = frozenset({"word_embeddings", "embed_tokens", "tok_embeddings", "wte"})
-_FINAL_NORMS = frozenset({"final_layernorm", "final_norm", "ln_f", "norm"})
+FINAL_NORMS = frozenset({"final_layernorm", "final_norm", "ln_f", "norm"})
+"""Names of the norm behind the last layer."""
+
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +211,7 @@ def _model_sizes(params: Iterable[Param]) -> dict[str, tuple[int, str]]:
         parts, shape = param.key.path.split("."), param.own_shape
         if param.key.cls == "embedding" and len(shape) == 2 and _EMBEDDINGS & set(parts):
             hidden["embedding columns"].add(shape[1])
-        elif param.key.cls == "norm" and len(shape) == 1 and not param.key.block and _FINAL_NORMS & set(parts[-2:-1]):
+        elif param.key.cls == "norm" and len(shape) == 1 and not param.key.block and FINAL_NORMS & set(parts[-2:-1]):
             hidden["final norm"].add(shape[0])
         elif param.key.cls == "router" and len(shape) == 2 and param.key.block in MAIN_BLOCKS:
             routers.add(shape)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ckptlint.boxes import distinct
-from ckptlint.declared import MAIN_BLOCKS, number, trusted, trusted_topology
+from ckptlint.declared import FINAL_NORMS, MAIN_BLOCKS, number, trusted, trusted_topology
 from ckptlint.inventory import Param, take
 from ckptlint.keys import Key
 from ckptlint.model import ITEM_BITS, Checkpoint, Tensor
@@ -134,6 +134,31 @@ def hidden_sizes(ckpt: Checkpoint) -> dict[Block, Hidden]:
         if hidden is not None:
             found[block] = hidden
     return found
+
+
+def hidden_params(ckpt: Checkpoint) -> list[Param]:
+    """The norms and the embedding whose last axis is the hidden size that the job's arguments give.
+
+    Those of the one block that they describe: none where no such block stands alone.
+    """
+    params = [param for param in take(ckpt).params if not modules_of(param.key)]
+    blocks = {param.key.block for param in params} & MAIN_BLOCKS
+    if len(blocks) != 1:
+        return []
+    (block,) = blocks
+    return [
+        param
+        for param in params
+        if (param.key.block == block and _is_layer_norm(param))
+        or (not param.key.block and f"{block}.".startswith(_home(param.key)) and _is_final(param))
+    ]
+
+
+def _is_final(param: Param) -> bool:
+    """Whether it is the embedding, or the norm behind the last layer."""
+    name = module_of(param.key)[-1]
+    is_norm = param.key.cls == "norm" and len(param.own_shape) == 1 and "bias" not in param.key.path
+    return (is_norm and name in FINAL_NORMS) or (param.key.cls == "embedding" and is_weight(param))
 
 
 def _is_layer_norm(param: Param) -> bool:

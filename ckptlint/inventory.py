@@ -284,8 +284,6 @@ def _state(tensor: Tensor, chain: tuple[str, ...], rest: str, index: _Index) -> 
     parameter exists is taken.
     """
     head, _, tail = rest.partition(".")
-    if head.isdecimal():
-        return None
     if head in _STATE_NAMES and tail:
         return _mapped(tensor, head, chain, tail, index)
     parts = rest.split(".")
@@ -294,6 +292,8 @@ def _state(tensor: Tensor, chain: tuple[str, ...], rest: str, index: _Index) -> 
         state = _mapped(tensor, what, chain, path, index)
         if state.params:
             return state
+    if head.isdecimal():  # no parameter of an nn.Sequential either
+        return None
     known = next((i for i, part in enumerate(parts) if part in _STATE_NAMES and i), len(parts) - 1)
     return State(tensor, ".".join(parts[known:]), chain, parse(".".join(parts[:known])).path)
 

@@ -22,7 +22,7 @@ class _Mismatch:
     """A chunk whose record says something else.
 
     Attributes:
-        what: `shape`, `dtype`, `bytes`, or `kind` for a record without a tensor.
+        what: `shape`, `dtype`, `bytes`, `offsets`, or `kind` for a record without a tensor.
         text: what the record holds.
     """
 
@@ -34,22 +34,23 @@ class _Mismatch:
 
 @rule("PAY009", "payload-header-mismatch", Severity.ERROR, needs="headers")
 def payload_header_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A record holds another shape or dtype than its chunk.
+    """A record holds another shape, dtype or place than its chunk.
 
     What it checks:
         The header inside each record names the dtype of the tensor and the shape of the chunk, and its storage is large
-        enough for them. A warning where all chunks of a tensor agree on the other dtype; a note for subclasses of
-        tensors and records with several storages. Records that went through a stream transform are not opened.
+        enough for them; in the SAFETENSORS mode of torch's FileSystemWriter it also names the chunk's
+        offsets. A warning where all chunks of a tensor agree on the other dtype; a note for subclasses of tensors and
+        records with several storages. Records that went through a stream transform are not opened.
     Why it matters:
         torch takes sizes and dtype from the first rank's plan, so what another rank really wrote shows only here; a
         wrong dtype loads silently, a wrong shape fails or fills part of the chunk.
     Usual causes:
         A TP-local payload under a chunk of full size, ranks in different precision, a deduplicated chunk of another
-        size, edited metadata.
+        size, edited metadata, payload files that changed places.
     How to fix:
         Build the chunk's metadata from the tensor that is written, and save again.
     See:
-        torch.distributed.checkpoint.planner_helpers._create_write_items
+        torch.distributed.checkpoint.planner_helpers._create_write_items, filesystem._write_files_from_queue
     """
     payload = ckpt.payload
     if payload is None:
@@ -91,6 +92,9 @@ def _compare(payload: PayloadTable, tensor: Tensor, row: int) -> _Mismatch | Non
     bits, stored = ITEM_BITS.get(content.dtype), int(payload.size[record])
     if bits and (content.offset + content.extent) * bits // 8 > stored and content.extent:
         return _Mismatch(row, "bytes", f"a storage of {stored:,} bytes", weak)
+    offsets = tuple(tensor.layout.offsets[row].tolist())
+    if content.place not in (None, offsets):
+        return _Mismatch(row, "offsets", f"the chunk at offsets {list(content.place or ())}", weak)
     return None
 
 
@@ -109,6 +113,8 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, found: lis
     expected = tensor.dtype if first.what == "dtype" else f"shape {list(box.sizes)}"
     if first.what == "bytes":
         expected = f"{tensor.nbytes(box.volume) or 0:,} bytes"
+    elif first.what == "offsets":
+        expected = f"offsets {list(box.offsets)}"
     which = f"the record of chunk {box}{{of}} holds" if len(found) == 1 else f"{len(found):,} records{{of}} hold"
     read = [row for row in range(len(tensor.chunks)) if payload.of(int(tensor.chunks.record[row])) is not None]
     agreed = first.what == "dtype" and len(found) == len(read) and len({hit.text for hit in found}) == 1

@@ -17,6 +17,7 @@ from ckptlint.expected import (
     axis_factor,
     families,
     fused_factors,
+    hidden_params,
     inner_size,
     is_adapter,
     is_confirmed,
@@ -36,6 +37,7 @@ from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
 from ckptlint.siblings import local_factor, shape_outliers
 
 _FILES = 4
+_WITNESSES = 3  # two others say the same as the job
 _REPLICATED = ("norm", "router")
 _ROW_PARALLEL = ("attn_out", "mlp_out")
 
@@ -72,8 +74,9 @@ def local_as_global(ckpt: Checkpoint) -> Iterator[Finding]:
         its partner is cut in more places. What it must be comes from the reference or the job's arguments (error), or
         from tensors that share the size (warning): a bias and its weight, the inner axis of the two projections of an
         MLP, query and key of a linear attention and its convolution, query and attention output or key and value where
-        the cuts say the same, the same tensor in other layers. For biases of row-parallel layers, norms and routers
-        also k times too long. Vocabularies, the number of experts and latent attention are left out.
+        the cuts say the same, the same tensor in other layers; for a norm the hidden size of the job's arguments, if
+        all other norms and the embedding have it. For biases of row-parallel layers, norms and routers also k times too
+        long. Vocabularies, the number of experts and latent attention are left out.
     Why it matters:
         The rows of all ranks but one are in no file although every element of the recorded shape is stored.
     Usual causes:
@@ -89,7 +92,7 @@ def local_as_global(ckpt: Checkpoint) -> Iterator[Finding]:
     if not take(ckpt).params:
         raise NotApplicable("no parameters are named")
     found: dict[str, Local] = {}
-    for source in (_from_reference, _from_biases, _from_components, _from_partners, _from_siblings, _from_arguments):
+    for source in _SOURCES:
         for local in source(ckpt):
             if source is _from_reference or not is_confirmed(ckpt, local.param):
                 found.setdefault(local.param.tensor.fqn, local)
@@ -327,8 +330,39 @@ def _from_arguments(ckpt: Checkpoint) -> Iterator[Local]:
                 yield Local(param, axis, size, f"ffn_hidden_size {ffn:,} of {item.source}", cause, None)
 
 
+def _from_hidden(ckpt: Checkpoint) -> Iterator[Local]:
+    """The one norm that is k times as long or short as the hidden size of the job, on which all others agree."""
+    item, size = trusted(ckpt).get("hidden"), number(trusted(ckpt), "hidden")
+    shown = hidden_params(ckpt)
+    odd = [param for param in shown if param.own_shape[-1] != size]
+    if item is None or size is None or len(odd) != 1 or len(shown) < _WITNESSES or odd[0].key.cls != "norm":
+        return
+    (param,), axis = odd, odd[0].own_axes[0]
+    length = param.own_shape[0]
+    k, rest = divmod(max(length, size), min(length, size) or 1)
+    places = axis_factor(param.tensor, axis)
+    axes = mesh_axes(ckpt, k)
+    if rest or not length or not (axes or (length > size and places == k)):
+        return
+    cause = f"{k} is the size of {' and '.join(axes)}" if axes else f"it is cut in {places} places"
+    basis = f"hidden_size of {item.source} and {len(shown) - 1} other tensors"
+    yield Local(param, axis, size, basis, cause, None)
+
+
 def _is_dense(family: Family) -> bool:
     """Whether it is the one MLP of its layer whose inner size the arguments give, in the block they describe."""
     hidden = family.hidden
     keys = [param.key for weights in family.weights.values() for param in weights]
     return hidden is not None and bool(hidden.declared) and not any(k.in_experts or "shared" in k.path for k in keys)
+
+
+_SOURCES = (
+    _from_reference,
+    _from_biases,
+    _from_components,
+    _from_partners,
+    _from_siblings,
+    _from_arguments,
+    _from_hidden,
+)
+"""In this order: the first that speaks of a tensor tells its size."""

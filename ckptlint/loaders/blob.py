@@ -6,6 +6,7 @@ from math import prod
 from typing import NamedTuple
 
 from ckptlint.errors import UnreadableError
+from ckptlint.loaders.safetensors import sharding_info
 from ckptlint.model import ITEM_BITS, Content, printable
 from ckptlint.safetensors import header_length, layout_faults, parse_header
 from ckptlint.storage import Folder
@@ -28,7 +29,8 @@ def read_blob(folder: Folder, path: str, start: int, size: int) -> dict[str, Blo
         size: bytes of the file, which the blob reaches to the end of.
 
     Raises:
-        UnreadableError: its header is damaged, or its tensors leave holes, overlap or do not fill the file.
+        UnreadableError: its header is damaged, its tensors leave holes, overlap or do not fill the file, or it does not
+            say the offsets of each.
         LimitError: the header is larger than the safetensors library reads.
 
     Source:
@@ -37,6 +39,7 @@ def read_blob(folder: Folder, path: str, start: int, size: int) -> dict[str, Blo
     try:
         length = header_length(folder.read_range(path, start, 64), size - start)
         header = parse_header(folder.read_range(path, start + 8, length), start + 8 + length)
+        info = sharding_info(header) or {}
     except UnreadableError as error:
         raise UnreadableError(f"lies in a safetensors blob that {error}", 0) from None
     faults = [sentence for sentence, _, _ in layout_faults(header, size)]
@@ -51,6 +54,7 @@ def read_blob(folder: Folder, path: str, start: int, size: int) -> dict[str, Blo
         if dtype in ITEM_BITS and prod(shape) * ITEM_BITS[dtype] // 8 != end - begin:
             raise UnreadableError(f"lies in a safetensors blob with {end - begin:,} bytes for {dtype} {list(shape)}", 0)
         strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        content = Content("tensor", dtype, shape, strides)
+        place, _ = info.get(name, (None, None))
+        content = Content("tensor", dtype, shape, strides, place=place)
         found[printable(name)] = BlobTensor(content, header.payload + begin, end - begin)
     return found

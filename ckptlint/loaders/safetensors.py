@@ -252,7 +252,9 @@ def _read_file(
     shown = printable(name)
     try:
         header = read_header(folder, name, size)
-        info = _sharding_info(header, group)
+        info = sharding_info(header)
+        if info is None and group.sharded and header.names:
+            raise UnreadableError(f"is named like one rank's shard and has no {_INFO} in its header", 8)
     except LimitError as error:
         problems.append(from_error(error, shown))
         return False
@@ -293,16 +295,17 @@ def _container(file: str, sentence: str, position: int, fqn: str | None = None) 
     )
 
 
-def _sharding_info(header: Header, group: Group) -> dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] | None:
+def sharding_info(header: Header) -> dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] | None:
     """Key -> offsets of the file's part of it, and the global shape where the writer stored it; None without.
+
+    Raises:
+        UnreadableError: it does not give the offsets of every tensor in the header.
 
     Source:
         torch.distributed.checkpoint.hf_storage (>= 2.8); `global_shape` is a proposal (pytorch#189945)
     """
     text = header.metadata.get(_INFO)
     if not text:
-        if group.sharded and header.names:
-            raise UnreadableError(f"is named like one rank's shard and has no {_INFO} in its header", 8)
         return None
     try:
         stored = json_object(text.encode("utf-8", "surrogatepass"))

@@ -300,16 +300,34 @@ def first_axis(fqn: str) -> int:
     return 1 if re.search(r"\blayers\.[a-z]", fqn) else 0
 
 
-def lonely(save: Save, fqn: str) -> str:
-    """Why a tensor's shape may be any; empty where two siblings or an optimizer state tell it."""
-    role = re.sub(r"\d+", "*", fqn)
-    others = [key for key in save.tensors if key != fqn]
-    siblings = sum(re.sub(r"\d+", "*", key) == role for key in others)
+_LAYER = re.compile(r"(.*?\b(?:layers|h|blocks|block|layer))\.(\d+)\.")
+_HIDDEN_NORM = re.compile(r"decoder\..*\b((input|post_attention|pre_mlp|final)_layernorm\.|layer_norm_)weight")
+
+
+def lonely(save: Save, fqn: str, transposed: bool = False) -> str:
+    """Why a tensor's shape may be any; empty where two siblings in other layers or an optimizer state tell it.
+
+    Args:
+        transposed: whether the number of elements is as before, so that a flattened state tells nothing.
+    """
+    layer = _LAYER.match(fqn)
+    role = re.compile(re.escape(fqn[: layer.end(1)]) + r"\.\d+\." + re.escape(fqn[layer.end() :]) if layer else "(?!)")
     path = re.sub(r"^(model\.|module\.)+", "", fqn)
-    states = sum("optim" in key and f".{path}" in key for key in others)
-    return (
-        "" if siblings > 1 or states else "neither two siblings in other layers nor an optimizer state tell its shape"
-    )
+    shapes = {key: len(tensor.size) for key, tensor in save.tensors.items() if key != fqn}
+    siblings = sum(role.fullmatch(key) is not None for key in shapes)
+    states = [key for key in shapes if "optim" in key and f".{path}" in key and not nameless(key)]
+    if siblings > 1 or any(not transposed or shapes[key] == len(save.tensors[fqn].size) for key in states):
+        return ""
+    return "neither two siblings in other layers nor an optimizer state tell its shape"
+
+
+def is_hidden_norm(save: Save, fqn: str) -> bool:
+    """Whether it is a norm as long as the arguments' hidden size, and so are another one and the embedding."""
+    args = read_common(save.step).get("args") if (save.step / "common.pt").exists() else None
+    norms = [tensor.size[-1] for key, tensor in save.tensors.items() if _HIDDEN_NORM.fullmatch(key)]
+    tables = [tensor.size[-1] for key, tensor in save.tensors.items() if key == "embedding.word_embeddings.weight"]
+    is_shown = len(norms) > 1 and len(tables) == 1 and {*norms, *tables} == {getattr(args, "hidden_size", None)}
+    return is_shown and _HIDDEN_NORM.fullmatch(fqn) is not None
 
 
 @operator("keep the old Shard after a transpose", "metadata", SHAPES)
@@ -326,7 +344,7 @@ def old_shard(save: Save) -> Iterator[Mutant]:
         if shape != tuple(tensor.size):
             change = edited(lambda m, step, a=(fqn, shape, places): lay_out(m, *a))
             about = f"{fqn}: {tuple(tensor.size)} becomes {shape}"
-            yield Mutant(about, (fqn,), change, unseen=lonely(save, fqn))
+            yield Mutant(about, (fqn,), change, unseen=lonely(save, fqn, transposed=True))
 
 
 def keep_first(m: Metadata, step: Path, fqn: str) -> None:
@@ -386,7 +404,8 @@ def stacked_replicas(save: Save) -> Iterator[Mutant]:
             m.storage_data[MetadataIndex(fqn, offsets, 1)] = replace(info, offset=len(data))
             resize(m, fqn, moved(shape, axis, shape[axis]))
 
-        yield Mutant(fqn, (fqn,), edited(change), unseen=lonely(save, fqn))
+        unseen = "" if is_hidden_norm(save, fqn) else lonely(save, fqn)
+        yield Mutant(fqn, (fqn,), edited(change), unseen=unseen)
 
 
 @operator("another dtype in the metadata", "headers", f"PAY007 PAY009 {SHAPES}")
@@ -404,7 +423,6 @@ def wrong_dtype(save: Save) -> Iterator[Mutant]:
 
 # ---------------------------------------------------------------- keys
 
-_LAYER = re.compile(r"(.*?\b(?:layers|h|blocks|block|layer))\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\bexperts)\.(?:.*\b(?:weight|bias))?(\d+)(?:\.|$)")
 
 
@@ -468,13 +486,29 @@ def parts_of_states(save: Save) -> dict[str, dict[str, str]]:
     return found
 
 
+def one_moment(save: Save, keys: dict[str, str]) -> str:
+    """Why this optimizer may keep one of the two moments alone."""
+    names = {re.sub(r"\bexp_avg(_sq)?\b", "*", fqn): None for fqn in keys.values()}
+    start, _, end = next(iter(names)).partition("*")
+    pair = [tuple(save.tensors[fqn].size) for fqn in keys.values()]
+    beside = {fqn[len(start) :].split(".")[0] for fqn in save.tensors if not end and fqn.startswith(start)}
+    if beside - {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"} or pair[0] != pair[1]:
+        return "states beside the moments, or moments of unlike shapes, are of an optimizer that may keep one alone"
+    owners = {fqn.rpartition(".")[0] for fqn in save.tensors if re.match(r"optim\w*\.state\.", fqn)}
+    if not end and 2 * len([1 for stem in parts_of_states(save).values() if len(stem) == 2]) < len(owners):
+        return "most parameters have other states"
+    return ""
+
+
 @operator("drop one of two moments", "metadata", "OPT002 OPT003 OPT005 PAY006")
 def drop_moment(save: Save) -> Iterator[Mutant]:
     states = parts_of_states(save)
     both = {stem: keys for stem, keys in states.items() if len(keys) == 2}
     for keys in both.values():
         for fqn in keys.values():
-            unseen = nameless(fqn) if len(both) > 2 else "fewer than two other parameters show that both belong there"
+            unseen = nameless(fqn) or one_moment(save, keys) or ""
+            if len(both) < 3:
+                unseen = "fewer than two other parameters show that both belong there"
             yield Mutant(fqn, tuple(keys.values()), without({fqn}), unseen=unseen)
 
 
@@ -488,7 +522,7 @@ def drop_object(save: Save) -> Iterator[Mutant]:
             yield Mutant(fqn, names, without({fqn}), unseen=unseen)
 
 
-@operator("a key without its prefix", "metadata", "NAM001 OPT003 SHP001 SHP008 COM008")
+@operator("a key without its prefix", "metadata", "NAM001 OPT003 SHP001 SHP005 SHP008 COM008")
 def lost_prefix(save: Save) -> Iterator[Mutant]:
     for fqn in save.tensors:
         short = fqn.partition(".")[2]
@@ -497,6 +531,8 @@ def lost_prefix(save: Save) -> Iterator[Mutant]:
         layer = _LAYER.match(fqn)
         mates = [key for key in save.tensors if layer and key.startswith(f"{layer[1]}.{layer[2]}.")]
         unseen = "" if len(mates) > 4 else "names outside of layers, and of layers with few weights, begin as they like"
+        if not unseen and not fqn.startswith(("model.", "module.")) and lonely(save, fqn):
+            unseen = "the word is part of the names of the model, and no two other layers have a key of this role"
 
         def change(m: Metadata, step: Path, fqn: str = fqn, short: str = short) -> None:
             m.state_dict_metadata[short] = m.state_dict_metadata.pop(fqn)
@@ -544,7 +580,7 @@ def truncate_read(save: Save) -> Iterator[Mutant]:
     yield from truncated(save, "headers")
 
 
-@operator("swap two payload files", "headers", f"{FILES} PAY007 PAY010")
+@operator("swap two payload files", "headers", f"{FILES} PAY005 PAY007 PAY010")
 def swap_files(save: Save) -> Iterator[Mutant]:
     for n, first in enumerate(save.payload):
         for second in save.payload[n + 1 :]:
@@ -578,7 +614,9 @@ def overlapping(save: Save) -> Iterator[Mutant]:
     for index, info in save.metadata.storage_data.items():
         if info.length and info.offset:
             change = relocated(index, offset=info.offset - min(200, info.offset))
-            yield Mutant(f"{index}", (index.fqn, info.relative_path), change)
+            is_keyed = in_safetensors(save) and index.fqn in save.tensors
+            unseen = "a tensor of a safetensors file is found by its key, not by its place" if is_keyed else ""
+            yield Mutant(f"{index}", (index.fqn, info.relative_path), change, unseen=unseen)
 
 
 @operator("a path that leaves the folder", "files", FILES)
@@ -685,7 +723,12 @@ def wrong_iteration(save: Save) -> Iterator[Mutant]:
 def wrong_size(save: Save) -> Iterator[Mutant]:
     sizes = ("num_layers", "hidden_size", "num_experts", "padded_vocab_size", "num_attention_heads")
     for name, value in common_states(*sizes)(save):
-        yield common(f"{name} {value} becomes {2 * value}", argument(name, 2 * value))
+        unseen = "one size alone may be a later job's: the tensors are what is loaded, and a wrong size fails there"
+        if name == "num_layers":
+            is_shared = any(fqn.startswith("mimo.") for fqn in save.tensors)
+            unseen = "several modules share one set of arguments" if is_shared else ""
+        mutant = common(f"{name} {value} becomes {2 * value}", argument(name, 2 * value))
+        yield replace(mutant, unseen=unseen)
 
 
 @operator("double a mesh axis in the arguments", "metadata", "COM008 OPT005 OBJ005 SHP006")
