@@ -38,7 +38,6 @@ FINAL_NORMS = frozenset({"final_layernorm", "final_norm", "ln_f", "norm"})
 """Names of the norm behind the last layer."""
 
 
-
 @dataclass(frozen=True, slots=True)
 class Contradiction:
     """A declared value and what is stored instead.
