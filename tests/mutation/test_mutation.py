@@ -25,6 +25,7 @@ OPEN = {
     "drop one of two moments",
     "a key without its prefix",
     "drop a layer",
+    "swap two payload files",
 }
 """Operators of which some mutants are missed; docs/verdict-quality.md lists these."""
 
