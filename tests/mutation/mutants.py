@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import pickle
 import random
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 from conftest import REAL, manifest
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan
 
@@ -50,6 +54,9 @@ def megatron_names() -> Any:
     return patch.dict(sys.modules, modules)
 
 
+Kind = Literal["metadata", "ranks", "headers"]
+
+
 @dataclass(frozen=True)
 class Save:
     """A healthy checkpoint.
@@ -58,11 +65,13 @@ class Save:
         name: its path below `fixtures/real`.
         step: the folder of its metadata.
         top: what is copied: the run folder of a step, the checkpoint itself otherwise.
+        kind: how it is described: by one `.metadata`, by one `__N.metadata` of each rank, or by safetensors headers.
     """
 
     name: str
     step: Path
     top: Path
+    kind: Kind = "metadata"
 
     @cached_property
     def metadata(self) -> Metadata:
@@ -87,31 +96,50 @@ class Save:
 
 
 def saves() -> list[Save]:
-    """Every healthy checkpoint with one `.metadata`."""
+    """Every healthy checkpoint, and what torch consolidates from the safetensors shards among them."""
+    kinds: dict[str, Kind] = {".metadata": "metadata", "__0.metadata": "ranks", "shard-00001-*": "headers"}
     found = []
     for folder in (REAL, REAL / "lookalikes", REAL / "bugs"):
         for row in manifest(folder):
-            step = next((folder / row["path"]).rglob(".metadata"), None)
+            steps = ((next((folder / row["path"]).rglob(name), None), kind) for name, kind in kinds.items())
+            step, kind = next(((path.parent, kind) for path, kind in steps if path is not None), (None, "metadata"))
             if row["verdict"] == "healthy" and step is not None:
                 name = f"{folder.name}/{row['path']}".removeprefix("real/")
-                found.append(Save(name, step.parent, folder / row["path"].split("/")[0]))
-    return found
+                found.append(Save(name, step, folder / row["path"].split("/")[0], kind))
+    return [*found, _consolidated()]
 
 
-def read_metadata(step: Path) -> Metadata:
-    """`.metadata` as torch's own objects."""
+@cache
+def _consolidated() -> Save:
+    folder = Path(tempfile.mkdtemp()) / "hf_consolidated"
+    folder.mkdir()
+    atexit.register(shutil.rmtree, folder.parent)
+    keys = {key for path in (REAL / "hf_sharded").iterdir() for key in read_header(path) if key != "__metadata__"}
+    files = {key: 1 + number % 2 for number, key in enumerate(sorted(keys))}
+    consolidate_safetensors_files(str(REAL / "hf_sharded"), str(folder), files)
+    return Save("hf_consolidated", folder, folder, "headers")
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file."""
+    with path.open("rb") as file:
+        return json.loads(file.read(int.from_bytes(file.read(8), "little")))  # type: ignore[no-any-return]
+
+
+def read_metadata(step: Path, name: str = ".metadata") -> Metadata:
+    """`.metadata`, or that of one rank, as torch's own objects."""
     with megatron_names():
-        return pickle.loads((step / ".metadata").read_bytes())  # type: ignore[no-any-return]
+        return pickle.loads((step / name).read_bytes())  # type: ignore[no-any-return]
 
 
-def edited(change: Callable[[Metadata, Path], None]) -> Callable[[Path], None]:
+def edited(change: Callable[[Metadata, Path], object], name: str = ".metadata") -> Callable[[Path], None]:
     """An edit of the metadata, written as torch's FileSystemWriter does: `pickle.dump` of the object."""
 
     def edit(step: Path) -> None:
-        metadata = read_metadata(step)
+        metadata = read_metadata(step, name)
         change(metadata, step)
         with megatron_names():
-            (step / ".metadata").write_bytes(pickle.dumps(metadata))
+            (step / name).write_bytes(pickle.dumps(metadata))
 
     return edit
 
@@ -142,16 +170,18 @@ class Operator:
     Attributes:
         codes: the rules that may speak.
         mutants: every mutant of a checkpoint that it fits.
+        kind: of the checkpoints that it damages.
     """
 
     name: str
     depth: Depth
     codes: frozenset[str]
     mutants: Callable[[Save], Iterator[Mutant]]
+    kind: Kind = "metadata"
 
     def sample(self, save: Save, count: int, seed: int) -> list[Mutant]:
         """At most so many mutants of a checkpoint, always the same ones for a seed."""
-        found = list(self.mutants(save))
+        found = list(self.mutants(save)) if save.kind == self.kind else []
         return random.Random(f"{seed} {self.name} {save.name}").sample(found, min(count, len(found)))
 
 

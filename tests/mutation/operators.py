@@ -13,7 +13,7 @@ from shutil import copy
 from typing import Any
 
 import torch
-from mutants import Mutant, Operator, Save, edited, megatron_names
+from mutants import Kind, Mutant, Operator, Save, edited, megatron_names, read_header, read_metadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from ckptlint.rule import Depth
@@ -30,11 +30,11 @@ Mutants = Callable[[Save], Iterator[Mutant]]
 Offsets = tuple[int, ...]
 
 
-def operator(name: str, depth: Depth, codes: str) -> Callable[[Mutants], Mutants]:
+def operator(name: str, depth: Depth, codes: str, kind: Kind = "metadata") -> Callable[[Mutants], Mutants]:
     """Add a function that yields mutants to the operators, with the rules that may speak of them."""
 
     def add(mutants: Mutants) -> Mutants:
-        OPERATORS.append(Operator(name, depth, frozenset(codes.split()), mutants))
+        OPERATORS.append(Operator(name, depth, frozenset(codes.split()), mutants, kind))
         return mutants
 
     return add
@@ -316,7 +316,8 @@ def lonely(save: Save, fqn: str, transposed: bool = False) -> str:
     shapes = {key: len(tensor.size) for key, tensor in save.tensors.items() if key != fqn}
     siblings = sum(role.fullmatch(key) is not None for key in shapes)
     states = [key for key in shapes if "optim" in key and f".{path}" in key and not nameless(key)]
-    if siblings > 1 or any(not transposed or shapes[key] == len(save.tensors[fqn].size) for key in states):
+    is_usual = len(parts_of_states(save)) > 2
+    if siblings > 1 or any(is_usual and not transposed or shapes[key] == len(save.tensors[fqn].size) for key in states):
         return ""
     return "neither two siblings in other layers nor an optimizer state tell its shape"
 
@@ -725,8 +726,11 @@ def wrong_size(save: Save) -> Iterator[Mutant]:
     for name, value in common_states(*sizes)(save):
         unseen = "one size alone may be a later job's: the tensors are what is loaded, and a wrong size fails there"
         if name == "num_layers":
+            args = read_common(save.step)["args"]
             is_shared = any(fqn.startswith("mimo.") for fqn in save.tensors)
             unseen = "several modules share one set of arguments" if is_shared else ""
+            if getattr(args, "hybrid_override_pattern", None) or getattr(args, "hybrid_layer_pattern", None):
+                unseen = "the hybrid pattern gives the layers one by one"
         mutant = common(f"{name} {value} becomes {2 * value}", argument(name, 2 * value))
         yield replace(mutant, unseen=unseen)
 
@@ -772,11 +776,183 @@ def wrong_tracker(save: Save) -> Iterator[Mutant]:
         yield Mutant(name, (name,), lambda step: (step.parent / name).write_text("20"))
 
 
+_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+
+
 @operator("drop the param_groups", "metadata", "COM004")
 def no_groups(save: Save) -> Iterator[Mutant]:
     for _, value in common_states("optimizer", inside="optimizer")(save):
         if "param_groups" in value:
             yield common("param_groups", lambda state: state["optimizer"]["optimizer"].pop("param_groups"))
+
+
+@operator("make two param_groups look the same", "metadata", "COM005")
+def merged_groups(save: Save) -> Iterator[Mutant]:
+    for _, value in common_states("optimizer", inside="optimizer")(save):
+        groups = value.get("param_groups", [])
+        if len(groups) > 1 and "wd_mult" in groups[0]:
+
+            def change(state: Any) -> None:
+                first, second, *_ = state["optimizer"]["optimizer"]["param_groups"]
+                second |= {name: first[name] for name in _IDENTITY if name in first}
+                second["max_lr"] = 2 * (first.get("max_lr") or first.get("lr") or 1.0)
+
+            yield common("the second group is identified as the first, with its own learning rate", change)
+
+
+# ---------------------------------------------------------------- metadata and files that do not belong together
+
+
+@operator("the metadata of another step", "files", FILES + " PAY005")
+def other_step(save: Save) -> Iterator[Mutant]:
+    infos = save.metadata.storage_data
+    if getattr(save.metadata.storage_meta, "save_id", None):
+
+        def same(m: Metadata, step: Path) -> None:
+            m.storage_meta.save_id = "11111111-0000-4000-8000-000000000000"  # type: ignore[union-attr]
+
+        yield Mutant(
+            "the same layout", (), edited(same), unseen="the metadata of two steps differ in their save id alone"
+        )
+    states = {fqn for fqn in save.metadata.state_dict_metadata if is_moment(fqn)}
+    if states and not in_safetensors(save):
+
+        def before(m: Metadata, step: Path) -> None:
+            files = {info.relative_path: (step / info.relative_path).read_bytes() for info in infos.values()}
+            forget(m, step, lambda fqn, offsets: fqn in states)
+            for name, data in files.items():
+                (step / name).write_bytes(data)
+
+        yield Mutant("a step before the first of the optimizer", tuple(save.payload), edited(before))
+    if not in_safetensors(save) and save.payload:
+
+        def wider(m: Metadata, step: Path) -> None:
+            index = max(m.storage_data, key=lambda index: m.storage_data[index].length)
+            m.storage_data[index] = replace(m.storage_data[index], relative_path="__99_0.distcp", offset=0)
+
+        yield Mutant("a step of more ranks", ("__99_0.distcp",), edited(wider))
+
+
+@operator("a payload file that is a link elsewhere", "files", FILES)
+def linked(save: Save) -> Iterator[Mutant]:
+    for name in save.payload:
+
+        def link(step: Path, name: str = name, target: str = "../gone") -> None:
+            (step / name).unlink()
+            (step / name).symlink_to(target)
+
+        for target in ("../gone", name, "/dev/null", ".."):
+            yield Mutant(f"{name} to {target}", (name,), lambda step, n=name, t=target: link(step, n, t))
+
+        def elsewhere(step: Path, name: str = name) -> None:
+            (step / name).rename(step.parent / f"moved{name}")
+            (step / name).symlink_to(f"../moved{name}")
+
+        yield Mutant(f"{name} to the file itself", (), elsewhere, "model caches link to their files")
+
+
+# ---------------------------------------------------------------- headers of safetensors files
+
+_HEADER = "GEO001 GEO002 GEO003 GEO004 GEO007 GEO008 SHP002 PAY004 PAY007 PAY009 PAY013 PAY014 SAF002"
+
+
+def on_header(name: str, change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    """An edit of the header of a safetensors file."""
+
+    def edit(step: Path) -> None:
+        data = (step / name).read_bytes()
+        header = read_header(step / name)
+        change(header)
+        text = json.dumps(header).encode()
+        payload = data[8 + int.from_bytes(data[:8], "little") :]
+        (step / name).write_bytes(len(text).to_bytes(8, "little") + text + payload)
+
+    return edit
+
+
+def header_entries(save: Save) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """File, key and entry of every tensor that is not empty."""
+    for path in sorted(save.step.glob("*.safetensors")):
+        for key, entry in read_header(path).items():
+            if key != "__metadata__" and 0 not in entry["shape"]:
+                yield path.name, key, entry
+
+
+def alone(save: Save, key: str) -> str:
+    """Why a header may say what it likes of a key."""
+    count = sum(other == key for _, other, _ in header_entries(save))
+    return "the header alone describes the tensor, and its bytes fit" if count == 1 else ""
+
+
+@operator("another dtype in a safetensors header", "metadata", _HEADER, "headers")
+def header_dtype(save: Save) -> Iterator[Mutant]:
+    for name, key, entry in header_entries(save):
+        for dtype in {"F16", "F64", "I32"} - {entry["dtype"]}:
+            unseen = alone(save, key) if (dtype, entry["dtype"]) == ("I32", "F32") else ""
+            change = on_header(name, lambda header, key=key, dtype=dtype: header[key].update(dtype=dtype))
+            yield Mutant(f"{key} in {name}: {dtype}", (key, name), change, unseen=unseen)
+
+
+@operator("another shape in a safetensors header", "metadata", _HEADER, "headers")
+def header_shape(save: Save) -> Iterator[Mutant]:
+    for name, key, entry in header_entries(save):
+        shape = entry["shape"]
+        for other in ([2 * shape[0], *shape[1:]], shape[::-1], [1, *shape]):
+            if other != shape:
+                unseen = "" if other[0] == 2 * shape[0] else alone(save, key)
+                change = on_header(name, lambda header, key=key, shape=other: header[key].update(shape=shape))
+                yield Mutant(f"{key} in {name}: {other}", (key, name), change, unseen=unseen)
+
+
+@operator("other data_offsets in a safetensors header", "metadata", _HEADER, "headers")
+def header_offsets(save: Save) -> Iterator[Mutant]:
+    for name, key, entry in header_entries(save):
+        begin, end = entry["data_offsets"]
+        for span in ([begin, end + 4], [begin + 4, end], [begin + 4, end + 4], [end, begin]):
+            change = on_header(name, lambda header, key=key, span=span: header[key].update(data_offsets=span))
+            yield Mutant(f"{key} in {name}: {span}", (key, name), change)
+
+
+@operator("other saved_offsets in a safetensors header", "metadata", _HEADER, "headers")
+def header_places(save: Save) -> Iterator[Mutant]:
+    for name, key, entry in header_entries(save):
+        info = json.loads(read_header(save.step / name).get("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
+        for axis in range(len(entry["shape"])) if key in info else ():
+            offsets = moved(tuple(info[key]["saved_offsets"]), axis, 1)
+
+            def change(header: dict[str, Any], key: str = key, offsets: Offsets = offsets) -> None:
+                places = json.loads(header["__metadata__"]["DCP_SHARDING_INFO"])
+                places[key]["saved_offsets"] = list(offsets)
+                header["__metadata__"]["DCP_SHARDING_INFO"] = json.dumps(places)
+
+            yield Mutant(f"{key} in {name}: {list(offsets)}", (key, name), on_header(name, change))
+
+
+# ---------------------------------------------------------------- metadata of single ranks
+
+
+@operator(
+    "the metadata of one rank is damaged", "files", f"{FILES} {HOLES} GEO001 GEO003 PAY001 PAY005 PAY007", "ranks"
+)
+def one_rank(save: Save) -> Iterator[Mutant]:
+    for path in sorted(save.step.glob("__*.metadata")):
+        name = path.name
+        yield Mutant(f"{name} absent", (name,), lambda step, name=name: (step / name).unlink())
+        yield Mutant(f"{name} at half", (name,), on_file(name, lambda data: data[: len(data) // 2]))
+        metadata = read_metadata(save.step, name)
+        for fqn, entry in metadata.state_dict_metadata.items():
+            tensor: Any = entry
+            if not hasattr(entry, "chunks") or 0 in tensor.chunks[0].sizes:
+                continue
+            offsets, sizes = (tuple(value) for value in (tensor.chunks[0].offsets, tensor.chunks[0].sizes))
+            doubled = (2 * tensor.size[0], *tensor.size[1:])
+            dropped = edited(
+                lambda m, step, at=MetadataIndex(fqn, tensor.chunks[0].offsets): m.storage_data.pop(at), name
+            )
+            shifted = edited(lambda m, step, a=(fqn, 0, moved(offsets, 0, 1), sizes): put(m, *a), name)
+            resized = edited(lambda m, step, fqn=fqn, shape=doubled: resize(m, fqn, shape), name)
+            for what, edit in (("no storage entry", dropped), ("shifted", shifted), ("doubled", resized)):
+                yield Mutant(f"{fqn} of {name}: {what}", (fqn,), edit)
 
 
 # ---------------------------------------------------------------- what is legal
