@@ -317,7 +317,7 @@ def lonely(save: Save, fqn: str, transposed: bool = False) -> str:
     siblings = sum(role.fullmatch(key) is not None for key in shapes)
     states = [key for key in shapes if "optim" in key and f".{path}" in key and not nameless(key)]
     is_usual = len(parts_of_states(save)) > 2
-    if siblings > 1 or any(is_usual and not transposed or shapes[key] == len(save.tensors[fqn].size) for key in states):
+    if siblings > 1 or any((is_usual and not transposed) or shapes[key] == len(save.tensors[fqn].size) for key in states):
         return ""
     return "neither two siblings in other layers nor an optimizer state tell its shape"
 
