@@ -93,8 +93,9 @@ def _rank(
 ) -> None:
     signal.alarm(math.ceil(timeout) + 5)  # should the test run be killed, nobody else ends this process
     os.setpgid(0, 0)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    torch.set_num_threads(1)  # a forked process has no threads to share work with
+    # a forked process has no threads to share work with; accelerate would ask for some, unless told
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         answer.send(function(rank))
