@@ -336,7 +336,7 @@ def test_rules_that_need_more_depth_are_listed_as_not_run() -> None:
     document = json.loads(invoke(GOOD, "--depth", "metadata", "--format", "json").output)
     reasons = {row["code"]: row["reason"] for row in document["checkpoints"][0]["not_run"]}
     assert reasons["PAY003"] == "needs --depth files"
-    assert set(reasons) == {rule.code for rule in load_rules() if rule.needs != "metadata" or rule.expects}
+    assert set(reasons) == {r.code for r in load_rules() if r.needs != "metadata" or r.expects or r.live}
 
 
 @pytest.mark.parametrize(
@@ -380,7 +380,7 @@ def test_json_of_real_checkpoints_follows_its_schema(name: str) -> None:
 def test_json_is_not_cut_by_max_per_rule() -> None:
     document = json.loads(invoke(BAD, "--format", "json", "--max-per-rule", "1").output)
     findings = [f for part in document["checkpoints"] for f in part["findings"] if f["code"] == "GEO004"]
-    assert len(findings) == 4
+    assert len(findings) == 2
     assert findings[0]["region"] == {"offsets": [6, 0], "sizes": [3, 12]}
     assert findings[0]["mesh"] == {"dim 0": [2]}
 

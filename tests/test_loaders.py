@@ -58,7 +58,7 @@ def test_every_real_checkpoint_is_in_the_manifest() -> None:
     listed = {row["path"].partition("/")[0] for row in manifest(REAL)}
     unlisted = [path for path in REAL.iterdir() if path.is_dir() and path.name not in listed]
     assert [path.name for path in unlisted if any(path.glob("*.distcp")) or (path / ".metadata").exists()] == []
-    assert len(listed) >= 70
+    assert len(listed) >= 68
 
 
 @pytest.mark.skipif(not SHARED_ROWS, reason="no folder of shared checkpoints beside the repository")

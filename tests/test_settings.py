@@ -331,7 +331,7 @@ def test_paths_of_a_file_are_relative_to_it(here: Path, monkeypatch: pytest.Monk
     assert in_force()["settings"]["output"]["value"] == ["../out.json", "concise=../out"]
     result = invoke(BAD, "--select", "GEO")
     assert result.exit_code == 0, result.output
-    assert json.loads((here / "out.json").read_text())["summary"]["baselined"] == 4
+    assert json.loads((here / "out.json").read_text())["summary"]["baselined"] == 2
     assert (here / "out").exists()
 
 
@@ -376,16 +376,16 @@ def test_ignored_findings_do_not_count_and_are_kept(here: Path) -> None:
     result = invoke(BAD)
     assert result.exit_code == 0
     assert "GEO004" not in result.output
-    assert "(4 findings ignored by config)" in result.output.splitlines()[-1]
+    assert "(2 findings ignored by config)" in result.output.splitlines()[-1]
     assert 'rank 2 "was" lost' in invoke(BAD, "-v").output
     assert invoke(BAD, "--format", "concise").output == ""
     document = json.loads(invoke(BAD, "--format", "json").output)
     jsonschema.validate(document, SCHEMA)
     assert document["verdict"] == "pass"
     assert document["summary"]["error"] == 0
-    assert document["summary"]["ignored"] == 4
+    assert document["summary"]["ignored"] == 2
     findings = document["checkpoints"][0]["findings"]
-    assert [item["ignored"] for item in findings] == [{"by": "per-key-ignores", "reason": 'rank 2 "was" lost'}] * 4
+    assert [item["ignored"] for item in findings] == [{"by": "per-key-ignores", "reason": 'rank 2 "was" lost'}] * 2
     assert len({item["group"] for item in findings}) == 1
 
 
@@ -399,8 +399,8 @@ def test_no_ignores_shows_them(here: Path) -> None:
 
 def test_other_keys_and_rules_still_count(here: Path) -> None:
     (here / "ckptlint.toml").write_text(IGNORE.replace("*.w1", "*.0.*.w1"))
-    assert "3 more keys" not in invoke(BAD).output
-    assert "2 more keys" in invoke(BAD).output
+    shown = invoke(BAD).output
+    assert "GEO004" in shown and "1 finding ignored by config" in shown
     (here / "ckptlint.toml").write_text(IGNORE.replace("coverage-hole", "GEO003"))
     assert invoke(BAD).exit_code == 1
 
@@ -480,12 +480,12 @@ def baseline(here: Path) -> Path:
 def test_findings_of_the_baseline_do_not_count(baseline: Path) -> None:
     result = invoke(BAD, "--baseline", baseline)
     assert result.exit_code == 0
-    assert "(4 baselined)" in result.output.splitlines()[-1]
+    assert "(2 baselined)" in result.output.splitlines()[-1]
     assert "error[" not in result.output
     document = json.loads(invoke(BAD, "--baseline", baseline, "--format", "json").output)
     jsonschema.validate(document, SCHEMA)
-    assert document["summary"]["baselined"] == 4
-    assert [item["ignored"] for item in document["checkpoints"][0]["findings"]] == [{"by": "baseline"}] * 4
+    assert document["summary"]["baselined"] == 2
+    assert [item["ignored"] for item in document["checkpoints"][0]["findings"]] == [{"by": "baseline"}] * 2
 
 
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no /dev/zero")
@@ -505,7 +505,7 @@ def test_new_findings_count_and_solved_ones_are_listed(baseline: Path, here: Pat
     write_checkpoint({"tensors": {"w": {"shape": [8], "chunks": ["0:4"]}}}, here / "new")
     result = invoke("new", "--baseline", baseline, "-v")
     assert result.exit_code == 1
-    assert result.output.count("no longer occurs: GEO004 model.layers.") == 4
+    assert result.output.count("no longer occurs: GEO004 model.layers.") == 2
     assert "no longer" not in invoke("new", "--baseline", baseline).output
     assert "no longer" not in invoke("new", "--baseline", baseline, "-v", "--ignore", "GEO004").output
 

@@ -166,11 +166,10 @@ class Live:
 
     def _absence(self, tag: str, repeats: bool) -> str:
         """Why the ranks cannot be compared; "" when all are here."""
-        if self.refusal:
-            return self.refusal
         if self.gate is None:
-            return ""
-        passage = self.gate.enter(tag, self.timeout, _veto(), repeats)
+            return self.refusal
+        # a rank that gave up says so at the gate: others may not know, and would wait for it
+        passage = self.gate.enter(tag, self.timeout, self.refusal or _veto(), repeats)
         if passage.go:
             return ""
         if passage.reason:
@@ -375,14 +374,12 @@ def _digests(held: Sequence[Any], patterns: Sequence[str]) -> tuple[list[int], b
     from ckptlint.live.digest import object_digest, word_digests
 
     is_unequal = re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or "(?!)").match
-    compared = [is_unequal(item.fqn) is None for item in held]
-    tensors = [
-        i
-        for i, item in enumerate(held)
-        if compared[i] and item.kind == "tensor" and item.copies != 1 and isinstance(item.data, torch.Tensor)
-    ]
+    # what one rank alone holds has nothing to be compared with
+    shared = [i for i, item in enumerate(held) if item.copies != 1]
+    compared = [i for i in shared if is_unequal(held[i].fqn) is None]
+    tensors = [i for i in compared if held[i].kind == "tensor" and isinstance(held[i].data, torch.Tensor)]
     out = [0] * len(held)
-    left = compared.count(False)
+    left = len(shared) - len(compared)
     if any(held[i].data.is_cuda for i in tensors):
         torch.cuda.synchronize()  # other streams may still write what is about to be read
     try:
@@ -392,8 +389,9 @@ def _digests(held: Sequence[Any], patterns: Sequence[str]) -> tuple[list[int], b
     for i, digest, is_known in zip(tensors, found.view(np.uint64).tolist(), known.tolist(), strict=True):
         out[i] = (digest or 1) if is_known else 0
         left += not is_known
-    for i, item in enumerate(held):
-        if compared[i] and item.kind == "object":
+    for i in compared:
+        item = held[i]
+        if item.kind == "object":
             data = item.data
             if isinstance(data, argparse.Namespace):
                 data = {name: part for name, part in vars(data).items() if is_unequal(f"{item.fqn}.{name}") is None}

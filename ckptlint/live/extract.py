@@ -7,11 +7,11 @@ attributes, never by imports of the libraries that define them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from math import prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -37,8 +37,7 @@ _CHECKPOINTABLE = ("__create_chunk_list__", "shape", "dtype")
 _REPLICA_BITS = 20
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """One chunk, or one object, that this rank holds.
 
     Attributes:
@@ -108,7 +107,7 @@ def extract(state_dict: Mapping[Any, Any], *, resolve_stateful: bool = True) -> 
             found = _held(fqn, value, parts)
             if found and found[0].writer != "mcore" and (first := paths.setdefault(fqn, path)) is not path:
                 clash = _problem("LIV108", f"two entries flatten to one name: {_path(first)} and {_path(path)}")
-                found = [replace(item, problems=(*item.problems, clash)) for item in found]
+                found = [item._replace(problems=(*item.problems, clash)) for item in found]
             held.extend(found)
     return _with_unsharded_states(held)
 
@@ -291,7 +290,7 @@ def _sharded_tensor(fqn: str, value: Any) -> list[Held]:
     if len(shards) == 1 and hasattr(shards[0].tensor, "local_shards"):
         outer = shards[0].metadata.shard_offsets
         return [
-            replace(item, shape=shape, offsets=tuple(map(int.__add__, item.offsets, outer)), view=b"")
+            item._replace(shape=shape, offsets=tuple(map(int.__add__, item.offsets, outer)), view=b"")
             for item in _sharded_tensor(fqn, shards[0].tensor)
         ]
     found = []
@@ -307,7 +306,7 @@ def _sharded_tensor(fqn: str, value: Any) -> list[Held]:
         else:
             replica = _replica(mcore.replica_id)
             item = Held(fqn, "tensor", "mcore", _dtype(dtype), shape, offsets, sizes, replica, 0, data)
-        found.append(replace(item, problems=problems) if problems else item)
+        found.append(item._replace(problems=problems) if problems else item)
     return found
 
 
@@ -333,7 +332,7 @@ def _several(item: Held, boxes: list[_Box]) -> list[Held]:
     for (offsets, sizes), data in zip(boxes, shards, strict=True):
         dtype = item.dtype if data is None else _dtype(data.dtype)
         problems = item.problems + _bounds(item.shape, offsets, sizes)
-        found.append(replace(item, dtype=dtype, offsets=offsets, sizes=sizes, data=data, problems=problems))
+        found.append(item._replace(dtype=dtype, offsets=offsets, sizes=sizes, data=data, problems=problems))
     return found
 
 
@@ -419,7 +418,7 @@ def _overridden(fqn: str, value: Any, part: _Part) -> list[Held]:
     if len(boxes) == 1 and not hasattr(local, "_local_shards"):
         problems += _against_placements(value, boxes[0], part)
     item = Held(fqn, "tensor", "dtensor", _dtype(local.dtype), part.shape, (), (), part.replica, part.copies, local)
-    return _several(replace(item, problems=problems), boxes)
+    return _several(item._replace(problems=problems), boxes)
 
 
 def _against_placements(value: Any, box: _Box, part: _Part) -> tuple[Problem, ...]:
@@ -487,7 +486,7 @@ def _with_unsharded_states(held: list[Held]) -> list[Held]:
         item, found = held[i], params.get(path, [])
         if len(found) == 1 and found[0].sizes == item.shape:
             said = f"is a plain tensor of {item.shape}, one shard of its parameter of {found[0].shape}"
-            held[i] = replace(item, problems=(*item.problems, _problem("LIV109", f"the state{{of}} {said}")))
+            held[i] = item._replace(problems=(*item.problems, _problem("LIV109", f"the state{{of}} {said}")))
     return held
 
 

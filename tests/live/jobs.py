@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
@@ -28,7 +29,7 @@ class Failure:
 
 
 def run_ranks(
-    function: Callable[[int], Any], world: int = 4, timeout: float = 60.0, *, expect_failures: bool = False
+    function: Callable[[int], Any], world: int = 4, timeout: float = 180.0, *, expect_failures: bool = False
 ) -> list[Any]:
     """What `function(rank)` returned on each rank of a gloo job, in the order of ranks.
 
@@ -42,7 +43,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         pipes = [fork.Pipe(duplex=False) for _ in range(world)]
         ranks = [
-            fork.Process(target=_rank, args=(function, rank, world, Path(folder, "store"), pipes[rank][1]))
+            fork.Process(target=_rank, args=(function, rank, world, timeout, Path(folder, "store"), pipes[rank][1]))
             for rank in range(world)
         ]
         try:
@@ -87,10 +88,14 @@ def _kill(process: BaseProcess) -> None:
     process.join()
 
 
-def _rank(function: Callable[[int], Any], rank: int, world: int, store: Path, answer: Connection) -> None:
+def _rank(
+    function: Callable[[int], Any], rank: int, world: int, timeout: float, store: Path, answer: Connection
+) -> None:
+    signal.alarm(math.ceil(timeout) + 5)  # should the test run be killed, nobody else ends this process
     os.setpgid(0, 0)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    torch.set_num_threads(1)  # a forked process has no threads to share work with
+    # a forked process has no threads to share work with; accelerate would ask for some, unless told
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), OMP_NUM_THREADS="1")
+    torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
         answer.send(function(rank))

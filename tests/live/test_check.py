@@ -315,10 +315,11 @@ def works() -> bool:
 
 def test_a_rank_that_raises_tells_all_ranks() -> None:
     def job(rank: int) -> Any:
-        live.install(timeout=5)
+        installed = live.install(timeout=5)
         state = healthy(rank) | ({"optim": Raising()} if rank > 1 else {})
         first = collected(lambda: live.check(state, tag=1))
-        return first[:2], collected(lambda: live.check(healthy(rank), tag=2))[:2], works()
+        log = list(installed.group.log)
+        return first[:2], collected(lambda: live.check(healthy(rank), tag=2))[:2], works(), log
 
     results = run_ranks(job)
     assert all(result == results[0] for result in results)
@@ -328,7 +329,8 @@ def test_a_rank_that_raises_tells_all_ranks() -> None:
         "rank 2 could not read its own state: RuntimeError: the optimizer is on fire (test_check.py:"
     )
     assert "LIV210" in text
-    assert results[0][1:] == (([], ""), True)
+    assert results[0][1:3] == (([], ""), True)
+    assert results[0][3] == [("max", 10), ("broadcast", 128)], "no rank goes on alone"
 
 
 def test_other_options_or_versions_are_not_compared() -> None:
@@ -406,7 +408,8 @@ def test_a_rank_that_dies_in_the_check_costs_the_deadline_only() -> None:
         assert "was given up in this job" in first[0][0][2]
         assert first[2] < SECONDS
         assert [code for code, *_ in second[0]] == ["LIV211"]
-        assert second[2] < 1, "a group that was given up is not waited for"
+        assert "was given up in this job" in second[0][0][2]
+        assert second[2] < 1.5, "a group that was given up is not waited for"
 
 
 def test_a_veto_is_told_to_all() -> None:

@@ -36,7 +36,7 @@ def tilings(draw: Any, empty: bool = True) -> tuple[tuple[int, ...], list[tuple[
 
 
 def held(shape: tuple[int, ...], boxes: list[Any], **changes: Any) -> list[Held]:
-    return [replace(CHUNK, shape=shape, offsets=offsets, sizes=sizes, **changes) for offsets, sizes in boxes]
+    return [CHUNK._replace(shape=shape, offsets=offsets, sizes=sizes, **changes) for offsets, sizes in boxes]
 
 
 def words(rows: list[Held]) -> Any:
@@ -96,27 +96,27 @@ def test_a_gap_and_an_overlap_of_equal_volume_do_not_cancel(one: Any, other: Any
     if len(boxes) > 1 and all(boxes[1][1]):
         moved = [*boxes[:1], *boxes[:1], *boxes[2:]]
         assert words(held(shape, moved)).any() != is_even(shape, moved)
-    both = [*held(shape, boxes), *[replace(item, fqn="v") for item in held(*other)]]
+    both = [*held(shape, boxes), *[item._replace(fqn="v") for item in held(*other)]]
     assert not words(both).any(), "names do not disturb each other"
 
 
 def test_shape_dtype_kind_and_rank_are_part_of_the_sum() -> None:
-    whole = replace(CHUNK, shape=(8, 1), offsets=(0, 0), sizes=(4, 1))
-    rest = replace(whole, offsets=(4, 0))
+    whole = CHUNK._replace(shape=(8, 1), offsets=(0, 0), sizes=(4, 1))
+    rest = whole._replace(offsets=(4, 0))
     assert not words([whole, rest]).any()
     others = [
-        replace(rest, shape=(8,), offsets=(4,), sizes=(4,)),
-        replace(rest, shape=(9, 1)),
-        replace(rest, dtype="bfloat16"),
-        replace(rest, kind="object", dtype=""),
-        replace(rest, fqn="w2"),
+        rest._replace(shape=(8,), offsets=(4,), sizes=(4,)),
+        rest._replace(shape=(9, 1)),
+        rest._replace(dtype="bfloat16"),
+        rest._replace(kind="object", dtype=""),
+        rest._replace(fqn="w2"),
     ]
     for other in others:
         assert words([whole, other]).any(), other
 
 
 def test_copies_of_a_known_number_are_compared_without_a_table() -> None:
-    rows = [replace(CHUNK, writer="dtensor", replica=i, copies=3) for i in range(3)]
+    rows = [CHUNK._replace(writer="dtensor", replica=i, copies=3) for i in range(3)]
 
     def compared(rows: list[Held], digests: list[int]) -> bool:
         records = fp.records(rows, digests, {})
@@ -166,7 +166,7 @@ def test_a_table_that_is_too_small_says_so() -> None:
 
 def test_cells_of_a_grid_of_objects_count_like_elements() -> None:
     cells = [
-        replace(CHUNK, kind="object", dtype="", shape=(2, 3), offsets=at, sizes=(1, 1))
+        CHUNK._replace(kind="object", dtype="", shape=(2, 3), offsets=at, sizes=(1, 1))
         for at in product(range(2), range(3))
     ]
     assert not words(cells).any()

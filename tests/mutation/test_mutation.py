@@ -21,17 +21,18 @@ SAVES = 3
 
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
 def test_a_sample_of_mutants(operator: Operator, tmp_path: Path) -> None:
-    judged = 0
+    judged = excused = 0
     for save in random.Random(f"{SEED} {operator.name}").sample(saves(), k=len(saves())):
         for mutant in operator.sample(save, 1, SEED):
             outcome = judge(save, operator, mutant, tmp_path)
             about = f"{save.name}: {mutant.about}", outcome.codes, outcome.unrelated
             assert not outcome.unrelated, about
             if outcome.verdict in ("missed", "noted") and mutant.unseen:
+                excused += 1
                 continue
             assert outcome.verdict == ("silent" if mutant.legal else "caught"), about
             assert mutant.legal or mutant.unseen or outcome.is_named, about
             judged += 1
         if judged == SAVES:
             break
-    assert judged
+    assert judged or excused, "it fits no checkpoint"

@@ -127,7 +127,7 @@ def test_every_rank_ends_with_the_code_of_the_report(saved: Path, tmp_path: Path
     assert [code for code, _, _ in answers] == [1] * 4
     assert "LIV302" in answers[0][1] and [out for _, out, _ in answers[1:]] == ["", "", ""]
     answers = ended(started(2, ["live", tmp_path / "absent"]))
-    assert [code for code, _, _ in answers] == [3, 3] and "does not exist" in answers[0][1] + answers[0][2]
+    assert [code for code, _, _ in answers] == [3, 3] and "does not exist" in " ".join(answers[0][1].split())
     answers = ended(started(2, ["live", saved, "--output", tmp_path / "no" / "folder" / "r.json"]))
     assert [code for code, _, _ in answers] == [4, 4] and "cannot be written" in answers[0][2]
     answers = ended(started(2, ["live", saved, "--select", "NONE999"]))
