@@ -583,7 +583,7 @@ def truncate_read(save: Save) -> Iterator[Mutant]:
     yield from truncated(save, "headers")
 
 
-@operator("swap two payload files", "headers", f"{FILES} PAY005 PAY007 PAY010")
+@operator("swap two payload files", "headers", f"{FILES} PAY005 PAY007 PAY010 OPT005")
 def swap_files(save: Save) -> Iterator[Mutant]:
     for n, first in enumerate(save.payload):
         for second in save.payload[n + 1 :]:
