@@ -46,7 +46,8 @@ def payload_header_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         wrong dtype loads silently, a wrong shape fails or fills part of the chunk.
     Usual causes:
         A TP-local payload under a chunk of full size, ranks in different precision, a deduplicated chunk of another
-        size, edited metadata, payload files that changed places.
+        size, edited metadata, payload files that changed places, two chunks of one key that a rank wrote into one
+        safetensors file, where torch (2.13) keeps the last.
     How to fix:
         Build the chunk's metadata from the tensor that is written, and save again.
     See:

@@ -16,8 +16,8 @@ def unreadable_record(ckpt: Checkpoint) -> Iterator[Finding]:
         From depth headers on, every record of a payload file is a whole torch.save archive: an end record, a central
         directory and members inside the record, local headers that say the same as the directory, a data.pkl that
         decodes. Of safetensors at any depth: a header inside the file, JSON, ranges that neither overlap nor leave
-        holes, nothing behind the last one; a file that is too short for its tensors is left to PAY004. Left out are
-        records that went through a stream transform, and writers of raw bytes.
+        holes, nothing behind the last one, one dtype in all shards of a key; a file that is too short for its tensors
+        is left to PAY004. Left out are records that went through a stream transform, and writers of raw bytes.
     Why it matters:
         These keys cannot be loaded, or the whole file cannot.
     Usual causes:
