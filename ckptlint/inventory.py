@@ -287,12 +287,12 @@ def _state(tensor: Tensor, chain: tuple[str, ...], rest: str, index: _Index) -> 
     if head in _STATE_NAMES and tail:
         return _mapped(tensor, head, chain, tail, index)
     parts = rest.split(".")
-    for stop in range(len(parts) - 1, 0, -1):
+    for stop in range(len(parts) - 1, 1 if head.isdecimal() else 0, -1):  # `0` alone is a number, `0.weight` a name
         path, what = ".".join(parts[:stop]), ".".join(parts[stop:])
         state = _mapped(tensor, what, chain, path, index)
         if state.params:
             return state
-    if head.isdecimal():  # no parameter of an nn.Sequential either
+    if head.isdecimal():
         return None
     known = next((i for i, part in enumerate(parts) if part in _STATE_NAMES and i), len(parts) - 1)
     return State(tensor, ".".join(parts[known:]), chain, parse(".".join(parts[:known])).path)
