@@ -606,7 +606,8 @@ def limited(data: bytes, tmp_path: Path, name: str = ".metadata") -> tuple[int, 
         "ckptlint.registry.load_rules()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\n"
         "report = ckptlint.check(sys.argv[1])\n"
-        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        # not ru_maxrss, which begins at the peak of the process that this one was forked from
+        "peak = int(open('/proc/self/status').read().partition('VmHWM:')[2].split()[0])\n"
         "levels = [d.code for d in report.diagnostics if d.severity.label == 'error']\n"
         "print(json.dumps([report.exit_code, levels, peak]))\n"
     )
