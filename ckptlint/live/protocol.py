@@ -365,7 +365,7 @@ def _changes(
         gone = [fqn for fqn, here in zip(expect, is_here, strict=True) if not here]
         new = _named(rows, by_key, common.key[~np.isin(common.key, wanted)])
         remarks = [Remark(-1, fqn, "LIV208", "no rank holds any part{of}, which is expected") for fqn in gone]
-        remarks += [Remark(-1, fqn, "LIV208", f"nobody expects{{of}} {what}") for fqn, what in new.items()]
+        remarks += [Remark(-1, fqn, "LIV208", f"{what}{{of}} is held and not expected") for fqn, what in new.items()]
         return not is_here.all() or len(common.key) > len(wanted), remarks
     before = memory.reference
     if before is None or memory.own is None or not len(before.key):
@@ -384,7 +384,7 @@ def _changes(
             text = f"no rank holds any part{{of}} now; the last check saw {was[fqn]}"
             remarks.append(Remark(-1, fqn, "LIV208", text, "warning"))
         elif fqn not in was:
-            remarks.append(Remark(-1, fqn, "LIV208", f"the last check did not see{{of}} {now[fqn]}", "info"))
+            remarks.append(Remark(-1, fqn, "LIV208", f"{now[fqn]}{{of}} was not there in the last check", "info"))
         elif was[fqn] != now[fqn]:
             text = f"the shape or dtype{{of}} is {now[fqn]}, in the last check it was {was[fqn]}"
             remarks.append(Remark(-1, fqn, "LIV208", text, "warning"))

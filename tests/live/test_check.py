@@ -478,7 +478,7 @@ def test_expected_keys_shapes_and_dtypes() -> None:
         ("LIV208", "b", "the shape or dtype of b is float32 [2], expected is bfloat16 [2]"),
         ("LIV208", "c", "no rank holds any part of c, which is expected"),
     ]
-    assert names == [("LIV208", "b", "nobody expects of b float32 [2]")]
+    assert names == [("LIV208", "b", "float32 [2] of b is held and not expected")]
 
 
 def test_the_example_of_the_docs() -> None:
