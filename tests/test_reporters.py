@@ -25,13 +25,14 @@ from pydantic_sarif.model import StaticAnalysisResultsFormatSarifVersion210JsonS
 
 import ckptlint
 from ckptlint import __version__, cli, pipeline
+from ckptlint.engine import run_rules
 from ckptlint.model import printable
 from ckptlint.registry import load_rules
 from ckptlint.report import FailOn, Report
 from ckptlint.reporters import REPORTERS, SUFFIXES
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Finding, Rule
-from ckptlint.testing import write_checkpoint
+from ckptlint.testing import held_by_ranks, read_cases, write_checkpoint
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 FORMATS = sorted(REPORTERS.keys() - {"json-v1"})
@@ -536,3 +537,16 @@ def test_statistics_replace_the_findings_on_stdout_only(tmp_path: Path) -> None:
     assert CliRunner().invoke(cli.cli, [bad, "--statistics", "--format", "json"]).exit_code == 2
     clean = CliRunner().invoke(cli.cli, [str(REAL / "fsdp2_4r"), "--statistics"])
     assert clean.exit_code == 0 and " rules passed in " in clean.output.splitlines()[0]
+
+
+@pytest.mark.parametrize("format_", FORMATS)
+def test_a_running_job_is_told_in_every_format(format_: str) -> None:
+    rules = tuple(rule for rule in load_rules() if rule.live)
+    case = read_cases(REPOSITORY / "fixtures" / "LIV205.toml")[0]
+    report = Report([run_rules(held_by_ranks(case.table), rules, "metadata")], rules, "metadata")
+    text = REPORTERS[format_](report, Style(width=80))
+    assert "LIV205" in text
+    if format_ == "html":
+        assert "7 ranks" in text and "7 files" not in text
+    if format_ == "json":
+        jsonschema.validate(json.loads(text), json.loads((REPOSITORY / "ckptlint" / "report.schema.json").read_text()))

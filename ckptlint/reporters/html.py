@@ -151,9 +151,11 @@ def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> 
     ckpt = part.checkpoint
     others = len(ckpt.objects) + len(ckpt.byte_objects)
     facts = [FORMAT_NAMES[ckpt.format] + (f" ({ckpt.writer})" if ckpt.writer else "")]
-    if ckpt.readable:
+    if ckpt.ranks is not None:
+        facts += [plural(ckpt.ranks.world_size, "rank"), plural(ckpt.ranks.keys, "key")]
+    elif ckpt.readable:
         facts += [plural(len(ckpt.tensors), "tensor"), *([plural(others, "object")] if others else [])]
-    if ckpt.files:
+    if ckpt.files and ckpt.ranks is None:
         facts += [plural(len(ckpt.files), "file"), human_bytes(ckpt.total_bytes)]
     found = {item.code for item in part.diagnostics}
     return {
