@@ -66,7 +66,7 @@ def needs_child(data: bytes) -> bool:
     A mutant is too short for the third danger, a tuple nested so deep that hashing it overflows the stack. In doubt
     the answer is yes. Single readers skip such a mutant, `tests/test_safety.py` has its kind; whole checks fork for it.
     """
-    from ckptlint.unpickle import _pop
+    from ckptlint.formats.safe_pickle import _pop
 
     weights: list[Any] = []
     memo: dict[int, Any] = {}
@@ -105,9 +105,10 @@ def merges(data: bytes) -> bool:
 @contextmanager
 def in_this_process(is_safe: bool) -> Iterator[None]:
     """Readers do not fork, so that the fuzzer sees which branches they take."""
-    from ckptlint import loaders
-    from ckptlint.isolate import isolated
-    from ckptlint.loaders import content, reference
+    from ckptlint.formats.sandbox import isolated
+    from ckptlint.loaders import checkpoint as loaders
+    from ckptlint.loaders import reference
+    from ckptlint.payload import record_pickle as content
 
     modules: tuple[Any, ...] = (loaders, content, reference)
     for module in modules:
@@ -124,8 +125,8 @@ def in_this_process(is_safe: bool) -> Iterator[None]:
 
 def metadata(data: bytes) -> None:
     """Every name of `.metadata` is inert, and the numpy reader of large files says what the unpickler says."""
-    from ckptlint import unpickle
     from ckptlint.errors import CkptlintError
+    from ckptlint.formats import safe_pickle as unpickle
 
     if needs_child(data):
         return
@@ -163,9 +164,9 @@ def described(found: Any) -> Any:
 def state(data: bytes) -> None:
     """The `data.pkl` of a record or of the common state."""
     from ckptlint.errors import CkptlintError
-    from ckptlint.loaders.content import content_of
-    from ckptlint.topology import read_declared
-    from ckptlint.unpickle import read_state
+    from ckptlint.formats.safe_pickle import read_state
+    from ckptlint.payload.record_pickle import content_of
+    from ckptlint.vocabulary.topology import read_declared
 
     if needs_child(data):
         return
@@ -178,8 +179,8 @@ def state(data: bytes) -> None:
 def archive(data: bytes) -> None:
     """A record: the strict reader of its directory, and the reader of the common state."""
     from ckptlint.errors import CkptlintError
-    from ckptlint.loaders.headers import Place, read_headers
-    from ckptlint.records import read_pickle_member
+    from ckptlint.formats.torch_archive import read_pickle_member
+    from ckptlint.payload.record_headers import Place, read_headers
 
     folder = scratch("archive")
     (folder.path / "f").write_bytes(data)
@@ -193,7 +194,7 @@ def archive(data: bytes) -> None:
 def header(data: bytes) -> None:
     """A safetensors file: what is taken without a fault tiles the file."""
     from ckptlint.errors import CkptlintError
-    from ckptlint.safetensors import header_length, layout_faults, parse_header
+    from ckptlint.formats.safetensors_header import header_length, layout_faults, parse_header
 
     with suppress(CkptlintError):
         length = header_length(data[:64], len(data))
@@ -204,8 +205,8 @@ def header(data: bytes) -> None:
 
 def keys(data: bytes) -> None:
     """Names of tensors taken apart, and folded into as few as possible."""
-    from ckptlint import keys as names
-    from ckptlint.inventory import dp_group, optimizer_parts, split_state
+    from ckptlint.analysis.inventory import dp_group, optimizer_parts, split_state
+    from ckptlint.vocabulary import keys as names
 
     found = [part for part in data.decode("utf-8", "surrogateescape").split("\n") if part]
     for name in found:
@@ -222,7 +223,7 @@ def keys(data: bytes) -> None:
 
 def yaml(data: bytes) -> None:
     """A run_config.yaml that a job left beside its checkpoint."""
-    from ckptlint.loaders.common import read_configs
+    from ckptlint.loaders.common_state import read_configs
 
     if not merges(data):
         folder = scratch("yaml")
@@ -232,8 +233,8 @@ def yaml(data: bytes) -> None:
 
 def toml(data: bytes) -> None:
     """A settings file, and the rules as it sets them."""
-    from ckptlint import settings
-    from ckptlint.cli import check
+    from ckptlint.commands import settings
+    from ckptlint.commands.main import check
     from ckptlint.errors import ConfigError
 
     file = scratch("toml").path / "ckptlint.toml"
@@ -247,7 +248,7 @@ def toml(data: bytes) -> None:
 def baseline(data: bytes) -> None:
     """An earlier JSON report."""
     from ckptlint.errors import ConfigError
-    from ckptlint.ignores import read_baseline
+    from ckptlint.lint.ignores import read_baseline
 
     file = scratch("baseline").path / "report.json"
     file.write_bytes(data)
@@ -273,8 +274,8 @@ def expected(name: str, data: bytes) -> None:
 
 def check(base: str, name: str, depth: str, data: bytes) -> None:
     """A real checkpoint with one file replaced, from the path to the report in every format."""
-    from ckptlint import pipeline
-    from ckptlint.loaders.payload import default_reading
+    from ckptlint.lint import run as pipeline
+    from ckptlint.payload.reader import default_reading
     from ckptlint.reporters import REPORTERS
     from ckptlint.reporters.style import Style
 
@@ -299,7 +300,7 @@ def check(base: str, name: str, depth: str, data: bytes) -> None:
 @cache
 def rules() -> tuple[Any, ...]:
     """Every rule of the catalogue."""
-    from ckptlint.registry import load_rules
+    from ckptlint.lint.registry import load_rules
 
     return tuple(load_rules())
 
@@ -307,7 +308,7 @@ def rules() -> tuple[Any, ...]:
 @cache
 def scratch(name: str) -> Any:
     """A folder of this process in memory; its listing is not kept."""
-    from ckptlint.storage import LocalFolder
+    from ckptlint.storage.folder import LocalFolder
 
     class Fresh(LocalFolder):
         entries = property(LocalFolder.entries.func)  # type: ignore[assignment]
@@ -469,10 +470,6 @@ def fuzz(name: str, runs: int, seed: int, found: Path) -> None:
         import tomllib  # noqa: F401
 
         import yaml as _  # noqa: F401
-
-        import ckptlint.cli
-        import ckptlint.loaders.reference
-        import ckptlint.pipeline  # noqa: F401
 
         rules()
     target = TARGETS[name]

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "live"))
 from jobs import run_ranks
 
 from ckptlint import live
-from ckptlint.live.extract import extract
+from ckptlint.live.collect.extract import extract
 
 
 def state(chunks: int) -> dict[str, Any]:

@@ -61,9 +61,9 @@ print(time.perf_counter() - started)
 
 GEOMETRY = """
 import sys, time
-from ckptlint.engine import run_rules
-from ckptlint.loaders import find, open_checkpoint
-from ckptlint.registry import load_rules
+from ckptlint.lint.engine import run_rules
+from ckptlint.loaders.checkpoint import find, open_checkpoint
+from ckptlint.lint.registry import load_rules
 ckpt = open_checkpoint(find(sys.argv[1])[0], look_at_files=False)
 rules = load_rules()
 started = time.perf_counter()

@@ -19,8 +19,8 @@ from ckptlint.errors import CheckpointError, CkptlintError, ConfigError
 
 TYPE_CHECKING = False  # as type checkers read it; the typing module takes longer to import than all else here
 if TYPE_CHECKING:
+    from ckptlint.lint.report import FailOn, Report
     from ckptlint.model import Checkpoint
-    from ckptlint.report import FailOn, Report
     from ckptlint.rule import Depth
 
 __all__ = ["CheckpointError", "CkptlintError", "ConfigError", "check", "load"]
@@ -75,12 +75,12 @@ def check(
     """
     from dataclasses import replace
 
-    from ckptlint import pipeline
-    from ckptlint import select as selection
-    from ckptlint.cli import check as command
-    from ckptlint.loaders.payload import default_reading
+    from ckptlint.commands.main import check as command
+    from ckptlint.commands.settings import Settings, every_rule, key_ignores, percent, read
+    from ckptlint.lint import run as pipeline
+    from ckptlint.lint import selection
+    from ckptlint.payload.reader import default_reading
     from ckptlint.rule import DEPTHS
-    from ckptlint.settings import Settings, every_rule, key_ignores, percent, read
 
     checked = [str(path) for path in paths]
     settings = Settings() if config is None else read(str(config), command.params, checked)
@@ -131,7 +131,7 @@ def load(path: str | PathLike[str]) -> Checkpoint:
         NothingToCheckError: there is none.
         AccessError: the operating system refused a read.
     """
-    from ckptlint.loaders import find, open_checkpoint
+    from ckptlint.loaders.checkpoint import find, open_checkpoint
 
     return open_checkpoint(find(str(path))[0])
 

@@ -10,7 +10,7 @@ def main() -> None:
     if sys.argv[1:] in (["--version"], ["-V"]):
         print(f"ckptlint, version {__version__}")  # noqa: T201  nothing where stdout is closed
         return
-    from ckptlint.cli import main as run
+    from ckptlint.commands.main import main as run
 
     run()
 

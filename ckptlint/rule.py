@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
-from ckptlint.boxes import Box
 from ckptlint.model import Tensor
+from ckptlint.model.layout import Box
 
 Depth = Literal["metadata", "files", "headers", "data"]
 DEPTHS: tuple[Depth, ...] = ("metadata", "files", "headers", "data")

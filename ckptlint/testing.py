@@ -25,21 +25,21 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.digests import ALGORITHM
-from ckptlint.engine import run_rules
-from ckptlint.ignores import KeyIgnore, set_aside
-from ckptlint.loaders import open_checkpoint
-from ckptlint.loaders.payload import default_reading, read_payload
+from ckptlint.analysis.held_by_ranks import as_checkpoint
+from ckptlint.formats.safetensors_header import DTYPES
+from ckptlint.lint.engine import run_rules
+from ckptlint.lint.ignores import KeyIgnore, set_aside
+from ckptlint.lint.registry import load_rules
+from ckptlint.lint.report import CheckpointReport
+from ckptlint.lint.selection import ignorable
+from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.reference import MANIFEST_SCHEMA, read_reference
 from ckptlint.model import ITEM_BITS, STORAGES, Checkpoint, Problem, RankTable, Remark
-from ckptlint.ranks import as_checkpoint
-from ckptlint.registry import load_rules
-from ckptlint.report import CheckpointReport
+from ckptlint.payload.reader import default_reading, read_payload
 from ckptlint.rule import DEPTHS, Depth, Finding, Rule, Severity
-from ckptlint.safetensors import DTYPES
-from ckptlint.seal import SCHEMA, SEAL, metadata_hash
-from ckptlint.select import ignorable
-from ckptlint.storage import LocalFolder, is_safe
+from ckptlint.seals.digests import ALGORITHM
+from ckptlint.seals.seal import SCHEMA, SEAL, metadata_hash
+from ckptlint.storage.folder import LocalFolder, is_safe
 
 FRAMING = 1577
 """Bytes that torch 2.13 adds around a small tensor in a record; measured 1,513 to 1,633."""

@@ -9,9 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ckptlint.registry import load_rules
+from ckptlint.lint.registry import load_rules
+from ckptlint.lint.rule_page import catalogue, page
 from ckptlint.rule import Rule
-from ckptlint.rulepage import catalogue, page
 
 DOCS = Path(__file__).parent
 _UNWRAPPED = 10_000

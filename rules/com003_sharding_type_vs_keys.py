@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Literal
 
-from ckptlint.inventory import dp_group, take
+from ckptlint.analysis.inventory import dp_group, take
+from ckptlint.analysis.optimizer_records import Module, content_metadata, module_of, records
 from ckptlint.model import Checkpoint
-from ckptlint.optimizers import Module, content_metadata, module_of, records
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
 
 _Form = Literal["buckets", "states", "torch states", "one object"]

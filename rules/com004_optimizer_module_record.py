@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.inventory import take
+from ckptlint.analysis.inventory import take
+from ckptlint.analysis.optimizer_records import (
+    Module,
+    RecordKind,
+    content_metadata,
+    is_training_state,
+    module_of,
+    modules,
+    records,
+)
 from ckptlint.model import Checkpoint, printable
-from ckptlint.optimizers import Module, RecordKind, content_metadata, is_training_state, module_of, modules, records
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
 
 _WORDS: dict[RecordKind, str] = {

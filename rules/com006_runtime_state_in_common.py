@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from ckptlint.keys import role
+from ckptlint.formats.safe_pickle import Opaque
 from ckptlint.model import ITEM_BITS, STORAGES, Checkpoint, printable
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
-from ckptlint.topology import attributes
-from ckptlint.unpickle import Opaque
+from ckptlint.vocabulary.keys import role
+from ckptlint.vocabulary.topology import attributes
 
 _RUNTIME_ARGS = ("loaded_iteration",)
 _RUNTIME_TOPS = ("args", "rng_state", "rerun_state_machine", "opt_param_scheduler")

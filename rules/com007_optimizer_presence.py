@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from itertools import chain
 from pathlib import PurePath
 
-from ckptlint.declared import flag, trusted
-from ckptlint.keys import parse
+from ckptlint.analysis.trusted_config import flag, trusted
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.vocabulary.keys import parse
 
 
 @rule("COM007", "optimizer-presence", Severity.WARNING)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from ckptlint.declared import Contradiction, LayerCount, contradictions, layer_counts
-from ckptlint.keys import ranges
+from ckptlint.analysis.trusted_config import Contradiction, LayerCount, contradictions, layer_counts
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.topology import axes_of_size
+from ckptlint.vocabulary.keys import ranges
+from ckptlint.vocabulary.topology import axes_of_size
 
 _MODEL_SIZES = ("layers", "hidden", "experts")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.declared import flag, trusted
-from ckptlint.inventory import take
+from ckptlint.analysis.inventory import take
+from ckptlint.analysis.optimizer_records import content_metadata
+from ckptlint.analysis.trusted_config import flag, trusted
 from ckptlint.model import Checkpoint
-from ckptlint.optimizers import content_metadata
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.declared import main_params, number, trusted, trusted_topology
-from ckptlint.inventory import Param
+from ckptlint.analysis.inventory import Param
+from ckptlint.analysis.trusted_config import main_params, number, trusted, trusted_topology
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.declared import number, trusted
-from ckptlint.expected import mesh_axes
-from ckptlint.experts import ExpertRole, MoeLayer, moe_layers
-from ckptlint.keys import ranges
+from ckptlint.analysis.expected_shapes import mesh_axes
+from ckptlint.analysis.experts import ExpertRole, MoeLayer, moe_layers
+from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.keys import ranges
 
 _HINTS = {
     True: "compare the router with those of other layers, and check that its placement is Replicate",

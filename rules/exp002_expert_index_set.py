@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.declared import number, trusted
-from ckptlint.experts import MoeLayer, moe_layers, owners_note
-from ckptlint.keys import ranges
+from ckptlint.analysis.experts import MoeLayer, moe_layers, owners_note
+from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.vocabulary.keys import ranges
 
 
 @rule("EXP002", "expert-index-set", Severity.ERROR)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.experts import owners_note
-from ckptlint.inventory import Param, take
-from ckptlint.keys import ranges
+from ckptlint.analysis.experts import owners_note
+from ckptlint.analysis.inventory import Param, take
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.vocabulary.keys import ranges
 
 
 @rule("EXP003", "expert-axis-coverage", Severity.INFO)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.inventory import MOMENTS, take
+from ckptlint.analysis.inventory import MOMENTS, take
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
 

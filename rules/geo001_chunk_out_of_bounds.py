@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from ckptlint.boxes import Box
 from ckptlint.model import Checkpoint
+from ckptlint.model.layout import Box
 from ckptlint.rule import Finding, Severity, rule
 
 _SHOWN = 64

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.coverage import holes
+from ckptlint.geometry.coverage import holes
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
-from ckptlint.topology import attributes
+from ckptlint.vocabulary.topology import attributes
 
 _BUCKET = ".bucket_idx_"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.keys import role
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.vocabulary.keys import role
 
 
 @rule("GEO006", "empty-chunk-list", Severity.ERROR)

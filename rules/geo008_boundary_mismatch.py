@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.boxes import Box, Crossing, Layout
-from ckptlint.keys import role
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.layout import Box, Crossing, Layout
 from ckptlint.rule import Finding, Note, Severity, rule
+from ckptlint.vocabulary.keys import role
 
 _SIBLINGS = 3
 _MOST = 0.8

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from ckptlint.analysis.held_by_ranks import Holders, agree, described, holders, ranks_of
 from ckptlint.model import Checkpoint, RankTable
-from ckptlint.ranks import Holders, agree, described, holders, ranks_of
 from ckptlint.rule import Finding, Note, Severity, rule
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptlint.coverage import overlaps
+from ckptlint.analysis.held_by_ranks import sound
+from ckptlint.geometry.coverage import overlaps
 from ckptlint.model import Checkpoint
-from ckptlint.ranks import sound
 from ckptlint.rule import Finding, Severity, rule
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from ckptlint.coverage import holes
+from ckptlint.analysis.held_by_ranks import holders, named, ranks_of, sound
+from ckptlint.geometry.coverage import holes
 from ckptlint.model import Checkpoint
-from ckptlint.ranks import holders, named, ranks_of, sound
 from ckptlint.rule import Finding, Severity, rule
 
 

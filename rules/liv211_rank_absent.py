@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptlint.analysis.held_by_ranks import told
 from ckptlint.model import Checkpoint
-from ckptlint.ranks import told
 from ckptlint.rule import Finding, Severity, rule
 
 

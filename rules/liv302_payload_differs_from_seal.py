@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
-from ckptlint.seal import SEAL, compare, misfit
+from ckptlint.seals.seal import SEAL, compare, misfit
 
 _SHOWN = 4
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.keys import braces
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
-from ckptlint.seal import SEAL, compare, misfit
+from ckptlint.seals.seal import SEAL, compare, misfit
+from ckptlint.vocabulary.keys import braces
 
 _SHOWN = 6
 

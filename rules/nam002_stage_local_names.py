@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ckptlint.declared import trusted_topology
-from ckptlint.inventory import optimizer_parts, split_state
-from ckptlint.keys import Key, parse, ranges
+from ckptlint.analysis.inventory import optimizer_parts, split_state
+from ckptlint.analysis.optimizer_fit import shape_text
+from ckptlint.analysis.save_plans import Duplicate, duplicates
+from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint, WriterTable
-from ckptlint.moments import shape_text
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.writers import Duplicate, duplicates
+from ckptlint.vocabulary.keys import Key, parse, ranges
 
 _SHOWN = 4
 

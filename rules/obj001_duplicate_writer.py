@@ -8,10 +8,10 @@ from functools import partial
 
 import numpy as np
 
-from ckptlint.keys import ranges, role
+from ckptlint.analysis.save_plans import Duplicate, duplicates
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.writers import Duplicate, duplicates
+from ckptlint.vocabulary.keys import ranges, role
 
 
 @rule("OBJ001", "duplicate-writer", Severity.ERROR)

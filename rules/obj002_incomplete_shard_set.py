@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from itertools import product
 from math import prod
 
-from ckptlint.keys import ranges
 from ckptlint.model import Checkpoint, ShardedObject
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.topology import axes_of_size
+from ckptlint.vocabulary.keys import ranges
+from ckptlint.vocabulary.topology import axes_of_size
 
 _GRID_LIMIT = 1_000_000
 

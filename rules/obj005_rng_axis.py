@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.declared import flag, trusted, trusted_topology
+from ckptlint.analysis.trusted_config import flag, trusted, trusted_topology
 from ckptlint.model import Checkpoint, Declared
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
 

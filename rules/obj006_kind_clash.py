@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ckptlint.inventory import dp_group
-from ckptlint.keys import braces, parse
+from ckptlint.analysis.inventory import dp_group
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
+from ckptlint.vocabulary.keys import braces, parse
 
 _SHOWN = 4
 _EXTRA = "_extra_state"

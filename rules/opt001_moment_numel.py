@@ -6,11 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from math import prod
 
-from ckptlint.inventory import Param, State, take
-from ckptlint.keys import ranges
+from ckptlint.analysis.inventory import Param, State, take
+from ckptlint.analysis.optimizer_fit import PAIR, Misfit, comparable, misfits, moment_pairs, shape_text
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.moments import PAIR, Misfit, comparable, misfits, moment_pairs, shape_text
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.keys import ranges
 
 _FILES = 4
 

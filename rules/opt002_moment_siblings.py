@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.inventory import Param, State, take
+from ckptlint.analysis.inventory import Param, State, take
+from ckptlint.analysis.optimizer_fit import (
+    PAIR,
+    Pair,
+    comparable,
+    is_whole,
+    misfit_params,
+    moment_pairs,
+    same_chunks,
+    shape_text,
+)
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.moments import PAIR, Pair, comparable, is_whole, misfit_params, moment_pairs, same_chunks, shape_text
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
 
 _OTHER = {PAIR[0]: PAIR[1], PAIR[1]: PAIR[0]}

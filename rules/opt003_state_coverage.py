@@ -7,11 +7,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ckptlint.declared import trusted_topology
-from ckptlint.inventory import Inventory, Param, take
-from ckptlint.keys import Key, braces, parse, ranges
+from ckptlint.analysis.inventory import Inventory, Param, take
+from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.keys import Key, braces, parse, ranges
 
 _MOST = 0.9
 _SHOWN = 8

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.inventory import take
-from ckptlint.keys import parse, ranges
+from ckptlint.analysis.inventory import take
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.vocabulary.keys import parse, ranges
 
 
 @rule("OPT004", "integer-state-keys", Severity.INFO)

@@ -7,12 +7,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptlint.declared import trusted_topology
-from ckptlint.inventory import Bucket, dp_group, take
-from ckptlint.keys import ranges
+from ckptlint.analysis.inventory import Bucket, dp_group, take
+from ckptlint.analysis.optimizer_fit import PAIR
+from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import AxisSize, Checkpoint
-from ckptlint.moments import PAIR
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.keys import ranges
 
 _NUMEL = "per_bucket_numel"
 _UNPADDED = "per_bucket_numel_unpadded"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.inventory import MASTER_COPIES, State, take
+from ckptlint.analysis.inventory import MASTER_COPIES, State, take
+from ckptlint.analysis.optimizer_fit import shape_text
 from ckptlint.model import Checkpoint
-from ckptlint.moments import shape_text
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
 
 

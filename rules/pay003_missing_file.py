@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.graph import rank_of
-from ckptlint.keys import ranges
+from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, FileState
 from ckptlint.rule import Finding, Severity, rule
+from ckptlint.vocabulary.keys import ranges
 
 _SENTENCES: dict[FileState, str] = {
     "absent": "missing",

@@ -7,11 +7,11 @@ from functools import partial
 
 import numpy as np
 
-from ckptlint.chunkmap import human_bytes
-from ckptlint.graph import rank_of
+from ckptlint.analysis.save_plans import duplicates, planned_by
+from ckptlint.geometry.chunk_graph import rank_of
+from ckptlint.geometry.chunk_map import human_bytes
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.writers import duplicates, planned_by
 
 _SHOWN = 3
 _HEADER_ALONE = 512

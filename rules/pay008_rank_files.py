@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.boxes import distinct
-from ckptlint.graph import rank_of
-from ckptlint.keys import ranges
+from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
+from ckptlint.model.layout import distinct
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.vocabulary.keys import ranges
 
 
 @rule("PAY008", "rank-files", Severity.INFO, needs="files")

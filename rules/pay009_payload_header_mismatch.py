@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptlint.boxes import IntArray
-from ckptlint.graph import rank_of
-from ckptlint.keys import ranges
+from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import ITEM_BITS, Checkpoint, Content, PayloadTable, Tensor
+from ckptlint.model.layout import IntArray
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.keys import ranges
 
 _PACKED = 2
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.declared import flag, number, trusted, trusted_topology
-from ckptlint.graph import rank_of
-from ckptlint.inventory import take
-from ckptlint.keys import Key, parse, ranges
+from ckptlint.analysis.inventory import take
+from ckptlint.analysis.trusted_config import flag, number, trusted, trusted_topology
+from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.keys import Key, parse, ranges
 
 _SHOWN = 3
 _HINTS = {

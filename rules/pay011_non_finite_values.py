@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.boxes import IntArray
-from ckptlint.keys import parse
 from ckptlint.model import Checkpoint, Content, PayloadTable, Tensor
+from ckptlint.model.layout import IntArray
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.vocabulary.keys import parse
 
 _HARMLESS = ("mask", "min_val", "max_val", "amax")
 _BUFFERS = ("inv_freq", "freqs", "rotary", "running_", "position_ids", "_buffer", "observer", "amax", "scale_inv")

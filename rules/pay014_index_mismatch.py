@@ -6,10 +6,10 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from ckptlint.chunkmap import human_bytes
-from ckptlint.keys import braces, parse, ranges
+from ckptlint.geometry.chunk_map import human_bytes
 from ckptlint.model import Checkpoint, WeightIndex
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.keys import braces, parse, ranges
 
 _NUMBERS = re.compile(r".*?([0-9]{1,9})-of-([0-9]{1,9})(?:\.[^-]+)?\.safetensors")
 _SHOWN = 6

@@ -6,11 +6,11 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
-from ckptlint.declared import flag
-from ckptlint.keys import braces, ranges
+from ckptlint.analysis.key_matching import Comparison, Entry, Single, compare
+from ckptlint.analysis.trusted_config import flag
 from ckptlint.model import Checkpoint, Reference
-from ckptlint.pairing import Comparison, Entry, Single, compare
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.keys import braces, ranges
 
 _COMPUTED = frozenset({"inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "freqs_cis", "position_ids"})
 _QUANTISED = re.compile(r".*_(scale|scale_inv|scales|amax|zero_point)|scale|qweight|qzeros|g_idx")

@@ -7,11 +7,11 @@ from dataclasses import replace
 from fractions import Fraction
 from math import prod
 
-from ckptlint.declared import contradictions, main_params, number
+from ckptlint.analysis.key_matching import Comparison, Pair, Shape, compare
+from ckptlint.analysis.trusted_config import contradictions, main_params, number
 from ckptlint.model import Checkpoint, Declared, Reference
-from ckptlint.pairing import Comparison, Pair, Shape, compare
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.topology import axes_of_size
+from ckptlint.vocabulary.topology import axes_of_size
 
 _WORDS = {
     "layers": "layers",

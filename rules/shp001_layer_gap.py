@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ckptlint.declared import number, trusted
-from ckptlint.expected import Block, block_of, inside_layer, is_adapter, module_of
-from ckptlint.inventory import Param, take
-from ckptlint.keys import parse, ranges
+from ckptlint.analysis.expected_shapes import Block, block_of, inside_layer, is_adapter, module_of
+from ckptlint.analysis.inventory import Param, take
+from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.keys import parse, ranges
 
 Layers = dict[int, list[Param]]
 

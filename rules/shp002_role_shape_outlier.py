@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.expected import as_text, swap_factor
-from ckptlint.inventory import take
-from ckptlint.keys import ranges
+from ckptlint.analysis.expected_shapes import as_text, swap_factor
+from ckptlint.analysis.inventory import take
+from ckptlint.analysis.layer_outliers import Outlier, dtype_outliers, local_factor, shape_outliers
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.siblings import Outlier, dtype_outliers, local_factor, shape_outliers
+from ckptlint.vocabulary.keys import ranges
 
 
 @rule("SHP002", "role-shape-outlier", Severity.WARNING)

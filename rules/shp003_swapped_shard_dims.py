@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckptlint.expected import (
+from ckptlint.analysis.expected_shapes import (
     Family,
     Hidden,
     Shape,
@@ -22,11 +22,11 @@ from ckptlint.expected import (
     short_name,
     swap_factor,
 )
-from ckptlint.graph import axis_name
-from ckptlint.inventory import Param, take
-from ckptlint.keys import ranges
+from ckptlint.analysis.inventory import Param, take
+from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.keys import ranges
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,8 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from ckptlint.declared import number, trusted
-from ckptlint.expected import (
+from ckptlint.analysis.expected_shapes import (
     FLOATS,
     Family,
     Hidden,
@@ -29,12 +28,13 @@ from ckptlint.expected import (
     reference_shapes,
     short_name,
 )
-from ckptlint.graph import axis_name
-from ckptlint.inventory import Param, take
-from ckptlint.keys import ranges
+from ckptlint.analysis.inventory import Param, take
+from ckptlint.analysis.layer_outliers import local_factor, shape_outliers
+from ckptlint.analysis.trusted_config import number, trusted
+from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.siblings import local_factor, shape_outliers
+from ckptlint.vocabulary.keys import ranges
 
 _FILES = 4
 _WITNESSES = 3  # two others say the same as the job

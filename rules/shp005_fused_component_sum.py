@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.expected import (
+from ckptlint.analysis.expected_shapes import (
     Family,
     axis_factor,
     families,
@@ -15,12 +15,12 @@ from ckptlint.expected import (
     module_of,
     short_name,
 )
-from ckptlint.inventory import Param, take
-from ckptlint.keys import parse
+from ckptlint.analysis.inventory import Param, take
+from ckptlint.analysis.layer_outliers import shape_outliers
+from ckptlint.analysis.optimizer_fit import shape_text
 from ckptlint.model import Checkpoint
-from ckptlint.moments import shape_text
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.siblings import shape_outliers
+from ckptlint.vocabulary.keys import parse
 
 _HALVES = {"w": "v", "v": "w"}
 _SHARED = ("query", "key", "value")

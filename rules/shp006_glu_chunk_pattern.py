@@ -7,14 +7,14 @@ from functools import partial
 
 import numpy as np
 
-from ckptlint.declared import MAIN_BLOCKS, flag, main_params, number, trusted, trusted_topology
-from ckptlint.expected import axis_factor, families, module_of
-from ckptlint.graph import rank_of
-from ckptlint.inventory import Param
-from ckptlint.keys import ranges
+from ckptlint.analysis.expected_shapes import axis_factor, families, module_of
+from ckptlint.analysis.inventory import Param
+from ckptlint.analysis.optimizer_records import content_metadata
+from ckptlint.analysis.trusted_config import MAIN_BLOCKS, flag, main_params, number, trusted, trusted_topology
+from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
-from ckptlint.optimizers import content_metadata
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.keys import ranges
 
 _STARTS = 8
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from ckptlint.inventory import siblings, take
-from ckptlint.keys import parse
+from ckptlint.analysis.inventory import siblings, take
+from ckptlint.analysis.optimizer_fit import shape_text
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.moments import shape_text
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.vocabulary.keys import parse
 
 _SHARE = 80
 _MEMBERS = 5

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
 
-from ckptlint.inventory import Param, take
-from ckptlint.keys import COPIES, ranges
+from ckptlint.analysis.inventory import Param, take
+from ckptlint.analysis.optimizer_fit import shape_text
 from ckptlint.model import Checkpoint
-from ckptlint.moments import shape_text
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.keys import COPIES, ranges
 
 _FEW = 4
 

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 import ckptlint
-from ckptlint import unpickle
-from ckptlint.report import Report
+from ckptlint.formats import safe_pickle as unpickle
+from ckptlint.lint.report import Report
 
 REPOSITORY = Path(__file__).parent.parent
 REAL = REPOSITORY / "fixtures" / "real"

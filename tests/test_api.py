@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from conftest import REAL, run_python
 
 import ckptlint
-from ckptlint import cli
+from ckptlint.commands import main as cli
 
 GOOD, BAD, WARNING = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole", REAL / "boundary_mismatch"
 UNSAFE = REAL / "metadata_malicious"
@@ -97,7 +97,7 @@ def test_raise_for_findings_when_a_rule_crashed(monkeypatch: pytest.MonkeyPatch)
     from test_cli import broken_rule
 
     rules = broken_rule("GEO008")
-    monkeypatch.setattr("ckptlint.registry.load_rules", lambda: rules)
+    monkeypatch.setattr("ckptlint.lint.registry.load_rules", lambda: rules)
     report = ckptlint.check(GOOD)
     assert report.verdict == "incomplete"
     with pytest.raises(ckptlint.CheckpointError):

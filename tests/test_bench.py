@@ -11,7 +11,7 @@ import pytest
 from conftest import REPOSITORY, codes
 
 import ckptlint
-from ckptlint import unpickle
+from ckptlint.formats import safe_pickle as unpickle
 
 pytest.importorskip("torch")
 

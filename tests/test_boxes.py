@@ -10,8 +10,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from ckptlint import boxes
-from ckptlint.boxes import COORDINATE_LIMIT, Box, Crossing, Layout
+from ckptlint.model import layout as boxes
+from ckptlint.model.layout import COORDINATE_LIMIT, Box, Crossing, Layout
 
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckptlint
-from ckptlint.report import Diagnostic
+from ckptlint.lint.report import Diagnostic
 from ckptlint.rule import Severity
 
 REPOSITORY = Path(__file__).parent.parent

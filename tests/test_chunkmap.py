@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptlint.boxes import Box, Layout
-from ckptlint.chunkmap import CELL_LIMIT, Cell, Grid, axis_label, draw, human_bytes, make_grid
+from ckptlint.geometry.chunk_map import CELL_LIMIT, Cell, Grid, axis_label, draw, human_bytes, make_grid
 from ckptlint.model import AxisSize, Checkpoint, ChunkTable, Tensor
+from ckptlint.model.layout import Box, Layout
 from ckptlint.testing import load_folder, write_checkpoint
 
 

@@ -20,9 +20,9 @@ from click.testing import CliRunner, Result
 from conftest import REAL, REPOSITORY, run, run_python
 
 import ckptlint
-from ckptlint import cli
+from ckptlint.commands import main as cli
 from ckptlint.errors import CheckpointError, ConfigError
-from ckptlint.registry import load_rules
+from ckptlint.lint.registry import load_rules
 from ckptlint.rule import Finding, Rule, Severity
 from ckptlint.testing import write_checkpoint
 
@@ -75,7 +75,7 @@ def broken_rule(code: str) -> tuple[Rule, ...]:
 @pytest.fixture
 def crashing(monkeypatch: pytest.MonkeyPatch) -> str:
     rules = broken_rule("GEO008")
-    monkeypatch.setattr("ckptlint.registry.load_rules", lambda: rules)
+    monkeypatch.setattr("ckptlint.lint.registry.load_rules", lambda: rules)
     return "GEO008"
 
 
@@ -725,7 +725,7 @@ def imported(*arguments: str) -> set[str]:
     program = (
         "import sys\n"
         "sys.argv = ['ckptlint', *sys.argv[1:]]\n"
-        "from ckptlint.cli import main\n"
+        "from ckptlint.commands.main import main\n"
         "try:\n"
         "    main()\n"
         "except SystemExit:\n"

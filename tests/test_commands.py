@@ -16,9 +16,9 @@ from click.testing import CliRunner, Result
 from conftest import REAL, manifest, run, run_python
 
 import ckptlint
-from ckptlint import cli
-from ckptlint.axes import FORMATS, as_dot, as_mermaid, drawing
-from ckptlint.diff import diff
+from ckptlint.commands import main as cli
+from ckptlint.commands.diff import diff
+from ckptlint.commands.graph import FORMATS, as_dot, as_mermaid, drawing
 from ckptlint.errors import ConfigError
 from ckptlint.model import Checkpoint
 from ckptlint.testing import write_checkpoint
@@ -342,7 +342,7 @@ def test_several_axes_are_apart(tmp_path: Path) -> None:
 def complete(line: str) -> list[str]:
     """What bash would be offered for a line."""
     done = run_python(
-        "import sys; sys.argv = ['ckptlint']; from ckptlint.cli import main; main()",
+        "import sys; sys.argv = ['ckptlint']; from ckptlint.commands.main import main; main()",
         env={
             **os.environ,
             "_CKPTLINT_COMPLETE": "bash_complete",
@@ -371,7 +371,7 @@ def test_completion_offers_rules(line: str, expected: str) -> None:
 def test_completion_imports_nothing_heavy() -> None:
     code = """
 import sys
-from ckptlint.completion import many_rules, one_rule
+from ckptlint.commands.completion import many_rules, one_rule
 assert one_rule(None, None, "GEO") and many_rules(None, None, "")
 heavy = {"numpy", "networkx", "torch", "tabulate"} & set(sys.modules)
 sys.exit(", ".join(heavy) or 0)
@@ -380,7 +380,7 @@ sys.exit(", ".join(heavy) or 0)
 
 
 def test_completion_knows_every_rule() -> None:
-    from ckptlint.completion import rule_names
-    from ckptlint.registry import load_rules
+    from ckptlint.commands.completion import rule_names
+    from ckptlint.lint.registry import load_rules
 
     assert dict(rule_names()) == {rule.code: rule.name for rule in load_rules()}

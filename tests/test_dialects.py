@@ -13,8 +13,8 @@ import pytest
 from conftest import CF, CM, CP, MT, Call, Size, codes, dumped, found, name_of, new, write_zip
 
 import ckptlint
+from ckptlint.lint.report import Report
 from ckptlint.model import Checkpoint
-from ckptlint.report import Report
 
 pytestmark = pytest.mark.usefixtures("either_way")
 

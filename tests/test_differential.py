@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from test_boxes import Chunk, box_cells, counted, damaged, layout, tilings
 
 import ckptlint
-from ckptlint.boxes import _BOX_LIMIT, Box
 from ckptlint.errors import UnreadableError
+from ckptlint.formats.safe_pickle import read_metadata
+from ckptlint.formats.safetensors_header import header_length, layout_faults, parse_header
+from ckptlint.lint.registry import load_rules
 from ckptlint.loaders.dcp import describe
 from ckptlint.model import Checkpoint, ChunkTable, Tensor, printable
-from ckptlint.registry import load_rules
+from ckptlint.model.layout import _BOX_LIMIT, Box
 from ckptlint.rule import Finding, Severity
-from ckptlint.safetensors import header_length, layout_faults, parse_header
-from ckptlint.unpickle import read_metadata
 
 Case = tuple[tuple[int, ...], list[Chunk]]
 METADATA = sorted(path for path in REAL.rglob("*.metadata") if "malicious" not in str(path))

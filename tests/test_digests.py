@@ -19,8 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptlint import digests
-from ckptlint.digests import GOLD, MASK, elem_digest, elements, fin, mix, object_digest, word_digest
+from ckptlint.seals import digests
+from ckptlint.seals.digests import GOLD, MASK, elem_digest, elements, fin, mix, object_digest, word_digest
 
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 

@@ -12,9 +12,9 @@ import pytest
 from conftest import REAL, codes, found
 
 import ckptlint
-from ckptlint import pipeline
+from ckptlint.lint import run as pipeline
 from ckptlint.model import Checkpoint
-from ckptlint.storage import Folder, LocalFolder
+from ckptlint.storage.folder import Folder, LocalFolder
 
 Copy = Callable[[str], Path]
 MEGATRON = "megatron_edit_base/iter_0000010"

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 from conftest import REPOSITORY, stream, text
 
-from ckptlint import unpickle
+from ckptlint.formats import safe_pickle as unpickle
 
 MUTANTS = 30
 

@@ -11,8 +11,7 @@ import networkx as nx
 import numpy as np
 import pytest
 
-from ckptlint.boxes import Box, Layout
-from ckptlint.graph import (
+from ckptlint.geometry.chunk_graph import (
     Places,
     absent_writer,
     absent_writer_hint,
@@ -24,6 +23,7 @@ from ckptlint.graph import (
     rank_of,
 )
 from ckptlint.model import AxisSize, Checkpoint, Tensor
+from ckptlint.model.layout import Box, Layout
 from ckptlint.testing import load_folder, write_checkpoint
 
 

@@ -20,9 +20,9 @@ import pytest
 from conftest import REAL, REPOSITORY, run
 
 import ckptlint
-from ckptlint.boxes import Box
-from ckptlint.report import Report
-from ckptlint.reporters import html
+from ckptlint.lint.report import Report
+from ckptlint.model.layout import Box
+from ckptlint.reporters.html import page as html
 from ckptlint.reporters.style import Style
 from ckptlint.testing import load_folder, write_checkpoint
 

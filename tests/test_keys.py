@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptlint.keys import braces, numbers, ranges, role
+from ckptlint.vocabulary.keys import braces, numbers, ranges, role
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 from conftest import REAL, codes, found
 
 import ckptlint
-from ckptlint.loaders import find
-from ckptlint.report import Report
+from ckptlint.lint.report import Report
+from ckptlint.loaders.checkpoint import find
 from ckptlint.testing import write_safetensors
 
 torch = pytest.importorskip("torch")

@@ -16,7 +16,7 @@ from conftest import REAL, SHARED, codes, found, manifest, run_python
 
 import ckptlint
 from ckptlint.errors import NothingToCheckError
-from ckptlint.report import Report
+from ckptlint.lint.report import Report
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
 from ckptlint.testing import write_checkpoint

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from ckptlint.registry import load_rules
+from ckptlint.lint.registry import load_rules
+from ckptlint.lint.rule_page import page
 from ckptlint.rule import SECTIONS, Rule
-from ckptlint.rulepage import page
 from ckptlint.testing import read_cases
 
 RULES = [pytest.param(rule, id=rule.code) for rule in load_rules()]

@@ -19,13 +19,13 @@ import pytest
 from conftest import REAL, codes, found, named, number, run, stream, takes_ctrl_c
 
 import ckptlint
-from ckptlint import floats
-from ckptlint.archive import data_start, read_end, read_members
-from ckptlint.loaders import find, open_checkpoint
-from ckptlint.loaders.headers import Place, read_headers
-from ckptlint.loaders.payload import Reading, read_payload
+from ckptlint.formats.torch_zip import data_start, read_end, read_members
+from ckptlint.loaders.checkpoint import find, open_checkpoint
 from ckptlint.model import Checkpoint, RecordState
-from ckptlint.storage import LocalFolder
+from ckptlint.payload import nonfinite as floats
+from ckptlint.payload.reader import Reading, read_payload
+from ckptlint.payload.record_headers import Place, read_headers
+from ckptlint.storage.folder import LocalFolder
 from ckptlint.testing import torch_archive
 
 torch = pytest.importorskip("torch")
@@ -405,11 +405,11 @@ def test_the_bar_shows_on_a_terminal_only(tmp_path: Path) -> None:
     folder = save({"w": torch.zeros(1024)}, tmp_path)
     code = (
         "import sys,time\n"
-        "from ckptlint.loaders import stream\n"
+        "from ckptlint.payload import stream\n"
         "read=stream._Work._read\n"
         "def slow(*a):\n time.sleep(2.5)\n return read(*a)\n"
         "stream._Work._read=slow\n"
-        "from ckptlint.cli import main\n"
+        "from ckptlint.commands.main import main\n"
         f"sys.argv=['ckptlint',{str(folder)!r},'--depth','data']+sys.argv[1:]\n"
         "main()\n"
     )
@@ -441,11 +441,11 @@ def test_ctrl_c_says_what_was_covered(tmp_path: Path) -> None:
     folder = save({f"w{i}": torch.zeros(1024, 1024) for i in range(4)}, tmp_path, thread_count=4)
     code = (
         "import sys,time\n"
-        "from ckptlint.loaders import stream\n"
+        "from ckptlint.payload import stream\n"
         "read=stream._Work._read\n"
         "def slow(*a):\n time.sleep(0.6)\n print('reading',flush=True)\n return read(*a)\n"
         "stream._Work._read=slow\n"
-        "from ckptlint.cli import main\n"
+        "from ckptlint.commands.main import main\n"
         f"sys.argv=['ckptlint',{str(folder)!r},'--depth','data','--jobs','1']\n"
         "main()\n"
     )

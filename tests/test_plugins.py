@@ -14,9 +14,9 @@ import pytest
 from click.testing import CliRunner
 from conftest import REAL, REPOSITORY, run
 
-from ckptlint import cli
+from ckptlint.commands import main as cli
 from ckptlint.errors import ConfigError
-from ckptlint.registry import FAMILIES, load_rules, with_plugins
+from ckptlint.lint.registry import FAMILIES, load_rules, with_plugins
 from ckptlint.testing import write_checkpoint
 
 TEMPLATE = REPOSITORY / "docs" / "plugin-template"
@@ -160,7 +160,7 @@ def test_a_plugin_that_is_not_installed_is_named(name: str) -> None:
 
 
 def test_rules_of_ckptlint_in_a_plugin_are_not_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = "from ckptlint.registry import load_rules\nborrowed = load_rules()[0]\n"
+    source = "from ckptlint.lint.registry import load_rules\nborrowed = load_rules()[0]\n"
     (tmp_path / "borrowing_plugin.py").write_text(source + RULE.format(code="ZZZ002", name="own-rule"))
     monkeypatch.syspath_prepend(tmp_path)
     assert {rule.code for rule in with_plugins(load_rules(), ["borrowing_plugin"])} - {

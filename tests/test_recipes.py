@@ -230,7 +230,7 @@ def test_the_containerfile_installs_from_what_it_copies(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     (script,) = (tmp_path / "install").rglob("bin/ckptlint")
-    site = next((tmp_path / "install").rglob("ckptlint/cli.py")).parent.parent
+    site = next((tmp_path / "install").rglob("ckptlint/commands/main.py")).parent.parent
     done = subprocess.run(
         [sys.executable, script, "explain", "GEO004"],
         env=os.environ | {"PYTHONPATH": str(site)},

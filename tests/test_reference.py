@@ -13,11 +13,11 @@ import pytest
 from conftest import REAL, REPOSITORY, codes, found, run
 
 import ckptlint
+from ckptlint.analysis.key_matching import compare
 from ckptlint.errors import ConfigError
+from ckptlint.lint.registry import load_rules
 from ckptlint.loaders.reference import MANIFEST_SCHEMA, manifest_text, read_reference
 from ckptlint.model import Reference, printable
-from ckptlint.pairing import compare
-from ckptlint.registry import load_rules
 from ckptlint.testing import safetensors_header, write_checkpoint
 
 Table = dict[str, Any]

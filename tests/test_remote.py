@@ -16,17 +16,17 @@ from loopback import BUCKET, CREDENTIALS, PAGE, Handler, Server, client, files_o
 
 import ckptlint
 from ckptlint.errors import AccessError, ConfigError
-from ckptlint.report import Report
+from ckptlint.lint.report import Report
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
-from ckptlint.storage import Folder
+from ckptlint.storage.folder import Folder
 
-remote = pytest.importorskip("ckptlint.remote")
+remote = pytest.importorskip("ckptlint.storage.remote")
 for package in ("s3fs", "aiohttp", "moto", "flask"):
     pytest.importorskip(package, reason=f"needs {package}: pip install 'ckptlint[dev]'")
 
-from ckptlint.loaders import find  # noqa: E402
-from ckptlint.loaders.place import folder_at  # noqa: E402
+from ckptlint.loaders.checkpoint import find  # noqa: E402
+from ckptlint.storage.locate import folder_at  # noqa: E402
 
 MEGATRON = "megatron_tp2_pp2/iter_0000010"
 SAME = [
@@ -647,7 +647,7 @@ def test_a_local_path_needs_no_package() -> None:
     from conftest import run_python
 
     done = run_python(program, REAL / "edit_base")
-    assert not {"fsspec", "aiohttp", "botocore", "ckptlint.remote"} & set(done.stdout.split())
+    assert not {"fsspec", "aiohttp", "botocore", "ckptlint.storage.remote"} & set(done.stdout.split())
 
 
 # ---------------------------------------------------------------- web servers

@@ -24,11 +24,13 @@ from markdown_it import MarkdownIt
 from pydantic_sarif.model import StaticAnalysisResultsFormatSarifVersion210JsonSchema as SarifLog
 
 import ckptlint
-from ckptlint import __version__, cli, pipeline
-from ckptlint.engine import run_rules
+from ckptlint import __version__
+from ckptlint.commands import main as cli
+from ckptlint.lint import run as pipeline
+from ckptlint.lint.engine import run_rules
+from ckptlint.lint.registry import load_rules
+from ckptlint.lint.report import FailOn, Report
 from ckptlint.model import printable
-from ckptlint.registry import load_rules
-from ckptlint.report import FailOn, Report
 from ckptlint.reporters import REPORTERS, SUFFIXES
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Finding, Rule

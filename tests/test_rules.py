@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
-from ckptlint.engine import run_rules
-from ckptlint.registry import load_rules
-from ckptlint.report import Report
+from ckptlint.lint.engine import run_rules
+from ckptlint.lint.registry import load_rules
+from ckptlint.lint.report import Report
 from ckptlint.reporters.full import render
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Severity

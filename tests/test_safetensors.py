@@ -13,9 +13,9 @@ from conftest import REAL, SHARED, codes, found, run, run_python
 
 import ckptlint
 from ckptlint.errors import UnreadableError
+from ckptlint.formats.safetensors_header import layout_faults, parse_header
+from ckptlint.lint.report import Report
 from ckptlint.model import Checkpoint
-from ckptlint.report import Report
-from ckptlint.safetensors import layout_faults, parse_header
 from ckptlint.testing import safetensors_header, write_checkpoint, write_safetensors
 
 Case = dict[str, Any]

@@ -44,13 +44,13 @@ from hypothesis import strategies as st
 
 import ckptlint
 from ckptlint.errors import UnreadableError
+from ckptlint.formats.safe_pickle import read_metadata, read_state
+from ckptlint.formats.torch_archive import read_pickle_member
+from ckptlint.lint.report import Report
 from ckptlint.model import printable
-from ckptlint.records import read_pickle_member
-from ckptlint.report import Report
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
 from ckptlint.testing import write_checkpoint
-from ckptlint.unpickle import read_metadata, read_state
 
 pytestmark = pytest.mark.usefixtures("either_way")
 
@@ -293,7 +293,7 @@ def test_damage_by_a_crafted_pickle_does_not_survive_it(tmp_path: Path, module: 
 @pytest.mark.parametrize("slots", [False, True], ids=["state", "slotstate"])
 @pytest.mark.parametrize(("module", "name"), STAND_INS)
 def test_build_leaves_the_module_as_it_was(module: str, name: str, slots: bool) -> None:
-    from ckptlint import unpickle
+    from ckptlint.formats import safe_pickle as unpickle
 
     def state() -> dict[str, Any]:
         members = {
@@ -602,8 +602,8 @@ def limited(data: bytes, tmp_path: Path, name: str = ".metadata") -> tuple[int, 
     (folder / "__0_0.distcp").write_bytes(bytes(100))
     program = (
         "import sys, json, resource\n"
-        "import ckptlint.pipeline, ckptlint.registry\n"
-        "ckptlint.registry.load_rules()\n"
+        "import ckptlint.lint.run, ckptlint.lint.registry\n"
+        "ckptlint.lint.registry.load_rules()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))\n"
         "report = ckptlint.check(sys.argv[1])\n"
         # not ru_maxrss, which begins at the peak of the process that this one was forked from
@@ -682,7 +682,7 @@ def test_a_key_that_crashes_the_reader_is_a_finding(tmp_path: Path) -> None:
 
 
 def test_a_key_that_takes_hours_to_hash_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptlint.isolate._BASE_SECONDS", 1)
+    monkeypatch.setattr("ckptlint.formats.sandbox._BASE_SECONDS", 1)
     key = pickle.EMPTY_TUPLE + (pickle.DUP + pickle.TUPLE2) * 60
     report = check_bytes(stream(pickle.EMPTY_DICT, key, pickle.NONE, pickle.SETITEM), tmp_path / "ckpt")
     assert codes(report, "error") == {"SAF003"}

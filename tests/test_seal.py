@@ -12,11 +12,11 @@ import pytest
 from conftest import codes, found
 
 import ckptlint
-from ckptlint.digests import ALGORITHM, MASK, elem_digest, elements
 from ckptlint.errors import AccessError, UnreadableError
 from ckptlint.model import Seal, SealEntry
-from ckptlint.seal import SEAL, metadata_hash, read_seal, write_seal
-from ckptlint.storage import LocalFolder
+from ckptlint.seals.digests import ALGORITHM, MASK, elem_digest, elements
+from ckptlint.seals.seal import SEAL, metadata_hash, read_seal, write_seal
+from ckptlint.storage.folder import LocalFolder
 
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")

@@ -13,9 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 from conftest import REAL, REPOSITORY, run
 
-from ckptlint import cli
+from ckptlint.commands import main as cli
+from ckptlint.commands.settings import long_options
 from ckptlint.errors import ConfigError
-from ckptlint.settings import long_options
 from ckptlint.testing import write_checkpoint
 
 GOOD, BAD = str(REAL / "fsdp2_4r"), str(REAL / "fsdp2_4r_hole")
@@ -452,7 +452,7 @@ def test_an_ignore_whose_rule_crashed_is_not_unused(here: Path, monkeypatch: pyt
     from test_cli import broken_rule
 
     rules = broken_rule("GEO004")
-    monkeypatch.setattr("ckptlint.registry.load_rules", lambda: rules)
+    monkeypatch.setattr("ckptlint.lint.registry.load_rules", lambda: rules)
     (here / "ckptlint.toml").write_text(IGNORE)
     result = invoke(GOOD)
     assert "LNT002" in result.output
@@ -491,7 +491,7 @@ def test_findings_of_the_baseline_do_not_count(baseline: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no /dev/zero")
 @pytest.mark.parametrize("option", ["--baseline", "--config"])
 def test_a_device_without_an_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
-    monkeypatch.setattr("ckptlint.ignores._SIZE_LIMIT", 1000)
+    monkeypatch.setattr("ckptlint.lint.ignores._SIZE_LIMIT", 1000)
     result = invoke(GOOD, option, "/dev/zero")
     assert isinstance(result.exception, ConfigError) and "has more than" in str(result.exception)
 

@@ -15,12 +15,13 @@ import pytest
 from conftest import REAL, codes, found, run
 
 import ckptlint
-from ckptlint import progress, storage
+from ckptlint import progress
 from ckptlint.errors import AccessError
-from ckptlint.isolate import isolated
-from ckptlint.loaders.place import folder_at
-from ckptlint.report import Report
-from ckptlint.storage import LocalFolder, coalesced, is_url, shown
+from ckptlint.formats.sandbox import isolated
+from ckptlint.lint.report import Report
+from ckptlint.storage import folder as storage
+from ckptlint.storage.folder import LocalFolder, coalesced, is_url, shown
+from ckptlint.storage.locate import folder_at
 
 Copy = Callable[[str], Path]
 

@@ -16,12 +16,12 @@ from conftest import CF, CM, REAL, Size, dumped, new
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptlint import unpickle
 from ckptlint.errors import CkptlintError
-from ckptlint.isolate import isolated
+from ckptlint.formats import safe_pickle as unpickle
+from ckptlint.formats.pickle_columns import scan
+from ckptlint.formats.safe_pickle import Opaque, read_metadata
+from ckptlint.formats.sandbox import isolated
 from ckptlint.loaders.dcp import describe
-from ckptlint.stretches import scan
-from ckptlint.unpickle import Opaque, read_metadata
 
 NEVER = 1 << 60
 METADATA = sorted(REAL.rglob("*.metadata"))

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from conftest import REAL, REPOSITORY, run, takes_ctrl_c
 
+from ckptlint.commands.watch import events, is_vanishing
 from ckptlint.errors import NothingToCheckError
 from ckptlint.testing import write_checkpoint
-from ckptlint.watch import events, is_vanishing
 
 GOOD = {"tensors": {"w": {"shape": [4, 4]}}}
 HOLE = {"tensors": {"w": {"shape": [4, 4], "chunks": ["0:2, :"]}}}

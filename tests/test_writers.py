@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from ckptlint.analysis.save_plans import Duplicate, duplicates, planned_by
 from ckptlint.model import WriterTable
 from ckptlint.testing import load_folder, write_checkpoint
-from ckptlint.writers import Duplicate, duplicates, planned_by
 
 TENSORS = {"w": {"shape": [8, 4], "chunks": ["0:4, :", "4:8, :"]}, "s": {"shape": [], "chunks": [""]}}
 

@@ -10,16 +10,16 @@ import importlib
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ckptlint.live.api import LiveError, LiveNotInstalled, check, install, uninstall
-    from ckptlint.live.hooks_dcp import SaveLint, patch_dcp
-    from ckptlint.live.hooks_frameworks import LightningCheck, accelerate_hook
-    from ckptlint.live.hooks_megatron import patch_mcore
+    from ckptlint.live.hooks.dcp import SaveLint, patch_dcp
+    from ckptlint.live.hooks.frameworks import LightningCheck, accelerate_hook
+    from ckptlint.live.hooks.megatron import patch_mcore
     from ckptlint.live.sealing import Pending, check_loaded, prepare_seal, seal
 
 _HOMES = {
     "ckptlint.live.api": ("LiveError", "LiveNotInstalled", "check", "install", "uninstall"),
-    "ckptlint.live.hooks_dcp": ("SaveLint", "patch_dcp"),
-    "ckptlint.live.hooks_frameworks": ("LightningCheck", "accelerate_hook"),
-    "ckptlint.live.hooks_megatron": ("patch_mcore",),
+    "ckptlint.live.hooks.dcp": ("SaveLint", "patch_dcp"),
+    "ckptlint.live.hooks.frameworks": ("LightningCheck", "accelerate_hook"),
+    "ckptlint.live.hooks.megatron": ("patch_mcore",),
     "ckptlint.live.sealing": ("Pending", "check_loaded", "prepare_seal", "seal"),
 }
 

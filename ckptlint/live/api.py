@@ -18,16 +18,16 @@ from typing import Any, Literal
 import numpy as np
 
 from ckptlint import __version__
-from ckptlint.engine import run_rules
+from ckptlint.analysis.held_by_ranks import as_checkpoint, named
 from ckptlint.errors import CheckpointError, CkptlintError
-from ckptlint.live import fingerprints as fp
-from ckptlint.live import protocol
-from ckptlint.live.gate import Gate
-from ckptlint.live.group import Group, GroupBroken, Solo, new_torch_group
+from ckptlint.lint.engine import run_rules
+from ckptlint.lint.registry import load_rules
+from ckptlint.lint.report import Report
+from ckptlint.live.compare import fingerprints as fp
+from ckptlint.live.compare import protocol
+from ckptlint.live.compare.gate import Gate
+from ckptlint.live.compare.group import Group, GroupBroken, Solo, new_torch_group
 from ckptlint.model import RankTable, Remark
-from ckptlint.ranks import as_checkpoint, named
-from ckptlint.registry import load_rules
-from ckptlint.report import Report
 from ckptlint.rule import Severity
 
 OnError = Literal["raise", "warn"]
@@ -143,7 +143,7 @@ class Live:
         """The local phase: everything that can fail, before any other rank is waited for."""
         settings = _short_hash((protocol.VERSION, __version__, digest, patterns, expect, resolve_stateful))
         try:
-            from ckptlint.live.extract import extract
+            from ckptlint.live.collect.extract import extract
 
             held = extract(state_dict, resolve_stateful=resolve_stateful)
             digests, has_digests, uncompared = (
@@ -371,7 +371,7 @@ def _digests(held: Sequence[Any], patterns: Sequence[str]) -> tuple[list[int], b
     """Digest of each row's contents (0 for none), whether there was memory for them, and how many were left out."""
     import torch
 
-    from ckptlint.live.digest import object_digest, word_digests
+    from ckptlint.live.collect.tensor_digest import object_digest, word_digests
 
     is_unequal = re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or "(?!)").match
     # what one rank alone holds has nothing to be compared with

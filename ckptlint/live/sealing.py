@@ -13,18 +13,19 @@ from typing import Any
 import numpy as np
 
 from ckptlint import __version__
-from ckptlint.boxes import IntArray
-from ckptlint.digests import ALGORITHM, MASK, Words
 from ckptlint.errors import CkptlintError, UnreadableError
-from ckptlint.live import api, protocol
-from ckptlint.live import fingerprints as fp
-from ckptlint.live.group import GroupBroken
-from ckptlint.loaders import read_checkpoint
+from ckptlint.lint.report import Report
+from ckptlint.live import api
+from ckptlint.live.compare import fingerprints as fp
+from ckptlint.live.compare import protocol
+from ckptlint.live.compare.group import GroupBroken
+from ckptlint.loaders.checkpoint import read_checkpoint
 from ckptlint.model import Remark, Seal, SealEntry
-from ckptlint.report import Report
+from ckptlint.model.layout import IntArray
 from ckptlint.rule import Severity
-from ckptlint.seal import SEAL, metadata_hash, misfit_of, read_seal, write_seal
-from ckptlint.storage import LocalFolder
+from ckptlint.seals.digests import ALGORITHM, MASK, Words
+from ckptlint.seals.seal import SEAL, metadata_hash, misfit_of, read_seal, write_seal
+from ckptlint.storage.folder import LocalFolder
 
 _IGNORED, _NO_DIGEST, _NO_MEMORY, _OBJECT = 1, 2, 3, 4
 _REASONS = {
@@ -144,7 +145,7 @@ def _unlike(sums: _Sums, fqn: str, row: int, seed: int) -> str:
 
 def _seeds(described: Mapping[str, SealEntry]) -> list[int]:
     """What `_Sums.seed` is of keys that are described so."""
-    from ckptlint.live.extract import Held
+    from ckptlint.live.collect.extract import Held
 
     held = [
         Held(fqn, "tensor", "plain", entry.dtype, entry.shape, (0,) * len(entry.shape), entry.shape, 0, 1, None)
@@ -303,7 +304,7 @@ def _local(
     """The local phase: everything that can fail, before any other rank is waited for."""
     settings = api._short_hash((protocol.VERSION, __version__, ALGORITHM, patterns, resolve_stateful))
     try:
-        from ckptlint.live.extract import extract
+        from ckptlint.live.collect.extract import extract
 
         held = extract(state_dict, resolve_stateful=resolve_stateful)
         records = fp.records(held, [0] * len(held), live.keys)
@@ -321,7 +322,7 @@ def _local(
 def _rows(held: Sequence[Any], seeds: list[int], patterns: Sequence[str]) -> _Rows:
     import torch
 
-    from ckptlint.live.digest import Chunk, elem_digests
+    from ckptlint.live.collect.tensor_digest import Chunk, elem_digests
 
     reason = np.zeros(len(held), np.int64)
     digest, count = np.zeros(len(held), np.uint64), np.zeros(len(held), np.int64)

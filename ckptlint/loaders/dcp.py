@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.boxes import COORDINATE_LIMIT, IntArray, Layout, distinct
 from ckptlint.errors import UnreadableError
+from ckptlint.formats.pickle_columns import END, ChunkRows, RecordRows, Stretch
+from ckptlint.formats.safe_pickle import Node, Opaque
 from ckptlint.model import (
     KEY_LIMIT,
     RANK_LIMIT,
@@ -24,8 +25,7 @@ from ckptlint.model import (
     Tensor,
     printable,
 )
-from ckptlint.stretches import END, ChunkRows, RecordRows, Stretch
-from ckptlint.unpickle import Node, Opaque
+from ckptlint.model.layout import COORDINATE_LIMIT, IntArray, Layout, distinct
 
 _PRINTABLE = 10**100
 

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.boxes import COORDINATE_LIMIT, IntArray
 from ckptlint.errors import UnreadableError
-from ckptlint.loaders.common import COMMON_ENTRY, COMMON_FILE
+from ckptlint.formats.safe_pickle import Node
+from ckptlint.loaders.common_state import COMMON_ENTRY, COMMON_FILE
 from ckptlint.loaders.dcp import Description, state_of
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import ByteObject, Format, Problem, ShardedObject, WriterTable, printable
-from ckptlint.storage import Folder
-from ckptlint.unpickle import Node
+from ckptlint.model.layout import COORDINATE_LIMIT, IntArray
+from ckptlint.storage.folder import Folder
 
 CONFIG_FILE = "metadata.json"
 _CONFIG_LIMIT = 64 * 1024**2

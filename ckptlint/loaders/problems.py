@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.formats.safe_pickle import Unpickled
 from ckptlint.model import Problem, ProblemKind
-from ckptlint.unpickle import Unpickled
 
 _SENDER = "do not open this folder with torch.load or dcp.load; report it to whoever gave it to you"
 

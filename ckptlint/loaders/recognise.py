@@ -11,7 +11,7 @@ from typing import Literal
 from ckptlint.errors import CkptlintError, NothingToCheckError
 from ckptlint.loaders.safetensors import groups
 from ckptlint.model import printable
-from ckptlint.storage import Folder
+from ckptlint.storage.folder import Folder
 
 METADATA = ".metadata"
 RANK_METADATA = re.compile(r"__([0-9]{1,9})\.metadata")

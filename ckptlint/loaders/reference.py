@@ -12,14 +12,14 @@ from functools import partial
 from typing import Any
 
 from ckptlint.errors import AccessError, CkptlintError, ConfigError, NothingToCheckError, UnreadableError
-from ckptlint.isolate import isolated
-from ckptlint.loaders import find, open_checkpoint
-from ckptlint.loaders.place import folder_at
+from ckptlint.formats.safetensors_header import HEADER_LIMIT, checked_key, checked_shape, json_object, read_header
+from ckptlint.formats.sandbox import isolated
+from ckptlint.loaders.checkpoint import find, open_checkpoint
 from ckptlint.loaders.recognise import recognise
 from ckptlint.model import Checkpoint, Reference, printable
-from ckptlint.safetensors import HEADER_LIMIT, checked_key, checked_shape, json_object, read_header
-from ckptlint.storage import READABLE, Folder, is_safe, shown
-from ckptlint.topology import read_declared
+from ckptlint.storage.folder import READABLE, Folder, is_safe, shown
+from ckptlint.storage.locate import folder_at
+from ckptlint.vocabulary.topology import read_declared
 
 MANIFEST_SCHEMA = "ckptlint.manifest/1"
 _INDEX = "model.safetensors.index.json"

@@ -12,9 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.boxes import IntArray, Layout
 from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.loaders.common import read_configs
+from ckptlint.formats.safetensors_header import (
+    HEADER_LIMIT,
+    Header,
+    checked_key,
+    is_size,
+    json_object,
+    layout_faults,
+    read_header,
+)
+from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import (
     Checkpoint,
@@ -28,9 +36,9 @@ from ckptlint.model import (
     WeightIndex,
     printable,
 )
-from ckptlint.safetensors import HEADER_LIMIT, Header, checked_key, is_size, json_object, layout_faults, read_header
-from ckptlint.storage import Folder, is_safe
-from ckptlint.topology import read_topology
+from ckptlint.model.layout import IntArray, Layout
+from ckptlint.storage.folder import Folder, is_safe
+from ckptlint.vocabulary.topology import read_topology
 
 SHARD = re.compile(r"shard-(?P<rank>\d{5,9})-model-(?P<k>\d{5,9})-of-(?P<n>\d{5,9})\.safetensors")
 NUMBERED = re.compile(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import cast
 
-from ckptlint.report import Report
+from ckptlint.lint.report import Report
 from ckptlint.reporters.style import Style
 
 Render = Callable[[Report, Style], str]
@@ -21,7 +21,7 @@ _MODULES = {
     "github": "github",
     "gitlab": "gitlab",
     "markdown": "markdown",
-    "html": "html",
+    "html": "html.page",
     "statistics": "statistics",
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptlint.report import Report, worst
+from ckptlint.lint.report import Report, worst
 from ckptlint.reporters.full import region_text
 from ckptlint.reporters.style import Style, cut, inert
 

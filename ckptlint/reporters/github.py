@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptlint.report import CheckpointReport, Group, Report
+from ckptlint.lint.report import CheckpointReport, Group, Report
 from ckptlint.reporters.full import notes, verdict
 from ckptlint.reporters.places import file_of
 from ckptlint.reporters.style import Style, cut_names, plural

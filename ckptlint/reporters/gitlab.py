@@ -7,11 +7,11 @@ import json
 import posixpath
 from typing import Any
 
-from ckptlint.report import CheckpointReport, Group, Report
+from ckptlint.lint.report import CheckpointReport, Group, Report
 from ckptlint.reporters.places import file_of
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Severity
-from ckptlint.storage import is_url
+from ckptlint.storage.folder import is_url
 
 _SEVERITIES = {Severity.ERROR: "critical", Severity.WARNING: "major", Severity.INFO: "info"}
 

@@ -7,9 +7,9 @@ from collections import Counter
 from typing import Any
 
 from ckptlint import __version__
-from ckptlint.graph import coordinates
+from ckptlint.geometry.chunk_graph import coordinates
+from ckptlint.lint.report import CheckpointReport, Diagnostic, Group, Ignored, Report
 from ckptlint.model import Reference
-from ckptlint.report import CheckpointReport, Diagnostic, Group, Ignored, Report
 from ckptlint.reporters.style import Style
 
 SCHEMA = "ckptlint.report/1"

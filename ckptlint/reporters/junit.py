@@ -6,7 +6,7 @@ import re
 import xml.etree.ElementTree as ET
 from collections import Counter
 
-from ckptlint.report import CheckpointReport, Group, Report
+from ckptlint.lint.report import CheckpointReport, Group, Report
 from ckptlint.reporters.full import block
 from ckptlint.reporters.json_report import sample
 from ckptlint.reporters.style import Style, inert, plural

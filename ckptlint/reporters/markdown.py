@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from ckptlint.report import CheckpointReport, Group, Report, worst
+from ckptlint.lint.report import CheckpointReport, Group, Report, worst
 from ckptlint.reporters.full import block, facts, loud_groups, verdict
 from ckptlint.reporters.style import Style, cut, cut_names, inert, plural
 

@@ -10,16 +10,16 @@ from typing import Any
 from urllib.parse import quote
 
 from ckptlint import __version__
-from ckptlint.chunkmap import make_grid
+from ckptlint.geometry.chunk_map import make_grid
+from ckptlint.lint.report import CheckpointReport, Group, Ignored, Report
+from ckptlint.lint.rule_page import page
 from ckptlint.model import Checkpoint
-from ckptlint.report import CheckpointReport, Group, Ignored, Report
 from ckptlint.reporters.full import notes
 from ckptlint.reporters.json_report import sample
 from ckptlint.reporters.places import file_of
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Rule, Severity
-from ckptlint.rulepage import page
-from ckptlint.storage import is_url
+from ckptlint.storage.folder import is_url
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _ROOT = "%SRCROOT%"  # the base that viewers and code scanning replace by the root of the checkout

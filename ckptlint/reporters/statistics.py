@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptlint.report import Report
+from ckptlint.lint.report import Report
 from ckptlint.reporters.full import verdict
 from ckptlint.reporters.style import Style
 

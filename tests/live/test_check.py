@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptlint import live
 from ckptlint.errors import CheckpointError
-from ckptlint.report import Report
+from ckptlint.lint.report import Report
 
 SECONDS = 10.0
 """No check may take longer, whatever is wrong."""

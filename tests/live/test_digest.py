@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptlint.digests import MASK, elem_digest, elements, word_digest
+from ckptlint.seals.digests import MASK, elem_digest, elements, word_digest
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:torch.quantize_per_tensor")
 
-from ckptlint.live import digest  # noqa: E402
-from ckptlint.live.digest import Chunk, elem_digests, object_digest, word_digests  # noqa: E402
+from ckptlint.live.collect import tensor_digest as digest  # noqa: E402
+from ckptlint.live.collect.tensor_digest import Chunk, elem_digests, object_digest, word_digests  # noqa: E402
 
 DTYPES = [
     *("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "complex32", "complex64"),

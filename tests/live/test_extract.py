@@ -37,8 +37,8 @@ from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckptlint.live import compat
-from ckptlint.live.extract import Held, extract
+from ckptlint.live.collect import compat
+from ckptlint.live.collect.extract import Held, extract
 
 RAISED = "communication"
 

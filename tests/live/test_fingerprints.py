@@ -10,8 +10,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptlint.live import fingerprints as fp
-from ckptlint.live.extract import Held
+from ckptlint.live.collect.extract import Held
+from ckptlint.live.compare import fingerprints as fp
 
 CHUNK = Held("w", "tensor", "plain", "float32", (4,), (0,), (4,), 0, 0, None)
 

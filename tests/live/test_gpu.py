@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckptlint import live
-from ckptlint.live.group import new_torch_group
+from ckptlint.live.compare.group import new_torch_group
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,8 +22,8 @@ from conftest import REAL, REPOSITORY, run, takes_ctrl_c
 
 import ckptlint
 from ckptlint import live
-from ckptlint.live.cli import shares
-from ckptlint.seal import SEAL
+from ckptlint.live.shared_check import shares
+from ckptlint.seals.seal import SEAL
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 KEPT = {key: value for key, value in os.environ.items() if not key.startswith("CKPTLINT_")} | {
@@ -190,7 +190,7 @@ def test_a_rank_that_cannot_read_is_exit_4_everywhere(saved: Path) -> None:
         "main()",
         """
 import errno
-from ckptlint.storage import _Checked
+from ckptlint.storage.folder import _Checked
 whole = _Checked.readinto
 def readinto(self, buffer):
     if os.environ["RANK"] == "1" and self._name.endswith(".distcp"):
@@ -212,7 +212,8 @@ def test_a_rank_that_dies_ends_the_others_in_time(saved: Path) -> None:
         shutil.copytree(saved, root / rank / "ckpt")
     code = EACH_ITS_OWN.replace(
         "main()",
-        "import ckptlint.live.cli as c\nif os.environ['RANK'] == '1': c.Job._read = lambda *_: os._exit(9)\nmain()",
+        "import ckptlint.live.shared_check as c\n"
+        "if os.environ['RANK'] == '1': c.Job._read = lambda *_: os._exit(9)\nmain()",
     )
     before = time.monotonic()
     answers = ended(started(3, [root, "live", "ckpt", "--digest"], code))
@@ -223,7 +224,7 @@ def test_a_rank_that_dies_ends_the_others_in_time(saved: Path) -> None:
 
 def test_ctrl_c_is_130(saved: Path) -> None:
     slow = "c.look = lambda *_: print('here', flush=True) or time.sleep(60)"
-    code = EACH_ITS_OWN.replace("main()", f"import time\nimport ckptlint.live.cli as c\n{slow}\nmain()")
+    code = EACH_ITS_OWN.replace("main()", f"import time\nimport ckptlint.live.shared_check as c\n{slow}\nmain()")
     (rank,) = started(1, [saved.parent.parent, "live", "ckpt"], code)
     assert rank.stdout is not None and rank.stdout.readline() == "here\n"
     rank.send_signal(signal.SIGINT)

@@ -10,10 +10,10 @@ import pytest
 import torch
 from threads import run_threads
 
-from ckptlint.live import fingerprints as fp
-from ckptlint.live import protocol
+from ckptlint.lint.report import Report
 from ckptlint.live.api import Live, LiveError
-from ckptlint.report import Report
+from ckptlint.live.compare import fingerprints as fp
+from ckptlint.live.compare import protocol
 
 WORLD = 64
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckptlint.live.hooks_dcp import SaveLint
+from ckptlint.live.hooks.dcp import SaveLint
 
 
 class Planner(SaveLint, DefaultSavePlanner):

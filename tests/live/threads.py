@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from ckptlint.boxes import IntArray
 from ckptlint.live.api import Live
-from ckptlint.live.gate import Gate
-from ckptlint.live.group import GroupBroken, Reduction
+from ckptlint.live.compare.gate import Gate
+from ckptlint.live.compare.group import GroupBroken, Reduction
+from ckptlint.model.layout import IntArray
 
 
 class Meeting:

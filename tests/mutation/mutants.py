@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan
 
 import ckptlint
-from ckptlint.report import Diagnostic
+from ckptlint.lint.report import Diagnostic
 from ckptlint.rule import Depth, Severity
 
 _MEGATRON = {

@@ -1,0 +1,1 @@
+"""What the tensors of a checkpoint say about each other; read by rules, never reading a file."""

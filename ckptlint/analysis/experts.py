@@ -1,0 +1,144 @@
+"""The mixture-of-experts layers of a checkpoint: what their routers expect and which experts are stored."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ckptlint.analysis.expected_shapes import Block, block_of, hidden_sizes
+from ckptlint.analysis.inventory import Param, take
+from ckptlint.analysis.trusted_config import trusted_topology
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Note
+from ckptlint.vocabulary.keys import ranges
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertRole:
+    """The weights of one role (`linear_fc1.weight`) over the experts of one layer.
+
+    Attributes:
+        params: one stacked parameter, or one for each numbered key.
+        numbers: the expert numbers in the keys, sorted; empty for a stacked parameter.
+        per_key: experts that one numbered key holds: more than 1 where expert-parallel ranks were concatenated.
+    """
+
+    role: str
+    params: list[Param]
+    numbers: tuple[int, ...]
+    per_key: int = 1
+
+    @property
+    def count(self) -> int:
+        """How many experts are stored."""
+        first = self.params[0]
+        if first.expert_axis is not None:
+            return first.tensor.global_shape[first.expert_axis]
+        return len(self.numbers) * self.per_key
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MoeLayer:
+    """The routed experts of one layer, or of all layers where they are stacked.
+
+    Attributes:
+        router: the parameter that tells how many experts there should be, None when the layer has none.
+        rows: how many experts the router, or else its bias, expects; None when it cannot be told.
+        roles: the weights of the experts.
+    """
+
+    block: Block
+    layer: int | None
+    router: Param | None
+    rows: int | None
+    roles: tuple[ExpertRole, ...]
+
+    @property
+    def count(self) -> int:
+        """The largest number of experts that any role stores."""
+        return max(role.count for role in self.roles)
+
+
+@lru_cache(maxsize=4)
+def moe_layers(ckpt: Checkpoint) -> tuple[MoeLayer, ...]:
+    """The layers with routed experts whose number can be told, in order of their keys."""
+    hidden = hidden_sizes(ckpt)
+    grouped: dict[tuple[Block, tuple[str, ...], int | None], list[Param]] = defaultdict(list)
+    for param in take(ckpt).params:
+        if param.key.block and not (param.key.is_stacked and param.layer_axis is None):
+            grouped[block_of(param.key), param.key.scope, param.key.layer].append(param)
+    layers = []
+    for (block, _, layer), params in grouped.items():
+        roles = _roles(params, hidden[block].size if block in hidden else None)
+        if roles:
+            home = _common_home([param for role in roles for param in role.params])
+            routers = [p for p in params if p.key.cls == "router" and not p.key.in_experts and _serves(p, home)]
+            rows = [(r, n) for r in routers if (n := _rows(r, hidden[block].size if block in hidden else None))]
+            # a router that serves these experts is unique; two that disagree tell nothing
+            router, expected = rows[0] if len({n for _, n in rows}) == 1 else (None, None)
+            layers.append(MoeLayer(block, layer, router, expected, tuple(roles)))
+    return tuple(layers)
+
+
+def owners_note(ckpt: Checkpoint, experts: set[int], total: int) -> tuple[Note, ...]:
+    """Which expert-parallel ranks own these experts, when they are all that those ranks own."""
+    size = trusted_topology(ckpt).get("ep")
+    if size is None or size.size < 2 or total % size.size:
+        return ()
+    each = total // size.size
+    owners = {number // each for number in experts}
+    if experts != {number for number in range(total) if number // each in owners}:
+        return ()
+    return (("mesh", f"these are all experts of ep rank {ranges(owners)} of {size.size} ({size.source})"),)
+
+
+def _roles(params: list[Param], hidden: int | None) -> list[ExpertRole]:
+    by_role: dict[str, list[Param]] = defaultdict(list)
+    for param in params:
+        is_expert = param.expert_axis is not None or (param.key.in_experts and param.key.expert is not None)
+        if is_expert and param.key.cls in ("mlp_in", "mlp_out") and len(param.own_shape) == 2:
+            by_role[param.key.role].append(param)
+    per_key = 1
+    for members in by_role.values():
+        first = members[0]
+        if first.key.expert is not None and first.key.cls == "mlp_out" and hidden and hidden not in first.own_shape[1:]:
+            per_key = max(1, first.own_shape[0] // hidden) if first.own_shape[0] % hidden == 0 else 1
+    return [
+        ExpertRole(
+            role,
+            members,
+            tuple(sorted({p.key.expert for p in members if p.key.expert is not None})),
+            per_key if members[0].key.expert is not None else 1,
+        )
+        for role, members in by_role.items()
+    ]
+
+
+def _common_home(params: list[Param]) -> str:
+    """The path of the module that holds all these experts."""
+    paths = [param.key.path.split(".") for param in params]
+    home = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1 or parts[0] in ("experts", "local_experts"):
+            break
+        home.append(parts[0])
+    return ".".join(home)
+
+
+def _serves(router: Param, home: str) -> bool:
+    """Whether a router lies in the module that holds the experts, at most two levels below."""
+    path = router.key.path
+    return path.startswith(f"{home}.") and path.removeprefix(f"{home}.").count(".") <= 2
+
+
+def _rows(router: Param, hidden: int | None) -> int | None:
+    """How many experts a router weight or bias has room for."""
+    shape = router.own_shape
+    if len(shape) == 1:
+        return shape[0] if "scale" not in router.key.path else None
+    if len(shape) != 2:
+        return None
+    if hidden == shape[0] != shape[1]:
+        return shape[1]
+    return shape[0]

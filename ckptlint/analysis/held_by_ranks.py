@@ -1,0 +1,180 @@
+"""What the ranks of a running job hold, seen as a checkpoint: the words and figures of files then serve for ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ckptlint.model import Checkpoint, ChunkTable, RankTable, RecordTable, StoredFile, Tensor
+from ckptlint.model.layout import Box, IntArray, Layout
+from ckptlint.rule import Finding, Severity
+from ckptlint.vocabulary.keys import ranges, role
+
+_BLOCKING = frozenset({"LIV210", "LIV211", "LIV212"})
+"""What is known when nothing could be compared."""
+
+_FLAWS = frozenset({"LIV101", "LIV102", "LIV103", "LIV105", "LIV106", "LIV108", "LIV110"})
+"""Findings of a rank about its own chunk after which the box of that chunk says nothing."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holders:
+    """The rows of one key.
+
+    Attributes:
+        rows: rows of the table, by rank.
+        live: those of them that hold at least one element.
+    """
+
+    fqn: str
+    rows: IntArray
+    live: IntArray
+
+
+def holders(table: RankTable) -> Iterator[Holders]:
+    """The rows of each key, in order of its name."""
+    order = np.lexsort((table.rank, table.fqn))
+    is_live = np.asarray((table.sizes > 0).all(axis=1))
+    changes = np.flatnonzero(table.fqn[order][1:] != table.fqn[order][:-1]) + 1
+    groups = np.split(order, changes) if len(order) else []
+    for rows in sorted(groups, key=lambda rows: table.fqns[int(table.fqn[rows[0]])]):
+        yield Holders(table.fqns[int(table.fqn[rows[0]])], rows, rows[is_live[rows]])
+
+
+def described(table: RankTable, row: int) -> tuple[str, str, tuple[int, ...]]:
+    """Kind, dtype and global shape of a row; what all holders of a key must share."""
+    dtype = int(table.dtype[row])
+    kind = "object" if table.is_object[row] else "tensor"
+    return kind, "" if dtype < 0 else table.dtypes[dtype], tuple(table.global_shape[row, : table.ndim[row]].tolist())
+
+
+def box(table: RankTable, row: int) -> Box:
+    """Where a row's chunk lies."""
+    n = int(table.ndim[row])
+    return Box(tuple(table.offsets[row, :n].tolist()), tuple(table.sizes[row, :n].tolist()))
+
+
+def agree(table: RankTable, rows: IntArray) -> bool:
+    """Whether all rows describe one tensor or object: kind, dtype, number of axes and global shape."""
+    columns = (table.is_object, table.dtype, table.ndim)
+    same = all((column[rows] == column[rows[:1]]).all() for column in columns)
+    return bool(same and (table.global_shape[rows] == table.global_shape[rows[:1]]).all())
+
+
+def owners(table: RankTable, held: Holders) -> IntArray:
+    """Rows whose chunk is written: declared ones, and of equal undeclared chunks the lowest rank's."""
+    rows = held.live[table.replica[held.live] <= 0]
+    undeclared = rows[table.replica[rows] < 0]
+    if len(undeclared) == 0:
+        return rows
+    cells = np.concatenate([table.offsets[undeclared], table.sizes[undeclared]], axis=1)
+    _, first = np.unique(cells, axis=0, return_index=True)  # rows come by rank, so the first is the lowest
+    return np.sort(np.concatenate([rows[table.replica[rows] >= 0], undeclared[first]]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cell:
+    """The copies of one chunk or object: rows of one key with equal boxes that hold elements, by rank."""
+
+    fqn: str
+    box: Box
+    rows: IntArray
+    is_whole: bool
+
+
+def cells(table: RankTable) -> Iterator[Cell]:
+    """The chunks, each with its copies, of the keys whose holders agree what it is and find no fault with their own."""
+    flawed = _flawed(table)
+    for held in holders(table):
+        if held.fqn in flawed or len(held.live) == 0 or not agree(table, held.rows):
+            continue
+        places = np.concatenate([table.offsets[held.live], table.sizes[held.live]], axis=1)
+        _, number = np.unique(places, axis=0, return_inverse=True)
+        order = np.argsort(number.reshape(-1), kind="stable")
+        for rows in np.split(held.live[order], np.flatnonzero(np.diff(number.reshape(-1)[order])) + 1):
+            shape = described(table, int(rows[0]))[2]
+            place = box(table, int(rows[0]))
+            yield Cell(held.fqn, place, rows, place.sizes == shape)
+
+
+def digest_groups(table: RankTable, cell: Cell) -> list[IntArray]:
+    """Rows of the copies whose contents were hashed, those with equal contents together, the largest group first."""
+    known = cell.rows[table.digest[cell.rows] != 0]
+    groups = [known[table.digest[known] == digest] for digest in np.unique(table.digest[known]).tolist()]
+    return sorted(groups, key=lambda rows: (-len(rows), int(table.rank[rows[0]])))
+
+
+def sound(ckpt: Checkpoint) -> Checkpoint:
+    """The checkpoint with the tensors alone about whose chunks no rank has an error of its own."""
+    assert ckpt.ranks is not None
+    flawed = _flawed(ckpt.ranks)
+    return replace(ckpt, tensors={fqn: tensor for fqn, tensor in ckpt.tensors.items() if fqn not in flawed})
+
+
+def _flawed(table: RankTable) -> set[str]:
+    return {remark.fqn for remark in table.remarks if remark.code in _FLAWS}
+
+
+def ranks_of(table: RankTable, rows: Iterable[int]) -> str:
+    """The ranks of some rows in words.
+
+    >>> named([3]), named([0, 1, 2, 6])
+    ('rank 3', 'ranks 0-2,6')
+    """
+    return named(int(table.rank[row]) for row in rows)
+
+
+def named(ranks: Iterable[int]) -> str:
+    """Ranks in words, as a set."""
+    numbers = sorted(set(ranks))
+    return f"rank{'s' if len(numbers) != 1 else ''} {ranges(numbers)}"
+
+
+def told(ckpt: Checkpoint, code: str, why: str = "", hint: str = "") -> Iterator[Finding]:
+    """What the ranks found themselves under a code: one finding for each sentence, with the ranks that said it."""
+    by_text: dict[tuple[str, str, str], set[int]] = {}
+    for remark in ckpt.ranks.remarks if ckpt.ranks is not None else ():
+        if remark.code == code:
+            by_text.setdefault((remark.fqn, remark.text, remark.level), set()).add(remark.rank)
+    for (fqn, text, level), said in sorted(by_text.items()):
+        who = "" if -1 in said else named(said)
+        yield Finding(
+            text,
+            fqn=fqn or None,
+            missing=(text,),
+            place=who,
+            severity=Severity[level.upper()] if level else None,
+            why=why,
+            hint=hint,
+            alike=role(fqn) if fqn else text,
+        )
+
+
+def as_checkpoint(table: RankTable, path: str) -> Checkpoint:
+    """The table as a checkpoint whose files are the ranks: chunk i of a tensor lies in the `file` of its rank.
+
+    Keys whose holders disagree about shape or dtype are left out, as are objects.
+    """
+    tensors = {}
+    for held in holders(table):
+        if table.is_object[held.rows[0]] or not agree(table, held.rows):
+            continue
+        rows = owners(table, held)
+        _, dtype, shape = described(table, int(held.rows[0]))
+        layout = Layout(shape, table.offsets[rows, : len(shape)], table.sizes[rows, : len(shape)])
+        tensors[held.fqn] = Tensor(held.fqn, dtype, shape, ChunkTable(layout, rows.astype(np.int64)))
+    none = np.zeros(len(table), np.int64)
+    return Checkpoint(
+        path,
+        "live",
+        tensors=tensors,
+        records=RecordTable(
+            table.fqns, table.fqn, table.rank, none, none, np.zeros(len(table), bool), np.ones(len(table), bool), {}
+        ),
+        files=[StoredFile(f"rank {rank}", None, None, "unchecked", True) for rank in range(table.world_size)],
+        readable=not any(remark.code in _BLOCKING for remark in table.remarks),
+        metadata_file="state dict",
+        ranks=table,
+    )

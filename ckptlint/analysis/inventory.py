@@ -1,0 +1,312 @@
+"""What the tensors of a checkpoint are to each other: parameters, their optimizer states, layers and experts."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.vocabulary.keys import COPIES, Key, parse
+
+MOMENTS = frozenset(
+    {
+        "exp_avg",
+        "exp_avg_sq",
+        "max_exp_avg_sq",
+        "momentum_buffer",
+        "param",
+        "fp32_param",
+        "main_param",
+        "master_param",
+    }
+)
+"""States that have one element per element of their parameter."""
+
+MASTER_COPIES = ("param", "fp32_param", "main_param", "master_param")
+
+_STATE_NAMES = MOMENTS | {
+    "step",
+    "exp_avg_diff",
+    "exp_avg_sq_row",
+    "exp_avg_sq_col",
+    "exp_inf",
+    "grad_avg",
+    "square_avg",
+    "sum",
+    "acc_delta",
+    "row_var",
+    "col_var",
+    "variance",
+    "state1",
+    "state2",
+    "absmax1",
+    "absmax2",
+    "qmap1",
+    "qmap2",
+    "momentum",
+}
+_BUCKET = re.compile(
+    r"(?:distributed\.)?dp_group_idx_(?P<group>\d+)\.(?:gbuf_idx_(?P<gbuf>\d+)\.dtype_\([^)]*\)\.bucket_idx_(?P<bucket>\d+)\.)?(?P<what>.+)"
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Param:
+    """A parameter or buffer of the model.
+
+    Attributes:
+        layer_axis: the axis on which layers are stacked, None when they are not.
+        expert_axis: the axis of the routed experts, None when there is none.
+    """
+
+    tensor: Tensor
+    key: Key
+    layer_axis: int | None = None
+    expert_axis: int | None = None
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The global shape without the axes of layers and experts."""
+        dropped = (self.layer_axis, self.expert_axis)
+        return tuple(size for axis, size in enumerate(self.tensor.global_shape) if axis not in dropped)
+
+    @property
+    def own_axes(self) -> tuple[int, ...]:
+        """The axes that belong to the weight itself, in the order of `own_shape`."""
+        dropped = (self.layer_axis, self.expert_axis)
+        return tuple(axis for axis in range(len(self.tensor.global_shape)) if axis not in dropped)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class State:
+    """An optimizer state tensor.
+
+    Attributes:
+        what: its name (`exp_avg`), the parts behind it included (`exp_avg.codes`).
+        chain: optimizer chain and module it belongs to.
+        path: the parameter's path as the state names it.
+        params: the parameters it belongs to: one, or the components of which the state is the fused whole; empty when
+            none was found.
+        is_component: whether the state belongs to a part of its parameter (`weight_w` of a fused `weight`).
+        scope: pipeline stage and the like that stood before the parameter's path (`model1`).
+    """
+
+    tensor: Tensor
+    what: str
+    chain: tuple[str, ...]
+    path: str
+    params: tuple[Param, ...] = ()
+    is_component: bool = False
+    scope: tuple[str, ...] = ()
+
+    @property
+    def param(self) -> Param | None:
+        """The parameter, when it is exactly one and whole."""
+        return self.params[0] if len(self.params) == 1 and not self.is_component else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bucket:
+    """A tensor of a distributed optimizer's flat buffer, which names no parameter."""
+
+    tensor: Tensor
+    chain: tuple[str, ...]
+    group: int
+    what: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inventory:
+    """The tensors of a checkpoint by what they are.
+
+    Attributes:
+        params: parameters and buffers of the model, copies (ema, teacher) left out.
+        copies: parameters of second copies of the model, by the copy's name.
+        states: optimizer states, mapped to parameters where possible.
+        numbered: optimizer states that name their parameter by an integer.
+        buckets: flat optimizer buffers.
+    """
+
+    params: list[Param] = field(default_factory=list)
+    copies: dict[str, list[Param]] = field(default_factory=dict)
+    states: list[State] = field(default_factory=list)
+    numbered: list[Tensor] = field(default_factory=list)
+    buckets: list[Bucket] = field(default_factory=list)
+
+    def states_of(self) -> dict[Param, dict[str, list[State]]]:
+        """Parameter -> state name -> the states that belong to exactly this parameter."""
+        found: dict[Param, dict[str, list[State]]] = defaultdict(lambda: defaultdict(list))
+        for state in self.states:
+            if state.param is not None:
+                found[state.param][state.what].append(state)
+        return found
+
+    @property
+    def mapped_share(self) -> float:
+        """Which share of the optimizer states found its parameter; 1.0 without states."""
+        return sum(bool(state.params) for state in self.states) / len(self.states) if self.states else 1.0
+
+
+@lru_cache(maxsize=4)
+def take(ckpt: Checkpoint) -> Inventory:
+    """The inventory of a checkpoint; only tensors whose geometry can be judged are in it."""
+    inventory = Inventory()
+    optimizer: list[tuple[Tensor, Key]] = []
+    for tensor in ckpt.sound_tensors():
+        key = parse(tensor.fqn)
+        if key.kind == "optimizer":
+            optimizer.append((tensor, key))
+        elif key.kind == "model" and not key.path.endswith("_flat_param"):
+            param = _param(tensor, key)
+            copy = next((part for part in key.scope if part in COPIES), None)
+            (inventory.params if copy is None else inventory.copies.setdefault(copy, [])).append(param)
+    index = _Index(inventory.params)
+    for tensor, key in optimizer:
+        _add_optimizer(inventory, tensor, key, index)
+    return inventory
+
+
+def siblings(params: Iterable[Param]) -> dict[tuple[tuple[str, ...], str], list[Param]]:
+    """(scope, role) -> the parameters that play one role in different layers or experts."""
+    found: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
+    for param in params:
+        found[param.key.scope, param.key.role].append(param)
+    return found
+
+
+def _param(tensor: Tensor, key: Key) -> Param:
+    layer_axis = expert_axis = None
+    axes = list(range(len(tensor.global_shape)))
+    sizes = tensor.layout.sizes[tensor.layout.live]
+    if key.is_stacked and axes and len(sizes) and (sizes[:, 0] == 1).all():
+        layer_axis = axes.pop(0)
+    is_stack = key.in_experts or key.cls in ("mlp_in", "mlp_out")
+    if key.expert is None and is_stack and len(axes) >= 3:
+        expert_axis = axes.pop(0)
+    return Param(tensor, key, layer_axis, expert_axis)
+
+
+class _Index:
+    """Parameters by path, to find the one that an optimizer state names."""
+
+    def __init__(self, params: list[Param]) -> None:
+        self._by_path: dict[str, list[Param]] = defaultdict(list)
+        for param in params:
+            self._by_path[param.key.path].append(param)
+
+    def find(self, path: str, scope: tuple[str, ...]) -> Param | None:
+        """The parameter of a path, of the same stage and module, or of the same module, where several have it."""
+        found = self._by_path.get(path, [])
+        same = [param for param in found if param.key.scope == scope]
+        same = same or [param for param in found if _modules(param.key.scope) == _modules(scope)]
+        if same:
+            return same[0]
+        return found[0] if len(found) == 1 else None
+
+    def components(self, path: str, scope: tuple[str, ...]) -> tuple[Param, ...]:
+        """The components a fused path was split into: `_w` and `_v`, or `.query`, `.key`, ..."""
+        halves = [self.find(path + half, scope) for half in ("_w", "_v")]
+        if all(halves):
+            return tuple(half for half in halves if half)
+        parts = [self.find(f"{path}.{name}", scope) for name in ("query", "key", "value", "z", "beta", "alpha")]
+        return tuple(part for part in parts if part)
+
+
+def _modules(scope: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(part for part in scope if part.startswith("mimo."))
+
+
+def optimizer_parts(key: Key) -> tuple[tuple[str, ...], str]:
+    """Chain and module of an optimizer key, and the rest of its name behind them.
+
+    >>> optimizer_parts(parse("optimizer.mimo.vision.0.chained_1.optimizer.state.exp_avg.w"))
+    (('mimo.vision', 'chained_1'), 'state.exp_avg.w')
+    """
+    scope, rest = key.scope, key.path.split(".", 1)[1]
+    if match := re.match(r"mimo\.([^.]+)\.(?:\d+\.)?", rest):
+        scope, rest = (*scope, f"mimo.{match[1]}"), rest[match.end() :]
+    while match := re.match(r"(chained_\d+)\.(?:optimizer\.)?", rest):
+        scope, rest = (*scope, match[1]), rest[match.end() :]
+    return scope, rest
+
+
+def dp_group(fqn: str) -> tuple[tuple[str, ...], int, str] | None:
+    """Chain, number and record of a group of the distributed optimizer; None for any other name.
+
+    >>> dp_group("chained_0.optimizer.distributed.dp_group_idx_1.per_bucket_numel")
+    (('chained_0',), 1, 'per_bucket_numel')
+    """
+    key = parse(fqn)
+    if key.kind != "optimizer":
+        return None
+    scope, rest = optimizer_parts(key)
+    match = _BUCKET.fullmatch(rest)
+    return None if match is None else (scope, int(match["group"]), match["what"])
+
+
+def split_state(rest: str) -> tuple[str, str] | None:
+    """Name of the state and of its parameter behind `optimizer.state.`, by the words alone.
+
+    None when the parameter is named by a number, or when no word is the name of a state.
+
+    >>> split_state("exp_avg.layers.0.w"), split_state("layers.0.w.exp_avg"), split_state("0.exp_avg")
+    (('exp_avg', 'layers.0.w'), ('exp_avg', 'layers.0.w'), None)
+    """
+    head, _, tail = rest.partition(".")
+    if head.isdecimal():
+        return None
+    if head in _STATE_NAMES and tail:
+        return head, tail
+    parts = rest.split(".")
+    known = next((i for i, part in enumerate(parts) if part in _STATE_NAMES and i), None)
+    return None if known is None else (".".join(parts[known:]), ".".join(parts[:known]))
+
+
+def _add_optimizer(inventory: Inventory, tensor: Tensor, key: Key, index: _Index) -> None:
+    scope, rest = optimizer_parts(key)
+    if rest.startswith("state."):
+        named = _state(tensor, scope, rest.removeprefix("state."), index)
+        if named is None:
+            inventory.numbered.append(tensor)
+        else:
+            inventory.states.append(named)
+    elif bucket := _BUCKET.fullmatch(rest):
+        inventory.buckets.append(Bucket(tensor, scope, int(bucket["group"]), bucket["what"]))
+
+
+def _state(tensor: Tensor, chain: tuple[str, ...], rest: str, index: _Index) -> State | None:
+    """The state behind `optimizer.state.`, or None when it names its parameter by number.
+
+    Megatron-Core writes `<what>.<param>`, torch `<param>.<what>`; where both readings are possible the one whose
+    parameter exists is taken.
+    """
+    head, _, tail = rest.partition(".")
+    if head in _STATE_NAMES and tail:
+        return _mapped(tensor, head, chain, tail, index)
+    parts = rest.split(".")
+    for stop in range(len(parts) - 1, 1 if head.isdecimal() else 0, -1):  # `0` alone is a number, `0.weight` a name
+        path, what = ".".join(parts[:stop]), ".".join(parts[stop:])
+        state = _mapped(tensor, what, chain, path, index)
+        if state.params:
+            return state
+    if head.isdecimal():
+        return None
+    known = next((i for i, part in enumerate(parts) if part in _STATE_NAMES and i), len(parts) - 1)
+    return State(tensor, ".".join(parts[known:]), chain, parse(".".join(parts[:known])).path)
+
+
+def _mapped(tensor: Tensor, what: str, chain: tuple[str, ...], path: str, index: _Index) -> State:
+    key = parse(path)
+    inner = tuple(part for part in key.scope if not part.startswith("mimo."))
+    scope = (*(_modules(chain) or _modules(key.scope)), *inner)
+    if param := index.find(key.path, scope):
+        return State(tensor, what, chain, key.path, (param,), scope=scope)
+    if parts := index.components(key.path, scope):
+        return State(tensor, what, chain, key.path, parts, scope=scope)
+    whole = key.path[:-2] if key.component in ("w", "v") else key.path.rpartition(".")[0] if key.component else ""
+    if whole and (param := index.find(whole, scope)):
+        return State(tensor, what, chain, key.path, (param,), is_component=True, scope=scope)
+    return State(tensor, what, chain, key.path, scope=scope)

@@ -1,0 +1,359 @@
+"""The keys of a checkpoint beside those of its reference: what belongs together, what is absent, what cannot be told.
+
+Names are compared without wrappers, numbers of layers and experts apart, so that stacked and numbered layers meet. Two
+naming schemes of one model (Hugging Face and Megatron-Core) share few names or none: there nothing is called absent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+from math import prod
+from pathlib import PurePath
+from typing import Literal
+
+from ckptlint.analysis.inventory import MASTER_COPIES, optimizer_parts, split_state
+from ckptlint.model import Checkpoint, Reference
+from ckptlint.vocabulary.keys import COPIES, Key, parse, ranges
+
+Kind = Literal["model", "copy", "optimizer"]
+Shape = tuple[int, ...]
+Family = tuple[Kind, str, tuple[str, ...], str]
+Slot = tuple[object, ...]
+
+_PACKED = frozenset({"uint8", "int8", "float4_e2m1fn_x2"})
+_SLOT_LIMIT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One tensor of either side.
+
+    Attributes:
+        shape: the global shape, None where it is not known or fits no 64 bits.
+        key: of the parameter, for an optimizer state too.
+        family: what the members of different layers and experts share: kind, state, scope and path without numbers.
+    """
+
+    fqn: str
+    dtype: str | None
+    shape: Shape | None
+    key: Key
+    family: Family
+
+    @property
+    def kind(self) -> Kind:
+        """Whether it belongs to the model, to a second copy of it, or to the optimizer."""
+        return self.family[0]
+
+    @property
+    def form(self) -> tuple[str, str]:
+        """Where layers and experts are: `number` in the name, `axis` of the tensor, or "" for neither."""
+        key = self.key
+        layer = "number" if key.layer is not None else "axis" if key.is_stacked else ""
+        expert = "number" if key.expert is not None else "axis" if key.in_experts else ""
+        return layer, expert
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair:
+    """A tensor of the reference and the one that stands for it; shapes are those of the common part.
+
+    Attributes:
+        alike: whether both keep layers and experts in the same place, so that their whole shapes are compared.
+    """
+
+    expected: Entry
+    stored: Entry
+    expected_shape: Shape | None
+    stored_shape: Shape | None
+    alike: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Single:
+    """A tensor that the other side does not have.
+
+    Attributes:
+        part: the layers or experts of a stacked tensor that are meant; "" for all of it.
+    """
+
+    entry: Entry
+    part: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """What a checkpoint and its reference are to each other.
+
+    Attributes:
+        expected: keys of the reference by kind.
+        pairs: what belongs together.
+        absent: what the reference has and the checkpoint surely has not.
+        added: the other way round.
+        unpaired_expected, unpaired_stored: names that only one side has and that may mean the same.
+        lacking: the kinds that the reference has and the checkpoint holds nothing of.
+    """
+
+    expected: Counter[Kind] = field(default_factory=Counter)
+    pairs: list[Pair] = field(default_factory=list)
+    absent: list[Single] = field(default_factory=list)
+    added: list[Single] = field(default_factory=list)
+    unpaired_expected: list[str] = field(default_factory=list)
+    unpaired_stored: list[str] = field(default_factory=list)
+    lacking: set[Kind] = field(default_factory=set)
+
+
+@lru_cache(maxsize=4)
+def compare(ckpt: Checkpoint, reference: Reference) -> Comparison:
+    """The keys of both sides, paired; runtime state and the optimizer's flat buckets are left out."""
+    result = Comparison()
+    expected = _families(_entry(fqn, dtype, shape) for fqn, (dtype, shape) in reference.tensors.items())
+    stored = _families(
+        _entry(t.fqn, None if t.dtype == "unknown" else t.dtype, t.global_shape if t.is_representable else None)
+        for t in ckpt.tensors.values()
+    )
+    in_bytes = {entry.fqn for entry in ckpt.byte_objects} | {obj.key for obj in ckpt.objects}
+    for family, entries in expected.items():
+        expected[family] = [entry for entry in entries if not _lies_in(entry.fqn, in_bytes)]
+        result.expected[family[0]] += len(expected[family])
+    kinds: tuple[Kind, ...] = ("model", "copy", "optimizer")
+    for kind in kinds:
+        mine = {family: entries for family, entries in stored.items() if family[0] == kind}
+        theirs = {family: entries for family, entries in expected.items() if family[0] == kind and entries}
+        if theirs and _holds_none(ckpt, kind, mine):
+            result.lacking.add(kind)
+        elif theirs and (mine or kind != "optimizer"):  # an optimizer in flat buckets names no parameter
+            _compare_kind(result, theirs, mine)
+    return result
+
+
+def _families(entries: Iterable[Entry | None]) -> dict[Family, list[Entry]]:
+    found: dict[Family, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        if entry is not None:
+            found[entry.family].append(entry)
+    return dict(found)
+
+
+def _entry(fqn: str, dtype: str | None, shape: Shape | None) -> Entry | None:
+    """None for what is not compared: runtime state, flat buckets, states that name their parameter by number."""
+    key = parse(fqn)
+    scope, what, kind = key.scope, "", "model"
+    if key.kind == "optimizer":
+        scope, rest = optimizer_parts(key)
+        named = split_state(rest.removeprefix("state.")) if rest.startswith("state.") else None
+        if named is None:
+            return None
+        what, kind, key = "param" if named[0] in MASTER_COPIES else named[0], "optimizer", parse(named[1])
+        # chains are counted through and shift when a kind of parameter joins or leaves
+        scope = tuple(part for part in (*scope, *key.scope) if not part.startswith("chained"))
+    if key.kind != "model" or key.path.endswith("_flat_param"):
+        return None
+    of: Kind = "optimizer" if kind == "optimizer" else "copy" if COPIES & set(scope) else "model"
+    return Entry(fqn, dtype, shape, key, (of, what, scope, _path(key)))
+
+
+def _path(key: Key) -> str:
+    """The path without the numbers of layers and experts, however a writer spells the place of the experts.
+
+    >>> [_path(parse(name)) for name in ("layers.3.experts.local_experts.7.fc1.weight", "layers.experts.fc1.weight2")]
+    ['layers.experts.fc1', 'layers.experts.fc1']
+    """
+    parts = [part for part in key.role.split(".") if part != "*"]
+    if key.in_experts:
+        parts = ["experts" if part == "local_experts" else part for part in parts]
+        parts = [part for i, part in enumerate(parts) if part != "experts" or parts[i - 1 : i] != ["experts"]]
+        parts[-1] = parts[-1].rstrip("*")
+        if parts[-1] == "weight":
+            parts.pop()
+    return ".".join(parts)
+
+
+def _lies_in(fqn: str, names: set[str]) -> bool:
+    """Whether an entry of bytes holds the key, itself or in a dict that was stored whole."""
+    if not names:
+        return False
+    parts = fqn.split(".")
+    return any(".".join(parts[:stop]) in names for stop in range(1, len(parts) + 1))
+
+
+def _holds_none(ckpt: Checkpoint, kind: Kind, mine: Mapping[Family, list[Entry]]) -> bool:
+    """Whether a part of the state is absent as a whole: saved elsewhere or not at all."""
+    if mine:
+        return False
+    has_optimizer = any(parse(fqn).kind == "optimizer" for fqn in ckpt.tensors)
+    if kind == "optimizer":
+        return not has_optimizer
+    return kind == "copy" or (has_optimizer and "optim" in PurePath(ckpt.path).name)
+
+
+# ---------------------------------------------------------------- one kind of keys
+
+
+def _compare_kind(result: Comparison, expected: dict[Family, list[Entry]], stored: dict[Family, list[Entry]]) -> None:
+    shared = [family for family in expected if family in stored]
+    lost = {family: entries for family, entries in expected.items() if family not in stored}
+    extra = {family: entries for family, entries in stored.items() if family not in expected}
+    for family in shared:
+        _compare_family(result, expected[family], stored[family])
+    if 2 * len(shared) < min(len(expected), len(stored)):  # two naming schemes that share a few names by chance
+        lost_open, extra_open = set(lost), set(extra)
+    else:
+        lost_open, extra_open = _renamed(lost, extra)
+    for family, entries in lost.items():
+        if family not in lost_open:
+            result.absent.extend(map(Single, entries))
+    for family, entries in extra.items():
+        if family not in extra_open:
+            result.added.extend(map(Single, entries))
+    result.unpaired_expected.extend(entry.fqn for family in lost_open for entry in lost[family])
+    result.unpaired_stored.extend(entry.fqn for family in extra_open for entry in extra[family])
+
+
+def _renamed(
+    lost: Mapping[Family, list[Entry]], extra: Mapping[Family, list[Entry]]
+) -> tuple[set[Family], set[Family]]:
+    """The families that only one side has and that may be the other side's under another name, split or fused.
+
+    They do the same as far as the names tell, and what is here has room for what is not: at least half its elements.
+    """
+    room: dict[tuple[bool, str], list[Family]] = defaultdict(list)
+    for family, entries in extra.items():
+        room[bool(entries[0].key.block), _function(entries[0])].append(family)
+
+    @cache
+    def near(inside: bool, function: str) -> tuple[list[Family], int | None]:
+        """The families that may stand for one of this function, and their elements."""
+        functions = (function, "other") if function != "other" else [name for block, name in room if block == inside]
+        families = [family for name in functions for family in room.get((inside, name), ())]
+        return families, _volume(entry for family in families for entry in extra[family])
+
+    lost_open: set[Family] = set()
+    used: set[tuple[bool, str]] = set()
+    for family, entries in lost.items():
+        sort = bool(entries[0].key.block), _function(entries[0])
+        families, there = near(*sort)
+        wanted = _volume(entries)
+        if families and (wanted is None or there is None or 2 * there >= wanted):
+            lost_open.add(family)
+            used.add(sort)
+    extra_open = {family for sort in used for family in near(*sort)[0]}
+    return lost_open, extra_open
+
+
+def _function(entry: Entry) -> str:
+    """What a parameter does, the parts of a fused projection alike."""
+    return "qkv" if entry.key.cls in ("q", "k", "v") else entry.key.cls
+
+
+def _volume(entries: Iterable[Entry]) -> int | None:
+    """Elements of a family; None where a shape is not known or one element of it holds several values."""
+    total = 0
+    for entry in entries:
+        if entry.shape is None or entry.dtype in _PACKED:
+            return None
+        total += prod(entry.shape)
+    return total
+
+
+# ---------------------------------------------------------------- one family
+
+
+def _compare_family(result: Comparison, expected: list[Entry], stored: list[Entry]) -> None:
+    forms = {entry.form for entry in expected}, {entry.form for entry in stored}
+    if forms[0] == forms[1]:
+        _compare_places(result, expected, stored)
+    elif len(forms[0]) == len(forms[1]) == 1:
+        (there,), (here,) = forms
+        _compare_slots(result, expected, stored, there, here)
+    else:
+        _leave_open(result, expected, stored)
+
+
+def _compare_places(result: Comparison, expected: list[Entry], stored: list[Entry]) -> None:
+    """Entries that keep layers and experts alike, by their numbers."""
+    theirs = {(e.key.layer, e.key.expert): e for e in expected}
+    mine = {(e.key.layer, e.key.expert): e for e in stored}
+    if len(theirs) == len(expected) and len(mine) == len(stored):
+        result.absent.extend(Single(e) for place, e in theirs.items() if place not in mine)
+        result.added.extend(Single(e) for place, e in mine.items() if place not in theirs)
+        pairs = [(e, mine[place]) for place, e in theirs.items() if place in mine]
+    else:  # one parameter under several names: only equal ones are sure
+        named = {e.fqn: e for e in stored}
+        pairs = [(e, named[e.fqn]) for e in expected if e.fqn in named]
+        paired = {e.fqn for e, _ in pairs}
+        _leave_open(result, *([e for e in side if e.fqn not in paired] for side in (expected, stored)))
+    result.pairs.extend(Pair(e, m, e.shape, m.shape) for e, m in pairs)
+
+
+def _compare_slots(
+    result: Comparison, expected: list[Entry], stored: list[Entry], there: tuple[str, str], here: tuple[str, str]
+) -> None:
+    """Stacked layers or experts on one side, numbered ones on the other."""
+    theirs, mine = _slots(expected, there, here), _slots(stored, here, there)
+    pairs: list[Pair] = []
+    if theirs is not None and mine is not None:
+        common = [slot for slot in theirs if slot in mine]
+        pairs = [Pair(theirs[s][0], mine[s][0], theirs[s][1], mine[s][1], alike=False) for s in common]
+    known = [p for p in pairs if p.expected_shape is not None and p.stored_shape is not None]
+    if not pairs or any(len(p.expected_shape or ()) != len(p.stored_shape or ()) for p in known):
+        _leave_open(result, expected, stored)
+        return
+    result.pairs.extend(pairs)
+    result.absent.extend(_singles(theirs or {}, mine or {}))
+    result.added.extend(_singles(mine or {}, theirs or {}))
+
+
+def _leave_open(result: Comparison, expected: Iterable[Entry], stored: Iterable[Entry]) -> None:
+    result.unpaired_expected.extend(entry.fqn for entry in expected)
+    result.unpaired_stored.extend(entry.fqn for entry in stored)
+
+
+Slots = dict[Slot, tuple[Entry, Shape | None]]
+
+
+def _slots(entries: list[Entry], form: tuple[str, str], other: tuple[str, str]) -> Slots | None:
+    """The entries by layer and expert, axes opened where the other side has numbers.
+
+    None where that cannot be done: an unknown shape, too few axes, two entries of one place.
+    """
+    opens = [mine == "axis" and theirs == "number" for mine, theirs in zip(form, other, strict=True)]
+    if any(mine != theirs and {mine, theirs} != {"axis", "number"} for mine, theirs in zip(form, other, strict=True)):
+        return None
+    axes = [axis for axis, is_open in ((0, opens[0]), (int(form[0] == "axis"), opens[1])) if is_open]
+    slots: Slots = {}
+    for entry in entries:
+        shape, sizes = entry.shape, [1, 1]
+        if axes:
+            if shape is None or len(shape) <= max(axes):
+                return None
+            sizes = [shape[0] if opens[0] else 1, shape[axes[-1]] if opens[1] else 1]
+            shape = tuple(size for axis, size in enumerate(shape) if axis not in axes)
+        if len(slots) + prod(sizes) > _SLOT_LIMIT:
+            return None
+        for layer in range(sizes[0]):
+            for expert in range(sizes[1]):
+                slot = layer if opens[0] else entry.key.layer, expert if opens[1] else entry.key.expert
+                if slot in slots:
+                    return None
+                slots[slot] = entry, shape
+    return slots
+
+
+def _singles(mine: Slots, others: Slots) -> list[Single]:
+    """What one side alone has; of a stacked tensor the layers or experts concerned."""
+    places: dict[Entry, list[Slot]] = defaultdict(list)
+    for slot, (entry, _) in mine.items():
+        if slot not in others:
+            places[entry].append(slot)
+    return [Single(entry, _part(slots, entry)) for entry, slots in places.items()]
+
+
+def _part(slots: list[Slot], entry: Entry) -> str:
+    layers = {layer for layer, _ in slots if isinstance(layer, int)} if entry.key.layer is None else set()
+    experts = {expert for _, expert in slots if isinstance(expert, int)} if entry.key.expert is None else set()
+    parts = [f"{word} {ranges(numbers)}" for word, numbers in (("layers", layers), ("experts", experts)) if numbers]
+    return ", ".join(parts)

@@ -1,0 +1,107 @@
+"""What the layers of a block have in common, and the parameters that fall out of line."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from ckptlint.analysis.expected_shapes import FLOATS, Shape, is_adapter, mesh_axes, module_of
+from ckptlint.analysis.inventory import Param, take
+from ckptlint.model import ITEM_BITS, Checkpoint
+from ckptlint.vocabulary.keys import parse
+
+_FEW_OUTLIERS = 0.2
+_MAJORITY = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outlier:
+    """A parameter that differs from its siblings.
+
+    Attributes:
+        usual: the shape (axes of layers and experts left out) or dtype that the siblings share.
+        agreeing: the layers that have it, one number per sibling.
+        changed: how many modules of its layer differ likewise; two or more are a layer of another width.
+    """
+
+    param: Param
+    usual: Shape | str
+    agreeing: tuple[int, ...]
+    changed: int = 1
+
+
+@lru_cache(maxsize=4)
+def shape_outliers(ckpt: Checkpoint) -> list[Outlier]:
+    """Parameters in layers that have another shape than the same parameter of the other layers."""
+    found = []
+    for members, classes in _alike(ckpt):
+        numbers = [member.key.layer for member in members if member.key.layer is not None]
+        for item in _outliers(members, [member.own_shape for member in members]):
+            # the first and last of a plain stack take the shape of what comes before and behind
+            if len(classes) > 1 or item.param.key.layer not in (min(numbers), max(numbers)):
+                found.append(item)
+    modules: dict[tuple[object, ...], set[str]] = defaultdict(set)
+    for item in found:
+        modules[_layer_of(item.param)].add(".".join(module_of(parse(item.param.key.role))))
+    return [replace(item, changed=len(modules[_layer_of(item.param)])) for item in found]
+
+
+def dtype_outliers(ckpt: Checkpoint) -> list[Outlier]:
+    """Parameters in layers that have another float dtype than the same parameter of the other layers.
+
+    Eight-bit floats are left out: recipes keep some layers in more bits.
+    """
+    found = []
+    for members, _ in _alike(ckpt):
+        if all(member.tensor.dtype in FLOATS and ITEM_BITS[member.tensor.dtype] > 8 for member in members):
+            found += _outliers(members, [member.tensor.dtype for member in members])
+    return found
+
+
+def local_factor(ckpt: Checkpoint, item: Outlier) -> tuple[int, int] | None:
+    """The axis and the factor, when an outlier is the usual shape divided on one axis by the size of a mesh axis."""
+    shape, usual = item.param.own_shape, item.usual
+    if isinstance(usual, str) or len(usual) != len(shape) or item.changed > 1:
+        return None
+    differing = [i for i, (a, b) in enumerate(zip(shape, usual, strict=True)) if a != b]
+    if len(differing) != 1 or not shape[differing[0]]:
+        return None
+    factor, rest = divmod(usual[differing[0]], shape[differing[0]])
+    return (item.param.own_axes[differing[0]], factor) if not rest and mesh_axes(ckpt, factor) else None
+
+
+def _layer_of(param: Param) -> tuple[object, ...]:
+    return param.key.scope, param.key.block, param.key.layer
+
+
+def _alike(ckpt: Checkpoint) -> Iterable[tuple[list[Param], set[str]]]:
+    """Parameters of one role in layers with one set of roles, and the classes that such a layer has."""
+    roles: dict[tuple[object, ...], set[str]] = defaultdict(set)
+    classes: dict[tuple[object, ...], set[str]] = defaultdict(set)
+    members = [p for p in take(ckpt).params if p.key.layer is not None and not is_adapter(p.key)]
+    for param in members:
+        roles[_layer_of(param)].add(param.key.role)
+        if param.key.cls != "other":
+            classes[_layer_of(param)].add(param.key.cls)
+    kinds = {layer: frozenset(found) for layer, found in roles.items()}
+    groups: dict[tuple[object, ...], list[Param]] = defaultdict(list)
+    for param in members:
+        groups[param.key.scope, param.key.role, kinds[_layer_of(param)]].append(param)
+    return [(group, classes[_layer_of(group[0])]) for group in groups.values() if len(group) > _MAJORITY]
+
+
+def _outliers(members: list[Param], values: list[Shape] | list[str]) -> list[Outlier]:
+    """The members with another value than at least three others; several only as one run of layers, few and equal."""
+    counts = Counter[Shape | str](values)
+    usual, agreeing = counts.most_common(1)[0]
+    odd = [member for member, value in zip(members, values, strict=True) if value != usual]
+    if not odd or agreeing < _MAJORITY:
+        return []
+    layers = sorted({member.key.layer or 0 for member in odd})
+    is_run = layers[-1] - layers[0] == len(layers) - 1
+    if len(odd) > 1 and (len(counts) > 2 or not is_run or len(odd) > _FEW_OUTLIERS * len(members)):
+        return []
+    others = tuple(m.key.layer or 0 for m, value in zip(members, values, strict=True) if value == usual)
+    return [Outlier(member, usual, others) for member in odd]

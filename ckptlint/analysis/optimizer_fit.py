@@ -1,0 +1,246 @@
+"""How the states of an optimizer fit their parameters: the comparisons that several rules rest on.
+
+The rules do not know each other's findings, so what silences one for the sake of another is decided here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+import numpy as np
+
+from ckptlint.analysis.inventory import MOMENTS, Param, State, take
+from ckptlint.analysis.trusted_config import trusted_topology
+from ckptlint.model import ITEM_BITS, Checkpoint, Tensor
+from ckptlint.model.layout import Layout
+from ckptlint.vocabulary.topology import AXES
+
+PAIR = ("exp_avg", "exp_avg_sq")
+"""The two moments that Adam creates and shards together."""
+
+_COMPANION = re.compile(r"absmax|scale|qmap|codes|quant")
+_NO_FLOAT = ("int", "uint", "bool", "float8")
+_EXACT = ("metadata", "args", "run_config", "config.json")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Misfit:
+    """A state that has another number of elements than its parameter.
+
+    Attributes:
+        params: the parameter, or the components of which the state is the fused whole.
+        states: the state, or the two halves that together should make the parameter.
+        elements: what the states hold together.
+        expected: elements of the parameters together.
+        axes: mesh axes whose size is the quotient or its inverse, each with the source of the size.
+        is_local: whether the state is as long as one chunk of the parameter, which has several.
+        is_pattern: whether every parameter of this shape shows the same quotient and nothing says that a rank's part
+            was taken for the whole: then it looks like an optimizer that is not known here.
+        is_inferred: whether only axis sizes that were inferred speak against that.
+    """
+
+    params: tuple[Param, ...]
+    states: tuple[State, ...]
+    elements: int
+    expected: int
+    axes: tuple[tuple[str, str], ...] = ()
+    is_local: bool = False
+    is_pattern: bool = False
+    is_inferred: bool = False
+
+    @property
+    def quotient(self) -> Fraction:
+        """Elements of the state per element of the parameter."""
+        return Fraction(self.elements, self.expected)
+
+
+@lru_cache(maxsize=4)
+def misfits(ckpt: Checkpoint) -> list[Misfit]:
+    """Every state with another number of elements than its parameter, of the states where the two must be equal."""
+    states = comparable(ckpt)
+    halves: dict[tuple[Param, str, tuple[str, ...]], list[State]] = defaultdict(list)
+    found: list[tuple[tuple[State, ...], int]] = []
+    peers: dict[tuple[tuple[int, ...], str], set[Fraction]] = defaultdict(set)
+    odd: dict[tuple[tuple[int, ...], str], int] = defaultdict(int)
+    for state in states:
+        if state.is_component:
+            halves[state.params[0], state.what, state.chain].append(state)
+            continue
+        expected = sum(param.tensor.volume for param in state.params)
+        peers[_peer(state)].add(Fraction(state.tensor.volume, expected))
+        if state.tensor.volume == expected or (_is_split(state) and state.tensor.volume > expected):
+            continue
+        odd[_peer(state)] += 1
+        found.append(((state,), expected))
+    for (param, _, _), both in halves.items():
+        names = sorted(state.path[-2:] for state in both)
+        if names == ["_v", "_w"] and sum(state.tensor.volume for state in both) != param.tensor.volume:
+            found.append((tuple(both), param.tensor.volume))
+    rank = _projected(state for parts, _ in found for state in parts)
+    is_rare = 2 * len(found) < len(states)
+    result = []
+    for parts, expected in found:
+        state = parts[0]
+        elements = sum(part.tensor.volume for part in parts)
+        quotient = Fraction(elements, expected)
+        axes = _axes(ckpt, quotient)
+        is_local = any(_is_one_chunk(state.tensor, param.tensor) for param in state.params)
+        shared = len(peers[_peer(state)]) == 1 and (odd[_peer(state)] > 1 or not is_rare)
+        weak = shared and not is_local and not any(source in _EXACT for _, source in axes)
+        result.append(
+            Misfit(
+                state.params,
+                parts,
+                elements,
+                expected,
+                tuple(axes),
+                is_local,
+                is_pattern=(weak and not axes) or (rank is not None and _rank(state) == rank),
+                is_inferred=weak and bool(axes),
+            )
+        )
+    return result
+
+
+@lru_cache(maxsize=4)
+def misfit_params(ckpt: Checkpoint) -> frozenset[Param]:
+    """The parameters that `misfits` speaks about: OPT002 and OPT006 leave them to OPT001."""
+    return frozenset(param for misfit in misfits(ckpt) for param in misfit.params)
+
+
+@lru_cache(maxsize=4)
+def comparable(ckpt: Checkpoint) -> list[State]:
+    """The states that must have one element per element of their parameter.
+
+    Left out are scalars, states of other names (factored, per row), and quantised states, known by their dtype or by
+    a companion (`*_absmax`, `*scale*`, `codes`) of the same parameter.
+    """
+    states = take(ckpt).states
+    quantised = {param for state in states if _COMPANION.search(state.what) for param in state.params}
+    return [
+        state
+        for state in states
+        if state.params
+        and state.what in MOMENTS
+        and state.tensor.volume > 1
+        and _is_plain(state.tensor.dtype)
+        and all(_is_plain(p.tensor.dtype) or p.tensor.dtype.startswith("float8") for p in state.params)
+        and all(p.tensor.volume > 0 for p in state.params)
+        and not quantised.intersection(state.params)
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pair:
+    """The two moments of one parameter.
+
+    Attributes:
+        chain: the optimizer chain both belong to.
+    """
+
+    param: Param
+    first: State
+    second: State
+
+    @property
+    def differs(self) -> bool:
+        """Whether the two have different shapes."""
+        return self.first.tensor.global_shape != self.second.tensor.global_shape
+
+
+@lru_cache(maxsize=4)
+def moment_pairs(ckpt: Checkpoint) -> list[Pair]:
+    """exp_avg and exp_avg_sq of every parameter that has both, where each should have one element per element."""
+    left_out = misfit_params(ckpt)
+    by_param: dict[tuple[Param, tuple[str, ...]], dict[str, State]] = defaultdict(dict)
+    for state in comparable(ckpt):
+        if state.param is not None and state.what in PAIR and state.param not in left_out:
+            by_param[state.param, state.chain].setdefault(state.what, state)
+    return [Pair(param, found[PAIR[0]], found[PAIR[1]]) for (param, _), found in by_param.items() if len(found) == 2]
+
+
+def same_chunks(a: Layout, b: Layout) -> bool:
+    """Whether the live chunks of two layouts are the same boxes, in whatever order."""
+    if a is b:
+        return True
+    left, right = (np.concatenate([x.offsets[x.live], x.sizes[x.live]], axis=1) for x in (a, b))
+    if left.shape != right.shape:
+        return False
+    order_left, order_right = (np.lexsort(rows.T[::-1]) if rows.shape[1] else slice(None) for rows in (left, right))
+    return bool((left[order_left] == right[order_right]).all())
+
+
+def is_whole(layout: Layout) -> bool:
+    """Whether the chunks are inside the tensor, none twice, and together all of it: GEO rules have nothing to say."""
+    if layout.is_grid:
+        return True
+    broken = (
+        len(layout.outside) or layout.duplicates or layout.coverage.missing_volume or layout.coverage.doubled_volume
+    )
+    return not broken
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """A shape as reports print it.
+
+    >>> shape_text((16, 8))
+    '[16, 8]'
+    """
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def _is_plain(dtype: str) -> bool:
+    return dtype in ITEM_BITS and not dtype.startswith(_NO_FLOAT)
+
+
+def _is_split(state: State) -> bool:
+    """Whether the parameter is split into components other than two halves: more of them may exist than are known."""
+    return len(state.params) > 1 and not state.params[0].key.path.endswith(("_w", "_v"))
+
+
+def _peer(state: State) -> tuple[tuple[int, ...], str]:
+    return state.params[0].tensor.global_shape, state.what
+
+
+def _is_one_chunk(state: Tensor, param: Tensor) -> bool:
+    live = param.layout.live
+    if int(live.sum()) < 2:
+        return False
+    return bool((param.layout.sizes[live].prod(axis=1) == state.volume).any())
+
+
+def _rank(state: State) -> int | None:
+    """The size of the one axis on which state and parameter differ; None when they differ otherwise."""
+    if state.param is None:
+        return None
+    sizes, expected = state.tensor.global_shape, state.param.tensor.global_shape
+    if len(sizes) != len(expected) or len(sizes) != 2:
+        return None
+    other = [a for a, b in zip(sizes, expected, strict=True) if a != b]
+    return other[0] if len(other) == 1 else None
+
+
+def _projected(odd: Iterable[State]) -> int | None:
+    """The rank to which an optimizer projects its states (GaLore): one size on one axis, whatever the parameter's."""
+    extents: dict[int | None, set[Fraction]] = defaultdict(set)
+    for state in odd:
+        rank = _rank(state)
+        extents[rank].add(Fraction(state.tensor.volume, sum(param.tensor.volume for param in state.params)))
+    ranks = [rank for rank in extents if rank is not None]
+    return ranks[0] if len(ranks) == 1 and len(extents[ranks[0]]) > 1 else None
+
+
+def _axes(ckpt: Checkpoint, quotient: Fraction) -> list[tuple[str, str]]:
+    """Names and sources of the mesh axes whose size is the quotient or its inverse."""
+    if 1 not in (quotient.numerator, quotient.denominator):
+        return []
+    factor = max(quotient.numerator, quotient.denominator)
+    sizes = trusted_topology(ckpt)
+    return [
+        (axis, sizes[axis].source) for axis in AXES if axis != "vpp" and axis in sizes and sizes[axis].size == factor
+    ]

@@ -1,0 +1,63 @@
+"""Who planned to write what, before deduplication threw the evidence away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptlint.model import WriterTable
+from ckptlint.model.layout import distinct
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicate:
+    """One (fqn, offset) that several ranks planned to write.
+
+    Attributes:
+        rows: rows of the `WriterTable`, by rank.
+        ranks: the ranks.
+        equal: whether sizes, global shapes and dtypes are the same in all plans.
+    """
+
+    fqn: str
+    offset: tuple[int, ...] | None
+    rows: tuple[int, ...]
+    ranks: tuple[int, ...]
+    equal: bool
+
+
+def duplicates(table: WriterTable) -> list[Duplicate]:
+    """Every (fqn, offset) that occurs in the plans of two or more ranks, in order of name and offset."""
+    if len(table) == 0:
+        return []
+    key = np.concatenate([table.fqn[:, None], table.is_bytes[:, None], table.offsets], axis=1)
+    order = np.lexsort((table.rank, *key.T[::-1]))
+    same = (key[order[1:]] == key[order[:-1]]).all(axis=1)
+    if not same.any():
+        return []
+    found = []
+    bounds = np.flatnonzero(np.concatenate([[True], ~same, [True]]))
+    for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        if stop - start < 2:
+            continue
+        rows = order[start:stop]
+        ranks = tuple(sorted(set(table.rank[rows].tolist())))
+        if len(ranks) < 2:
+            continue
+        first = rows[:1]
+        equal = (
+            (table.sizes[rows] == table.sizes[first]).all()
+            and (table.global_shape[rows] == table.global_shape[first]).all()
+            and (table.dtype[rows] == table.dtype[first]).all()
+        )
+        is_bytes = bool(table.is_bytes[rows[0]])
+        offset = None if is_bytes else tuple(v for v in table.offsets[rows[0]].tolist() if v >= 0)
+        fqn = table.fqns[int(table.fqn[rows[0]])]
+        found.append(Duplicate(fqn, offset, tuple(rows.tolist()), ranks, bool(equal)))
+    return found
+
+
+def planned_by(table: WriterTable, rank: int) -> set[str]:
+    """Names that a rank planned to write."""
+    return {table.fqns[i] for i in distinct(table.fqn[table.rank == rank]).tolist()}

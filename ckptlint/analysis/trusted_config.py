@@ -1,0 +1,225 @@
+"""What the job declared, held against what the checkpoint shows: which declared values a rule may rest on.
+
+A converted checkpoint keeps the arguments of the job it came from, so declared sizes can belong to another model or to
+another mesh. One contradiction is a finding about the checkpoint; two make the whole declared set worthless.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ckptlint.analysis.inventory import Param, take
+from ckptlint.model import AxisSize, Checkpoint, Declared
+
+MAIN_BLOCKS = frozenset(
+    {
+        "layers",
+        "h",
+        "decoder.layers",
+        "encoder.layers",
+        "transformer.h",
+        "transformer.layers",
+        "backbone.layers",
+        "gpt_neox.layers",
+        "language_model.layers",
+        "language_model.model.layers",
+        "language_model.decoder.layers",
+        "language_model.encoder.layers",
+    }
+)
+"""The blocks whose layers the declared number of layers counts; towers, heads and draft models are not among them."""
+
+_HYBRID_SEPARATORS = "/|"
+_EMBEDDINGS = frozenset({"word_embeddings", "embed_tokens", "tok_embeddings", "wte"})
+FINAL_NORMS = frozenset({"final_layernorm", "final_norm", "ln_f", "norm"})
+"""Names of the norm behind the last layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contradiction:
+    """A declared value and what is stored instead.
+
+    Attributes:
+        name: canonical name of the value (`topology.read_declared`).
+        found: the structural value.
+        shown_by: what it was counted from.
+    """
+
+    name: str
+    declared: Declared
+    found: int
+    shown_by: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCount:
+    """The layers of one block beside the declared number.
+
+    Attributes:
+        declared: the number that describes this block.
+        found: how many layers are stored.
+        numbers: their numbers, where they are numbered through; empty where they are stacked on an axis or counted per
+            pipeline stage.
+        stages: layers per stage prefix (`model_pp0`), where each stage counts from 0.
+        agrees: whether the numbers fit, layers for multi-token prediction and hybrid patterns considered.
+        lead: a parameter of the block.
+    """
+
+    block: str
+    declared: Declared
+    found: int
+    numbers: tuple[int, ...]
+    stages: tuple[int, ...]
+    agrees: bool
+    lead: Param
+
+
+def trusted(ckpt: Checkpoint) -> Mapping[str, Declared]:
+    """The declared values, or {} when two or more of them contradict what is stored: they belong to another job."""
+    return {} if len(contradictions(ckpt)) >= 2 else ckpt.declared
+
+
+def trusted_topology(ckpt: Checkpoint) -> Mapping[str, AxisSize]:
+    """The axis sizes that may be relied on: only the counted ones where the declared values are not trusted."""
+    if len(contradictions(ckpt)) < 2:
+        return ckpt.topology
+    return {axis: size for axis, size in ckpt.topology.items() if size.source == "metadata"}
+
+
+def number(declared: Mapping[str, Declared], name: str) -> int | None:
+    """A declared positive integer, or None."""
+    item = declared.get(name)
+    value = item.value if item is not None else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def flag(declared: Mapping[str, Declared], name: str) -> bool | None:
+    """A declared flag, or None."""
+    item = declared.get(name)
+    return item.value if item is not None and isinstance(item.value, bool) else None
+
+
+@lru_cache(maxsize=4)
+def contradictions(ckpt: Checkpoint) -> tuple[Contradiction, ...]:
+    """Every declared value that the tensors, objects or plans contradict."""
+    structural: dict[str, tuple[int, str]] = {
+        axis: (size.size, "the objects and plans in the metadata")
+        for axis, size in ckpt.topology.items()
+        if size.source == "metadata"
+    }
+    for count in layer_counts(ckpt):
+        if not count.agrees:
+            structural["layers"] = (count.found, f"the layers of {count.block}")
+    structural |= _model_sizes(main_params(ckpt))
+    return tuple(
+        Contradiction(name, ckpt.declared[name], found, shown_by)
+        for name, (found, shown_by) in structural.items()
+        if (declared := number(ckpt.declared, name)) is not None and declared != found
+    )
+
+
+def main_params(ckpt: Checkpoint) -> list[Param]:
+    """The parameters that the declared sizes describe; none where several modules share one set of arguments."""
+    params = take(ckpt).params
+    if ckpt.partial or any(part.startswith("mimo.") for param in params for part in param.key.scope):
+        return []
+    return params
+
+
+@lru_cache(maxsize=4)
+def layer_counts(ckpt: Checkpoint) -> tuple[LayerCount, ...]:
+    """The layers of each block that a declared number of layers describes."""
+    by_name: dict[str, list[Param]] = defaultdict(list)
+    for param in main_params(ckpt):
+        if param.key.block in MAIN_BLOCKS:
+            by_name[param.key.block].append(param)
+    blocks = {name: params for name, params in by_name.items() if not _are_convolutions(params)}
+    if "heterogeneous" in ckpt.declared or not ckpt.is_sound:
+        return ()
+    if len(blocks) == 1:
+        (block,) = blocks
+        wanted = {block: "layers"}
+    elif blocks.keys() == {"encoder.layers", "decoder.layers"}:
+        wanted = {"encoder.layers": "encoder_layers", "decoder.layers": "decoder_layers"}
+    else:
+        return ()
+    counts = [
+        _count(ckpt, block, blocks[block], ckpt.declared[name])
+        for block, name in wanted.items()
+        if number(ckpt.declared, name)
+    ]
+    return tuple(count for count in counts if count is not None)
+
+
+def _are_convolutions(params: list[Param]) -> bool:
+    """Whether a block is a list of convolutions, which audio models call `encoder.layers` too."""
+    is_transformer = any(param.key.cls not in ("other", "norm") for param in params)
+    return not is_transformer and any("conv" in param.key.path for param in params)
+
+
+def _count(ckpt: Checkpoint, block: str, params: list[Param], declared: Declared) -> LayerCount | None:
+    """None when the block holds adapters alone, or when stacking cannot be told from another leading axis."""
+    if any(word in param.key.path for param in params for word in ("lora", "adapter")):
+        return None
+    stacked = {param.tensor.global_shape[0] for param in params if param.layer_axis == 0}
+    numbered: dict[tuple[str, ...], set[int]] = defaultdict(set)
+    for param in params:
+        if param.key.layer is not None:
+            numbered[param.key.scope].add(param.key.layer)
+    numbers = set().union(*numbered.values())
+    stages: tuple[int, ...] = ()
+    if stacked and not numbers:
+        if not ckpt.is_megatron or len(stacked) > 1:
+            return None
+        found = max(stacked)
+    elif numbers and not stacked:
+        found = len(numbers)
+        if len(numbered) > 1 and sum(map(len, numbered.values())) > found:  # stages that all count from 0
+            stages = tuple(len(found_there) for found_there in numbered.values())
+            found = sum(stages)
+    else:
+        return None
+    accepted = _accepted(ckpt.declared, int(declared.value))
+    return LayerCount(
+        block, declared, found, () if stages else tuple(sorted(numbers)), stages, found in accepted, params[0]
+    )
+
+
+def _accepted(declared: Mapping[str, Declared], layers: int) -> set[int]:
+    """The numbers of layers that a declared one allows.
+
+    Source:
+        DeepSeek-V3 stores its layers for multi-token prediction behind the others, under the same block
+    """
+    accepted = {layers, layers + 1, layers + (number(declared, "mtp_layers") or 0)}
+    pattern = declared.get("hybrid_pattern")
+    if pattern is not None and isinstance(pattern.value, str):
+        accepted.add(sum(symbol not in _HYBRID_SEPARATORS for symbol in pattern.value))
+        accepted.add(sum(symbol != "|" for symbol in pattern.value.partition("/")[0]))
+    return accepted
+
+
+def _model_sizes(params: Iterable[Param]) -> dict[str, tuple[int, str]]:
+    """Hidden size and number of experts, where all parameters that show them agree."""
+    hidden: dict[str, set[int]] = defaultdict(set)
+    routers: set[tuple[int, ...]] = set()
+    for param in params:
+        parts, shape = param.key.path.split("."), param.own_shape
+        if param.key.cls == "embedding" and len(shape) == 2 and _EMBEDDINGS & set(parts):
+            hidden["embedding columns"].add(shape[1])
+        elif param.key.cls == "norm" and len(shape) == 1 and not param.key.block and FINAL_NORMS & set(parts[-2:-1]):
+            hidden["final norm"].add(shape[0])
+        elif param.key.cls == "router" and len(shape) == 2 and param.key.block in MAIN_BLOCKS:
+            routers.add(shape)
+    sizes: dict[str, tuple[int, str]] = {}
+    values = set().union(*hidden.values())
+    if len(values) == 1 and len(hidden) > 1:
+        sizes["hidden"] = (values.pop(), " and ".join(hidden))
+    if len(routers) == 1:
+        rows, columns = routers.pop()
+        if "hidden" in sizes and columns == sizes["hidden"][0] != rows:
+            sizes["experts"] = (rows, "router rows")
+    return sizes

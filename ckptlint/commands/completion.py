@@ -1,0 +1,51 @@
+"""What the shell offers for an incomplete rule: codes, names, families. Imports no rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import click
+    from click.shell_completion import CompletionItem
+
+
+def one_rule(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The rules whose code or name starts like this."""
+    from click.shell_completion import CompletionItem
+
+    found = []
+    for code, name in rule_names():
+        if code.startswith(incomplete.upper()):
+            found.append(CompletionItem(code, help=name))
+        elif name.startswith(incomplete.lower()):
+            found.append(CompletionItem(name, help=code))
+    return found
+
+
+def many_rules(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The same behind the last comma of a list, and families and `ALL`."""
+    from click.shell_completion import CompletionItem
+
+    before, comma, last = incomplete.rpartition(",")
+    families = dict.fromkeys(code[:3] for code, _ in rule_names())
+    items = [CompletionItem(word, help="all of them") for word in (*families, "ALL") if word.startswith(last.upper())]
+    return [
+        CompletionItem(f"{before}{comma}{item.value}", help=item.help)
+        for item in [*items, *one_rule(context, parameter, last)]
+    ]
+
+
+def rule_names() -> Iterator[tuple[str, str]]:
+    """Code and name of each rule, from the names of their modules.
+
+    >>> ("GEO004", "coverage-hole") in rule_names()
+    True
+    """
+    spec = find_spec("ckptlint.rules")
+    places = (spec.submodule_search_locations if spec else None) or [str(Path(__file__).parents[2] / "rules")]
+    for module in sorted(path.stem for place in places for path in Path(place).glob("[a-z]*_*.py")):
+        code, _, name = module.partition("_")
+        yield code.upper(), name.replace("_", "-")

@@ -1,0 +1,207 @@
+"""The chunk graph of one tensor as a drawing: dot, mermaid, GraphML or node-link JSON (`ckptlint graph`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckptlint.errors import ConfigError
+from ckptlint.geometry.chunk_graph import axis_graph
+from ckptlint.model import Checkpoint, Tensor
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+_FILES = 2  # named in a label
+
+
+def drawing(ckpt: Checkpoint, tensor: Tensor, axis: int | None) -> nx.DiGraph[str]:
+    """The chunk graphs of the axes that are cut, or of one axis, in one graph.
+
+    Node attributes: `axis`; `start` and `stop` in elements; `chunks`, how many lie on the interval; `files`, the names
+    of their files; a node of the attribute `edge` alone is an end of the axis that no chunk reaches. The attribute
+    `missing` of a link is the interval [start, stop) that no chunk occupies. Graph attributes: `fqn`, `dtype`, `shape`
+    and for each axis its label.
+
+    Raises:
+        ConfigError: there is no such axis, or chunks and shape cannot be compared.
+    """
+    import networkx as nx
+
+    if not tensor.is_sound:
+        raise ConfigError(f"the chunks of {tensor.fqn} do not fit its shape, see `ckptlint {ckpt.path}`")
+    rank = len(tensor.global_shape)
+    if axis is not None and not 0 <= axis < rank:
+        axes = "no axes" if not rank else f"the axes 0 to {rank - 1}" if rank > 1 else "only axis 0"
+        raise ConfigError(f"{tensor.fqn} has no axis {axis}: its shape {list(tensor.global_shape)} has {axes}")
+    cut = [a for a in range(rank) if len(tensor.layout.intervals(a)) > 1 or _has_gap(tensor, a)]
+    graph: nx.DiGraph[str] = nx.DiGraph(fqn=tensor.fqn, dtype=tensor.dtype, shape=str(list(tensor.global_shape)))
+    for a in [axis] if axis is not None else cut or list(range(min(rank, 1))):
+        _add_axis(graph, ckpt, tensor, a)
+    return graph
+
+
+def _has_gap(tensor: Tensor, axis: int) -> bool:
+    intervals = tensor.layout.intervals(axis)
+    return bool(_gaps(intervals.tolist(), tensor.global_shape[axis]))
+
+
+def _gaps(intervals: list[list[int]], size: int) -> list[tuple[int, int]]:
+    """The parts [start, stop) of an axis that no interval occupies; intervals come by start."""
+    found, reached = [], 0
+    for start, stop in [*intervals, [size, size]]:
+        if start > reached:
+            found.append((reached, start))
+        reached = max(reached, stop)
+    return found
+
+
+def _add_axis(graph: nx.DiGraph[str], ckpt: Checkpoint, tensor: Tensor, axis: int) -> None:
+    own = axis_graph(tensor.layout, axis)
+    size = tensor.global_shape[axis]
+    nodes = sorted(own)
+    graph.graph[f"dim {axis}"] = f"dim {axis} x {len(nodes)}"
+    names = {node: f"{axis}:{node[0]}:{node[1]}" for node in nodes}
+    for start, stop in nodes:
+        rows = own.nodes[start, stop]["rows"]
+        files = _files(ckpt, tensor, rows)
+        graph.add_node(names[start, stop], axis=axis, start=start, stop=stop, chunks=len(rows), files=files)
+    graph.add_edges_from((names[a], names[b]) for a, b in sorted(own.edges))
+    ends = {stop: names[start, stop] for start, stop in reversed(nodes)}
+    starts = {start: names[start, stop] for start, stop in reversed(nodes)}
+    for low, high in _gaps([list(node) for node in nodes], size):
+        before, after = ends.get(low, f"{axis}:{low}"), starts.get(high, f"{axis}:{high}")
+        for name, at in ((before, low), (after, high)):
+            if name not in graph:
+                graph.add_node(name, axis=axis, edge=at)
+        graph.add_edge(before, after, missing=f"{low}:{high}")
+
+
+def _files(ckpt: Checkpoint, tensor: Tensor, rows: list[int]) -> list[str]:
+    records = tensor.chunks.record[np.array(rows)]
+    numbers = dict.fromkeys(ckpt.records.file[records[records >= 0]].tolist())
+    return [ckpt.files[number].name for number in numbers]
+
+
+# ---------------------------------------------------------------- formats
+
+
+def as_mermaid(graph: nx.DiGraph[str]) -> str:
+    """A flowchart that GitHub, GitLab and most notebooks draw."""
+    axes = list(dict.fromkeys(data["axis"] for _, data in graph.nodes(data=True)))
+    lines = ["graph LR"]
+    letters = {name: _letters(number) for number, name in enumerate(graph)}
+    for axis in axes:
+        indent = "  "
+        if len(axes) > 1:
+            lines.append(f'  subgraph dim{axis} ["{_for_mermaid(graph.graph[f"dim {axis}"])}"]')
+            indent = "    "
+        own = [name for name in graph if graph.nodes[name]["axis"] == axis]
+        drawn: set[str] = set()
+
+        def node(name: str, drawn: set[str] = drawn) -> str:
+            """The letter of a node, with its label where it appears first."""
+            if name in drawn:
+                return letters[name]
+            drawn.add(name)
+            label = "<br/>".join(map(_for_mermaid, _label(graph.nodes[name])))
+            return f'{letters[name]}(("{label}"))' if "edge" in graph.nodes[name] else f'{letters[name]}["{label}"]'
+
+        for a, b, data in graph.edges(own, data=True):
+            link = f'-. "{data["missing"]} missing" .->' if "missing" in data else "-->"
+            lines.append(f"{indent}{node(a)} {link} {node(b)}")
+        lines += [f"{indent}{node(name)}" for name in own if name not in drawn]
+        if len(axes) > 1:
+            lines.append("  end")
+    return "\n".join(lines) + "\n"
+
+
+def as_dot(graph: nx.DiGraph[str]) -> str:
+    """The language of Graphviz."""
+    lines = [f"digraph {_for_dot([graph.graph['fqn']])} {{", "  rankdir=LR;", "  node [shape=box];"]
+    for axis in dict.fromkeys(data["axis"] for _, data in graph.nodes(data=True)):
+        lines += [f"  subgraph cluster_{axis} {{", f"    label={_for_dot([graph.graph[f'dim {axis}']])};"]
+        for name, data in graph.nodes(data=True):
+            if data["axis"] == axis:
+                shape = ", shape=circle" if "edge" in data else ""
+                lines.append(f"    {_for_dot([name])} [label={_for_dot(_label(data))}{shape}];")
+        lines.append("  }")
+    for a, b, data in graph.edges(data=True):
+        style = f" [style=dashed, label={_for_dot([data['missing'] + ' missing'])}]" if "missing" in data else ""
+        lines.append(f"  {_for_dot([a])} -> {_for_dot([b])}{style};")
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def as_graphml(graph: nx.DiGraph[str]) -> str:
+    """XML as networkx writes it; the file names of a node are one text, a name a line."""
+    import networkx as nx
+
+    plain = graph.copy()
+    for _, data in plain.nodes(data=True):
+        if "files" in data:
+            data["files"] = "\n".join(data["files"])
+    return '<?xml version="1.0" encoding="utf-8"?>\n' + "\n".join(nx.generate_graphml(plain)) + "\n"
+
+
+def as_json(graph: nx.DiGraph[str]) -> str:
+    """Node-link data as `networkx.node_link_graph(..., edges="edges")` reads it back."""
+    # written by hand: networkx 3.2 to 3.6 call the list of edges by two names
+    document: dict[str, Any] = {
+        "directed": True,
+        "multigraph": False,
+        "graph": graph.graph,
+        "nodes": [{**data, "id": name} for name, data in graph.nodes(data=True)],
+        "edges": [{**data, "source": a, "target": b} for a, b, data in graph.edges(data=True)],
+    }
+    return json.dumps(document, indent=2) + "\n"
+
+
+FORMATS: dict[str, Callable[[nx.DiGraph[str]], str]] = {
+    "dot": as_dot,
+    "mermaid": as_mermaid,
+    "graphml": as_graphml,
+    "json": as_json,
+}
+
+
+def _label(data: dict[str, Any]) -> list[str]:
+    """The lines in a node: its interval and its files."""
+    if "edge" in data:
+        return [str(data["edge"])]
+    files = [PurePath(name).stem for name in data["files"]]
+    more = f" +{len(files) - _FILES:,}" if len(files) > _FILES else ""
+    return [f"{data['start']}:{data['stop']}", ", ".join(files[:_FILES]) + more or "stored nowhere"]
+
+
+def _letters(number: int) -> str:
+    """a to z, then aa, ab, ...; a prefix keeps words of the language apart (`end` ends a subgraph)."""
+    text = ""
+    while True:
+        number, rest = divmod(number, 26)
+        text = chr(ord("a") + rest) + text
+        if not number:
+            return text if len(text) == 1 else f"n_{text}"
+        number -= 1
+
+
+def _for_mermaid(text: str) -> str:
+    """Everything of ASCII that may mean something to mermaid or to HTML as its entity code.
+
+    >>> _for_mermaid('a"<b>.w')
+    'a#34;#60;b#62;.w'
+    """
+    return re.sub(r"[^\w .,:+()-]", lambda match: f"#{ord(match[0])};", text)
+
+
+def _for_dot(lines: Iterable[str]) -> str:
+    r"""A quoted string of Graphviz, one line of text each.
+
+    >>> _for_dot(['a"b', 'c\\l'])
+    '"a\\"b\\nc\\\\l"'
+    """
+    return '"' + "\\n".join(line.replace("\\", "\\\\").replace('"', '\\"') for line in lines) + '"'

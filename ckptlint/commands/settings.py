@@ -1,0 +1,340 @@
+"""Settings files: where they are looked for, what may stand in them, and what that means.
+
+The keys are the long options of `ckptlint check`, read off the command itself, and four tables of their own. What a
+file says becomes click's `default_map`, so that an option beats the environment, which beats the file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptlint.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ckptlint.lint.ignores import KeyIgnore
+    from ckptlint.lint.report import FailOn
+    from ckptlint.rule import Rule
+
+FILE, SHARED_FILE = "ckptlint.toml", "pyproject.toml"
+_TABLES = ("per-key-ignores", "plugins", "rules", "severity")
+_REFUSED = ("config", "isolated", "help")
+_SIZE_LIMIT = 16 * 1024**2  # bytes; a device has no end
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a settings file says.
+
+    Attributes:
+        file: its path, as the user would write it; "" without one.
+        options: long option of `check` -> value; lists for options that may be repeated, `severity` as RULE=LEVEL.
+        ignores: (glob of keys, codes or names of rules, reason).
+        rule_options: rule -> option -> value.
+        plugins: packages to look for rules in.
+        unread: sentences on files that were passed over because they lie inside a checked path.
+    """
+
+    file: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    ignores: tuple[tuple[str, tuple[str, ...], str], ...] = ()
+    rule_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    plugins: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+
+    @property
+    def fail_on(self) -> FailOn:
+        """The lowest severity that fails a run.
+
+        Raises:
+            ConfigError: `strict` and `exit-zero` are both set.
+        """
+        if self.options.get("strict") and self.options.get("exit-zero"):
+            raise ConfigError(f"{self.file}: strict and exit-zero contradict each other")
+        if self.options.get("strict"):
+            return "warning"
+        level: FailOn = self.options.get("fail-on", "error")
+        return "never" if self.options.get("exit-zero") else level
+
+
+def find(parameters: Sequence[click.Parameter], checked: Iterable[str] = ()) -> Settings:
+    """The settings of the nearest file from the working directory upward, never of one inside a checked path.
+
+    In each folder `ckptlint.toml` comes before `pyproject.toml`, which counts when it has a table `[tool.ckptlint]`.
+
+    Args:
+        parameters: those of `check`.
+        checked: the paths that are checked.
+
+    Raises:
+        ConfigError: the file cannot be read, or says something that it may not.
+    """
+    try:
+        here = Path.cwd()
+    except OSError:  # it was deleted
+        return Settings()
+    barred = local_folders(checked)
+    unread = []
+    for folder in (here, *here.parents):
+        for name in (FILE, SHARED_FILE):
+            file = Path(os.path.relpath(folder / name, here))
+            if not os.path.lexists(file):
+                continue
+            if _inside(file, barred):
+                unread.append(f"{file} lies inside a checked path and was not read for settings")
+            elif (table := _table(file)) is not None:
+                return _settings(file, table, parameters, tuple(unread))
+    return Settings(unread=tuple(unread))
+
+
+def read(file: str, parameters: Sequence[click.Parameter], checked: Iterable[str] = ()) -> Settings:
+    """The settings of this file.
+
+    Raises:
+        ConfigError: as `find`, and when the file lies inside a checked path or has no settings.
+    """
+    path = Path(file)
+    if _inside(path, local_folders(checked)):
+        raise ConfigError(f"{file} lies inside a checked path: settings are never read from a checkpoint")
+    table = _table(path)
+    if table is None:
+        raise ConfigError(f"{file} has no table [tool.ckptlint]")
+    return _settings(path, table, parameters, ())
+
+
+def every_rule(settings: Settings, checked: Iterable[str] = ()) -> tuple[Rule, ...]:
+    """All rules, those of plug-ins too, with the options that the settings give them.
+
+    Raises:
+        ConfigError: a plug-in cannot be used, or an option of a rule is unknown or of another type.
+    """
+    from ckptlint.lint import registry
+    from ckptlint.lint import selection as select
+
+    rules = registry.with_plugins(registry.load_rules(), settings.plugins, local_folders(checked))
+    try:
+        return select.configured(rules, settings.rule_options)
+    except ConfigError as error:
+        raise ConfigError(f"{settings.file}, table rules: {error}") from None
+
+
+def key_ignores(settings: Settings, rules: Sequence[Rule]) -> tuple[KeyIgnore, ...]:
+    """The per-key ignores with the codes they mean.
+
+    Raises:
+        ConfigError: an unknown rule, or one that cannot be ignored.
+    """
+    from ckptlint.lint.ignores import KeyIgnore
+    from ckptlint.lint.selection import ignorable
+
+    made = []
+    for pattern, tokens, reason in settings.ignores:
+        try:
+            codes = frozenset[str]().union(*(ignorable(rules, token) for token in tokens))
+        except ConfigError as error:
+            raise ConfigError(f"{settings.file}, per-key-ignores, {pattern!r}: {error}") from None
+        made.append(KeyIgnore(pattern, codes, reason, settings.file))
+    return tuple(made)
+
+
+def percent(text: str) -> float:
+    """The number of a share such as `5%`.
+
+    >>> percent("2.5%")
+    2.5
+
+    Raises:
+        ConfigError: it is none above 0 and up to 100.
+    """
+    try:
+        share = float(text.removesuffix("%"))
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 100:
+        raise ConfigError(f"--sample takes a share above 0% and up to 100%, not {text!r}")
+    return share
+
+
+def in_force(settings: Settings, rows: Mapping[str, tuple[Any, str]], rules: Sequence[Rule], format_: str) -> str:
+    """The settings as a table or as JSON.
+
+    Args:
+        rows: long option -> value and where it came from.
+    """
+    shown = dict(rows)
+    shown |= {
+        f"rules.{rule.name}.{name}": (value, "file" if name.replace("-", "_") in rule.values else "default")
+        for rule in rules
+        for name, value in rule.options.items()
+    }
+    ignores = [{"keys": keys, "rules": [*codes], "reason": reason} for keys, codes, reason in settings.ignores]
+    if format_ == "json":
+        document = {
+            "file": settings.file or None,
+            "settings": {name: {"value": value, "from": source} for name, (value, source) in shown.items()},
+            "per-key-ignores": ignores,
+            "plugins": settings.plugins,
+        }
+        return json.dumps(document, indent=2)
+    from tabulate import tabulate
+
+    cells = [(name, json.dumps(value), source) for name, (value, source) in shown.items()]
+    lines = [tabulate(cells, ("setting", "value", "from"), disable_numparse=True), ""]
+    lines += [f"ignored: {item['keys']} {', '.join(item['rules'])}: {item['reason']}" for item in ignores]
+    lines += [f"plug-in: {name}" for name in settings.plugins]
+    return "\n".join([*lines, f"file: {settings.file or 'none'}"])
+
+
+def long_options(parameters: Iterable[click.Parameter]) -> dict[str, click.Option]:
+    """The options by their long names, without dashes."""
+    options = [parameter for parameter in parameters if isinstance(parameter, click.Option)]
+    return {name[2:]: option for option in options for name in option.opts if name.startswith("--")}
+
+
+def local_folders(paths: Iterable[str]) -> tuple[Path, ...]:
+    """The paths that lie on this machine, links resolved; URLs are left out."""
+    from ckptlint.storage.folder import is_url
+
+    return tuple(_real(path.removeprefix("file://")) for path in paths if not is_url(path) and "\0" not in path)
+
+
+def _real(path: str | Path) -> Path:
+    """The path with links resolved; a loop of links, which `Path.resolve` does not bear, is left as it is."""
+    return Path(os.path.realpath(path))
+
+
+def _inside(file: Path, folders: Iterable[Path]) -> bool:
+    places = (Path(os.path.abspath(file)), _real(file))  # noqa: PTH100  a link inside a folder lies inside it
+    return any(place.is_relative_to(folder) for folder in folders for place in places)
+
+
+def _table(file: Path) -> dict[str, Any] | None:
+    """What a file says about ckptlint; None for a pyproject.toml that says nothing."""
+    try:
+        with file.open("rb") as source:
+            data = source.read(_SIZE_LIMIT + 1)
+        if len(data) > _SIZE_LIMIT:
+            raise ConfigError(f"{file} is no settings file: it has more than {_SIZE_LIMIT:,} bytes")
+        document = tomllib.loads(data.decode("utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{file} is not TOML: {error}") from None
+    if file.name != SHARED_FILE:
+        return document
+    tool = document.get("tool", {})
+    table = tool.get("ckptlint") if isinstance(tool, dict) else None
+    if table is not None and not isinstance(table, dict):
+        raise ConfigError(f"{file}: tool.ckptlint must be a table")
+    return table
+
+
+def _settings(
+    file: Path, table: dict[str, Any], parameters: Sequence[click.Parameter], unread: tuple[str, ...]
+) -> Settings:
+    known = {name: option for name, option in long_options(parameters).items() if name not in _REFUSED}
+    name = str(file)
+    options: dict[str, Any] = {}
+    for key, value in table.items():
+        if key == "severity":
+            options[key] = _severity(name, value)
+        elif key in known:
+            options[key] = _option(name, key, value, known[key])
+        elif key not in _TABLES:
+            raise ConfigError(_unknown(name, key, [*known, *_TABLES]))
+    for key in ("baseline", "expect"):
+        if key in options:
+            options[key] = _anchored(file.parent, options[key])
+    if "output" in options:
+        options["output"] = [_output(file.parent, value, known["format"]) for value in options["output"]]
+    return Settings(
+        name,
+        options,
+        tuple(_ignores(name, _of_tables(name, "per-key-ignores", table))),
+        _of_tables(name, "rules", table),
+        tuple(_texts(name, "plugins", table.get("plugins", []))),
+        unread,
+    )
+
+
+def _unknown(file: str, key: str, known: Iterable[str]) -> str:
+    if key in _REFUSED:
+        return f"{file}: {key} cannot be set in a file"
+    near = difflib.get_close_matches(key.replace("_", "-"), known, 1)
+    return f"{file}: there is no setting {key!r}" + (f", did you mean {near[0]}?" if near else "; see docs/settings.md")
+
+
+def _option(file: str, key: str, value: Any, option: click.Option) -> Any:
+    """The value of an option, which must have the TOML type that the option asks for."""
+    if option.multiple:
+        return _texts(file, key, [value] if isinstance(value, str) else value)
+    if option.count or isinstance(option.type, click.types.IntParamType):
+        fits, wanted = type(value) is int, "a whole number"
+    elif option.is_flag:
+        fits, wanted = type(value) is bool, "true or false"
+    else:
+        fits, wanted = isinstance(value, str), "a text"
+    if not fits:
+        raise ConfigError(f"{file}: {key} takes {wanted}, not {value!r}")
+    try:
+        option.type.convert(value, option, None)
+    except click.BadParameter as error:
+        raise ConfigError(f"{file}: {key}: {error.message}") from None
+    return value
+
+
+def _texts(file: str, key: str, value: Any) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ConfigError(f"{file}: {key} takes a list of texts, not {value!r}")
+    return value
+
+
+def _severity(file: str, value: Any) -> list[str]:
+    if not isinstance(value, dict) or not all(isinstance(level, str) for level in value.values()):
+        raise ConfigError(f'{file}: severity takes a table of levels, such as {{ PAY006 = "info" }}, not {value!r}')
+    return [f"{rule}={level}" for rule, level in value.items()]
+
+
+def _of_tables(file: str, key: str, table: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    value = table.get(key, {})
+    if not isinstance(value, dict) or not all(isinstance(item, dict) for item in value.values()):
+        raise ConfigError(f"{file}: {key} takes a table of tables, not {value!r}")
+    return value
+
+
+def _ignores(file: str, tables: dict[str, dict[str, Any]]) -> Iterable[tuple[str, tuple[str, ...], str]]:
+    for pattern, entry in tables.items():
+        place = f"per-key-ignores, {pattern!r}"
+        for key in entry:
+            if key not in ("rules", "reason"):
+                raise ConfigError(f"{file}, {place}: there is no setting {key!r}; it takes rules and reason")
+        rules = _texts(file, f"{place}: rules", entry.get("rules", []))
+        if not rules:
+            raise ConfigError(f'{file}, {place}: which rules? say rules = ["GEO004"]')
+        reason = entry.get("reason")
+        if not isinstance(reason, str) or not reason.strip():
+            raise ConfigError(f'{file}, {place}: why? say reason = "..."')
+        yield pattern, tuple(token for rule in rules for token in rule.split(",")), reason.strip()
+
+
+def _anchored(folder: Path, path: str) -> str:
+    """A path in a file is relative to the file's folder."""
+    from ckptlint.storage.folder import is_url
+
+    return path if is_url(path) else os.path.normpath(folder / path)
+
+
+def _output(folder: Path, value: str, formats: click.Option) -> str:
+    """An `--output`, which may name its format in front."""
+    name, equals, path = value.partition("=")
+    if equals and isinstance(formats.type, click.Choice) and name in formats.type.choices:
+        return f"{name}={_anchored(folder, path)}"
+    return _anchored(folder, value)

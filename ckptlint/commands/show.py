@@ -1,0 +1,313 @@
+"""What is in a checkpoint, without a verdict: `ckptlint show`."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+
+from ckptlint.errors import ConfigError
+from ckptlint.geometry.chunk_map import draw, human_bytes, make_grid
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.reporters.full import header
+from ckptlint.reporters.style import Style, cut, plural
+from ckptlint.vocabulary.keys import braces, ranges, role
+
+SCHEMA = "ckptlint.show/1"
+_DEEPEST = 32  # a forged name may have thousands of dots
+_LISTED = 12
+
+Branch = dict[str, "Branch | Tensor"]
+
+
+def matching(ckpt: Checkpoint, pattern: str | None) -> list[Tensor]:
+    """The tensors whose name matches a glob or is the very text; all of them without one."""
+    tensors = list(ckpt.tensors.values())
+    if pattern is None:
+        return tensors
+    return [tensor for tensor in tensors if tensor.fqn == pattern or fnmatchcase(tensor.fqn, pattern)]
+
+
+def degrees(tensor: Tensor) -> tuple[int, ...] | None:
+    """Into how many distinct intervals each axis is cut; None where chunks and shape cannot be compared."""
+    if not tensor.is_sound:
+        return None
+    return tuple(len(tensor.layout.intervals(axis)) for axis in range(len(tensor.global_shape)))
+
+
+def as_text(checkpoints: Sequence[Checkpoint], pattern: str | None, tree: bool, style: Style) -> str:
+    """The checkpoints as text: tensors folded over layers, or as a tree; chunk maps where a glob is given.
+
+    Raises:
+        ConfigError: no tensor matches.
+    """
+    _demand_match(checkpoints, pattern)
+    blocks = []
+    for ckpt in checkpoints:
+        tensors = matching(ckpt, pattern)
+        lines = [header(ckpt, style), *_facts(ckpt, style), ""]
+        lines += list(_tree(tensors, style)) if tree else _table(tensors)
+        if pattern is None:
+            lines += _others(ckpt, style)
+        else:
+            for shown, alike in _alike(ckpt, tensors):
+                lines += ["", *_map(ckpt, shown, alike, style)]
+        blocks.append("\n".join(lines).rstrip())
+    return "\n\n".join(blocks) + "\n"
+
+
+def as_json(checkpoints: Sequence[Checkpoint], pattern: str | None) -> str:
+    """The same as JSON; with a glob every chunk of the tensors that match.
+
+    Raises:
+        ConfigError: no tensor matches.
+    """
+    _demand_match(checkpoints, pattern)
+    found = [_checkpoint(ckpt, pattern) for ckpt in checkpoints]
+    return json.dumps({"schema": SCHEMA, "checkpoints": found}, indent=2) + "\n"
+
+
+def _demand_match(checkpoints: Sequence[Checkpoint], pattern: str | None) -> None:
+    if pattern is not None and not any(matching(ckpt, pattern) for ckpt in checkpoints):
+        raise ConfigError(no_tensor(checkpoints, pattern))
+
+
+def no_tensor(checkpoints: Sequence[Checkpoint], name: str) -> str:
+    """The sentence for a name or glob that no tensor has, with the nearest name."""
+    from difflib import get_close_matches
+
+    from ckptlint.model import printable
+
+    names = [fqn for ckpt in checkpoints for fqn in ckpt.tensors]
+    near = get_close_matches(name, names[:10_000], 1)
+    did_you_mean = f", did you mean {cut(near[0])}?" if near else "; `ckptlint show PATH` lists them"
+    return f"no tensor of {checkpoints[0].path} matches {cut(printable(name))}{did_you_mean}"
+
+
+# ---------------------------------------------------------------- text
+
+
+def _facts(ckpt: Checkpoint, style: Style) -> Iterator[str]:
+    if ckpt.partial:
+        yield from style.wrap(f"partial: {ckpt.partial}", "    ", "  ")
+    if ckpt.topology:
+        sizes = ", ".join(f"{axis} = {size.size:,} ({size.source})" for axis, size in ckpt.topology.items())
+        yield from style.wrap(f"topology: {sizes}", "    ", "  ")
+    count, total = Counter[str](), Counter[str]()
+    for tensor in ckpt.tensors.values():
+        count[tensor.dtype] += 1
+        total[tensor.dtype] += tensor.nbytes(tensor.volume) or 0
+    if count:
+        parts = [f"{dtype} {count[dtype]:,} ({_size(total[dtype] or None)})" for dtype in sorted(count)]
+        yield from style.wrap("dtypes: " + ", ".join(parts), "    ", "  ")
+
+
+def _table(tensors: Iterable[Tensor]) -> list[str]:
+    """One line for all tensors of one role that look the same."""
+    alike: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        alike[role(tensor.fqn), tensor.dtype, tensor.global_shape, _degrees(tensor), _chunks(tensor)].append(tensor)
+    rows = []
+    for members in alike.values():
+        first = members[0]
+        each = [first.dtype, _shape(first), f"{_chunks(first):,}", _degrees(first), _size(first.nbytes(first.volume))]
+        rows += [[cut(name), *each] for name in braces(tensor.fqn for tensor in members)]
+    return _aligned(["tensor", "dtype", "shape", "chunks", "cut", "size of one"], rows) if rows else ["no tensors"]
+
+
+def _aligned(heads: list[str], rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [heads, *rows]
+    ]
+
+
+def _tree(tensors: Iterable[Tensor], style: Style) -> Iterator[str]:
+    """The names as a tree; branches that differ in a number alone are one, with the numbers as ranges."""
+    root: Branch = {}
+    for tensor in tensors:
+        *path, last = tensor.fqn.split(".", _DEEPEST)
+        node: Branch = root
+        for part in path:
+            child = node.setdefault(part, {})
+            if not isinstance(child, dict):  # a tensor and a folder of one name
+                child = node.setdefault(f"{part}.", {})
+                assert isinstance(child, dict)
+            node = child
+        node[last if last not in node else f"{last}."] = tensor
+    yield from _branches(root, "", style)
+
+
+def _branches(node: Branch, indent: str, style: Style) -> Iterator[str]:
+    folded = _folded(node)
+    bar, tee, corner = ("|  ", "|- ", "`- ") if style.ascii_only else ("│  ", "├─ ", "└─ ")
+    for i, (name, child, count) in enumerate(folded):
+        while isinstance(child, dict) and len(inner := _folded(child)) == 1:
+            part, child, times = inner[0]
+            name, count = f"{name}.{part}", count * times
+        is_last = i + 1 == len(folded)
+        lead, below = (corner, "   ") if is_last else (tee, bar)
+        elements = list(_leaves(child))
+        nbytes = sum(tensor.nbytes(tensor.volume) or 0 for tensor in elements) * count
+        if isinstance(child, dict):
+            yield f"{indent}{lead}{cut(name)}  {plural(len(elements) * count, 'tensor')}, {_size(nbytes or None)}"
+            yield from _branches(child, indent + below, style)
+        else:
+            often = f"  x {count:,}" if count > 1 else ""
+            cuts = f", cut {_degrees(child)}" if _chunks(child) > 1 else ""
+            yield (
+                f"{indent}{lead}{cut(name)}  {child.dtype} {_shape(child)}  {plural(_chunks(child), 'chunk')}{cuts}"
+                f"  {_size(nbytes or None)}{often}"
+            )
+
+
+def _folded(node: Branch) -> list[tuple[str, Branch | Tensor, int]]:
+    """The children by name, those with a number for a name folded where they look the same."""
+    alike: dict[object, list[str]] = {}
+    for name, child in node.items():
+        alike.setdefault(_look(child) if name.isdecimal() and len(name) < 10 else name, []).append(name)
+    found = []
+    for names in alike.values():
+        label = names[0] if len(names) == 1 else "{" + ranges(map(int, names)) + "}"
+        found.append((label, node[names[0]], len(names)))
+    return found
+
+
+def _look(child: Branch | Tensor) -> object:
+    if isinstance(child, dict):
+        return tuple((name, _look(inner)) for name, inner in child.items())
+    return child.dtype, child.global_shape, _degrees(child), _chunks(child)
+
+
+def _leaves(child: Branch | Tensor) -> Iterator[Tensor]:
+    if isinstance(child, dict):
+        for inner in child.values():
+            yield from _leaves(inner)
+    else:
+        yield child
+
+
+def _others(ckpt: Checkpoint, style: Style) -> Iterator[str]:
+    """Objects and bytes entries."""
+    grids: dict[tuple[str, tuple[int, ...]], int] = Counter((obj.key, obj.shape) for obj in ckpt.objects)
+    if grids:
+        alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
+        for (key, shape), count in grids.items():
+            alike[role(key), shape, count].append(key)
+        rows = [
+            [cut(name), " x ".join(map(str, shape)) or "1", f"{count:,}"]
+            for (_, shape, count), keys in alike.items()
+            if isinstance(shape, tuple)
+            for name in braces(keys)
+        ]
+        yield from ["", *_aligned(["object", "grid", "shards"], rows)]
+    if ckpt.byte_objects:
+        names = braces(entry.fqn for entry in ckpt.byte_objects)
+        more = f", and {len(names) - _LISTED:,} more patterns" if len(names) > _LISTED else ""
+        listed = ", ".join(map(cut, names[:_LISTED])) + more
+        yield ""
+        yield from style.wrap(f"{plural(len(ckpt.byte_objects), 'object')} stored as bytes: {listed}", "  ", "")
+
+
+def _alike(ckpt: Checkpoint, tensors: Iterable[Tensor]) -> list[tuple[Tensor, list[str]]]:
+    """One tensor of each look with the names of all that share it: role, cuts and files."""
+    found: dict[tuple[object, ...], tuple[Tensor, list[str]]] = {}
+    for tensor in tensors:
+        rows = tensor.chunks.record
+        files = np.where(rows < 0, -1, ckpt.records.file[rows]) if len(ckpt.records) else rows
+        look = role(tensor.fqn), tensor.dtype, tensor.global_shape, id(tensor.layout), files.tobytes()
+        found.setdefault(look, (tensor, []))[1].append(tensor.fqn)
+    return list(found.values())
+
+
+def _map(ckpt: Checkpoint, tensor: Tensor, names_alike: list[str], style: Style) -> Iterator[str]:
+    yield f"{style.paint(cut(tensor.fqn), 'bold')}  {tensor.dtype} {_shape(tensor)}, {plural(_chunks(tensor), 'chunk')}"
+    grid = make_grid(tensor, None) if tensor.volume else None
+    if grid is not None:
+        yield from (f"  {line}".rstrip() for line in draw(ckpt, grid, None, style.ascii_only, style.width - 2))
+    elif tensor.malformed:
+        yield "  chunks and shape have different numbers of axes"
+    else:
+        files = dict.fromkeys(ckpt.chunk_file(tensor, row) or "stored nowhere" for row in range(len(tensor.chunks)))
+        yield "  " + (", ".join(list(files)[:_LISTED]) or "in no chunk")
+    if len(names_alike) > 1:
+        names = braces(names_alike)
+        more = f", and {len(names) - _LISTED:,} more patterns" if len(names) > _LISTED else ""
+        yield from style.wrap("the same for: " + ", ".join(map(cut, names[:_LISTED])) + more, "    ", "  ")
+
+
+def _shape(tensor: Tensor) -> str:
+    return "[" + ", ".join(map(str, tensor.global_shape)) + "]"
+
+
+def _chunks(tensor: Tensor) -> int:
+    return len(tensor.chunks) + len(tensor.malformed)
+
+
+def _degrees(tensor: Tensor) -> str:
+    """`4 x 1`: into how many intervals each axis is cut."""
+    found = degrees(tensor)
+    return "?" if found is None else " x ".join(map(str, found)) or "-"
+
+
+def _size(nbytes: int | None) -> str:
+    return "?" if nbytes is None else human_bytes(nbytes)
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def _checkpoint(ckpt: Checkpoint, pattern: str | None) -> dict[str, Any]:
+    grids = Counter((obj.key, obj.shape) for obj in ckpt.objects)
+    return {
+        "path": ckpt.path,
+        "format": ckpt.format,
+        "writer": ckpt.writer or None,
+        "partial": ckpt.partial or None,
+        "unseen": list(ckpt.unseen),
+        "totals": {
+            "tensors": len(ckpt.tensors),
+            "objects": len(ckpt.objects) + len(ckpt.byte_objects),
+            "files": len(ckpt.files),
+            "bytes": ckpt.total_bytes,
+        },
+        "topology": {axis: {"size": size.size, "source": size.source} for axis, size in ckpt.topology.items()},
+        "tensors": [_tensor(ckpt, tensor, pattern is not None) for tensor in matching(ckpt, pattern)],
+        "objects": [{"key": key, "grid": list(shape), "shards": count} for (key, shape), count in grids.items()],
+        "entries": [entry.fqn for entry in ckpt.byte_objects],
+        "files": [{"name": file.name, "size": file.size, "state": file.state} for file in ckpt.files],
+    }
+
+
+def _tensor(ckpt: Checkpoint, tensor: Tensor, with_chunks: bool) -> dict[str, Any]:
+    cuts = degrees(tensor)
+    described: dict[str, Any] = {
+        "fqn": tensor.fqn,
+        "dtype": None if tensor.dtype == "unknown" else tensor.dtype,
+        "shape": list(tensor.global_shape),
+        "bytes": tensor.nbytes(tensor.volume),
+        "chunks": _chunks(tensor),
+        "cut": None if cuts is None else list(cuts),
+    }
+    if with_chunks:
+        boxes = zip(
+            tensor.layout.offsets.tolist(), tensor.layout.sizes.tolist(), tensor.chunks.record.tolist(), strict=True
+        )
+        places = [(list(chunk.offsets), list(chunk.sizes), chunk.record) for chunk in tensor.malformed]
+        described["layout"] = [_chunk(ckpt, *chunk) for chunk in [*boxes, *places]]
+    return described
+
+
+def _chunk(ckpt: Checkpoint, offsets: list[int], sizes: list[int], record: int) -> dict[str, Any]:
+    file, byte_offset, byte_length = ckpt.place(record) if record >= 0 else (None, None, None)
+    return {
+        "offsets": offsets,
+        "sizes": sizes,
+        "file": file,
+        "byte_offset": byte_offset,
+        "byte_length": byte_length,
+    }

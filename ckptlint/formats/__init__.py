@@ -1,0 +1,1 @@
+"""Untrusted bytes to plain values, one file format each; nothing here knows a checkpoint."""

@@ -1,0 +1,234 @@
+"""The header of a safetensors file: read strictly, without the library and without a byte of a tensor.
+
+Source:
+    safetensors 0.8: u64 little-endian length, a JSON object, then the payload, which the tensors tile without holes
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.model import KEY_LIMIT, RANK_LIMIT, printable
+from ckptlint.model.layout import COORDINATE_LIMIT, IntArray
+from ckptlint.storage.folder import Folder
+
+HEADER_LIMIT = 100_000_000
+"""Bytes of a header; the limit of the safetensors library itself."""
+
+DTYPES: Mapping[str, str] = {
+    "BOOL": "bool",
+    **{
+        f"{letter}{bits}": f"{word}{bits}" for letter, word in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)
+    },
+    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    "BF16": "bfloat16",
+    "C64": "complex64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}
+"""Names of dtypes in a header -> torch's.
+
+Source:
+    safetensors 0.8, `Dtype`; the packed types (F4, F6_*) are left out, their shapes count other things
+"""
+
+_DTYPE = re.compile(r"[A-Z][A-Z0-9_]*")  # torch 2.13 writes "" for a key that no rank had when it consolidates
+_FIRST_READ = 65536  # most headers end within it: one read, and one request to a store
+_POINTER = b"version https://git-lfs"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Header:
+    """What a header says; the lists and columns run in the order of the header.
+
+    Attributes:
+        payload: first byte behind the header, in the file.
+        metadata: the texts under `__metadata__`.
+        names: the keys, raw.
+        dtypes: torch's names, None for a dtype that torch has none for.
+        shapes: extents in elements.
+        begin: int64 [n], first byte of each tensor, counted from `payload`.
+        end: int64 [n], the byte behind it.
+    """
+
+    payload: int
+    metadata: dict[str, str]
+    names: list[str]
+    dtypes: list[str | None]
+    shapes: list[tuple[int, ...]]
+    begin: IntArray
+    end: IntArray
+
+
+def read_header(folder: Folder, name: str, size: int) -> Header:
+    """The header of a file.
+
+    Args:
+        size: bytes of the whole file.
+
+    Raises:
+        UnreadableError: the file does not start with a header; its message goes behind the file's name.
+        LimitError: the header is longer than `HEADER_LIMIT`, or a number or name in it exceeds a limit.
+        AccessError: the operating system refused the read.
+    """
+    start = folder.read_range(name, 0, _FIRST_READ)
+    length = header_length(start, size)
+    if 8 + length > len(start):
+        start += folder.read_range(name, len(start), 8 + length - len(start))
+    return parse_header(start[8 : 8 + length], 8 + length)
+
+
+def header_length(start: bytes, size: int) -> int:
+    """The length that the first bytes of a file of `size` bytes claim for its header; `read_header` has the errors."""
+    if start[: len(_POINTER)] == _POINTER:
+        raise UnreadableError("is a git-lfs pointer, not the file itself")
+    if start[:4] == b"PK\x03\x04":
+        raise UnreadableError(
+            "starts with a zip record: a value that is no tensor was written before the header, which no reader of "
+            "safetensors looks for there",
+            0,
+        )
+    if len(start) < 8:
+        raise UnreadableError(f"ends after {len(start)} bytes, before the length of its header", 0)
+    length = int.from_bytes(start[:8], "little")
+    if len(start) > 8 and start[8:9] != b"{":
+        raise UnreadableError("does not start like a safetensors file: its header is no JSON object", 8)
+    if length > size - 8:
+        raise UnreadableError(
+            f"ends inside its header, which claims {length:,} bytes; {size - 8:,} are there", min(size, 8)
+        )
+    if length > HEADER_LIMIT:
+        raise LimitError(f"has a header of {length:,} bytes, the limit is {HEADER_LIMIT:,}")
+    return length
+
+
+def parse_header(text: bytes, payload: int) -> Header:
+    """A header from its JSON; `read_header` has the errors.
+
+    Args:
+        payload: the byte of the file at which the payload starts.
+    """
+    entries = json_object(text)
+    metadata = entries.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise UnreadableError("has a header whose __metadata__ is no object of texts", 8)
+    shapes, dtypes, spans = [], [], []
+    for name, entry in entries.items():
+        if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+            raise UnreadableError(f"has no dtype and shape for {printable(checked_key(name))}", 8)
+        if not _DTYPE.fullmatch(entry["dtype"]):
+            named = printable(entry["dtype"][:40])
+            raise UnreadableError(f"has the dtype {named!r} for {printable(name)}, which is no name of one", 8)
+        shapes.append(checked_shape(name, entry.get("shape")))
+        dtypes.append(DTYPES.get(entry["dtype"]))
+        spans.append(_span(name, entry.get("data_offsets")))
+    ends = np.array(spans, np.int64).reshape(len(spans), 2)
+    return Header(payload, metadata, list(entries), dtypes, shapes, ends[:, 0], ends[:, 1])
+
+
+def layout_faults(header: Header, size: int) -> list[tuple[str, str, int]]:
+    """Where the tensors do not tile the payload: sentence, key concerned and first byte in the file, of each kind one.
+
+    A file that ends before its last tensor is not among them: its entries reach behind its end.
+    """
+    order = np.lexsort((header.end, header.begin))
+    begin, end = header.begin[order], header.end[order]
+    reached = np.maximum.accumulate(np.concatenate([[0], end]))
+    faults = []
+    for rows, sentence in (
+        (np.flatnonzero(begin < reached[:-1]), "{shared:,} bytes belong to two tensors, {name} and the one before it"),
+        (np.flatnonzero(begin > reached[:-1]), "{hole:,} bytes before {name} belong to no tensor"),
+    ):
+        if len(rows):
+            row = int(rows[0])
+            name = printable(header.names[int(order[row])])
+            shared = int(min(end[row], reached[row]) - begin[row])
+            text = sentence.format(name=name, shared=shared, hole=int(begin[row] - reached[row]))
+            more = f" (the first of {len(rows):,} such places)" if len(rows) > 1 else ""
+            faults.append((text + more, name, header.payload + int(min(begin[row], reached[row]))))
+    rest = size - header.payload - int(reached[-1])
+    if rest > 0:
+        faults.append((f"{rest:,} bytes behind the last tensor belong to none", "", size - rest))
+    return faults
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def json_object(text: bytes) -> dict[str, Any]:
+    """A JSON object, in which no name stands twice.
+
+    Raises:
+        UnreadableError: the text is anything else; the message goes behind the name of what it was read from.
+    """
+    try:
+        document = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"holds no JSON that can be used ({printable(str(error))[:120]})", 8) from None
+    if not isinstance(document, dict):
+        raise UnreadableError("holds no JSON object", 8)
+    return document
+
+
+def checked_shape(name: str, value: Any) -> tuple[int, ...]:
+    """The shape of a key, from JSON.
+
+    Raises:
+        UnreadableError: it is no list of sizes.
+        LimitError: the key or the list is too long, or the elements do not fit 64 bits.
+    """
+    shown = printable(checked_key(name))
+    if not isinstance(value, list) or not all(is_size(size) for size in value):
+        raise UnreadableError(f"has a shape of {shown} that is no list of sizes", 8)
+    if len(value) > RANK_LIMIT or prod(value) >= 2**63:
+        raise LimitError(f"has a shape of {shown} with {len(value)} axes whose elements do not fit 64 bits")
+    return tuple(value)
+
+
+def checked_key(name: str) -> str:
+    """The key itself.
+
+    Raises:
+        LimitError: it has more than `KEY_LIMIT` characters.
+    """
+    if len(name) > KEY_LIMIT:
+        raise LimitError(f"has a key of {len(name):,} characters, the limit is {KEY_LIMIT:,}")
+    return name
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value is a number of elements or bytes."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < COORDINATE_LIMIT
+
+
+def _span(name: str, value: Any) -> tuple[int, int]:
+    if not isinstance(value, list) or len(value) != 2 or not all(is_size(offset) for offset in value):
+        raise UnreadableError(f"has data_offsets of {printable(name)} that are no pair of sizes", 8)
+    if value[1] < value[0]:
+        raise UnreadableError(f"has data_offsets of {printable(name)} that end before they start", 8)
+    return value[0], value[1]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document = dict(pairs)
+    if len(document) < len(pairs):
+        raise ValueError("it has a name twice in one object")
+    for name in document:
+        if not name.isascii():
+            name.encode()  # a lone surrogate is a ValueError: no other reader takes it
+    return document
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")

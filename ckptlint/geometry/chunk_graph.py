@@ -1,0 +1,206 @@
+"""The chunk graph of one tensor per mesh axis: it explains findings, and gives no verdicts.
+
+Nodes are the distinct intervals [start, stop) that live chunks occupy on the axis; an edge joins an interval to the
+one that starts where it ends. A healthy axis is one path from 0 to the global size; a missing link is a gap. A hole at
+one crossing of two healthy axes leaves both paths whole, which is why verdicts come from `boxes`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.layout import Box, IntArray, Layout, distinct
+from ckptlint.vocabulary.keys import ranges
+from ckptlint.vocabulary.topology import axes_of_size
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+_PLACE_LIMIT = 65536
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Places:
+    """The places of one axis: the intervals on its path, and where links are missing the ones that would fill them.
+
+    Attributes:
+        axis: the dimension.
+        starts, stops: int64 [n], the interval [start, stop) of every place, in order; together they tile the axis.
+        is_absent: bool [n], the places that no chunk occupies.
+    """
+
+    axis: int
+    starts: IntArray
+    stops: IntArray
+    is_absent: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def inside(self, start: int, stop: int) -> list[int]:
+        """Positions of the places that lie within [start, stop)."""
+        return np.flatnonzero((self.starts >= start) & (self.stops <= stop)).tolist()
+
+
+def axis_graph(layout: Layout, axis: int) -> nx.DiGraph[tuple[int, int]]:
+    """The chunk graph of one axis; node attribute `rows` lists the chunks on each interval."""
+    import networkx as nx
+
+    graph: nx.DiGraph[tuple[int, int]] = nx.DiGraph(axis=axis, size=layout.shape[axis])
+    starts = layout.offsets[:, axis]
+    stops = starts + layout.sizes[:, axis]
+    for row in np.flatnonzero(layout.live).tolist():
+        node = int(starts[row]), int(stops[row])
+        if node in graph:
+            graph.nodes[node]["rows"].append(row)
+        else:
+            graph.add_node(node, rows=[row])
+    by_start: dict[int, list[tuple[int, int]]] = {}
+    for node in graph:
+        by_start.setdefault(node[0], []).append(node)
+    graph.add_edges_from((node, follower) for node in list(graph) for follower in by_start.get(node[1], ()))
+    return graph
+
+
+@lru_cache(maxsize=4096)
+def places(layout: Layout, axis: int) -> Places | None:
+    """The places of an axis, or None when its intervals overlap, so that no one path exists.
+
+    A gap counts as so many places as the most common interval length fits into it, as one otherwise.
+    """
+    size = layout.shape[axis]
+    starts, stops = layout.intervals(axis).T
+    if len(starts) > _PLACE_LIMIT or (stops[:-1] > starts[1:]).any():
+        return None
+    if len(starts) and (starts[0] < 0 or stops[-1] > size):
+        return None
+    lengths, counts = np.unique(stops - starts, return_counts=True)
+    usual = int(lengths[counts.argmax()]) if len(lengths) else size
+    lows, highs = np.append(0, stops), np.append(starts, size)
+    parts = []
+    for gap in np.flatnonzero(lows < highs).tolist():
+        low, high = int(lows[gap]), int(highs[gap])
+        step = usual if (high - low) % usual == 0 else high - low
+        if (high - low) // step + len(starts) > _PLACE_LIMIT:
+            return None
+        parts.append(np.arange(low, high, step))
+        parts.append(np.append(parts[-1][1:], high))
+    absent, ends = (np.concatenate([np.zeros(0, np.int64), *parts[i::2]]) for i in range(2))
+    order = np.argsort(np.concatenate([starts, absent]), kind="stable")
+    is_absent = np.repeat([False, True], [len(starts), len(absent)])
+    return Places(axis, np.concatenate([starts, absent])[order], np.concatenate([stops, ends])[order], is_absent[order])
+
+
+def coordinates(layout: Layout, region: Box) -> dict[int, tuple[Places, list[int]]]:
+    """Axis -> its places and the positions the region takes, for each axis that is cut; {} when none can be told."""
+    found = {}
+    for axis, (start, stop) in enumerate(zip(region.offsets, region.ends, strict=True)):
+        if len(distinct(layout.offsets[layout.live, axis])) < 2 and (start, stop) == (0, layout.shape[axis]):
+            continue
+        axis_places = places(layout, axis)
+        if axis_places is not None and (inside := axis_places.inside(start, stop)):
+            found[axis] = axis_places, inside
+    return found
+
+
+def place_of(layout: Layout, region: Box) -> str:
+    """A missing region by its places on the mesh, whatever the size of the tensor: what findings of one cause share."""
+    found = coordinates(layout, region)
+    return ", ".join(
+        f"dim {axis}: {ranges(inside)} of {len(axis_places)}" for axis, (axis_places, inside) in found.items()
+    )
+
+
+def axis_name(ckpt: Checkpoint, axis: int, count: int) -> str:
+    """`dim 0`, with the mesh axis in brackets when exactly one has as many places."""
+    names = axes_of_size(ckpt.topology, count) if count > 1 else []
+    return f"dim {axis} ({names[0]})" if len(names) == 1 else f"dim {axis}"
+
+
+def mesh_note(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
+    """Which place of which axis a missing region is, in one sentence; "" when the axes have no plain path."""
+    parts = []
+    crossing = []
+    for axis, (axis_places, inside) in coordinates(tensor.layout, region).items():
+        count = len(axis_places)
+        if count == 1:
+            continue
+        # stacked layers or experts, each stored by itself, are no mesh axis
+        name = axis_name(ckpt, axis, count) if count < tensor.global_shape[axis] else f"dim {axis}"
+        lengths = distinct(axis_places.stops - axis_places.starts)
+        of = f" of {lengths[0]:,}" if len(lengths) == 1 else ""
+        plural = "s" if len(inside) > 1 else ""
+        if axis_places.is_absent[inside].all():
+            verb = "are" if plural else "is"
+            parts.append(f"{name} has {count} places{of}; place{plural} {ranges(inside)} {verb} missing")
+        elif len(inside) < count:
+            crossing.append(f"{name} place{plural} {ranges(inside)} of {count}")
+    if crossing and not parts:
+        parts.append("every axis is whole; the crossing " + " x ".join(crossing) + " is missing")
+    elif crossing:
+        parts.append("at " + " x ".join(crossing))
+    return "; ".join(parts)
+
+
+def rank_of(file: str) -> int | None:
+    """The plan index in a payload file's name; the saving rank unless a group of ranks saved (HSDP).
+
+    >>> rank_of("__3_0.distcp"), rank_of("step5__2_1.distcp"), rank_of("w.bin")
+    (3, 2, None)
+    >>> rank_of("shard-00004-model-00001-of-00002.safetensors")
+    3
+    """
+    if match := re.search(r"__([0-9]{1,9})_[0-9]+\.distcp$", file):
+        return int(match[1])
+    match = re.fullmatch(r"shard-([0-9]{5,9})-model-[0-9]+-of-[0-9]+\.safetensors", file)
+    return int(match[1]) - 1 if match else None
+
+
+def absent_writer(ckpt: Checkpoint, tensor: Tensor, region: Box) -> int | None:
+    """The rank whose file would hold the missing region, when file numbers follow the places of the present chunks.
+
+    The ranks of the present chunks must be an affine function of their places, with at least two chunks to spare;
+    deduplicated replicas are spread by load and follow no such rule, then nothing is claimed.
+    """
+    layout = tensor.layout
+    at = coordinates(layout, region)
+    axes = [axis for axis, (axis_places, _) in at.items() if len(axis_places) > 1]
+    rows = np.flatnonzero(layout.live & (tensor.chunks.record >= 0))
+    if not axes or not len(rows) > len(axes) + 1 or any(len(at[axis][1]) != 1 for axis in axes):
+        return None
+    others = [axis for axis in range(len(layout.shape)) if axis not in at and layout.shape[axis] > 1]
+    if any(len(layout.intervals(axis)) > 1 for axis in others):
+        return None
+    ranks = [rank_of(ckpt.chunk_file(tensor, row)) for row in rows.tolist()]
+    if None in ranks:
+        return None
+    position = np.ones((len(rows), len(axes) + 1))
+    for column, axis in enumerate(axes):
+        position[:, column] = np.searchsorted(at[axis][0].starts, layout.offsets[rows, axis])
+    wanted = np.array(ranks, float)
+    factors, *_ = np.linalg.lstsq(position, wanted, rcond=None)
+    if np.abs(position @ factors - wanted).max() > 1e-6 or np.abs(factors[:-1]).min() < 0.5:
+        return None
+    missing = float(np.array([at[axis][1][0] for axis in axes] + [1.0]) @ factors)
+    rank = round(missing)
+    return rank if rank >= 0 and abs(missing - rank) < 1e-6 else None
+
+
+def absent_writer_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
+    """What the file of the rank that should have written a region tells; "" when the rank is not known."""
+    rank = absent_writer(ckpt, tensor, region)
+    if rank is None:
+        return ""
+    numbers = [i for i, file in enumerate(ckpt.files) if rank_of(file.name) == rank]
+    file = f"shard-{rank + 1:05d}-*.safetensors" if ckpt.is_safetensors else f"__{rank}_0.distcp"
+    named = f"rank {rank} ({file}) should hold it"
+    if any(ckpt.files[i].referenced and (ckpt.records.file == i).any() for i in numbers):
+        return f"{named}; it stored other tensors, so its save did finish: its state dict lacked this part"
+    return f"{named}, and no entry names a file of rank {rank}: it did not save, or its files are lost from the map"

@@ -1,0 +1,237 @@
+"""The chunk map of a finding: a grid cut only where a chunk starts or ends, drawn as text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.layout import Box, IntArray, distinct
+from ckptlint.vocabulary.topology import axes_of_size
+
+CELL_LIMIT = 8
+_CONTEXT = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One cell of an axis: [start, stop), or `folded` cells in one."""
+
+    start: int
+    stop: int
+    folded: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What to draw: at most two axes of a tensor around a region.
+
+    Attributes:
+        down: the axis drawn downward, None for a strip.
+        across: the axis drawn across.
+        fixed: axis -> the index at which the axes that are not drawn were cut.
+        rows, columns: the cells of the two axes; a strip has one row.
+        holders: [row][column] -> rows of the tensor's chunk table that hold the cell; None where folded or outside.
+        inside: [row][column] -> whether the cell lies inside the tensor.
+        legend: chunk row -> letter, in the order the chunks appear.
+    """
+
+    tensor: Tensor
+    down: int | None
+    across: int
+    fixed: dict[int, int]
+    rows: list[Cell]
+    columns: list[Cell]
+    holders: list[list[list[int] | None]]
+    inside: list[list[bool]]
+    legend: dict[int, str]
+
+
+def make_grid(tensor: Tensor, region: Box | None, cells: int = CELL_LIMIT) -> Grid | None:
+    """The grid around a region, or around the origin; None for a tensor without axes or chunks to compare."""
+    layout, shape = tensor.layout, tensor.global_shape
+    if not shape or not tensor.is_sound:
+        return None
+    region = region or Box((0,) * len(shape), shape)
+    offsets, ends = layout.offsets[layout.live], (layout.offsets + layout.sizes)[layout.live]
+    cuts = [_cuts(offsets[:, a], ends[:, a], shape[a], region, a) for a in range(len(shape))]
+    narrow = [a for a in range(len(shape)) if (region.offsets[a], region.ends[a]) != (0, shape[a])]
+    cut = [a for a in range(len(shape)) if len(cuts[a]) > 2]
+    axes = sorted(sorted(cut, key=lambda a: (a not in narrow, -len(cuts[a])))[:2]) or [0]
+    across, down = axes[-1], axes[0] if len(axes) == 2 else None
+    fixed = {a: max(0, region.offsets[a]) for a in range(len(shape)) if a not in axes and len(cuts[a]) > 2}
+
+    near = np.flatnonzero(layout.live)
+    for axis, index in fixed.items():
+        near = near[(layout.offsets[near, axis] <= index) & (index < (layout.offsets + layout.sizes)[near, axis])]
+    columns = _fold(cuts[across], region.offsets[across], region.ends[across], cells)
+    rows = [Cell(0, 1)] if down is None else _fold(cuts[down], region.offsets[down], region.ends[down], cells)
+    legend: dict[int, str] = {}
+    holders: list[list[list[int] | None]] = []
+    inside: list[list[bool]] = []
+    for row in rows:
+        holders.append([])
+        inside.append([])
+        for column in columns:
+            drawn = [(across, column)] + ([] if down is None else [(down, row)])
+            inside[-1].append(all(cell.start >= 0 and cell.stop <= shape[a] for a, cell in drawn))
+            if row.folded or column.folded:
+                holders[-1].append(None)
+                continue
+            held = near
+            for axis, cell in drawn:
+                stops = layout.offsets[held, axis] + layout.sizes[held, axis]
+                held = held[(layout.offsets[held, axis] <= cell.start) & (stops >= cell.stop)]
+            holders[-1].append([int(i) for i in held])
+            for i in held.tolist():
+                legend.setdefault(i, _letter(len(legend)))
+    return Grid(tensor, down, across, fixed, rows, columns, holders, inside, legend)
+
+
+def draw(ckpt: Checkpoint, grid: Grid, region: Box | None, ascii_only: bool, width: int = 76) -> list[str]:
+    """The lines of a chunk map; cells are folded until none is longer than `width`."""
+    lines = _drawn(ckpt, grid, region, ascii_only, width)
+    for cells in range(CELL_LIMIT - 1, 2, -1):
+        narrower = make_grid(grid.tensor, region, cells) if max(map(len, lines)) > width else None
+        if narrower is None:
+            break
+        lines = _drawn(ckpt, narrower, region, ascii_only, width)
+    return lines
+
+
+def _drawn(ckpt: Checkpoint, grid: Grid, region: Box | None, ascii_only: bool, width: int) -> list[str]:
+    labels = [_labels(grid.columns)] if grid.down is None else [_labels(grid.columns), _labels(grid.rows)]
+    side = 0 if grid.down is None else max(map(len, labels[1])) + 1
+    longest = max(map(len, labels[0]))
+    room = (width - side - 2) // len(grid.columns) - 1
+    cell = max(longest, min(8, room), 3)
+    texts = [[_cell_text(grid, r, c, cell) for c in range(len(grid.columns))] for r in range(len(grid.rows))]
+    pad = " " * side
+    lines = []
+    if grid.down is None:
+        lines.append(f"{axis_label(ckpt, grid, grid.across)} ->" + fixed_label(grid))
+    else:
+        names = axis_label(ckpt, grid, grid.down), axis_label(ckpt, grid, grid.across)
+        lines.append(f"{pad}{names[0]} down, {names[1]} across" + fixed_label(grid))
+    header = pad + "".join(label.ljust(cell + 1) for label in labels[0])
+    lines.append(header.rstrip())
+    corners = "+++" if ascii_only else "┌┬┐"
+    bar, dash = ("|", "-") if ascii_only else ("│", "─")
+    for i, row in enumerate(texts):
+        label = f"{labels[1][i]:>{side - 1}} " if side else ""
+        lines.append(label + corners[0] + corners[1].join([dash * cell] * len(row)) + corners[2])
+        lines.append(pad + bar + bar.join(row) + bar)
+        corners = "+++" if ascii_only else "├┼┤"
+    corners = "+++" if ascii_only else "└┴┘"
+    label = f"{labels[1][-1]:>{side - 1}} " if side else ""
+    lines.append(label + corners[0] + corners[1].join([dash * cell] * len(texts[0])) + corners[2])
+    if grid.down is None and region is not None:
+        lines += _marker(grid, region, cell, width)
+    if any(not all(row) for row in grid.inside):
+        lines.append("x outside the tensor")
+    return lines + _legend_lines(ckpt, grid, width)
+
+
+def axis_label(ckpt: Checkpoint, grid: Grid, axis: int) -> str:
+    """The axis with its factor and mesh name, where exactly one mesh axis has as many places.
+
+    Stacked layers or experts, each stored by itself, are as many as there are, whatever the mesh.
+    """
+    count = len(grid.tensor.layout.intervals(axis))
+    names = axes_of_size(ckpt.topology, count) if count < grid.tensor.global_shape[axis] else []
+    return f"dim {axis} x {count} ({names[0]})" if len(names) == 1 else f"dim {axis}"
+
+
+def _cuts(starts: IntArray, ends: IntArray, size: int, region: Box, axis: int) -> list[int]:
+    points = distinct(np.concatenate([starts, ends, [0, size, region.offsets[axis], region.ends[axis]]]))
+    return [int(point) for point in points]
+
+
+def _fold(cuts: list[int], start: int, stop: int, limit: int) -> list[Cell]:
+    """The cells between the cuts; more than `limit` are folded but for the neighbourhood of [start, stop)."""
+    cells = [Cell(a, b) for a, b in pairwise(cuts)]
+    if len(cells) <= limit:
+        return cells
+    touched = [i for i, cell in enumerate(cells) if cell.start < stop and cell.stop > start] or [0]
+    if len(touched) == len(cells):
+        touched = [0]
+    low = max(0, touched[0] - _CONTEXT)
+    high = min(len(cells), low + limit - (low > 0) - 1)
+    low = max(0, min(low, high - limit + 2)) if high == len(cells) else low
+    folded = []
+    if low > 0:
+        folded.append(Cell(cells[0].start, cells[low].start, low))
+    folded += cells[low:high]
+    if high < len(cells):
+        folded.append(Cell(cells[high].start, cells[-1].stop, len(cells) - high))
+    return folded
+
+
+def _letter(number: int) -> str:
+    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    return letters[number % 26] if number < 26 else letters[number // 26 - 1] + letters[number % 26]
+
+
+def _labels(cells: list[Cell]) -> list[str]:
+    return [str(cell.start) for cell in cells] + [str(cells[-1].stop)]
+
+
+def _cell_text(grid: Grid, row: int, column: int, width: int) -> str:
+    held = grid.holders[row][column]
+    if held is None:
+        return f"..{grid.columns[column].folded or grid.rows[row].folded}.."[:width].center(width)
+    name = "".join(grid.legend[i] for i in held[:3]) + ("+" if len(held) > 3 else "")
+    if not grid.inside[row][column]:
+        return (name or "").center(width, "x")
+    if not held:
+        return "." * width
+    return name.center(width, "#") if len(held) > 1 else name.center(width)
+
+
+def fixed_label(grid: Grid) -> str:
+    """Where the axes that are not drawn were cut, as the end of a caption; "" when none was."""
+    at = ", ".join(f"dim {axis} = {index}" for axis, index in grid.fixed.items())
+    return f", at {at}" if at else ""
+
+
+def _marker(grid: Grid, region: Box, cell: int, width: int) -> list[str]:
+    """Carets below the cells of the region, and how much it is, beside them where there is room."""
+    start, stop = region.offsets[grid.across], region.ends[grid.across]
+    under = [i for i, c in enumerate(grid.columns) if not c.folded and c.start < stop and c.stop > start]
+    elements = f"{region.volume:,} elements"
+    nbytes = grid.tensor.nbytes(region.volume)
+    size = elements if nbytes is None else f"{elements}, {human_bytes(nbytes)}"
+    if not under or (start, stop) == (0, grid.tensor.global_shape[grid.across]):
+        return [size]
+    carets = " " * (1 + under[0] * (cell + 1)) + "^" * ((under[-1] - under[0] + 1) * (cell + 1) - 1)
+    beside = f"{carets} {size}"
+    return [beside] if len(beside) <= width else [carets, size]
+
+
+def _legend_lines(ckpt: Checkpoint, grid: Grid, width: int) -> list[str]:
+    lines = [""]
+    for row, letter in grid.legend.items():
+        item = f"{letter} {ckpt.chunk_file(grid.tensor, row) or 'stored nowhere'}"
+        if lines[-1] and len(lines[-1]) + 3 + len(item) > width:
+            lines.append("")
+        lines[-1] += ("   " if lines[-1] else "") + item
+        if len(lines) > 3:
+            lines[-1] = f"and {len(grid.legend)} chunks in all"
+            break
+    return [line for line in lines if line]
+
+
+def human_bytes(count: int) -> str:
+    """Bytes in the largest unit that keeps at least one digit before the point.
+
+    >>> human_bytes(512), human_bytes(4 * 2**20)
+    ('512 B', '4.0 MiB')
+    """
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{count} B" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1024
+    raise AssertionError

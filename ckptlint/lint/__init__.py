@@ -1,0 +1,1 @@
+"""From paths and rules to a Report."""

@@ -1,0 +1,145 @@
+"""Finding the rules: every `Rule` object in the modules of `ckptlint.rules`, and of plug-ins."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import pkgutil
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from ckptlint.errors import ConfigError
+from ckptlint.rule import Rule
+
+GROUP = "ckptlint.rules"
+"""The entry-point group in which an installed package names the package of its rules."""
+
+FAMILIES = ("COM", "EXP", "GEO", "LIV", "LNT", "NAM", "OBJ", "OPT", "PAY", "REF", "SAF", "SHP")
+"""The letters that codes of ckptlint itself begin with."""
+
+_PACKAGE = "ckptlint.rules"
+
+
+@cache
+def load_rules() -> tuple[Rule, ...]:
+    """All rules, by code."""
+    return tuple(sorted(_rules_in(_package()), key=lambda rule: rule.code))
+
+
+def with_plugins(rules: Sequence[Rule], named: Iterable[str] = (), barred: Iterable[Path] = ()) -> tuple[Rule, ...]:
+    """The rules and those of plug-ins, by code.
+
+    Args:
+        named: packages that settings name, besides those installed under the entry-point group `ckptlint.rules`.
+        barred: checked folders, from which nothing is imported.
+
+    Raises:
+        ConfigError: a plug-in cannot be imported, holds no rule, or one whose code or name is not its own to use.
+    """
+    found = list(rules)
+    barred = tuple(barred)
+    for name in dict.fromkeys([*_installed(barred), *named]):
+        try:
+            own = [rule for rule in _rules_in(_imported(name, barred)) if rule not in rules]
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:  # whatever the code of others ends in
+            raise ConfigError(f"the plug-in {name} cannot be imported: {type(error).__name__}: {error}") from error
+        if not own:
+            raise ConfigError(f"the plug-in {name} holds no rule")
+        for rule in own:
+            if problem := _clash(rule, found):
+                raise ConfigError(f"the plug-in {name} cannot be used: {problem}")
+            found.append(rule)
+    return tuple(sorted(found, key=lambda rule: rule.code))
+
+
+def _installed(barred: Iterable[Path]) -> Iterator[str]:
+    """The packages that installed distributions name, those below a checked folder left out."""
+    if not any(map(_may_name, sys.path)):
+        return
+    from importlib.metadata import entry_points
+
+    for entry in sorted(entry_points(group=GROUP), key=lambda entry: entry.name):
+        if entry.dist is None or not _is_below(Path(str(entry.dist.locate_file(""))), barred):
+            yield entry.value
+
+
+def _may_name(place: str) -> bool:
+    """Whether a place that packages come from may hold plug-ins: importing what knows for sure takes 20 ms."""
+    try:
+        with os.scandir(place or ".") as listing:
+            described = [entry.path for entry in listing if entry.name.endswith((".dist-info", ".egg-info"))]
+    except NotADirectoryError:  # an archive
+        return True
+    except OSError:
+        return False
+    for path in described:
+        try:
+            if f"[{GROUP}]".encode() in Path(path, "entry_points.txt").read_bytes().replace(b" ", b""):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _imported(name: str, barred: Iterable[Path]) -> ModuleType:
+    if not all(part.isidentifier() for part in name.split(".")):
+        raise ConfigError(f"{name!r} is no plug-in: name an importable package, not a path")
+    spec = importlib.util.find_spec(name.partition(".")[0])
+    if spec is None:
+        raise ConfigError(f"the plug-in {name} is not installed beside ckptlint")
+    places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location and spec.origin else [])]
+    if any(_is_below(Path(place), barred) for place in places):
+        raise ConfigError(f"the plug-in {name} lies inside a checked path, from which nothing is imported")
+    return importlib.import_module(name)
+
+
+def _is_below(path: Path, folders: Iterable[Path]) -> bool:
+    return any(path.resolve().is_relative_to(folder) for folder in folders)
+
+
+def _rules_in(package: ModuleType) -> list[Rule]:
+    """The rules in a package and its modules, or in a module; each once."""
+    modules = [package]
+    for module in pkgutil.iter_modules(getattr(package, "__path__", ())):
+        modules.append(importlib.import_module(f"{package.__name__}.{module.name}"))
+    return list(dict.fromkeys(item for module in modules for item in vars(module).values() if isinstance(item, Rule)))
+
+
+def _clash(rule: Rule, others: Iterable[Rule]) -> str:
+    """Why a plug-in's rule cannot be used; "" when it can."""
+    if not re.fullmatch(r"[A-Z]{3}\d{3}", rule.code):
+        return f"the code {rule.code!r} is not three capitals and three digits"
+    if rule.code[:3] in FAMILIES:
+        return f"codes of the family {rule.code[:3]} belong to ckptlint, and {rule.code} is one"
+    if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", rule.name):
+        return f"the name {rule.name!r} of {rule.code} is not small letters and hyphens"
+    for other in others:
+        if rule.code == other.code:
+            return f"there are two rules {rule.code}: {other.name} and {rule.name}"
+        if rule.name == other.name:
+            return f"{rule.code} and {other.code} are both named {rule.name}"
+    return ""
+
+
+def _package() -> ModuleType:
+    try:
+        return importlib.import_module(_PACKAGE)
+    except ModuleNotFoundError:
+        # a clone that was not installed: the rules lie beside the package
+        folder = Path(__file__).parents[2] / "rules"
+        spec = importlib.util.spec_from_file_location(
+            _PACKAGE, folder / "__init__.py", submodule_search_locations=[str(folder)]
+        )
+        if spec is None or spec.loader is None:
+            raise
+        package = importlib.util.module_from_spec(spec)
+        sys.modules[_PACKAGE] = package
+        spec.loader.exec_module(package)
+        return package

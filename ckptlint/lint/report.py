@@ -1,0 +1,266 @@
+"""From findings to a verdict: diagnostics, groups of like ones, fingerprints, exit code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from ckptlint.errors import CheckpointError
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Depth, Finding, Note, Rule, Severity
+from ckptlint.vocabulary.keys import role
+
+FailOn = Literal["error", "warning", "info", "never"]
+_PROPER_NAMES = ("Megatron", "PyTorch", "DCP")
+
+Verdict = Literal["pass", "fail", "incomplete"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """Why a finding does not count.
+
+    Attributes:
+        by: what set it aside: the settings, or an earlier report.
+        reason: the reason that the settings give.
+    """
+
+    by: Literal["per-key-ignores", "baseline"]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Diagnostic:
+    """A finding together with the rule that made it.
+
+    Attributes:
+        ignored: why it does not count; None when it does.
+    """
+
+    rule: Rule
+    finding: Finding
+    severity: Severity
+    ignored: Ignored | None = None
+
+    @property
+    def code(self) -> str:
+        """The rule's code."""
+        return self.rule.code
+
+    @property
+    def fqn(self) -> str | None:
+        """The key concerned."""
+        return self.finding.fqn
+
+    @property
+    def region(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Offsets and sizes of the part concerned."""
+        region = self.finding.region
+        return None if region is None else (region.offsets, region.sizes)
+
+    @property
+    def message(self) -> str:
+        """The sentence without the key's name, for formats that give the name apart."""
+        return self.finding.message.replace("{of}", "")
+
+    @property
+    def title(self) -> str:
+        """The sentence with the key's name."""
+        return self.finding.message.replace("{of}", f" of {self.fqn}" if self.fqn else "")
+
+    @property
+    def why(self) -> str:
+        """Why it matters, in one sentence."""
+        if self.finding.why:
+            return self.finding.why
+        text = self.rule.section("Why it matters").partition(". ")[0].rstrip(".")
+        first = text.partition(" ")[0]
+        return text if "-" in first or first in _PROPER_NAMES else text[:1].lower() + text[1:]
+
+    def all_notes(self) -> list[Note]:
+        """Every note, those that cost time included; the hint comes last."""
+        finding = self.finding
+        notes = [*finding.notes, *(finding.explain() if finding.explain else ()), ("hint", finding.hint)]
+        return sorted((note for note in notes if note[1]), key=lambda note: note[0] == "hint")
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity across steps of a run: code, key, region and missing names; no path, step or file."""
+        import hashlib
+
+        finding = self.finding
+        parts = (self.code, self.fqn, self.region, finding.missing or (self.message if finding.fqn is None else ()))
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Like findings: one is shown in full, the others by name."""
+
+    number: int
+    members: list[Diagnostic]
+
+    @property
+    def lead(self) -> Diagnostic:
+        """The one to show."""
+        return self.members[0]
+
+
+@dataclass(frozen=True, eq=False)
+class CheckpointReport:
+    """What the rules made of one checkpoint.
+
+    Attributes:
+        diagnostics: the findings that count.
+        ignored: those set aside by the settings or a baseline; they count nowhere, machine formats list them.
+        passed: codes of rules that ran to their end, with or without findings.
+        not_run: code -> why a rule could not judge (depth, unreadable metadata).
+        not_applicable: code -> why there was nothing to judge.
+        failed: code -> the error a rule ended in.
+        seconds: code -> time the rule took.
+    """
+
+    checkpoint: Checkpoint
+    diagnostics: list[Diagnostic] = field(default_factory=list)
+    passed: list[str] = field(default_factory=list)
+    not_run: dict[str, str] = field(default_factory=dict)
+    not_applicable: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    ignored: list[Diagnostic] = field(default_factory=list)
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """Findings of one rule, severity and sentence about names of one role; worst first, then by code."""
+        return _grouped(self.diagnostics, 1)
+
+    @cached_property
+    def ignored_groups(self) -> list[Group]:
+        """The same of the ignored findings, each group with one reason; numbered after the others."""
+        return _grouped(self.ignored, len(self.groups) + 1)
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether a rule ended in an error, or tensors could not be judged; findings that fail the run go first."""
+        unread = any(problem.kind == "container" and problem.blocks for problem in self.checkpoint.problems)
+        return bool(self.failed) or not self.checkpoint.readable or unread
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """The outcome of one run.
+
+    Attributes:
+        checkpoints: one report each, in the order they were named.
+        rules: the rules that were selected.
+        nothing: for each path without a checkpoint, the sentence that says so.
+        refused: reads that the operating system or network refused.
+        seconds: the whole run.
+        gone: the findings of the baseline that no longer occur, as sentences.
+    """
+
+    checkpoints: list[CheckpointReport]
+    rules: tuple[Rule, ...]
+    depth: Depth = "files"
+    fail_on: FailOn = "error"
+    nothing: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    seconds: float = 0.0
+    gone: tuple[str, ...] = ()
+
+    @property
+    def diagnostics(self) -> Iterator[Diagnostic]:
+        """All findings of all checkpoints that count."""
+        return (item for part in self.checkpoints for item in part.diagnostics)
+
+    @property
+    def ignored(self) -> Iterator[Diagnostic]:
+        """The findings that settings or a baseline set aside; `Diagnostic.ignored` says why."""
+        return (item for part in self.checkpoints for item in part.ignored)
+
+    @cached_property
+    def counts(self) -> Counter[str]:
+        """Problems by severity: a group of like findings counts once."""
+        return Counter(group.lead.severity.label for part in self.checkpoints for group in part.groups)
+
+    def is_failing(self, item: Diagnostic) -> bool:
+        """Whether a finding makes the run fail: at or above `fail_on`, and always for SAF errors; LNT002 never does."""
+        least = Severity.ERROR + 1 if self.fail_on == "never" else Severity[self.fail_on.upper()]
+        unsafe = item.code.startswith("SAF") and item.severity == Severity.ERROR
+        return item.code != "LNT002" and (item.severity >= least or unsafe)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it tells of a running job, not of files."""
+        return any(part.checkpoint.ranks is not None for part in self.checkpoints)
+
+    @property
+    def fails(self) -> bool:
+        """Whether findings alone make the run fail."""
+        return any(map(self.is_failing, self.diagnostics))
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """A sentence for each path or file that gave no checkpoint to judge."""
+        return (*self.refused, *self.nothing)
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether some rule or file could not be judged."""
+        return bool(self.refused) or any(part.is_incomplete for part in self.checkpoints)
+
+    @property
+    def exit_code(self) -> int:
+        """1 findings, 4 incomplete, 3 nothing there, 0 otherwise; the first that applies."""
+        if self.fails:
+            return 1
+        if self.is_incomplete:
+            return 4
+        return 3 if self.nothing or not self.checkpoints else 0
+
+    @property
+    def verdict(self) -> Verdict:
+        """`pass` goes with exit 0 alone."""
+        verdicts: dict[int, Verdict] = {0: "pass", 1: "fail"}
+        return verdicts.get(self.exit_code, "incomplete")
+
+    def raise_for_findings(self, level: str = "error") -> None:
+        """Raise unless everything was judged and no finding that counts reaches the level.
+
+        >>> import ckptlint
+        >>> ckptlint.check("fixtures/real/fsdp2_4r_hole").raise_for_findings()
+        Traceback (most recent call last):
+        ckptlint.errors.CheckpointError: GEO004 rows 6:9 of model.layers.0.feed_forward.w1.weight are in no chunk
+
+        Raises:
+            CheckpointError: with the first finding, or with what could not be judged.
+        """
+        for item in self.diagnostics:
+            if item.severity >= Severity[level.upper()]:
+                raise CheckpointError(f"{item.code} {item.title}")
+        if self.is_incomplete or self.nothing or not self.checkpoints:
+            raise CheckpointError("; ".join((*self.nothing, *self.refused)) or "the verdict is incomplete")
+
+
+def _grouped(diagnostics: list[Diagnostic], first: int) -> list[Group]:
+    by_key: dict[tuple[object, ...], list[Diagnostic]] = {}
+    for item in diagnostics:
+        alike = item.finding.alike or (item.message, role(item.fqn) if item.fqn else item.finding.file)
+        by_key.setdefault((-item.severity, item.code, alike, item.ignored), []).append(item)
+    ordered = sorted(by_key.items(), key=lambda pair: pair[0][:2])
+    return [Group(i, members) for i, (_, members) in enumerate(ordered, first)]
+
+
+def worst(groups: list[Group], per_rule: int) -> tuple[list[Group], Counter[str]]:
+    """At most so many groups per rule (0 = all), and how many were left out by code."""
+    shown, seen, cut = [], Counter[str](), Counter[str]()
+    for group in groups:
+        seen[group.lead.code] += 1
+        if per_rule and seen[group.lead.code] > per_rule:
+            cut[group.lead.code] += 1
+        else:
+            shown.append(group)
+    return shown, cut

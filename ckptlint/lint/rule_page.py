@@ -1,0 +1,97 @@
+"""The page of one rule, and the table of all of them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import textwrap
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckptlint.analysis.held_by_ranks import named as ranks_in_words
+from ckptlint.rule import SECTIONS, Rule
+
+
+def page(rule: Rule, width: int = 80) -> str:
+    """The rule's docstring as a page of text."""
+    lines = [f"{rule.code} {rule.name}", f"{rule.severity.label}, needs {_needs(rule, '--depth ')}", ""]
+    lines += textwrap.wrap(rule.summary, width)
+    for heading in SECTIONS:
+        if text := rule.section(heading):
+            lines += ["", f"{heading}:", *textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ")]
+    if options := rule.options:
+        lines += ["", f"Options, set in ckptlint.toml below [rules.{rule.name}]:"]
+        lines += [f"  {name} = {json.dumps(value)}" for name, value in options.items()]
+    return "\n".join([*lines, *_examples(rule, width)])
+
+
+def _needs(rule: Rule, option: str = "") -> str:
+    if rule.live:
+        return "a running job"
+    return f"{option}{rule.needs}, --expect" if rule.expects else f"{option}{rule.needs}"
+
+
+def _examples(rule: Rule, width: int) -> Iterator[str]:
+    """The first bad and the first good case of the rule's fixture."""
+    # rules and fixtures lie beside each other, in the package as in a clone
+    fixture = Path(inspect.getfile(rule.check)).parent.parent / "fixtures" / f"{rule.code}.toml"
+    if not fixture.is_file():
+        return
+    cases = tomllib.loads(fixture.read_text(encoding="utf-8"))["case"]
+    for heading, is_bad in (("Bad", True), ("Good", False)):
+        case = next((case for case in cases if bool(case.get("expect")) == is_bad), None)
+        if case is not None:
+            yield ""
+            yield f"{heading}: {case['name']}"
+            for line in _facts(case):
+                yield from textwrap.wrap(line, width, initial_indent="  ", subsequent_indent="    ")
+
+
+def _facts(case: dict[str, Any]) -> Iterator[str]:
+    for fqn, tensor in case.get("tensors", {}).items():
+        chunks = " | ".join(tensor["chunks"]) if "chunks" in tensor else "whole"
+        yield f"{fqn} {tensor.get('dtype', 'float32')} {tensor['shape']}: {chunks or 'no chunk'}"
+    for fqn, tensor in case.get("reference", {}).items():
+        yield f"expected: {fqn} {tensor.get('dtype', 'float32')} {tensor.get('shape', 'of any shape')}"
+    for item in case.get("held", ()):
+        what = f"{item.get('dtype', 'float32') or 'object'} {item['shape']}: {item.get('chunk', 'whole')}"
+        what += f", copy {item['replica']}" if item.get("replica", 0) > 0 else ""
+        what += f", contents {item['digest']}" if "digest" in item else ""
+        verb = "hold" if len(item["ranks"]) > 1 else "holds"
+        yield f"{ranks_in_words(item['ranks'])} {verb} {item['fqn']} {what}"
+    yield from (f"said: {remark['text'].replace('{of}', '')}" for remark in case.get("remarks", ()))
+    for name in ("objects", "bytes", "unstored"):
+        yield from (f"{fqn}: {name}" for fqn in case.get(name, ()))
+    yield from (f"{fqn} is filed under {place}" for fqn, place in case.get("stray", {}).items())
+    for rank, items in enumerate(case.get("plans", ())):
+        named = (item if isinstance(item, str) else f"{item['fqn']} {item.get('chunk', '')}" for item in items)
+        yield f"rank {rank} plans " + ", ".join(named)
+    yield from (f"{name}: {size}" for name, size in case.get("files", {}).items())
+    yield from (f"{name}: {content[:60]!r}" for name, content in case.get("raw", {}).items())
+
+
+def catalogue(rules: Sequence[Rule], format_: str, width: int = 80) -> str:
+    """All rules as a table, as Markdown, or as JSON."""
+    if format_ == "json":
+        rows = [
+            {
+                "code": rule.code,
+                "name": rule.name,
+                "severity": rule.severity.label,
+                "needs": "live" if rule.live else rule.needs,
+                "default": not (rule.expects or rule.live),
+                "summary": rule.summary,
+            }
+            for rule in rules
+        ]
+        return json.dumps(rows, indent=2)
+    from tabulate import tabulate
+
+    heads = ("code", "name", "severity", "depth", "finds")
+    cells = [(rule.code, rule.name, rule.severity.label, _needs(rule), rule.summary) for rule in rules]
+    if format_ == "markdown":
+        return tabulate(cells, heads, tablefmt="github")
+    room = max(24, width - 48)
+    return tabulate(cells, heads, tablefmt="simple", maxcolwidths=[None, None, None, None, room])

@@ -1,0 +1,1 @@
+"""What this rank holds, without asking the others."""

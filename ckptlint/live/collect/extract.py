@@ -1,0 +1,501 @@
+"""What this rank holds of a state dict: chunks and objects, and what is wrong with them without asking other ranks.
+
+Nothing here communicates: attributes are read, and the chunk lists that tensors carry are asked for. Kinds are told by
+attributes, never by imports of the libraries that define them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from ckptlint.analysis.inventory import MOMENTS, optimizer_parts, split_state
+from ckptlint.live.collect import compat
+from ckptlint.live.collect import dtensor_layout as layout
+from ckptlint.model.layout import Box
+from ckptlint.vocabulary.keys import parse
+
+Problem = tuple[str, str]
+"""Code of a rule, and a sentence of at most 200 bytes in which `{of}` stands for " of <fqn>"."""
+
+Shape = tuple[int, ...]
+
+_Box = tuple[Shape, Shape]
+"""Offsets and sizes."""
+
+_SENTENCE = 200
+_LEAVES = frozenset({bool, bytes, complex, float, int, str, type(None)})
+_TENSOR = ("key", "data", "dtype", "local_shape", "global_shape", "global_offset", "axis_fragmentations", "replica_id")
+_OBJECT = ("key", "data", "global_shape", "global_offset", "replica_id")
+_FACTORY = ("build_fn", "merge_fn", "build")
+_CHECKPOINTABLE = ("__create_chunk_list__", "shape", "dtype")
+_REPLICA_BITS = 20
+
+
+class Held(NamedTuple):
+    """One chunk, or one object, that this rank holds.
+
+    Attributes:
+        fqn: path joined by dots as DCP flattens it, or Megatron-Core's `key`.
+        kind: an object is a plain value (grid (1,)), or a ShardedObject (unit cell of its grid).
+        writer: which library's rules of ownership apply.
+        dtype: torch's name without the module, as DCP would record it; "" for objects.
+        shape: global shape, in elements.
+        offsets: first index of the chunk on each axis, in elements.
+        sizes: extent of the chunk on each axis, in elements.
+        replica: 0 the one that is written, n > 0 a further copy, -1 nobody declared who writes.
+        copies: how many ranks hold this chunk, when the placements say so (DTensor); 0 unknown.
+        data: the local torch.Tensor, or the object's value; None when the rank holds no data.
+        view: of a torch ShardedTensor, a hash of where this rank believes all shards are; all ranks must share it.
+        problems: what is wrong with this chunk by itself.
+
+    Source:
+        torch 2.13 torch.distributed.checkpoint.planner_helpers._create_write_items
+        megatron-core 0.16 megatron.core.dist_checkpointing.mapping
+    """
+
+    fqn: str
+    kind: Literal["tensor", "object"]
+    writer: Literal["dtensor", "mcore", "sharded_tensor", "chunk_list", "plain"]
+    dtype: str
+    shape: Shape
+    offsets: Shape
+    sizes: Shape
+    replica: int
+    copies: int
+    data: Any
+    view: bytes = b""
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What the placements of a DTensor give to this rank; shared by all tensors that are cut alike."""
+
+    shape: Shape
+    offsets: Shape
+    sizes: Shape
+    replica: int
+    copies: int
+    declared: str
+    problems: tuple[Problem, ...]
+    order: tuple[int, ...] | None
+
+
+_Parts = dict[object, tuple[Any, "_Part | None"]]
+"""By mesh, placements and shape; the mesh is kept so that no other one gets its id."""
+
+
+def extract(state_dict: Mapping[Any, Any], *, resolve_stateful: bool = True) -> list[Held]:
+    """All chunks and objects of this rank, in the order of the state dict.
+
+    Args:
+        state_dict: what would be given to `torch.distributed.checkpoint.save` or to Megatron-Core's `save`.
+        resolve_stateful: whether `state_dict()` of top-level values that are Stateful is called, as DCP does.
+    """
+    held: list[Held] = []
+    paths: dict[str, tuple[Any, ...]] = {}
+    parts: _Parts = {}
+    with torch.no_grad():
+        for path, value in _walk(resolved(state_dict) if resolve_stateful else state_dict.items()):
+            fqn = ".".join(map(str, path))
+            found = _held(fqn, value, parts)
+            if found and found[0].writer != "mcore" and (first := paths.setdefault(fqn, path)) is not path:
+                clash = _problem("LIV108", f"two entries flatten to one name: {_path(first)} and {_path(path)}")
+                found = [item._replace(problems=(*item.problems, clash)) for item in found]
+            held.extend(found)
+    return _with_unsharded_states(held)
+
+
+# ---------------------------------------------------------------- the walk
+
+
+def resolved(state_dict: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """The entries, with `state_dict()` called where a value is Stateful; entries below are pickled as they are.
+
+    Source:
+        torch 2.13 torch.distributed.checkpoint.state_dict_saver._stateful_to_state_dict
+    """
+    for key, value in state_dict.items():
+        yield key, value.state_dict() if _has(value, ("state_dict", "load_state_dict")) else value
+
+
+def _walk(entries: Iterable[tuple[Any, Any]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    for key, value in entries:
+        yield from _leaves((key,), value)
+
+
+def _leaves(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """The values that are saved, with their paths.
+
+    Source:
+        torch 2.13 torch.distributed.checkpoint._traverse.traverse_state_dict: mappings always, lists that hold a tensor
+        or a mapping, no tuples.
+    """
+    if type(value) in _LEAVES or isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _leaves((*path, key), part)
+    elif isinstance(value, list):
+        if any(map(_is_walked, value)):
+            for i, part in enumerate(value):
+                yield from _leaves((*path, i), part)
+        else:
+            yield path, value
+    elif _has(value, _FACTORY):
+        yield from _leaves(path, value.build())
+    elif type(value).__name__ != "LocalNonpersistentObject" and not _has(value, ("obj", "unwrap")):
+        yield path, value
+
+
+def _is_walked(part: Any) -> bool:
+    """Whether a list is walked because it holds this."""
+    if type(part) in _LEAVES:
+        return False
+    if isinstance(part, list):
+        return any(map(_is_walked, part))
+    return isinstance(part, (torch.Tensor, Mapping)) or _has(part, _OBJECT) or _has(part, _FACTORY)
+
+
+def _has(value: Any, names: Sequence[str]) -> bool:
+    """Whether the object or its class define all these names; `__getattr__`, which may do anything, is not asked."""
+    kind = type(value)
+    own = () if isinstance(value, type) else getattr(value, "__dict__", ())
+    return all(name in own or hasattr(kind, name) for name in names)
+
+
+def _path(path: tuple[Any, ...]) -> str:
+    return "".join(f"[{key!r}]" for key in path)
+
+
+# ---------------------------------------------------------------- kinds
+
+
+def _held(fqn: str, value: Any, parts: _Parts) -> list[Held]:
+    if type(value) in _LEAVES:
+        return [_plain_object(fqn, value)]
+    if not isinstance(value, torch.Tensor):
+        if _has(value, _TENSOR):
+            return [_mcore_tensor(value.key, value)]
+        if _has(value, _OBJECT):
+            return [_mcore_object(value)]
+        return _chunk_list(fqn, value) if _has(value, _CHECKPOINTABLE) else [_plain_object(fqn, value)]
+    if hasattr(value, "_local_tensor") and hasattr(value, "_spec"):
+        return _dtensor(fqn, value, parts)
+    if hasattr(value, "_sh_ten"):
+        return [_mcore_tensor(fqn, value._sh_ten)]
+    if hasattr(value, "local_shards") and hasattr(value, "metadata"):
+        return _sharded_tensor(fqn, value)
+    return _chunk_list(fqn, value) if hasattr(value, "__create_chunk_list__") else [_plain_tensor(fqn, value)]
+
+
+def _plain_tensor(fqn: str, tensor: torch.Tensor) -> Held:
+    shape = tuple(tensor.shape)
+    return Held(fqn, "tensor", "plain", _dtype(tensor.dtype), shape, (0,) * len(shape), shape, -1, 0, tensor)
+
+
+def _plain_object(fqn: str, value: Any) -> Held:
+    return Held(fqn, "object", "plain", "", (1,), (0,), (1,), -1, 0, value)
+
+
+def _mcore_object(value: Any) -> Held:
+    shape, offsets = tuple(value.global_shape), tuple(value.global_offset)
+    cell = (1,) * len(shape)
+    problems = _bounds(shape, offsets, cell)
+    replica = _replica(value.replica_id)
+    return Held(value.key, "object", "mcore", "", shape, offsets, cell, replica, 0, value.data, problems=problems)
+
+
+def _mcore_tensor(fqn: str, value: Any) -> Held:
+    """One chunk of a Megatron-Core ShardedTensor.
+
+    Source:
+        megatron-core 0.16 dist_checkpointing.strategies.checkpointable (plain), megatron-core 0.11 to 0.15
+        dist_checkpointing.strategies.torch.sharded_tensor_to_torch_sharded_tensor (prepended axes, flattened range;
+        0.10 and older did not give a flattened tensor of one axis a second one).
+    """
+    data, prepended, cut = value.data, getattr(value, "prepend_axis_num", 0), getattr(value, "flattened_range", None)
+    local = tuple(value.local_shape)
+    shape, offsets, sizes = tuple(value.global_shape), tuple(value.global_offset), (1,) * prepended + local
+    problems = _regular_grid(value, sizes)
+    if cut is not None:
+        cells = tuple(offset // size if size else 0 for offset, size in zip(offsets, sizes, strict=True))
+        shape = (*value.axis_fragmentations, prod(local))
+        offsets, sizes = (*cells, cut.start), (1,) * len(cells) + (cut.stop - cut.start,)
+    if data is not None:
+        # A save leaves data with the prepended axes, and flat data with one axis per axis of the tensor.
+        if (data.numel() != sizes[-1]) if cut is not None else tuple(data.shape) not in (local, sizes):
+            has, expected = tuple(data.shape), sizes[-1:] if cut is not None else local
+            problems += (_problem("LIV101", f"the data{{of}} is {has}, the chunk that it declares {expected}"),)
+        if data.dtype != value.dtype:
+            problems += (_payload_dtype(data.dtype, value.dtype),)
+    problems += _bounds(shape, offsets, sizes)
+    replica = _replica(value.replica_id)
+    dtype = _dtype(value.dtype)
+    return Held(fqn, "tensor", "mcore", dtype, shape, offsets, sizes, replica, 0, data, problems=problems)
+
+
+def _regular_grid(value: Any, sizes: Shape) -> tuple[Problem, ...]:
+    """What contradicts the regular grid that a Megatron-Core ShardedTensor declares with its fragmentations."""
+    fragments, shape, offsets = value.axis_fragmentations, value.global_shape, value.global_offset
+    if fragments is None or not len(fragments) == len(shape) == len(offsets) == len(sizes):
+        return ()
+    if getattr(value, "allow_shape_mismatch", False):
+        return ()
+    for axis, (count, size, offset, local) in enumerate(zip(fragments, shape, offsets, sizes, strict=True)):
+        if count * local != size:
+            said = f"{count} fragments of {local} are {count * local} of {size}"
+        elif local and offset % local:
+            said = f"the offset {offset} is no multiple of the local size {local}"
+        else:
+            continue
+        return (_problem("LIV110", f"dim {axis}{{of}} is declared a regular grid, but {said}"),)
+    return ()
+
+
+def _replica(replica_id: Any) -> int:
+    """0 for the copy that is written, a positive number for each other one.
+
+    Source:
+        megatron-core 0.16 dist_checkpointing.mapping.is_main_replica
+    """
+    if isinstance(replica_id, int):
+        return replica_id
+    if not any(replica_id):
+        return 0
+    packed: int = sum(part << _REPLICA_BITS * place for place, part in enumerate(replica_id))
+    return 1 + packed % (1 << 62)
+
+
+def _sharded_tensor(fqn: str, value: Any) -> list[Held]:
+    """The shards of a torch ShardedTensor on this rank (FSDP1, torchrec; Megatron-Core makes them too).
+
+    Source:
+        torch 2.13 torch.distributed.checkpoint.planner_helpers._create_write_item_for_shard,
+        torch.distributed.checkpoint._sharded_tensor_utils._flatten_sharded_tensors (a shard that is a ShardedTensor)
+    """
+    metadata, shards = value.metadata(), value.local_shards()
+    shape, dtype = tuple(metadata.size), metadata.tensor_properties.dtype
+    mcore = getattr(value, "mcore_sh_ten", None)
+    view = b""
+    if mcore is None:
+        boxes = sorted((tuple(shard.shard_offsets), tuple(shard.shard_sizes)) for shard in metadata.shards_metadata)
+        view = blake2b(repr(boxes).encode(), digest_size=8).digest()
+    if len(shards) == 1 and hasattr(shards[0].tensor, "local_shards"):
+        outer = shards[0].metadata.shard_offsets
+        return [
+            item._replace(shape=shape, offsets=tuple(map(int.__add__, item.offsets, outer)), view=b"")
+            for item in _sharded_tensor(fqn, shards[0].tensor)
+        ]
+    found = []
+    for shard in shards:
+        data, offsets, sizes = shard.tensor, tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)
+        problems = _bounds(shape, offsets, sizes)
+        if tuple(data.shape) != sizes:
+            problems += (_problem("LIV101", f"the shard{{of}} is {tuple(data.shape)}, its metadata says {sizes}"),)
+        if data.dtype != dtype:
+            problems += (_payload_dtype(data.dtype, dtype),)
+        if mcore is None:
+            item = Held(fqn, "tensor", "sharded_tensor", _dtype(dtype), shape, offsets, sizes, -1, 0, data, view)
+        else:
+            replica = _replica(mcore.replica_id)
+            item = Held(fqn, "tensor", "mcore", _dtype(dtype), shape, offsets, sizes, replica, 0, data)
+        found.append(item._replace(problems=problems) if problems else item)
+    return found
+
+
+def _chunk_list(fqn: str, value: Any) -> list[Held]:
+    """The chunks of a tensor that lists them itself; those of Megatron-Core's container know their owner."""
+    shards = getattr(value, "_local_shards", None)
+    if shards and all(hasattr(shard, "_sh_ten") for shard in shards):
+        return [_mcore_tensor(fqn, shard._sh_ten) for shard in shards]
+    item = Held(fqn, "tensor", "chunk_list", _dtype(value.dtype), tuple(value.shape), (), (), -1, 0, value)
+    return _several(item, _chunks(value))
+
+
+def _chunks(value: Any) -> list[_Box]:
+    return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.__create_chunk_list__()]
+
+
+def _several(item: Held, boxes: list[_Box]) -> list[Held]:
+    """The chunks at these boxes, each with its shard of the data, or the data where there is one of each."""
+    shards = getattr(item.data, "_local_shards", None) or [item.data]
+    if len(shards) != len(boxes):
+        shards = [None] * len(boxes)
+    found = []
+    for (offsets, sizes), data in zip(boxes, shards, strict=True):
+        dtype = item.dtype if data is None else _dtype(data.dtype)
+        problems = item.problems + _bounds(item.shape, offsets, sizes)
+        found.append(item._replace(dtype=dtype, offsets=offsets, sizes=sizes, data=data, problems=problems))
+    return found
+
+
+# ---------------------------------------------------------------- DTensor
+
+
+def _dtensor(fqn: str, value: Any, parts: _Parts) -> list[Held]:
+    """The chunks of a DTensor on this rank, as DCP would write them.
+
+    Source:
+        torch 2.13 torch.distributed.tensor.DTensor.__create_write_items__ and __create_chunk_list__: what the local
+        tensor overrides counts, else the placements.
+    """
+    local, spec = value._local_tensor, value._spec
+    shape = spec.tensor_meta.shape
+    key = (id(spec.mesh), spec.placements, shape, getattr(spec, "shard_order", None))
+    try:
+        _, part = parts[key]
+    except KeyError:
+        part = _part(value, spec, tuple(shape))
+        parts[key] = spec.mesh, part
+    if part is None:
+        return []
+    if hasattr(local, "__create_chunk_list__") or hasattr(local, "__create_write_items__"):
+        return _overridden(fqn, value, part)
+    problems = part.problems
+    if part.order is not None:
+        said = f"mesh dims cut it in the order {part.order}, a save takes them from left to right"
+        problems += (_problem("LIV103", f"the chunk list{{of}} is missing: {said}"),)
+    if local.shape != part.sizes:
+        said = f"is {tuple(local.shape)} where {part.declared} gives {part.sizes}"
+        problems += (_problem("LIV101", f"the local tensor{{of}} {said}"),)
+    where = part.shape, part.offsets, part.sizes, part.replica, part.copies
+    return [Held(fqn, "tensor", "dtensor", _dtype(local.dtype), *where, local, b"", problems)]
+
+
+def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
+    """What the placements give to this rank; None for a rank outside of the mesh."""
+    mesh, placements = spec.mesh, spec.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    sizes_of_mesh = tuple(mesh.shape)
+    replica, copies = 0, 1
+    for place, size, placement in zip(coordinate, sizes_of_mesh, placements, strict=True):
+        if placement.is_replicate():
+            replica, copies = replica * size + place, copies * size
+    declared = f"({', '.join(map(repr, placements))}) of {shape} on a mesh of {sizes_of_mesh}"
+    problems: tuple[Problem, ...] = ()
+    if any(placement.is_partial() for placement in placements):
+        said = f"the values{{of}} are partial sums, which no save can write: {declared}"
+        problems += (_problem("LIV106", said),)
+    order = None
+    if all(map(compat.is_known, placements)):
+        held = layout.runs(shape, placements, sizes_of_mesh, coordinate)
+        offsets, sizes = layout.box(held, shape)
+        for dim, found in enumerate(held):
+            if len(found) > 1 and all(sizes):
+                said = f"{sizes[dim]} of {shape[dim]} indices of dim {dim} lie in {len(found)} runs"
+                problems += (_problem("LIV102", f"the shard{{of}} is no box: {said}; {declared}"),)
+        if (order := compat.shard_order(spec)) is not None:
+            other = layout.runs(shape, placements, sizes_of_mesh, coordinate, order)
+            order = None if layout.box(other, shape) == (offsets, sizes) else order
+    else:
+        ((offsets, sizes),) = _chunks(value)
+    return _Part(shape, offsets, sizes, replica, copies, declared, problems, order)
+
+
+def _overridden(fqn: str, value: Any, part: _Part) -> list[Held]:
+    """The chunks of a DTensor whose local tensor says itself where it lies (Megatron-FSDP, LocalShardsWrapper)."""
+    local = value._local_tensor
+    placed = [(part.offsets, part.sizes)]
+    read = _chunks(local) if hasattr(local, "__create_chunk_list__") else placed
+    written = placed
+    if hasattr(local, "__create_write_items__"):
+        chunks = [item.tensor_data.chunk for item in local.__create_write_items__(fqn, value)]
+        written = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
+    problems = tuple(problem for problem in part.problems if problem[0] == "LIV106")
+    if _live(read) != _live(written):
+        said = f"a save writes {_boxes(written)}, a load reads {_boxes(read)}"
+        problems += (_problem("LIV103", f"the local tensor{{of}} overrides its place on one side: {said}"),)
+    boxes = written or _live(read)
+    if len(boxes) == 1 and not hasattr(local, "_local_shards"):
+        problems += _against_placements(value, boxes[0], part)
+    item = Held(fqn, "tensor", "dtensor", _dtype(local.dtype), part.shape, (), (), part.replica, part.copies, local)
+    return _several(item._replace(problems=problems), boxes)
+
+
+def _against_placements(value: Any, box: _Box, part: _Part) -> tuple[Problem, ...]:
+    """What the local tensor and the placements say against the chunk that is declared instead."""
+    local, shape, (_, sizes) = value._local_tensor, part.shape, box
+    if len(shape) != len(sizes):
+        return ()
+    if tuple(local.shape) != sizes:
+        return (_problem("LIV101", f"the local tensor{{of}} is {tuple(local.shape)}, its chunk {Box(*box)}"),)
+    sharded = {placement.dim for placement in value._spec.placements if hasattr(placement, "dim")}
+    cut = [dim for dim, (size, whole) in enumerate(zip(sizes, shape, strict=True)) if size != whole]
+    if all(sizes) and not sharded.issuperset(cut):
+        dim = min(set(cut) - sharded)
+        said = f"cuts dim {dim} to {sizes[dim]} of {shape[dim]}, but no placement shards it: {part.declared}"
+        return (_problem("LIV104", f"the chunk list{{of}} {said}"),)
+    return ()
+
+
+def _live(boxes: list[_Box]) -> list[_Box]:
+    return sorted(box for box in boxes if all(box[1]))
+
+
+def _boxes(boxes: list[_Box]) -> str:
+    return " ".join(str(Box(*box)) for box in boxes[:3]) + " ..." * (len(boxes) > 3) or "nothing"
+
+
+# ---------------------------------------------------------------- problems
+
+
+def _problem(code: str, sentence: str) -> Problem:
+    """A problem whose sentence is cut to the length that travels between ranks."""
+    if len(encoded := sentence.encode(errors="backslashreplace")) <= _SENTENCE:
+        return code, encoded.decode()
+    return code, encoded[: _SENTENCE - 3].decode(errors="ignore") + "..."
+
+
+def _bounds(shape: Shape, offsets: Shape, sizes: Shape) -> tuple[Problem, ...]:
+    if not len(shape) == len(offsets) == len(sizes):
+        said = f"offsets {offsets} and sizes {sizes}{{of}} do not have the {len(shape)} axes of its shape {shape}"
+        return (_problem("LIV105", said),)
+    for offset, size, whole in zip(offsets, sizes, shape, strict=True):
+        if offset < 0 or size < 0 or offset + size > whole:
+            return (_problem("LIV105", f"chunk {Box(offsets, sizes)}{{of}} leaves the tensor, whose shape is {shape}"),)
+    return ()
+
+
+def _payload_dtype(data: torch.dtype, declared: torch.dtype) -> Problem:
+    return _problem("LIV107", f"the data{{of}} is {_dtype(data)}, the chunk is declared {_dtype(declared)}")
+
+
+@cache
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _with_unsharded_states(held: list[Held]) -> list[Held]:
+    """The same, with LIV109 on optimizer states that hold one shard of their parameter as a plain tensor."""
+    plain = ((i, item) for i, item in enumerate(held) if item.writer == "plain" and item.kind == "tensor")
+    states = {i: path for i, item in plain if (path := _param_of_state(item))}
+    params: dict[str, list[Held]] = {}
+    for item in held if states else ():
+        if item.writer == "dtensor" and item.sizes != item.shape and (key := parse(item.fqn)).kind == "model":
+            params.setdefault(key.path, []).append(item)
+    for i, path in states.items():
+        item, found = held[i], params.get(path, [])
+        if len(found) == 1 and found[0].sizes == item.shape:
+            said = f"is a plain tensor of {item.shape}, one shard of its parameter of {found[0].shape}"
+            held[i] = item._replace(problems=(*item.problems, _problem("LIV109", f"the state{{of}} {said}")))
+    return held
+
+
+def _param_of_state(item: Held) -> str:
+    """The path of the parameter of which this plain tensor is an optimizer state, element by element; or ""."""
+    if prod(item.shape) < 2:
+        return ""
+    key = parse(item.fqn)
+    _, rest = optimizer_parts(key) if key.kind == "optimizer" else ((), "")
+    named = split_state(rest.removeprefix("state.")) if rest.startswith("state.") else None
+    return parse(named[1]).path if named is not None and named[0] in MOMENTS else ""

@@ -1,0 +1,376 @@
+"""The digests of `ckptlint.digests` of tensors, where they lie: equal bit by bit, on the CPU and on CUDA.
+
+Eager torch operations on int64, whose products and sums wrap. Blocks are bounded, so that all scratch together stays
+below 64 MiB; nothing draws random numbers, records gradients or waits for the device before the results are fetched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckptlint.model import ITEM_BITS
+from ckptlint.model.layout import BoolArray, IntArray
+from ckptlint.seals import digests
+from ckptlint.seals.digests import GOLD, MASK
+
+Tensor = Any
+"""A torch.Tensor; torch is imported by the functions that need it."""
+
+_BLOCK = {"cpu": 1 << 15, "cuda": 1 << 20}
+"""Words that are worked on at once: a core's own cache, or enough to fill a GPU; about five of them live at a time.
+
+On the CPU it is also what torch 2.13 gives to one thread (`at::internal::GRAIN_SIZE`): more of them would fight over
+the cores that data loaders use.
+"""
+
+_SMALL = 1 << 14  # elements up to which tensors are put together
+_STEPS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_LAST = 31
+
+
+class Chunk(NamedTuple):
+    """A chunk of a tensor on this rank.
+
+    Attributes:
+        data: the local tensor; axes of size 1 may be missing or more than in `sizes`.
+        offsets, sizes: its place in the whole; shape: of the whole; in elements.
+    """
+
+    data: Tensor
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    shape: Sequence[int]
+
+
+def word_digests(tensors: Sequence[Tensor]) -> tuple[IntArray, BoolArray]:
+    """`digests.word_digest` of the bytes of each tensor in row-major order; many small ones share their kernels.
+
+    Returns:
+        int64 [n], digests; bool [n], whether there is one: not of packed, quantised and sparse tensors, nor of
+        subclasses that wrap other tensors.
+
+    Raises:
+        torch.OutOfMemoryError: there is no room for the scratch.
+    """
+    plain = [_bits(tensor) for tensor in tensors]
+    sizes = np.array([0 if bits is None else bits.nbytes for bits in plain], np.uint64)
+    found = _collect(plain, _words_of, _words_of_many)
+    found += digests.fin(sizes).view(np.int64)
+    return found, np.array([bits is not None for bits in plain], bool)
+
+
+def elem_digests(chunks: Sequence[Chunk]) -> tuple[IntArray, BoolArray]:
+    """`digests.elem_digest` of each chunk, whatever the strides of its tensor.
+
+    Returns, raises: as `word_digests`; there is no digest either where the tensor is not of the chunk's sizes.
+    """
+    runs = [_run(chunk) for chunk in chunks]
+    return _collect(runs, _elements_of, _elements_of_many), np.array([run is not None for run in runs], bool)
+
+
+def object_digest(value: Any) -> int | None:
+    """`digests.object_digest` of a value that may hold tensors, dtypes and devices."""
+    return digests.object_digest(value, _leaf)
+
+
+def _leaf(value: Any) -> bytes | None:
+    import torch
+
+    if isinstance(value, (torch.dtype, torch.device, torch.layout)):
+        return str(value).encode()
+    if not isinstance(value, torch.Tensor):
+        return None
+    (digest,), (known,) = word_digests([value])
+    return f"{value.dtype} {tuple(value.shape)} {int(digest) & MASK:016x}".encode() if known else None
+
+
+# ---------------------------------------------------------------- one by one, or together
+
+
+def _collect(items: Sequence[Any], one: Any, many: Any) -> IntArray:
+    """int64 [n], what `one` gives of each large item and `many` of the small ones; 0 for None.
+
+    Results stay on their device until all were asked for: one copy to the host for each device.
+    """
+    import torch
+
+    found = np.zeros(len(items), np.int64)
+    results: dict[Any, list[tuple[list[int], Tensor]]] = {}
+    batches: dict[Any, list[int]] = {}
+    with torch.no_grad():
+        for number, item in enumerate(items):
+            if item is None:
+                continue
+            data = item.data
+            if data.numel() > _SMALL or not _is_linear(item):
+                results.setdefault(data.device, []).append(([number], one(item).reshape(1)))
+            elif data.numel():
+                batches.setdefault((data.device, data.dtype), []).append(number)
+        for (device, _), numbers in batches.items():
+            for part in _cut(numbers, [items[number].data.numel() for number in numbers], _BLOCK[device.type]):
+                results.setdefault(device, []).append((part, many([items[number] for number in part])))
+        for parts in results.values():
+            values = torch.cat([value for _, value in parts]).cpu().numpy()
+            found[[number for numbers, _ in parts for number in numbers]] = values
+    return found
+
+
+def _cut(numbers: list[int], counts: list[int], limit: int) -> Iterator[list[int]]:
+    """The numbers in parts of a bounded count."""
+    part: list[int] = []
+    total = 0
+    for number, count in zip(numbers, counts, strict=True):
+        if part and total + count > limit:
+            yield part
+            part, total = [], 0
+        part.append(number)
+        total += count
+    yield part
+
+
+def _is_linear(item: Any) -> bool:
+    """Whether an item is one run, whose places follow from the first one."""
+    return not isinstance(item, _Run) or item.strides in ((), (1,))
+
+
+def _bits(tensor: Tensor) -> Tensor | None:
+    """The tensor as integers of its element's size, a last axis of two for complex; None where there is no digest."""
+    import torch
+
+    kind = type(tensor)
+    if kind is not torch.Tensor and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return None
+    integer = _integer(tensor.dtype)
+    if integer is None or tensor.layout != torch.strided or tensor.device.type not in _BLOCK:
+        return None
+    tensor = tensor.detach() if kind is torch.Tensor else tensor.detach().as_subclass(torch.Tensor)
+    if tensor.is_complex() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).view(integer)
+
+
+@cache
+def _integer(dtype: Any) -> Any:
+    """The integers that a dtype is read as, of the size of its real numbers; None for packed and quantised ones."""
+    import torch
+
+    if str(dtype).removeprefix("torch.") not in ITEM_BITS:
+        return None
+    size = dtype.itemsize // (2 if dtype.is_complex else 1)
+    return (torch.uint8, torch.int16, torch.int32, torch.int64)[size.bit_length() - 1]
+
+
+# ---------------------------------------------------------------- bytes in order
+
+
+def _words_of(bits: Tensor) -> Tensor:
+    """int64, the sum over the words of one tensor."""
+    import torch
+
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    block = _BLOCK[bits.device.type]
+    for number, part in enumerate(_row_major(bits, block * 8 // bits.element_size())):
+        words = _as_words(part.view(torch.uint8))
+        keys = torch.arange(len(words), device=bits.device)
+        keys.mul_(_signed(GOLD)).add_(_signed(number * block * GOLD))
+        total += _fin(keys.bitwise_xor_(words)).sum()
+    return total
+
+
+def _words_of_many(tensors: list[Tensor]) -> Tensor:
+    """int64 [n], the sums over the words of tensors of one dtype."""
+    import torch
+
+    device, item = tensors[0].device, tensors[0].element_size()
+    per_word = 8 // item
+    padding = torch.zeros(per_word, dtype=tensors[0].dtype, device=device)
+    pieces: list[Tensor] = []
+    for tensor in tensors:
+        pieces.append(tensor.reshape(-1))
+        if rest := -tensor.numel() % per_word:
+            pieces.append(padding[:rest])
+    words = torch.cat(pieces).view(torch.int64)
+    counts = [-(-tensor.numel() // per_word) for tensor in tensors]
+    keys = _keys([0] * len(counts), counts, device)
+    return _sums(_fin(keys.bitwise_xor_(words)), counts)
+
+
+def _row_major(tensor: Tensor, count: int) -> Iterator[Tensor]:
+    """The elements in row-major order as contiguous runs of `count`, the last one shorter."""
+    import torch
+
+    if tensor.is_contiguous():
+        yield from tensor.reshape(-1).split(count)
+        return
+    held: list[Tensor] = []
+    have = 0
+    for piece in _pieces(tensor, count):
+        flat = piece.reshape(-1)
+        while len(flat):
+            held.append(flat[: count - have])
+            have += len(held[-1])
+            flat = flat[len(held[-1]) :]
+            if have == count:
+                yield torch.cat(held)
+                held, have = [], 0
+    if held:
+        yield torch.cat(held)
+
+
+def _pieces(tensor: Tensor, count: int) -> Iterator[Tensor]:
+    """Parts of at most `count` elements in row-major order."""
+    if tensor.numel() <= count:
+        yield tensor
+        return
+    rows = count * len(tensor) // tensor.numel()
+    for part in tensor.split(max(rows, 1)):
+        yield from [part] if rows else _pieces(part[0], count)
+
+
+def _as_words(data: Tensor) -> Tensor:
+    """Bytes as little-endian int64, the tail padded with zeros."""
+    import torch
+
+    if rest := -len(data) % 8:
+        data = torch.cat([data, data.new_zeros(rest)])
+    return (data if data.storage_offset() % 8 == 0 else data.clone()).view(torch.int64)
+
+
+# ---------------------------------------------------------------- elements with their places
+
+
+class _Run(NamedTuple):
+    """A chunk whose axes are joined where both its memory and the whole tensor run on.
+
+    Attributes:
+        data: integers, of the sizes that are left.
+        start: number of the first element in the whole tensor.
+        strides: in the whole tensor, of each axis, in elements.
+    """
+
+    data: Tensor
+    start: int
+    strides: tuple[int, ...]
+
+
+def _run(chunk: Chunk) -> _Run | None:
+    import torch
+
+    offsets, sizes, shape = list(chunk.offsets), list(chunk.sizes), list(chunk.shape)
+    bits = _bits(chunk.data)
+    if bits is None:
+        return None
+    if chunk.data.is_complex():
+        offsets, sizes, shape = [*offsets, 0], [*sizes, 2], [*shape, 2]
+    if [size for size in bits.shape if size != 1] != [size for size in sizes if size != 1]:
+        return None
+    whole = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    start = sum(offset * stride for offset, stride in zip(offsets, whole, strict=True))
+    memory = [stride for stride, size in zip(bits.stride(), bits.shape, strict=True) if size != 1]
+    axes = [(size, stride) for size, stride in zip(sizes, whole, strict=True) if size != 1]
+    joined: list[tuple[int, int, int]] = []
+    for near, (size, far) in sorted(zip(memory, axes, strict=True), key=lambda pair: -pair[0]):
+        if joined and joined[-1][1:] == (size * near, size * far):
+            joined[-1] = joined[-1][0] * size, near, far
+        else:
+            joined.append((size, near, far))
+    data = torch.as_strided(bits, [a[0] for a in joined], [a[1] for a in joined])
+    return _Run(data, start, tuple(a[2] for a in joined))
+
+
+def _elements_of(run: _Run) -> Tensor:
+    """int64, the digest of one chunk."""
+    import torch
+
+    device, shape = run.data.device, run.data.shape
+    total = torch.zeros((), dtype=torch.int64, device=device)
+    for starts, sizes in _boxes(shape, _BLOCK[device.type]):
+        part = run.data[tuple(slice(a, a + n) for a, n in zip(starts, sizes, strict=True))]
+        first = run.start + 1 + sum(a * stride for a, stride in zip(starts, run.strides, strict=True))
+        keys = torch.full((1,) * len(sizes), _signed(first * GOLD), dtype=torch.int64, device=device)
+        for axis, (size, stride) in enumerate(zip(sizes, run.strides, strict=True)):
+            ramp = torch.arange(size, device=device).mul_(_signed(stride * GOLD))
+            keys = keys + ramp.reshape([-1 if axis == other else 1 for other in range(len(sizes))])
+        total += _fin(_fin(keys).bitwise_xor_(_unsigned(part))).sum()
+    return total
+
+
+def _elements_of_many(runs: list[_Run]) -> Tensor:
+    """int64 [n], the digests of chunks of one dtype, each of which is one run of the whole tensor."""
+    import torch
+
+    counts = [run.data.numel() for run in runs]
+    device = runs[0].data.device
+    keys = _keys([_signed((run.start + 1) * GOLD) for run in runs], counts, device)
+    bits = torch.cat([run.data.reshape(-1) for run in runs])
+    return _sums(_fin(_fin(keys).bitwise_xor_(_unsigned(bits))), counts)
+
+
+def _boxes(shape: Sequence[int], count: int) -> Iterator[tuple[list[int], list[int]]]:
+    """Starts and sizes of boxes of at most `count` elements that tile a shape, the first axes cut first."""
+    if prod(shape) <= count:
+        yield [0] * len(shape), list(shape)
+        return
+    step = max(count // prod(shape[1:]), 1)
+    for start in range(0, shape[0], step):
+        size = min(step, shape[0] - start)
+        for starts, sizes in _boxes(shape[1:], max(count // size, 1)):
+            yield [start, *starts], [size, *sizes]
+
+
+def _unsigned(bits: Tensor) -> Tensor:
+    """Integers as int64, without their sign."""
+    import torch
+
+    wide = bits.to(torch.int64)
+    size = bits.element_size()
+    return wide if size in (1, 8) else wide.bitwise_and_((1 << 8 * size) - 1)  # one byte is uint8
+
+
+# ---------------------------------------------------------------- arithmetic
+
+
+def _fin(words: Tensor) -> Tensor:
+    """`digests.fin` in place; `>>` of int64 is arithmetic, so the copies of the sign are masked off."""
+    for shift, factor in _STEPS:
+        words ^= (words >> shift).bitwise_and_((1 << 64 - shift) - 1)
+        words *= _signed(factor)
+    words ^= (words >> _LAST).bitwise_and_((1 << 64 - _LAST) - 1)
+    return words
+
+
+def _signed(word: int) -> int:
+    """A word modulo 2^64 as int64 has it."""
+    return (word + 2**63 & MASK) - 2**63
+
+
+def _keys(firsts: list[int], counts: list[int], device: Any) -> Tensor:
+    """int64 [sum of counts], in each part first, first + GOLD, first + 2 * GOLD, ...: one running sum of the steps."""
+    import torch
+
+    first, count = np.array(firsts, np.int64).view(np.uint64), np.array(counts, np.int64)
+    last = first + (count - 1).view(np.uint64) * np.uint64(GOLD)
+    jumps = first - np.concatenate([np.zeros(1, np.uint64), last[:-1]])
+    steps = torch.full((sum(counts),), _signed(GOLD), dtype=torch.int64, device=device)
+    steps[_host(np.cumsum(count) - count, device)] = _host(jumps.view(np.int64), device)
+    return torch.cumsum(steps, 0)
+
+
+def _sums(words: Tensor, counts: list[int]) -> Tensor:
+    """int64 [n], the sum of each part, by differences of one running sum."""
+    import torch
+
+    running = torch.cat([words.new_zeros(1), torch.cumsum(words, 0)])
+    ends = running[_host(np.cumsum(counts), words.device)]
+    return torch.diff(ends, prepend=words.new_zeros(1))
+
+
+def _host(values: IntArray, device: Any) -> Tensor:
+    import torch
+
+    return torch.from_numpy(values).to(device, non_blocking=True)

@@ -1,0 +1,1 @@
+"""What all ranks agree on: the words on the wire, the gate, the group."""

@@ -1,0 +1,400 @@
+"""Which collectives a check runs, in which order, and what goes in: the schedule depends on reduced values alone.
+
+    S0   MAX of 10 words                  failures, settings, sizes
+    S1   SUM of 3 * BUCKETS + table       the fingerprints; the table again and larger when it overflowed
+    S1b  MAX of BUCKETS + 1               what each holder makes of the table; a healthy check ends here
+    S2   MAX of sizes, one gather         only for bad buckets: their records, which every rank then compares
+
+Everything that can fail has happened before: its failure is a word of S0.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil, log2
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckptlint.live.compare import fingerprints as fp
+from ckptlint.live.compare.group import Group
+from ckptlint.model import RankTable, Remark, printable
+from ckptlint.model.layout import IntArray
+from ckptlint.seals.digests import Words
+
+if TYPE_CHECKING:
+    from ckptlint.live.collect.extract import Held
+
+VERSION = 1
+"""Of the words on the wire: ranks of different versions do not compare."""
+
+GATHER_LIMIT = 2**28
+"""Bytes of records that a rank receives, about; the bad buckets beyond are named as not compared."""
+
+_TEXT_LIMIT = 1024
+_NAMED = 64
+_ROW_WORDS = 9
+_SHIFT_LIMIT = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank brings to a check.
+
+    Attributes:
+        rows: what it holds.
+        remarks: what it found by itself.
+        settings: 56-bit hash of all that must be the same on all ranks.
+        tag: 56-bit hash of what is checked.
+        failure: why this rank could not bring anything; "" normally.
+        has_digests: whether contents could be hashed.
+        uncompared: how many contents were left out on purpose.
+        milliseconds: that making it took.
+    """
+
+    rows: fp.Records
+    remarks: tuple[Remark, ...]
+    settings: int
+    tag: int
+    failure: str = ""
+    has_digests: bool = True
+    uncompared: int = 0
+    milliseconds: int = 0
+
+
+@dataclass(slots=True)
+class Memory:
+    """What a job remembers from check to check, the same on all ranks but for `own`.
+
+    Attributes:
+        cells: of the table, as many as the last check needed.
+        shift: one chunk in 2^shift is compared with its copies, where all would overflow the largest table.
+        salt: of the table's keys; another one after a needless alarm, which two keys of one number had caused.
+        turn: number of checks so far; chooses the sample.
+        reference: the keys of the last check; None when not known.
+        own: what this rank held in it.
+    """
+
+    cells: int = fp.LEAST_CELLS
+    shift: int = 0
+    salt: int = 0
+    turn: int = 0
+    reference: fp.Peeled | None = None
+    own: tuple[fp.Records, fp.Entries] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Outcome:
+    """What all ranks know after a check; the same on all of them.
+
+    Attributes:
+        table: the records of suspicious keys, and all remarks.
+        common: the keys that any rank holds; None when not all came out of the table.
+        seconds: that the slowest rank took for its own part.
+    """
+
+    table: RankTable
+    common: fp.Peeled | None
+    seconds: float
+
+
+def exchange(group: Group, share: Share, memory: Memory, expect: Mapping[str, Any] | None = None) -> Outcome:
+    """Run the collectives of one check.
+
+    Args:
+        expect: the keys that must be held somewhere, and no others; without it the last check is compared with.
+
+    Raises:
+        GroupBroken: a collective did not finish in time.
+    """
+    opening = _opening(group, share)
+    seconds = int(opening[9]) / 1000
+    if opening[0]:
+        failed = group.world - int(opening[1])
+        text = f"rank {failed} could not read its own state: {_told(group, share.failure, failed)}"
+        return Outcome(_table(group.world, 0, [], (Remark(failed, "", "LIV210", text),)), None, seconds)
+    if differ := [name for name, at in (("settings", 4), ("tags", 6)) if opening[at] != -opening[at + 1]]:
+        text = f"nothing was compared: the {' and '.join(differ)} of this check differ between ranks"
+        return Outcome(_table(group.world, 0, [], (Remark(-1, "", "LIV212", text),)), None, seconds)
+    has_digests = not opening[8]
+
+    marks = fp.marks(share.rows, has_digests)
+    by_key, by_chunk = fp.entries(share.rows, marks, memory.salt)
+    words, peeled = _fingerprints(group, fp.tiling(share.rows, marks), by_key, by_chunk, memory)
+    suspicious = np.zeros(fp.BUCKETS + 1, np.int64)
+    bucket = share.rows.bucket
+    suspicious[bucket[fp.torn(share.rows, marks)]] = 1
+    for part in (by_key, by_chunk):
+        suspicious[bucket[part.row[fp.disagreeing(part, peeled)]]] = 1
+    suspicious[-1] = share.uncompared
+    reduced = group.reduce(suspicious, "max")
+    bad = (words != 0).any(axis=0) | (reduced[:-1] > 0)
+
+    common = None if peeled.unresolved else fp.keys_of(peeled)
+    remarks = _reservations(has_digests, int(reduced[-1]), memory.shift, peeled.unresolved)
+    is_changed, changes = _changes(share.rows, by_key, common, memory, expect)
+    parts: list[_Part] = []
+    if bad.any() or is_changed:
+        parts, left = _gathered(group, share, changes, np.flatnonzero(bad), int(opening[3]))
+        if left:
+            remarks.append(_reserve(f"{left:,} more groups of keys look wrong, too many to be compared in one check"))
+    memory.turn += 1
+    memory.reference, memory.own = common, (share.rows, by_key)
+    count = 0 if common is None else len(common.key)
+    return Outcome(_table(group.world, count, parts, tuple(remarks)), common, seconds)
+
+
+def _opening(group: Group, share: Share) -> IntArray:
+    """S0, ten words: failure, the lowest rank that failed, rows, axes, settings and tag both ways, no digests, time."""
+    failed = bool(share.failure)
+    words = [
+        failed,
+        group.world - group.rank if failed else 0,
+        len(share.rows),
+        share.rows.offsets.shape[1],
+        share.settings,
+        -share.settings,
+        share.tag,
+        -share.tag,
+        not share.has_digests,
+        share.milliseconds,
+    ]
+    return group.reduce(np.array(words, np.int64), "max")
+
+
+def _told(group: Group, text: str, source: int) -> str:
+    """The text of one rank, on all ranks."""
+    data = text.encode("utf-8", "backslashreplace")[:_TEXT_LIMIT].ljust(_TEXT_LIMIT, b"\0")
+    words = group.broadcast(np.frombuffer(data, np.int64), source)
+    return printable(words.tobytes().rstrip(b"\0").decode("utf-8", "ignore"))
+
+
+def _fingerprints(
+    group: Group, tiling: Words, by_key: fp.Entries, by_chunk: fp.Entries, memory: Memory
+) -> tuple[Words, fp.Peeled]:
+    """S1: the summed words of the buckets, and what came out of the table."""
+
+    def cells() -> Words:
+        return fp.table((by_key, fp.sample(by_chunk, memory.shift, memory.turn)), memory.cells)
+
+    words = np.concatenate([tiling.reshape(-1), cells().reshape(-1)])
+    summed = group.reduce(words.view(np.int64), "sum").view(np.uint64)
+    peeled = fp.peel(summed[tiling.size :].reshape(-1, fp.CELL_WORDS))
+    while peeled.unresolved:
+        wanted = 3 * ceil(max(peeled.estimate / fp.LOAD, 2 * memory.cells) / 3)
+        if memory.cells < fp.MOST_CELLS:
+            memory.cells = min(fp.MOST_CELLS, wanted)
+        elif memory.shift < _SHIFT_LIMIT:
+            memory.shift += max(1, ceil(log2(peeled.estimate / fp.LOAD / memory.cells)))
+        else:
+            break
+        again = group.reduce(cells().reshape(-1).view(np.int64), "sum").view(np.uint64)
+        peeled = fp.peel(again.reshape(-1, fp.CELL_WORDS))
+    return summed[: tiling.size].reshape(tiling.shape), peeled
+
+
+def _reservations(has_digests: bool, uncompared: int, shift: int, unresolved: int) -> list[Remark]:
+    """What this check did not compare."""
+    remarks = []
+    if not has_digests:
+        remarks.append(_reserve("contents were not compared: a rank had no memory left for their digests"))
+    elif uncompared:
+        remarks.append(_reserve(f"the contents of up to {uncompared:,} values of a rank were not compared"))
+    if shift:
+        remarks.append(_reserve(f"one chunk in {2**shift:,} was compared with its copies; later checks take others"))
+    if unresolved:
+        remarks.append(_reserve("the holders of some keys were not compared: there are more than the table takes"))
+    return remarks
+
+
+def _reserve(text: str) -> Remark:
+    return Remark(-1, "", "LIV213", text)
+
+
+# ---------------------------------------------------------------- S2: the records of suspicious keys
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """What one rank sent: names, dtypes and remarks, and its rows as words."""
+
+    rank: int
+    fqns: list[str]
+    dtypes: list[str]
+    remarks: list[Remark]
+    rows: IntArray
+
+
+def _gathered(
+    group: Group, share: Share, changes: Sequence[Remark], bad: IntArray, width: int
+) -> tuple[list[_Part], int]:
+    """The records in bad buckets of all ranks, and how many buckets had to be left out."""
+    by_fqn: dict[str, list[Remark]] = {}
+    for remark in share.remarks:
+        by_fqn.setdefault(remark.fqn, []).append(remark)
+    mine = [np.flatnonzero(share.rows.bucket == bucket) for bucket in bad.tolist()]
+    texts = [_text(share.rows, rows, by_fqn) for rows in mine] + [_line([], [], changes[:_NAMED])]
+    counts = np.array([len(rows) for rows in mine] + [0], np.int64)
+    sizes = group.reduce(np.concatenate([counts, np.array([len(text) for text in texts], np.int64)]), "max")
+    row_words = _ROW_WORDS + 3 * width
+    needed = sizes[: len(texts)] * row_words * 8 + sizes[len(texts) :]
+    # the changes come last and always go; of the buckets as many as fit, one at least
+    fits = np.cumsum(needed[:-1]) * group.world <= GATHER_LIMIT
+    taken = max(1, int(fits.sum())) if len(bad) else 0
+    chosen = [*range(taken), len(bad)]
+    data = b"".join(texts[i] for i in chosen)
+    rows = np.concatenate([np.zeros((0, row_words), np.int64), *(_words(share.rows, at, width) for at in mine[:taken])])
+    room_rows, room_text = int(sizes[chosen].sum()), int(sizes[[i + len(texts) for i in chosen]].sum())
+    buffer = np.zeros(2 + room_rows * row_words + -(-room_text // 8), np.int64)
+    buffer[:2] = len(rows), len(data)
+    buffer[2 : 2 + rows.size] = rows.reshape(-1)
+    buffer[2 + room_rows * row_words :].view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
+    parts = []
+    for rank, words in enumerate(group.gather(buffer)):
+        own = words[2 : 2 + int(words[0]) * row_words].reshape(-1, row_words)
+        text = words[2 + room_rows * row_words :].tobytes()[: int(words[1])]
+        parts.append(_part(rank, own, text))
+    return parts, len(bad) - taken
+
+
+def _text(rows: fp.Records, at: IntArray, by_fqn: Mapping[str, list[Remark]]) -> bytes:
+    """Names, dtypes and remarks of a bucket, in the order in which `_words` counts on."""
+    fqns = [rows.fqns[i] for i in at.tolist()]
+    remarks = [remark for fqn in dict.fromkeys(fqns) for remark in by_fqn.get(fqn, ())]
+    return _line(fqns, [rows.dtypes[i] for i in at.tolist()], remarks)
+
+
+def _line(fqns: list[str], dtypes: list[str], remarks: Sequence[Remark]) -> bytes:
+    told = [[remark.rank, remark.fqn, remark.code, remark.text, remark.level] for remark in remarks]
+    return (json.dumps([fqns, dtypes, told]) + "\n").encode() if fqns or told else b""
+
+
+def _words(rows: fp.Records, at: IntArray, width: int) -> IntArray:
+    """int64 [k, 9 + 3 * width], the rows as they travel."""
+    missing = width - rows.offsets.shape[1]
+    boxes = [
+        np.pad(column[at], ((0, 0), (0, missing)), constant_values=fill)
+        for column, fill in ((rows.offsets, 0), (rows.sizes, 1), (rows.global_shape, 1))
+    ]
+    plain = (rows.is_object, rows.ndim, rows.replica, rows.copies, rows.strict, rows.digest, rows.view, rows.flawed)
+    columns = [column[at].astype(np.uint64).view(np.int64) for column in plain]
+    return np.concatenate([np.stack([*columns, 0 * at], axis=1), *boxes], axis=1)
+
+
+def _part(rank: int, rows: IntArray, text: bytes) -> _Part:
+    fqns: list[str] = []
+    dtypes: list[str] = []
+    remarks: list[Remark] = []
+    for line in text.splitlines():
+        names, kinds, told = json.loads(line)
+        fqns += map(printable, names)
+        dtypes += kinds
+        remarks += [
+            Remark(who, printable(fqn), code, printable(sentence), level) for who, fqn, code, sentence, level in told
+        ]
+    return _Part(rank, fqns, dtypes, remarks, rows)
+
+
+def no_table(world: int, *remarks: Remark) -> RankTable:
+    """A table without rows, for a check that compared nothing."""
+    return _table(world, 0, [], remarks)
+
+
+def table_of(held: Sequence[Sequence[Held]]) -> RankTable:
+    """What the ranks hold, one list of chunks for each, as a table for the rules; nothing of it was compared."""
+    every = [fp.records(items, [0] * len(items), {}) for items in held]
+    width = max((rows.offsets.shape[1] for rows in every), default=0)
+    parts = [
+        _Part(rank, [printable(fqn) for fqn in rows.fqns], rows.dtypes, [], _words(rows, np.arange(len(rows)), width))
+        for rank, rows in enumerate(every)
+    ]
+    return _table(len(held), 0, parts, ())
+
+
+def _table(world: int, keys: int, parts: Sequence[_Part], remarks: tuple[Remark, ...]) -> RankTable:
+    fqns = sorted({fqn for part in parts for fqn in part.fqns})
+    dtypes = sorted({dtype for part in parts for dtype in part.dtypes} - {""})
+    place = {fqn: i for i, fqn in enumerate(fqns)}
+    kind = {dtype: i for i, dtype in enumerate(dtypes)} | {"": -1}
+    rows = np.concatenate([part.rows for part in parts]) if parts else np.zeros((0, _ROW_WORDS), np.int64)
+    width = (rows.shape[1] - _ROW_WORDS) // 3
+    offsets, sizes, shape = (rows[:, _ROW_WORDS + i * width : _ROW_WORDS + (i + 1) * width] for i in range(3))
+    return RankTable(
+        world_size=world,
+        keys=keys,
+        fqns=fqns,
+        fqn=np.array([place[fqn] for part in parts for fqn in part.fqns], np.int32),
+        rank=np.array([part.rank for part in parts for _ in part.fqns], np.int32),
+        is_object=rows[:, 0].astype(bool),
+        dtypes=dtypes,
+        dtype=np.array([kind[dtype] for part in parts for dtype in part.dtypes], np.int16),
+        ndim=rows[:, 1].astype(np.int8),
+        offsets=offsets,
+        sizes=sizes,
+        global_shape=shape,
+        replica=rows[:, 2],
+        copies=rows[:, 3].astype(np.int32),
+        strict=rows[:, 4].astype(bool),
+        digest=rows[:, 5],
+        view=rows[:, 6],
+        remarks=(*remarks, *dict.fromkeys(remark for part in parts for remark in part.remarks)),
+    )
+
+
+# ---------------------------------------------------------------- keys that vanished, appeared or changed
+
+
+def _changes(
+    rows: fp.Records,
+    by_key: fp.Entries,
+    common: fp.Peeled | None,
+    memory: Memory,
+    expect: Mapping[str, Any] | None,
+) -> tuple[bool, list[Remark]]:
+    """Whether the keys are not those expected, or of the last check, and what this rank can say about it.
+
+    Another state dict than in the last check is no change of it: half of its keys must be there again.
+    """
+    if common is None:
+        return False, []
+    if expect is not None:
+        wanted = fp.numbers(expect, memory.salt)
+        is_here = np.isin(wanted, common.key)
+        gone = [fqn for fqn, here in zip(expect, is_here, strict=True) if not here]
+        new = _named(rows, by_key, common.key[~np.isin(common.key, wanted)])
+        remarks = [Remark(-1, fqn, "LIV208", "no rank holds any part{of}, which is expected") for fqn in gone]
+        remarks += [Remark(-1, fqn, "LIV208", f"{what}{{of}} is held and not expected") for fqn, what in new.items()]
+        return not is_here.all() or len(common.key) > len(wanted), remarks
+    before = memory.reference
+    if before is None or memory.own is None or not len(before.key):
+        return False, []
+    stays = np.isin(before.key, common.key)
+    if stays.sum() * 2 < len(before.key):
+        return False, []
+    added = common.key[~np.isin(common.key, before.key)]
+    at = np.minimum(np.searchsorted(before.key, common.key), len(before.key) - 1)
+    is_other = (before.key[at] == common.key) & (before.count[at] == common.count) & (before.value[at] != common.value)
+    was = _named(*memory.own, np.concatenate([before.key[~stays], common.key[is_other]]))
+    now = _named(rows, by_key, np.concatenate([added, common.key[is_other]]))
+    remarks = []
+    for fqn in dict.fromkeys([*was, *now]):
+        if fqn not in now:
+            text = f"no rank holds any part{{of}} now; the last check saw {was[fqn]}"
+            remarks.append(Remark(-1, fqn, "LIV208", text, "warning"))
+        elif fqn not in was:
+            remarks.append(Remark(-1, fqn, "LIV208", f"{now[fqn]}{{of}} was not there in the last check", "info"))
+        elif was[fqn] != now[fqn]:
+            text = f"the shape or dtype{{of}} is {now[fqn]}, in the last check it was {was[fqn]}"
+            remarks.append(Remark(-1, fqn, "LIV208", text, "warning"))
+    return bool(len(added) or not stays.all() or is_other.any()), remarks
+
+
+def _named(rows: fp.Records, by_key: fp.Entries, numbers: Words) -> dict[str, str]:
+    """Which of these keys this rank holds -> dtype and global shape."""
+    at = by_key.row[np.isin(by_key.key, numbers)]
+    return {
+        rows.fqns[i]: f"{rows.dtypes[i] or 'object'} {rows.global_shape[i, : rows.ndim[i]].tolist()}"
+        for i in at.tolist()
+    }

@@ -1,0 +1,1 @@
+"""Where live mode enters the frameworks."""

@@ -1,0 +1,150 @@
+"""Hooks into torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckptlint.analysis.held_by_ranks import named
+from ckptlint.errors import CheckpointError
+from ckptlint.live import api
+from ckptlint.live.collect.extract import Held, extract, resolved
+from ckptlint.live.compare import protocol
+from ckptlint.model import RankTable, Remark
+from ckptlint.rule import Severity
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner as _Planner
+else:
+    _Planner = object
+
+Undo = Callable[[], None]
+"""Takes a patch back."""
+
+
+def check_save(state_dict: Mapping[Any, Any], path: object, **options: Any) -> None:
+    """Check what all ranks are about to save under a path, which may have been saved to before; see `live.check`."""
+    if not api.is_off():
+        api.installed().check(state_dict, tag=path, repeats=True, **options)
+
+
+def patch_dcp(**options: Any) -> Undo:
+    """From now on check before every `torch.distributed.checkpoint.save` and `async_save`; see `live.check`.
+
+    The functions are replaced where callers look them up: `import torch.distributed.checkpoint as dcp; dcp.save(...)`,
+    or an import inside of a function. A name that was imported from the module before keeps the old one. `state_dict()`
+    of Stateful values is called once, on the calling thread. A save that not all ranks make (`no_dist`, a smaller
+    process group) is not checked.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    originals = {name: getattr(dcp, name) for name in ("save", "async_save")}
+    for name, original in originals.items():
+        setattr(dcp, name, _checked(original, options))
+
+    def undo() -> None:
+        for name, original in originals.items():
+            setattr(dcp, name, original)
+
+    return undo
+
+
+def _checked(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def save(state_dict: Mapping[Any, Any], **arguments: Any) -> Any:
+        if api.is_off() or not _is_by_all(**arguments):
+            return original(state_dict, **arguments)
+        writer = arguments.get("storage_writer")
+        path = arguments.get("checkpoint_id") or getattr(writer, "path", "")
+        state = dict(resolved(state_dict))
+        check_save(state, path, resolve_stateful=False, **options)
+        return original(state, **arguments)
+
+    return save
+
+
+def _is_by_all(no_dist: bool = False, process_group: Any = None, **_: Any) -> bool:
+    """Whether all ranks of the job make this save."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized():
+        return True
+    return not no_dist and dist.get_world_size(process_group) == dist.get_world_size()
+
+
+class SaveLint(_Planner):
+    """Mixin for a SavePlanner that judges the metadata of a save and sends nothing of its own.
+
+    `class Planner(SaveLint, DefaultSavePlanner): ...` and `dcp.save(state_dict, planner=Planner(), ...)`. Each rank
+    judges what it holds, the coordinator compares the plans of all ranks before those of replicas are dropped. Contents
+    are not compared. What `enable_plan_caching` keeps from the second save on is not compared again.
+
+    Raises:
+        CheckpointError: something is wrong; torch passes it on to all ranks as CheckpointException, and no file is
+            written. What is merely suspicious is a warning.
+
+    Source:
+        torch 2.13 torch.distributed.checkpoint.state_dict_saver._save_state_dict (order of the calls)
+    """
+
+    def create_local_plan(self) -> Any:
+        """The plan of this rank, after what it holds was judged."""
+        rank, world = api.place()
+        held = extract(self.state_dict, resolve_stateful=False)
+        remarks = [Remark(rank, item.fqn, *problem) for item in held for problem in item.problems]
+        _judge(protocol.no_table(world, *remarks), "state dict")
+        return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: list[Any]) -> Any:
+        """The plan of all ranks, after theirs were compared; on the coordinator only."""
+        _judge(compare(all_plans), "save plans")
+        return super().create_global_plan(all_plans)
+
+
+def compare(plans: Sequence[Any]) -> RankTable:
+    """The keys in which the SavePlans of all ranks, in the order of ranks, contradict each other before deduplication.
+
+    torch drops all but one of the chunks that start at one offset, and takes shape and dtype of a tensor from the first
+    rank that has it. So only here is seen that they differ. Holes and other overlaps torch finds by itself.
+
+    Source:
+        torch 2.13 torch.distributed.checkpoint._dedup_save_plans.dedup_save_plans,
+        torch.distributed.checkpoint.default_planner.create_default_global_save_plan
+    """
+    cached = [rank for rank, plan in enumerate(plans) if not getattr(plan, "usable", True)]
+    if cached:
+        warnings.warn(f"plans that did not change are not compared: {named(cached)}", stacklevel=3)
+    described: dict[str, object] = {}
+    sizes: dict[tuple[str, Any], Any] = {}
+    torn: set[str] = set()
+    for item in (item for plan in plans for item in plan.items):
+        fqn, data = item.index.fqn, item.tensor_data
+        about = data and (data.properties.dtype, data.size)
+        if described.setdefault(fqn, about) != about:
+            torn.add(fqn)
+        if data and all(data.chunk.sizes):
+            place = fqn, data.chunk.offsets
+            if sizes.setdefault(place, data.chunk.sizes) != data.chunk.sizes:
+                torn.add(fqn)
+    return protocol.table_of([[_held(item) for item in plan.items if item.index.fqn in torn] for plan in plans])
+
+
+def _held(item: Any) -> Held:
+    """What a WriteItem says that a rank holds; who writes it is decided later."""
+    data = item.tensor_data
+    if data is None:
+        return Held(item.index.fqn, "object", "plain", "", (1,), (0,), (1,), -1, 0, None)
+    dtype = str(data.properties.dtype).removeprefix("torch.")
+    shape, chunk = tuple(data.size), data.chunk
+    return Held(item.index.fqn, "tensor", "plain", dtype, shape, tuple(chunk.offsets), tuple(chunk.sizes), -1, 0, None)
+
+
+def _judge(table: RankTable, path: str) -> None:
+    """Raise what is wrong, warn of what is suspicious, in the words of `live.check`."""
+    report = api.judge(table, path, 0.0)
+    if report.fails:
+        raise CheckpointError(api.as_text(report))
+    if any(item.severity >= Severity.WARNING for item in report.diagnostics):
+        warnings.warn(api.as_text(report), stacklevel=3)

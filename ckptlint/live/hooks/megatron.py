@@ -1,0 +1,42 @@
+"""Hook into Megatron-Core."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+from ckptlint.live.hooks.dcp import Undo, check_save
+
+UNEQUAL = ("*param_groups*", "*rerun_state_machine*")
+"""Keys of Megatron's common state that differ between pipeline stages by design."""
+
+
+def patch_mcore(**options: Any) -> Undo:
+    """From now on check before every `megatron.core.dist_checkpointing.save`; see `live.check`.
+
+    Megatron-LM and Megatron-Bridge call it as an attribute of the module, which is replaced. What is checked is the
+    state as the trainer hands it over: all replicas are there, and factories are built once more and dropped. Of the
+    common state, which rank 0 alone saves, `UNEQUAL` below is not compared.
+
+    Raises:
+        ImportError: megatron-core is not installed.
+
+    Source:
+        megatron-core 0.16 megatron.core.dist_checkpointing.serialization.save
+    """
+    from megatron.core import dist_checkpointing
+
+    original = dist_checkpointing.save
+    options["ignore"] = (*UNEQUAL, *options.get("ignore", ()))
+
+    @functools.wraps(original)
+    def save(sharded_state_dict: Mapping[Any, Any], checkpoint_dir: Any, *args: Any, **arguments: Any) -> Any:
+        check_save(sharded_state_dict, checkpoint_dir, resolve_stateful=False, **options)
+        return original(sharded_state_dict, checkpoint_dir, *args, **arguments)
+
+    def undo() -> None:
+        dist_checkpointing.save = original
+
+    dist_checkpointing.save = save
+    return undo

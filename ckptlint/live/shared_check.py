@@ -1,0 +1,374 @@
+"""`ckptlint live PATH`: the ranks of a job compare what they see under a path, and share the reading of the payload."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+
+from ckptlint.analysis.held_by_ranks import named
+from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
+from ckptlint.live.compare.group import Group, GroupBroken, Solo, new_torch_group
+from ckptlint.loaders.checkpoint import find, open_checkpoint
+from ckptlint.model import Checkpoint, Problem, printable
+from ckptlint.model.layout import IntArray
+from ckptlint.payload.reader import INTEGRITY, Part, Reader, Reading
+from ckptlint.rule import Depth
+from ckptlint.seals.seal import SEAL
+from ckptlint.storage.folder import Folder, LocalFolder
+
+_HASHED = (".metadata", "common.pt", "metadata.json", INTEGRITY, SEAL)
+_PATIENCE = 120.0  # seconds; beyond it a rank counts as lost
+_SLOWEST = 2 * 1024**2  # bytes a second; a rank that reads slower counts as lost
+_PAUSE = 1.0
+_SHOWN = 8
+_BLOCK = 8 * 1024**2
+
+
+@dataclass(slots=True)
+class Job:
+    """The processes that check together.
+
+    Attributes:
+        group: of all ranks.
+        node, nodes: position of this rank among those of its node, and how many these are.
+        every_node: whether each node reads all of the payload.
+        settle: seconds to wait for all ranks to see the same.
+        seed: of a sample; the same on all ranks.
+    """
+
+    group: Group
+    seed: int
+    node: int = 0
+    nodes: int = 1
+    every_node: bool = False
+    settle: float = 0.0
+    _waits: bool = field(default=False)
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process."""
+        return self.group.rank
+
+    @property
+    def threads(self) -> int:
+        """Threads for reading: the processors of the node shared out over its ranks."""
+        return max(1, min(8, (os.cpu_count() or 1) // self.nodes))
+
+    def tell(self, code: int) -> None:
+        """Give the exit code to the ranks that wait for it in `source`."""
+        if self._waits and self.rank == 0 and self.group.world > 1:
+            self.group.begin(_PATIENCE)
+            self.group.broadcast(np.array([code], np.int64), 0)
+
+    def source(
+        self, path: str, all_steps: bool, depth: Depth, reading: Reading | None
+    ) -> Iterator[tuple[Folder, Checkpoint]]:
+        """As `pipeline.opened`, on rank 0; the other ranks take part, wait for the end, and leave with its exit code.
+
+        Raises:
+            AccessError: a rank could not read its part, or did not come in time; on all ranks.
+        """
+        self._waits = True
+        try:
+            yield from self._checkpoints(path, all_steps, depth, reading)
+        except GroupBroken as error:
+            self._waits = False
+            text = f"a rank was lost: {error}"
+            raise (CkptlintError(text) if self.rank else AccessError(text)) from None  # rank 0 alone reports
+        finally:
+            if self._waits and self.rank:
+                self.group.begin(_PATIENCE * 5)  # rank 0 runs the rules and writes the reports
+                code = 4
+                with suppress(GroupBroken):
+                    code = int(self.group.broadcast(np.zeros(1, np.int64), 0)[0])
+                sys.exit(code)
+
+    def _checkpoints(
+        self, path: str, all_steps: bool, depth: Depth, reading: Reading | None
+    ) -> Iterator[tuple[Folder, Checkpoint]]:
+        view = self._settled(path, all_steps)
+        if view.problems:
+            # each sees something else: the reading cannot be shared
+            if self.rank == 0:
+                for folder in view.folders or [_raised(view.told)]:
+                    ckpt = open_checkpoint(folder, depth != "metadata")
+                    yield folder, replace(ckpt, problems=[*ckpt.problems, *view.problems])
+            return
+        if view.told:
+            raise NothingToCheckError(view.told)
+        for folder in view.folders:
+            reader, part, told = self._read(folder, depth, reading)
+            self._agree(told, part is not None, 0 if reader is None else int(reader.ckpt.records.byte_length.sum()))
+            assert reader is not None
+            if part is None:
+                ckpt = reader.ckpt
+            else:
+                parts = self._gathered(part)
+                if self.rank:
+                    continue
+                ckpt = reader.join(parts)
+                ckpt = replace(ckpt, problems=[*ckpt.problems, *_conflicts(ckpt, parts)])
+            if self.rank == 0:
+                yield folder, ckpt
+
+    def _read(self, folder: Folder, depth: Depth, reading: Reading | None) -> tuple[Reader | None, Part | None, str]:
+        """This rank's part of a checkpoint; and why it has none, when it failed."""
+        try:
+            ckpt = open_checkpoint(folder, depth != "metadata")
+            number, count = (self.node, self.nodes) if self.every_node else (self.rank, self.group.world)
+            share = shares(ckpt, count, by_file=not ckpt.locates_bytes or folder.has(INTEGRITY))[number]
+            how = reading or Reading("headers", 1)
+            reader = Reader(folder, ckpt, how, share, self.rank == 0)
+            if reading is None or not ckpt.readable:
+                return reader, None, ""
+            if self.every_node:
+                _forget_pages(folder, ckpt, share)
+            return reader, reader.part(), ""
+        except CkptlintError as error:
+            return None, None, str(error) or type(error).__name__
+
+    # ------------------------------------------------------------ what the ranks see
+
+    def _settled(self, path: str, all_steps: bool) -> View:
+        """What this rank sees, once all see the same or time is up; with problems when they do not."""
+        until = time.monotonic() + self.settle
+        while True:
+            view = look(path, all_steps)
+            names = ("path", *_HASHED, "the listing")
+            words = np.array([view.hashes[name] for name in names], np.int64)
+            self.group.begin(_PATIENCE)
+            reduced = self.group.reduce(np.concatenate([words, -words, [time.monotonic() >= until]]), "max")
+            count = len(names)
+            odd = np.flatnonzero(reduced[:count] != -reduced[count : 2 * count]).tolist()
+            if not odd:
+                return view
+            if reduced[-1]:
+                return replace(view, problems=self._differences(view, [names[i] for i in odd]))
+            time.sleep(_PAUSE)
+
+    def _differences(self, view: View, names: Sequence[str]) -> tuple[Problem, ...]:
+        """A problem for each thing that ranks see differently, with a line for each kind of view."""
+        files = json.loads(self._texts(json.dumps(view.sizes).encode() if self.rank == 0 else b"")[0])
+        sizes = {name: size for name, size in view.sizes.items() if files.get(name, -1) != size}
+        sizes |= dict.fromkeys(files.keys() - view.sizes.keys(), -1)
+        seen = {name: [view.hashes[name], view.told] for name in names}
+        odd = dict(sorted(sizes.items())[:_SHOWN])
+        told = self._texts(json.dumps([socket.gethostname(), seen, odd, len(sizes)]).encode())
+        answers = [json.loads(text) for text in told]
+        hosts = [answer[0] for answer in answers]
+        problems = []
+        for name in names:
+            by_view: dict[str, list[int]] = {}
+            for rank, (_, hashes, differing, count) in enumerate(answers):
+                number, sentence = hashes[name]
+                seen_as = sentence or (f"hash {number:014x}" if number >= 0 else "absent")
+                if name == "the listing":
+                    seen_as = sentence or _listed(differing, count, files)
+                by_view.setdefault(seen_as, []).append(rank)
+            detail = tuple(
+                f"{named(ranks)} ({', '.join(dict.fromkeys(hosts[rank] for rank in ranks))}): {text}"
+                for text, ranks in by_view.items()
+            )
+            what = {"path": "another checkpoint under the path"}.get(name, f"{name} otherwise")
+            others = [rank for text, ranks in list(by_view.items())[1:] for rank in ranks] or [0]
+            sentence = f"{named(others)} see{'s' * (len(others) == 1)} {what} than rank 0"
+            problems.append(Problem("view", name, printable(sentence), detail=detail, hint=_HINT))
+        return tuple(problems)
+
+    # ------------------------------------------------------------ words between ranks
+
+    def _agree(self, told: str, has_part: bool, size: int) -> None:
+        """Meet the other ranks after reading.
+
+        Raises:
+            AccessError: one of them failed; the sentence of the lowest, on all ranks.
+        """
+        self.group.begin(_PATIENCE + size / _SLOWEST)
+        words = [self.group.world - self.rank if told else 0, has_part, not has_part]
+        failed, some, others = self.group.reduce(np.array(words, np.int64), "max").tolist()
+        if failed:
+            texts = self._texts(told.encode("utf-8", "backslashreplace"))
+            first = self.group.world - failed
+            text = printable(texts[first].decode("utf-8", "replace"))
+            raise AccessError(text if self.group.world == 1 else f"rank {first}: {text}")
+        if some and others:
+            raise AccessError("the metadata could be read on some ranks only")
+
+    def _gathered(self, part: Part) -> list[Part]:
+        """The parts of all ranks, on rank 0: they come from processes of this job alone."""
+        if self.group.world == 1:
+            return [part]
+        texts = self._texts(pickle.dumps(part))
+        return [] if self.rank else [pickle.loads(text) for text in texts]  # noqa: S301
+
+    def _texts(self, own: bytes) -> list[bytes]:
+        """The bytes of every rank."""
+        self.group.begin(_PATIENCE)
+        length = int(self.group.reduce(np.array([len(own)], np.int64), "max")[0])
+        words = np.zeros(1 + -(-length // 8), np.int64)
+        words[0] = len(own)
+        words[1:].view(np.uint8)[: len(own)] = np.frombuffer(own, np.uint8)
+        return [row[1:].tobytes()[: int(row[0])] for row in self.group.gather(words)]
+
+
+_HINT = "compare the mounts and the clocks of these hosts; --settle waits for a slow network file system"
+
+
+@contextmanager
+def joined(every_node: bool, settle: float) -> Iterator[Job]:
+    """The job that torchrun started, or a job of this one process; torch is imported for the former alone.
+
+    Raises:
+        AccessError: the other ranks did not come.
+    """
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    node, nodes = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if world == 1:
+        yield Job(Solo(), secrets.randbelow(2**31), every_node=every_node, settle=settle)
+        return
+    try:
+        import torch.distributed as dist
+    except ImportError:
+        raise AccessError("torch is not installed, and several ranks need it to talk: pip install torch") from None
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=_PATIENCE))
+        group = new_torch_group("gloo", _PATIENCE)
+        seed = int(group.broadcast(np.array([secrets.randbelow(2**31)]), 0)[0])
+    except (RuntimeError, ValueError, GroupBroken) as error:
+        raise AccessError(f"the ranks did not find each other: {printable(str(error))}") from None
+    try:
+        yield Job(group, seed, node, nodes, every_node, settle)
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What one rank sees under the path.
+
+    Attributes:
+        folders: the checkpoints.
+        told: why there are none, "" when there are.
+        hashes: name -> 56 bits of what is seen, -1 for nothing: the path, the metadata files, the listing.
+        sizes: file -> bytes; names of all folders together.
+        problems: in what the ranks differ.
+    """
+
+    folders: list[Folder]
+    told: str
+    hashes: dict[str, int]
+    sizes: dict[str, int]
+    problems: tuple[Problem, ...] = ()
+
+
+def look(path: str, all_steps: bool) -> View:
+    """What this process sees now."""
+    hashes = dict.fromkeys(("path", *_HASHED, "the listing"), -1)
+    sizes: dict[str, int] = {}
+    try:
+        folders = find(path, all_steps)
+        for folder in folders:
+            above = f"{folder.name}/" if len(folders) > 1 else ""
+            sizes |= {above + name: folder.size(name) for name in folder.files()}
+        for name in _HASHED:
+            held = [_digest(folder, name) for folder in folders if folder.has(name)]
+            hashes[name] = _short(repr(held).encode()) if held else -1
+    except CkptlintError as error:
+        return View([], str(error), hashes, {})
+    hashes["path"] = _short("\n".join(folder.display for folder in folders).encode())
+    hashes["the listing"] = _short(json.dumps(sorted(sizes.items())).encode("utf-8", "backslashreplace"))
+    return View(folders, "", hashes, sizes)
+
+
+def _digest(folder: Folder, name: str) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for block in folder.blocks(name, _BLOCK):
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def _short(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
+
+
+def _raised(told: str) -> Folder:
+    raise AccessError(f"rank 0 sees no checkpoint that other ranks see: {told}")
+
+
+def _listed(differing: Mapping[str, int], count: int, files: Mapping[str, int]) -> str:
+    """The files that a rank sees otherwise than rank 0."""
+    if not count:
+        return f"{len(files):,} files"
+    parts = [
+        f"{printable(name)} {'is absent' if size < 0 else f'has {size:,} bytes'}"
+        + (f", {files[name]:,} on rank 0" if name in files and size >= 0 else "")
+        for name, size in differing.items()
+    ]
+    return "; ".join(parts) + (f"; {count - len(parts):,} more" if count > len(parts) else "")
+
+
+# ---------------------------------------------------------------- sharing out
+
+
+def shares(ckpt: Checkpoint, count: int, by_file: bool) -> list[IntArray]:
+    """The rows of `Checkpoint.records` for each of so many readers: runs of neighbours of about equal bytes.
+
+    Args:
+        by_file: whether a file must be read by one of them.
+    """
+    records = ckpt.records
+    order = np.lexsort((records.byte_offset, records.file))
+    size = np.maximum(records.byte_length[order], 1)
+    if by_file:
+        files = np.bincount(records.file, weights=np.maximum(records.byte_length, 1), minlength=len(ckpt.files))
+        end = np.cumsum(files)
+        middle = (end - files / 2)[records.file[order]]
+        total = float(end[-1]) if len(end) else 0.0
+    else:
+        end = np.cumsum(size.astype(float))
+        middle = end - size / 2
+        total = float(end[-1]) if len(end) else 0.0
+    reader = np.minimum((middle / total * count).astype(np.int64), count - 1) if total else np.zeros(0, np.int64)
+    return [np.sort(order[reader == number]) for number in range(count)]
+
+
+def _forget_pages(folder: Folder, ckpt: Checkpoint, share: IntArray) -> None:
+    """Have the kernel drop what it holds of the files, so that the store is read and not this node's memory."""
+    if not isinstance(folder, LocalFolder) or not hasattr(os, "posix_fadvise"):
+        return
+    for number in sorted(set(ckpt.records.file[share].tolist())):
+        if (path := ckpt.files[number].path) is not None:
+            with suppress(OSError), (folder.path / path).open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _conflicts(ckpt: Checkpoint, parts: Sequence[Part]) -> list[Problem]:
+    """Records that two nodes read, and of which they did not read the same."""
+    first: dict[int, tuple[Any, ...]] = {}
+    rows: dict[int, set[int]] = {}
+    for rank, part in enumerate(parts if len(parts) > 1 else ()):
+        seen = zip(part.rows.tolist(), part.sums.tolist(), part.table.state.tolist(), strict=True)
+        for row, *what in seen:
+            if first.setdefault(row, tuple(what)) != tuple(what):
+                rows.setdefault(row, set()).add(rank)
+    if not rows:
+        return []
+    ranks = named(set().union(*rows.values()))
+    row = min(rows)
+    file, start, length = ckpt.place(row)
+    detail = (f"the first is {ckpt.records.name(row)} in {file}, bytes {start:,}-{start + length:,}",)
+    sentence = f"{ranks} read other bytes of {len(rows):,} record{'s' * (len(rows) > 1)} than the first node"
+    return [Problem("view", file, sentence, detail=detail, hint=_HINT)]

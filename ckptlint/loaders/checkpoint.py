@@ -1,0 +1,454 @@
+"""Opening a path: recognise what it holds, read it safely, return the model that every rule sees."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+
+from ckptlint.errors import CkptlintError, LimitError, UnreadableError
+from ckptlint.formats.safe_pickle import SIZE_LIMIT, Node, Opaque, Unpickled, paused_gc, read_metadata
+from ckptlint.formats.sandbox import isolated
+from ckptlint.loaders.common_state import (
+    COMMON_ENTRY,
+    COMMON_FILE,
+    OWN_ENTRIES,
+    Location,
+    read_common,
+    read_configs,
+    read_objects,
+)
+from ckptlint.loaders.dcp import Description, describe, state_of
+from ckptlint.loaders.megatron import describing_objects, dialect, missing_marks, read_config, read_plans, split_objects
+from ckptlint.loaders.problems import from_error, from_refusals
+from ckptlint.loaders.recognise import (
+    METADATA,
+    PAYLOAD_RANK,
+    RANK_METADATA,
+    Recognised,
+    components,
+    find_checkpoints,
+    newest_readable_step,
+    recognise,
+    unsupported,
+    unsupported_hint,
+)
+from ckptlint.loaders.run_folder import read_run
+from ckptlint.loaders.safetensors import header_bytes, read_safetensors
+from ckptlint.loaders.train_state import read_train_state
+from ckptlint.model import Checkpoint, FileState, Problem, RunFolder, StoredFile, printable
+from ckptlint.storage.folder import Folder, is_safe
+from ckptlint.storage.locate import folder_at
+from ckptlint.vocabulary.topology import read_topology
+
+_RENAMED = "the writer renames a finished file into place, so a short one is a copy that broke off or a full disk"
+_BYTECHECKPOINT = "bytecheckpoint."
+_NO_METADATA = {"dangling-link": "is a link that leads nowhere", "not-a-file": "is no regular file"}
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+_WRITTEN_LAST = "it is written last, after all payload files, so the save or the copy did not finish"
+
+
+def find(path: str, all_steps: bool = False) -> list[Folder]:
+    """The checkpoint folders that a path means; a file stands for its folder, safetensors for their own model there.
+
+    Raises:
+        NothingToCheckError: there is none.
+        AccessError: a folder could not be listed.
+        ConfigError: a URL that cannot be read here.
+    """
+    folder, name = folder_at(path)
+    if name.endswith(_WEIGHTS) and (own := [part for part in components(folder) if part.has(name)]):
+        return own
+    return find_checkpoints(folder, all_steps)
+
+
+def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
+    """Read one checkpoint folder, in a child process under limits.
+
+    Args:
+        folder: a folder that `find` returned.
+        look_at_files: whether to stat payload files (depth `files`), not only read the metadata.
+
+    Raises:
+        AccessError: the operating system refused a read; damage and malice become problems instead.
+        ReaderError: ckptlint itself made a mistake.
+    """
+    found = recognise(folder)
+    if found is not None and found.kind == "safetensors":
+        return _isolated_safetensors(folder, look_at_files, found)
+    inputs = [name for name in folder.files() if name in (METADATA, COMMON_FILE) or RANK_METADATA.fullmatch(name)]
+    size = sum(min(folder.entries[name].size, SIZE_LIMIT) for name in inputs)
+    try:
+        return isolated(partial(read_checkpoint, folder, look_at_files), size)
+    except LimitError as error:
+        problem = from_error(error, METADATA, blocks=True, hint=_other_step(folder))
+        return Checkpoint(folder.display, "dcp", problems=[problem], readable=False, files=_listed(folder))
+
+
+def _isolated_safetensors(folder: Folder, look_at_files: bool, found: Recognised) -> Checkpoint:
+    try:
+        return isolated(partial(read_checkpoint, folder, look_at_files), header_bytes(folder))
+    except LimitError as error:
+        label = printable(found.evidence)
+        problem = from_error(error, label, blocks=True)
+        return Checkpoint(folder.display, "safetensors", problems=[problem], readable=False, metadata_file=label)
+
+
+def read_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
+    """The same in this process, where a crafted file may crash, starve or stall it."""
+    found = recognise(folder)
+    if found is None:
+        held = "holds no checkpoint" if folder.entries else "is empty"
+        return _unfinished(folder, f"the newest step's folder {held}", "")
+    if found.kind == "unsupported":
+        return _unsupported(folder, found)
+    if found.kind == "incomplete":
+        return _incomplete(folder, found)
+    if found.kind == "safetensors":
+        with paused_gc():
+            ckpt = read_safetensors(folder, look_at_files)
+        return replace(ckpt, run=read_run(folder), problems=ckpt.problems + _beside(folder) + _marked(folder))
+    with paused_gc():
+        return _open_dcp(folder, found, look_at_files)
+
+
+# ---------------------------------------------------------------- DCP folders
+
+
+def _open_dcp(folder: Folder, found: Recognised, look_at_files: bool) -> Checkpoint:
+    problems: list[Problem] = []
+    names = [METADATA] if found.kind == "dcp" else _rank_files(folder)
+    unpickled = [(name, _read_metadata(folder, name, problems)) for name in names]
+    roots = [part.root for _, part in unpickled if part is not None and part.root is not None]
+    label = METADATA if found.kind == "dcp" else f"{names[0]} .. {names[-1]}"
+    if roots and isinstance(roots[0], Opaque) and roots[0].module.startswith(_BYTECHECKPOINT):
+        found = Recognised("unsupported", "ByteCheckpoint", METADATA)
+        problems.append(_unsupported_problem(found))
+        return Checkpoint(folder.display, "unsupported", problems=problems, readable=False)
+    described: Description | None = None
+    if roots:
+        try:
+            described = describe(roots, label)
+        except UnreadableError as error:
+            if not problems:  # a refused root was reported already
+                problems.append(from_error(error, label, blocks=True))
+    if described is None:
+        problems = [replace(p, blocks=True, hint=p.hint or _other_step(folder)) for p in problems]
+        if any(p.kind == "unreadable" for p in problems):
+            problems += _beside(folder)
+        return Checkpoint(
+            folder.display, "dcp", problems=problems, readable=False, metadata_file=label, files=_listed(folder)
+        )
+    return _assemble(folder, found, described, roots[0], label, problems, look_at_files)
+
+
+def _assemble(
+    folder: Folder,
+    found: Recognised,
+    described: Description,
+    root: Node,
+    label: str,
+    problems: list[Problem],
+    look_at_files: bool,
+) -> Checkpoint:
+    objects, byte_objects = split_objects(described.byte_objects)
+    config, config_problem = read_config(folder)
+    format_ = dialect(described, root.name, config, folder, objects)
+    keys = [entry.fqn for entry in described.byte_objects]
+    if config_problem and format_ == "torch_dist":
+        problems.append(config_problem)
+    problems += described.problems
+    problems += missing_marks(format_, config, config_problem is not None, folder, keys)
+    partial = ""
+    if found.kind == "per-rank":
+        format_ = "dcp-per-rank"
+        partial, lost = _lost_ranks(folder)
+        problems += lost
+    problems += _beside(folder) + _leftovers(folder) + _marked(folder)
+    common, common_problems = read_common(folder, _locations(described, {COMMON_ENTRY, *OWN_ENTRIES}))
+    values, object_problems = read_objects(folder, _locations(described, describing_objects(objects)))
+    problems += common_problems + object_problems
+    writers = read_plans(described.extras.get("all_local_plans"))
+    files, locates = _files(folder, described, look_at_files)
+    declared, config_problems = read_configs(folder, common)
+    saved, state_problems = read_train_state(folder)
+    problems += config_problems + state_problems
+    run = read_run(folder)
+    ranks = {int(match[1]) for path in described.paths if (match := PAYLOAD_RANK.search(path))}
+    return Checkpoint(
+        path=folder.display,
+        format=format_,
+        writer=_writer(described, root, format_),
+        tensors=described.tensors,
+        objects=objects,
+        byte_objects=byte_objects,
+        records=described.records,
+        files=files,
+        writers=writers,
+        common=common,
+        declared=declared,
+        object_values=values,
+        run=None if run is None else replace(run, saved=saved),
+        topology=read_topology(declared, objects, writers, ranks),
+        problems=problems,
+        partial=partial,
+        locates_bytes=locates,
+        metadata_file=label,
+        unseen=_unseen(folder, run, files if look_at_files else []),
+    )
+
+
+def _unseen(folder: Folder, run: RunFolder | None, files: list[StoredFile]) -> tuple[str, ...]:
+    """What could not be looked at and would be no finding if it could."""
+    unchecked = sum(file.state == "unchecked" for file in files)
+    sizes = f"the server does not tell the size of {unchecked} of {len(files)} payload files" if unchecked else ""
+    return tuple(sentence for sentence in (folder.unseen, run.unseen if run else "", sizes) if sentence)
+
+
+def _read_metadata(folder: Folder, name: str, problems: list[Problem]) -> Unpickled | None:
+    try:
+        unpickled = read_metadata(folder.read(name, SIZE_LIMIT))
+    except UnreadableError as error:
+        why = _RENAMED if error.position else _WRITTEN_LAST
+        problems.append(from_error(error, name, why=why))
+        return None
+    if isinstance(unpickled.root, Opaque) and unpickled.root.module.startswith(_BYTECHECKPOINT):
+        own = tuple(refused for refused in unpickled.refused if not refused.target.startswith(_BYTECHECKPOINT))
+        problems += from_refusals(replace(unpickled, refused=own), name)
+        return unpickled
+    problems += from_refusals(unpickled, name)
+    if not unpickled.refused:
+        try:
+            state_of(unpickled.root, "Metadata")
+        except UnreadableError as error:
+            problems.append(from_error(error, name, why="torch writes a Metadata object there"))
+    return unpickled
+
+
+def _locations(described: Description, wanted: set[str]) -> dict[str, Location]:
+    """Where the records of these entries lie."""
+    table = described.records
+    return {
+        entry.fqn: (
+            described.paths[int(table.file[entry.record])],
+            int(table.byte_offset[entry.record]),
+            int(table.byte_length[entry.record]),
+        )
+        for entry in described.byte_objects
+        if entry.fqn in wanted and entry.record >= 0 and is_safe(described.paths[int(table.file[entry.record])])
+    }
+
+
+def _files(folder: Folder, described: Description, look: bool) -> tuple[list[StoredFile], bool]:
+    """The payload files, in the order of `RecordTable.file` and then those nobody names; and `locates_bytes`."""
+    paths = described.paths
+    looks: list[tuple[FileState, int | None]] = folder.looks_at(paths) if look else [("unchecked", None)] * len(paths)
+    files = []
+    for path, (state, size) in zip(paths, looks, strict=True):
+        instead = folder.instead(path) if state in ("absent", "other-case") else ""
+        files.append(StoredFile(printable(path), path if is_safe(path) else None, size, state, True, instead))
+    known = {path if "/" not in path else str(PurePosixPath(path)) for path in paths}
+    known |= {path.casefold() for path, (state, _) in zip(paths, looks, strict=True) if state == "other-case"}
+    others = _listed(folder) if look else []
+    files += [file for file in others if not {file.path, (file.path or "").casefold()} & known]
+    return files, not _shares_offsets(folder, described, look)
+
+
+def _listed(folder: Folder) -> list[StoredFile]:
+    return [
+        StoredFile(printable(name), name, entry.size, "ok", False)
+        for name, entry in folder.entries.items()
+        if name.endswith(".distcp") and not entry.is_folder
+    ]
+
+
+def _shares_offsets(folder: Folder, described: Description, look: bool) -> bool:
+    """Whether the tensors of each file share one offset, at which a safetensors header starts.
+
+    Where every file is lost or empty, two entries at one offset tell.
+
+    Source:
+        torch.distributed.checkpoint.filesystem (>= 2.8), SerializationFormat.SAFETENSORS
+    """
+    table = described.records
+    tensor_rows = np.flatnonzero(described.has_offset)
+    if not look or not len(tensor_rows):
+        return False
+    files, offsets = table.file[tensor_rows], table.byte_offset[tensor_rows]
+    order = np.argsort(files, kind="stable")
+    files, offsets = files[order], offsets[order]
+    starts = np.flatnonzero(np.concatenate([[True], files[1:] != files[:-1]]))
+    if (np.minimum.reduceat(offsets, starts) != np.maximum.reduceat(offsets, starts)).any():
+        return False
+    judged = 0
+    full = files[table.byte_length[tensor_rows][order] > 0]
+    shares = bool((full[1:] == full[:-1]).any())
+    for start in starts.tolist():
+        path, offset = described.paths[int(files[start])], int(offsets[start])
+        state, size = folder.look_at(path)
+        if state != "ok" or not 0 <= offset < (size or 0):
+            continue  # lost, cut or damaged: the other files tell
+        head = folder.read_range(path, offset, 9)
+        if head[:4] == b"PK\3\4":
+            return False
+        if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= 100_000_000:
+            return True
+        judged += 1
+        if judged == 4:
+            break
+    return shares and not judged
+
+
+# ---------------------------------------------------------------- what is missing or lies beside
+
+
+def _rank_files(folder: Folder) -> list[str]:
+    numbered = {name: int(match[1]) for name in folder.files() if (match := RANK_METADATA.fullmatch(name))}
+    return sorted(numbered, key=lambda name: numbered[name])
+
+
+def _lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
+    """Why per-rank metadata is partial ("" when it is whole) and the problem to report for it."""
+    present = {int(m[1]) for name in folder.files() if (m := RANK_METADATA.fullmatch(name))}
+    payload = {int(m[1]) for name in folder.files() if (m := PAYLOAD_RANK.fullmatch(name))}
+    lost = sorted(set(range(max(present | payload) + 1)) - present)
+    if not lost:
+        return "", []
+    names = ", ".join(f"__{rank}.metadata" for rank in lost[:8]) + (", ..." if len(lost) > 8 else "")
+    problem = Problem(
+        "incomplete",
+        names,
+        f"{names} missing: the other {len(present)} ranks wrote theirs",
+        why="with use_collectives=False each rank describes only its own chunks, so what these ranks held is lost",
+        hint="copy the files again from the node of these ranks, or go back to a complete step",
+    )
+    return f"the metadata of {len(lost)} of {len(lost) + len(present)} ranks is missing", [problem]
+
+
+def _leftovers(folder: Folder) -> list[Problem]:
+    entries, problems = folder.entries, []
+    temporary = ".metadata.tmp"
+    if temporary in entries and METADATA in entries and entries[temporary].mtime > entries[METADATA].mtime:
+        problems.append(
+            Problem(
+                "incomplete",
+                temporary,
+                f"{temporary} is newer than {METADATA}: a later save into this folder did not finish",
+                why="its payload files may have replaced the ones that .metadata describes",
+                hint="use another step, or save again into an empty folder",
+            )
+        )
+    if METADATA in entries and any(RANK_METADATA.fullmatch(name) for name in entries):
+        name = next(name for name in entries if RANK_METADATA.fullmatch(name))
+        problems.append(Problem("note", name, f"{name} lies beside {METADATA} and belongs to another save"))
+    for name in (METADATA, COMMON_FILE):
+        if folder.has(name) and folder.look_at(name)[0] == "link-outside":
+            sentence = f"{name} is a link to a file outside the checkpoint"
+            why = "model caches link to their files; elsewhere it may describe another checkpoint"
+            problems.append(Problem("note", name, sentence, why=why))
+    return problems
+
+
+def _marked(folder: Folder) -> list[Problem]:
+    """The mark by which NeMo 2 and xtuner say that a save is still running or was broken off.
+
+    Source:
+        nemo.lightning.pytorch.callbacks.ModelCheckpoint (8cfedd72): an empty file `<name>-unfinished` beside the folder
+        `<name>`, removed at the end; xtuner (b934f462): `<name>.incomplete`, renamed at the end
+    """
+    step = folder.parent if folder.name in ("weights", "hf_weights") else folder
+    is_nemo = step is not folder or "=" in folder.name  # `...-step=10-last`; else nothing around it is listed for this
+    beside = step.parent if step is not None and is_nemo else None
+    marker = f"{step.name}-unfinished" if step is not None else ""
+    try:
+        is_marked = beside is not None and beside.has(marker)
+    except CkptlintError:
+        is_marked = False
+    if folder.name.endswith(".incomplete"):
+        is_marked, marker = True, folder.name
+    if not is_marked:
+        return []
+    name = printable(marker)
+    sentence = f"{name} says that this save did not reach its end"
+    hint = _other_step(folder) or "wait for the save to end, or use an earlier checkpoint"
+    return [Problem("incomplete", name, sentence, why="the writer removes the mark last", hint=hint)]
+
+
+def _beside(folder: Folder) -> list[Problem]:
+    other = unsupported(folder)
+    return [] if other is None else [_unsupported_problem(other, beside=True)]
+
+
+def _unsupported_problem(found: Recognised, beside: bool = False) -> Problem:
+    sentence = f"{found.evidence} shows a checkpoint of {found.name}, which ckptlint does not check"
+    hint = unsupported_hint(found.name)
+    return Problem("unsupported", found.evidence, sentence, hint=hint, blocks=not beside, beside=beside)
+
+
+def _unsupported(folder: Folder, found: Recognised) -> Checkpoint:
+    return Checkpoint(folder.display, "unsupported", problems=[_unsupported_problem(found)], readable=False)
+
+
+def _incomplete(folder: Folder, found: Recognised) -> Checkpoint:
+    payload = [name for name in folder.files() if name.endswith(".distcp")]
+    evidence = f"{len(payload)} payload files" if payload else printable(found.evidence)
+    if folder.has(".metadata.tmp"):
+        evidence += " and .metadata.tmp"
+    state = _NO_METADATA.get(folder.look_at(METADATA)[0], "is missing")
+    return _unfinished(folder, f"{METADATA} {state}, {evidence} are there", METADATA)
+
+
+def _unfinished(folder: Folder, sentence: str, file: str) -> Checkpoint:
+    problem = Problem(
+        "incomplete",
+        file or folder.display,
+        sentence,
+        why=_WRITTEN_LAST if file else "the step was begun and never written",
+        hint=_other_step(folder) or "restore it if only the copy left it out (dot files are easily left behind)",
+        blocks=True,
+    )
+    problems = [problem]
+    _, config_problem = read_config(folder)
+    if config_problem:
+        problems.append(config_problem)
+    common, common_problems = read_common(folder, {})
+    return Checkpoint(
+        folder.display,
+        "incomplete",
+        files=_listed(folder),
+        common=common,
+        problems=problems + common_problems,
+        readable=False,
+    )
+
+
+def _other_step(folder: Folder) -> str:
+    step = newest_readable_step(folder)
+    return f"the newest other step here whose metadata reads is {printable(step)}" if step else ""
+
+
+# ---------------------------------------------------------------- who wrote it
+
+
+def _writer(described: Description, root: Any, format_: str) -> str:
+    """The oldest writer that leaves what was found; a lower bound, since later versions may write the same.
+
+    Source:
+        formats by version: torch 1.13 - 2.15, megatron-core 0.6 - 0.20
+    """
+    extras = described.extras
+    if format_ == "torch_dist":
+        if any(entry.fqn == COMMON_ENTRY for entry in described.byte_objects):
+            return "core >= 0.19"
+        if "mcore_data" in extras:
+            return "core 0.11-0.16" if "all_local_plans" in extras else "core 0.8-0.10"
+        return "core >= 0.16" if "all_local_plans" in extras else "core"
+    if described.version is not None:
+        return "torch >= 2.9"
+    if described.storage_meta is None:
+        return "torch < 2.4"
+    has_modules = isinstance(described.storage_meta, Node) and "modules" in (described.storage_meta or [{}])[0]
+    return "torch >= 2.7" if has_modules else "torch >= 2.4"

@@ -1,0 +1,153 @@
+"""The common state from where a writer put it: `common.pt`, a `common_state` object, or entries of their own."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.formats.safe_pickle import Unpickled, read_state
+from ckptlint.formats.torch_archive import MEMBER_LIMIT, read_pickle_member
+from ckptlint.loaders.problems import from_error, from_refusals
+from ckptlint.model import CommonState, Declared, Problem, printable
+from ckptlint.storage.folder import READABLE, Folder
+from ckptlint.vocabulary.topology import read_declared
+
+COMMON_FILE = "common.pt"
+COMMON_ENTRY = "common_state/shard_0_1"
+RUN_CONFIG = "run_config.yaml"
+CONFIG_LIMIT = 64 * 1024**2
+OWN_ENTRIES = ("args", "checkpoint_version", "iteration")
+
+_OBJECT_LIMIT = 16 * 1024**2
+
+Location = tuple[str, int, int]
+"""Raw file path, byte offset and byte length of a record."""
+
+
+def read_common(folder: Folder, entries: dict[str, Location]) -> tuple[CommonState | None, list[Problem]]:
+    """The common state, and what stood in the way of reading it.
+
+    Args:
+        folder: the checkpoint.
+        entries: where the records lie that may hold common state, by entry name.
+
+    Source:
+        megatron.core.dist_checkpointing.strategies.common (<= 0.18: `common.pt`; 0.19: one ShardedObject holding a
+        list of one dict); megatron.training.checkpointing for fsdp_dtensor and torch_dcp (one entry per value).
+    """
+    if folder.has(COMMON_FILE):
+        with folder.open(COMMON_FILE) as file:
+            return _decoded(COMMON_FILE, lambda: read_pickle_member(file))
+    if COMMON_ENTRY in entries:
+        return _decoded(COMMON_ENTRY, lambda: _record(folder, entries[COMMON_ENTRY]))
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name in OWN_ENTRIES:
+        if name in entries:
+            common, found = _decoded(name, lambda name=name: _record(folder, entries[name]), name)  # type: ignore[misc]
+            problems += found
+            if common is not None:
+                values |= common.values
+    return (CommonState("entries " + ", ".join(values), values) if values else None), problems
+
+
+def read_objects(folder: Folder, entries: dict[str, Location]) -> tuple[dict[str, Any], list[Problem]]:
+    """The contents of small ShardedObjects by entry name, and what they must not hold.
+
+    A record that cannot be read is left out: it is the payload rules that report it.
+
+    Source:
+        megatron.core.dist_checkpointing.mapping.ShardedObject: stored as a list of the objects under one key
+    """
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for name, location in entries.items():
+        if location[2] > _OBJECT_LIMIT:
+            continue
+        try:
+            unpickled = read_state(_record(folder, location))
+        except UnreadableError:
+            continue
+        refusals = from_refusals(unpickled, name)
+        problems += [replace(problem, blocks=False) for problem in refusals if problem.kind == "unsafe"]
+        if isinstance(unpickled.root, list) and unpickled.root:
+            values[name] = unpickled.root[0]
+    return values, problems
+
+
+def read_configs(folder: Folder, common: CommonState | None) -> tuple[dict[str, Declared], list[Problem]]:
+    """What the job declared: in the arguments of the common state, in `run_config.yaml`, in `config.json`.
+
+    Source:
+        `args` of megatron.training.checkpointing; `run_config.yaml` of Megatron-Bridge; `config.json` of transformers
+    """
+    sources: list[tuple[str, Any]] = [("args", common.values.get("args"))] if common else []
+    problems: list[Problem] = []
+    for source, name, decode in (("run_config", RUN_CONFIG, _yaml), ("config.json", "config.json", json.loads)):
+        if not folder.has(name):
+            continue
+        try:
+            sources.append((source, decode(folder.read(name, CONFIG_LIMIT).decode())))
+        except (ValueError, RecursionError, LimitError) as error:
+            reason = printable(str(error).splitlines()[0][:200]) if str(error) else type(error).__name__
+            problems.append(Problem("note", name, f"{name} cannot be read ({reason}); what it declares is not used"))
+    return read_declared(sources), problems
+
+
+def _yaml(text: str) -> Any:
+    """A YAML document as plain values; tags of Python objects become the plain value below them.
+
+    Raises:
+        ValueError: it is no YAML.
+    """
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        """A safe loader that never makes an object."""
+
+    def plain(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
+        if isinstance(node, yaml.MappingNode):
+            return loader.construct_mapping(node, deep=True)
+        if isinstance(node, yaml.SequenceNode):
+            return loader.construct_sequence(node, deep=True)
+        return loader.construct_scalar(node)  # type: ignore[arg-type]
+
+    Loader.add_multi_constructor("", plain)
+    try:
+        return yaml.load(text, Loader)  # noqa: S506  a subclass of the safe loader
+    except (yaml.YAMLError, AttributeError, LookupError, TypeError, OverflowError) as error:
+        # all but the first: PyYAML 6.0's constructors on a text that is not of the type its tag claims (`!!bool x`)
+        raise ValueError(str(error) or type(error).__name__) from None
+
+
+def _record(folder: Folder, location: Location) -> bytes:
+    path, offset, length = location
+    if not 0 < length <= MEMBER_LIMIT or offset < 0:
+        raise LimitError(f"has a record that claims {length:,} bytes at {offset:,}")
+    if folder.look_at(path)[0] not in READABLE:
+        raise UnreadableError("cannot be read: its payload file is not there")
+    return read_pickle_member(io.BytesIO(folder.read_range(path, offset, length)))
+
+
+def _decoded(
+    source: str, read: Callable[[], bytes], key: str | None = None
+) -> tuple[CommonState | None, list[Problem]]:
+    try:
+        unpickled: Unpickled = read_state(read())
+    except UnreadableError as error:
+        return None, [from_error(error, source)]
+    problems = from_refusals(unpickled, source, "data.pkl of ")
+    value = unpickled.root
+    if isinstance(value, list) and len(value) == 1 and key is None:
+        value = value[0]
+    if key is not None:
+        return CommonState(source, {key: value}), problems
+    if isinstance(value, dict):
+        return CommonState(source, value), problems
+    if not problems:
+        problems.append(from_error(UnreadableError("holds no dict of common values"), source))
+    return None, problems

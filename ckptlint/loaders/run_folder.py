@@ -1,0 +1,119 @@
+"""The run folder around a step: which step its tracker names, and which of its steps were finished."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from ckptlint.errors import CkptlintError
+from ckptlint.loaders.common_state import COMMON_FILE
+from ckptlint.loaders.megatron import CONFIG_FILE
+from ckptlint.loaders.recognise import COMPONENT, METADATA, RANK_METADATA
+from ckptlint.loaders.train_state import read_train_state
+from ckptlint.model import RunFolder, StepState
+from ckptlint.storage.folder import Folder
+
+_UNSEEN = "the other steps of its run and their tracker were not looked at"
+TRACKERS = ("latest_checkpointed_iteration.txt", "dlrover_latest.txt")
+"""Megatron-LM, Megatron-Bridge, slime and verl; dlrover."""
+
+TRAIN_STATE_TRACKER = "latest_train_state.pt"
+"""Megatron-Bridge's own, beside or instead of the text."""
+
+_MEGATRON = "iter_"
+_STEP = re.compile(r"(iter_|global_step_|checkpoint-)(\d+)")
+_LEVELS = 3  # verl: global_step_N/actor/dist_ckpt
+_OF_A_STEP = re.compile(rf"{COMPONENT.pattern}|actor|critic")
+
+
+def read_run(folder: Folder) -> RunFolder | None:
+    """What lies around a step folder, or around the step that the folder is a component of.
+
+    None when no name on the way is that of a step, when steps named otherwise than Megatron-LM's have no tracker, or
+    when the run cannot be looked at. Only the tracked step and the newest ones are looked into, down to the first that
+    was finished.
+
+    Source:
+        megatron.training.checkpointing: `iter_%07d` and, written last, `latest_checkpointed_iteration.txt`; verl
+        (b178a3cd) writes the same file beside `global_step_%d`; dlrover (7c3e9648) `dlrover_latest.txt`
+    """
+    own = _step_folder(folder)
+    match = None if own is None else _STEP.fullmatch(own.name)
+    if own is None or match is None:
+        return None
+    prefix, step, parent = match[1], int(match[2]), own.parent
+    digits = 7 if prefix == _MEGATRON else 0
+    if parent is None:
+        return RunFolder(step, unseen=_UNSEEN) if prefix == _MEGATRON else None
+    try:
+        steps = {int(m[2]): name for name in parent.folders() if (m := _STEP.fullmatch(name)) and m[1] == prefix}
+        file, tracker = read_tracker(parent)
+        if not file and prefix != _MEGATRON:
+            return None
+        newest = next((n for n in sorted(steps, reverse=True) if step_state(parent.sub(steps[n])) == "complete"), None)
+        tracked: StepState = "unknown"
+        if tracker == "release":
+            tracked = step_state(parent.sub("release")) if "release" in parent.folders() else "absent"
+        elif tracker is not None:
+            tracked = step_state(parent.sub(steps[tracker])) if tracker in steps else "absent"
+    except CkptlintError as error:
+        return RunFolder(step, unseen=f"{_UNSEEN}: {error}") if prefix == _MEGATRON else None
+    return RunFolder(
+        step,
+        tuple(sorted(steps)),
+        newest,
+        tracker,
+        tracked,
+        prefix=prefix,
+        digits=digits,
+        tracker_file=file or TRACKERS[0],
+    )
+
+
+def _step_folder(folder: Folder) -> Folder | None:
+    """The step that a folder is, or is a component of."""
+    for _ in range(_LEVELS):
+        if match := _STEP.fullmatch(folder.name):
+            return folder if match[1] != _MEGATRON or len(match[2]) >= 7 else None
+        above = folder.parent
+        if above is None or not _OF_A_STEP.fullmatch(folder.name):
+            return None
+        folder = above
+    return None
+
+
+def read_tracker(parent: Folder) -> tuple[str, int | Literal["release"] | None]:
+    """The tracker's name and the step that it names, "" and None where there is none."""
+    for name in TRACKERS:
+        if parent.has(name):
+            text = parent.head(name, 64).strip()
+            if text == b"release":
+                return name, "release"
+            return name, int(text) if re.fullmatch(rb"\d{1,18}", text) else None
+    return (TRAIN_STATE_TRACKER if parent.has(TRAIN_STATE_TRACKER) else ""), read_train_state(
+        parent, TRAIN_STATE_TRACKER
+    )[0]
+
+
+def step_state(step: Folder, levels: int = 2) -> StepState:
+    """Whether a step, or each of its components, has what is written last.
+
+    `metadata.json` ends the saves that have a `common.pt`; fsdp_dtensor and torch_dcp have neither. Of a torch_dist
+    step of Megatron-Core >= 0.19 without `metadata.json` this says `complete`: only its keys would tell. The index of
+    a Hugging Face model is written after its files.
+    """
+    names = step.files()
+    if METADATA in names:
+        whole = step.head(METADATA, 1) == b"\x80" and (CONFIG_FILE in names or COMMON_FILE not in names)
+        return "complete" if whole else "unfinished"
+    if any(name.endswith(".safetensors.index.json") for name in names):
+        return "complete"
+    if any(RANK_METADATA.fullmatch(name) or name.startswith("mp_rank_") for name in step.entries):
+        return "unknown"
+    if COMMON_FILE in names or any(name.endswith(".distcp") for name in names) or not step.entries:
+        return "unfinished"
+    parts = [name for name in step.folders() if _OF_A_STEP.fullmatch(name)] if levels else []
+    states = {step_state(step.sub(name), levels - 1) for name in parts}
+    if "unfinished" in states:
+        return "unfinished"
+    return "complete" if "complete" in states else "unknown"

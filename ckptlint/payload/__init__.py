@@ -1,0 +1,1 @@
+"""What the records themselves hold, at depths headers and data."""

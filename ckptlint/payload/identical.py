@@ -1,0 +1,131 @@
+"""Records that hold the same bytes, among those that should not: one tensor's chunks, one layer's experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ckptlint.model import ITEM_BITS, Checkpoint, PayloadTable
+from ckptlint.model.layout import IntArray
+from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.keys import parse
+
+LEAST_ELEMENTS = 64
+"""Fewer elements may be equal by chance or by construction."""
+
+_POSITIONS = 16
+_SAMPLE = 64
+_BATCH = 1024
+_NORMS = 512
+
+
+def find_same(folder: Folder, ckpt: Checkpoint, table: PayloadTable, path: Callable[[int], str]) -> None:
+    """Fill `same` and `constant`.
+
+    Up to 1 KiB of each suspect is read: equal length and CRC-32 make a suspect. Where there is one, the norms are
+    sampled too: a model whose norms hold one value each has not been trained.
+
+    Args:
+        path: the raw path of a payload file by its number.
+
+    Raises:
+        AccessError: a read was refused.
+    """
+    suspects = _alike(ckpt, table)
+    if not suspects:
+        return
+    samples = _Samples(folder, ckpt, table, path)
+    first = samples.of([int(rows[0]) for rows in suspects])
+    open_ones = []
+    for rows in suspects:
+        if _is_constant(first[int(rows[0])], table, int(rows[0])):
+            table.constant[rows] = True
+        else:
+            open_ones.append(rows)
+    if not open_ones:
+        return
+    taken = first | samples.of([int(row) for rows in open_ones for row in rows[1:]])
+    number = 0
+    for rows in open_ones:
+        by_sample: dict[bytes, list[int]] = {}
+        for row in rows.tolist():
+            by_sample.setdefault(taken[row], []).append(row)
+        for equal in by_sample.values():
+            if len(equal) > 1:
+                table.same[equal] = number
+                number += 1
+    norms = _norms(ckpt, table)
+    for row, sample in samples.of(norms).items():
+        table.constant[row] = _is_constant(sample, table, row)
+
+
+def _alike(ckpt: Checkpoint, table: PayloadTable) -> list[IntArray]:
+    """Groups of records with equal length and checksum that belong to one tensor, or to one layer's experts."""
+    family = np.full(len(ckpt.records), -1, np.int64)
+    numbers: dict[str, int] = {}
+    for tensor in ckpt.tensors.values():
+        rows = tensor.chunks.record[tensor.chunks.record >= 0]
+        key = parse(tensor.fqn)
+        if not tensor.dtype.startswith(("float", "bfloat", "complex")) or (len(rows) < 2 and key.expert is None):
+            continue
+        name = tensor.fqn if key.expert is None else f"{key.scope} {key.layer} {key.role} {tensor.dtype}"
+        family[rows] = numbers.setdefault(name, len(numbers))
+    least = np.array([LEAST_ELEMENTS * ITEM_BITS.get(content.dtype, 0) // 8 for content in table.contents] or [0])
+    is_whole = np.array([content.volume * ITEM_BITS.get(content.dtype, 0) // 8 for content in table.contents] or [0])
+    good = (table.state == 0) & (family >= 0) & (table.crc > 0) & (table.storages == 1)
+    rows = np.flatnonzero(good)
+    content = table.content[rows]
+    # a view that was saved with its whole storage repeats that storage in each of its records
+    rows = rows[(table.size[rows] == is_whole[content]) & (least[content] > 0) & (table.size[rows] >= least[content])]
+    columns = np.stack([family[rows], table.size[rows], table.crc[rows]], axis=1)
+    order = np.lexsort(columns.T[::-1])
+    rows, columns = rows[order], columns[order]
+    cuts = np.flatnonzero((columns[1:] != columns[:-1]).any(axis=1)) + 1
+    return [part for part in np.split(rows, cuts) if len(part) > 1] if len(rows) else []
+
+
+def _norms(ckpt: Checkpoint, table: PayloadTable) -> list[int]:
+    rows: list[int] = []
+    for tensor in ckpt.tensors.values():
+        if len(rows) >= _NORMS:
+            break
+        key = parse(tensor.fqn)
+        if key.kind == "model" and key.cls == "norm" and tensor.fqn.endswith("weight"):
+            rows += [row for row in tensor.chunks.record.tolist() if row >= 0 and table.state[row] == 0]
+    return [row for row in rows if table.size[row] > 0 and table.start[row] >= 0]
+
+
+def _is_constant(sample: bytes, table: PayloadTable, row: int) -> bool:
+    item = max(ITEM_BITS.get(table.contents[int(table.content[row])].dtype, 8) // 8, 1)
+    return sample[: len(sample) - len(sample) % item] == sample[:item] * (len(sample) // item)
+
+
+class _Samples:
+    """Reads 64 bytes at 16 evenly spaced places of a storage, or all of a small one."""
+
+    def __init__(self, folder: Folder, ckpt: Checkpoint, table: PayloadTable, path: Callable[[int], str]) -> None:
+        self.folder, self.ckpt, self.table, self.path = folder, ckpt, table, path
+
+    def of(self, rows: Sequence[int]) -> dict[int, bytes]:
+        """The samples of some records."""
+        found: dict[int, bytes] = {}
+        by_file: dict[int, list[int]] = {}
+        for row in rows:
+            by_file.setdefault(int(self.ckpt.records.file[row]), []).append(row)
+        for file, mine in by_file.items():
+            for at in range(0, len(mine), _BATCH):
+                batch = mine[at : at + _BATCH]
+                spans = [self._spans(row) for row in batch]
+                data = iter(self.folder.ranges(self.path(file), [span for part in spans for span in part]))
+                for row, part in zip(batch, spans, strict=True):
+                    found[row] = b"".join(next(data) for _ in part)
+        return found
+
+    def _spans(self, row: int) -> list[tuple[int, int]]:
+        start, size = int(self.table.start[row]), int(self.table.size[row])
+        if size <= _POSITIONS * _SAMPLE:
+            return [(start, size)]
+        step = (size - _SAMPLE) // (_POSITIONS - 1)
+        step -= step % 16  # whole elements of every dtype
+        return [(start + i * step, _SAMPLE) for i in range(_POSITIONS)]

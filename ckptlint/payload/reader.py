@@ -1,0 +1,774 @@
+"""Depths `headers` and `data`: what the records themselves say, next to what the metadata says about them.
+
+Each payload file is read by one thread: at depth `headers` both ends of each record, at depth `data` then all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import islice
+from math import prod
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.loaders.problems import from_error, from_refusals
+from ckptlint.model import (
+    ITEM_BITS,
+    Checkpoint,
+    Content,
+    Damage,
+    PayloadTable,
+    Problem,
+    RecordState,
+    Tensor,
+    empty_payload,
+    printable,
+)
+from ckptlint.model.layout import IntArray, distinct
+from ckptlint.payload.identical import find_same
+from ckptlint.payload.nonfinite import ENCODINGS
+from ckptlint.payload.record_headers import Headers, Place, Record, read_headers
+from ckptlint.payload.record_headers import Part as Member
+from ckptlint.payload.record_pickle import Decoded, decode
+from ckptlint.payload.safetensors_blob import read_blob
+from ckptlint.payload.stream import BLOCK, Members, Meter, Scan, Streamed, stream
+from ckptlint.progress import tell
+from ckptlint.seals.digests import Elements, elements
+from ckptlint.seals.seal import SEAL, comparable, metadata_hash, misfit, read_seal
+from ckptlint.storage.folder import READABLE, Folder
+
+INTEGRITY = "integrity.json"
+
+_PENDING_LIMIT = 32 * 1024**2
+_JSON_LIMIT = 64 * 1024**2
+_SECTOR = 512
+_NAMED = 4
+_EXAMINED = 64
+_TICK = 0.1
+
+_NO_SEAL = "copy it again from where it was written, or remove it: without it the contents are not compared"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How to read the payload.
+
+    Attributes:
+        depth: `headers` or `data`.
+        jobs: threads, one file each.
+        percent: share of the records to read, None for all.
+        seed: of the random choice.
+    """
+
+    depth: Literal["headers", "data"]
+    jobs: int
+    percent: float | None = None
+    seed: int = 0
+
+
+def default_reading(
+    depth: Literal["headers", "data"], percent: float | None = None, seed: int | None = None
+) -> Reading:
+    """A reading with a thread per processor, 8 at most, and a seed of its own when none is given."""
+    jobs = min(8, os.cpu_count() or 1)
+    return Reading(depth, jobs, percent, secrets.randbelow(2**31) if seed is None else seed)
+
+
+def read_payload(folder: Folder, ckpt: Checkpoint, how: Reading) -> Checkpoint:
+    """The checkpoint with `payload`, and with the problems that its records are.
+
+    Raises:
+        AccessError: a read was refused.
+        KeyboardInterrupt: the user interrupted the reading; its argument says in a sentence what was covered.
+    """
+    reader = Reader(folder, ckpt, how)
+    return reader.join([reader.part()])
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """What one process saw of its share of the records.
+
+    Attributes:
+        rows: int64 [k], the share.
+        table: its columns have those k rows.
+        keys: of each content in the table, equal for what is equal in another part.
+        decoded: key -> what the `data.pkl` is.
+        sums: int64 [k], of the bytes that were read; equal where they are equal.
+        broken: file -> records that cannot be read, with what is wrong.
+        sample: as `PayloadTable` has it.
+    """
+
+    rows: IntArray
+    table: PayloadTable
+    keys: list[bytes]
+    decoded: dict[bytes, Decoded]
+    sums: IntArray
+    broken: dict[int, list[tuple[int, UnreadableError]]]
+    damages: list[Damage]
+    unlisted: tuple[str, ...]
+    problems: list[Problem]
+    sample: str
+
+
+class Reader:
+    """One reading of one checkpoint's payload, by this process or by several that each read a share.
+
+    Args:
+        share: int64 [k], ascending, the rows of `Checkpoint.records` to read; None for all.
+        leads: whether this process also looks at what no record lies in; one of several does.
+    """
+
+    def __init__(
+        self, folder: Folder, ckpt: Checkpoint, how: Reading, share: IntArray | None = None, leads: bool = True
+    ) -> None:
+        self.folder, self.ckpt, self.how, self.leads = folder, ckpt, how, leads
+        self.share = np.arange(len(ckpt.records)) if share is None else share
+        self.table = empty_payload(len(ckpt.records), how.depth)
+        self.sums = np.zeros(len(ckpt.records), np.int64)
+        self.contents = _Contents()
+        self.needed, self.is_tensor = _needed(ckpt)
+        self.told = _told_already(ckpt, self.needed)
+        self.broken: dict[int, list[tuple[int, UnreadableError]]] = defaultdict(list)
+        self.problems: list[Problem] = []
+        self.members: dict[int, Members] = {}
+        self.sealed: dict[int, tuple[Tensor, int]] = {}
+        self.meter = Meter()
+        self.phase = "records"
+        self.bad = 0
+
+    def part(self) -> Part:
+        """Read the share.
+
+        Raises:
+            AccessError, KeyboardInterrupt: as `read_payload`.
+        """
+        rows, sample = self._choose()
+        damages: list[Damage] = []
+        unlisted: tuple[str, ...] = ()
+        try:
+            self._read_headers(rows)
+            if not self.ckpt.locates_bytes:
+                self._read_blobs()
+            if self.how.depth == "data":
+                wanted, problems = (None, []) if sample else _integrity(self.folder)
+                self.problems += problems
+                self._read_seal()
+                damages = self._read_data(wanted or {})
+                if wanted is not None and self.leads:
+                    damages += self._other_files(wanted)
+                    unlisted = tuple(file.name for file in self.ckpt.files if file.path and file.path not in wanted)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(self._covered()) from None
+        finally:
+            self.meter.stop.set()  # threads that still run have nobody to read for
+        is_whole = len(self.share) == len(self.ckpt.records)
+        table = self.table if is_whole else _rows_of(self.table, self.share)
+        contents = self.contents
+        keys = [*contents.numbers, *(repr(content).encode() for content in table.contents[len(contents.numbers) :])]
+        decoded = dict(zip(contents.numbers, contents.decoded, strict=True))
+        return Part(
+            self.share,
+            table,
+            keys,
+            decoded,
+            self.sums[self.share],
+            self.broken,
+            damages,
+            unlisted,
+            self.problems,
+            sample,
+        )
+
+    def join(self, parts: Sequence[Part]) -> Checkpoint:
+        """The checkpoint with what the parts saw; where two read one record, what the first saw.
+
+        Raises:
+            AccessError: a read was refused.
+        """
+        self.broken, self.problems = defaultdict(list), []
+        decoded = self._merge(parts)
+        self._tell_refusals(decoded)
+        for part in parts:
+            self.problems += part.problems
+        damages = [damage for part in parts for damage in part.damages]
+        find_same(self.folder, self.ckpt, self.table, self._path)
+        damages += self._report_broken()
+        payload = replace(
+            self.table,
+            damages=tuple(dict.fromkeys(damages)),
+            unlisted=tuple(name for part in parts for name in part.unlisted),
+            sample=parts[0].sample,
+        )
+        return replace(self.ckpt, payload=payload, problems=[*self.ckpt.problems, *dict.fromkeys(self.problems)])
+
+    def _merge(self, parts: Sequence[Part]) -> dict[int, Decoded]:
+        """Fill the table from the parts; returns what the `data.pkl`s are by the number of their content."""
+        is_whole = len(parts) == 1 and len(parts[0].rows) == len(self.ckpt.records)
+        self.table = parts[0].table if is_whole else empty_payload(len(self.ckpt.records), self.how.depth)
+        is_free = np.ones(len(self.ckpt.records), bool)
+        number: dict[bytes, int] = {}
+        decoded: dict[int, Decoded] = {}
+        contents: list[Content] = []
+        for part in parts:
+            new = is_free[part.rows]
+            at = part.rows[new]
+            is_free[at] = False
+            for name in _COLUMNS if self.table is not part.table else ():
+                getattr(self.table, name)[at] = getattr(part.table, name)[new]
+            for key, content in zip(part.keys, part.table.contents, strict=True):
+                if number.setdefault(key, len(contents)) == len(contents):
+                    contents.append(content)
+            shift = np.array([*(number[key] for key in part.keys), -1], np.int32)  # -1, the last one, for no content
+            self.table.content[at] = shift[part.table.content[new]]
+            decoded |= {number[key]: found for key, found in part.decoded.items()}
+            for file, found in part.broken.items():
+                known = {row for row, _ in self.broken[file]}
+                self.broken[file] += [item for item in found if item[0] not in known]
+        self.table.contents[:] = contents
+        return dict(sorted(decoded.items()))
+
+    def _path(self, file: int) -> str:
+        path = self.ckpt.files[file].path
+        assert path is not None
+        return path
+
+    # ------------------------------------------------------------ which records
+
+    def _choose(self) -> tuple[IntArray, str]:
+        """The records to read, and which share of all they are when the user asked for one."""
+        records, state = self.ckpt.records, self.table.state
+        size = _file_sizes(self.ckpt)[records.file]
+        inside = (records.byte_offset >= 0) & (records.byte_length > 0)
+        inside &= records.byte_length <= size - records.byte_offset
+        state[inside & records.transformed] = RecordState.TRANSFORMED
+        inside &= ~records.transformed
+        if not self.ckpt.locates_bytes:
+            inside &= ~self.is_tensor
+        elif _is_raw(self.ckpt, self.needed):
+            state[inside & self.is_tensor] = RecordState.RAW
+            inside &= ~self.is_tensor
+        rows = np.flatnonzero(inside)
+        is_shared = np.zeros(len(records), bool)
+        is_shared[self.share] = True
+        if self.how.percent is None or not len(rows):
+            return rows[is_shared[rows]], ""
+        count = max(1, round(len(rows) * self.how.percent / 100))
+        drawn = np.sort(np.random.default_rng(self.how.seed).choice(rows, count, replace=False))
+        state[rows] = RecordState.UNSAMPLED
+        return drawn[
+            is_shared[drawn]
+        ], f"{self.how.percent:g}% of the records ({count:,} of {len(rows):,}), seed {self.how.seed}"
+
+    # ------------------------------------------------------------ depth `headers`
+
+    def _read_headers(self, rows: IntArray) -> None:
+        records = self.ckpt.records
+        self.phase, self.meter = "records", Meter(total=len(rows))
+        tasks = {
+            file: partial(self._file_headers, self._path(file), self._places(mine))
+            for file, mine in _by_file(rows, records.file, records.byte_offset).items()
+        }
+        contents = self.contents
+        several: dict[int, tuple[Member, ...]] = {}
+        for file, found in self._run(tasks):
+            self.broken[file] += found.broken
+            for record in found.records:
+                parts = tuple(part for part in record.parts if part.name.startswith("data/"))
+                self.table.content[record.row] = contents.number(record, parts, self.table.contents)
+                self._place(record.row, parts)
+                if len(parts) > 1 and self.is_tensor[record.row]:
+                    several[record.row] = parts
+            if self.how.depth == "data":
+                self.members[file] = _columns(found.records)
+        contents.decode(self.table.contents)
+        self._place_decoded(several)
+
+    def _places(self, rows: IntArray) -> list[Place]:
+        records = self.ckpt.records
+        columns = (rows, records.byte_offset[rows], records.byte_length[rows])
+        return [Place(*place) for place in zip(*(column.tolist() for column in columns), strict=True)]
+
+    def _file_headers(self, path: str, places: list[Place]) -> Headers:
+        whole = Headers()
+        for part in read_headers(self.folder, path, places):
+            whole.records += part.records
+            whole.broken += part.broken
+            self.meter.add(len(part.records) + len(part.broken))
+            if self.meter.stop.is_set():
+                break
+        return whole
+
+    def _place(self, row: int, parts: tuple[Member, ...]) -> None:
+        table = self.table
+        table.state[row] = RecordState.READ
+        table.storages[row] = len(parts)
+        table.stored[row] = sum(part.size for part in parts)
+        if parts:
+            _, start, size, crc = parts[0]
+            table.start[row], table.size[row] = start, size
+            table.crc[row] = crc if crc or not size else -1
+
+    def _place_decoded(self, several: Mapping[int, tuple[Member, ...]]) -> None:
+        """What the decoded pickles mean for the records that hold them."""
+        table = self.table
+        for row, parts in several.items():
+            content = table.of(row)
+            named = [part for part in parts if content is not None and part.name == content.key]
+            self._place(row, (*named, *(part for part in parts if part not in named)))
+        for number, rows in _by_content(table):
+            decoded = self.contents.decoded[number]
+            if decoded.content is None or decoded.error is not None:
+                table.state[rows] = RecordState.UNREADABLE
+            if decoded.error is not None:
+                for row in rows.tolist():
+                    self.broken[int(self.ckpt.records.file[row])].append((row, decoded.error))
+
+    def _tell_refusals(self, decoded: Mapping[int, Decoded]) -> None:
+        """Problems for the names in pickles that may not be there, and a note for those nobody knows."""
+        unknown: dict[str, int] = {}
+        for number, rows in _by_content(self.table):
+            if number not in decoded:
+                continue
+            unpickled = decoded[number].unpickled
+            first = int(rows[0])
+            file, name = self.ckpt.place(first)[0], self.ckpt.records.name(first)
+            if not any(problem.kind == "unsafe" and problem.file == name for problem in self.ckpt.problems):
+                more = f" and {len(rows) - 1:,} more records" if len(rows) > 1 else ""
+                refused = from_refusals(replace(unpickled, unknown=()), f"{file}{more}", f"data.pkl of {name} in ")
+                self.problems += [replace(p, file=file, fqn=name, why=_LOADED, blocks=False) for p in refused]
+            for cls in unpickled.unknown:
+                unknown[cls] = unknown.get(cls, 0) + len(rows)
+        if unknown:
+            names = ", ".join(islice(unknown, 8)) + (", ..." if len(unknown) > 8 else "")
+            count = sum(unknown.values())
+            sentence = f"{count:,} records hold {len(unknown)} classes unknown to ckptlint: {names}"
+            self.problems.append(Problem("note", "", sentence))
+
+    def _read_blobs(self) -> None:
+        """The safetensors headers of files whose tensors lie in one blob."""
+        rows = self.share[self.is_tensor[self.share]]
+        for file, mine in _by_file(rows, self.ckpt.records.file, self.ckpt.records.byte_offset).items():
+            if self.ckpt.files[file].path is None or self.ckpt.files[file].size is None:
+                continue
+            try:
+                self.members_of_blob(file, mine)
+            except UnreadableError as error:
+                self.broken[file] += [(row, error) for row in mine.tolist()]
+
+    def members_of_blob(self, file: int, rows: IntArray) -> None:
+        """Fill the columns of the records in one blob."""
+        size = self.ckpt.files[file].size or 0
+        start = int(self.ckpt.records.byte_offset[rows[0]])
+        found = read_blob(self.folder, self._path(file), start, size)
+        table = self.table
+        for row in rows.tolist():
+            item = found.get(self.ckpt.records.name(row))
+            if item is None:
+                self.broken[file].append((row, UnreadableError("has no such tensor in its safetensors header", start)))
+                continue
+            table.state[row] = RecordState.READ
+            table.content[row] = len(table.contents)
+            table.contents.append(item.content)
+            table.storages[row] = 1
+            table.stored[row] = table.size[row] = item.size
+            table.start[row] = item.start
+        if self.how.depth == "data":
+            self.members[file] = _joined(self.members.get(file), table, rows[table.state[rows] == RecordState.READ])
+
+    # ------------------------------------------------------------ depth `data`
+
+    def _read_seal(self) -> None:
+        """The seal beside the checkpoint, and the records whose digests it asks for."""
+        try:
+            seal = read_seal(self.folder)
+        except UnreadableError as error:
+            self.problems.append(from_error(error, SEAL, hint=_NO_SEAL))
+            return
+        if seal is None:
+            return
+        self.ckpt = replace(self.ckpt, seal=seal, metadata_hash=metadata_hash(self.folder))
+        if misfit(self.ckpt):
+            return
+        table = self.table
+        for tensor in comparable(self.ckpt):
+            rows = np.flatnonzero(tensor.layout.live)
+            for row, record in zip(rows.tolist(), tensor.chunks.record[rows].tolist(), strict=True):
+                self.sealed[record] = tensor, row
+        raw = self.share[table.state[self.share] == RecordState.RAW]
+        raw = raw[[int(row) in self.sealed for row in raw]]
+        for file, rows in _by_file(raw, self.ckpt.records.file, self.ckpt.records.byte_offset).items():
+            table.start[rows], table.size[rows] = (
+                self.ckpt.records.byte_offset[rows],
+                self.ckpt.records.byte_length[rows],
+            )
+            self.members[file] = _joined(self.members.get(file), table, rows)
+
+    def _read_data(self, wanted: Mapping[str, str]) -> list[Damage]:
+        """Stream every file; `wanted` gives the SHA-256 of those that are to be hashed as a whole."""
+        sizes = _file_sizes(self.ckpt).tolist()
+        mine = set(distinct(self.ckpt.records.file[self.share]).tolist())
+        others = set(distinct(self.ckpt.records.file).tolist()) - mine
+        whole = {
+            file.path: sizes[i]
+            for i, file in enumerate(self.ckpt.files)
+            if file.path in wanted and sizes[i] >= 0 and (i in mine or (self.leads and i not in others))
+        }
+        files = sorted(self.members.keys() | {i for i, file in enumerate(self.ckpt.files) if file.path in whole})
+        tasks, total = {}, 0
+        for i in files:
+            members = self.members.get(i, _columns([]))
+            size = whole.get(self.ckpt.files[i].path)
+            total += int(members.size.sum()) if size is None else size
+            threads = 1 + max(self.how.jobs // len(files), 1)
+            tasks[i] = partial(self._file_data, self._path(i), members, size, threads)
+        self.phase, self.meter = "bytes", Meter(total=total)
+        damages: list[Damage] = []
+        for file, seen in self._run(tasks):
+            damages += self._mismatches(file, seen, wanted)
+            self.bad = len(damages)
+            self.members.pop(file, None)
+        return damages
+
+    def _file_data(self, path: str, members: Members, size: int | None, threads: int) -> Streamed:
+        return stream(self.folder, path, members, _scans(self.table, members, self.sealed), size, self.meter, threads)
+
+    def _mismatches(self, file: int, seen: Streamed, wanted: Mapping[str, str]) -> list[Damage]:
+        """Fill the columns on values, and compare the checksums."""
+        members, table = self.members.get(file, _columns([])), self.table
+        for member, count in seen.counts.items():
+            row = int(members.row[member])
+            table.scanned[row] = True
+            table.nan[row], table.plus_inf[row], table.minus_inf[row] = count.nan, count.plus_inf, count.minus_inf
+            table.first[row], table.masks[row] = count.first, count.masks
+        for member, digest in seen.digests.items():
+            row = int(members.row[member])
+            table.digest[row], table.digested[row] = digest, True
+        np.bitwise_xor.at(self.sums, members.row, seen.crc)
+        name = self.ckpt.files[file].name
+        bad = np.flatnonzero((seen.crc != members.crc) & (members.crc > 0))
+        damages = [
+            Damage(
+                int(members.row[i]),
+                name,
+                members.names[int(members.name[i])],
+                f"CRC-32 {members.crc[i]:08x}",
+                f"{seen.crc[i]:08x}",
+                self._zeros(int(members.row[i])) if turn < _EXAMINED else 0,
+            )
+            for turn, i in enumerate(bad.tolist())
+        ]
+        recorded = wanted.get(self.ckpt.files[file].path or "")
+        if recorded is not None and seen.sha256 and seen.sha256 != recorded:
+            damages.append(Damage(-1, name, "", f"SHA-256 {recorded}", seen.sha256))
+        return damages
+
+    def _other_files(self, wanted: Mapping[str, str]) -> list[Damage]:
+        """The files of `integrity.json` that are absent, or are no payload and differ."""
+        payload = {file.path for file in self.ckpt.files if file.path is not None and file.size is not None}
+        damages = []
+        for name, recorded in wanted.items():
+            if name in payload:
+                continue
+            state, size = self.folder.look_at(name)
+            if state not in ("ok", "link-outside") or size is None:
+                damages.append(Damage(-1, printable(name), "", f"SHA-256 {recorded}", "absent"))
+                continue
+            seen = stream(self.folder, name, _columns([]), {}, size, Meter())
+            if seen.sha256 != recorded:
+                damages.append(Damage(-1, printable(name), "", f"SHA-256 {recorded}", seen.sha256))
+        return damages
+
+    def _zeros(self, row: int) -> int:
+        """Bytes in those sectors of a record that hold nothing but zeros."""
+        file, offset, length = (int(c[row]) for c in (self.ckpt.records.file, self.ckpt.records.byte_offset,
+                                                      self.ckpt.records.byte_length))  # fmt: skip
+        count = 0
+        for at in range(offset, offset + length, BLOCK):
+            part = self.folder.read_range(self._path(file), at, min(BLOCK, offset + length - at))
+            data = np.frombuffer(part[: len(part) - len(part) % _SECTOR], np.uint8).reshape(-1, _SECTOR)
+            count += _SECTOR * int((~data.any(axis=1)).sum())
+        return count
+
+    # ------------------------------------------------------------ threads, problems
+
+    def _run(self, tasks: Mapping[int, Callable[[], T]]) -> Iterator[tuple[int, T]]:
+        """The results as they come; a few tasks wait at a time, so that results do not pile up.
+
+        Threads are told to stop when the caller, the user or an error ends it.
+        """
+        waiting = iter(tasks.items())
+        with ThreadPoolExecutor(self.how.jobs) as pool:
+            going: dict[Future[T], int] = {}
+            try:
+                while True:
+                    for file, task in islice(waiting, 2 * self.how.jobs - len(going)):
+                        going[pool.submit(task)] = file
+                    if not going:
+                        return
+                    done, _ = wait(going, _TICK, FIRST_COMPLETED)
+                    tell(self.phase, self.meter.done, self.meter.total)
+                    for future in done:
+                        yield going.pop(future), future.result()
+            finally:
+                self.meter.stop.set()
+                for future in going:
+                    future.cancel()
+
+    def _covered(self) -> str:
+        done, total = self.meter.done, self.meter.total
+        if self.phase == "records":
+            return f"interrupted after the headers of {done:,} of {total:,} records; no tensor bytes were checked"
+        share = f" ({done / total:.0%})" if total else ""
+        bad = f"{self.bad:,} checksums do not match" if self.bad else "no damage was found"
+        return f"interrupted after {done:,} of {total:,} bytes{share} of {self.ckpt.path} were checked; {bad} so far"
+
+    def _report_broken(self) -> list[Damage]:
+        """One problem per file and kind for the records that cannot be read; the zeros in them at depth `data`."""
+        damages = []
+        for file, broken in sorted(self.broken.items()):
+            rows = [row for row, _ in broken]
+            self.table.state[rows] = RecordState.UNREADABLE
+            told = [row for row in rows if self.told[row]]
+            self.table.state[told] = RecordState.ELSEWHERE
+            for limits in (False, True):
+                mine = [(r, e) for r, e in broken if not self.told[r] and isinstance(e, LimitError) is limits]
+                if mine:
+                    self.problems.append(self._problem(file, mine))
+            if self.how.depth == "data":
+                name = self.ckpt.files[file].name
+                zeros = ((row, self._zeros(row)) for row in rows[:_EXAMINED] if not self.told[row])
+                damages += [Damage(row, name, "", "", "", count) for row, count in zeros if count]
+        return damages
+
+    def _problem(self, file: int, broken: Sequence[tuple[int, UnreadableError]]) -> Problem:
+        row, error = min(broken, key=lambda item: int(self.ckpt.records.byte_offset[item[0]]))
+        name, fqn = self.ckpt.files[file].name, self.ckpt.records.name(row)
+        limit = isinstance(error, LimitError)
+        at = "" if error.position is None else f", byte {int(self.ckpt.records.byte_offset[row]) + error.position:,}"
+        fqns = list(dict.fromkeys(self.ckpt.records.name(r) for r, _ in broken))
+        more = f" (and {len(broken) - 1:,} more records of this file)" if len(broken) > 1 else ""
+        shown = ", ".join(fqns[:_NAMED]) + (f" and {len(fqns) - _NAMED:,} more" if len(fqns) > _NAMED else "")
+        return Problem(
+            "limit" if limit else "container",
+            name,
+            f"the record of {fqn} in {name} {error}{at}{more}",
+            detail=(f"keys: {shown}",),
+            hint="" if limit else "copy the file again from where it was written, or go back one step",
+            fqn=fqn if len(fqns) == 1 else None,
+        )
+
+
+_COLUMNS = [f.name for f in fields(PayloadTable) if isinstance(getattr(empty_payload(0, "data"), f.name), np.ndarray)]
+
+
+def _rows_of(table: PayloadTable, rows: IntArray) -> PayloadTable:
+    """The same columns of some rows."""
+    return replace(table, **{name: getattr(table, name)[rows] for name in _COLUMNS})
+
+
+def _by_content(table: PayloadTable) -> Iterator[tuple[int, IntArray]]:
+    """The number of each content of an archive that any record holds, and these records."""
+    order = np.argsort(table.content, kind="stable")
+    bounds = np.searchsorted(table.content[order], np.arange(len(table.contents) + 1))
+    for number in range(len(table.contents)):
+        if bounds[number] < bounds[number + 1]:
+            yield number, order[bounds[number] : bounds[number + 1]]
+
+
+_LOADED = "torch loads entries that are no tensors with a full unpickler, so a load may run what it names"
+
+
+class _Contents:
+    """Numbers for the distinct `data.pkl`s, and their bytes until they are decoded."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[bytes, int] = {}
+        self.decoded: list[Decoded] = []
+        self._pending: list[bytes] = []
+        self._names: list[str | None] = []
+        self._bytes = 0
+
+    def number(self, record: Record, parts: tuple[Member, ...], contents: list[Content]) -> int:
+        """The number of a record's content; `contents` gets a place for it when it is new."""
+        name = parts[0].name if len(parts) == 1 else None if parts else ""
+        key = hashlib.blake2b(record.pickle + (name or "-").encode(), digest_size=16).digest()
+        number = self.numbers.setdefault(key, len(self.numbers))
+        if number == len(self._names):
+            self._pending.append(record.pickle)
+            self._names.append(name)
+            self._bytes += len(record.pickle)
+            if self._bytes > _PENDING_LIMIT:
+                self.decode(contents)
+        return number
+
+    def decode(self, contents: list[Content]) -> None:
+        """Decode what has come together."""
+        for name, found in zip(self._names[len(self.decoded) :], decode(self._pending), strict=True):
+            content = found.content
+            is_lost = content is not None and name is not None and content.key not in ("", name)
+            if content is not None and is_lost and (name or content.volume):
+                error = UnreadableError(
+                    f"has a data.pkl that refers to {printable(content.key)}, which is not there", 0
+                )
+                found = replace(found, error=error)
+            self.decoded.append(found)
+            contents.append(content or Content("object"))
+        self._pending, self._bytes = [], 0
+
+
+def _columns(records: Sequence[Record]) -> Members:
+    names: dict[str, int] = {}
+    rows = [
+        (record.row, part.start, part.size, part.crc, names.setdefault(part.name, len(names)))
+        for record in sorted(records, key=lambda record: record.parts[0].start)
+        for part in record.parts
+    ]
+    return _members(np.array(rows or np.zeros((0, 5)), np.int64).T.copy(), list(names))
+
+
+def _joined(first: Members | None, table: PayloadTable, rows: IntArray) -> Members:
+    """The members of a file together with tensors that lie bare in it, and have no checksum."""
+    first = first or _columns([])
+    bare = [rows, table.start[rows], table.size[rows], np.zeros_like(rows), np.full_like(rows, len(first.names))]
+    columns = np.stack([first.row, first.start, first.size, first.crc, first.name])
+    both = np.concatenate([columns, np.stack(bare)], axis=1)
+    return _members(both[:, np.argsort(both[1], kind="stable")], [*first.names, "tensor"])
+
+
+def _members(columns: IntArray, names: list[str]) -> Members:
+    row, start, size, crc, name = columns
+    return Members(row, start, size, crc, name, names)
+
+
+def _scans(table: PayloadTable, members: Members, sealed: Mapping[int, tuple[Tensor, int]]) -> dict[int, Scan]:
+    """The members that hold a floating tensor, or one that was sealed, with the part of them that it covers."""
+    scans = {}
+    is_storage = np.flatnonzero((members.start == table.start[members.row]) & (members.size == table.size[members.row]))
+    for member in is_storage.tolist():
+        record = int(members.row[member])
+        tensor, row = sealed.get(record, (None, -1))
+        content = table.of(record)
+        if content is None and tensor is not None:
+            content = Content("tensor", tensor.dtype, sizes := tensor.layout.box(row).sizes, _row_major(sizes))
+        if content is None or content.form != "tensor" or content.dtype not in ITEM_BITS:
+            continue
+        item = ITEM_BITS[content.dtype] // 8
+        extent = content.extent
+        where = None if tensor is None else _places(tensor, row, content)
+        is_wanted = content.dtype in ENCODINGS or where is not None
+        fits = extent == content.volume and (content.offset + extent) * item <= int(members.size[member])
+        if is_wanted and extent and fits:
+            scans[member] = Scan(content.dtype, content.offset, extent, item, where)
+    return scans
+
+
+def _places(tensor: Tensor, row: int, content: Content) -> Elements | None:
+    """Where the elements of a record lie in the tensor; None when it holds another chunk, or a view with gaps."""
+    box = tensor.layout.box(row)
+    if content.dtype != tensor.dtype or content.shape != box.sizes:
+        return None
+    order = sorted(range(len(box.sizes)), key=lambda axis: -content.strides[axis])
+    run = 1
+    for axis in reversed(order):
+        if box.sizes[axis] > 1:
+            if content.strides[axis] != run:
+                return None
+            run *= box.sizes[axis]
+    return elements(box.offsets, box.sizes, tensor.global_shape, order)
+
+
+def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
+
+
+def _needed(ckpt: Checkpoint) -> tuple[IntArray, np.ndarray]:
+    """For each record the bytes of its chunk, -1 where they are not known; and whether it holds a chunk at all."""
+    needed = np.full(len(ckpt.records), -1, np.int64)
+    is_tensor = np.zeros(len(ckpt.records), bool)
+    for tensor in ckpt.tensors.values():
+        rows = np.flatnonzero(tensor.chunks.record >= 0)
+        is_tensor[[chunk.record for chunk in tensor.malformed if chunk.record >= 0]] = True
+        is_tensor[tensor.chunks.record[rows]] = True
+        if not len(rows) or not tensor.is_sound or (item := tensor.nbytes(1)) is None:
+            continue
+        sizes = tensor.layout.sizes[rows]
+        volume = sizes.astype(float).prod(axis=1)
+        fits = (sizes >= 0).all(axis=1) & (volume < 2**55)
+        needed[tensor.chunks.record[rows[fits]]] = sizes[fits].prod(axis=1) * item
+    return needed, is_tensor
+
+
+def _is_raw(ckpt: Checkpoint, needed: IntArray) -> bool:
+    """Whether every tensor's record is exactly as long as its elements: then there is no archive around them.
+
+    Source:
+        dlrover.trainer.torch.flash_checkpoint.fsdp_engine and ByteCheckpoint write raw bytes
+    """
+    known = needed > 0
+    return bool(known.any() and (needed[known] == ckpt.records.byte_length[known]).all())
+
+
+def _told_already(ckpt: Checkpoint, needed: IntArray) -> np.ndarray:
+    """The records whose range overlaps another one (PAY005) or is too short for the chunk (PAY007).
+
+    None in the safetensors serialisation, where the tensors of a file share one offset and neither rule applies.
+    """
+    records = ckpt.records
+    if not ckpt.locates_bytes:
+        return np.zeros(len(records), bool)
+    told = np.asarray(records.byte_length < needed)
+    if not len(records):
+        return told
+    order = np.lexsort((records.byte_offset, records.file))
+    file, start = records.file[order], records.byte_offset[order]
+    end = start + np.minimum(records.byte_length[order], np.iinfo(np.int64).max - np.maximum(start, 0))
+    overlap = (file[1:] == file[:-1]) & (start[1:] < end[:-1])
+    told[order[1:][overlap]] = True
+    told[order[:-1][overlap]] = True
+    return told
+
+
+def _file_sizes(ckpt: Checkpoint) -> IntArray:
+    """Bytes of each file, -1 for one that is not to be opened."""
+    sizes = [f.size if f.size is not None and f.path is not None and f.state in READABLE else -1 for f in ckpt.files]
+    return np.array(sizes or [-1], np.int64)
+
+
+def _by_file(rows: IntArray, file: np.ndarray, offset: IntArray) -> dict[int, IntArray]:
+    """The rows of each file in the order of their bytes."""
+    rows = rows[np.lexsort((offset[rows], file[rows]))]
+    parts = np.split(rows, np.flatnonzero(np.diff(file[rows])) + 1) if len(rows) else []
+    return {int(file[part[0]]): part for part in parts}
+
+
+def _integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]]:
+    """The SHA-256 of each file as Megatron-Core recorded it, None where it did not.
+
+    Source:
+        megatron.core.dist_checkpointing (>= 0.18) with verify_integrity: `algorithm`, `files` name -> hex digest
+    """
+    if not folder.has(INTEGRITY):
+        return None, []
+    try:
+        listed = json.loads(folder.read(INTEGRITY, _JSON_LIMIT))
+    except UnreadableError as error:
+        return None, [from_error(error, INTEGRITY)]
+    except (ValueError, RecursionError) as error:
+        return None, [from_error(UnreadableError(f"is no JSON ({printable(str(error))})"), INTEGRITY)]
+    files = listed.get("files") if isinstance(listed, dict) else None
+    if not isinstance(files, dict) or listed.get("algorithm") != "sha256":
+        return None, [from_error(UnreadableError("lists no SHA-256 checksums of files"), INTEGRITY)]
+    return {name: str(text).lower() for name, text in files.items()}, []

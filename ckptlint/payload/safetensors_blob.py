@@ -1,0 +1,60 @@
+"""The safetensors blob at the end of a payload file of torch's FileSystemWriter in its SAFETENSORS mode."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import NamedTuple
+
+from ckptlint.errors import UnreadableError
+from ckptlint.formats.safetensors_header import header_length, layout_faults, parse_header
+from ckptlint.loaders.safetensors import sharding_info
+from ckptlint.model import ITEM_BITS, Content, printable
+from ckptlint.storage.folder import Folder
+
+
+class BlobTensor(NamedTuple):
+    """A tensor of a blob: what it is, first byte in the file, bytes."""
+
+    content: Content
+    start: int
+    size: int
+
+
+def read_blob(folder: Folder, path: str, start: int, size: int) -> dict[str, BlobTensor]:
+    """The tensors of a blob by their printable names.
+
+    Args:
+        path: the file, raw.
+        start: first byte of the blob.
+        size: bytes of the file, which the blob reaches to the end of.
+
+    Raises:
+        UnreadableError: its header is damaged, its tensors leave holes, overlap or do not fill the file, or it does not
+            say the offsets of each.
+        LimitError: the header is larger than the safetensors library reads.
+
+    Source:
+        torch.distributed.checkpoint.filesystem (>= 2.8), SerializationFormat.SAFETENSORS
+    """
+    try:
+        length = header_length(folder.read_range(path, start, 64), size - start)
+        header = parse_header(folder.read_range(path, start + 8, length), start + 8 + length)
+        info = sharding_info(header) or {}
+    except UnreadableError as error:
+        raise UnreadableError(f"lies in a safetensors blob that {error}", 0) from None
+    faults = [sentence for sentence, _, _ in layout_faults(header, size)]
+    if len(header.end) and header.payload + int(header.end.max()) > size:
+        faults.append("its tensors reach behind the end of the file")
+    if faults:
+        raise UnreadableError(f"lies in a safetensors blob of which {faults[0]}", 0)
+    columns = zip(header.names, header.dtypes, header.shapes, header.begin.tolist(), header.end.tolist(), strict=True)
+    found = {}
+    for name, known, shape, begin, end in columns:
+        dtype = known or "unknown"
+        if dtype in ITEM_BITS and prod(shape) * ITEM_BITS[dtype] // 8 != end - begin:
+            raise UnreadableError(f"lies in a safetensors blob with {end - begin:,} bytes for {dtype} {list(shape)}", 0)
+        strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        place, _ = info.get(name, (None, None))
+        content = Content("tensor", dtype, shape, strides, place=place)
+        found[printable(name)] = BlobTensor(content, header.payload + begin, end - begin)
+    return found

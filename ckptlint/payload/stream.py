@@ -1,0 +1,271 @@
+"""Depth `data`: the members of one payload file, read once from front to back: checksums, NaN, digests."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from threading import Event, Lock
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+
+from ckptlint.errors import AccessError
+from ckptlint.model import printable
+from ckptlint.model.layout import IntArray
+from ckptlint.payload.nonfinite import ENCODINGS, Count
+from ckptlint.seals.digests import MASK, Elements, elem_digest
+from ckptlint.storage.folder import Folder
+
+BLOCK = 2 * 1024**2
+"""Bytes read at once; a multiple of every element's size."""
+
+_GAP = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Members:
+    """The members of the records of one file as columns, in the order of their data.
+
+    Attributes:
+        row: record; start: first byte in the file; size: bytes; crc: as recorded; name: position in `names`.
+    """
+
+    row: IntArray
+    start: IntArray
+    size: IntArray
+    crc: IntArray
+    name: IntArray
+    names: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """The part of a member that holds a tensor.
+
+    Attributes:
+        dtype: torch's name; first: its first element in the member; count: its elements; item: bytes of one.
+        where: their places in the whole tensor, where a digest is wanted.
+    """
+
+    dtype: str
+    first: int
+    count: int
+    item: int
+    where: Elements | None = None
+
+
+@dataclass(slots=True)
+class Streamed:
+    """What was seen of one file.
+
+    Attributes:
+        crc: int64 per member, as computed.
+        counts: member -> values that are not finite; for every scanned member of a floating dtype.
+        digests: member -> digest of its elements, for those with their places known.
+        sha256: of the whole file, "" when not asked for.
+        finished: whether everything was read.
+    """
+
+    crc: IntArray
+    counts: dict[int, Count] = field(default_factory=dict)
+    digests: dict[int, int] = field(default_factory=dict)
+    sha256: str = ""
+    finished: bool = False
+
+
+@dataclass(slots=True)
+class Meter:
+    """Bytes or records done so far, shared by all threads; and the order to stop."""
+
+    total: int = 0
+    done: int = 0
+    stop: Event = field(default_factory=Event)
+
+    def add(self, count: int) -> None:
+        """Count; two threads may lose a step to each other, which a progress bar can bear."""
+        self.done += count
+
+
+def stream(
+    folder: Folder,
+    path: str,
+    members: Members,
+    scans: dict[int, Scan],
+    size: int | None,
+    meter: Meter,
+    threads: int = 2,
+) -> Streamed:
+    """Read the members once.
+
+    Args:
+        path: the file, raw.
+        scans: member -> the tensor in it.
+        size: of the whole file when its SHA-256 is wanted too, else None.
+        meter: is told of every block, and may stop the reading.
+        threads: that take turns to read a block and then work on theirs; one reads while the others work.
+
+    Raises:
+        AccessError: a read was refused.
+    """
+    seen = Streamed(
+        np.zeros(len(members.start), np.int64),
+        {member: Count() for member, scan in scans.items() if scan.dtype in ENCODINGS},
+        {member: 0 for member, scan in scans.items() if scan.where is not None},
+    )
+    whole = hashlib.sha256() if size is not None else None
+    starts, ends = members.start.tolist(), (members.start + members.size).tolist()
+    with folder.open(path) as file, ThreadPoolExecutor(threads) as pool:
+        work = _Work(file, path, starts, ends, scans)
+        for block in _in_order(pool, work, _plan(starts, ends, size), threads + 2):
+            if meter.stop.is_set():
+                return seen
+            if whole is not None:
+                whole.update(block.data)
+            _merge(seen, block)
+            meter.add(len(block.data))
+    seen.sha256 = "" if whole is None else whole.hexdigest()
+    seen.finished = True
+    return seen
+
+
+class _Part(NamedTuple):
+    """What a block holds of a member: its bytes, their CRC-32 when they are a whole block, what was seen in them."""
+
+    member: int
+    data: memoryview
+    crc: int | None
+    values: Count
+    digest: int
+
+
+class _Block(NamedTuple):
+    """A block that was read and looked at."""
+
+    data: memoryview
+    parts: list[_Part]
+
+
+class _Work:
+    """Reads blocks of one file, one thread at a time, and looks at them, all threads together."""
+
+    def __init__(self, file: BinaryIO, path: str, starts: list[int], ends: list[int], scans: dict[int, Scan]) -> None:
+        self.file, self.path, self.starts, self.ends, self.scans = file, path, starts, ends, scans
+        self.lock = Lock()
+        self.buffers: dict[int, bytearray] = {}
+
+    def block(self, slot: int, begin: int, end: int, first: int, last: int) -> _Block:
+        """The members [first, last) in the bytes [begin, end)."""
+        data = self._read(self.buffers.setdefault(slot, bytearray(BLOCK)), begin, end)
+        parts = []
+        for member in range(first, last):
+            start = max(self.starts[member], begin)
+            part = data[start - begin : max(self.ends[member] - begin, 0)]
+            count, digest = Count(), 0
+            if member in self.scans:
+                digest = _scan(count, self.scans[member], part, start - self.starts[member])
+            parts.append(_Part(member, part, zlib.crc32(part) if len(part) == BLOCK else None, count, digest))
+        return _Block(data, parts)
+
+    def _read(self, buffer: bytearray, begin: int, end: int) -> memoryview:
+        view = memoryview(buffer)[: end - begin]
+        filled = 0
+        try:
+            with self.lock:
+                self.file.seek(begin)
+                while filled < len(view) and (count := self.file.readinto(view[filled:])):  # type: ignore[attr-defined]
+                    filled += count
+        except OSError as error:
+            raise AccessError(f"{printable(self.path)} cannot be read: {error.strerror}") from None
+        return view[:filled]
+
+
+def _in_order(
+    pool: ThreadPoolExecutor, work: _Work, plan: Iterator[tuple[int, int, int, int]], slots: int
+) -> Iterator[_Block]:
+    """The blocks in the order of the plan; each lies in one of so many buffers until the next one is asked for."""
+    going: deque[Future[_Block]] = deque()
+    for turn, block in enumerate(plan):
+        if len(going) == slots - 1:
+            yield going.popleft().result()
+        going.append(pool.submit(work.block, turn % slots, *block))
+    while going:
+        yield going.popleft().result()
+
+
+def _merge(seen: Streamed, block: _Block) -> None:
+    """Add a block to what was seen before it in the file."""
+    for part in block.parts:
+        before = int(seen.crc[part.member])
+        # CRC-32 is linear: that of two parts follows from those of each, and from the length of the second
+        seen.crc[part.member] = zlib.crc32(part.data, before) if part.crc is None else _shifted(before) ^ part.crc
+        if part.member in seen.counts:
+            seen.counts[part.member].join(part.values)
+        if part.member in seen.digests:
+            seen.digests[part.member] = seen.digests[part.member] + part.digest & MASK
+
+
+@cache
+def _shift() -> tuple[int, ...]:
+    """What a block of zeros makes of each bit of a CRC-32 that comes before it."""
+    zeros = bytes(BLOCK)
+    nothing = zlib.crc32(zeros)
+    return tuple(zlib.crc32(zeros, 1 << bit) ^ nothing for bit in range(32))
+
+
+def _shifted(crc: int) -> int:
+    moved = 0
+    for bit, value in enumerate(_shift() if crc else ()):
+        if crc >> bit & 1:
+            moved ^= value
+    return moved
+
+
+def _scan(count: Count, scan: Scan, part: memoryview, offset: int) -> int:
+    """Look at the elements of the wanted part that lie in these bytes of the member; returns their digest."""
+    first = max(scan.first * scan.item - offset, 0)
+    last = min((scan.first + scan.count) * scan.item - offset, len(part) - len(part) % scan.item)
+    if first >= last:
+        return 0
+    at = (offset + first) // scan.item
+    if scan.dtype in ENCODINGS:
+        count.add(part[first:last], scan.dtype, at)
+    if scan.where is None:
+        return 0
+    parts = 2 if scan.dtype.startswith("complex") else 1
+    bits = np.frombuffer(part[first:last], f"<u{scan.item // parts}")
+    return elem_digest(bits, scan.where, at - scan.first, parts)
+
+
+def _plan(starts: list[int], ends: list[int], size: int | None) -> Iterator[tuple[int, int, int, int]]:
+    """Blocks to read: first byte, end, first member, last member + 1.
+
+    Small members share a block; a large one has blocks of its own, which start at whole elements. With `size` the
+    blocks cover every byte up to it.
+    """
+    at = member = 0
+    while member < len(starts):
+        begin, end, first = starts[member], ends[member], member
+        if size is not None:
+            yield from _cut(at, begin, 0, 0)
+        member += 1
+        if end - begin > BLOCK:
+            yield from _cut(begin, end, first, member)
+        else:
+            reach = _GAP if size is None else BLOCK
+            while member < len(starts) and starts[member] - end <= reach and ends[member] - begin <= BLOCK:
+                end = max(end, ends[member])
+                member += 1
+            yield begin, end, first, member
+        at = max(at, end)
+    if size is not None:
+        yield from _cut(at, size, 0, 0)
+
+
+def _cut(begin: int, end: int, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
+    for at in range(begin, end, BLOCK):
+        yield at, min(at + BLOCK, end), first, last

@@ -1,0 +1,340 @@
+"""The `html` format: one self-contained page, without network and without JavaScript.
+
+The page is `report.html.jinja` with `report.css`; here is what it shows. Every text is escaped, by jinja2 or in `svg`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from base64 import b64encode
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptlint import __version__
+from ckptlint.geometry.chunk_graph import axis_graph, axis_name, rank_of
+from ckptlint.geometry.chunk_map import Grid, human_bytes, make_grid
+from ckptlint.lint.report import CheckpointReport, Diagnostic, Group, Report
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.layout import Box, Layout
+from ckptlint.reporters.full import FORMAT_NAMES, also, place_of
+from ckptlint.reporters.html import svg
+from ckptlint.reporters.style import Style, cut, plural
+from ckptlint.rule import SECTIONS, Finding
+from ckptlint.vocabulary.keys import numbers, role
+
+if TYPE_CHECKING:
+    import networkx as nx
+    from markupsafe import Markup
+
+STRIP_LIMIT = 2000
+"""Tensors shown in the appendix, over all checkpoints; those that a finding concerns come first."""
+
+PICTURE_LIMIT = 5_000_000
+"""Characters of markup for pictures and chunk tables; the findings behind that have their sentences and notes only."""
+
+_CHUNK_LIMIT = 16
+_MARK_LIMIT = 64
+_GRAPH_LIMIT = 4096  # chunks of a tensor: the graph is made of Python objects
+_SAME_ROLE = 6  # tensors of one role in one layer that are not folded away
+_LEGEND = {
+    "gap": "in no chunk",
+    "overlap": "in several chunks",
+    "outside": "outside the tensor",
+    "boundary": "a cut of other chunks",
+    "region": "what the finding is about",
+}
+_VERDICTS = {"pass": ("✓", "Passed"), "fail": ("✕", "Failed"), "incomplete": ("?", "Incomplete")}
+
+
+def render(report: Report, style: Style) -> str:
+    """The whole report as one HTML page; it is never cut by `style`."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    css = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    digest = b64encode(hashlib.sha256(css.encode()).digest()).decode()
+    loader = PackageLoader("ckptlint.reporters.html", "")
+    page = Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    ).get_template("report.html.jinja")
+    work = _Work()
+    room = STRIP_LIMIT
+    parts = []
+    for number, part in enumerate(report.checkpoints, 1):
+        parts.append(_checkpoint(part, f"c{number}", room, work))
+        room -= parts[-1]["appendix"]["shown"]
+    return page.render(
+        policy=f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'",
+        css=_markup(css),
+        hatches=_markup(svg.HATCHES),
+        verdict=report.verdict,
+        shown=_VERDICTS[report.verdict],
+        sentence=_sentence(report),
+        counts=[(level, report.counts[level]) for level in ("error", "warning", "info")],
+        totals=_totals(report),
+        messages=[*report.refused, *report.nothing],
+        parts=parts,
+        version=__version__,
+    )
+
+
+@dataclass(slots=True)
+class _Work:
+    """What is made once for a page.
+
+    Attributes:
+        room: what is left of PICTURE_LIMIT.
+        pages: code -> id of the group that shows the rule's page.
+        graphs: the chunk graphs of layouts, by axis.
+        axes: the most cut axis of layouts, and into how many intervals.
+        strips: the strip of a layout with its marks; tensors that are cut alike share it.
+    """
+
+    room: int = PICTURE_LIMIT
+    pages: dict[str, str] = field(default_factory=dict)
+    graphs: dict[tuple[Layout, int], nx.DiGraph[tuple[int, int]]] = field(default_factory=dict)
+    axes: dict[Layout, tuple[int, int]] = field(default_factory=dict)
+    strips: dict[tuple[Layout, tuple[tuple[int, int, str], ...]], str] = field(default_factory=dict)
+
+    def graph(self, layout: Layout, axis: int) -> nx.DiGraph[tuple[int, int]]:
+        """The chunk graph of one axis."""
+        if (layout, axis) not in self.graphs:
+            self.graphs[layout, axis] = axis_graph(layout, axis)
+        return self.graphs[layout, axis]
+
+    def most_cut(self, layout: Layout) -> tuple[int, int]:
+        """The axis with the most intervals, and how many it has; axis -1 for a tensor without axes."""
+        if layout not in self.axes:
+            counts = [(len(layout.intervals(axis)), -axis) for axis in range(len(layout.shape))]
+            count, axis = max(counts, default=(0, 1))
+            self.axes[layout] = -axis, count
+        return self.axes[layout]
+
+
+# ---------------------------------------------------------------- the head
+
+
+def _sentence(report: Report) -> str:
+    if not report.checkpoints:
+        return "Nothing was checked."
+    found = [plural(report.counts[level], level) for level in ("error", "warning") if report.counts[level]]
+    where = plural(len(report.checkpoints), "checkpoint")
+    unread = sum(not part.checkpoint.readable for part in report.checkpoints)
+    unfinished = {code for part in report.checkpoints for code in part.failed}
+    sentences = [f"{' and '.join(found)} in {where}." if found else f"Nothing wrong was found in {where}."]
+    if unread:
+        of = "Its" if len(report.checkpoints) == 1 else f"In {unread} of them the"
+        sentences.append(f"{of} tensors could not be read, so most rules could not run.")
+    if unfinished:
+        sentences.append(f"Rules that did not finish: {', '.join(sorted(unfinished))}.")
+    if report.refused:
+        sentences.append("Not everything could be opened.")
+    return " ".join(sentences)
+
+
+def _totals(report: Report) -> list[tuple[str, str]]:
+    checkpoints = [part.checkpoint for part in report.checkpoints]
+    return [
+        ("checkpoints", f"{len(checkpoints):,}"),
+        ("tensors", f"{sum(len(ckpt.tensors) for ckpt in checkpoints):,}"),
+        ("payload", human_bytes(sum(ckpt.total_bytes for ckpt in checkpoints))),
+        ("rules", f"{len(report.rules):,}"),
+        ("depth", report.depth),
+        ("time", f"{report.seconds:.2f} s"),
+    ]
+
+
+# ---------------------------------------------------------------- one checkpoint
+
+
+def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> dict[str, Any]:
+    ckpt = part.checkpoint
+    others = len(ckpt.objects) + len(ckpt.byte_objects)
+    facts = [FORMAT_NAMES[ckpt.format] + (f" ({ckpt.writer})" if ckpt.writer else "")]
+    if ckpt.ranks is not None:
+        facts += [plural(ckpt.ranks.world_size, "rank"), plural(ckpt.ranks.keys, "key")]
+    elif ckpt.readable:
+        facts += [plural(len(ckpt.tensors), "tensor"), *([plural(others, "object")] if others else [])]
+    if ckpt.files and ckpt.ranks is None:
+        facts += [plural(len(ckpt.files), "file"), human_bytes(ckpt.total_bytes)]
+    found = {item.code for item in part.diagnostics}
+    return {
+        "id": anchor,
+        "path": ckpt.path,
+        "facts": facts,
+        "topology": [(axis, size.size, size.source) for axis, size in ckpt.topology.items()],
+        "groups": [_group(ckpt, group, f"{anchor}-{group.number}", work) for group in part.groups],
+        "worst": part.groups[0].lead.severity.label if part.groups else "incomplete" if part.is_incomplete else "",
+        "appendix": _appendix(part, room, work),
+        "rules": [
+            ("did not finish", list(part.failed.items())),
+            ("not run", list(part.not_run.items())),
+            ("not applicable", list(part.not_applicable.items())),
+        ],
+        "passed": [code for code in part.passed if code not in found],
+    }
+
+
+def _group(ckpt: Checkpoint, group: Group, anchor: str, work: _Work) -> dict[str, Any]:
+    lead, finding = group.lead, group.lead.finding
+    notes = [("why", lead.why), *lead.all_notes()]
+    if len(group.members) > 1:
+        notes.append(("also", also(group)))
+    before, has_name, after = finding.message.partition("{of}")
+    page = work.pages.setdefault(lead.code, anchor)
+    pictures: dict[str, Any] = {}
+    if is_shown := work.room > 0:
+        pictures = _pictures(ckpt, finding, work)
+        work.room -= len(str(pictures))
+    return {
+        "id": anchor,
+        "level": lead.severity.label,
+        "code": lead.code,
+        "name": lead.rule.name,
+        "sentence": (_cut(before, lead.fqn), cut(lead.fqn or "") if has_name else "", _cut(after, lead.fqn)),
+        "place": finding.place or place_of(ckpt, finding),
+        "keys": len(group.members),
+        "detail": finding.detail,
+        "is_shown": is_shown,
+        "notes": [(label, text) for label, text in notes if text],
+        **pictures,
+        "page": page if page != anchor else "",
+        "summary": lead.rule.summary,
+        "sections": [(heading, text) for heading in SECTIONS if (text := lead.rule.section(heading))],
+    }
+
+
+def _cut(text: str, fqn: str | None) -> str:
+    return text.replace(fqn, cut(fqn)) if fqn else text
+
+
+def _pictures(ckpt: Checkpoint, finding: Finding, work: _Work) -> dict[str, Any]:
+    """The chunk map, the chunk table and the graphs of a finding."""
+    grid = make_grid(finding.tensor, finding.region) if finding.tensor and finding.region else None
+    return {
+        "map": None if grid is None or finding.detail else _map(ckpt, grid, finding.region),
+        "chunks": _chunks(ckpt, finding, grid),
+        "graphs": _graphs(ckpt, finding, work),
+    }
+
+
+def _map(ckpt: Checkpoint, grid: Grid, region: Box | None) -> dict[str, Any]:
+    """The chunk map with what its colours mean and how much the region holds."""
+    kinds = {svg.cell_kind(grid, r, c) for r in range(len(grid.rows)) for c in range(len(grid.columns))}
+    kinds |= {"boundary"} if svg.has_boundary(grid) else set()
+    picture = svg.chunk_map(ckpt, grid, region)
+    kinds |= {"region"} if 'class="region"' in picture else set()
+    facts = []
+    if region is not None:
+        nbytes = grid.tensor.nbytes(region.volume)
+        facts = [str(region), plural(region.volume, "element"), *([human_bytes(nbytes)] if nbytes is not None else [])]
+    return {"svg": _markup(picture), "facts": facts, "legend": [(k, v) for k, v in _LEGEND.items() if k in kinds]}
+
+
+def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, Any]:
+    """The chunks of the map, or of the finding: letter, region, file, rank, bytes."""
+    tensor = finding.tensor
+    if tensor is None:
+        return {"rows": [], "more": 0}
+    letters = {} if grid is None else grid.legend
+    named = dict.fromkeys([*letters, *(row for row in finding.rows if 0 <= row < len(tensor.chunks))])
+    rows = []
+    for row in list(named)[:_CHUNK_LIMIT]:
+        record = int(tensor.chunks.record[row])
+        file, offset, length = ckpt.place(record) if record >= 0 else ("", 0, 0)
+        rank = rank_of(file)
+        rows.append(
+            {
+                "letter": letters.get(row, ""),
+                "region": str(tensor.layout.box(row)),
+                "file": cut(file) or "stored nowhere",
+                "rank": "" if rank is None else str(rank),
+                "bytes": f"{offset:,}-{offset + length:,}" if record >= 0 and ckpt.locates_bytes else "",
+                "is_concerned": row in finding.rows,
+            }
+        )
+    return {"rows": rows, "more": len(named) - len(rows)}
+
+
+def _graphs(ckpt: Checkpoint, finding: Finding, work: _Work) -> list[dict[str, Any]]:
+    """The graphs of at most two axes that are cut: those on which the region is a part, else the most cut one."""
+    tensor, region = finding.tensor, finding.region
+    if tensor is None or region is None or not tensor.is_sound or len(tensor.chunks) > _GRAPH_LIMIT:
+        return []
+    layout, shape = tensor.layout, tensor.global_shape
+    axes = [a for a in range(len(shape)) if (region.offsets[a], region.ends[a]) != (0, shape[a])][:2]
+    if not axes and work.most_cut(layout)[1] > 1:
+        axes = [work.most_cut(layout)[0]]
+    drawn = []
+    for axis in axes:
+        graph = work.graph(layout, axis)
+        name = axis_name(ckpt, axis, len(graph))
+        label = f"{name}: {plural(len(graph), 'interval')}, {plural(graph.number_of_edges(), 'link')}"
+        drawn.append({"label": label, "svg": _markup(svg.axis_chain(ckpt, tensor, graph, region, axis, label))})
+    return drawn
+
+
+# ---------------------------------------------------------------- the appendix
+
+
+def _appendix(part: CheckpointReport, room: int, work: _Work) -> dict[str, Any]:
+    """The tensors by layer and by role, at most `room` of them, those that a finding concerns first."""
+    tensors, flags = part.checkpoint.tensors, _flags(part)
+    concerned = [fqn for fqn in flags if fqn in tensors]
+    shown = list(dict.fromkeys([*concerned, *tensors]))[:room]
+    layers: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
+    for fqn in sorted(shown, key=lambda fqn: (role(fqn), numbers(fqn))):
+        found = numbers(fqn)
+        layer = (role(fqn).partition("*")[0], found[0]) if found else ("", 0)
+        layers.setdefault(layer, {}).setdefault(role(fqn), []).append(_row(tensors[fqn], flags.get(fqn, []), work))
+    sections = [
+        {
+            "name": f"{head}{number}" if head else "Outside of numbered layers",
+            "count": sum(map(len, roles.values())),
+            "flags": [row["level"] for rows in roles.values() for row in rows if row["level"]],
+            "loose": [row for rows in roles.values() if len(rows) <= _SAME_ROLE for row in rows],
+            "roles": [(cut(name), rows) for name, rows in roles.items() if len(rows) > _SAME_ROLE],
+        }
+        for (head, number), roles in sorted(layers.items())
+    ]
+    return {"sections": sections, "shown": len(shown), "left_out": len(tensors) - len(shown)}
+
+
+def _flags(part: CheckpointReport) -> dict[str, list[Diagnostic]]:
+    """Key -> the findings that concern it, worst first."""
+    flags: dict[str, list[Diagnostic]] = {}
+    for group in part.groups:
+        for item in group.members:
+            if item.fqn is not None:
+                flags.setdefault(item.fqn, []).append(item)
+    return flags
+
+
+def _row(tensor: Tensor, found: list[Diagnostic], work: _Work) -> dict[str, Any]:
+    shape = "[" + ", ".join(map(str, tensor.global_shape)) + "]"
+    row: dict[str, Any] = {
+        "name": cut(tensor.fqn),
+        "kind": f"{tensor.dtype} {cut(shape)}",
+        "level": found[0].severity.label if found else "",
+        "codes": list(dict.fromkeys(item.code for item in found)),
+        "svg": "",
+        "cut": plural(len(tensor.chunks), "chunk"),
+    }
+    if not tensor.is_sound or not tensor.volume or not tensor.global_shape:
+        return row
+    layout = tensor.layout
+    axis, count = work.most_cut(layout)
+    regions = dict.fromkeys(item.finding.region for item in found if item.finding.region is not None)
+    marks = tuple((r.offsets[axis], r.ends[axis], svg.region_kind(layout, r)) for r in list(regions)[:_MARK_LIMIT])
+    if (layout, marks) not in work.strips:
+        label = f"{plural(len(tensor.chunks), 'chunk')}, dim {axis} in {plural(count, 'part')}"
+        work.strips[layout, marks] = svg.strip(layout, axis, marks, label)
+    more = f", dim {axis} in {count:,}" if count > 1 else ""
+    return row | {"svg": _markup(work.strips[layout, marks]), "cut": row["cut"] + more}
+
+
+def _markup(text: str) -> Markup:
+    """Text that is markup already: a file of this package, or made by `svg`, which escapes what it is given."""
+    from markupsafe import Markup
+
+    return Markup(text)  # noqa: S704

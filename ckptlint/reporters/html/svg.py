@@ -1,0 +1,359 @@
+"""The pictures of the HTML report, as SVG: chunk maps, strips of whole tensors, chunk graphs of one axis.
+
+Every function returns markup whose texts are escaped. Colours and hatching come from the classes, in `report.css`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ckptlint.geometry.chunk_graph import rank_of
+from ckptlint.geometry.chunk_map import Cell, Grid, axis_label, fixed_label
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.layout import Box, Layout
+from ckptlint.reporters.style import cut, plural
+
+if TYPE_CHECKING:
+    import networkx as nx
+
+_DIGIT = 7  # of the 12 px font, rounded up
+_STRIP_WIDTH = 1000
+_CUT_LIMIT = 200
+_RUN_LIMIT = 64
+_NODE_LIMIT = 5
+_NODE, _LINK, _LANE = 84, 56, 52
+
+HATCHES = """\
+<svg class="defs" width="0" height="0" aria-hidden="true"><defs>
+<pattern id="hatch-gap" width="8" height="8" patternUnits="userSpaceOnUse">
+<rect width="8" height="8" class="gap-ground"/><path d="M-2 2l4-4M0 8l8-8M6 10l4-4" class="gap-line"/></pattern>
+<pattern id="hatch-overlap" width="8" height="8" patternUnits="userSpaceOnUse">
+<rect width="8" height="8" class="overlap-ground"/><path d="M0 0l8 8M0 8l8-8" class="overlap-line"/></pattern>
+<pattern id="hatch-outside" width="6" height="6" patternUnits="userSpaceOnUse">
+<rect width="6" height="6" class="outside-ground"/><path d="M0 1.5h6M0 4.5h6" class="outside-line"/></pattern>
+<pattern id="hatch-mark" width="8" height="8" patternUnits="userSpaceOnUse">
+<rect width="8" height="8" class="mark-ground"/><path d="M2 0v8M6 0v8" class="mark-line"/></pattern>
+</defs></svg>"""
+"""The hatching that the classes refer to; a page holds it once."""
+
+
+def chunk_map(ckpt: Checkpoint, grid: Grid, region: Box | None) -> str:
+    """The grid of a finding: one rectangle per cell, the region of the finding outlined.
+
+    A solid line separates chunks; a dashed one is a cut of other chunks that runs through this one.
+    """
+    columns, rows = _labels(grid.columns), _labels(grid.rows)
+    width = max(72, *(len(label) * _DIGIT + 12 for label in columns))
+    height = 48 if grid.down is None else 36
+    left = len(columns[0]) * _DIGIT // 2 + 6
+    if grid.down is not None:
+        left = max(left, max(map(len, rows)) * _DIGIT + 12)
+    top = 42
+    total = left + width * len(grid.columns) + len(columns[-1]) * _DIGIT // 2 + 6
+    bottom = top + height * len(grid.rows)
+    parts = [_text(map_caption(ckpt, grid), left, 13, "axis")]
+    parts += [_text(label, left + i * width, top - 7, "cut") for i, label in enumerate(columns)]
+    if grid.down is not None:
+        parts += [_text(label, left - 8, top + i * height + 4, "cut side") for i, label in enumerate(rows)]
+    counts = dict.fromkeys(("gap", "overlap", "outside"), 0)
+    for r in range(len(grid.rows)):
+        for c in range(len(grid.columns)):
+            kind = cell_kind(grid, r, c)
+            counts[kind] = counts.get(kind, 0) + 1
+            x, y = left + c * width, top + r * height
+            title = _tag("title", escape(_cell_title(ckpt, grid, r, c, kind)))
+            parts.append(_tag("rect", title, class_=kind, x=x, y=y, width=width, height=height))
+            if name := _cell_name(grid, r, c):
+                parts.append(_text(name, x + width // 2, y + height // 2 + 4, "name"))
+    solid, dashed = _edges(grid, left, top, width, height)
+    parts.append(_tag("path", class_="boundary", d=dashed) if dashed else "")
+    parts.append(_tag("path", class_="edge", d=solid))
+    if region is not None and (outline := _outline(grid, region)):
+        c, r, across, down = outline
+        x, y = left + c * width, top + r * height
+        parts.append(_tag("rect", class_="region", x=x, y=y, width=across * width, height=down * height))
+    found = [plural(count, f"{kind} cell") for kind, count in counts.items() if count and kind != "ok"]
+    label = f"Chunk map of {cut(grid.tensor.fqn)}: {', '.join(found) or 'every cell is held once'}"
+    return _svg("".join(parts), total, bottom + 8, "map", label)
+
+
+def map_caption(ckpt: Checkpoint, grid: Grid) -> str:
+    """Which axes a map shows, in words."""
+    across = axis_label(ckpt, grid, grid.across)
+    if grid.down is None:
+        return f"{across} →" + fixed_label(grid)
+    return f"{axis_label(ckpt, grid, grid.down)} down, {across} across" + fixed_label(grid)
+
+
+def cell_kind(grid: Grid, row: int, column: int) -> str:
+    """The class of a cell: `ok`, `gap`, `overlap`, `outside` of the tensor, or `folded`."""
+    held = grid.holders[row][column]
+    if held is None:
+        return "folded"
+    if not grid.inside[row][column]:
+        return "outside"
+    return ("gap", "ok")[len(held)] if len(held) < 2 else "overlap"
+
+
+def has_boundary(grid: Grid) -> bool:
+    """Whether the map shows a cut that runs through a chunk."""
+    return bool(_edges(grid, 0, 0, 1, 1)[1])
+
+
+def region_kind(layout: Layout, region: Box) -> str:
+    """What a region of a finding is: in no chunk, in several, or in one (`mark`)."""
+    if any(a < 0 or b > size for a, b, size in zip(region.offsets, region.ends, layout.shape, strict=True)):
+        return "mark"
+    held = layout.touching(region)
+    boxes = [layout.box(row) for row in held[:_RUN_LIMIT]]
+    holding = [box for box in boxes if box.intersect(region) == region]
+    return "gap" if not held else "overlap" if len(holding) > 1 else "mark"
+
+
+def strip(layout: Layout, axis: int, marks: Iterable[tuple[int, int, str]], label: str) -> str:
+    """A whole tensor on one line, in true proportion: chunks along one axis, and what findings touch.
+
+    Args:
+        marks: start, stop and class of each place that a finding concerns.
+    """
+    size = layout.shape[axis]
+    starts, stops = np.clip(layout.intervals(axis), 0, size).T
+    parts = [_tag("title", escape(label)), _tag("rect", class_="gap", width=_STRIP_WIDTH, height=10)]
+    parts += [_bar(low, high, size, "ok") for low, high in _runs(starts, stops)]
+    parts += [_bar(max(low, 0), min(high, size), size, kind) for low, high, kind in marks]
+    cuts = np.unique(np.concatenate([starts, stops]))
+    cuts = cuts[(cuts > 0) & (cuts < size)]
+    if len(cuts) <= _CUT_LIMIT:
+        path = "".join(f"M{round(int(cut) * _STRIP_WIDTH / size, 1):g} 0v10" for cut in cuts)
+        parts.append(_tag("path", class_="edge", d=path) if path else "")
+    view = {"viewBox": f"0 0 {_STRIP_WIDTH} 10", "preserveAspectRatio": "none"}
+    return _tag("svg", "".join(parts), class_="strip", role="img", aria_label=label, **view)
+
+
+def axis_chain(
+    ckpt: Checkpoint, tensor: Tensor, graph: nx.DiGraph[tuple[int, int]], region: Box, axis: int, label: str
+) -> str:
+    """The chunk graph of one axis around a region: nodes are intervals, edges links, a missing link is dashed."""
+    nodes = sorted(graph)
+    near = [i for i, (a, b) in enumerate(nodes) if a <= region.ends[axis] and b >= region.offsets[axis]] or [0]
+    low = max(0, min(near[0], len(nodes) - _NODE_LIMIT))
+    shown = nodes[low : low + _NODE_LIMIT]
+    boxes = _Boxes(graph.graph["size"], low, shown, len(nodes) - low - len(shown))
+    links = {(boxes.place(a), boxes.place(b)) for a, b in graph.edges}
+    links |= {(0, boxes.place(node)) for node in nodes if node[0] == 0}
+    links |= {(boxes.place(node), boxes.last) for node in nodes if node[1] == boxes.size}
+    parts = [boxes.link(a, b) for a, b in sorted(links) if a != b]
+    for start, stop in _missing_links(nodes, boxes.size):
+        before = max((boxes.place(node) for node in nodes if node[1] == start), default=0)
+        after = min((boxes.place(node) for node in nodes if node[0] == stop), default=boxes.last)
+        if before != after:
+            parts.append(boxes.link(before, after, f"{start}:{stop}"))
+    parts += boxes.drawn([_node_texts(ckpt, tensor, graph.nodes[node]["rows"]) for node in shown])
+    return _svg("".join(parts), boxes.width, boxes.height, "chain", label)
+
+
+# ---------------------------------------------------------------- parts of a map
+
+
+def _cell_name(grid: Grid, row: int, column: int) -> str:
+    held = grid.holders[row][column]
+    if held is None:
+        return f"… {grid.columns[column].folded or grid.rows[row].folded} …"
+    return "".join(grid.legend[i] for i in held[:3]) + ("+" if len(held) > 3 else "")
+
+
+def _cell_title(ckpt: Checkpoint, grid: Grid, row: int, column: int, kind: str) -> str:
+    if kind == "folded":
+        return f"{grid.columns[column].folded or grid.rows[row].folded} cells between cuts, left out of the picture"
+    drawn = {grid.across: grid.columns[column]} | ({} if grid.down is None else {grid.down: grid.rows[row]})
+    slices = [
+        f"{drawn[axis].start}:{drawn[axis].stop}" if axis in drawn else str(grid.fixed.get(axis, ":"))
+        for axis in range(len(grid.tensor.global_shape))
+    ]
+    held = grid.holders[row][column] or []
+    head = {"gap": "in no chunk", "overlap": f"in {len(held)} chunks", "outside": "outside the tensor"}.get(kind, "")
+    lines = [f"[{', '.join(slices)}]" + (f" {head}" if head else "")]
+    lines += [_chunk_title(ckpt, grid.tensor, i, grid.legend[i]) for i in held[:4]]
+    return "\n".join(lines)
+
+
+def _chunk_title(ckpt: Checkpoint, tensor: Tensor, row: int, letter: str) -> str:
+    file = ckpt.chunk_file(tensor, row)
+    rank = rank_of(file)
+    where = cut(file) or "stored nowhere"
+    return f"chunk {letter} {tensor.layout.box(row)} {where}" + ("" if rank is None else f", rank {rank}")
+
+
+def _edges(grid: Grid, left: int, top: int, width: int, height: int) -> tuple[str, str]:
+    """Paths of the lines around chunks, and of the cuts that run through one."""
+    rows, columns = len(grid.rows), len(grid.columns)
+    solid = [f"M{left} {top}h{columns * width}v{rows * height}h{-columns * width}z"]
+    dashed = []
+    for r in range(rows):
+        for c in range(columns):
+            x, y = left + c * width, top + r * height
+            for other, line in (((r, c + 1), f"M{x + width} {y}v{height}"), ((r + 1, c), f"M{x} {y + height}h{width}")):
+                if other[0] == rows or other[1] == columns:
+                    continue
+                here, there = grid.holders[r][c], grid.holders[other[0]][other[1]]
+                inside = grid.inside[r][c], grid.inside[other[0]][other[1]]
+                if here != there or here is None or inside[0] != inside[1]:
+                    solid.append(line)
+                elif here:
+                    dashed.append(line)
+    return "".join(solid), "".join(dashed)
+
+
+def _outline(grid: Grid, region: Box) -> tuple[int, int, int, int] | None:
+    """First column, first row, columns and rows of the cells in a region; None for no part, or all, of the map."""
+    across = _within(grid.columns, region.offsets[grid.across], region.ends[grid.across])
+    down = [0] if grid.down is None else _within(grid.rows, region.offsets[grid.down], region.ends[grid.down])
+    if not across or not down or (len(across), len(down)) == (len(grid.columns), len(grid.rows)):
+        return None
+    return across[0], down[0], across[-1] - across[0] + 1, down[-1] - down[0] + 1
+
+
+def _within(cells: list[Cell], start: int, stop: int) -> list[int]:
+    return [i for i, cell in enumerate(cells) if not cell.folded and cell.start < stop and cell.stop > start]
+
+
+def _labels(cells: list[Cell]) -> list[str]:
+    return [f"{cell.start:,}" for cell in cells] + [f"{cells[-1].stop:,}"]
+
+
+# ---------------------------------------------------------------- parts of a strip
+
+
+def _runs(starts: np.ndarray, stops: np.ndarray) -> list[tuple[int, int]]:
+    """The stretches that intervals, in order of start, cover together; the last one takes up all beyond a limit."""
+    if not len(starts):
+        return []
+    reach = np.maximum.accumulate(stops)
+    first = np.flatnonzero(np.append(True, starts[1:] > reach[:-1]))
+    lows = starts[first].tolist()
+    highs = reach[np.append(first[1:], len(starts)) - 1].tolist()
+    if len(lows) > _RUN_LIMIT:
+        lows, highs = lows[:_RUN_LIMIT], [*highs[: _RUN_LIMIT - 1], highs[-1]]
+    return list(zip(lows, highs, strict=True))
+
+
+def _bar(start: int, stop: int, size: int, kind: str) -> str:
+    """A part of a strip, wide enough to be seen."""
+    width = max((stop - start) * _STRIP_WIDTH / size, 4 if kind != "ok" else 0)
+    x = min(start * _STRIP_WIDTH / size, _STRIP_WIDTH - width)
+    return _tag("rect", class_=kind, x=f"{x:.4g}", width=f"{width:.4g}", height=10)
+
+
+# ---------------------------------------------------------------- parts of a graph
+
+
+class _Boxes:
+    """Where the boxes of an axis graph stand: the start, what lies before, the intervals shown, the rest, the end.
+
+    Intervals that share elements stand on lanes below each other.
+    """
+
+    def __init__(self, size: int, before: int, shown: Sequence[tuple[int, int]], after: int) -> None:
+        self.size, self.before, self.shown, self.after = size, before, shown, after
+        lead, rear = int(before > 0), int(after > 0)
+        self.last = lead + len(shown) + rear + 1
+        self._index = {node: i + 1 + lead for i, node in enumerate(shown)}
+        lanes: list[int] = []
+        self._lane = [0] * (self.last + 1)
+        for node in shown:
+            lane = next((i for i, stop in enumerate(lanes) if stop <= node[0]), len(lanes))
+            lanes[lane : lane + 1] = [node[1]]
+            self._lane[self._index[node]] = lane
+        longest = max((len(f"{a}:{b}") for a, b in shown), default=0)
+        self._box = max(_NODE, longest * _DIGIT + 12)
+        end = max(20, len(str(size)) * _DIGIT + 10)
+        self._widths = [20, *[self._box] * (self.last - 1), end]
+        self._left = [4 + sum(self._widths[:i]) + _LINK * i for i in range(self.last + 1)]
+        self.width = self._left[-1] + end + 4
+        self.height = 20 + _LANE * max(len(lanes), 1)
+
+    def place(self, node: tuple[int, int]) -> int:
+        """The position of the box that stands for an interval."""
+        if node in self._index:
+            return self._index[node]
+        return 1 if self.shown and node < self.shown[0] else self.last - 1
+
+    def middle(self, i: int) -> int:
+        """The height of a box's middle."""
+        return 34 + _LANE * self._lane[i]
+
+    def link(self, a: int, b: int, missing: str = "") -> str:
+        """An edge between two boxes; a missing one is dashed and says what would be there."""
+        x, y, to_x, to_y = self._left[a] + self._widths[a], self.middle(a), self._left[b], self.middle(b)
+        bend = (x + to_x) // 2
+        path = f"M{x} {y}H{to_x}" if y == to_y else f"M{x} {y}C{bend} {y} {bend} {to_y} {to_x} {to_y}"
+        if not missing:
+            return _tag("path", class_="link", d=path)
+        title = _tag("title", escape(f"{missing} is in no chunk"))
+        return _tag("path", title, class_="link missing", d=path) + _text(
+            missing, (x + to_x) // 2, min(y, to_y) - 8, "absent"
+        )
+
+    def drawn(self, texts: Sequence[tuple[str, str]]) -> list[str]:
+        """All boxes; texts are the second line and the tooltip of each interval that is shown."""
+        parts = [self._box_at(0, "0", "", "end", "start of the axis")]
+        if self.before:
+            parts.append(self._box_at(1, "…", f"{self.before} more", "folded", "intervals before, left out"))
+        for node, (line, title) in zip(self.shown, texts, strict=True):
+            shares = any(other != node and other[0] < node[1] and node[0] < other[1] for other in self.shown)
+            kind = "shared" if shares else "ok"
+            parts.append(self._box_at(self._index[node], f"{node[0]}:{node[1]}", line, kind, title))
+        if self.after:
+            parts.append(self._box_at(self.last - 1, "…", f"{self.after} more", "folded", "intervals behind, left out"))
+        return [*parts, self._box_at(self.last, str(self.size), "", "end", "end of the axis")]
+
+    def _box_at(self, i: int, name: str, line: str, kind: str, title: str) -> str:
+        x, y, width = self._left[i], self.middle(i), self._widths[i]
+        half = 18 if line else 11
+        box = {"x": x, "y": y - half, "width": width, "height": 2 * half, "rx": 5}
+        texts = _text(name, x + width // 2, y - 2 if line else y + 4, "name")
+        if line:
+            texts += _text(line, x + width // 2, y + 12, "line")
+        return _tag("rect", _tag("title", escape(title)), class_=f"node {kind}", **box) + texts
+
+
+def _missing_links(nodes: list[tuple[int, int]], size: int) -> list[tuple[int, int]]:
+    """The stretches of the axis between 0 and its size that no interval covers, at most 64."""
+    if not nodes:
+        return [(0, size)]
+    starts, stops = np.array(nodes, np.int64).T
+    covered = [(0, 0), *_runs(starts, stops), (size, size)]
+    return [(a[1], b[0]) for a, b in pairwise(covered) if a[1] < b[0]]
+
+
+def _node_texts(ckpt: Checkpoint, tensor: Tensor, rows: list[int]) -> tuple[str, str]:
+    files = list(dict.fromkeys(ckpt.chunk_file(tensor, row) for row in rows[:64]))
+    ranks = {rank_of(file) for file in files}
+    rank = ranks.pop() if len(ranks) == 1 and len(rows) <= 64 else None
+    line = plural(len(rows), "chunk") if rank is None else f"rank {rank}"
+    more = ", ..." if len(files) > 6 or len(rows) > 64 else ""
+    return line, f"{plural(len(rows), 'chunk')}: {', '.join(cut(file) or 'stored nowhere' for file in files[:6])}{more}"
+
+
+# ---------------------------------------------------------------- markup
+
+
+def _svg(content: str, width: int, height: int, class_: str, label: str) -> str:
+    size: dict[str, str | int] = {"width": width, "height": height, "viewBox": f"0 0 {width} {height}"}
+    return _tag("svg", content, class_=class_, role="img", aria_label=label, **size)
+
+
+def _text(text: str, x: int, y: int, class_: str) -> str:
+    return _tag("text", escape(text), class_=class_, x=x, y=y)
+
+
+def _tag(element: str, content: str = "", **attributes: str | int) -> str:
+    """An element around markup; in names of attributes `_` stands for `-`, and at the end for nothing."""
+    names = (name.rstrip("_").replace("_", "-") for name in attributes)
+    listed = "".join(f' {n}="{escape(str(v))}"' for n, v in zip(names, attributes.values(), strict=True))
+    return f"<{element}{listed}>{content}</{element}>" if content else f"<{element}{listed}/>"

@@ -1,0 +1,1 @@
+"""Digests of contents, and the file beside a checkpoint that keeps them."""

@@ -1,0 +1,1 @@
+"""Folders and files, local or behind a URL; nothing here knows a format."""

@@ -1,0 +1,34 @@
+"""From what the user named to a folder: a local path, or a URL when it has a scheme."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+from ckptlint.errors import AccessError, NothingToCheckError
+from ckptlint.model import printable
+from ckptlint.storage.folder import ABSENT, Folder, LocalFolder, is_url
+
+
+def folder_at(path: str) -> tuple[Folder, str]:
+    """The folder that a path means, and the name of the file in it where the path names a file.
+
+    Raises:
+        NothingToCheckError: nothing lies there.
+        AccessError: the operating system, the store or the network refused.
+        ConfigError: a URL of a scheme that cannot be read, or for which a package is missing.
+    """
+    if is_url(path):
+        from ckptlint.storage.remote import remote_at
+
+        return remote_at(path)
+    place = Path(path.removeprefix("file://"))
+    try:
+        is_folder = stat.S_ISDIR(place.stat().st_mode)
+    except ValueError:  # a NUL
+        raise NothingToCheckError(f"{printable(path)} does not exist") from None
+    except OSError as error:
+        if error.errno in ABSENT:
+            raise NothingToCheckError(f"{printable(path)} does not exist") from None
+        raise AccessError(f"{printable(path)} cannot be looked at: {error.strerror}") from None
+    return (LocalFolder(place), "") if is_folder else (LocalFolder(place.parent), place.name)

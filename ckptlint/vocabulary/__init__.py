@@ -1,0 +1,1 @@
+"""What names mean whoever wrote them: tensor keys, mesh axes, configuration fields."""
