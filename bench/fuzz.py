@@ -106,11 +106,10 @@ def merges(data: bytes) -> bool:
 def in_this_process(is_safe: bool) -> Iterator[None]:
     """Readers do not fork, so that the fuzzer sees which branches they take."""
     from ckptlint.formats.sandbox import isolated
-    from ckptlint.loaders import checkpoint as loaders
-    from ckptlint.loaders import reference
+    from ckptlint.loaders import checkpoint, reference
     from ckptlint.payload import record_pickle as content
 
-    modules: tuple[Any, ...] = (loaders, content, reference)
+    modules: tuple[Any, ...] = (checkpoint, content, reference)
     for module in modules:
         module.isolated = (lambda work, size: work()) if is_safe else isolated
     try:
@@ -166,7 +165,7 @@ def state(data: bytes) -> None:
     from ckptlint.errors import CkptlintError
     from ckptlint.formats.safe_pickle import read_state
     from ckptlint.payload.record_pickle import content_of
-    from ckptlint.vocabulary.topology import read_declared
+    from ckptlint.vocabulary.config_fields import read_declared
 
     if needs_child(data):
         return
@@ -206,6 +205,7 @@ def header(data: bytes) -> None:
 def keys(data: bytes) -> None:
     """Names of tensors taken apart, and folded into as few as possible."""
     from ckptlint.analysis.inventory import dp_group, optimizer_parts, split_state
+    from ckptlint.model import text
     from ckptlint.vocabulary import keys as names
 
     found = [part for part in data.decode("utf-8", "surrogateescape").split("\n") if part]
@@ -218,7 +218,7 @@ def keys(data: bytes) -> None:
             split_state(optimizer_parts(key)[1])
         dp_group(name)
     names.parse.cache_clear()
-    assert len(names.braces(found)) <= len(found)
+    assert len(text.braces(found)) <= len(found)
 
 
 def yaml(data: bytes) -> None:
@@ -275,7 +275,7 @@ def expected(name: str, data: bytes) -> None:
 def check(base: str, name: str, depth: str, data: bytes) -> None:
     """A real checkpoint with one file replaced, from the path to the report in every format."""
     from ckptlint.lint import run as pipeline
-    from ckptlint.payload.reader import default_reading
+    from ckptlint.payload.reading import default_reading
     from ckptlint.reporters import REPORTERS
     from ckptlint.reporters.style import Style
 
@@ -308,7 +308,7 @@ def rules() -> tuple[Any, ...]:
 @cache
 def scratch(name: str) -> Any:
     """A folder of this process in memory; its listing is not kept."""
-    from ckptlint.storage.folder import LocalFolder
+    from ckptlint.storage.local import LocalFolder
 
     class Fresh(LocalFolder):
         entries = property(LocalFolder.entries.func)  # type: ignore[assignment]

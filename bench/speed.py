@@ -62,7 +62,8 @@ print(time.perf_counter() - started)
 GEOMETRY = """
 import sys, time
 from ckptlint.lint.engine import run_rules
-from ckptlint.loaders.checkpoint import find, open_checkpoint
+from ckptlint.loaders.discover import find
+from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.lint.registry import load_rules
 ckpt = open_checkpoint(find(sys.argv[1])[0], look_at_files=False)
 rules = load_rules()

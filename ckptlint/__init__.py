@@ -79,7 +79,7 @@ def check(
     from ckptlint.commands.settings import Settings, every_rule, key_ignores, percent, read
     from ckptlint.lint import run as pipeline
     from ckptlint.lint import selection
-    from ckptlint.payload.reader import default_reading
+    from ckptlint.payload.reading import default_reading
     from ckptlint.rule import DEPTHS
 
     checked = [str(path) for path in paths]
@@ -131,7 +131,8 @@ def load(path: str | PathLike[str]) -> Checkpoint:
         NothingToCheckError: there is none.
         AccessError: the operating system refused a read.
     """
-    from ckptlint.loaders.checkpoint import find, open_checkpoint
+    from ckptlint.loaders.checkpoint import open_checkpoint
+    from ckptlint.loaders.discover import find
 
     return open_checkpoint(find(str(path))[0])
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from ckptlint.analysis.inventory import dp_group, take
-from ckptlint.analysis.optimizer_records import Module, content_metadata, module_of, records
+from ckptlint.analysis.optimizer_records import Module, content_metadata, optimizer_module, records
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
 
@@ -87,13 +87,13 @@ def _forms(ckpt: Checkpoint) -> dict[str, dict[_Form, int]]:
     found: dict[str, dict[_Form, int]] = defaultdict(lambda: defaultdict(int))
     for state in take(ckpt).states:
         is_megatron_order = f"state.{state.what}." in state.tensor.fqn
-        found[module_of(state.chain).name]["states" if is_megatron_order else "torch states"] += 1
+        found[optimizer_module(state.chain).name]["states" if is_megatron_order else "torch states"] += 1
     for bucket in take(ckpt).buckets:
-        found[module_of(bucket.chain).name]["buckets"] += 1
+        found[optimizer_module(bucket.chain).name]["buckets"] += 1
     for obj in ckpt.objects:
         group = dp_group(obj.key)
         if group is not None and group[2] == "param_state":
-            found[module_of(group[0]).name]["one object"] += 1
+            found[optimizer_module(group[0]).name]["one object"] += 1
     return found
 
 

@@ -10,11 +10,12 @@ from ckptlint.analysis.optimizer_records import (
     RecordKind,
     content_metadata,
     is_training_state,
-    module_of,
     modules,
+    optimizer_module,
     records,
 )
-from ckptlint.model import Checkpoint, printable
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import printable
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
 
 _WORDS: dict[RecordKind, str] = {
@@ -103,8 +104,8 @@ def _is_distributed(ckpt: Checkpoint, module: Module, types: list[Module]) -> bo
     if not module.chain and (types or "distrib_optim_sharding_type" in content_metadata(ckpt)):
         return True
     inventory = take(ckpt)
-    return any(module_of(bucket.chain) == module for bucket in inventory.buckets) or any(
-        state.what == "param" and module_of(state.chain) == module for state in inventory.states
+    return any(optimizer_module(bucket.chain) == module for bucket in inventory.buckets) or any(
+        state.what == "param" and optimizer_module(state.chain) == module for state in inventory.states
     )
 
 

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckptlint.analysis.optimizer_records import records
-from ckptlint.model import Checkpoint, printable
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import printable
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
-from ckptlint.vocabulary.topology import is_plain
+from ckptlint.vocabulary.config_fields import is_plain
 
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 _COMPARED = ("max_lr", "min_lr", "start_wd", "end_wd", "lr", "weight_decay")

@@ -8,10 +8,12 @@ from math import prod
 from typing import Any
 
 from ckptlint.formats.safe_pickle import Opaque
-from ckptlint.model import ITEM_BITS, STORAGES, Checkpoint, printable
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import printable
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.vocabulary.config_fields import attributes
+from ckptlint.vocabulary.dtypes import ITEM_BITS, STORAGES
 from ckptlint.vocabulary.keys import role
-from ckptlint.vocabulary.topology import attributes
 
 _RUNTIME_ARGS = ("loaded_iteration",)
 _RUNTIME_TOPS = ("args", "rng_state", "rerun_state_machine", "opt_param_scheduler")

@@ -7,9 +7,9 @@ from fractions import Fraction
 
 from ckptlint.analysis.trusted_config import Contradiction, LayerCount, contradictions, layer_counts
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import ranges
-from ckptlint.vocabulary.topology import axes_of_size
+from ckptlint.vocabulary.mesh import axes_of_size
 
 _MODEL_SIZES = ("layers", "hidden", "experts")
 

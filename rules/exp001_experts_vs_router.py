@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.expected_shapes import mesh_axes
 from ckptlint.analysis.experts import ExpertRole, MoeLayer, moe_layers
-from ckptlint.analysis.trusted_config import number, trusted
+from ckptlint.analysis.trusted_config import mesh_axes, number, trusted
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import ranges
 
 _HINTS = {
     True: "compare the router with those of other layers, and check that its placement is Replicate",

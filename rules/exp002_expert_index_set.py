@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from ckptlint.analysis.experts import MoeLayer, moe_layers, owners_note
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
-from ckptlint.vocabulary.keys import ranges
 
 
 @rule("EXP002", "expert-index-set", Severity.ERROR)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from ckptlint.analysis.experts import owners_note
 from ckptlint.analysis.inventory import Param, take
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
-from ckptlint.vocabulary.keys import ranges
 
 
 @rule("EXP003", "expert-axis-coverage", Severity.INFO)

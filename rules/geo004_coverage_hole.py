@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ckptlint.geometry.coverage import holes
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
-from ckptlint.vocabulary.topology import attributes
+from ckptlint.vocabulary.config_fields import attributes
 
 _BUCKET = ".bucket_idx_"
 

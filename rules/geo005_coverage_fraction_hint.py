@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
-from ckptlint.vocabulary.topology import axes_of_size
+from ckptlint.vocabulary.mesh import axes_of_size
 
 _FEW = 5
 _MOST = 0.8

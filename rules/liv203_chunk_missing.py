@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ckptlint.analysis.held_by_ranks import holders, named, ranks_of, sound
+from ckptlint.analysis.held_by_ranks import holders, ranks_of, sound
 from ckptlint.geometry.coverage import holes
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import named_ranks
 from ckptlint.rule import Finding, Severity, rule
 
 
@@ -36,7 +37,7 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
     rows = {held.fqn: held for held in holders(table)}
     for finding in holes(view):
         assert finding.tensor is not None
-        writers = named(np.unique(table.rank[finding.tensor.chunks.record]).tolist())
+        writers = named_ranks(np.unique(table.rank[finding.tensor.chunks.record]).tolist())
         yield replace(finding, place=f"written by {writers}")
     for tensor in view.sound_tensors():
         held = rows[tensor.fqn]

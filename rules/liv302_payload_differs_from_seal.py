@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
-from ckptlint.seals.seal import SEAL, compare, misfit
+from ckptlint.seals.file import SEAL
+from ckptlint.seals.verify import compare, misfit
 
 _SHOWN = 4
 

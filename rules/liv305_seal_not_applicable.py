@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import braces
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
-from ckptlint.seals.seal import SEAL, compare, misfit
-from ckptlint.vocabulary.keys import braces
+from ckptlint.seals.file import SEAL
+from ckptlint.seals.verify import compare, misfit
 
 _SHOWN = 6
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from ckptlint.analysis.inventory import Param, take
-from ckptlint.analysis.optimizer_fit import shape_text
 from ckptlint.analysis.trusted_config import flag, trusted, trusted_topology
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Severity, rule
-from ckptlint.vocabulary.topology import axes_of_size
+from ckptlint.vocabulary.mesh import axes_of_size
 
 _MOST = 0.8
 _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckptlint.analysis.inventory import optimizer_parts, split_state
-from ckptlint.analysis.optimizer_fit import shape_text
 from ckptlint.analysis.save_plans import Duplicate, duplicates
 from ckptlint.analysis.trusted_config import trusted_topology
-from ckptlint.model import Checkpoint, WriterTable
+from ckptlint.model import Checkpoint, SavePlans
+from ckptlint.model.text import ranges, shape_text
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import Key, parse, ranges
+from ckptlint.vocabulary.keys import Key, parse
 
 _SHOWN = 4
 
@@ -81,7 +81,7 @@ def _layer_key(fqn: str) -> Key | None:
     return key if key.kind == "model" and key.layer is not None else None
 
 
-def _roles(table: WriterTable, per_stage: int) -> dict[tuple[str, int, int], set[str]]:
+def _roles(table: SavePlans, per_stage: int) -> dict[tuple[str, int, int], set[str]]:
     """(block, layer, stage) -> the roles that the stage planned there, model only."""
     found: dict[tuple[str, int, int], set[str]] = defaultdict(set)
     keys = [parse(fqn) for fqn in table.fqns]
@@ -93,7 +93,7 @@ def _roles(table: WriterTable, per_stage: int) -> dict[tuple[str, int, int], set
 
 
 def _difference(
-    table: WriterTable, shared: _Shared, stages: tuple[int, ...], roles: dict[tuple[str, int, int], set[str]]
+    table: SavePlans, shared: _Shared, stages: tuple[int, ...], roles: dict[tuple[str, int, int], set[str]]
 ) -> tuple[Note, ...]:
     """Where the stages differ under one name; () when they do not."""
     for duplicate in shared.same:

@@ -10,8 +10,9 @@ import numpy as np
 
 from ckptlint.analysis.save_plans import Duplicate, duplicates
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import ranges, role
+from ckptlint.vocabulary.keys import role
 
 
 @rule("OBJ001", "duplicate-writer", Severity.ERROR)

@@ -8,9 +8,9 @@ from itertools import product
 from math import prod
 
 from ckptlint.model import Checkpoint, ShardedObject
+from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import ranges
-from ckptlint.vocabulary.topology import axes_of_size
+from ckptlint.vocabulary.mesh import axes_of_size
 
 _GRID_LIMIT = 1_000_000
 

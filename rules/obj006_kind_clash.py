@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 from ckptlint.analysis.inventory import dp_group
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import braces
 from ckptlint.rule import Finding, Severity, rule
-from ckptlint.vocabulary.keys import braces, parse
+from ckptlint.vocabulary.keys import parse
 
 _SHOWN = 4
 _EXTRA = "_extra_state"

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from math import prod
 
 from ckptlint.analysis.inventory import Param, State, take
-from ckptlint.analysis.optimizer_fit import PAIR, Misfit, comparable, misfits, moment_pairs, shape_text
+from ckptlint.analysis.optimizer_fit import PAIR, Misfit, comparable, misfits, moment_pairs
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.text import ranges, shape_text
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import ranges
 
 _FILES = 4
 

@@ -6,17 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptlint.analysis.inventory import Param, State, take
-from ckptlint.analysis.optimizer_fit import (
-    PAIR,
-    Pair,
-    comparable,
-    is_whole,
-    misfit_params,
-    moment_pairs,
-    same_chunks,
-    shape_text,
-)
+from ckptlint.analysis.optimizer_fit import PAIR, Pair, comparable, is_whole, misfit_params, moment_pairs, same_chunks
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
 
 _OTHER = {PAIR[0]: PAIR[1], PAIR[1]: PAIR[0]}

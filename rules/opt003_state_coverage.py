@@ -10,8 +10,9 @@ from itertools import pairwise
 from ckptlint.analysis.inventory import Inventory, Param, take
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import braces, ranges
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import Key, braces, parse, ranges
+from ckptlint.vocabulary.keys import Key, parse
 
 _MOST = 0.9
 _SHOWN = 8

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.inventory import take
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
-from ckptlint.vocabulary.keys import parse, ranges
+from ckptlint.vocabulary.keys import parse
 
 
 @rule("OPT004", "integer-state-keys", Severity.INFO)

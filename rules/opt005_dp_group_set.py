@@ -11,8 +11,8 @@ from ckptlint.analysis.inventory import Bucket, dp_group, take
 from ckptlint.analysis.optimizer_fit import PAIR
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import AxisSize, Checkpoint
+from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import ranges
 
 _NUMEL = "per_bucket_numel"
 _UNPADDED = "per_bucket_numel_unpadded"

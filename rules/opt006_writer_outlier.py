@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.analysis.inventory import Param, State, take
-from ckptlint.analysis.optimizer_fit import comparable, is_whole, misfit_params, shape_text
+from ckptlint.analysis.optimizer_fit import comparable, is_whole, misfit_params
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
-from ckptlint.vocabulary.topology import attributes
+from ckptlint.vocabulary.config_fields import attributes
 
 _ELEMENTWISE = frozenset({"exp_avg_diff", "exp_inf", "grad_avg", "square_avg", "sum", "acc_delta", "momentum"})
 

@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptlint.analysis.inventory import MASTER_COPIES, State, take
-from ckptlint.analysis.optimizer_fit import shape_text
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.vocabulary.dtypes import nbytes
 
 
 @rule("OPT007", "duplicate-state", Severity.WARNING)
@@ -38,7 +39,7 @@ def duplicate_state(ckpt: Checkpoint) -> Iterator[Finding]:
             seen[_identity(state)].append(state)
     doubled = [(first, other) for group in seen.values() for first, *rest in [group] for other in rest]
     doubled += _second_masters(list(dict.fromkeys(group[0] for group in seen.values())))
-    total = sum(second.tensor.nbytes(second.tensor.volume) or 0 for _, second in doubled)
+    total = sum(nbytes(second.tensor.dtype, second.tensor.volume) or 0 for _, second in doubled)
     for first, second in doubled:
         yield _finding(first, second, total, len(doubled), _compared(ckpt, first, second))
 

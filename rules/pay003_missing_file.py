@@ -9,8 +9,8 @@ import numpy as np
 
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, FileState
+from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, Severity, rule
-from ckptlint.vocabulary.keys import ranges
 
 _SENTENCES: dict[FileState, str] = {
     "absent": "missing",

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.geometry.chunk_map import human_bytes
 from ckptlint.model import Checkpoint, RecordTable
 from ckptlint.model.layout import IntArray
+from ckptlint.model.text import human_bytes
 from ckptlint.rule import Finding, Note, Severity, rule
 
 _SHOWN = 4

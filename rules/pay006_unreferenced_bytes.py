@@ -9,8 +9,8 @@ import numpy as np
 
 from ckptlint.analysis.save_plans import duplicates, planned_by
 from ckptlint.geometry.chunk_graph import rank_of
-from ckptlint.geometry.chunk_map import human_bytes
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import human_bytes
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
 
 _SHOWN = 3

@@ -9,6 +9,7 @@ import numpy as np
 
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.vocabulary.dtypes import nbytes
 
 _FRAMING = 4096
 _SHARE = 0.01
@@ -37,7 +38,7 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("in the safetensors serialisation a record's length is that of the tensor by definition")
     table = ckpt.records
     for tensor in ckpt.sound_tensors():
-        if tensor.nbytes(1) is None:
+        if nbytes(tensor.dtype, 1) is None:
             continue
         rows = np.flatnonzero(tensor.chunks.record >= 0)
         records = tensor.chunks.record[rows]
@@ -70,13 +71,13 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _nbytes(tensor: Tensor, rows: np.ndarray) -> np.ndarray:
     """Payload bytes of the chunks, as floats: a chunk may claim more than int64 holds."""
-    return np.asarray(tensor.layout.sizes[rows].astype(float).prod(axis=1) * (tensor.nbytes(8) or 0) / 8)
+    return np.asarray(tensor.layout.sizes[rows].astype(float).prod(axis=1) * (nbytes(tensor.dtype, 8) or 0) / 8)
 
 
 def _too_short(ckpt: Checkpoint, tensor: Tensor, rows: np.ndarray, record: int) -> Finding:
     row = int(rows[0])
     box = tensor.layout.box(row)
-    needed = tensor.nbytes(box.volume) or 1
+    needed = nbytes(tensor.dtype, box.volume) or 1
     file, start, length = ckpt.place(record)
     ratio = Fraction(length, needed)
     share = f"{ratio}" if ratio.denominator <= _DENOMINATOR else f"{float(ratio):.1%}"

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import distinct
+from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
-from ckptlint.vocabulary.keys import ranges
 
 
 @rule("PAY008", "rank-files", Severity.INFO, needs="files")

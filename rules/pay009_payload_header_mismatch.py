@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptlint.geometry.chunk_graph import rank_of
-from ckptlint.model import ITEM_BITS, Checkpoint, Content, PayloadTable, Tensor
+from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
 from ckptlint.model.layout import IntArray
+from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import ranges
+from ckptlint.vocabulary.dtypes import ITEM_BITS, nbytes
 
 _PACKED = 2
 
@@ -99,7 +100,7 @@ def _compare(payload: PayloadTable, tensor: Tensor, row: int) -> _Mismatch | Non
     return None
 
 
-def _is_packed(tensor: Tensor, content: Content, sizes: tuple[int, ...]) -> bool:
+def _is_packed(tensor: Tensor, content: RecordContent, sizes: tuple[int, ...]) -> bool:
     """Whether the two shapes differ by two values in one byte alone."""
     packed = tensor.dtype.startswith("float4") or content.dtype.startswith("float4")
     same = content.shape[:-1] == sizes[:-1] and len(content.shape) == len(sizes) > 0
@@ -113,7 +114,7 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, found: lis
     file, start, length = ckpt.place(record)
     expected = tensor.dtype if first.what == "dtype" else f"shape {list(box.sizes)}"
     if first.what == "bytes":
-        expected = f"{tensor.nbytes(box.volume) or 0:,} bytes"
+        expected = f"{nbytes(tensor.dtype, box.volume) or 0:,} bytes"
     elif first.what == "offsets":
         expected = f"offsets {list(box.offsets)}"
     which = f"the record of chunk {box}{{of}} holds" if len(found) == 1 else f"{len(found):,} records{{of}} hold"
@@ -124,7 +125,7 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, found: lis
     stored = f"{content.dtype} {list(content.shape)}" if content and content.form != "object" else first.text
     notes: list[Note] = [
         ("record", f"{file}, bytes {start:,}-{start + length:,}: {stored} in {int(payload.stored[record]):,} bytes"),
-        ("chunk", f"{tensor.dtype} {list(box.sizes)} needs {tensor.nbytes(box.volume) or 0:,} bytes"),
+        ("chunk", f"{tensor.dtype} {list(box.sizes)} needs {nbytes(tensor.dtype, box.volume) or 0:,} bytes"),
     ]
     if first.what == "dtype" and not agreed:
         notes += _ranks(ckpt, payload, tensor, read)

@@ -11,8 +11,9 @@ from ckptlint.analysis.inventory import take
 from ckptlint.analysis.trusted_config import flag, number, trusted, trusted_topology
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
+from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import Key, parse, ranges
+from ckptlint.vocabulary.keys import Key, parse
 
 _SHOWN = 3
 _HINTS = {

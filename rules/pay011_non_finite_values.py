@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.model import Checkpoint, Content, PayloadTable, Tensor
+from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
 from ckptlint.model.layout import IntArray
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import parse
@@ -91,7 +91,7 @@ def _counts(payload: PayloadTable, records: IntArray) -> str:
     return " and ".join(f"{count:,} {name}" for count, name in counted if count)
 
 
-def _index(content: Content, position: int) -> tuple[int, ...]:
+def _index(content: RecordContent, position: int) -> tuple[int, ...]:
     """The index of an element of the storage, by the strides of a tensor without gaps."""
     rest = position - content.offset
     index = [0] * len(content.shape)

@@ -6,10 +6,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from ckptlint.geometry.chunk_map import human_bytes
 from ckptlint.model import Checkpoint, WeightIndex
+from ckptlint.model.text import braces, human_bytes, ranges
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import braces, parse, ranges
+from ckptlint.vocabulary.dtypes import nbytes
+from ckptlint.vocabulary.keys import parse
 
 _NUMBERS = re.compile(r".*?([0-9]{1,9})-of-([0-9]{1,9})(?:\.[^-]+)?\.safetensors")
 _SHOWN = 6
@@ -109,7 +110,7 @@ def _total(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
     if index.total_size is None or index.total_size == stored or index.unread:
         return
     tied = {
-        tensor.nbytes(tensor.volume) for tensor in ckpt.tensors.values() if parse(tensor.fqn).cls in _TIED
+        nbytes(tensor.dtype, tensor.volume) for tensor in ckpt.tensors.values() if parse(tensor.fqn).cls in _TIED
     }  # an index that was made before one of the two was dropped counts it
     difference = index.total_size - stored
     is_close = abs(difference) <= _SLACK * stored or difference in tied

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from ckptlint.analysis.key_matching import Comparison, Entry, Single, compare
 from ckptlint.analysis.trusted_config import flag
 from ckptlint.model import Checkpoint, Reference
+from ckptlint.model.text import braces, ranges
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import braces, ranges
 
 _COMPUTED = frozenset({"inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "freqs_cis", "position_ids"})
 _QUANTISED = re.compile(r".*_(scale|scale_inv|scales|amax|zero_point)|scale|qweight|qzeros|g_idx")

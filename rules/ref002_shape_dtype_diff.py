@@ -11,7 +11,7 @@ from ckptlint.analysis.key_matching import Comparison, Pair, Shape, compare
 from ckptlint.analysis.trusted_config import contradictions, main_params, number
 from ckptlint.model import Checkpoint, Declared, Reference
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.topology import axes_of_size
+from ckptlint.vocabulary.mesh import axes_of_size
 
 _WORDS = {
     "layers": "layers",

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from math import prod
 
 from ckptlint.analysis.key_matching import Comparison, Entry, compare
-from ckptlint.geometry.chunk_map import human_bytes
-from ckptlint.model import ITEM_BITS, Checkpoint, Tensor
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.text import human_bytes
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
-from ckptlint.vocabulary.topology import axes_of_size
+from ckptlint.vocabulary.dtypes import ITEM_BITS
+from ckptlint.vocabulary.mesh import axes_of_size
 
 _FACTORS = tuple(2**power for power in range(1, 13))
 _TOLERANCE = 50  # one part in so many: 2 %

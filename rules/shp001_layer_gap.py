@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ckptlint.analysis.expected_shapes import Block, block_of, inside_layer, is_adapter, module_of
 from ckptlint.analysis.inventory import Param, take
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import parse, ranges
+from ckptlint.vocabulary.keys import Block, block_of, inside_layer, is_adapter, module_path, parse
 
 Layers = dict[int, list[Param]]
 
@@ -66,7 +66,7 @@ def _is_stack_of_blocks(layers: Layers) -> bool:
     A norm alone makes no block: convolutions with one lie in lists whose other members have no weights.
     """
     return all(
-        len({module_of(param.key) for param in params}) > 1
+        len({module_path(param.key) for param in params}) > 1
         and any(param.key.cls not in ("other", "norm") for param in params)
         for params in layers.values()
     )
@@ -160,5 +160,5 @@ def _roles(params: list[Param]) -> dict[str, Param]:
 def _home(param: Param) -> tuple[str, ...]:
     """The path below the layer of what holds the module that owns a parameter; () for the layer itself."""
     tail = inside_layer(param.key)
-    depth = len(module_of(param.key)) - (len(param.key.path.split(".")) - len(tail))
+    depth = len(module_path(param.key)) - (len(param.key.path.split(".")) - len(tail))
     return tail[: depth - 1]

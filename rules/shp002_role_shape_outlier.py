@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.expected_shapes import as_text, swap_factor
 from ckptlint.analysis.inventory import take
 from ckptlint.analysis.layer_outliers import Outlier, dtype_outliers, local_factor, shape_outliers
+from ckptlint.analysis.projections import swap_factor
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import ranges, shape_text
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import ranges
 
 
 @rule("SHP002", "role-shape-outlier", Severity.WARNING)
@@ -47,7 +47,7 @@ def _shape(item: Outlier, usual: tuple[int, ...]) -> Finding:
         if size != other
     )
     notes: tuple[Note, ...] = (("sizes", quotients if len(shape) == len(usual) else ""),)
-    return _finding(item, f"shape{{of}} is {as_text(shape)}", as_text(usual), notes)
+    return _finding(item, f"shape{{of}} is {shape_text(shape)}", shape_text(usual), notes)
 
 
 def _finding(item: Outlier, sentence: str, usual: str, notes: tuple[Note, ...]) -> Finding:

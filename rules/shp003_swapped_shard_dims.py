@@ -6,27 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ckptlint.analysis.expected_shapes import (
-    Family,
-    Hidden,
-    Shape,
-    as_text,
-    axis_factor,
-    families,
-    inner_size,
-    is_adapter,
-    is_confirmed,
-    is_weight,
-    is_width,
-    reference_shapes,
-    short_name,
-    swap_factor,
-)
-from ckptlint.analysis.inventory import Param, take
+from ckptlint.analysis.hidden_size import Hidden
+from ckptlint.analysis.inventory import Param, Shape, is_weight, take
+from ckptlint.analysis.key_matching import is_confirmed, reference_shapes
+from ckptlint.analysis.projections import Family, axis_factor, families, inner_size, is_width, short_name, swap_factor
 from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import ranges, shape_text
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import ranges
+from ckptlint.vocabulary.keys import is_adapter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,8 +81,8 @@ def _finding(ckpt: Checkpoint, swap: Swap) -> Finding:
     numbers = f"{x:,} = {p} x {expected[a]:,} and {y:,} = {expected[b]:,} / {p}"
     from_, to = (p - 1) * (x // p), (p - 1) * y
     return Finding(
-        f"shape{{of}} is {as_text(tensor.global_shape)} where {as_text(tuple(expected))} fits {swap.basis}; {numbers}, "
-        f"and {axis_name(ckpt, a, p)} is cut in {p} places",
+        f"shape{{of}} is {shape_text(tensor.global_shape)} where {shape_text(tuple(expected))} fits {swap.basis}; "
+        f"{numbers}, and {axis_name(ckpt, a, p)} is cut in {p} places",
         fqn=tensor.fqn,
         tensor=tensor,
         severity=swap.severity,
@@ -167,7 +155,7 @@ def _confirmed(family: Family, hidden: Hidden, param: Param, expected: Shape) ->
         if _fit(param, param.own_shape, partner, shape):
             return None  # they fit as they are: a latent size, not a swap
         width = inner_size(partner, hidden.size)
-        stored = as_text(partner.tensor.global_shape)
+        stored = shape_text(partner.tensor.global_shape)
         if width is not None and is_width(param, inner, partner, width):
             if param.key.expert is not None and axis_factor(partner.tensor, partner.own_axes[shape.index(width)]) > 1:
                 return None  # several ranks' experts in one key are longer on the same axes

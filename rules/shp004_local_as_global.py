@@ -9,32 +9,18 @@ from functools import partial
 
 import numpy as np
 
-from ckptlint.analysis.expected_shapes import (
-    FLOATS,
-    Family,
-    Hidden,
-    axis_factor,
-    families,
-    fused_factors,
-    hidden_params,
-    inner_size,
-    is_adapter,
-    is_confirmed,
-    is_weight,
-    is_width,
-    knows_mesh,
-    mesh_axes,
-    module_of,
-    reference_shapes,
-    short_name,
-)
-from ckptlint.analysis.inventory import Param, take
+from ckptlint.analysis.hidden_size import Hidden, hidden_params
+from ckptlint.analysis.inventory import Param, is_weight, take
+from ckptlint.analysis.key_matching import is_confirmed, reference_shapes
 from ckptlint.analysis.layer_outliers import local_factor, shape_outliers
-from ckptlint.analysis.trusted_config import number, trusted
+from ckptlint.analysis.projections import Family, axis_factor, families, fused_factors, inner_size, is_width, short_name
+from ckptlint.analysis.trusted_config import knows_mesh, mesh_axes, number, trusted
 from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import ranges
+from ckptlint.vocabulary.dtypes import FLOATS
+from ckptlint.vocabulary.keys import is_adapter, module_path
 
 _FILES = 4
 _WITNESSES = 3  # two others say the same as the job
@@ -192,7 +178,7 @@ def _from_biases(ckpt: Checkpoint) -> Iterator[Local]:
         last = param.key.path.rpartition(".")[2]
         word = next((word for word in ("weight", "bias") if last.startswith(word)), "")
         if word and param.key.cls not in ("embedding", "output", "norm") and not is_adapter(param.key):
-            pairs[param.key.scope, module_of(param.key), last.removeprefix(word)][word] = param
+            pairs[param.key.scope, module_path(param.key), last.removeprefix(word)][word] = param
     for pair in pairs.values():
         if len(pair) < 2 or len(pair["bias"].own_shape) != 1 or not is_weight(pair["weight"]):
             continue
@@ -218,7 +204,7 @@ def _from_components(ckpt: Checkpoint) -> Iterator[Local]:
     homes: dict[tuple[object, ...], dict[tuple[str, str], Param]] = defaultdict(dict)
     for param in take(ckpt).params:
         if param.key.cls == "linear_attn" and param.key.component and param.own_shape:
-            module = module_of(param.key)
+            module = module_path(param.key)
             homes[param.key.scope, module[:-1]][module[-1], param.key.component] = param
     for parts in homes.values():
         for (name, component), param in parts.items():

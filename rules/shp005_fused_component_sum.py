@@ -5,22 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.expected_shapes import (
-    Family,
-    axis_factor,
-    families,
-    is_confirmed,
-    knows_mesh,
-    mesh_axes,
-    module_of,
-    short_name,
-)
 from ckptlint.analysis.inventory import Param, take
+from ckptlint.analysis.key_matching import is_confirmed
 from ckptlint.analysis.layer_outliers import shape_outliers
-from ckptlint.analysis.optimizer_fit import shape_text
+from ckptlint.analysis.projections import Family, axis_factor, families, short_name
+from ckptlint.analysis.trusted_config import knows_mesh, mesh_axes
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import parse
+from ckptlint.vocabulary.keys import module_path, parse
 
 _HALVES = {"w": "v", "v": "w"}
 _SHARED = ("query", "key", "value")
@@ -137,7 +130,7 @@ def _components(ckpt: Checkpoint) -> Iterator[Found]:
     homes: dict[tuple[object, ...], dict[tuple[str, str], Param]] = defaultdict(dict)
     for param in take(ckpt).params:
         key = param.key
-        module = module_of(key)
+        module = module_path(key)
         if key.cls == "linear_attn" and key.component in _SHARED and param.own_shape:
             what = key.path.split(".")[-2]  # weights and biases are split alike, and apart
             homes[key.scope, module[:-1], what][module[-1], key.component] = param

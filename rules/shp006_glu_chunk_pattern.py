@@ -7,14 +7,15 @@ from functools import partial
 
 import numpy as np
 
-from ckptlint.analysis.expected_shapes import axis_factor, families, module_of
 from ckptlint.analysis.inventory import Param
 from ckptlint.analysis.optimizer_records import content_metadata
+from ckptlint.analysis.projections import axis_factor, families
 from ckptlint.analysis.trusted_config import MAIN_BLOCKS, flag, main_params, number, trusted, trusted_topology
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import ranges
+from ckptlint.vocabulary.keys import module_path
 
 _STARTS = 8
 
@@ -65,7 +66,7 @@ def glu_chunk_pattern(ckpt: Checkpoint) -> Iterator[Finding]:
 def _is_dense(param: Param) -> bool:
     key = param.key
     is_main = key.block in MAIN_BLOCKS and not key.in_experts and "shared" not in key.path
-    return is_main and module_of(key)[-2:] == ("mlp", "linear_fc1") and not key.component
+    return is_main and module_path(key)[-2:] == ("mlp", "linear_fc1") and not key.component
 
 
 def _finding(ckpt: Checkpoint, fc1: Param, fc2: Param, tp: int, places: int) -> Finding:

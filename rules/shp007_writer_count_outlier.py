@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from ckptlint.analysis.inventory import siblings, take
-from ckptlint.analysis.optimizer_fit import shape_text
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import parse
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from ckptlint.analysis.inventory import Param, take
-from ckptlint.analysis.optimizer_fit import shape_text
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import ranges, shape_text
 from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.keys import COPIES, ranges
+from ckptlint.vocabulary.keys import COPIES
 
 _FEW = 4
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptlint.geometry.chunk_map import CELL_LIMIT, Cell, Grid, axis_label, draw, human_bytes, make_grid
+from ckptlint.geometry.chunk_map import CELL_LIMIT, Cell, Grid, axis_label, draw, make_grid
 from ckptlint.model import AxisSize, Checkpoint, ChunkTable, Tensor
 from ckptlint.model.layout import Box, Layout
+from ckptlint.model.text import human_bytes
 from ckptlint.testing import load_folder, write_checkpoint
 
 

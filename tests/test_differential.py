@@ -22,8 +22,9 @@ from ckptlint.formats.safe_pickle import read_metadata
 from ckptlint.formats.safetensors_header import header_length, layout_faults, parse_header
 from ckptlint.lint.registry import load_rules
 from ckptlint.loaders.dcp import describe
-from ckptlint.model import Checkpoint, ChunkTable, Tensor, printable
+from ckptlint.model import Checkpoint, ChunkTable, Tensor
 from ckptlint.model.layout import _BOX_LIMIT, Box
+from ckptlint.model.text import printable
 from ckptlint.rule import Finding, Severity
 
 Case = tuple[tuple[int, ...], list[Chunk]]

@@ -14,7 +14,8 @@ from conftest import REAL, codes, found
 import ckptlint
 from ckptlint.lint import run as pipeline
 from ckptlint.model import Checkpoint
-from ckptlint.storage.folder import Folder, LocalFolder
+from ckptlint.storage.folder import Folder
+from ckptlint.storage.local import LocalFolder
 
 Copy = Callable[[str], Path]
 MEGATRON = "megatron_edit_base/iter_0000010"

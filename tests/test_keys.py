@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptlint.vocabulary.keys import braces, numbers, ranges, role
+from ckptlint.model.text import braces, ranges
+from ckptlint.vocabulary.keys import numbers, role
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from conftest import REAL, codes, found
 
 import ckptlint
 from ckptlint.lint.report import Report
-from ckptlint.loaders.checkpoint import find
+from ckptlint.loaders.discover import find
 from ckptlint.testing import write_safetensors
 
 torch = pytest.importorskip("torch")

@@ -19,13 +19,15 @@ import pytest
 from conftest import REAL, codes, found, named, number, run, stream, takes_ctrl_c
 
 import ckptlint
-from ckptlint.formats.torch_zip import data_start, read_end, read_members
-from ckptlint.loaders.checkpoint import find, open_checkpoint
+from ckptlint.formats.torch_archive import data_start, read_end, read_members
+from ckptlint.loaders.checkpoint import open_checkpoint
+from ckptlint.loaders.discover import find
 from ckptlint.model import Checkpoint, RecordState
 from ckptlint.payload import nonfinite as floats
-from ckptlint.payload.reader import Reading, read_payload
+from ckptlint.payload.reader import read_payload
+from ckptlint.payload.reading import Reading
 from ckptlint.payload.record_headers import Place, read_headers
-from ckptlint.storage.folder import LocalFolder
+from ckptlint.storage.local import LocalFolder
 from ckptlint.testing import torch_archive
 
 torch = pytest.importorskip("torch")

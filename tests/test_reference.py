@@ -17,7 +17,8 @@ from ckptlint.analysis.key_matching import compare
 from ckptlint.errors import ConfigError
 from ckptlint.lint.registry import load_rules
 from ckptlint.loaders.reference import MANIFEST_SCHEMA, manifest_text, read_reference
-from ckptlint.model import Reference, printable
+from ckptlint.model import Reference
+from ckptlint.model.text import printable
 from ckptlint.testing import safetensors_header, write_checkpoint
 
 Table = dict[str, Any]

@@ -25,7 +25,7 @@ remote = pytest.importorskip("ckptlint.storage.remote")
 for package in ("s3fs", "aiohttp", "moto", "flask"):
     pytest.importorskip(package, reason=f"needs {package}: pip install 'ckptlint[dev]'")
 
-from ckptlint.loaders.checkpoint import find  # noqa: E402
+from ckptlint.loaders.discover import find  # noqa: E402
 from ckptlint.storage.locate import folder_at  # noqa: E402
 
 MEGATRON = "megatron_tp2_pp2/iter_0000010"

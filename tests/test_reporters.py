@@ -30,7 +30,7 @@ from ckptlint.lint import run as pipeline
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import FailOn, Report
-from ckptlint.model import printable
+from ckptlint.model.text import printable
 from ckptlint.reporters import REPORTERS, SUFFIXES
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Finding, Rule

@@ -47,7 +47,7 @@ from ckptlint.errors import UnreadableError
 from ckptlint.formats.safe_pickle import read_metadata, read_state
 from ckptlint.formats.torch_archive import read_pickle_member
 from ckptlint.lint.report import Report
-from ckptlint.model import printable
+from ckptlint.model.text import printable
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
 from ckptlint.testing import write_checkpoint

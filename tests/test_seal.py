@@ -15,8 +15,8 @@ import ckptlint
 from ckptlint.errors import AccessError, UnreadableError
 from ckptlint.model import Seal, SealEntry
 from ckptlint.seals.digests import ALGORITHM, MASK, elem_digest, elements
-from ckptlint.seals.seal import SEAL, metadata_hash, read_seal, write_seal
-from ckptlint.storage.folder import LocalFolder
+from ckptlint.seals.file import SEAL, metadata_hash, read_seal, write_seal
+from ckptlint.storage.local import LocalFolder
 
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")

@@ -19,9 +19,11 @@ from ckptlint import progress
 from ckptlint.errors import AccessError
 from ckptlint.formats.sandbox import isolated
 from ckptlint.lint.report import Report
-from ckptlint.storage import folder as storage
-from ckptlint.storage.folder import LocalFolder, coalesced, is_url, shown
+from ckptlint.storage import local
+from ckptlint.storage.folder import coalesced
+from ckptlint.storage.local import LocalFolder
 from ckptlint.storage.locate import folder_at
+from ckptlint.storage.paths import is_url, shown
 
 Copy = Callable[[str], Path]
 
@@ -385,8 +387,8 @@ def test_many_files_are_looked_at_as_few_are(tmp_path: Path, monkeypatch: pytest
     names = [*(f"__{number}_0.distcp" for number in range(42)), "link.distcp", "dangling.distcp", "../escape"]
     few = LocalFolder(tmp_path)
     expected = few.entries, few.looks_at(names)
-    monkeypatch.setattr(storage, "_MANY", 4)
-    monkeypatch.setattr(storage, "_PART", 3)
+    monkeypatch.setattr(local, "_MANY", 4)
+    monkeypatch.setattr(local, "_PART", 3)
     told: list[tuple[str, int, int]] = []
     with progress.listening(lambda *far: told.append(far)):
         many = LocalFolder(tmp_path)

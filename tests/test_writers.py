@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from ckptlint.analysis.save_plans import Duplicate, duplicates, planned_by
-from ckptlint.model import WriterTable
+from ckptlint.model import SavePlans
 from ckptlint.testing import load_folder, write_checkpoint
 
 TENSORS = {"w": {"shape": [8, 4], "chunks": ["0:4, :", "4:8, :"]}, "s": {"shape": [], "chunks": [""]}}
 
 
-def table(folder: Path, plans: list[list[Any]], tensors: dict[str, Any] | None = None) -> WriterTable:
+def table(folder: Path, plans: list[list[Any]], tensors: dict[str, Any] | None = None) -> SavePlans:
     write_checkpoint({"tensors": tensors or TENSORS, "bytes": ["rng"], "plans": plans, "megatron": True}, folder)
     writers = load_folder(folder).writers
     assert writers is not None

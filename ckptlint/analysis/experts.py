@@ -6,12 +6,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ckptlint.analysis.expected_shapes import Block, block_of, hidden_sizes
+from ckptlint.analysis.hidden_size import hidden_sizes
 from ckptlint.analysis.inventory import Param, take
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import ranges
 from ckptlint.rule import Note
-from ckptlint.vocabulary.keys import ranges
+from ckptlint.vocabulary.keys import Block, block_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,11 +9,13 @@ import numpy as np
 
 from ckptlint.model import Checkpoint, ChunkTable, RankTable, RecordTable, StoredFile, Tensor
 from ckptlint.model.layout import Box, IntArray, Layout
+from ckptlint.model.text import named_ranks
 from ckptlint.rule import Finding, Severity
-from ckptlint.vocabulary.keys import ranges, role
+from ckptlint.vocabulary.keys import role
 
 _BLOCKING = frozenset({"LIV210", "LIV211", "LIV212"})
 """What is known when nothing could be compared."""
+
 
 _FLAWS = frozenset({"LIV101", "LIV102", "LIV103", "LIV105", "LIV106", "LIV108", "LIV110"})
 """Findings of a rank about its own chunk after which the box of that chunk says nothing."""
@@ -120,16 +122,10 @@ def _flawed(table: RankTable) -> set[str]:
 def ranks_of(table: RankTable, rows: Iterable[int]) -> str:
     """The ranks of some rows in words.
 
-    >>> named([3]), named([0, 1, 2, 6])
+    >>> named_ranks([3]), named_ranks([0, 1, 2, 6])
     ('rank 3', 'ranks 0-2,6')
     """
-    return named(int(table.rank[row]) for row in rows)
-
-
-def named(ranks: Iterable[int]) -> str:
-    """Ranks in words, as a set."""
-    numbers = sorted(set(ranks))
-    return f"rank{'s' if len(numbers) != 1 else ''} {ranges(numbers)}"
+    return named_ranks(int(table.rank[row]) for row in rows)
 
 
 def told(ckpt: Checkpoint, code: str, why: str = "", hint: str = "") -> Iterator[Finding]:
@@ -139,7 +135,7 @@ def told(ckpt: Checkpoint, code: str, why: str = "", hint: str = "") -> Iterator
         if remark.code == code:
             by_text.setdefault((remark.fqn, remark.text, remark.level), set()).add(remark.rank)
     for (fqn, text, level), said in sorted(by_text.items()):
-        who = "" if -1 in said else named(said)
+        who = "" if -1 in said else named_ranks(said)
         yield Finding(
             text,
             fqn=fqn or None,

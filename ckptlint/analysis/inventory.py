@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import COPIES, Key, parse
+
+Shape = tuple[int, ...]
 
 MOMENTS = frozenset(
     {
@@ -25,7 +28,9 @@ MOMENTS = frozenset(
 )
 """States that have one element per element of their parameter."""
 
+
 MASTER_COPIES = ("param", "fp32_param", "main_param", "master_param")
+
 
 _STATE_NAMES = MOMENTS | {
     "step",
@@ -48,6 +53,8 @@ _STATE_NAMES = MOMENTS | {
     "qmap2",
     "momentum",
 }
+
+
 _BUCKET = re.compile(
     r"(?:distributed\.)?dp_group_idx_(?P<group>\d+)\.(?:gbuf_idx_(?P<gbuf>\d+)\.dtype_\([^)]*\)\.bucket_idx_(?P<bucket>\d+)\.)?(?P<what>.+)"
 )
@@ -310,3 +317,9 @@ def _mapped(tensor: Tensor, what: str, chain: tuple[str, ...], path: str, index:
     if whole and (param := index.find(whole, scope)):
         return State(tensor, what, chain, key.path, (param,), is_component=True, scope=scope)
     return State(tensor, what, chain, key.path, scope=scope)
+
+
+def is_weight(param: Param) -> bool:
+    """Whether a parameter is a matrix, stacked or not, stored in the shape it is used in."""
+    last = param.key.path.rpartition(".")[2]
+    return len(param.own_shape) == 2 and param.tensor.dtype in FLOATS and "bias" not in last and "norm" not in last

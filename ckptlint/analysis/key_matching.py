@@ -14,16 +14,26 @@ from math import prod
 from pathlib import PurePath
 from typing import Literal
 
-from ckptlint.analysis.inventory import MASTER_COPIES, optimizer_parts, split_state
+from ckptlint.analysis.inventory import MASTER_COPIES, Param, optimizer_parts, split_state
 from ckptlint.model import Checkpoint, Reference
-from ckptlint.vocabulary.keys import COPIES, Key, parse, ranges
+from ckptlint.model.text import ranges
+from ckptlint.vocabulary.keys import COPIES, Key, parse
 
 Kind = Literal["model", "copy", "optimizer"]
+
+
 Shape = tuple[int, ...]
+
+
 Family = tuple[Kind, str, tuple[str, ...], str]
+
+
 Slot = tuple[object, ...]
 
+
 _PACKED = frozenset({"uint8", "int8", "float4_e2m1fn_x2"})
+
+
 _SLOT_LIMIT = 1 << 20
 
 
@@ -357,3 +367,20 @@ def _part(slots: list[Slot], entry: Entry) -> str:
     experts = {expert for _, expert in slots if isinstance(expert, int)} if entry.key.expert is None else set()
     parts = [f"{word} {ranges(numbers)}" for word, numbers in (("layers", layers), ("experts", experts)) if numbers]
     return ", ".join(parts)
+
+
+@lru_cache(maxsize=4)
+def reference_shapes(ckpt: Checkpoint) -> dict[str, Shape]:
+    """The shapes that the reference gives to tensors of the model, by their name here."""
+    if ckpt.reference is None:
+        return {}
+    return {
+        pair.stored.fqn: pair.expected_shape
+        for pair in compare(ckpt, ckpt.reference).pairs
+        if pair.alike and pair.stored.kind == "model" and pair.expected_shape is not None
+    }
+
+
+def is_confirmed(ckpt: Checkpoint, param: Param) -> bool:
+    """Whether the reference gives the tensor the shape that it has."""
+    return reference_shapes(ckpt).get(param.tensor.fqn) == param.tensor.global_shape

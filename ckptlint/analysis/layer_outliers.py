@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ckptlint.analysis.expected_shapes import FLOATS, Shape, is_adapter, mesh_axes, module_of
-from ckptlint.analysis.inventory import Param, take
-from ckptlint.model import ITEM_BITS, Checkpoint
-from ckptlint.vocabulary.keys import parse
+from ckptlint.analysis.inventory import Param, Shape, take
+from ckptlint.analysis.trusted_config import mesh_axes
+from ckptlint.model import Checkpoint
+from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
+from ckptlint.vocabulary.keys import is_adapter, module_path, parse
 
 _FEW_OUTLIERS = 0.2
 _MAJORITY = 3
@@ -44,7 +45,7 @@ def shape_outliers(ckpt: Checkpoint) -> list[Outlier]:
                 found.append(item)
     modules: dict[tuple[object, ...], set[str]] = defaultdict(set)
     for item in found:
-        modules[_layer_of(item.param)].add(".".join(module_of(parse(item.param.key.role))))
+        modules[_layer_of(item.param)].add(".".join(module_path(parse(item.param.key.role))))
     return [replace(item, changed=len(modules[_layer_of(item.param)])) for item in found]
 
 

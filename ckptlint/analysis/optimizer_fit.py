@@ -16,15 +16,21 @@ import numpy as np
 
 from ckptlint.analysis.inventory import MOMENTS, Param, State, take
 from ckptlint.analysis.trusted_config import trusted_topology
-from ckptlint.model import ITEM_BITS, Checkpoint, Tensor
+from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Layout
-from ckptlint.vocabulary.topology import AXES
+from ckptlint.vocabulary.dtypes import ITEM_BITS
+from ckptlint.vocabulary.mesh import AXES
 
 PAIR = ("exp_avg", "exp_avg_sq")
 """The two moments that Adam creates and shards together."""
 
+
 _COMPANION = re.compile(r"absmax|scale|qmap|codes|quant")
+
+
 _NO_FLOAT = ("int", "uint", "bool", "float8")
+
+
 _EXACT = ("metadata", "args", "run_config", "config.json")
 
 
@@ -183,15 +189,6 @@ def is_whole(layout: Layout) -> bool:
         len(layout.outside) or layout.duplicates or layout.coverage.missing_volume or layout.coverage.doubled_volume
     )
     return not broken
-
-
-def shape_text(shape: Iterable[int]) -> str:
-    """A shape as reports print it.
-
-    >>> shape_text((16, 8))
-    '[16, 8]'
-    """
-    return f"[{', '.join(map(str, shape))}]"
 
 
 def _is_plain(dtype: str) -> bool:

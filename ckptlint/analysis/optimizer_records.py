@@ -17,6 +17,7 @@ from ckptlint.vocabulary.keys import parse
 
 RecordKind = Literal["param_groups", "param_state_sharding_type"]
 
+
 _DEPTH = 12
 
 
@@ -63,13 +64,13 @@ def modules(ckpt: Checkpoint) -> dict[Module, list[Tensor]]:
     """The optimizers that have state tensors or buckets, and these."""
     found: dict[Module, list[Tensor]] = {}
     for state in take(ckpt).states:
-        found.setdefault(module_of(state.chain), []).append(state.tensor)
+        found.setdefault(optimizer_module(state.chain), []).append(state.tensor)
     for bucket in take(ckpt).buckets:
-        found.setdefault(module_of(bucket.chain), []).append(bucket.tensor)
+        found.setdefault(optimizer_module(bucket.chain), []).append(bucket.tensor)
     return found
 
 
-def module_of(chain: tuple[str, ...]) -> Module:
+def optimizer_module(chain: tuple[str, ...]) -> Module:
     """The optimizer that a state or bucket of this chain belongs to."""
     names = [part.removeprefix("mimo.") for part in chain if part.startswith("mimo.")]
     chains = [part.removeprefix("chained_") for part in chain if part.startswith("chained_")]
@@ -131,10 +132,10 @@ def _in_object(ckpt: Checkpoint, obj: ShardedObject) -> Record | None:
     last = rest.rpartition(".")[2]
     value = ckpt.object_values.get(obj.fqn)
     if last == "param_state_sharding_type":
-        return Record("param_state_sharding_type", module_of(chain), obj.fqn, value)
+        return Record("param_state_sharding_type", optimizer_module(chain), obj.fqn, value)
     if last == "param_groups":
-        return Record("param_groups", module_of(chain), obj.fqn, value)
+        return Record("param_groups", optimizer_module(chain), obj.fqn, value)
     if last == "optimizer" and (not isinstance(value, dict) or "param_groups" in value):
         groups = value["param_groups"] if isinstance(value, dict) else None
-        return Record("param_groups", module_of(chain), obj.fqn, groups)
+        return Record("param_groups", optimizer_module(chain), obj.fqn, groups)
     return None

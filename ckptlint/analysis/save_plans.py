@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ckptlint.model import WriterTable
+from ckptlint.model import SavePlans
 from ckptlint.model.layout import distinct
 
 
@@ -15,7 +15,7 @@ class Duplicate:
     """One (fqn, offset) that several ranks planned to write.
 
     Attributes:
-        rows: rows of the `WriterTable`, by rank.
+        rows: rows of the `SavePlans`, by rank.
         ranks: the ranks.
         equal: whether sizes, global shapes and dtypes are the same in all plans.
     """
@@ -27,7 +27,7 @@ class Duplicate:
     equal: bool
 
 
-def duplicates(table: WriterTable) -> list[Duplicate]:
+def duplicates(table: SavePlans) -> list[Duplicate]:
     """Every (fqn, offset) that occurs in the plans of two or more ranks, in order of name and offset."""
     if len(table) == 0:
         return []
@@ -58,6 +58,6 @@ def duplicates(table: WriterTable) -> list[Duplicate]:
     return found
 
 
-def planned_by(table: WriterTable, rank: int) -> set[str]:
+def planned_by(table: SavePlans, rank: int) -> set[str]:
     """Names that a rank planned to write."""
     return {table.fqns[i] for i in distinct(table.fqn[table.rank == rank]).tolist()}

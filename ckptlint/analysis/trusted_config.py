@@ -32,8 +32,13 @@ MAIN_BLOCKS = frozenset(
 )
 """The blocks whose layers the declared number of layers counts; towers, heads and draft models are not among them."""
 
+
 _HYBRID_SEPARATORS = "/|"
+
+
 _EMBEDDINGS = frozenset({"word_embeddings", "embed_tokens", "tok_embeddings", "wte"})
+
+
 FINAL_NORMS = frozenset({"final_layernorm", "final_norm", "ln_f", "norm"})
 """Names of the norm behind the last layer."""
 
@@ -223,3 +228,19 @@ def _model_sizes(params: Iterable[Param]) -> dict[str, tuple[int, str]]:
         if "hidden" in sizes and columns == sizes["hidden"][0] != rows:
             sizes["experts"] = (rows, "router rows")
     return sizes
+
+
+_LOST_AXES = ("tp", "ep", "etp", "dp", "world")
+
+
+def mesh_axes(ckpt: Checkpoint, factor: int) -> list[str]:
+    """The axes of this size along which a tensor may have been split; a bound from file names is no axis."""
+    sizes = trusted_topology(ckpt)
+    return [
+        axis for axis in _LOST_AXES if axis in sizes and sizes[axis].size == factor and sizes[axis].source != "files"
+    ]
+
+
+def knows_mesh(ckpt: Checkpoint) -> bool:
+    """Whether the size of the tensor-parallel axis is known."""
+    return "tp" in trusted_topology(ckpt)

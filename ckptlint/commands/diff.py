@@ -15,9 +15,10 @@ import numpy as np
 from ckptlint.analysis.key_matching import compare
 from ckptlint.loaders.reference import tensors_of
 from ckptlint.model import Checkpoint, Reference, Tensor
+from ckptlint.model.text import braces, plural
 from ckptlint.reporters.full import header
-from ckptlint.reporters.style import Style, cut, plural
-from ckptlint.vocabulary.keys import braces, role
+from ckptlint.reporters.style import Style, cut
+from ckptlint.vocabulary.keys import role
 
 SCHEMA = "ckptlint.diff/1"
 Kind = Literal["removed", "added", "renamed", "kind", "shape", "dtype", "cut", "files"]

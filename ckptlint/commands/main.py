@@ -23,7 +23,7 @@ from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
 if TYPE_CHECKING:
     from ckptlint.lint.report import Report
     from ckptlint.model import Checkpoint
-    from ckptlint.payload.reader import Reading
+    from ckptlint.payload.reading import Reading
     from ckptlint.reporters.style import Style
     from ckptlint.rule import Depth
 
@@ -534,7 +534,7 @@ def _reading(depth: Depth, sample: str | None, seed: int | None, jobs: int | Non
     from dataclasses import replace
 
     from ckptlint.commands.settings import percent
-    from ckptlint.payload.reader import default_reading
+    from ckptlint.payload.reading import default_reading
 
     reading = default_reading(depth, None if sample is None else percent(sample), seed)
     return replace(reading, jobs=jobs or reading.jobs)
@@ -617,7 +617,8 @@ def _described(path: str, files: bool = False, partial: bool = False) -> dict[st
     """
     from dataclasses import replace
 
-    from ckptlint.loaders.checkpoint import find, open_checkpoint
+    from ckptlint.loaders.checkpoint import open_checkpoint
+    from ckptlint.loaders.discover import find
     from ckptlint.loaders.reference import obstacle
 
     checkpoints = [open_checkpoint(folder, files) for folder in find(path)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ckptlint.geometry.chunk_map import human_bytes
+from ckptlint.model.text import human_bytes
 
 _PATIENCE = 1.0
 

@@ -201,7 +201,7 @@ def long_options(parameters: Iterable[click.Parameter]) -> dict[str, click.Optio
 
 def local_folders(paths: Iterable[str]) -> tuple[Path, ...]:
     """The paths that lie on this machine, links resolved; URLs are left out."""
-    from ckptlint.storage.folder import is_url
+    from ckptlint.storage.paths import is_url
 
     return tuple(_real(path.removeprefix("file://")) for path in paths if not is_url(path) and "\0" not in path)
 
@@ -327,7 +327,7 @@ def _ignores(file: str, tables: dict[str, dict[str, Any]]) -> Iterable[tuple[str
 
 def _anchored(folder: Path, path: str) -> str:
     """A path in a file is relative to the file's folder."""
-    from ckptlint.storage.folder import is_url
+    from ckptlint.storage.paths import is_url
 
     return path if is_url(path) else os.path.normpath(folder / path)
 

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from ckptlint.errors import ConfigError
-from ckptlint.geometry.chunk_map import draw, human_bytes, make_grid
+from ckptlint.geometry.chunk_map import draw, make_grid
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.text import braces, human_bytes, plural, ranges
 from ckptlint.reporters.full import header
-from ckptlint.reporters.style import Style, cut, plural
-from ckptlint.vocabulary.keys import braces, ranges, role
+from ckptlint.reporters.style import Style, cut
+from ckptlint.vocabulary.dtypes import nbytes
+from ckptlint.vocabulary.keys import role
 
 SCHEMA = "ckptlint.show/1"
 _DEEPEST = 32  # a forged name may have thousands of dots
@@ -80,7 +82,7 @@ def no_tensor(checkpoints: Sequence[Checkpoint], name: str) -> str:
     """The sentence for a name or glob that no tensor has, with the nearest name."""
     from difflib import get_close_matches
 
-    from ckptlint.model import printable
+    from ckptlint.model.text import printable
 
     names = [fqn for ckpt in checkpoints for fqn in ckpt.tensors]
     near = get_close_matches(name, names[:10_000], 1)
@@ -100,7 +102,7 @@ def _facts(ckpt: Checkpoint, style: Style) -> Iterator[str]:
     count, total = Counter[str](), Counter[str]()
     for tensor in ckpt.tensors.values():
         count[tensor.dtype] += 1
-        total[tensor.dtype] += tensor.nbytes(tensor.volume) or 0
+        total[tensor.dtype] += nbytes(tensor.dtype, tensor.volume) or 0
     if count:
         parts = [f"{dtype} {count[dtype]:,} ({_size(total[dtype] or None)})" for dtype in sorted(count)]
         yield from style.wrap("dtypes: " + ", ".join(parts), "    ", "  ")
@@ -114,7 +116,8 @@ def _table(tensors: Iterable[Tensor]) -> list[str]:
     rows = []
     for members in alike.values():
         first = members[0]
-        each = [first.dtype, _shape(first), f"{_chunks(first):,}", _degrees(first), _size(first.nbytes(first.volume))]
+        size = _size(nbytes(first.dtype, first.volume))
+        each = [first.dtype, _shape(first), f"{_chunks(first):,}", _degrees(first), size]
         rows += [[cut(name), *each] for name in braces(tensor.fqn for tensor in members)]
     return _aligned(["tensor", "dtype", "shape", "chunks", "cut", "size of one"], rows) if rows else ["no tensors"]
 
@@ -152,7 +155,7 @@ def _branches(node: Branch, indent: str, style: Style) -> Iterator[str]:
         is_last = i + 1 == len(folded)
         lead, below = (corner, "   ") if is_last else (tee, bar)
         elements = list(_leaves(child))
-        nbytes = sum(tensor.nbytes(tensor.volume) or 0 for tensor in elements) * count
+        nbytes = sum(nbytes(tensor.dtype, tensor.volume) or 0 for tensor in elements) * count
         if isinstance(child, dict):
             yield f"{indent}{lead}{cut(name)}  {plural(len(elements) * count, 'tensor')}, {_size(nbytes or None)}"
             yield from _branches(child, indent + below, style)
@@ -289,7 +292,7 @@ def _tensor(ckpt: Checkpoint, tensor: Tensor, with_chunks: bool) -> dict[str, An
         "fqn": tensor.fqn,
         "dtype": None if tensor.dtype == "unknown" else tensor.dtype,
         "shape": list(tensor.global_shape),
-        "bytes": tensor.nbytes(tensor.volume),
+        "bytes": nbytes(tensor.dtype, tensor.volume),
         "chunks": _chunks(tensor),
         "cut": None if cuts is None else list(cuts),
     }

@@ -10,10 +10,11 @@ from typing import Literal
 
 from ckptlint.errors import CkptlintError, NothingToCheckError
 from ckptlint.formats.sandbox import isolated
-from ckptlint.loaders.recognise import components, find_checkpoints, step_number
+from ckptlint.loaders.discover import components, find_checkpoints, step_number
 from ckptlint.loaders.run_folder import read_tracker, step_state
-from ckptlint.storage.folder import Folder, shown
+from ckptlint.storage.folder import Folder
 from ckptlint.storage.locate import folder_at
+from ckptlint.storage.paths import shown
 
 _LEVELS = 3  # a step, its components, theirs (verl)
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.pickle_columns import END, WORTHWHILE, ChunkRows, RecordRows, Scan, Stretch, scan
-from ckptlint.model import printable
+from ckptlint.model.text import printable
 
 SIZE_LIMIT = 2 * 1024**3
 """Largest metadata pickle that is read, in bytes; 10 million chunks take about 1.5 GiB."""

@@ -6,45 +6,29 @@ Source:
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
 
 from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.model import KEY_LIMIT, RANK_LIMIT, printable
-from ckptlint.model.layout import COORDINATE_LIMIT, IntArray
+from ckptlint.formats.strict_json import checked_key, checked_shape, is_size, json_object
+from ckptlint.model.layout import IntArray
+from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.dtypes import SAFETENSORS
 
 HEADER_LIMIT = 100_000_000
 """Bytes of a header; the limit of the safetensors library itself."""
 
-DTYPES: Mapping[str, str] = {
-    "BOOL": "bool",
-    **{
-        f"{letter}{bits}": f"{word}{bits}" for letter, word in (("I", "int"), ("U", "uint")) for bits in (8, 16, 32, 64)
-    },
-    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
-    "BF16": "bfloat16",
-    "C64": "complex64",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-}
-"""Names of dtypes in a header -> torch's.
-
-Source:
-    safetensors 0.8, `Dtype`; the packed types (F4, F6_*) are left out, their shapes count other things
-"""
 
 _DTYPE = re.compile(r"[A-Z][A-Z0-9_]*")  # torch 2.13 writes "" for a key that no rank had when it consolidates
+
+
 _FIRST_READ = 65536  # most headers end within it: one read, and one request to a store
+
+
 _POINTER = b"version https://git-lfs"
 
 
@@ -131,7 +115,7 @@ def parse_header(text: bytes, payload: int) -> Header:
             named = printable(entry["dtype"][:40])
             raise UnreadableError(f"has the dtype {named!r} for {printable(name)}, which is no name of one", 8)
         shapes.append(checked_shape(name, entry.get("shape")))
-        dtypes.append(DTYPES.get(entry["dtype"]))
+        dtypes.append(SAFETENSORS.get(entry["dtype"]))
         spans.append(_span(name, entry.get("data_offsets")))
     ends = np.array(spans, np.int64).reshape(len(spans), 2)
     return Header(payload, metadata, list(entries), dtypes, shapes, ends[:, 0], ends[:, 1])
@@ -163,72 +147,9 @@ def layout_faults(header: Header, size: int) -> list[tuple[str, str, int]]:
     return faults
 
 
-# ---------------------------------------------------------------- JSON
-
-
-def json_object(text: bytes) -> dict[str, Any]:
-    """A JSON object, in which no name stands twice.
-
-    Raises:
-        UnreadableError: the text is anything else; the message goes behind the name of what it was read from.
-    """
-    try:
-        document = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"holds no JSON that can be used ({printable(str(error))[:120]})", 8) from None
-    if not isinstance(document, dict):
-        raise UnreadableError("holds no JSON object", 8)
-    return document
-
-
-def checked_shape(name: str, value: Any) -> tuple[int, ...]:
-    """The shape of a key, from JSON.
-
-    Raises:
-        UnreadableError: it is no list of sizes.
-        LimitError: the key or the list is too long, or the elements do not fit 64 bits.
-    """
-    shown = printable(checked_key(name))
-    if not isinstance(value, list) or not all(is_size(size) for size in value):
-        raise UnreadableError(f"has a shape of {shown} that is no list of sizes", 8)
-    if len(value) > RANK_LIMIT or prod(value) >= 2**63:
-        raise LimitError(f"has a shape of {shown} with {len(value)} axes whose elements do not fit 64 bits")
-    return tuple(value)
-
-
-def checked_key(name: str) -> str:
-    """The key itself.
-
-    Raises:
-        LimitError: it has more than `KEY_LIMIT` characters.
-    """
-    if len(name) > KEY_LIMIT:
-        raise LimitError(f"has a key of {len(name):,} characters, the limit is {KEY_LIMIT:,}")
-    return name
-
-
-def is_size(value: Any) -> bool:
-    """Whether a value is a number of elements or bytes."""
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < COORDINATE_LIMIT
-
-
 def _span(name: str, value: Any) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2 or not all(is_size(offset) for offset in value):
         raise UnreadableError(f"has data_offsets of {printable(name)} that are no pair of sizes", 8)
     if value[1] < value[0]:
         raise UnreadableError(f"has data_offsets of {printable(name)} that end before they start", 8)
     return value[0], value[1]
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    document = dict(pairs)
-    if len(document) < len(pairs):
-        raise ValueError("it has a name twice in one object")
-    for name in document:
-        if not name.isascii():
-            name.encode()  # a lone surrogate is a ValueError: no other reader takes it
-    return document
-
-
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number")

@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box, IntArray, Layout, distinct
-from ckptlint.vocabulary.keys import ranges
-from ckptlint.vocabulary.topology import axes_of_size
+from ckptlint.model.text import ranges
+from ckptlint.vocabulary.mesh import axes_of_size
 
 if TYPE_CHECKING:
     import networkx as nx

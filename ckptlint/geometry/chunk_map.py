@@ -9,9 +9,13 @@ import numpy as np
 
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box, IntArray, distinct
-from ckptlint.vocabulary.topology import axes_of_size
+from ckptlint.model.text import human_bytes
+from ckptlint.vocabulary.dtypes import nbytes
+from ckptlint.vocabulary.mesh import axes_of_size
 
 CELL_LIMIT = 8
+
+
 _CONTEXT = 2
 
 
@@ -201,8 +205,8 @@ def _marker(grid: Grid, region: Box, cell: int, width: int) -> list[str]:
     start, stop = region.offsets[grid.across], region.ends[grid.across]
     under = [i for i, c in enumerate(grid.columns) if not c.folded and c.start < stop and c.stop > start]
     elements = f"{region.volume:,} elements"
-    nbytes = grid.tensor.nbytes(region.volume)
-    size = elements if nbytes is None else f"{elements}, {human_bytes(nbytes)}"
+    count = nbytes(grid.tensor.dtype, region.volume)
+    size = elements if count is None else f"{elements}, {human_bytes(count)}"
     if not under or (start, stop) == (0, grid.tensor.global_shape[grid.across]):
         return [size]
     carets = " " * (1 + under[0] * (cell + 1)) + "^" * ((under[-1] - under[0] + 1) * (cell + 1) - 1)
@@ -221,17 +225,3 @@ def _legend_lines(ckpt: Checkpoint, grid: Grid, width: int) -> list[str]:
             lines[-1] = f"and {len(grid.legend)} chunks in all"
             break
     return [line for line in lines if line]
-
-
-def human_bytes(count: int) -> str:
-    """Bytes in the largest unit that keeps at least one digit before the point.
-
-    >>> human_bytes(512), human_bytes(4 * 2**20)
-    ('512 B', '4.0 MiB')
-    """
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            return f"{count} B" if unit == "B" else f"{size:,.1f} {unit}"
-        size /= 1024
-    raise AssertionError

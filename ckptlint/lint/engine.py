@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ckptlint.lint.report import CheckpointReport, Diagnostic
-from ckptlint.model import Checkpoint, Problem, printable
+from ckptlint.model import Checkpoint, Problem
+from ckptlint.model.text import printable
 from ckptlint.rule import DEPTHS, Depth, NotApplicable, Rule
 
 CRASH_CODE, UNUSED_CODE = "LNT002", "LNT001"

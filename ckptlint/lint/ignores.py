@@ -15,7 +15,8 @@ from ckptlint.errors import ConfigError
 from ckptlint.lint.engine import UNUSED_CODE, report_unused
 from ckptlint.lint.report import CheckpointReport, Diagnostic, Ignored
 from ckptlint.lint.selection import is_fixed
-from ckptlint.model import Problem, printable
+from ckptlint.model import Problem
+from ckptlint.model.text import printable
 from ckptlint.rule import Rule
 
 _SCHEMA = "ckptlint.report/1"

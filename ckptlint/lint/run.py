@@ -11,13 +11,15 @@ from ckptlint.errors import AccessError, NothingToCheckError, ReaderError
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.ignores import KeyIgnore, read_baseline, set_aside
 from ckptlint.lint.report import CheckpointReport, FailOn, Report
-from ckptlint.loaders.checkpoint import find, open_checkpoint
+from ckptlint.loaders.checkpoint import open_checkpoint
+from ckptlint.loaders.discover import find
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Depth, Rule
-from ckptlint.storage.folder import Folder, shown
+from ckptlint.storage.folder import Folder
+from ckptlint.storage.paths import shown
 
 if TYPE_CHECKING:
-    from ckptlint.payload.reader import Reading
+    from ckptlint.payload.reading import Reading
 
 
 Source = Callable[[str, bool, Depth, "Reading | None"], Iterator[tuple[Folder, Checkpoint]]]

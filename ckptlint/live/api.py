@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ckptlint import __version__
-from ckptlint.analysis.held_by_ranks import as_checkpoint, named
+from ckptlint.analysis.held_by_ranks import as_checkpoint
 from ckptlint.errors import CheckpointError, CkptlintError
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.registry import load_rules
@@ -28,6 +28,7 @@ from ckptlint.live.compare import protocol
 from ckptlint.live.compare.gate import Gate
 from ckptlint.live.compare.group import Group, GroupBroken, Solo, new_torch_group
 from ckptlint.model import RankTable, Remark
+from ckptlint.model.text import named_ranks
 from ckptlint.rule import Severity
 
 OnError = Literal["raise", "warn"]
@@ -174,7 +175,7 @@ class Live:
             return ""
         if passage.reason:
             return f"nothing was compared: {passage.reason}"
-        return f"nothing was compared: {named(passage.absent)} did not come within {self.timeout:g} s"
+        return f"nothing was compared: {named_ranks(passage.absent)} did not come within {self.timeout:g} s"
 
     def _all_raise(self, tag: str, repeats: bool) -> bool:
         """Whether all ranks have come to the same end: one that lost the others would walk into the save alone."""
@@ -242,7 +243,7 @@ def _live(timeout: float, backend: str, max_ctas: int) -> Live:
     gate = Gate(store, rank, world)
     passage = Gate(store, rank, world, "install").enter("", timeout, repeats=True)
     if not passage.go:
-        raise LiveNotInstalled(f"{named(passage.absent)} did not call live.install within {timeout:g} s")
+        raise LiveNotInstalled(f"{named_ranks(passage.absent)} did not call live.install within {timeout:g} s")
     chosen = "gloo" if store.add(f"{base}/without", 0) else "nccl"
     if chosen == "gloo" and rank == 0 and _can_nccl(backend):
         warnings.warn("live mode uses gloo: a rank has no GPU of its own, or no NCCL", stacklevel=3)

@@ -24,8 +24,9 @@ from ckptlint.model import Remark, Seal, SealEntry
 from ckptlint.model.layout import IntArray
 from ckptlint.rule import Severity
 from ckptlint.seals.digests import ALGORITHM, MASK, Words
-from ckptlint.seals.seal import SEAL, metadata_hash, misfit_of, read_seal, write_seal
-from ckptlint.storage.folder import LocalFolder
+from ckptlint.seals.file import SEAL, metadata_hash, read_seal, write_seal
+from ckptlint.seals.verify import misfit_of
+from ckptlint.storage.local import LocalFolder
 
 _IGNORED, _NO_DIGEST, _NO_MEMORY, _OBJECT = 1, 2, 3, 4
 _REASONS = {

@@ -18,16 +18,21 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.analysis.held_by_ranks import named
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
 from ckptlint.live.compare.group import Group, GroupBroken, Solo, new_torch_group
-from ckptlint.loaders.checkpoint import find, open_checkpoint
-from ckptlint.model import Checkpoint, Problem, printable
+from ckptlint.loaders.checkpoint import open_checkpoint
+from ckptlint.loaders.discover import find
+from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.layout import IntArray
-from ckptlint.payload.reader import INTEGRITY, Part, Reader, Reading
+from ckptlint.model.text import named_ranks, printable
+from ckptlint.payload.integrity import INTEGRITY
+from ckptlint.payload.parts import Part
+from ckptlint.payload.reader import Reader
+from ckptlint.payload.reading import Reading
 from ckptlint.rule import Depth
-from ckptlint.seals.seal import SEAL
-from ckptlint.storage.folder import Folder, LocalFolder
+from ckptlint.seals.file import SEAL
+from ckptlint.storage.folder import Folder
+from ckptlint.storage.local import LocalFolder
 
 _HASHED = (".metadata", "common.pt", "metadata.json", INTEGRITY, SEAL)
 _PATIENCE = 120.0  # seconds; beyond it a rank counts as lost
@@ -179,12 +184,12 @@ class Job:
                     seen_as = sentence or _listed(differing, count, files)
                 by_view.setdefault(seen_as, []).append(rank)
             detail = tuple(
-                f"{named(ranks)} ({', '.join(dict.fromkeys(hosts[rank] for rank in ranks))}): {text}"
+                f"{named_ranks(ranks)} ({', '.join(dict.fromkeys(hosts[rank] for rank in ranks))}): {text}"
                 for text, ranks in by_view.items()
             )
             what = {"path": "another checkpoint under the path"}.get(name, f"{name} otherwise")
             others = [rank for text, ranks in list(by_view.items())[1:] for rank in ranks] or [0]
-            sentence = f"{named(others)} see{'s' * (len(others) == 1)} {what} than rank 0"
+            sentence = f"{named_ranks(others)} see{'s' * (len(others) == 1)} {what} than rank 0"
             problems.append(Problem("view", name, printable(sentence), detail=detail, hint=_HINT))
         return tuple(problems)
 
@@ -366,7 +371,7 @@ def _conflicts(ckpt: Checkpoint, parts: Sequence[Part]) -> list[Problem]:
                 rows.setdefault(row, set()).add(rank)
     if not rows:
         return []
-    ranks = named(set().union(*rows.values()))
+    ranks = named_ranks(set().union(*rows.values()))
     row = min(rows)
     file, start, length = ckpt.place(row)
     detail = (f"the first is {ckpt.records.name(row)} in {file}, bytes {start:,}-{start + length:,}",)

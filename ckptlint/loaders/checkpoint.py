@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.errors import CkptlintError, LimitError, UnreadableError
+from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import SIZE_LIMIT, Node, Opaque, Unpickled, paused_gc, read_metadata
 from ckptlint.formats.sandbox import isolated
 from ckptlint.loaders.common_state import (
@@ -22,47 +22,36 @@ from ckptlint.loaders.common_state import (
     read_objects,
 )
 from ckptlint.loaders.dcp import Description, describe, state_of
+from ckptlint.loaders.leftovers import (
+    leftover_files,
+    lost_ranks,
+    other_step,
+    rank_files,
+    unfinished_marks,
+    unread_beside,
+    unsupported_problem,
+)
 from ckptlint.loaders.megatron import describing_objects, dialect, missing_marks, read_config, read_plans, split_objects
 from ckptlint.loaders.problems import from_error, from_refusals
-from ckptlint.loaders.recognise import (
-    METADATA,
-    PAYLOAD_RANK,
-    RANK_METADATA,
-    Recognised,
-    components,
-    find_checkpoints,
-    newest_readable_step,
-    recognise,
-    unsupported,
-    unsupported_hint,
-)
-from ckptlint.loaders.run_folder import read_run
+from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, Recognised, recognise
+from ckptlint.loaders.run_folder import read_run, read_train_state
 from ckptlint.loaders.safetensors import header_bytes, read_safetensors
-from ckptlint.loaders.train_state import read_train_state
-from ckptlint.model import Checkpoint, FileState, Problem, RunFolder, StoredFile, printable
-from ckptlint.storage.folder import Folder, is_safe
-from ckptlint.storage.locate import folder_at
-from ckptlint.vocabulary.topology import read_topology
+from ckptlint.model import Checkpoint, FileState, Problem, RunFolder, StoredFile
+from ckptlint.model.text import printable
+from ckptlint.storage.folder import Folder
+from ckptlint.storage.paths import is_safe
+from ckptlint.vocabulary.mesh import read_topology
 
 _RENAMED = "the writer renames a finished file into place, so a short one is a copy that broke off or a full disk"
+
+
 _BYTECHECKPOINT = "bytecheckpoint."
+
+
 _NO_METADATA = {"dangling-link": "is a link that leads nowhere", "not-a-file": "is no regular file"}
-_WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
 _WRITTEN_LAST = "it is written last, after all payload files, so the save or the copy did not finish"
-
-
-def find(path: str, all_steps: bool = False) -> list[Folder]:
-    """The checkpoint folders that a path means; a file stands for its folder, safetensors for their own model there.
-
-    Raises:
-        NothingToCheckError: there is none.
-        AccessError: a folder could not be listed.
-        ConfigError: a URL that cannot be read here.
-    """
-    folder, name = folder_at(path)
-    if name.endswith(_WEIGHTS) and (own := [part for part in components(folder) if part.has(name)]):
-        return own
-    return find_checkpoints(folder, all_steps)
 
 
 def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
@@ -84,7 +73,7 @@ def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
     try:
         return isolated(partial(read_checkpoint, folder, look_at_files), size)
     except LimitError as error:
-        problem = from_error(error, METADATA, blocks=True, hint=_other_step(folder))
+        problem = from_error(error, METADATA, blocks=True, hint=other_step(folder))
         return Checkpoint(folder.display, "dcp", problems=[problem], readable=False, files=_listed(folder))
 
 
@@ -110,7 +99,9 @@ def read_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
     if found.kind == "safetensors":
         with paused_gc():
             ckpt = read_safetensors(folder, look_at_files)
-        return replace(ckpt, run=read_run(folder), problems=ckpt.problems + _beside(folder) + _marked(folder))
+        return replace(
+            ckpt, run=read_run(folder), problems=ckpt.problems + unread_beside(folder) + unfinished_marks(folder)
+        )
     with paused_gc():
         return _open_dcp(folder, found, look_at_files)
 
@@ -120,13 +111,13 @@ def read_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
 
 def _open_dcp(folder: Folder, found: Recognised, look_at_files: bool) -> Checkpoint:
     problems: list[Problem] = []
-    names = [METADATA] if found.kind == "dcp" else _rank_files(folder)
+    names = [METADATA] if found.kind == "dcp" else rank_files(folder)
     unpickled = [(name, _read_metadata(folder, name, problems)) for name in names]
     roots = [part.root for _, part in unpickled if part is not None and part.root is not None]
     label = METADATA if found.kind == "dcp" else f"{names[0]} .. {names[-1]}"
     if roots and isinstance(roots[0], Opaque) and roots[0].module.startswith(_BYTECHECKPOINT):
         found = Recognised("unsupported", "ByteCheckpoint", METADATA)
-        problems.append(_unsupported_problem(found))
+        problems.append(unsupported_problem(found))
         return Checkpoint(folder.display, "unsupported", problems=problems, readable=False)
     described: Description | None = None
     if roots:
@@ -136,9 +127,9 @@ def _open_dcp(folder: Folder, found: Recognised, look_at_files: bool) -> Checkpo
             if not problems:  # a refused root was reported already
                 problems.append(from_error(error, label, blocks=True))
     if described is None:
-        problems = [replace(p, blocks=True, hint=p.hint or _other_step(folder)) for p in problems]
+        problems = [replace(p, blocks=True, hint=p.hint or other_step(folder)) for p in problems]
         if any(p.kind == "unreadable" for p in problems):
-            problems += _beside(folder)
+            problems += unread_beside(folder)
         return Checkpoint(
             folder.display, "dcp", problems=problems, readable=False, metadata_file=label, files=_listed(folder)
         )
@@ -165,9 +156,9 @@ def _assemble(
     partial = ""
     if found.kind == "per-rank":
         format_ = "dcp-per-rank"
-        partial, lost = _lost_ranks(folder)
+        partial, lost = lost_ranks(folder)
         problems += lost
-    problems += _beside(folder) + _leftovers(folder) + _marked(folder)
+    problems += unread_beside(folder) + leftover_files(folder) + unfinished_marks(folder)
     common, common_problems = read_common(folder, _locations(described, {COMMON_ENTRY, *OWN_ENTRIES}))
     values, object_problems = read_objects(folder, _locations(described, describing_objects(objects)))
     problems += common_problems + object_problems
@@ -302,94 +293,8 @@ def _shares_offsets(folder: Folder, described: Description, look: bool) -> bool:
     return shares and not judged
 
 
-# ---------------------------------------------------------------- what is missing or lies beside
-
-
-def _rank_files(folder: Folder) -> list[str]:
-    numbered = {name: int(match[1]) for name in folder.files() if (match := RANK_METADATA.fullmatch(name))}
-    return sorted(numbered, key=lambda name: numbered[name])
-
-
-def _lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
-    """Why per-rank metadata is partial ("" when it is whole) and the problem to report for it."""
-    present = {int(m[1]) for name in folder.files() if (m := RANK_METADATA.fullmatch(name))}
-    payload = {int(m[1]) for name in folder.files() if (m := PAYLOAD_RANK.fullmatch(name))}
-    lost = sorted(set(range(max(present | payload) + 1)) - present)
-    if not lost:
-        return "", []
-    names = ", ".join(f"__{rank}.metadata" for rank in lost[:8]) + (", ..." if len(lost) > 8 else "")
-    problem = Problem(
-        "incomplete",
-        names,
-        f"{names} missing: the other {len(present)} ranks wrote theirs",
-        why="with use_collectives=False each rank describes only its own chunks, so what these ranks held is lost",
-        hint="copy the files again from the node of these ranks, or go back to a complete step",
-    )
-    return f"the metadata of {len(lost)} of {len(lost) + len(present)} ranks is missing", [problem]
-
-
-def _leftovers(folder: Folder) -> list[Problem]:
-    entries, problems = folder.entries, []
-    temporary = ".metadata.tmp"
-    if temporary in entries and METADATA in entries and entries[temporary].mtime > entries[METADATA].mtime:
-        problems.append(
-            Problem(
-                "incomplete",
-                temporary,
-                f"{temporary} is newer than {METADATA}: a later save into this folder did not finish",
-                why="its payload files may have replaced the ones that .metadata describes",
-                hint="use another step, or save again into an empty folder",
-            )
-        )
-    if METADATA in entries and any(RANK_METADATA.fullmatch(name) for name in entries):
-        name = next(name for name in entries if RANK_METADATA.fullmatch(name))
-        problems.append(Problem("note", name, f"{name} lies beside {METADATA} and belongs to another save"))
-    for name in (METADATA, COMMON_FILE):
-        if folder.has(name) and folder.look_at(name)[0] == "link-outside":
-            sentence = f"{name} is a link to a file outside the checkpoint"
-            why = "model caches link to their files; elsewhere it may describe another checkpoint"
-            problems.append(Problem("note", name, sentence, why=why))
-    return problems
-
-
-def _marked(folder: Folder) -> list[Problem]:
-    """The mark by which NeMo 2 and xtuner say that a save is still running or was broken off.
-
-    Source:
-        nemo.lightning.pytorch.callbacks.ModelCheckpoint (8cfedd72): an empty file `<name>-unfinished` beside the folder
-        `<name>`, removed at the end; xtuner (b934f462): `<name>.incomplete`, renamed at the end
-    """
-    step = folder.parent if folder.name in ("weights", "hf_weights") else folder
-    is_nemo = step is not folder or "=" in folder.name  # `...-step=10-last`; else nothing around it is listed for this
-    beside = step.parent if step is not None and is_nemo else None
-    marker = f"{step.name}-unfinished" if step is not None else ""
-    try:
-        is_marked = beside is not None and beside.has(marker)
-    except CkptlintError:
-        is_marked = False
-    if folder.name.endswith(".incomplete"):
-        is_marked, marker = True, folder.name
-    if not is_marked:
-        return []
-    name = printable(marker)
-    sentence = f"{name} says that this save did not reach its end"
-    hint = _other_step(folder) or "wait for the save to end, or use an earlier checkpoint"
-    return [Problem("incomplete", name, sentence, why="the writer removes the mark last", hint=hint)]
-
-
-def _beside(folder: Folder) -> list[Problem]:
-    other = unsupported(folder)
-    return [] if other is None else [_unsupported_problem(other, beside=True)]
-
-
-def _unsupported_problem(found: Recognised, beside: bool = False) -> Problem:
-    sentence = f"{found.evidence} shows a checkpoint of {found.name}, which ckptlint does not check"
-    hint = unsupported_hint(found.name)
-    return Problem("unsupported", found.evidence, sentence, hint=hint, blocks=not beside, beside=beside)
-
-
 def _unsupported(folder: Folder, found: Recognised) -> Checkpoint:
-    return Checkpoint(folder.display, "unsupported", problems=[_unsupported_problem(found)], readable=False)
+    return Checkpoint(folder.display, "unsupported", problems=[unsupported_problem(found)], readable=False)
 
 
 def _incomplete(folder: Folder, found: Recognised) -> Checkpoint:
@@ -407,7 +312,7 @@ def _unfinished(folder: Folder, sentence: str, file: str) -> Checkpoint:
         file or folder.display,
         sentence,
         why=_WRITTEN_LAST if file else "the step was begun and never written",
-        hint=_other_step(folder) or "restore it if only the copy left it out (dot files are easily left behind)",
+        hint=other_step(folder) or "restore it if only the copy left it out (dot files are easily left behind)",
         blocks=True,
     )
     problems = [problem]
@@ -423,11 +328,6 @@ def _unfinished(folder: Folder, sentence: str, file: str) -> Checkpoint:
         problems=problems + common_problems,
         readable=False,
     )
-
-
-def _other_step(folder: Folder) -> str:
-    step = newest_readable_step(folder)
-    return f"the newest other step here whose metadata reads is {printable(step)}" if step else ""
 
 
 # ---------------------------------------------------------------- who wrote it

@@ -10,11 +10,12 @@ from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import Unpickled, read_state
-from ckptlint.formats.torch_archive import MEMBER_LIMIT, read_pickle_member
+from ckptlint.formats.torch_archive import PICKLE_LIMIT, read_pickle_member
 from ckptlint.loaders.problems import from_error, from_refusals
-from ckptlint.model import CommonState, Declared, Problem, printable
+from ckptlint.model import CommonState, Declared, Problem
+from ckptlint.model.text import printable
 from ckptlint.storage.folder import READABLE, Folder
-from ckptlint.vocabulary.topology import read_declared
+from ckptlint.vocabulary.config_fields import read_declared
 
 COMMON_FILE = "common.pt"
 COMMON_ENTRY = "common_state/shard_0_1"
@@ -126,7 +127,7 @@ def _yaml(text: str) -> Any:
 
 def _record(folder: Folder, location: Location) -> bytes:
     path, offset, length = location
-    if not 0 < length <= MEMBER_LIMIT or offset < 0:
+    if not 0 < length <= PICKLE_LIMIT or offset < 0:
         raise LimitError(f"has a record that claims {length:,} bytes at {offset:,}")
     if folder.look_at(path)[0] not in READABLE:
         raise UnreadableError("cannot be read: its payload file is not there")

@@ -14,18 +14,9 @@ import numpy as np
 from ckptlint.errors import UnreadableError
 from ckptlint.formats.pickle_columns import END, ChunkRows, RecordRows, Stretch
 from ckptlint.formats.safe_pickle import Node, Opaque
-from ckptlint.model import (
-    KEY_LIMIT,
-    RANK_LIMIT,
-    ByteObject,
-    ChunkTable,
-    MalformedChunk,
-    Problem,
-    RecordTable,
-    Tensor,
-    printable,
-)
+from ckptlint.model import KEY_LIMIT, RANK_LIMIT, ByteObject, ChunkTable, MalformedChunk, Problem, RecordTable, Tensor
 from ckptlint.model.layout import COORDINATE_LIMIT, IntArray, Layout, distinct
+from ckptlint.model.text import printable
 
 _PRINTABLE = 10**100
 

@@ -15,8 +15,9 @@ from ckptlint.formats.safe_pickle import Node
 from ckptlint.loaders.common_state import COMMON_ENTRY, COMMON_FILE
 from ckptlint.loaders.dcp import Description, state_of
 from ckptlint.loaders.problems import from_error
-from ckptlint.model import ByteObject, Format, Problem, ShardedObject, WriterTable, printable
+from ckptlint.model import ByteObject, Format, Problem, SavePlans, ShardedObject
 from ckptlint.model.layout import COORDINATE_LIMIT, IntArray
+from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
 CONFIG_FILE = "metadata.json"
@@ -143,7 +144,7 @@ def missing_marks(
 # ---------------------------------------------------------------- every rank's plan
 
 
-def read_plans(plans: Any) -> WriterTable | None:
+def read_plans(plans: Any) -> SavePlans | None:
     """Every rank's plan as columns, or None where there are none or they make no sense (they are advisory).
 
     Source:
@@ -165,7 +166,7 @@ def read_plans(plans: Any) -> WriterTable | None:
         unique = {name: i for i, name in enumerate(dict.fromkeys(names))}
         dtypes = [None if d is None else _dtype_of(d.get("properties")) for d in data]
         unique_dtypes = {name: i for i, name in enumerate(dict.fromkeys(d for d in dtypes if d is not None))}
-        return WriterTable(
+        return SavePlans(
             world_size=len(plans),
             fqns=[printable(name) for name in unique],
             fqn=np.array([unique[name] for name in names], np.int32),

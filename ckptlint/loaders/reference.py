@@ -12,14 +12,18 @@ from functools import partial
 from typing import Any
 
 from ckptlint.errors import AccessError, CkptlintError, ConfigError, NothingToCheckError, UnreadableError
-from ckptlint.formats.safetensors_header import HEADER_LIMIT, checked_key, checked_shape, json_object, read_header
+from ckptlint.formats.safetensors_header import HEADER_LIMIT, read_header
 from ckptlint.formats.sandbox import isolated
-from ckptlint.loaders.checkpoint import find, open_checkpoint
+from ckptlint.formats.strict_json import checked_key, checked_shape, json_object
+from ckptlint.loaders.checkpoint import open_checkpoint
+from ckptlint.loaders.discover import find
 from ckptlint.loaders.recognise import recognise
-from ckptlint.model import Checkpoint, Reference, printable
-from ckptlint.storage.folder import READABLE, Folder, is_safe, shown
+from ckptlint.model import Checkpoint, Reference
+from ckptlint.model.text import printable
+from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.locate import folder_at
-from ckptlint.vocabulary.topology import read_declared
+from ckptlint.storage.paths import is_safe, shown
+from ckptlint.vocabulary.config_fields import read_declared
 
 MANIFEST_SCHEMA = "ckptlint.manifest/1"
 _INDEX = "model.safetensors.index.json"

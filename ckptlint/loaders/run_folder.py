@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import io
 import re
-from typing import Literal
+import zipfile
+from typing import Any, Literal
 
-from ckptlint.errors import CkptlintError
+from ckptlint.errors import CkptlintError, UnreadableError
+from ckptlint.formats.safe_pickle import Opaque, read_state
+from ckptlint.formats.torch_archive import read_pickle_member
 from ckptlint.loaders.common_state import COMMON_FILE
+from ckptlint.loaders.discover import COMPONENT
 from ckptlint.loaders.megatron import CONFIG_FILE
-from ckptlint.loaders.recognise import COMPONENT, METADATA, RANK_METADATA
-from ckptlint.loaders.train_state import read_train_state
-from ckptlint.model import RunFolder, StepState
+from ckptlint.loaders.problems import from_error, from_refusals
+from ckptlint.loaders.recognise import METADATA, RANK_METADATA
+from ckptlint.model import Problem, RunFolder, StepState
 from ckptlint.storage.folder import Folder
 
 _UNSEEN = "the other steps of its run and their tracker were not looked at"
+
+
 TRACKERS = ("latest_checkpointed_iteration.txt", "dlrover_latest.txt")
 """Megatron-LM, Megatron-Bridge, slime and verl; dlrover."""
+
 
 TRAIN_STATE_TRACKER = "latest_train_state.pt"
 """Megatron-Bridge's own, beside or instead of the text."""
 
+
 _MEGATRON = "iter_"
+
+
 _STEP = re.compile(r"(iter_|global_step_|checkpoint-)(\d+)")
+
+
 _LEVELS = 3  # verl: global_step_N/actor/dist_ckpt
+
+
 _OF_A_STEP = re.compile(rf"{COMPONENT.pattern}|actor|critic")
 
 
@@ -117,3 +132,45 @@ def step_state(step: Folder, levels: int = 2) -> StepState:
     if "unfinished" in states:
         return "unfinished"
     return "complete" if "complete" in states else "unknown"
+
+
+TRAIN_STATE = "train_state.pt"
+
+
+_LIMIT = 16 * 1024**2
+
+
+def read_train_state(folder: Folder, name: str = TRAIN_STATE) -> tuple[int | None, list[Problem]]:
+    """The step that a train state holds, None where there is none, and what stood in the way of reading it.
+
+    Source:
+        megatron.bridge.training.state.TrainState.state_dict: `step` as an int32 tensor without axes
+    """
+    if not folder.has(name):
+        return None, []
+    try:
+        data = folder.read(name, _LIMIT)
+        state = read_state(read_pickle_member(io.BytesIO(data)))
+    except UnreadableError as error:
+        return None, [from_error(error, name)]
+    value = state.root.get("step") if isinstance(state.root, dict) else None
+    step = value if isinstance(value, int) and not isinstance(value, bool) else _scalar(value, data)
+    return step, from_refusals(state, name, "data.pkl of ")
+
+
+def _scalar(value: Any, data: bytes) -> int | None:
+    """The integer of a tensor without axes that the archive holds."""
+    try:
+        storage, offset, shape = value.args[:3]
+        _, kind, key, *_ = storage.args[0]
+        if not isinstance(kind, type) or not issubclass(kind, Opaque) or (offset, shape) != (0, ()):
+            return None
+        if kind.name not in ("IntStorage", "LongStorage"):
+            return None
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            member = next(
+                m for m in archive.infolist() if m.filename.endswith(f"/data/{key}") and m.file_size in (4, 8)
+            )
+            return int.from_bytes(archive.read(member), "little", signed=True)
+    except (AttributeError, TypeError, ValueError, IndexError, StopIteration, zipfile.BadZipFile):
+        return None

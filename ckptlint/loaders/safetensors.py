@@ -13,15 +13,8 @@ from typing import Any
 import numpy as np
 
 from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.formats.safetensors_header import (
-    HEADER_LIMIT,
-    Header,
-    checked_key,
-    is_size,
-    json_object,
-    layout_faults,
-    read_header,
-)
+from ckptlint.formats.safetensors_header import HEADER_LIMIT, Header, layout_faults, read_header
+from ckptlint.formats.strict_json import checked_key, is_size, json_object
 from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import (
@@ -34,11 +27,12 @@ from ckptlint.model import (
     StoredFile,
     Tensor,
     WeightIndex,
-    printable,
 )
 from ckptlint.model.layout import IntArray, Layout
-from ckptlint.storage.folder import Folder, is_safe
-from ckptlint.vocabulary.topology import read_topology
+from ckptlint.model.text import printable
+from ckptlint.storage.folder import Folder
+from ckptlint.storage.paths import is_safe
+from ckptlint.vocabulary.mesh import read_topology
 
 SHARD = re.compile(r"shard-(?P<rank>\d{5,9})-model-(?P<k>\d{5,9})-of-(?P<n>\d{5,9})\.safetensors")
 NUMBERED = re.compile(

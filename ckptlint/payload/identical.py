@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ckptlint.model import ITEM_BITS, Checkpoint, PayloadTable
+from ckptlint.model import Checkpoint, PayloadTable
 from ckptlint.model.layout import IntArray
 from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.keys import parse
 
 LEAST_ELEMENTS = 64

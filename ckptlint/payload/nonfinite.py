@@ -2,54 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ckptlint.vocabulary.dtypes import ENCODINGS, Encoding
+
 Words = npt.NDArray[np.unsignedinteger[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Encoding:
-    """How a dtype writes values that are not finite.
-
-    Attributes:
-        word: numpy dtype of one real number, little-endian.
-        bad: least bits, without the sign, of a value that is not finite; with `single` the bits of the only one.
-        has_infinity: whether `bad` is infinity and what lies above it NaN; otherwise all of them are NaN.
-        single: whether exactly one pattern of bits, its sign included, is NaN.
-        parts: numbers per element, 2 for complex.
-    """
-
-    word: str
-    bad: int
-    has_infinity: bool = True
-    single: bool = False
-    parts: int = 1
-
-
-ENCODINGS: Mapping[str, Encoding] = {
-    "float16": Encoding("<u2", 0x7C00),
-    "bfloat16": Encoding("<u2", 0x7F80),
-    "float32": Encoding("<u4", 0x7F800000),
-    "float64": Encoding("<u8", 0x7FF0000000000000),
-    "complex32": Encoding("<u2", 0x7C00, parts=2),
-    "complex64": Encoding("<u4", 0x7F800000, parts=2),
-    "complex128": Encoding("<u8", 0x7FF0000000000000, parts=2),
-    "float8_e5m2": Encoding("u1", 0x7C),
-    "float8_e4m3fn": Encoding("u1", 0x7F, has_infinity=False),
-    "float8_e4m3fnuz": Encoding("u1", 0x80, has_infinity=False, single=True),
-    "float8_e5m2fnuz": Encoding("u1", 0x80, has_infinity=False, single=True),
-    "float8_e8m0fnu": Encoding("u1", 0xFF, has_infinity=False, single=True),
-}
-"""By torch's name.
-
-Source:
-    OCP 8-bit Floating Point Specification (e4m3, e5m2), c10/util/Float8_*.h of torch 2.13 (fnuz, e8m0fnu)
-"""
 
 
 @dataclass(slots=True)

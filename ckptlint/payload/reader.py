@@ -5,85 +5,53 @@ Each payload file is read by one thread: at depth `headers` both ends of each re
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
-from math import prod
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.loaders.problems import from_error, from_refusals
-from ckptlint.model import (
-    ITEM_BITS,
-    Checkpoint,
-    Content,
-    Damage,
-    PayloadTable,
-    Problem,
-    RecordState,
-    Tensor,
-    empty_payload,
-    printable,
-)
+from ckptlint.model import Checkpoint, Damage, Problem, RecordContent, RecordState, Tensor, empty_payload
 from ckptlint.model.layout import IntArray, distinct
+from ckptlint.model.text import printable
 from ckptlint.payload.identical import find_same
-from ckptlint.payload.nonfinite import ENCODINGS
-from ckptlint.payload.record_headers import Headers, Place, Record, read_headers
+from ckptlint.payload.integrity import read_integrity
+from ckptlint.payload.members import members_of, scans_of, with_bare_tensors
+from ckptlint.payload.parts import COLUMNS, Contents, Part, by_content, rows_of
+from ckptlint.payload.reading import Reading
+from ckptlint.payload.record_headers import Headers, Place, read_headers
 from ckptlint.payload.record_headers import Part as Member
-from ckptlint.payload.record_pickle import Decoded, decode
+from ckptlint.payload.record_pickle import Decoded
 from ckptlint.payload.safetensors_blob import read_blob
-from ckptlint.payload.stream import BLOCK, Members, Meter, Scan, Streamed, stream
+from ckptlint.payload.stream import BLOCK, Members, Meter, Streamed, stream
 from ckptlint.progress import tell
-from ckptlint.seals.digests import Elements, elements
-from ckptlint.seals.seal import SEAL, comparable, metadata_hash, misfit, read_seal
+from ckptlint.seals.file import SEAL, metadata_hash, read_seal
+from ckptlint.seals.verify import comparable, misfit
 from ckptlint.storage.folder import READABLE, Folder
+from ckptlint.vocabulary.dtypes import nbytes
 
-INTEGRITY = "integrity.json"
-
-_PENDING_LIMIT = 32 * 1024**2
-_JSON_LIMIT = 64 * 1024**2
 _SECTOR = 512
+
+
 _NAMED = 4
+
+
 _EXAMINED = 64
+
+
 _TICK = 0.1
+
 
 _NO_SEAL = "copy it again from where it was written, or remove it: without it the contents are not compared"
 
+
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How to read the payload.
-
-    Attributes:
-        depth: `headers` or `data`.
-        jobs: threads, one file each.
-        percent: share of the records to read, None for all.
-        seed: of the random choice.
-    """
-
-    depth: Literal["headers", "data"]
-    jobs: int
-    percent: float | None = None
-    seed: int = 0
-
-
-def default_reading(
-    depth: Literal["headers", "data"], percent: float | None = None, seed: int | None = None
-) -> Reading:
-    """A reading with a thread per processor, 8 at most, and a seed of its own when none is given."""
-    jobs = min(8, os.cpu_count() or 1)
-    return Reading(depth, jobs, percent, secrets.randbelow(2**31) if seed is None else seed)
 
 
 def read_payload(folder: Folder, ckpt: Checkpoint, how: Reading) -> Checkpoint:
@@ -95,32 +63,6 @@ def read_payload(folder: Folder, ckpt: Checkpoint, how: Reading) -> Checkpoint:
     """
     reader = Reader(folder, ckpt, how)
     return reader.join([reader.part()])
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """What one process saw of its share of the records.
-
-    Attributes:
-        rows: int64 [k], the share.
-        table: its columns have those k rows.
-        keys: of each content in the table, equal for what is equal in another part.
-        decoded: key -> what the `data.pkl` is.
-        sums: int64 [k], of the bytes that were read; equal where they are equal.
-        broken: file -> records that cannot be read, with what is wrong.
-        sample: as `PayloadTable` has it.
-    """
-
-    rows: IntArray
-    table: PayloadTable
-    keys: list[bytes]
-    decoded: dict[bytes, Decoded]
-    sums: IntArray
-    broken: dict[int, list[tuple[int, UnreadableError]]]
-    damages: list[Damage]
-    unlisted: tuple[str, ...]
-    problems: list[Problem]
-    sample: str
 
 
 class Reader:
@@ -138,7 +80,7 @@ class Reader:
         self.share = np.arange(len(ckpt.records)) if share is None else share
         self.table = empty_payload(len(ckpt.records), how.depth)
         self.sums = np.zeros(len(ckpt.records), np.int64)
-        self.contents = _Contents()
+        self.contents = Contents()
         self.needed, self.is_tensor = _needed(ckpt)
         self.told = _told_already(ckpt, self.needed)
         self.broken: dict[int, list[tuple[int, UnreadableError]]] = defaultdict(list)
@@ -163,7 +105,7 @@ class Reader:
             if not self.ckpt.locates_bytes:
                 self._read_blobs()
             if self.how.depth == "data":
-                wanted, problems = (None, []) if sample else _integrity(self.folder)
+                wanted, problems = (None, []) if sample else read_integrity(self.folder)
                 self.problems += problems
                 self._read_seal()
                 damages = self._read_data(wanted or {})
@@ -175,7 +117,7 @@ class Reader:
         finally:
             self.meter.stop.set()  # threads that still run have nobody to read for
         is_whole = len(self.share) == len(self.ckpt.records)
-        table = self.table if is_whole else _rows_of(self.table, self.share)
+        table = self.table if is_whole else rows_of(self.table, self.share)
         contents = self.contents
         keys = [*contents.numbers, *(repr(content).encode() for content in table.contents[len(contents.numbers) :])]
         decoded = dict(zip(contents.numbers, contents.decoded, strict=True))
@@ -221,12 +163,12 @@ class Reader:
         is_free = np.ones(len(self.ckpt.records), bool)
         number: dict[bytes, int] = {}
         decoded: dict[int, Decoded] = {}
-        contents: list[Content] = []
+        contents: list[RecordContent] = []
         for part in parts:
             new = is_free[part.rows]
             at = part.rows[new]
             is_free[at] = False
-            for name in _COLUMNS if self.table is not part.table else ():
+            for name in COLUMNS if self.table is not part.table else ():
                 getattr(self.table, name)[at] = getattr(part.table, name)[new]
             for key, content in zip(part.keys, part.table.contents, strict=True):
                 if number.setdefault(key, len(contents)) == len(contents):
@@ -292,7 +234,7 @@ class Reader:
                 if len(parts) > 1 and self.is_tensor[record.row]:
                     several[record.row] = parts
             if self.how.depth == "data":
-                self.members[file] = _columns(found.records)
+                self.members[file] = members_of(found.records)
         contents.decode(self.table.contents)
         self._place_decoded(several)
 
@@ -328,7 +270,7 @@ class Reader:
             content = table.of(row)
             named = [part for part in parts if content is not None and part.name == content.key]
             self._place(row, (*named, *(part for part in parts if part not in named)))
-        for number, rows in _by_content(table):
+        for number, rows in by_content(table):
             decoded = self.contents.decoded[number]
             if decoded.content is None or decoded.error is not None:
                 table.state[rows] = RecordState.UNREADABLE
@@ -339,7 +281,7 @@ class Reader:
     def _tell_refusals(self, decoded: Mapping[int, Decoded]) -> None:
         """Problems for the names in pickles that may not be there, and a note for those nobody knows."""
         unknown: dict[str, int] = {}
-        for number, rows in _by_content(self.table):
+        for number, rows in by_content(self.table):
             if number not in decoded:
                 continue
             unpickled = decoded[number].unpickled
@@ -386,7 +328,8 @@ class Reader:
             table.stored[row] = table.size[row] = item.size
             table.start[row] = item.start
         if self.how.depth == "data":
-            self.members[file] = _joined(self.members.get(file), table, rows[table.state[rows] == RecordState.READ])
+            bare = rows[table.state[rows] == RecordState.READ]
+            self.members[file] = with_bare_tensors(self.members.get(file), table, bare)
 
     # ------------------------------------------------------------ depth `data`
 
@@ -414,7 +357,7 @@ class Reader:
                 self.ckpt.records.byte_offset[rows],
                 self.ckpt.records.byte_length[rows],
             )
-            self.members[file] = _joined(self.members.get(file), table, rows)
+            self.members[file] = with_bare_tensors(self.members.get(file), table, rows)
 
     def _read_data(self, wanted: Mapping[str, str]) -> list[Damage]:
         """Stream every file; `wanted` gives the SHA-256 of those that are to be hashed as a whole."""
@@ -429,7 +372,7 @@ class Reader:
         files = sorted(self.members.keys() | {i for i, file in enumerate(self.ckpt.files) if file.path in whole})
         tasks, total = {}, 0
         for i in files:
-            members = self.members.get(i, _columns([]))
+            members = self.members.get(i, members_of([]))
             size = whole.get(self.ckpt.files[i].path)
             total += int(members.size.sum()) if size is None else size
             threads = 1 + max(self.how.jobs // len(files), 1)
@@ -443,11 +386,11 @@ class Reader:
         return damages
 
     def _file_data(self, path: str, members: Members, size: int | None, threads: int) -> Streamed:
-        return stream(self.folder, path, members, _scans(self.table, members, self.sealed), size, self.meter, threads)
+        return stream(self.folder, path, members, scans_of(self.table, members, self.sealed), size, self.meter, threads)
 
     def _mismatches(self, file: int, seen: Streamed, wanted: Mapping[str, str]) -> list[Damage]:
         """Fill the columns on values, and compare the checksums."""
-        members, table = self.members.get(file, _columns([])), self.table
+        members, table = self.members.get(file, members_of([])), self.table
         for member, count in seen.counts.items():
             row = int(members.row[member])
             table.scanned[row] = True
@@ -486,7 +429,7 @@ class Reader:
             if state not in ("ok", "link-outside") or size is None:
                 damages.append(Damage(-1, printable(name), "", f"SHA-256 {recorded}", "absent"))
                 continue
-            seen = stream(self.folder, name, _columns([]), {}, size, Meter())
+            seen = stream(self.folder, name, members_of([]), {}, size, Meter())
             if seen.sha256 != recorded:
                 damages.append(Damage(-1, printable(name), "", f"SHA-256 {recorded}", seen.sha256))
         return damages
@@ -571,127 +514,7 @@ class Reader:
         )
 
 
-_COLUMNS = [f.name for f in fields(PayloadTable) if isinstance(getattr(empty_payload(0, "data"), f.name), np.ndarray)]
-
-
-def _rows_of(table: PayloadTable, rows: IntArray) -> PayloadTable:
-    """The same columns of some rows."""
-    return replace(table, **{name: getattr(table, name)[rows] for name in _COLUMNS})
-
-
-def _by_content(table: PayloadTable) -> Iterator[tuple[int, IntArray]]:
-    """The number of each content of an archive that any record holds, and these records."""
-    order = np.argsort(table.content, kind="stable")
-    bounds = np.searchsorted(table.content[order], np.arange(len(table.contents) + 1))
-    for number in range(len(table.contents)):
-        if bounds[number] < bounds[number + 1]:
-            yield number, order[bounds[number] : bounds[number + 1]]
-
-
 _LOADED = "torch loads entries that are no tensors with a full unpickler, so a load may run what it names"
-
-
-class _Contents:
-    """Numbers for the distinct `data.pkl`s, and their bytes until they are decoded."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[bytes, int] = {}
-        self.decoded: list[Decoded] = []
-        self._pending: list[bytes] = []
-        self._names: list[str | None] = []
-        self._bytes = 0
-
-    def number(self, record: Record, parts: tuple[Member, ...], contents: list[Content]) -> int:
-        """The number of a record's content; `contents` gets a place for it when it is new."""
-        name = parts[0].name if len(parts) == 1 else None if parts else ""
-        key = hashlib.blake2b(record.pickle + (name or "-").encode(), digest_size=16).digest()
-        number = self.numbers.setdefault(key, len(self.numbers))
-        if number == len(self._names):
-            self._pending.append(record.pickle)
-            self._names.append(name)
-            self._bytes += len(record.pickle)
-            if self._bytes > _PENDING_LIMIT:
-                self.decode(contents)
-        return number
-
-    def decode(self, contents: list[Content]) -> None:
-        """Decode what has come together."""
-        for name, found in zip(self._names[len(self.decoded) :], decode(self._pending), strict=True):
-            content = found.content
-            is_lost = content is not None and name is not None and content.key not in ("", name)
-            if content is not None and is_lost and (name or content.volume):
-                error = UnreadableError(
-                    f"has a data.pkl that refers to {printable(content.key)}, which is not there", 0
-                )
-                found = replace(found, error=error)
-            self.decoded.append(found)
-            contents.append(content or Content("object"))
-        self._pending, self._bytes = [], 0
-
-
-def _columns(records: Sequence[Record]) -> Members:
-    names: dict[str, int] = {}
-    rows = [
-        (record.row, part.start, part.size, part.crc, names.setdefault(part.name, len(names)))
-        for record in sorted(records, key=lambda record: record.parts[0].start)
-        for part in record.parts
-    ]
-    return _members(np.array(rows or np.zeros((0, 5)), np.int64).T.copy(), list(names))
-
-
-def _joined(first: Members | None, table: PayloadTable, rows: IntArray) -> Members:
-    """The members of a file together with tensors that lie bare in it, and have no checksum."""
-    first = first or _columns([])
-    bare = [rows, table.start[rows], table.size[rows], np.zeros_like(rows), np.full_like(rows, len(first.names))]
-    columns = np.stack([first.row, first.start, first.size, first.crc, first.name])
-    both = np.concatenate([columns, np.stack(bare)], axis=1)
-    return _members(both[:, np.argsort(both[1], kind="stable")], [*first.names, "tensor"])
-
-
-def _members(columns: IntArray, names: list[str]) -> Members:
-    row, start, size, crc, name = columns
-    return Members(row, start, size, crc, name, names)
-
-
-def _scans(table: PayloadTable, members: Members, sealed: Mapping[int, tuple[Tensor, int]]) -> dict[int, Scan]:
-    """The members that hold a floating tensor, or one that was sealed, with the part of them that it covers."""
-    scans = {}
-    is_storage = np.flatnonzero((members.start == table.start[members.row]) & (members.size == table.size[members.row]))
-    for member in is_storage.tolist():
-        record = int(members.row[member])
-        tensor, row = sealed.get(record, (None, -1))
-        content = table.of(record)
-        if content is None and tensor is not None:
-            content = Content("tensor", tensor.dtype, sizes := tensor.layout.box(row).sizes, _row_major(sizes))
-        if content is None or content.form != "tensor" or content.dtype not in ITEM_BITS:
-            continue
-        item = ITEM_BITS[content.dtype] // 8
-        extent = content.extent
-        where = None if tensor is None else _places(tensor, row, content)
-        is_wanted = content.dtype in ENCODINGS or where is not None
-        fits = extent == content.volume and (content.offset + extent) * item <= int(members.size[member])
-        if is_wanted and extent and fits:
-            scans[member] = Scan(content.dtype, content.offset, extent, item, where)
-    return scans
-
-
-def _places(tensor: Tensor, row: int, content: Content) -> Elements | None:
-    """Where the elements of a record lie in the tensor; None when it holds another chunk, or a view with gaps."""
-    box = tensor.layout.box(row)
-    if content.dtype != tensor.dtype or content.shape != box.sizes:
-        return None
-    order = sorted(range(len(box.sizes)), key=lambda axis: -content.strides[axis])
-    run = 1
-    for axis in reversed(order):
-        if box.sizes[axis] > 1:
-            if content.strides[axis] != run:
-                return None
-            run *= box.sizes[axis]
-    return elements(box.offsets, box.sizes, tensor.global_shape, order)
-
-
-def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes)))
 
 
 def _needed(ckpt: Checkpoint) -> tuple[IntArray, np.ndarray]:
@@ -702,7 +525,7 @@ def _needed(ckpt: Checkpoint) -> tuple[IntArray, np.ndarray]:
         rows = np.flatnonzero(tensor.chunks.record >= 0)
         is_tensor[[chunk.record for chunk in tensor.malformed if chunk.record >= 0]] = True
         is_tensor[tensor.chunks.record[rows]] = True
-        if not len(rows) or not tensor.is_sound or (item := tensor.nbytes(1)) is None:
+        if not len(rows) or not tensor.is_sound or (item := nbytes(tensor.dtype, 1)) is None:
             continue
         sizes = tensor.layout.sizes[rows]
         volume = sizes.astype(float).prod(axis=1)
@@ -752,23 +575,3 @@ def _by_file(rows: IntArray, file: np.ndarray, offset: IntArray) -> dict[int, In
     rows = rows[np.lexsort((offset[rows], file[rows]))]
     parts = np.split(rows, np.flatnonzero(np.diff(file[rows])) + 1) if len(rows) else []
     return {int(file[part[0]]): part for part in parts}
-
-
-def _integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]]:
-    """The SHA-256 of each file as Megatron-Core recorded it, None where it did not.
-
-    Source:
-        megatron.core.dist_checkpointing (>= 0.18) with verify_integrity: `algorithm`, `files` name -> hex digest
-    """
-    if not folder.has(INTEGRITY):
-        return None, []
-    try:
-        listed = json.loads(folder.read(INTEGRITY, _JSON_LIMIT))
-    except UnreadableError as error:
-        return None, [from_error(error, INTEGRITY)]
-    except (ValueError, RecursionError) as error:
-        return None, [from_error(UnreadableError(f"is no JSON ({printable(str(error))})"), INTEGRITY)]
-    files = listed.get("files") if isinstance(listed, dict) else None
-    if not isinstance(files, dict) or listed.get("algorithm") != "sha256":
-        return None, [from_error(UnreadableError("lists no SHA-256 checksums of files"), INTEGRITY)]
-    return {name: str(text).lower() for name, text in files.items()}, []

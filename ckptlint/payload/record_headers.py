@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.formats.torch_zip import END_SIZE, LOCAL_SIZE, data_start, read_end, read_members
+from ckptlint.formats.torch_archive import END_SIZE, LOCAL_SIZE, data_start, read_end, read_members
 from ckptlint.storage.folder import Folder
 
 PICKLE_LIMIT = 64 * 1024**2

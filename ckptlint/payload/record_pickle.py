@@ -10,7 +10,9 @@ from typing import Any, Literal
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import Opaque, Unpickled, read_state
 from ckptlint.formats.sandbox import isolated
-from ckptlint.model import RANK_LIMIT, STORAGES, Content, printable
+from ckptlint.model import RANK_LIMIT, RecordContent
+from ckptlint.model.text import printable
+from ckptlint.vocabulary.dtypes import STORAGES
 
 _PLAIN = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 _VALUE_LIMIT = 4096
@@ -28,7 +30,7 @@ class Decoded:
         error: why it could not be read.
     """
 
-    content: Content | None
+    content: RecordContent | None
     unpickled: Unpickled = Unpickled(None)  # noqa: RUF009  frozen
     error: UnreadableError | None = None
 
@@ -66,7 +68,7 @@ def _one(data: bytes) -> Decoded:
     return Decoded(content, Unpickled(None, found.refused, found.unknown))
 
 
-def content_of(root: Any) -> Content:
+def content_of(root: Any) -> RecordContent:
     """The root of a record's pickle in words.
 
     Source:
@@ -74,13 +76,13 @@ def content_of(root: Any) -> Content:
         storage class of their own), torch._tensor._rebuild_from_type_v2, torch._utils._rebuild_parameter
     """
     if isinstance(root, Opaque):
-        return _tensor(root) or Content("subclass")
+        return _tensor(root) or RecordContent("subclass")
     if not isinstance(root, list):
-        return Content("object")
-    return Content("object", length=len(root), value=root if _is_small(root, [_VALUE_LIMIT]) else None)
+        return RecordContent("object")
+    return RecordContent("object", length=len(root), value=root if _is_small(root, [_VALUE_LIMIT]) else None)
 
 
-def _tensor(node: Opaque) -> Content | None:
+def _tensor(node: Opaque) -> RecordContent | None:
     """The plain tensor that a call rebuilds, or that lies inside a parameter or a subclass; None for other calls."""
     form: Literal["tensor", "subclass"] = "tensor"
     if f"{node.module}.{node.name}" == "torch._utils._rebuild_parameter" and node.args:
@@ -105,7 +107,7 @@ def _tensor(node: Opaque) -> Content | None:
     dtype = STORAGES.get(kind, "unknown")
     if name == _PLAIN[1] and len(args) >= 7 and isinstance(args[6], str):
         dtype = printable(args[6])
-    return Content(form, dtype, shape, strides, offset, f"data/{pid[2]}")
+    return RecordContent(form, dtype, shape, strides, offset, f"data/{pid[2]}")
 
 
 def _counts(values: Any) -> bool:

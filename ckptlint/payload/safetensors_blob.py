@@ -8,14 +8,16 @@ from typing import NamedTuple
 from ckptlint.errors import UnreadableError
 from ckptlint.formats.safetensors_header import header_length, layout_faults, parse_header
 from ckptlint.loaders.safetensors import sharding_info
-from ckptlint.model import ITEM_BITS, Content, printable
+from ckptlint.model import RecordContent
+from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.dtypes import ITEM_BITS
 
 
 class BlobTensor(NamedTuple):
     """A tensor of a blob: what it is, first byte in the file, bytes."""
 
-    content: Content
+    content: RecordContent
     start: int
     size: int
 
@@ -55,6 +57,6 @@ def read_blob(folder: Folder, path: str, start: int, size: int) -> dict[str, Blo
             raise UnreadableError(f"lies in a safetensors blob with {end - begin:,} bytes for {dtype} {list(shape)}", 0)
         strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
         place, _ = info.get(name, (None, None))
-        content = Content("tensor", dtype, shape, strides, place=place)
+        content = RecordContent("tensor", dtype, shape, strides, place=place)
         found[printable(name)] = BlobTensor(content, header.payload + begin, end - begin)
     return found

@@ -15,11 +15,12 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 
 from ckptlint.errors import AccessError
-from ckptlint.model import printable
 from ckptlint.model.layout import IntArray
-from ckptlint.payload.nonfinite import ENCODINGS, Count
+from ckptlint.model.text import printable
+from ckptlint.payload.nonfinite import Count
 from ckptlint.seals.digests import MASK, Elements, elem_digest
 from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.dtypes import ENCODINGS
 
 BLOCK = 2 * 1024**2
 """Bytes read at once; a multiple of every element's size."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ckptlint.geometry.chunk_map import draw, human_bytes, make_grid
+from ckptlint.geometry.chunk_map import draw, make_grid
 from ckptlint.lint.report import CheckpointReport, Group, Report, worst
 from ckptlint.model import Checkpoint, RecordState
 from ckptlint.model.layout import Box
-from ckptlint.reporters.style import Style, cut, cut_names, inert, plural
+from ckptlint.model.text import braces, human_bytes, plural
+from ckptlint.reporters.style import Style, cut, cut_names, inert
 from ckptlint.rule import Finding, Note, Severity
-from ckptlint.vocabulary.keys import braces
 
 FORMAT_NAMES = {
     "dcp": "DCP",

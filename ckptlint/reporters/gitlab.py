@@ -11,7 +11,7 @@ from ckptlint.lint.report import CheckpointReport, Group, Report
 from ckptlint.reporters.places import file_of
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Severity
-from ckptlint.storage.folder import is_url
+from ckptlint.storage.paths import is_url
 
 _SEVERITIES = {Severity.ERROR: "critical", Severity.WARNING: "major", Severity.INFO: "info"}
 

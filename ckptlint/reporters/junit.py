@@ -7,9 +7,10 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 
 from ckptlint.lint.report import CheckpointReport, Group, Report
+from ckptlint.model.text import plural
 from ckptlint.reporters.full import block
 from ckptlint.reporters.json_report import sample
-from ckptlint.reporters.style import Style, inert, plural
+from ckptlint.reporters.style import Style, inert
 from ckptlint.rule import Rule
 
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

@@ -6,8 +6,9 @@ import re
 from dataclasses import replace
 
 from ckptlint.lint.report import CheckpointReport, Group, Report, worst
+from ckptlint.model.text import plural
 from ckptlint.reporters.full import block, facts, loud_groups, verdict
-from ckptlint.reporters.style import Style, cut, cut_names, inert, plural
+from ckptlint.reporters.style import Style, cut, cut_names, inert
 
 SIZE_LIMIT = 50_000
 """Characters after which findings are only counted: a GitHub comment holds 65,536."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptlint.model import Checkpoint
-from ckptlint.storage.folder import is_safe
+from ckptlint.storage.paths import is_safe
 
 
 def file_of(ckpt: Checkpoint, name: str) -> str:

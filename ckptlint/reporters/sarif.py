@@ -19,7 +19,7 @@ from ckptlint.reporters.json_report import sample
 from ckptlint.reporters.places import file_of
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Rule, Severity
-from ckptlint.storage.folder import is_url
+from ckptlint.storage.paths import is_url
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 _ROOT = "%SRCROOT%"  # the base that viewers and code scanning replace by the root of the checkout

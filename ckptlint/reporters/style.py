@@ -7,7 +7,11 @@ import textwrap
 from dataclasses import dataclass
 
 _CODES = {"error": "31;1", "warning": "33;1", "info": "36", "good": "32", "dim": "2", "bold": "1"}
+
+
 NAME_LIMIT = 200
+
+
 _COMMAND = re.compile(r"^(\s*):(?=:)|##(?=\w*\[)", re.MULTILINE)
 
 
@@ -58,15 +62,6 @@ def cut(name: str) -> str:
 def cut_names(title: str, fqn: str | None) -> str:
     """The title with a very long name shortened."""
     return title.replace(fqn, cut(fqn)) if fqn else title
-
-
-def plural(count: int, noun: str) -> str:
-    """A count with its noun.
-
-    >>> plural(1, "error"), plural(2_054, "object")
-    ('1 error', '2,054 objects')
-    """
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def inert(text: str, escape: str = r"\x{:x}") -> str:

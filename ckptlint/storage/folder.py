@@ -1,36 +1,26 @@
-"""Listing and reading a folder. Nothing here ever writes, and no path is followed outside the folder.
-
-`Folder` is what loaders see; `LocalFolder` is one on disk, `ckptlint.remote` has those behind a URL.
-"""
+"""What a folder is to every reader: listed once, read in ranges. Nothing here ever writes."""
 
 from __future__ import annotations
 
-import errno
-import io
-import os
-import re
-import stat
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-from ckptlint.errors import AccessError, LimitError, NothingToCheckError
-from ckptlint.model import FileState, printable
-from ckptlint.progress import tell
+from ckptlint.errors import LimitError
+from ckptlint.model import FileState
+from ckptlint.model.text import printable
 
 READABLE: tuple[FileState, ...] = ("ok", "link-outside", "other-case")
 """The states of a file that can be opened; a model cache keeps its files elsewhere and links to them."""
 
+
 BLOCK = 8 * 1024**2
-_PLAIN = re.compile(r"\w[\w.-]*", re.ASCII)
-_MANY, _PART, _THREADS = 1024, 256, 16  # files that are looked at at once: on a network each look is a round trip
+
+
 _GAP = 16 * 1024  # a request or a seek costs more than reading this much for nothing
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+)://")
-ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,157 +183,6 @@ class Folder(ABC):
         return {name.casefold(): name for name in reversed(self.entries)}
 
 
-class LocalFolder(Folder):
-    """A folder on a file system."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def display(self) -> str:
-        return printable(str(self.path / self.part))
-
-    @property
-    def name(self) -> str:
-        return self.path.absolute().name
-
-    @property
-    def parent(self) -> Folder | None:
-        return LocalFolder(self.path.absolute().parent)
-
-    @cached_property
-    def entries(self) -> dict[str, Entry]:
-        try:
-            with os.scandir(self.path) as listing:
-                found = dict(_entries(list(listing)))
-        except FileNotFoundError:
-            raise NothingToCheckError(f"{self.display} does not exist") from None
-        except OSError as error:
-            raise AccessError(f"{self.display} cannot be listed: {error.strerror}") from None
-        return dict(sorted(found.items()))
-
-    def sub(self, name: str) -> Folder:
-        return LocalFolder(self.path / name)
-
-    def look_at(self, relative: str) -> tuple[FileState, int | None]:
-        if not is_safe(relative):
-            return "unsafe-path", None
-        path = self.path / relative
-        try:
-            status = path.stat()
-        except (OSError, UnicodeEncodeError) as error:
-            if isinstance(error, OSError) and error.errno not in ABSENT:
-                raise AccessError(f"{printable(relative)} cannot be looked at: {error.strerror}") from None
-            return "dangling-link" if _is_link(path) else "absent", None
-        if not stat.S_ISREG(status.st_mode):
-            return "not-a-file", None
-        listed = self.entries.get(relative)
-        is_inside = listed is not None and not listed.is_link  # what a name and no link stands for needs no resolving
-        if not is_inside and not path.resolve().is_relative_to(self.path.resolve()):
-            return "link-outside", status.st_size
-        return ("other-case" if self._other_case(relative) else "ok"), status.st_size
-
-    def looks_at(self, relatives: Sequence[str]) -> list[tuple[FileState, int | None]]:
-        if len(relatives) <= _MANY:
-            return super().looks_at(relatives)
-        from concurrent.futures import ThreadPoolExecutor
-
-        parts = [relatives[start : start + _PART] for start in range(0, len(relatives), _PART)]
-        found: list[tuple[FileState, int | None]] = []
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for part in pool.map(super().looks_at, parts):
-                found += part
-                tell("files", len(found), len(relatives))
-        return found
-
-    def open(self, name: str) -> BinaryIO:
-        try:
-            raw = (self.path / name).open("rb", buffering=0)
-        except OSError as error:
-            raise AccessError(f"{printable(name)} cannot be read: {error.strerror}") from None
-        return io.BufferedReader(_Checked(raw, name))
-
-    def size(self, name: str) -> int:
-        try:
-            return (self.path / name).stat().st_size
-        except OSError as error:
-            raise AccessError(f"{printable(name)} cannot be read: {error.strerror}") from None
-
-    def spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
-        found = []
-        with self.open(name) as file:
-            for start, stop in spans:
-                file.seek(start)
-                found.append(file.read(stop - start))
-        return found
-
-    def blocks(self, name: str, size: int = BLOCK) -> Iterator[bytes]:
-        with self.open(name) as file:
-            while block := file.read(size):
-                yield block
-
-
-def _entries(listing: list[os.DirEntry[str]]) -> Iterator[tuple[str, Entry]]:
-    """The files and folders of a listing, those of a large one looked at by several threads."""
-    if len(listing) <= _MANY:
-        yield from (found for item in listing if (found := _entry(item)))
-        return
-    from concurrent.futures import ThreadPoolExecutor
-
-    parts = [listing[start : start + _PART] for start in range(0, len(listing), _PART)]
-    with ThreadPoolExecutor(_THREADS) as pool:
-        for number, part in enumerate(pool.map(lambda part: list(map(_entry, part)), parts)):
-            tell("files", number * _PART, len(listing))
-            yield from (found for found in part if found)
-
-
-def _entry(item: os.DirEntry[str]) -> tuple[str, Entry] | None:
-    try:
-        status = item.stat()
-    except OSError as error:
-        if error.errno in ABSENT:
-            return None
-        raise
-    is_folder = stat.S_ISDIR(status.st_mode)
-    if not is_folder and not stat.S_ISREG(status.st_mode):
-        return None  # a pipe or a device: reading it might never end
-    size = 0 if is_folder else status.st_size
-    return item.name, Entry(size, is_folder, status.st_mtime, item.is_symlink())
-
-
-class _Checked(io.RawIOBase):
-    """An open file whose failing reads are AccessErrors: to a zip reader an OSError would mean a damaged archive."""
-
-    def __init__(self, raw: io.FileIO, name: str) -> None:
-        self._raw = raw
-        self._name = name
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._raw.fileno()
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return self._raw.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._raw.tell()
-
-    def readinto(self, buffer: Any) -> int | None:
-        try:
-            return self._raw.readinto(buffer)
-        except OSError as error:
-            raise AccessError(f"{printable(self._name)} cannot be read: {error.strerror}") from None
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-
 def coalesced(
     wanted: Sequence[tuple[int, int]], gap: int = _GAP, limit: int = BLOCK
 ) -> list[tuple[int, int, list[int]]]:
@@ -365,44 +204,3 @@ def coalesced(
         else:
             spans.append((offset, stop, [i]))
     return spans
-
-
-def is_url(path: str) -> bool:
-    """Whether a path names something behind a scheme; `file://` is a local path.
-
-    >>> is_url("s3://bucket/step"), is_url("runs/step"), is_url("C:\\\\runs")
-    (True, False, False)
-    """
-    match = _URL.match(path)
-    return match is not None and match[1].lower() not in ("file", "local")
-
-
-def shown(path: str) -> str:
-    """A path or URL as text that is safe to print: without user, password and query, which may hold a signature.
-
-    >>> shown("https://user:secret@host/step?X-Amz-Signature=abc"), shown("az://models@account/step")
-    ('https://host/step', 'az://models@account/step')
-    """
-    if not _URL.match(path):
-        return printable(path)
-    scheme, _, rest = path.partition("://")
-    is_web = scheme.lower() in ("http", "https")
-    rest = re.sub(r"[?#].*" if is_web else r"\?[^/?]*=.*", "", rest, flags=re.DOTALL)
-    place, slash, key = rest.partition("/")
-    user, _, host = place.rpartition("@")
-    return printable(f"{scheme}://{host if is_web or ':' in user else place}{slash}{key}")
-
-
-def is_safe(relative: str) -> bool:
-    """Whether a stored path stays inside the folder by its own text: not absolute, no `..`, no drive, no NUL."""
-    if _PLAIN.fullmatch(relative):
-        return True
-    views = PurePosixPath(relative), PureWindowsPath(relative)
-    return bool(relative) and "\0" not in relative and not any(p.is_absolute() or ".." in p.parts for p in views)
-
-
-def _is_link(path: Path) -> bool:
-    try:
-        return path.is_symlink()
-    except (OSError, UnicodeEncodeError, ValueError):
-        return False

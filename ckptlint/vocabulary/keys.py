@@ -10,77 +10,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 from typing import Literal
 
-_NUMBER = re.compile(r"(?<![^./(_])\d+(?![^./)_,])|(?<=\bweight)\d+$|(?<=\bbias)\d+$")
-
-_PLAIN_NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
+from ckptlint.model.text import NUMBER
 
 
 def role(fqn: str) -> str:
     """The name with the numbers of layers, experts and groups replaced by `*`."""
-    return _NUMBER.sub("*", fqn)
+    return NUMBER.sub("*", fqn)
 
 
 def numbers(fqn: str) -> tuple[int, ...]:
     """The numbers that `role` takes out, in order; one of thousands of digits, which Python refuses, counts as 0."""
-    return tuple(int(number) if len(number) < 18 else 0 for number in _NUMBER.findall(fqn))
-
-
-def ranges(values: Iterable[int]) -> str:
-    """Numbers as inclusive ranges.
-
-    >>> ranges([0, 1, 2, 4, 5, 9])
-    '0-2,4-5,9'
-    """
-    parts: list[list[int]] = []
-    for value in sorted(set(values)):
-        if parts and value == parts[-1][1] + 1:
-            parts[-1][1] = value
-        else:
-            parts.append([value, value])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
-
-
-def braces(fqns: Iterable[str]) -> list[str]:
-    """Names of one role folded into as few as possible, the numbers that vary as ranges.
-
-    >>> braces(["layers.0.w", "layers.1.w", "layers.3.w"])
-    ['layers.{0-1,3}.w']
-    """
-    by_words: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}
-    folded: list[str] = []
-    for fqn in dict.fromkeys(fqns):
-        found = _NUMBER.findall(fqn)
-        if found and all(_PLAIN_NUMBER.fullmatch(number) for number in found):
-            by_words.setdefault(tuple(_NUMBER.split(fqn)), {})[tuple(map(int, found))] = fqn
-        else:
-            folded.append(fqn)
-    for words, rows in by_words.items():
-        for columns in _products(sorted(rows)):
-            values = [ranges(c) if len(c) == 1 else "{" + ranges(c) + "}" for c in columns]
-            folded.append("".join(word + value for word, value in zip(words, [*values, ""], strict=True)))
-    return folded
-
-
-def _products(rows: list[tuple[int, ...]]) -> list[list[list[int]]]:
-    """The rows as full products of columns: any other pattern would name tensors that are not meant."""
-    columns = [sorted(set(column)) for column in zip(*rows, strict=True)]
-    if prod(map(len, columns)) == len(rows):
-        return [columns]
-    varying = next(i for i, column in enumerate(columns) if len(column) > 1)
-    return [
-        product for value in columns[varying] for product in _products([row for row in rows if row[varying] == value])
-    ]
+    return tuple(int(number) if len(number) < 18 else 0 for number in NUMBER.findall(fqn))
 
 
 # ---------------------------------------------------------------- taking a key apart
 
 Kind = Literal["model", "optimizer", "runtime"]
+
 
 KeyClass = Literal[
     "embedding",
@@ -98,24 +48,44 @@ KeyClass = Literal[
     "other",
 ]
 
+
 WRAPPERS = frozenset({"app", "state", "model", "module"})
 """Leading parts that say nothing about the parameter."""
+
 
 COPIES = frozenset({"ema", "ema_model", "model_ema", "teacher", "ref_model", "target"})
 """Leading parts of a second copy of the model."""
 
+
 _INNER_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
 _STAGE = re.compile(r"model\d+|model_pp\d+|chained_\d+")
+
+
 _LAYER_WORDS = frozenset({"layers", "h", "blocks", "block", "layer"})
+
+
 _EXPERT_WORDS = frozenset({"experts", "local_experts"})
+
+
 _RUNTIME = re.compile(
     r"(rng_state|rerun_state_machine_state|dataloader\w*|lr_scheduler|opt_param_scheduler|train_state|args|iteration|"
     r"checkpoint_version|num_floating_point_operations_so_far|common_state|scheduler|train)([./].*)?"
 )
+
+
 _OPTIMIZER = re.compile(r"(optim|optimizer|opt|optimizers)(_?\d+)?")
+
+
 _SHORT_NUMBER = re.compile(r"[0-9]{1,9}")
+
+
 _NUMBERED_WEIGHT = re.compile(r"(weight|bias)([0-9]{1,9})")
+
+
 _COMPONENTS = frozenset({"query", "key", "value", "z", "beta", "alpha"})
+
 
 _CLASSES: dict[str, KeyClass] = {
     **dict.fromkeys(
@@ -269,3 +239,44 @@ def _class_of(parts: list[str], in_experts: bool) -> KeyClass:
         if name in _CLASSES:
             return _CLASSES[name]
     return "other"
+
+
+Block = tuple[tuple[str, ...], str]
+"""The module of a multimodal job, and the path up to the layer number."""
+
+
+_ADAPTER = re.compile(r"lora|adapter|dora|ia3|prompt|prefix_tuning|boft|oft_", re.IGNORECASE)
+
+
+def block_of(key: Key) -> Block:
+    """The block that a parameter's layer belongs to, whatever pipeline stage wrote it."""
+    return modules_of(key), key.block
+
+
+def modules_of(key: Key) -> tuple[str, ...]:
+    """The module of a multimodal job that a key belongs to."""
+    return tuple(part for part in key.scope if part.startswith("mimo."))
+
+
+def module_path(key: Key) -> tuple[str, ...]:
+    """The path of the module that owns a parameter, its last part the module's own name.
+
+    >>> from ckptlint.vocabulary.keys import parse
+    >>> module_path(parse("decoder.layers.3.mlp.linear_fc1.weight_w")), module_path(parse("layers.0.experts.down_proj"))
+    (('decoder', 'layers', '3', 'mlp', 'linear_fc1'), ('layers', '0', 'experts', 'down_proj'))
+    """
+    parts = key.path.split(".")
+    while len(parts) > 1 and (parts[-1].startswith(("weight", "bias")) or parts[-1] == key.component):
+        parts = parts[:-1]
+    return tuple(parts)
+
+
+def inside_layer(key: Key) -> tuple[str, ...]:
+    """The parts of a path behind the layer number."""
+    parts = key.path.split(".")[len(key.block.split(".")) :] if key.block else key.path.split(".")
+    return tuple(parts[1:] if key.layer is not None else parts)
+
+
+def is_adapter(key: Key) -> bool:
+    """Whether a parameter belongs to a low-rank or other adapter, which some layers have and others have not."""
+    return bool(_ADAPTER.search(key.path))

@@ -23,7 +23,7 @@ from conftest import REAL, REPOSITORY, run, takes_ctrl_c
 import ckptlint
 from ckptlint import live
 from ckptlint.live.shared_check import shares
-from ckptlint.seals.seal import SEAL
+from ckptlint.seals.file import SEAL
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 KEPT = {key: value for key, value in os.environ.items() if not key.startswith("CKPTLINT_")} | {
@@ -190,7 +190,7 @@ def test_a_rank_that_cannot_read_is_exit_4_everywhere(saved: Path) -> None:
         "main()",
         """
 import errno
-from ckptlint.storage.folder import _Checked
+from ckptlint.storage.local import _Checked
 whole = _Checked.readinto
 def readinto(self, buffer):
     if os.environ["RANK"] == "1" and self._name.endswith(".distcp"):

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ckptlint
 from ckptlint import live
-from ckptlint.seals.seal import SEAL
+from ckptlint.seals.file import SEAL
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 State = dict[str, Any]

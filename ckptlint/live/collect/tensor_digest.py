@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptlint.model import ITEM_BITS
 from ckptlint.model.layout import BoolArray, IntArray
 from ckptlint.seals import digests
 from ckptlint.seals.digests import GOLD, MASK
+from ckptlint.vocabulary.dtypes import ITEM_BITS
 
 Tensor = Any
 """A torch.Tensor; torch is imported by the functions that need it."""

@@ -20,8 +20,9 @@ import numpy as np
 
 from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare.group import Group
-from ckptlint.model import RankTable, Remark, printable
+from ckptlint.model import RankTable, Remark
 from ckptlint.model.layout import IntArray
+from ckptlint.model.text import printable
 from ckptlint.seals.digests import Words
 
 if TYPE_CHECKING:

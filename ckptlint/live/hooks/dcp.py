@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckptlint.analysis.held_by_ranks import named
 from ckptlint.errors import CheckpointError
 from ckptlint.live import api
 from ckptlint.live.collect.extract import Held, extract, resolved
 from ckptlint.live.compare import protocol
 from ckptlint.model import RankTable, Remark
+from ckptlint.model.text import named_ranks
 from ckptlint.rule import Severity
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def compare(plans: Sequence[Any]) -> RankTable:
     """
     cached = [rank for rank, plan in enumerate(plans) if not getattr(plan, "usable", True)]
     if cached:
-        warnings.warn(f"plans that did not change are not compared: {named(cached)}", stacklevel=3)
+        warnings.warn(f"plans that did not change are not compared: {named_ranks(cached)}", stacklevel=3)
     described: dict[str, object] = {}
     sizes: dict[tuple[str, Any], Any] = {}
     torn: set[str] = set()

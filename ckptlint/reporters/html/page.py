@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from ckptlint import __version__
 from ckptlint.geometry.chunk_graph import axis_graph, axis_name, rank_of
-from ckptlint.geometry.chunk_map import Grid, human_bytes, make_grid
+from ckptlint.geometry.chunk_map import Grid, make_grid
 from ckptlint.lint.report import CheckpointReport, Diagnostic, Group, Report
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box, Layout
+from ckptlint.model.text import human_bytes, plural
 from ckptlint.reporters.full import FORMAT_NAMES, also, place_of
 from ckptlint.reporters.html import svg
-from ckptlint.reporters.style import Style, cut, plural
+from ckptlint.reporters.style import Style, cut
 from ckptlint.rule import SECTIONS, Finding
+from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import numbers, role
 
 if TYPE_CHECKING:
@@ -226,8 +228,8 @@ def _map(ckpt: Checkpoint, grid: Grid, region: Box | None) -> dict[str, Any]:
     kinds |= {"region"} if 'class="region"' in picture else set()
     facts = []
     if region is not None:
-        nbytes = grid.tensor.nbytes(region.volume)
-        facts = [str(region), plural(region.volume, "element"), *([human_bytes(nbytes)] if nbytes is not None else [])]
+        count = nbytes(grid.tensor.dtype, region.volume)
+        facts = [str(region), plural(region.volume, "element"), *([human_bytes(count)] if count is not None else [])]
     return {"svg": _markup(picture), "facts": facts, "legend": [(k, v) for k, v in _LEGEND.items() if k in kinds]}
 
 

@@ -16,7 +16,8 @@ from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.geometry.chunk_map import Cell, Grid, axis_label, fixed_label
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box, Layout
-from ckptlint.reporters.style import cut, plural
+from ckptlint.model.text import plural
+from ckptlint.reporters.style import cut
 
 if TYPE_CHECKING:
     import networkx as nx

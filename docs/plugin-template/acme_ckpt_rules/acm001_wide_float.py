@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.model import ITEM_BITS, Checkpoint
+from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.vocabulary.dtypes import ITEM_BITS
 
 
 @rule("ACM001", "wide-float", Severity.WARNING)

@@ -1,4 +1,4 @@
-"""The seal of a checkpoint: digests of its tensors as the saving job held them, in `ckptlint.seal.json` beside it."""
+"""The file of a seal, `ckptlint.seal.json`: digests of the tensors as the saving job held them."""
 
 from __future__ import annotations
 
@@ -6,24 +6,33 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ckptlint import __version__
 from ckptlint.errors import AccessError, LimitError, UnreadableError
-from ckptlint.formats.safetensors_header import HEADER_LIMIT, checked_shape, json_object
-from ckptlint.model import Checkpoint, RecordState, Seal, SealEntry, Tensor, printable
+from ckptlint.formats.safetensors_header import HEADER_LIMIT
+from ckptlint.formats.strict_json import checked_shape, json_object
+from ckptlint.model import Seal, SealEntry
+from ckptlint.model.text import printable
 from ckptlint.seals.digests import ALGORITHM
 from ckptlint.storage.folder import Folder
 
 SEAL = "ckptlint.seal.json"
+
+
 SCHEMA = "ckptlint.seal/1"
 
+
 _METADATA = ".metadata"
+
+
 _METADATA_LIMIT = 8 * 1024**3
+
+
 _WORD, _HASH = re.compile(r"[0-9a-f]{16}"), re.compile(r"([0-9a-f]{32})?")
+
+
 _TEXT_LIMIT = 200
 
 
@@ -95,100 +104,6 @@ def metadata_hash(folder: Folder) -> str:
     if not folder.has(_METADATA):
         return ""
     return hashlib.blake2b(folder.read(_METADATA, _METADATA_LIMIT), digest_size=16).hexdigest()
-
-
-# ---------------------------------------------------------------- comparing
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """What a seal says of the payload.
-
-    Attributes:
-        equal: how many tensors hold what was sealed.
-        different: key -> the digest of what its tensor holds, where it is another one.
-        unknown: reason -> the keys that could not be compared for it.
-    """
-
-    equal: int
-    different: dict[str, int]
-    unknown: dict[str, list[str]] = field(default_factory=dict)
-
-
-def misfit(ckpt: Checkpoint) -> str:
-    """Why the seal is not about this checkpoint, or ""."""
-    return misfit_of(ckpt.seal, ckpt.metadata_hash)
-
-
-def misfit_of(seal: Seal | None, metadata: str) -> str:
-    """Why a seal is not about the checkpoint whose metadata has this hash, or ""."""
-    if seal is None:
-        return f"there is no {SEAL}"
-    if seal.algorithm != ALGORITHM:
-        return f"its digests are made by {seal.algorithm!r}, and this version knows {ALGORITHM!r}"
-    if seal.metadata == metadata:
-        return ""
-    return f"it belongs to {_named(seal.metadata)}, and here lies {_named(metadata)}"
-
-
-def comparable(ckpt: Checkpoint) -> Iterator[Tensor]:
-    """The tensors whose digest can tell whether they hold what was sealed, once all their records are read."""
-    seal = ckpt.seal
-    for fqn, entry in seal.entries.items() if seal else ():
-        tensor = ckpt.tensors.get(fqn)
-        if tensor is not None and not _obstacle(tensor, entry):
-            yield tensor
-
-
-def compare(ckpt: Checkpoint) -> Comparison:
-    """The payload against a seal that fits; nothing is equal for want of a look."""
-    seal, payload = ckpt.seal, ckpt.payload
-    equal, different = 0, {}
-    unknown: dict[str, list[str]] = {}
-    assert seal is not None and payload is not None
-    for fqn, entry in seal.entries.items():
-        tensor = ckpt.tensors.get(fqn)
-        reason = "not stored here" if tensor is None else _obstacle(tensor, entry)
-        if tensor is not None and not reason:
-            records = tensor.chunks.record[tensor.layout.live]
-            if not payload.digested[records].all():
-                is_left_out = payload.state[records] == RecordState.UNSAMPLED
-                reason = "left out by --sample" if is_left_out.any() else _UNREAD
-            elif (found := int(payload.digest[records].sum())) != entry.digest:
-                different[fqn] = found
-            else:
-                equal += 1
-        if reason:
-            unknown.setdefault(reason, []).append(fqn)
-    for fqn, why in seal.skipped.items():
-        unknown.setdefault(f"not sealed by the job ({why})", []).append(fqn)
-    if others := [fqn for fqn in ckpt.tensors if fqn not in seal.entries and fqn not in seal.skipped]:
-        unknown["not in the seal"] = others
-    return Comparison(equal, different, unknown)
-
-
-_UNREAD = "the records were not read, or hold no plain tensor of the chunk's dtype and shape"
-
-
-def _obstacle(tensor: Tensor, entry: SealEntry) -> str:
-    """Why a tensor cannot be compared with its entry whatever its records hold, or ""."""
-    if tensor.global_shape != entry.shape:
-        return "sealed with another shape"
-    if tensor.dtype != entry.dtype:
-        return "sealed with another dtype"
-    if not tensor.is_sound or len(tensor.layout.outside):
-        return "its chunks do not tile it"
-    holes = tensor.layout.coverage
-    if holes.missing_volume or holes.doubled_volume or (tensor.chunks.record[tensor.layout.live] < 0).any():
-        return "its chunks do not tile it"
-    return ""
-
-
-def _named(metadata: str) -> str:
-    return f"a .metadata with the BLAKE2b {metadata[:12]}..." if metadata else "a checkpoint without .metadata"
-
-
-# ---------------------------------------------------------------- JSON
 
 
 def _entry(key: str, entry: Any) -> tuple[str, SealEntry]:

@@ -1,0 +1,138 @@
+"""The hidden size of each block, as its norms, router and embeddings agree on it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ckptlint.analysis.inventory import Param, Shape, is_weight, take
+from ckptlint.analysis.trusted_config import FINAL_NORMS, MAIN_BLOCKS, number, trusted
+from ckptlint.model import Checkpoint
+from ckptlint.vocabulary.keys import Block, Key, block_of, inside_layer, module_path, modules_of
+
+_INNER_NORM = re.compile(r"(q|k|v|kv|qk|query|key|value)(_a|_b)?_?(layer)?norm|norm_[qkv]")
+
+
+_FUSED_NORM_OWNERS = frozenset({"linear_qkv", "linear_fc1", "in_proj"})
+
+
+@dataclass(frozen=True, slots=True)
+class Hidden:
+    """The hidden size of one block of layers.
+
+    Attributes:
+        sources: what shows it, and how often: `(("norm weight", 62), ("embedding", 1))`.
+        declared: where the job says the same, "" when it does not.
+    """
+
+    size: int
+    sources: tuple[tuple[str, int], ...]
+    declared: str = ""
+
+    def __str__(self) -> str:
+        counted = [f"{n} {what}{'s' if n > 1 else ''}" for what, n in self.sources]
+        parts = [f"hidden_size of {self.declared}"] * bool(self.declared) + counted
+        listed = " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+        return f"hidden size {self.size:,} from {listed}"
+
+
+@lru_cache(maxsize=4)
+def hidden_sizes(ckpt: Checkpoint) -> dict[Block, Hidden]:
+    """Block -> its hidden size, where all that could show it agree: norms, embedding, routers, and the job itself.
+
+    A source outside of layers counts for the blocks that lie below the module it lies in. A declared value that the
+    tensors contradict is left out; without tensors to compare it stands alone, when the model has one block only.
+    """
+    norms: dict[Block, Counter[int]] = defaultdict(Counter)
+    routers: dict[Block, list[Shape]] = defaultdict(list)
+    outside: list[tuple[tuple[str, ...], str, str, int]] = []
+    for param in take(ckpt).params:
+        key, shape = param.key, param.own_shape
+        repeats = param.tensor.global_shape[0] if param.layer_axis is not None else 1
+        if key.block:
+            norms[block_of(key)] += Counter()
+            if _is_layer_norm(param):
+                norms[block_of(key)][shape[0]] += repeats
+            elif key.cls == "router" and len(shape) == 2:
+                routers[block_of(key)] += [shape] * repeats
+        elif key.cls == "embedding" and len(shape) == 2:
+            outside.append((modules_of(key), _home(key), "embedding", shape[1]))
+        elif key.cls == "norm" and len(shape) == 1 and "bias" not in key.path and not _INNER_NORM.search(key.path):
+            outside.append((modules_of(key), _home(key), "norm weight", shape[0]))
+    found = {}
+    said = number(trusted(ckpt), "hidden")
+    for block, inside in norms.items():
+        declared = said if not block[0] and block[1] in MAIN_BLOCKS else None
+        sizes = {"norm weight": Counter(inside), "embedding": Counter[int]()}
+        for modules, home, what, size in outside:
+            if modules == block[0] and f"{block[1]}.".startswith(home):
+                sizes[what][size] += 1
+        hidden = _agreed(sizes, routers[block])
+        if hidden is not None and declared == hidden.size:
+            hidden = Hidden(hidden.size, hidden.sources, ckpt.declared["hidden"].source)
+        elif declared and len(norms) == 1 and not routers[block] and not any(sizes.values()):
+            hidden = Hidden(declared, (), ckpt.declared["hidden"].source)
+        if hidden is not None:
+            found[block] = hidden
+    return found
+
+
+def hidden_params(ckpt: Checkpoint) -> list[Param]:
+    """The norms and the embedding whose last axis is the hidden size that the job's arguments give.
+
+    Those of the one block that they describe: none where no such block stands alone.
+    """
+    params = [param for param in take(ckpt).params if not modules_of(param.key)]
+    blocks = {param.key.block for param in params} & MAIN_BLOCKS
+    if len(blocks) != 1:
+        return []
+    (block,) = blocks
+    return [
+        param
+        for param in params
+        if (param.key.block == block and _is_layer_norm(param))
+        or (not param.key.block and f"{block}.".startswith(_home(param.key)) and _is_final(param))
+    ]
+
+
+def _is_final(param: Param) -> bool:
+    """Whether it is the embedding, or the norm behind the last layer."""
+    name = module_path(param.key)[-1]
+    is_norm = param.key.cls == "norm" and len(param.own_shape) == 1 and "bias" not in param.key.path
+    return (is_norm and name in FINAL_NORMS) or (param.key.cls == "embedding" and is_weight(param))
+
+
+def _is_layer_norm(param: Param) -> bool:
+    """Whether a norm is as long as the hidden size: a module of the layer itself, or fused into its first projection.
+
+    Norms inside attention, mixers and MLPs have the length of a head, a rank or an inner size.
+    """
+    key, tail = param.key, inside_layer(param.key)
+    if key.cls != "norm" or len(param.own_shape) != 1 or "bias" in tail[-1]:
+        return False
+    if tail[-1] == "layer_norm_weight" and len(tail) > 1:
+        return tail[-2] in _FUSED_NORM_OWNERS
+    return len(tail) == 2 and not _INNER_NORM.match(tail[0])
+
+
+def _home(key: Key) -> str:
+    """The path, with a dot at its end, below which a module outside of layers speaks for blocks."""
+    parts = module_path(key)[:-1]
+    if parts and parts[-1] in ("embedding", "embeddings"):
+        parts = parts[:-1]
+    return "".join(f"{part}." for part in parts)
+
+
+def _agreed(sizes: dict[str, Counter[int]], routers: list[Shape]) -> Hidden | None:
+    seen = {size for counts in sizes.values() for size in counts}
+    if not seen:
+        seen = {shape[1] for shape in routers}
+    if len(seen) != 1:
+        return None
+    size = seen.pop()
+    if any(size not in shape for shape in routers):
+        return None
+    counts = {what: found[size] for what, found in sizes.items()} | {"router weight": len(routers)}
+    return Hidden(size, tuple((what, n) for what, n in counts.items() if n))

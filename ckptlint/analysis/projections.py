@@ -1,0 +1,125 @@
+"""The projections of an attention or MLP: partners in one layer, and how their sizes fit."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ckptlint.analysis.hidden_size import Hidden, hidden_sizes
+from ckptlint.analysis.inventory import Param, Shape, is_weight, take
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.layout import distinct
+from ckptlint.vocabulary.keys import Block, block_of, inside_layer, is_adapter, module_path
+
+
+def axis_factor(tensor: Tensor, axis: int) -> int:
+    """In how many places the live chunks cut an axis: the number of their distinct starts."""
+    return len(distinct(tensor.layout.offsets[tensor.layout.live, axis]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Family:
+    """The projections of one attention or MLP (of one expert, where experts are numbered).
+
+    Attributes:
+        hidden: of its block; None when not established.
+        weights: class -> the weights with two axes of their own, by module name.
+        is_latent: whether it is multi-head latent attention, whose projections go through low ranks.
+    """
+
+    hidden: Hidden | None
+    weights: dict[str, list[Param]]
+    is_latent: bool = False
+
+    def partners(self, param: Param) -> list[Param]:
+        """The weights whose inner size is this one's: MLP in and out, query and attention output, key and value."""
+        return [] if self.is_latent else self.weights.get(_PARTNER.get(param.key.cls, ""), [])
+
+
+_PARTNER = {"mlp_in": "mlp_out", "mlp_out": "mlp_in", "q": "attn_out", "attn_out": "q", "k": "v", "v": "k"}
+
+
+_LATENT = re.compile(r"(linear_)?(q|kv)_(a|b|down|up)_proj(_with_mqa)?")
+
+
+_SINGLE = frozenset({"gate_proj", "up_proj", "w3", "up"})
+
+
+@lru_cache(maxsize=4)
+def families(ckpt: Checkpoint) -> list[Family]:
+    """The projections inside layers, by the attention or MLP they belong to; adapters and packed weights left out."""
+    hidden = hidden_sizes(ckpt)
+    weights: dict[tuple[object, ...], dict[str, list[Param]]] = defaultdict(lambda: defaultdict(list))
+    blocks: dict[tuple[object, ...], Block] = {}
+    latent: set[tuple[object, ...]] = set()
+    for param in take(ckpt).params:
+        key = param.key
+        module = module_path(key)
+        home = (key.scope, module[:-1], key.expert)
+        if not key.block or is_adapter(key):
+            continue
+        if _LATENT.fullmatch(module[-1]):
+            latent.add(home)
+        if key.cls in _PARTNER and is_weight(param):
+            weights[home][key.cls].append(param)
+            blocks[home] = block_of(key)
+    return [
+        Family(hidden.get(blocks[home]), dict(found), home in latent)
+        for home, found in weights.items()
+        if _is_of_one_kind(param for members in found.values() for param in members)
+    ]
+
+
+def _is_of_one_kind(params: Iterable[Param]) -> bool:
+    """Whether the leading axis of all is the same number of experts; of convolutions it is the output."""
+    return len({p.tensor.global_shape[p.expert_axis] for p in params if p.expert_axis is not None}) < 2
+
+
+def inner_size(param: Param, hidden: int) -> int | None:
+    """The size of the axis that is not hidden, or hidden itself where both are; None where none is."""
+    first, second = param.own_shape
+    if hidden not in (first, second):
+        return None
+    return second if first == hidden else first
+
+
+def fused_factors(param: Param) -> tuple[int, ...]:
+    """How many times the inner size a first projection may be: two where gate and up may be one weight."""
+    is_single = module_path(param.key)[-1] in _SINGLE or param.key.component in ("w", "v")
+    return (1, 2) if param.key.cls == "mlp_in" and not is_single else (1,)
+
+
+def is_width(param: Param, inner: int, partner: Param, width: int) -> bool:
+    """Whether the inner sizes of two projections fit, fused gate and up considered."""
+    return any(inner == k * width for k in fused_factors(param)) or any(
+        width == k * inner for k in fused_factors(partner)
+    )
+
+
+def short_name(param: Param) -> str:
+    """The name below its layer, or below the experts."""
+    tail = inside_layer(param.key)
+    start = next((i + 1 for i, part in enumerate(tail) if part in ("experts", "local_experts")), 0)
+    return ".".join(tail[start:] if len(tail) > start else tail).lstrip("0123456789.")
+
+
+def swap_factor(param: Param, expected: Shape) -> tuple[int, int, int] | None:
+    """Axes a and b and p, when the shape is the expected one times p on a, which is cut in p places, and / p on b.
+
+    None for a plain transposition, which leaves the shape without a trace of p.
+    """
+    shape = param.own_shape
+    if len(shape) != len(expected) or sorted(shape) == sorted(expected):
+        return None
+    differing = [i for i, (x, y) in enumerate(zip(shape, expected, strict=True)) if x != y]
+    if len(differing) != 2 or 0 in shape or 0 in expected:
+        return None
+    for i, j in (differing, differing[::-1]):
+        p, rest = divmod(shape[i], expected[i])
+        a, b = param.own_axes[i], param.own_axes[j]
+        if p > 1 and not rest and shape[j] * p == expected[j]:
+            return (a, b, p) if axis_factor(param.tensor, a) == p and axis_factor(param.tensor, b) == 1 else None
+    return None

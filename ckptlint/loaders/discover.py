@@ -1,0 +1,161 @@
+"""Which checkpoints a path means: itself, its components, the steps of a run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from ckptlint.errors import CkptlintError, NothingToCheckError
+from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise
+from ckptlint.loaders.safetensors import groups
+from ckptlint.storage.folder import Folder
+from ckptlint.storage.locate import folder_at
+
+STEP = re.compile(
+    r"(?:iter_|iteration_|step[-_]?|global_step_?|checkpoint[-_]|epoch_\d+_step_|ep\d+-ba|(?:.*-)?step=)(\d+)"
+    r"(?:-v\d+|-(?:consumed_samples|val_loss|train_loss)=[\d.]+)*(?:-last)?(?:\.ckpt)?|(\d{4,})"
+)
+
+
+COMPONENT = re.compile(
+    r"consolidated|dist_ckpt|hf_weights|huggingface|model|model_and_optim|optim|sharded|trainer|weights|"
+    r"optimizer(_\d+)?|pytorch_model_fsdp_\d+"
+)
+"""Folders that hold one part of a step: of torch, accelerate, Automodel, NeMo, OLMo-core, prime-rl, verl, xtuner."""
+
+
+def step_number(name: str) -> int | None:
+    """The step that a folder name carries, or None.
+
+    >>> step_number("iter_0000010"), step_number("step-500"), step_number("model")
+    (10, 500, None)
+    """
+    match = STEP.fullmatch(name)
+    return int(match[1] or match[2]) if match else None
+
+
+def find_checkpoints(folder: Folder, all_steps: bool) -> list[Folder]:
+    """The checkpoint folders that a path means: itself, its newest step, or its components.
+
+    Args:
+        folder: what the user named.
+        all_steps: every step of a run folder instead of the newest one.
+
+    Raises:
+        NothingToCheckError: there is none.
+    """
+    found = _find(folder, all_steps, levels=3)
+    if not found and folder.unseen:
+        hint = f"name the checkpoint folder itself, {folder.unseen}"
+        raise NothingToCheckError(f"no .metadata under {folder.display}: {hint}")
+    if not found:
+        raise NothingToCheckError(
+            f"no checkpoint under {folder.display}: looked for .metadata, __N.metadata, *.distcp, metadata.json, "
+            "step folders (iter_*, step-*, step_*, global_step_*, checkpoint-*) and component folders"
+        )
+    return found
+
+
+def components(folder: Folder) -> list[Folder]:
+    """The checkpoints that lie in a folder itself, each as a view of it that hides the others; [] where none does.
+
+    A folder holds several where safetensors of one model lie beside those of another, or beside a DCP checkpoint.
+    """
+    found = groups(folder)
+    if not found:
+        return [folder] if recognise(folder) else []
+    weights = [name for group in found for name in (*group.files, group.index)]
+    rest = folder.without(weights, "")
+    other = recognise(rest)
+    parts = [rest] if other is not None and other.kind != "unsupported" else []
+    if not parts and len(found) == 1:
+        return [folder]
+    described = [name for name in folder.files() if parts and _is_dcp(name)]
+    for group in found:
+        hidden = {*weights, *described} - {*group.files, group.index}
+        parts.append(folder.without(hidden, group.label))
+    return parts
+
+
+def _is_dcp(name: str) -> bool:
+    known = (METADATA, f"{METADATA}.tmp", "common.pt", "metadata.json")
+    return name in known or name.endswith(".distcp") or bool(RANK_METADATA.fullmatch(name))
+
+
+def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
+    own = components(folder)
+    has_weights = bool(groups(folder))
+    if levels == 0 or (own and not has_weights):
+        return own
+    numbered = {name: number for name in folder.folders() if (number := step_number(name)) is not None}
+    if own:  # a model is what its folder means; the steps of the run that made it lie beside it
+        beside = [part for part in _nested(folder, numbered) if not _is_unsupported(part)]
+        every = sorted(numbered, key=lambda name: numbered[name], reverse=True) if all_steps else []
+        return own + beside + [part for name in every for part in _find(folder.sub(name), all_steps, levels - 1)]
+    steps = sorted(numbered, key=lambda name: numbered[name], reverse=True)
+    steps += [name for name in folder.folders() if name == "release"]
+    found: list[Folder] = []
+    unfinished: list[Folder] = []
+    for name in steps:
+        step = folder.sub(name)
+        inside = _find(step, all_steps, levels - 1)
+        (found if inside else unfinished).extend(inside or [step])
+        if found and not all_steps:
+            break
+    if found or any(not step.entries for step in unfinished):
+        # a newer step without a checkpoint in it is no reason to pass an older one
+        return found + unfinished if all_steps else unfinished[:1] or found
+    return _nested(folder)
+
+
+def _nested(folder: Folder, but: Collection[str] = ()) -> list[Folder]:
+    """The checkpoints in sub-folders, and one level further in folders that are named like a component."""
+    found: list[Folder] = []
+    for name in folder.folders():
+        if name.startswith(".") or name in but:
+            continue
+        sub = folder.sub(name)
+        inside = components(sub)
+        found += inside
+        if not inside or groups(sub):
+            further = [name for name in sub.folders() if COMPONENT.fullmatch(name)]
+            found += [part for name in further for part in components(sub.sub(name))]
+    return found
+
+
+def _is_unsupported(folder: Folder) -> bool:
+    found = recognise(folder)
+    return found is not None and found.kind == "unsupported"
+
+
+def newest_readable_step(folder: Folder) -> str | None:
+    """Name of the newest other step of the same run that has metadata, or None."""
+    number, parent = step_number(folder.name), folder.parent
+    if number is None or parent is None:
+        return None
+    try:
+        steps = {name: n for name in parent.folders() if (n := step_number(name)) is not None and n != number}
+        for name in sorted(steps, key=lambda name: steps[name], reverse=True):
+            step = parent.sub(name)
+            if step.has(METADATA) and step.head(METADATA, 1) == b"\x80":
+                return name
+    except CkptlintError:
+        return None
+    return None
+
+
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
+def find(path: str, all_steps: bool = False) -> list[Folder]:
+    """The checkpoint folders that a path means; a file stands for its folder, safetensors for their own model there.
+
+    Raises:
+        NothingToCheckError: there is none.
+        AccessError: a folder could not be listed.
+        ConfigError: a URL that cannot be read here.
+    """
+    folder, name = folder_at(path)
+    if name.endswith(_WEIGHTS) and (own := [part for part in components(folder) if part.has(name)]):
+        return own
+    return find_checkpoints(folder, all_steps)

@@ -1,0 +1,175 @@
+"""What the records of the payload say about themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptlint.model.layout import IntArray
+
+
+class RecordState(IntEnum):
+    """Whether a record was opened, or why not."""
+
+    READ = 0
+    UNSAMPLED = 1  # left out by --sample
+    TRANSFORMED = 2  # went through a stream transform such as zstd
+    RAW = 3  # bytes without a container, as dlrover writes them
+    ELSEWHERE = 4  # its file or range is damaged: PAY003, PAY004, PAY005, PAY007
+    UNREADABLE = 5  # no readable container: PAY013
+
+
+@dataclass(frozen=True, slots=True)
+class RecordContent:
+    """What a record says it holds; many records share one.
+
+    Attributes:
+        form: a plain `tensor`, a `subclass` of torch.Tensor or a tensor in another layout, or any other `object`.
+        dtype: of a tensor, torch's name, or `unknown`.
+        shape, strides: of a tensor, in elements; of a subclass those of the plain tensor inside, () when unknown.
+        offset: its first element in the storage.
+        key: name of the storage's member (`data/0`).
+        length: elements of a list, -1 for anything else.
+        value: the content itself, for the few objects that rules read.
+        place: the offsets at which its writer said it lies in the whole tensor; None where it said nothing.
+    """
+
+    form: Literal["tensor", "subclass", "object"]
+    dtype: str = "unknown"
+    shape: tuple[int, ...] = ()
+    strides: tuple[int, ...] = ()
+    offset: int = 0
+    key: str = ""
+    length: int = -1
+    value: Any = None
+    place: tuple[int, ...] | None = None
+
+    @property
+    def volume(self) -> int:
+        """Elements of the tensor."""
+        return prod(self.shape)
+
+    @property
+    def extent(self) -> int:
+        """Elements of the storage from the tensor's first to its last."""
+        if not self.volume:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A member whose bytes differ from its checksum, or a record whose archive is gone.
+
+    Attributes:
+        record: row in `Checkpoint.records`; -1 for a whole file in `integrity.json`.
+        file: its file.
+        member: the member, "" for a whole record or file.
+        recorded, computed: the checksums as text, "" where there are none left.
+        zeros: bytes of the 4 KiB pages of the record that hold nothing but zeros.
+    """
+
+    record: int
+    file: str
+    member: str
+    recorded: str
+    computed: str
+    zeros: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PayloadTable:
+    """What the records themselves say; row i is record i of `Checkpoint.records`.
+
+    Attributes:
+        state: int8 [m], a `RecordState`; the other columns mean something where it is READ.
+        content: int32 [m], position in `contents`.
+        contents: the distinct contents.
+        storages: int32 [m], members that hold tensor data.
+        stored: int64 [m], bytes of all of them.
+        start: int64 [m], first byte in its file of the storage that the content names; -1 without one.
+        size: int64 [m], bytes of that storage.
+        crc: int64 [m], its CRC-32 as recorded, -1 where the writer stored none.
+        same: int32 [m], equal for records whose storages hold the same bytes (length, CRC-32 and up to 1 KiB of
+            samples agree); -1 for all others. Looked for among the chunks of one tensor and one layer's experts.
+        constant: bool [m], whether all samples taken hold one value; False where none were taken.
+        scanned: bool [m], whether the values were looked at (depth `data`).
+        nan, plus_inf, minus_inf: int64 [m], how many of them.
+        first: int64 [m], position of the first of them in the storage, in elements, or -1.
+        masks: bool [m], whether all values are 0 or -Inf.
+        damages: checksums that do not match (depth `data`).
+        digest: uint64 [m], of the elements at their places in the whole tensor (`digests.elem_digest`).
+        digested: bool [m], whether there is one: at depth `data`, where a seal asks for it.
+        unlisted: payload files that `integrity.json` leaves out.
+        depth: how deep the records were read.
+        sample: what was read of all records (`5% of the records (12 of 240), seed 7`), "" for all of them.
+    """
+
+    state: npt.NDArray[np.int8]
+    content: npt.NDArray[np.int32]
+    contents: list[RecordContent]
+    storages: npt.NDArray[np.int32]
+    stored: IntArray
+    start: IntArray
+    size: IntArray
+    crc: IntArray
+    same: npt.NDArray[np.int32]
+    constant: npt.NDArray[np.bool_]
+    scanned: npt.NDArray[np.bool_]
+    nan: IntArray
+    plus_inf: IntArray
+    minus_inf: IntArray
+    first: IntArray
+    masks: npt.NDArray[np.bool_]
+    digest: npt.NDArray[np.uint64]
+    digested: npt.NDArray[np.bool_]
+    damages: tuple[Damage, ...] = ()
+    unlisted: tuple[str, ...] = ()
+    depth: Literal["headers", "data"] = "headers"
+    sample: str = ""
+
+    def of(self, record: int) -> RecordContent | None:
+        """What a record holds, None when it was not read or does not exist."""
+        if record < 0 or self.state[record] != RecordState.READ:
+            return None
+        return self.contents[int(self.content[record])]
+
+
+def empty_payload(count: int, depth: Literal["headers", "data"]) -> PayloadTable:
+    """A table for so many records, none of which was read."""
+
+    def minus() -> IntArray:
+        return np.full(count, -1, np.int64)
+
+    def zero() -> IntArray:
+        return np.zeros(count, np.int64)
+
+    def no() -> npt.NDArray[np.bool_]:
+        return np.zeros(count, bool)
+
+    return PayloadTable(
+        state=np.full(count, RecordState.ELSEWHERE, np.int8),
+        content=np.full(count, -1, np.int32),
+        contents=[],
+        storages=np.zeros(count, np.int32),
+        stored=zero(),
+        start=minus(),
+        size=zero(),
+        crc=minus(),
+        same=np.full(count, -1, np.int32),
+        constant=no(),
+        scanned=no(),
+        nan=zero(),
+        plus_inf=zero(),
+        minus_inf=zero(),
+        first=minus(),
+        masks=no(),
+        digest=np.zeros(count, np.uint64),
+        digested=no(),
+        depth=depth,
+    )

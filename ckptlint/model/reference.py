@@ -1,0 +1,89 @@
+"""What is said about a checkpoint beside its own metadata: by the job, by a seal, by the user."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class AxisSize:
+    """The size of a parallel axis and where it was read.
+
+    Attributes:
+        source: `metadata` (counted), `args`, `run_config` or `config.json` (declared), `files` (a lower bound from
+            payload file names), `inferred`.
+    """
+
+    size: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """A number, text or flag that the job said about itself, and where: `args`, `run_config`, `config.json`."""
+
+    value: int | float | str
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class SealEntry:
+    """What a tensor held when the checkpoint was sealed.
+
+    Attributes:
+        shape: of the whole tensor, in elements.
+        digest: of all its elements (`digests.elem_digest`), whatever the sharding.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seal:
+    """What `ckptlint.seal.json` says of the contents, as the saving job had them.
+
+    Attributes:
+        algorithm: of the digests; the entries of an unknown one are not read.
+        metadata: BLAKE2b of the `.metadata` that it belongs to, 32 hexadecimal digits; "" for none.
+        entries: key, printable -> what its tensor held.
+        skipped: key, printable -> why it was not sealed.
+        step: of the job, None where it did not say.
+        version: of the ckptlint that wrote it.
+    """
+
+    algorithm: str
+    metadata: str
+    entries: dict[str, SealEntry]
+    skipped: dict[str, str] = field(default_factory=dict)
+    step: int | None = None
+    version: str = ""
+
+
+ReferenceKind = Literal["manifest", "safetensors", "index", "Hugging Face folder", "checkpoint"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reference:
+    """What a checkpoint is expected to hold (`--expect`).
+
+    Attributes:
+        source: the path as the user gave it, printable.
+        kind: what lies there.
+        tensors: name, printable -> dtype and global shape, each None where the reference does not say; empty when only
+            a config.json is at hand.
+        declared: what its config.json says about the model, by canonical name (`topology.read_declared`).
+        parts: the components of a checkpoint (`model`, `optim`) by folder name; empty when it is one folder.
+    """
+
+    source: str
+    kind: ReferenceKind
+    tensors: dict[str, tuple[str | None, tuple[int, ...] | None]]
+    declared: dict[str, Declared] = field(default_factory=dict)
+    parts: dict[str, Reference] = field(default_factory=dict)
+
+    def part(self, name: str) -> Reference:
+        """The component to compare with a folder of this name, or the whole."""
+        return self.parts.get(name, self)

@@ -1,0 +1,195 @@
+"""What is stored: tensors and their chunks, objects, records and files.
+
+Chunks and records are rows of arrays; Python objects for them exist only inside findings.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptlint.model.layout import IntArray, Layout
+
+RANK_LIMIT = 64
+"""More axes than any tensor has."""
+
+
+KEY_LIMIT = 4096
+"""More characters than any key has."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkTable:
+    """The chunks of one tensor; row i is chunk i.
+
+    Attributes:
+        layout: offsets and sizes, shared by all tensors that are cut alike.
+        record: int64 [n], row of the chunk's stored bytes in `Checkpoint.records`; -1 when no storage entry exists.
+
+    Source:
+        torch.distributed.checkpoint.metadata.ChunkStorageMetadata
+    """
+
+    layout: Layout
+    record: IntArray
+
+    def __len__(self) -> int:
+        return len(self.record)
+
+
+@dataclass(frozen=True, slots=True)
+class MalformedChunk:
+    """A chunk that fits no table: its offsets and sizes have other lengths than the tensor's shape."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    record: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tensor:
+    """A stored tensor.
+
+    Attributes:
+        fqn: the key, made printable.
+        dtype: torch's name without the module (`bfloat16`), or `unknown`.
+        global_shape: extent of each axis, in elements, as the metadata gives it.
+        chunks: the chunks whose rank fits the shape.
+        malformed: the others.
+        is_flattened: Megatron-Core <= 0.15 stored an N-D tensor as `[X/x, Y/y, x*y]`.
+    """
+
+    fqn: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    chunks: ChunkTable
+    malformed: tuple[MalformedChunk, ...] = ()
+    is_flattened: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """Where the chunks lie."""
+        return self.chunks.layout
+
+    @property
+    def volume(self) -> int:
+        """Elements of the global shape."""
+        return prod(self.global_shape)
+
+    @property
+    def is_representable(self) -> bool:
+        """Whether shape and volume fit int64, which torch and the box arithmetic need."""
+        return (
+            len(self.global_shape) <= RANK_LIMIT
+            and all(0 <= size < 2**62 for size in self.global_shape)
+            and self.volume < 2**63
+        )
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether the chunks can be compared with the shape at all; False leaves the tensor to GEO002 or SAF003."""
+        return self.is_representable and not self.malformed
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedObject:
+    """One shard of a Megatron-Core ShardedObject, read from its key `{key}/shard_{offset}_{shape}`.
+
+    Attributes:
+        fqn: the whole entry name.
+        key: the part before `/shard_`.
+        offset: place in the grid of objects.
+        shape: the grid of objects.
+        record: row in `Checkpoint.records`, -1 without a storage entry.
+
+    Source:
+        megatron.core.dist_checkpointing.mapping.ShardedObject.unique_key
+    """
+
+    fqn: str
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class ByteObject:
+    """A DCP bytes entry that is no ShardedObject (torch BytesStorageMetadata)."""
+
+    fqn: str
+    record: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordTable:
+    """The storage entries of the metadata as columns; row i is one stored record.
+
+    Attributes:
+        fqns: the distinct names, printable, in order of first use.
+        fqn: int32 [m], position in `fqns`.
+        file: int32 [m], position in `Checkpoint.files`.
+        byte_offset: int64 [m], first byte of the record in its file.
+        byte_length: int64 [m], bytes of the record, archive framing included.
+        transformed: bool [m], whether the bytes went through a stream transform (`stream.zstd/1`).
+        owned: bool [m], whether a chunk, object or bytes entry refers to the record.
+        strays: row -> the offsets it is filed under (None for bytes), for the rows that nothing refers to.
+
+    Source:
+        torch.distributed.checkpoint.filesystem._StorageInfo, torch.distributed.checkpoint.metadata.MetadataIndex
+    """
+
+    fqns: list[str]
+    fqn: npt.NDArray[np.int32]
+    file: npt.NDArray[np.int32]
+    byte_offset: IntArray
+    byte_length: IntArray
+    transformed: npt.NDArray[np.bool_]
+    owned: npt.NDArray[np.bool_]
+    strays: dict[int, tuple[int, ...] | None]
+
+    def __len__(self) -> int:
+        return len(self.fqn)
+
+    def name(self, row: int) -> str:
+        """The entry name of a record."""
+        return self.fqns[int(self.fqn[row])]
+
+
+FileState = Literal[
+    "ok", "absent", "unsafe-path", "not-a-file", "link-outside", "dangling-link", "other-case", "unchecked"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A payload file that the metadata names or that lies in the folder.
+
+    Attributes:
+        name: path relative to the checkpoint, printable.
+        path: the same, raw; None when it must not be opened.
+        size: bytes; None when the file was not looked at.
+        state: what was found. `unsafe-path` is absolute or leaves the folder and was not opened; `link-outside` is a
+            link to a regular file elsewhere, `dangling-link` leads nowhere; `other-case` lies there under a name of
+            another case, which the file system ignores; `unchecked` when depth or storage did not allow a look.
+        referenced: whether a storage entry names it.
+        instead: what lies there in its place, as a sentence.
+    """
+
+    name: str
+    path: str | None
+    size: int | None
+    state: FileState
+    referenced: bool
+    instead: str = ""
+
+
+def empty_records() -> RecordTable:
+    """A table without rows."""
+    none = np.zeros(0, np.int64)
+    flags = np.zeros(0, bool)
+    return RecordTable([], none.astype(np.int32), none.astype(np.int32), none, none, flags, flags, {})

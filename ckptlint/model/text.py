@@ -1,0 +1,114 @@
+"""How values read in a report: names, shapes, numbers, bytes, ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from math import prod
+
+
+def printable(text: str) -> str:
+    r"""The text with every character that a terminal may act on as a visible escape; no two texts become equal.
+
+    Control characters, line separators, bidirectional overrides, zero-width characters and lone surrogates are
+    escaped, and so is the backslash itself.
+
+    >>> printable("a\x1b[31mb")
+    'a\\x1b[31mb'
+    """
+    if text.isprintable() and "\\" not in text:
+        return text
+    return "".join(
+        c if c.isprintable() and c != "\\" else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
+
+
+NUMBER = re.compile(r"(?<![^./(_])\d+(?![^./)_,])|(?<=\bweight)\d+$|(?<=\bbias)\d+$")
+
+
+_PLAIN_NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
+
+
+def ranges(values: Iterable[int]) -> str:
+    """Numbers as inclusive ranges.
+
+    >>> ranges([0, 1, 2, 4, 5, 9])
+    '0-2,4-5,9'
+    """
+    parts: list[list[int]] = []
+    for value in sorted(set(values)):
+        if parts and value == parts[-1][1] + 1:
+            parts[-1][1] = value
+        else:
+            parts.append([value, value])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def braces(fqns: Iterable[str]) -> list[str]:
+    """Names of one role folded into as few as possible, the numbers that vary as ranges.
+
+    >>> braces(["layers.0.w", "layers.1.w", "layers.3.w"])
+    ['layers.{0-1,3}.w']
+    """
+    by_words: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}
+    folded: list[str] = []
+    for fqn in dict.fromkeys(fqns):
+        found = NUMBER.findall(fqn)
+        if found and all(_PLAIN_NUMBER.fullmatch(number) for number in found):
+            by_words.setdefault(tuple(NUMBER.split(fqn)), {})[tuple(map(int, found))] = fqn
+        else:
+            folded.append(fqn)
+    for words, rows in by_words.items():
+        for columns in _products(sorted(rows)):
+            values = [ranges(c) if len(c) == 1 else "{" + ranges(c) + "}" for c in columns]
+            folded.append("".join(word + value for word, value in zip(words, [*values, ""], strict=True)))
+    return folded
+
+
+def _products(rows: list[tuple[int, ...]]) -> list[list[list[int]]]:
+    """The rows as full products of columns: any other pattern would name tensors that are not meant."""
+    columns = [sorted(set(column)) for column in zip(*rows, strict=True)]
+    if prod(map(len, columns)) == len(rows):
+        return [columns]
+    varying = next(i for i, column in enumerate(columns) if len(column) > 1)
+    return [
+        product for value in columns[varying] for product in _products([row for row in rows if row[varying] == value])
+    ]
+
+
+def human_bytes(count: int) -> str:
+    """Bytes in the largest unit that keeps at least one digit before the point.
+
+    >>> human_bytes(512), human_bytes(4 * 2**20)
+    ('512 B', '4.0 MiB')
+    """
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            return f"{count} B" if unit == "B" else f"{size:,.1f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def plural(count: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> plural(1, "error"), plural(2_054, "object")
+    ('1 error', '2,054 objects')
+    """
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """A shape as reports print it.
+
+    >>> shape_text((16, 8))
+    '[16, 8]'
+    """
+    return f"[{', '.join(map(str, shape))}]"
+
+
+def named_ranks(ranks: Iterable[int]) -> str:
+    """Ranks in words, as a set."""
+    numbers = sorted(set(ranks))
+    return f"rank{'s' if len(numbers) != 1 else ''} {ranges(numbers)}"

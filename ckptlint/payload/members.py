@@ -1,0 +1,80 @@
+"""The members of a payload file, and what to look at in each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+
+import numpy as np
+
+from ckptlint.model import PayloadTable, RecordContent, Tensor
+from ckptlint.model.layout import IntArray
+from ckptlint.payload.record_headers import Record
+from ckptlint.payload.stream import Members, Scan
+from ckptlint.seals.digests import Elements, elements
+from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
+
+
+def members_of(records: Sequence[Record]) -> Members:
+    names: dict[str, int] = {}
+    rows = [
+        (record.row, part.start, part.size, part.crc, names.setdefault(part.name, len(names)))
+        for record in sorted(records, key=lambda record: record.parts[0].start)
+        for part in record.parts
+    ]
+    return _members(np.array(rows or np.zeros((0, 5)), np.int64).T.copy(), list(names))
+
+
+def with_bare_tensors(first: Members | None, table: PayloadTable, rows: IntArray) -> Members:
+    """The members of a file together with tensors that lie bare in it, and have no checksum."""
+    first = first or members_of([])
+    bare = [rows, table.start[rows], table.size[rows], np.zeros_like(rows), np.full_like(rows, len(first.names))]
+    columns = np.stack([first.row, first.start, first.size, first.crc, first.name])
+    both = np.concatenate([columns, np.stack(bare)], axis=1)
+    return _members(both[:, np.argsort(both[1], kind="stable")], [*first.names, "tensor"])
+
+
+def _members(columns: IntArray, names: list[str]) -> Members:
+    row, start, size, crc, name = columns
+    return Members(row, start, size, crc, name, names)
+
+
+def scans_of(table: PayloadTable, members: Members, sealed: Mapping[int, tuple[Tensor, int]]) -> dict[int, Scan]:
+    """The members that hold a floating tensor, or one that was sealed, with the part of them that it covers."""
+    scans = {}
+    is_storage = np.flatnonzero((members.start == table.start[members.row]) & (members.size == table.size[members.row]))
+    for member in is_storage.tolist():
+        record = int(members.row[member])
+        tensor, row = sealed.get(record, (None, -1))
+        content = table.of(record)
+        if content is None and tensor is not None:
+            content = RecordContent("tensor", tensor.dtype, sizes := tensor.layout.box(row).sizes, _row_major(sizes))
+        if content is None or content.form != "tensor" or content.dtype not in ITEM_BITS:
+            continue
+        item = ITEM_BITS[content.dtype] // 8
+        extent = content.extent
+        where = None if tensor is None else _places(tensor, row, content)
+        is_wanted = content.dtype in ENCODINGS or where is not None
+        fits = extent == content.volume and (content.offset + extent) * item <= int(members.size[member])
+        if is_wanted and extent and fits:
+            scans[member] = Scan(content.dtype, content.offset, extent, item, where)
+    return scans
+
+
+def _places(tensor: Tensor, row: int, content: RecordContent) -> Elements | None:
+    """Where the elements of a record lie in the tensor; None when it holds another chunk, or a view with gaps."""
+    box = tensor.layout.box(row)
+    if content.dtype != tensor.dtype or content.shape != box.sizes:
+        return None
+    order = sorted(range(len(box.sizes)), key=lambda axis: -content.strides[axis])
+    run = 1
+    for axis in reversed(order):
+        if box.sizes[axis] > 1:
+            if content.strides[axis] != run:
+                return None
+            run *= box.sizes[axis]
+    return elements(box.offsets, box.sizes, tensor.global_shape, order)
+
+
+def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes)))

@@ -1,0 +1,134 @@
+"""Folders in an object store, through fsspec."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from ckptlint.errors import AccessError, NothingToCheckError
+from ckptlint.model import FileState
+from ckptlint.model.text import printable
+from ckptlint.storage.folder import Entry, Folder
+from ckptlint.storage.paths import is_safe, shown
+from ckptlint.storage.remote_folder import RemoteFolder
+from ckptlint.storage.requests import attempted, filesystem, is_absent, reason
+
+
+class ObjectFolder(RemoteFolder):
+    """All keys of an object store below a prefix.
+
+    Attributes:
+        path: bucket and prefix, without a slash at the end.
+    """
+
+    def __init__(self, protocol: str, path: str) -> None:
+        super().__init__()
+        self.protocol = protocol
+        self.path = path
+        self._subs: dict[str, ObjectFolder] = {}
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def display(self) -> str:
+        return shown("/".join(filter(None, (f"{self.protocol}://{self.path}", self.part))))
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+    @cached_property
+    def parent(self) -> Folder | None:
+        above, _, name = self.path.rpartition("/")
+        if not above:
+            return None
+        folder = ObjectFolder(self.protocol, above)
+        folder._subs[name] = self
+        return folder
+
+    def sub(self, name: str) -> Folder:
+        if name not in self._subs:
+            self._subs[name] = ObjectFolder(self.protocol, f"{self.path}/{name}")
+        return self._subs[name]
+
+    @cached_property
+    def _infos(self) -> list[dict[str, Any]]:
+        """What one listing says, page after page."""
+        listing = filesystem(self.protocol)
+        try:
+            return list(attempted(lambda: listing.ls(self.path, detail=True)))
+        except Exception as error:
+            if is_absent(error):
+                raise NothingToCheckError(f"{self.display} does not exist") from None
+            raise AccessError(f"{self.display} cannot be listed: {reason(error, self.protocol)}") from None
+
+    @property
+    def is_file(self) -> bool:
+        """Whether the path is a key itself, and no prefix of keys."""
+        only = self._infos[0] if len(self._infos) == 1 else {}
+        return only.get("type") == "file" and only["name"].endswith("/" + self.name)
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        found = {}
+        for info in self._infos:
+            inside = info["name"].startswith(self.path + "/")
+            if not inside and "//" in self.path:
+                raise AccessError(f"{self.display} cannot be listed: the library drops a slash of it")
+            name = info["name"][len(self.path) + 1 :] if inside else info["name"].rpartition("/")[2]
+            name = name.rstrip("/")
+            if name:  # a key that ends in a slash marks a folder; one with `//` has a folder without a name
+                is_folder = info["type"] == "directory"
+                if info["size"] is None and not is_folder:
+                    raise AccessError(f"{printable(name)} in {self.display} has no known size")
+                found[name] = Entry(0 if is_folder else int(info["size"]), is_folder)
+        return dict(sorted(found.items()))
+
+    @property
+    def _has_nameless(self) -> bool:
+        return any(info["type"] == "directory" and info["name"] == self.path + "/" for info in self._infos)
+
+    def instead(self, relative: str) -> str:
+        if other := super().instead(relative):
+            return other
+        return "keys with `//` lie there: an upload joined its prefix with one slash too many" * self._has_nameless
+
+    def size(self, name: str) -> int:
+        if name in self.entries:
+            return self.entries[name].size
+        state, size = self.look_at(name)
+        if state != "ok" or size is None:
+            raise AccessError(f"{printable(name)} in {self.display} cannot be read: it is not there")
+        return size
+
+    def look_at(self, relative: str) -> tuple[FileState, int | None]:
+        if not is_safe(relative):
+            return "unsafe-path", None
+        if relative in self.entries:
+            entry = self.entries[relative]
+            return ("not-a-file", None) if entry.is_folder else ("ok", entry.size)
+        if relative in self._sizes:
+            return "ok", self._sizes[relative]
+        if "/" not in relative or relative.endswith("/"):
+            return "absent", None
+        store = filesystem(self.protocol)
+        try:
+            info = attempted(lambda: store.info(f"{self.path}/{relative}"))
+        except Exception as error:
+            if is_absent(error):
+                return "absent", None
+            what = f"{printable(relative)} in {self.display}"
+            raise AccessError(f"{what} cannot be looked at: {reason(error, self.protocol)}") from None
+        if info["type"] != "file":
+            return "not-a-file", None
+        self._sizes[relative] = int(info["size"])
+        return "ok", self._sizes[relative]
+
+    def fetch(self, name: str, start: int, stop: int) -> bytes:
+        from fsspec import AbstractFileSystem
+
+        store = filesystem(self.protocol)
+        # where a store has no ranged read of its own (Hugging Face), fsspec would read megabytes ahead
+        reads_ahead = not store.async_impl and type(store).cat_file is AbstractFileSystem.cat_file
+        exactly = {"cache_type": "none"} if reads_ahead else {}
+        data: bytes = store.cat_file(f"{self.path}/{name}", start=start, end=stop, **exactly)
+        return data

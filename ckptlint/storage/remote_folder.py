@@ -1,0 +1,118 @@
+"""What all folders behind a URL share.
+
+Only what is asked for is fetched: one listing per folder, byte ranges of a file, never a whole file for a part of it.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import lru_cache, partial
+from itertools import islice
+from typing import Any, BinaryIO
+
+from ckptlint.errors import AccessError
+from ckptlint.model import FileState
+from ckptlint.model.text import printable
+from ckptlint.storage.folder import BLOCK, Folder
+from ckptlint.storage.requests import WORKERS, CutShortError, attempted, is_absent, pool, reason
+
+_PAGE = 64 * 1024
+
+
+class RemoteFolder(Folder):
+    """A folder that is read by requests."""
+
+    protocol: str
+
+    def __init__(self) -> None:
+        self._heads: dict[str, bytes] = {}
+
+    def head(self, name: str, count: int) -> bytes:
+        """The first bytes of a file, kept: what a folder is gets told from them more than once."""
+        known = self._heads.get(name, b"")
+        if len(known) < min(count, self.size(name)):
+            self._heads[name] = known = super().head(name, count)
+        return known[:count]
+
+    def fetch(self, name: str, start: int, stop: int) -> bytes:
+        """The bytes [start, stop) of a file, by one request; all of them or an exception of the library."""
+        raise NotImplementedError
+
+    def spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        size = self.size(name)
+        pieces = [range(start, min(stop, size), BLOCK) for start, stop in spans]
+        ends = [(at, min(at + BLOCK, piece.stop)) for piece in pieces for at in piece]
+        data = pool(self.protocol).map(lambda end: self._bytes(name, *end), ends)
+        return [b"".join(islice(data, len(piece))) for piece in pieces]
+
+    def blocks(self, name: str, size: int = BLOCK) -> Iterator[bytes]:
+        end = self.size(name)
+        ahead: list[Future[bytes]] = []
+        for start in range(0, end, size):
+            ahead.append(pool(self.protocol).submit(self._bytes, name, start, min(start + size, end)))
+            if len(ahead) == WORKERS // 2:
+                yield ahead.pop(0).result()
+        for block in ahead:
+            yield block.result()
+
+    def open(self, name: str) -> BinaryIO:
+        return io.BufferedReader(_Reader(partial(self._bytes, name), self.size(name)), _PAGE)
+
+    def looks_at(self, relatives: Sequence[str]) -> list[tuple[FileState, int | None]]:
+        return list(pool(self.protocol).map(self.look_at, relatives))
+
+    def _bytes(self, name: str, start: int, stop: int) -> bytes:
+        if start >= stop:
+            return b""
+        what = f"{printable(name)} in {self.display}"
+
+        def whole() -> bytes:
+            data = self.fetch(name, start, stop)
+            if len(data) != stop - start:
+                raise CutShortError(f"the answer ends after {len(data):,} of {stop - start:,} bytes")
+            return data
+
+        try:
+            return attempted(whole)
+        except Exception as error:
+            if is_absent(error):
+                raise AccessError(f"{what} cannot be read: it is no longer there") from None
+            raise AccessError(f"{what} cannot be read: {reason(error, self.protocol)}") from None
+
+
+class _Reader(io.RawIOBase):
+    """A file of known size, read by pages of which the last few are kept, and by larger pieces at once."""
+
+    def __init__(self, fetch: Callable[[int, int], bytes], size: int) -> None:
+        self._fetch = fetch
+        self._size = size
+        self._at = 0
+        self._page = lru_cache(16)(lambda page: fetch(page * _PAGE, min((page + 1) * _PAGE, size)))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = max(0, offset + (0, self._at, self._size)[whence])
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = min(len(buffer), max(0, self._size - self._at))
+        if not count:
+            return 0
+        if count > _PAGE:
+            data = self._fetch(self._at, self._at + min(count, BLOCK))
+        else:
+            page, skipped = divmod(self._at, _PAGE)
+            data = self._page(page)[skipped : skipped + count]
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)

@@ -1,0 +1,236 @@
+"""Requests to a store: connections of this process, attempts, and why one failed.
+
+Every process makes its own connections, since the event loop of fsspec does not survive a fork.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any, TypeVar
+
+from ckptlint.errors import AccessError, ConfigError
+from ckptlint.model.text import printable
+from ckptlint.storage.paths import shown
+
+T = TypeVar("T")
+
+
+ATTEMPTS = 4
+"""How often a request is made that fails for a reason that may pass."""
+
+
+BACKOFF = 0.25
+"""Seconds before the second attempt; doubled for each further one, with jitter."""
+
+
+CONNECT_SECONDS = 10
+
+
+READ_SECONDS = 30
+"""How long a server may stay silent."""
+
+
+WORKERS = 8
+"""Requests at the same time."""
+
+
+WEB = ("http", "https")
+
+
+_PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "hf": "huggingface_hub"}
+
+
+_CREDENTIALS = {
+    "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; FSSPEC_S3_ANON=true for a public bucket",
+    "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or AZURE_STORAGE_SAS_TOKEN",
+    "hf": "set HF_TOKEN, or run `hf auth login`",
+    "http": "a store that may not be listed refuses absent files too: give its own URL then (s3://, gs://, ...)",
+}
+
+
+_ALIKE = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "https": "http"}
+
+
+def filesystem(protocol: str) -> Any:
+    """The file system of fsspec for a scheme, made anew in each process."""
+    return _made(protocol, os.getpid())
+
+
+@cache
+def _made(protocol: str, _process: int) -> Any:
+    try:
+        import fsspec
+        from fsspec.config import conf
+    except ImportError:
+        raise ConfigError(f"{protocol}:// needs more packages: pip install 'ckptlint[remote]'") from None
+    try:
+        kind = fsspec.get_filesystem_class(protocol)
+    except ImportError:
+        package = _PACKAGES.get(protocol, "'ckptlint[remote]'")
+        raise ConfigError(f"{protocol}:// needs more packages: pip install {package}") from None
+    except ValueError:
+        raise ConfigError(f"{protocol}:// is no scheme that fsspec knows") from None
+    names = (kind.protocol,) if isinstance(kind.protocol, str) else kind.protocol
+    own: dict[str, Any] = {key: value for name in names for key, value in conf.get(name, {}).items()}
+    options: dict[str, Any] = {"skip_instance_cache": True}
+    if protocol != "hf":  # whose files are looked up in the listing
+        options["use_listings_cache"] = False
+    if protocol in WEB:
+        from aiohttp import ClientTimeout
+
+        timeout = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS)
+        options["client_kwargs"] = {"timeout": timeout, "trust_env": True} | own.get("client_kwargs", {})
+    elif "s3" in names:
+        patience = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS, "retries": {"max_attempts": 0}}
+        options["config_kwargs"] = patience | own.get("config_kwargs", {})
+    try:
+        made = kind(**options)
+    except Exception as error:  # each library has its own way to say that credentials are missing
+        raise AccessError(f"{protocol}:// cannot be used: {reason(error, protocol)}") from None
+    if "s3" in names:
+        made.retries = 1  # `attempted` makes the attempts, for all stores alike
+    return made
+
+
+def pool(protocol: str) -> ThreadPoolExecutor:
+    filesystem(protocol)  # once, before many workers ask for it
+    return _pool_of(os.getpid())
+
+
+@cache
+def _pool_of(_process: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(WORKERS, thread_name_prefix="ckptlint-remote")
+
+
+class CutShortError(ConnectionError):
+    """An answer has fewer bytes than it should."""
+
+
+class RangesError(OSError):
+    """A server ignores the header `Range`."""
+
+
+_PASSING = {"ConnectionError", "TimeoutError", "Timeout", "HTTPClientError", "ClientConnectionError"}
+
+
+_PASSING |= {"ClientPayloadError", "IncompleteRead", "ResponseParserError", "ProtocolError", "ConnectError"}
+
+
+_BROKEN_OFF = {"ServerDisconnectedError", "ConnectionResetError", "ConnectionClosedError", "ClientPayloadError"}
+
+
+_BROKEN_OFF |= {"IncompleteRead", "BrokenPipeError"}
+
+
+_NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"}
+
+
+_NO_CREDENTIALS |= {"NoAuthTokenError", "TokenRetrievalError", "UnauthorizedSSOTokenError", "SSOTokenLoadError"}
+
+
+_NO_CREDENTIALS |= {"DefaultCredentialsError", "RefreshError", "ClientAuthenticationError", "LocalTokenNotFoundError"}
+
+
+def attempted(work: Callable[[], T]) -> T:
+    """The result of `work`, tried again while it fails for a reason that may pass."""
+    for attempt in range(1, ATTEMPTS):
+        try:
+            return work()
+        except Exception as error:
+            if not _may_pass(error):
+                raise
+        time.sleep(BACKOFF * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311  no secret
+    return work()
+
+
+def _may_pass(error: BaseException) -> bool:
+    status = _status(error)
+    if status is not None:
+        return status in (408, 425, 429, 500, 502, 503, 504)
+    return bool(_PASSING & _kinds(error)) and not any(isinstance(e, ssl.SSLError) for e in _chain(error))
+
+
+def is_absent(error: BaseException) -> bool:
+    return isinstance(error, FileNotFoundError) or _status(error) in (404, 410)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those that led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _kinds(error: BaseException) -> set[str]:
+    """Names of the classes of an error: the libraries of the stores are not imported here."""
+    return {kind.__name__ for part in _chain(error) for kind in type(part).__mro__}
+
+
+def _response(error: BaseException) -> dict[str, Any]:
+    """What botocore keeps of a refusal: `Error` with its code, `ResponseMetadata` with the HTTP status."""
+    answers = (getattr(part, "response", None) for part in _chain(error))
+    return next((answer for answer in answers if isinstance(answer, dict)), {})
+
+
+def _status(error: BaseException) -> int | None:
+    """The HTTP status that an error stands for."""
+    status = _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
+    if isinstance(status, int):
+        return status
+    for part in _chain(error):
+        for holder in (part, getattr(part, "response", None)):
+            # aiohttp; azure and requests; gcsfs. A broken body has a code of 400 in aiohttp, which no server sent
+            for name in ("status", "status_code", *(["code"] if type(part).__name__ == "HttpError" else [])):
+                value = getattr(holder, name, None)
+                if isinstance(value, int) and 400 <= value < 600:
+                    return value
+    return None
+
+
+def reason(error: BaseException, protocol: str) -> str:
+    """Why a request failed, with what to do where that is known; without URLs, which may hold signatures."""
+    scheme = _ALIKE.get(protocol, protocol)
+    remedy = f"; {_CREDENTIALS[scheme]}" if scheme in _CREDENTIALS else ""
+    status, kinds = _status(error), _kinds(error)
+    code = str(_response(error).get("Error", {}).get("Code", ""))
+    if _NO_CREDENTIALS & kinds:
+        return "no usable credentials were found" + remedy
+    if status in (401, 403) or isinstance(error, PermissionError):
+        named = f"{status}" if not code or code == str(status) else f"{status}, {printable(code)}"
+        return f"access is denied ({named})" + remedy if status else "access is denied" + remedy
+    if code == "NoSuchBucket":
+        return "there is no such bucket"
+    if status is not None:
+        return f"the server answers {status}" + (f" ({printable(code)})" if code and code != str(status) else "")
+    if isinstance(error, CutShortError | RangesError):
+        return str(error)
+    for part in _chain(error):
+        if isinstance(part, socket.gaierror) or type(part).__name__ == "ClientConnectorDNSError":
+            return "the name of its host cannot be resolved"
+        if isinstance(part, ssl.SSLError):
+            return "its certificate or encryption is not accepted"
+        if isinstance(part, OSError) and part.errno == errno.ECONNREFUSED:
+            return "the connection was refused"
+    if _BROKEN_OFF & kinds:
+        return "the server broke the connection off"
+    if any("Timeout" in kind for kind in kinds):
+        return f"the server did not answer within {READ_SECONDS} s"
+    return _without_secrets(f"{type(error).__name__}: {error}")
+
+
+def _without_secrets(text: str) -> str:
+    text = re.sub(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+", lambda match: shown(match[0]), text)
+    text = re.sub(r"(?i)((?:signature|token|secret|password|credential|key|sig)[\w-]*\s*[=:]\s*)\S+", r"\1...", text)
+    return printable(" ".join(text.split())[:200])

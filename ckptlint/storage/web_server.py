@@ -1,0 +1,141 @@
+"""Folders of a web server, which does not list."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+
+from ckptlint.errors import AccessError
+from ckptlint.model import FileState
+from ckptlint.model.text import printable
+from ckptlint.storage.folder import Entry, Folder
+from ckptlint.storage.paths import is_safe, shown
+from ckptlint.storage.remote_folder import RemoteFolder
+from ckptlint.storage.requests import RangesError, attempted, filesystem, is_absent, pool, reason
+
+ASKED = (
+    ".metadata",
+    ".metadata.tmp",
+    "metadata.json",
+    "common.pt",
+    "config.json",
+    "run_config.yaml",
+    "train_state.pt",
+    "model.safetensors.index.json",
+    "model.safetensors",
+)
+"""The names that a web server is asked for, since it does not list."""
+
+
+_NEVER_THERE = "ckptlint-asks-for-a-file-that-is-not-there"
+
+
+class WebFolder(RemoteFolder):
+    """A folder of a web server, which is asked for each name: pages that list a folder leave out dot files.
+
+    Attributes:
+        url: without query, without a slash at the end.
+        query: what follows every name, such as the signature of a storage account.
+    """
+
+    unseen = "since a web server does not list its files: what .metadata does not name was not looked for"
+
+    def __init__(self, url: str, query: str) -> None:
+        super().__init__()
+        self.url = url
+        self.query = query
+        self.protocol = url.partition(":")[0]
+        self._sizes: dict[str, int | None] = {}
+
+    @property
+    def display(self) -> str:
+        return shown("/".join(filter(None, (self.url, self.part))))
+
+    @property
+    def name(self) -> str:
+        return unquote(urlsplit(self.url).path.rpartition("/")[2])
+
+    @property
+    def parent(self) -> Folder | None:
+        return None  # its other folders cannot be known
+
+    def sub(self, name: str) -> Folder:
+        return WebFolder(f"{self.url}/{quote(name)}", self.query)
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        names = (_NEVER_THERE, *ASKED)
+        answers = dict(zip(names, pool(self.protocol).map(self._ask, names), strict=True))
+        if answers[_NEVER_THERE] is not False:
+            raise AccessError(f"{self.display} cannot be checked: the server answers for files that are not there")
+        found = {}
+        for name, size in answers.items():
+            if size is None:
+                raise AccessError(f"{printable(name)} in {self.display} has no known size")
+            if size is not False:
+                found[name] = Entry(size, is_folder=False)
+        return found
+
+    def has(self, name: str) -> bool:
+        return name in self.entries if name in ASKED else self._ask(name) is not False
+
+    def size(self, name: str) -> int:
+        if name in self.entries:
+            return self.entries[name].size
+        size = self._ask(name)
+        if size is None or size is False:
+            raise AccessError(f"{printable(name)} in {self.display} is not there or has no known size")
+        return size
+
+    def look_at(self, relative: str) -> tuple[FileState, int | None]:
+        if not is_safe(relative):
+            return "unsafe-path", None
+        size = self._ask(relative)
+        if size is False:
+            return "absent", None
+        return ("unchecked", None) if size is None else ("ok", size)
+
+    def instead(self, relative: str) -> str:
+        return ""
+
+    def fetch(self, name: str, start: int, stop: int) -> bytes:
+        return self._request("GET", name, start, stop)[1]
+
+    def _ask(self, name: str) -> int | bool | None:
+        """The size of a file, None when the server does not tell, False when there is no such file."""
+        if name not in self._sizes:
+            try:
+                size: int | bool | None = attempted(lambda: self._request("HEAD", name)[0])
+            except Exception as error:
+                if not is_absent(error):
+                    what = f"{printable(name)} in {self.display}"
+                    raise AccessError(f"{what} cannot be looked at: {reason(error, self.protocol)}") from None
+                size = False
+            self._sizes[name] = size
+        return self._sizes[name]
+
+    def _request(self, method: str, name: str, start: int = 0, stop: int = 0) -> tuple[int | None, bytes]:
+        """The size of the whole file and the bytes [start, stop) of it."""
+        from fsspec.asyn import sync
+
+        store = filesystem(self.protocol)
+        return sync(store.loop, self._answered, store, method, name, start, stop)  # type: ignore[no-any-return]
+
+    async def _answered(self, store: Any, method: str, name: str, start: int, stop: int) -> tuple[int | None, bytes]:
+        session = await store.set_session()
+        url = store.encode_url(f"{self.url}/{quote(name)}" + (f"?{self.query}" if self.query else ""))
+        headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={start}-{stop - 1}"} if stop else {})
+        async with session.request(method, url, headers=headers, allow_redirects=True, **store.kwargs) as answer:
+            if method == "HEAD" and answer.status in (405, 501):
+                return await self._answered(store, "GET", name, 0, 1)
+            answer.raise_for_status()
+            length = answer.headers.get("Content-Length", "")
+            if answer.status == 206:
+                length = answer.headers.get("Content-Range", "").rpartition("/")[2]
+            elif start:
+                raise RangesError("the server does not send parts of a file")
+            data = bytearray()
+            while len(data) < stop - start and (piece := await answer.content.read(stop - start - len(data))):
+                data += piece  # a server without ranges would send the whole file
+            return (int(length) if length.isdecimal() else None), bytes(data)

@@ -1,0 +1,160 @@
+"""Cases of fixtures: read, run with one rule, and worded as the fixture expects them.
+
+For authors of rules and plug-ins: `read_cases` reads a fixture, `run_case` judges one case with one rule. torch is not
+needed: the metadata is pickled with classes that only carry torch's names.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckptlint.analysis.held_by_ranks import as_checkpoint
+from ckptlint.lint.engine import run_rules
+from ckptlint.lint.ignores import KeyIgnore, set_aside
+from ckptlint.lint.registry import load_rules
+from ckptlint.lint.report import CheckpointReport
+from ckptlint.lint.selection import ignorable
+from ckptlint.loaders.checkpoint import open_checkpoint
+from ckptlint.loaders.reference import read_reference
+from ckptlint.model import Checkpoint, Problem, RankTable, Remark
+from ckptlint.payload.reader import read_payload
+from ckptlint.payload.reading import default_reading
+from ckptlint.rule import DEPTHS, Depth, Finding, Rule, Severity
+from ckptlint.storage.local import LocalFolder
+from ckptlint.testing.folders import parse_chunk, write_checkpoint, write_reference
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One case of a fixture.
+
+    Attributes:
+        name: what it shows.
+        table: the checkpoint, as TOML gave it (CONTRIBUTING explains the keys).
+        expect: what the rule must find, as `described` words it; nothing for a good case.
+        says: texts that must appear in the full report.
+        others: whether other rules find something worse than a note here.
+    """
+
+    name: str
+    table: dict[str, Any]
+    expect: tuple[str, ...] = ()
+    says: tuple[str, ...] = ()
+    others: bool = False
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is about what the ranks of a job hold, not about files."""
+        return bool(self.table.keys() & {"held", "remarks"})
+
+
+def read_cases(path: Path) -> list[Case]:
+    """The cases of a fixture file."""
+    cases = []
+    for table in tomllib.loads(path.read_text(encoding="utf-8"))["case"]:
+        name, expect, says = table.pop("name"), table.pop("expect", ()), table.pop("says", ())
+        cases.append(Case(name, table, tuple(expect), tuple(says), table.pop("others", False)))
+    return cases
+
+
+def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:
+    """Write the case into an empty folder, read it back, and judge it with one rule; or what its ranks hold."""
+    if case.is_live:
+        return run_rules(held_by_ranks(case.table), [rule], "metadata")
+    depth = case.table.get("depth", max(rule.needs, "files", key=DEPTHS.index))
+    ckpt = load_folder(write_checkpoint(case.table, folder), depth)
+    ckpt = replace(ckpt, problems=[*ckpt.problems, *(Problem("view", **view) for view in case.table.get("views", ()))])
+    if case.table.keys() & {"reference", "reference_config"}:
+        place = write_reference(case.table, folder.with_name(f"{folder.name}-expected"))
+        ckpt = replace(ckpt, reference=read_reference(str(place)))
+    rules = [rule, _crashing(case.table["crash"])] if "crash" in case.table else [rule]
+    ignores = [_key_ignore(**table) for table in case.table.get("ignores", ())]
+    named = set().union(*(ignore.codes for ignore in ignores))
+    rules += [other for other in load_rules() if other.code in named]
+    return set_aside([run_rules(ckpt, rules, depth)], rules, ignores)[0][0]
+
+
+def held_by_ranks(table: Mapping[str, Any]) -> Checkpoint:
+    """The `held` chunks and the `remarks` of a case, as live mode hands them to the rules."""
+    rows = [
+        ({"dtype": "float32", "replica": 0, "copies": 0, "digest": 0, "view": 0} | item, rank)
+        for item in table.get("held", ())
+        for rank in item["ranks"]
+    ]
+    fqns = sorted({item["fqn"] for item, _ in rows})
+    dtypes = sorted({item["dtype"] for item, _ in rows})
+    width = max((len(item["shape"]) for item, _ in rows), default=0)
+    boxes = [parse_chunk(item.get("chunk", ", ".join(":" * len(item["shape"]))), item["shape"]) for item, _ in rows]
+
+    def column(values: Iterable[Any], kind: Any = np.int64) -> Any:
+        return np.array(list(values), kind)
+
+    def padded(values: Iterable[Sequence[int]], fill: int) -> Any:
+        return column((*value, *[fill] * (width - len(value))) for value in values).reshape(len(rows), width)
+
+    ranks = RankTable(
+        world_size=1 + max([rank for _, rank in rows], default=3),
+        keys=len(fqns),
+        fqns=fqns,
+        fqn=column((fqns.index(item["fqn"]) for item, _ in rows), np.int32),
+        rank=column((rank for _, rank in rows), np.int32),
+        is_object=column((item["dtype"] == "" for item, _ in rows), bool),
+        dtypes=dtypes,
+        dtype=column((dtypes.index(item["dtype"]) if item["dtype"] else -1 for item, _ in rows), np.int16),
+        ndim=column((len(item["shape"]) for item, _ in rows), np.int8),
+        offsets=padded((offsets for offsets, _ in boxes), 0),
+        sizes=padded((sizes for _, sizes in boxes), 1),
+        global_shape=padded((item["shape"] for item, _ in rows), 1),
+        replica=column(item["replica"] for item, _ in rows),
+        copies=column((item["copies"] for item, _ in rows), np.int32),
+        strict=column((item.get("writer") == "mcore" for item, _ in rows), bool),
+        digest=column(item["digest"] for item, _ in rows),
+        view=column(item["view"] for item, _ in rows),
+        remarks=tuple(Remark(**{"rank": -1, "fqn": ""} | remark) for remark in table.get("remarks", ())),
+    )
+    return as_checkpoint(ranks, "state dict")
+
+
+def _key_ignore(key: str, rules: list[str]) -> KeyIgnore:
+    codes = frozenset[str]().union(*(ignorable(load_rules(), token) for token in rules))
+    return KeyIgnore(key, codes, "the case says so", "ckptlint.toml")
+
+
+def _crashing(code: str) -> Rule:
+    """A rule that ends in an error of its own."""
+
+    def check(ckpt: Checkpoint) -> Iterator[Finding]:
+        yield from ()
+        raise IndexError("tuple index out of range")
+
+    return Rule(code, "crashing-rule", Severity.ERROR, check)
+
+
+def load_folder(folder: Path, depth: Depth = "files") -> Checkpoint:
+    """The checkpoint of a folder that is one, without looking for steps or components."""
+    ckpt = open_checkpoint(LocalFolder(folder))
+    deep = depth in ("headers", "data") and ckpt.readable
+    return read_payload(LocalFolder(folder), ckpt, default_reading(depth)) if deep else ckpt  # type: ignore[arg-type]
+
+
+def described(report: CheckpointReport) -> list[str]:
+    """The findings as fixtures word them: `level subject region`, the level only where it is below the rule's own."""
+    lines = []
+    for item in report.diagnostics:
+        level = f"{item.severity.label} " if item.severity < item.rule.severity else ""
+        region = f" {item.finding.region}" if item.finding.region else ""
+        lines.append(f"{level}{item.fqn or item.finding.file or 'checkpoint'}{region}")
+    return sorted(lines)
+
+
+def fixture_cases(folder: Path) -> Iterator[tuple[str, Case]]:
+    """Every case of every fixture in a folder, with the code that its file is named for."""
+    for path in sorted(folder.glob("*.toml")):
+        for case in read_cases(path):
+            yield path.stem, case

@@ -1,0 +1,182 @@
+"""Pickles and archives as torch writes them, without torch."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import random
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping
+from math import prod
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from ckptlint.vocabulary.dtypes import ITEM_BITS, STORAGES
+
+
+class Name:
+    """A module and a name to be pickled as a GLOBAL."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module, self.name = module, name
+
+
+class Stub:
+    """An object of one of torch's classes, by its attributes."""
+
+    def __init__(self, module: str, name: str, state: Any) -> None:
+        self.cls, self.state = Name(module, name), state
+
+
+class _Storage:
+    """The data of a tensor, pickled as torch's persistent id of it."""
+
+    def __init__(self, cls: Name, key: str, count: int) -> None:
+        self.pid = ("storage", cls, key, "cpu", count)
+
+
+class Call:
+    """What a call gives, pickled as that call."""
+
+    def __init__(self, name: Name, arguments: tuple[Any, ...]) -> None:
+        self.name, self.arguments = name, arguments
+
+
+class Enum:
+    """A member of an enum; how it is pickled depends on the writer's Python."""
+
+    def __init__(self, cls: Name, member: str, value: int) -> None:
+        self.cls, self.member, self.value = cls, member, value
+
+
+class Pickler(pickle._Pickler):
+    """Writes the stand-ins the way pickle writes torch's own objects.
+
+    Attributes:
+        names: other spellings of modules or of `module.name`, as other writers have them.
+        enums_by_name: write enum members as Python 3.11.2 does, by `getattr`.
+    """
+
+    names: Mapping[str, str] = MappingProxyType({})
+    enums_by_name = False
+
+    def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        if isinstance(obj, Name):
+            self._save_name(obj)
+        elif isinstance(obj, Stub):
+            self.save(obj.cls)
+            self.write(pickle.EMPTY_TUPLE + pickle.NEWOBJ)
+            self.memoize(obj)
+            if obj.state:
+                super().save(obj.state)
+                self.write(pickle.BUILD)
+        elif isinstance(obj, Call):
+            self.save(obj.name)
+            super().save(obj.arguments)
+            self.write(pickle.REDUCE)
+        elif isinstance(obj, _Storage):
+            super().save(obj.pid)
+            self.write(pickle.BINPERSID)
+        elif isinstance(obj, Enum):
+            by_name = Call(Name("builtins", "getattr"), (obj.cls, obj.member))
+            self.save(by_name if self.enums_by_name else Call(obj.cls, (obj.value,)))
+        else:
+            super().save(obj, save_persistent_id)
+
+    def _save_name(self, name: Name) -> None:
+        whole = self.names.get(f"{name.module}.{name.name}", f"{self.names.get(name.module, name.module)}.{name.name}")
+        module, _, attribute = whole.rpartition(".")
+        if self.proto >= 4:
+            super().save(module)
+            super().save(attribute)
+            self.write(pickle.STACK_GLOBAL)
+        else:
+            self.write(pickle.GLOBAL + f"{module}\n{attribute}\n".encode())
+
+
+def archive(stem: str, values: Any) -> bytes:
+    """A torch.save archive of the values; text stands for the bytes of its `data.pkl`."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        data = values.encode("latin-1") if isinstance(values, str) else pickle.dumps(values, 2)
+        archive.writestr(f"{stem}/data.pkl", data)
+        archive.writestr(f"{stem}/version", "3\n")
+    return file.getvalue()
+
+
+def tensor_record(table: Mapping[str, Any]) -> bytes:
+    """A record of torch 2.13 that holds a tensor.
+
+    Args:
+        table: `dtype` and `shape`; `seed` of its values, or one `value` for all; `put` to place bits at elements;
+            `storage`, elements of a larger storage; `storages`, how many there are; `subclass`; `crc = false`;
+            `pickle`, another data.pkl; `raw`, another record; `flip`, a byte of the data that changes afterwards;
+            `cut`, bytes that are zeroed at the end.
+    """
+    if "raw" in table:
+        return str(table["raw"]).encode("latin-1")
+    dtype, shape = table["dtype"], list(map(int, table["shape"]))
+    item = ITEM_BITS.get(dtype, 8) // 8
+    count = max(prod(shape), table.get("storage", 0))
+    word = np.dtype(f"u{min(item, 8)}")
+    values = np.frombuffer(random.Random(table["seed"]).randbytes(count * item), word) & word.type(0x3F)  # noqa: S311
+    if "value" in table:
+        values = np.full_like(values, table["value"])
+    for at, bits in table.get("put", {}).items():
+        values = np.concatenate([values[: int(at)], [word.type(bits)], values[int(at) + 1 :]])
+    data = values.tobytes()
+    members = {f"data/{n}": data for n in range(table.get("storages", 1))}
+    body = table["pickle"].encode("latin-1") if "pickle" in table else _tensor_pickle(dtype, shape, count, table)
+    record = bytearray(torch_archive({"data.pkl": body} | members, table.get("crc", True)))
+    if "flip" in table:
+        record[bytes(record).index(data) + table["flip"]] ^= 0x10
+    if cut := table.get("cut"):
+        record[-cut:] = bytes(cut)
+    return bytes(record)
+
+
+def _tensor_pickle(dtype: str, shape: list[int], count: int, table: Mapping[str, Any]) -> bytes:
+    cls = next((name for name, ours in STORAGES.items() if ours == dtype), None)
+    module, name = ("torch", cls) if cls else ("torch.storage", "UntypedStorage")
+    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    size = count if cls else count * ITEM_BITS.get(dtype, 8) // 8
+    arguments: tuple[Any, ...] = (_Storage(Name(module, name), "0", size), 0, tuple(shape), strides, False, {})
+    version = "v2" if cls else "v3"
+    rebuild = Name("torch._utils", f"_rebuild_tensor_{version}")
+    whole: tuple[Any, ...] = arguments if cls else (*arguments, Name("torch", dtype))
+    if table.get("subclass"):
+        made = Call(Name("torch._tensor", "_rebuild_from_type_v2"), (rebuild, Name("job", "Scaled"), whole, None))
+    else:
+        made = Call(rebuild, whole)
+    file = io.BytesIO()
+    Pickler(file, 2).dump(made)
+    return file.getvalue()
+
+
+def torch_archive(members: Mapping[str, bytes], crc: bool = True) -> bytes:
+    """An archive with torch's framing: sizes in the directory alone, data at multiples of 64, zip64 end records.
+
+    Args:
+        members: name without the folder -> bytes.
+        crc: False for what `torch.serialization.set_crc32_options(False)` leaves.
+    """
+    archive, directory = bytearray(), bytearray()
+    for short, data in {**members, "byteorder": b"little", "version": b"3\n"}.items():
+        name = f"archive/{short}".encode()
+        at = len(archive)
+        fill = -(at + 30 + len(name) + 4) % 64
+        archive += struct.pack("<4s5H3I2H", b"PK\3\4", 0, 0x808, 0, 0, 0, 0, 0, 0, len(name), fill + 4)
+        archive += name + struct.pack("<2s H", b"FB", fill) + bytes(fill) + data
+        total = zlib.crc32(data) if crc else 0
+        archive += struct.pack("<4s3I", b"PK\7\x08", total, len(data), len(data))
+        fields = (b"PK\1\2", 0, 0, 0x808, 0, 0, 0, total, len(data), len(data), len(name), 0, 0, 0, 0, 0, at)
+        directory += struct.pack("<4s6H3I5H2I", *fields) + name
+    count, start, size = len(members) + 2, len(archive), len(directory)
+    end = struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, 30, 45, 0, 0, count, count, size, start)
+    end += struct.pack("<4sIQI", b"PK\6\7", 0, start + size, 1)
+    end += struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, size, start, 0)
+    return bytes(archive + directory + end)

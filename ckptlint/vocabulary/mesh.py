@@ -1,0 +1,56 @@
+"""The axes of the device mesh: their sizes, and what says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ckptlint.model import AxisSize, Declared, SavePlans, ShardedObject
+
+AXES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "world")
+
+
+def read_topology(
+    declared: Mapping[str, Declared],
+    objects: Iterable[ShardedObject],
+    writers: SavePlans | None,
+    ranks: Iterable[int] = (),
+) -> dict[str, AxisSize]:
+    """Axis -> size and source: what the metadata counts (`metadata`) beats what the job declared, guesses come last.
+
+    Args:
+        ranks: the numbers in payload file names; the highest is a lower bound of the world size (`files`).
+
+    Source:
+        `rng_state` has the shape (PP, TP), with EP as a third axis since 2026; `rerun_state_machine_state` has one
+        object per rank; `all_local_plans` one plan per rank (Megatron-Core)
+    """
+    sizes: dict[str, AxisSize] = {}
+    for axis in AXES:
+        item = declared.get(axis)
+        if item is not None and isinstance(item.value, int) and 0 < item.value < 2**31 and item.value is not True:
+            sizes[axis] = AxisSize(item.value, item.source)
+    for obj in objects:
+        if obj.key == "rng_state" and len(obj.shape) in (2, 3):
+            for axis, size in zip(("pp", "tp", "ep"), obj.shape, strict=False):
+                sizes[axis] = AxisSize(size, "metadata")
+        elif obj.key == "rerun_state_machine_state" and len(obj.shape) == 1:
+            sizes["world"] = AxisSize(obj.shape[0], "metadata")
+    if writers is not None:
+        sizes["world"] = AxisSize(writers.world_size, "metadata")
+    numbers = list(ranks)
+    if "world" not in sizes and numbers:
+        sizes["world"] = AxisSize(max(numbers) + 1, "files")
+    if "dp" not in sizes and {"world", "tp", "pp"} <= sizes.keys() and sizes["world"].source != "files":
+        model_parallel = sizes["tp"].size * sizes["pp"].size * (sizes["cp"].size if "cp" in sizes else 1)
+        if sizes["world"].size % model_parallel == 0:
+            sizes["dp"] = AxisSize(sizes["world"].size // model_parallel, "inferred")
+    return sizes
+
+
+def axes_of_size(topology: Mapping[str, AxisSize], size: int) -> list[str]:
+    """Names of the axes that have this size, in the order tp, pp, cp, ep, etp, dp; guesses and world left out."""
+    return [
+        axis
+        for axis in AXES
+        if axis not in ("world", "vpp") and axis in topology and topology[axis].size == size and size > 1
+    ]
