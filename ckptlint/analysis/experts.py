@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import lru_cache
 
 from ckptlint.analysis.hidden_size import hidden_sizes
 from ckptlint.analysis.inventory import Param, take
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint
+from ckptlint.model.facts import fact
 from ckptlint.model.text import ranges
 from ckptlint.rule import Note
 from ckptlint.vocabulary.keys import Block, block_of
@@ -61,7 +61,7 @@ class MoeLayer:
         return max(role.count for role in self.roles)
 
 
-@lru_cache(maxsize=4)
+@fact
 def moe_layers(ckpt: Checkpoint) -> tuple[MoeLayer, ...]:
     """The layers with routed experts whose number can be told, in order of their keys."""
     hidden = hidden_sizes(ckpt)

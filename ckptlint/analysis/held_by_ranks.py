@@ -16,7 +16,6 @@ from ckptlint.vocabulary.keys import role
 _BLOCKING = frozenset({"LIV210", "LIV211", "LIV212"})
 """What is known when nothing could be compared."""
 
-
 _FLAWS = frozenset({"LIV101", "LIV102", "LIV103", "LIV105", "LIV106", "LIV108", "LIV110"})
 """Findings of a rank about its own chunk after which the box of that chunk says nothing."""
 

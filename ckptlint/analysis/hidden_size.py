@@ -5,16 +5,14 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
-from functools import lru_cache
 
 from ckptlint.analysis.inventory import Param, Shape, is_weight, take
 from ckptlint.analysis.trusted_config import FINAL_NORMS, MAIN_BLOCKS, number, trusted
 from ckptlint.model import Checkpoint
+from ckptlint.model.facts import fact
 from ckptlint.vocabulary.keys import Block, Key, block_of, inside_layer, module_path, modules_of
 
 _INNER_NORM = re.compile(r"(q|k|v|kv|qk|query|key|value)(_a|_b)?_?(layer)?norm|norm_[qkv]")
-
-
 _FUSED_NORM_OWNERS = frozenset({"linear_qkv", "linear_fc1", "in_proj"})
 
 
@@ -38,7 +36,7 @@ class Hidden:
         return f"hidden size {self.size:,} from {listed}"
 
 
-@lru_cache(maxsize=4)
+@fact
 def hidden_sizes(ckpt: Checkpoint) -> dict[Block, Hidden]:
     """Block -> its hidden size, where all that could show it agree: norms, embedding, routers, and the job itself.
 

@@ -6,9 +6,9 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.facts import fact
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import COPIES, Key, parse
 
@@ -28,9 +28,7 @@ MOMENTS = frozenset(
 )
 """States that have one element per element of their parameter."""
 
-
 MASTER_COPIES = ("param", "fp32_param", "main_param", "master_param")
-
 
 _STATE_NAMES = MOMENTS | {
     "step",
@@ -53,7 +51,6 @@ _STATE_NAMES = MOMENTS | {
     "qmap2",
     "momentum",
 }
-
 
 _BUCKET = re.compile(
     r"(?:distributed\.)?dp_group_idx_(?P<group>\d+)\.(?:gbuf_idx_(?P<gbuf>\d+)\.dtype_\([^)]*\)\.bucket_idx_(?P<bucket>\d+)\.)?(?P<what>.+)"
@@ -157,7 +154,7 @@ class Inventory:
         return sum(bool(state.params) for state in self.states) / len(self.states) if self.states else 1.0
 
 
-@lru_cache(maxsize=4)
+@fact
 def take(ckpt: Checkpoint) -> Inventory:
     """The inventory of a checkpoint; only tensors whose geometry can be judged are in it."""
     inventory = Inventory()

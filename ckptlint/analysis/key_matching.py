@@ -9,31 +9,22 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache
 from math import prod
 from pathlib import PurePath
 from typing import Literal
 
 from ckptlint.analysis.inventory import MASTER_COPIES, Param, optimizer_parts, split_state
 from ckptlint.model import Checkpoint, Reference
+from ckptlint.model.facts import fact
 from ckptlint.model.text import ranges
 from ckptlint.vocabulary.keys import COPIES, Key, parse
 
 Kind = Literal["model", "copy", "optimizer"]
-
-
 Shape = tuple[int, ...]
-
-
 Family = tuple[Kind, str, tuple[str, ...], str]
-
-
 Slot = tuple[object, ...]
-
-
 _PACKED = frozenset({"uint8", "int8", "float4_e2m1fn_x2"})
-
-
 _SLOT_LIMIT = 1 << 20
 
 
@@ -116,7 +107,7 @@ class Comparison:
     lacking: set[Kind] = field(default_factory=set)
 
 
-@lru_cache(maxsize=4)
+@fact
 def compare(ckpt: Checkpoint, reference: Reference) -> Comparison:
     """The keys of both sides, paired; runtime state and the optimizer's flat buckets are left out."""
     result = Comparison()
@@ -369,7 +360,7 @@ def _part(slots: list[Slot], entry: Entry) -> str:
     return ", ".join(parts)
 
 
-@lru_cache(maxsize=4)
+@fact
 def reference_shapes(ckpt: Checkpoint) -> dict[str, Shape]:
     """The shapes that the reference gives to tensors of the model, by their name here."""
     if ckpt.reference is None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from ckptlint.analysis.inventory import Param, Shape, take
 from ckptlint.analysis.trusted_config import mesh_axes
 from ckptlint.model import Checkpoint
+from ckptlint.model.facts import fact
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import is_adapter, module_path, parse
 
@@ -33,7 +33,7 @@ class Outlier:
     changed: int = 1
 
 
-@lru_cache(maxsize=4)
+@fact
 def shape_outliers(ckpt: Checkpoint) -> list[Outlier]:
     """Parameters in layers that have another shape than the same parameter of the other layers."""
     found = []

@@ -10,13 +10,13 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 
 import numpy as np
 
 from ckptlint.analysis.inventory import MOMENTS, Param, State, take
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.facts import fact
 from ckptlint.model.layout import Layout
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.mesh import AXES
@@ -24,13 +24,8 @@ from ckptlint.vocabulary.mesh import AXES
 PAIR = ("exp_avg", "exp_avg_sq")
 """The two moments that Adam creates and shards together."""
 
-
 _COMPANION = re.compile(r"absmax|scale|qmap|codes|quant")
-
-
 _NO_FLOAT = ("int", "uint", "bool", "float8")
-
-
 _EXACT = ("metadata", "args", "run_config", "config.json")
 
 
@@ -65,7 +60,7 @@ class Misfit:
         return Fraction(self.elements, self.expected)
 
 
-@lru_cache(maxsize=4)
+@fact
 def misfits(ckpt: Checkpoint) -> list[Misfit]:
     """Every state with another number of elements than its parameter, of the states where the two must be equal."""
     states = comparable(ckpt)
@@ -113,13 +108,13 @@ def misfits(ckpt: Checkpoint) -> list[Misfit]:
     return result
 
 
-@lru_cache(maxsize=4)
+@fact
 def misfit_params(ckpt: Checkpoint) -> frozenset[Param]:
     """The parameters that `misfits` speaks about: OPT002 and OPT006 leave them to OPT001."""
     return frozenset(param for misfit in misfits(ckpt) for param in misfit.params)
 
 
-@lru_cache(maxsize=4)
+@fact
 def comparable(ckpt: Checkpoint) -> list[State]:
     """The states that must have one element per element of their parameter.
 
@@ -159,7 +154,7 @@ class Pair:
         return self.first.tensor.global_shape != self.second.tensor.global_shape
 
 
-@lru_cache(maxsize=4)
+@fact
 def moment_pairs(ckpt: Checkpoint) -> list[Pair]:
     """exp_avg and exp_avg_sq of every parameter that has both, where each should have one element per element."""
     left_out = misfit_params(ckpt)

@@ -8,16 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 from ckptlint.analysis.inventory import optimizer_parts, take
 from ckptlint.model import Checkpoint, ShardedObject, Tensor
+from ckptlint.model.facts import fact
 from ckptlint.vocabulary.keys import parse
 
 RecordKind = Literal["param_groups", "param_state_sharding_type"]
-
-
 _DEPTH = 12
 
 
@@ -88,7 +86,7 @@ def content_metadata(ckpt: Checkpoint) -> Mapping[str, Any]:
     return flags if isinstance(flags, dict) else {}
 
 
-@lru_cache(maxsize=4)
+@fact
 def records(ckpt: Checkpoint) -> tuple[Record, ...]:
     """Every list of parameter groups and every sharding type, from the common state and from objects."""
     in_objects = [record for obj in ckpt.objects if (record := _in_object(ckpt, obj))]

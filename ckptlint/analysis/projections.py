@@ -6,11 +6,11 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from ckptlint.analysis.hidden_size import Hidden, hidden_sizes
 from ckptlint.analysis.inventory import Param, Shape, is_weight, take
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.facts import fact
 from ckptlint.model.layout import distinct
 from ckptlint.vocabulary.keys import Block, block_of, inside_layer, is_adapter, module_path
 
@@ -40,15 +40,11 @@ class Family:
 
 
 _PARTNER = {"mlp_in": "mlp_out", "mlp_out": "mlp_in", "q": "attn_out", "attn_out": "q", "k": "v", "v": "k"}
-
-
 _LATENT = re.compile(r"(linear_)?(q|kv)_(a|b|down|up)_proj(_with_mqa)?")
-
-
 _SINGLE = frozenset({"gate_proj", "up_proj", "w3", "up"})
 
 
-@lru_cache(maxsize=4)
+@fact
 def families(ckpt: Checkpoint) -> list[Family]:
     """The projections inside layers, by the attention or MLP they belong to; adapters and packed weights left out."""
     hidden = hidden_sizes(ckpt)

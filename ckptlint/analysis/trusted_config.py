@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 from ckptlint.analysis.inventory import Param, take
 from ckptlint.model import AxisSize, Checkpoint, Declared
+from ckptlint.model.facts import fact
 
 MAIN_BLOCKS = frozenset(
     {
@@ -32,12 +32,8 @@ MAIN_BLOCKS = frozenset(
 )
 """The blocks whose layers the declared number of layers counts; towers, heads and draft models are not among them."""
 
-
 _HYBRID_SEPARATORS = "/|"
-
-
 _EMBEDDINGS = frozenset({"word_embeddings", "embed_tokens", "tok_embeddings", "wte"})
-
 
 FINAL_NORMS = frozenset({"final_layernorm", "final_norm", "ln_f", "norm"})
 """Names of the norm behind the last layer."""
@@ -107,7 +103,7 @@ def flag(declared: Mapping[str, Declared], name: str) -> bool | None:
     return item.value if item is not None and isinstance(item.value, bool) else None
 
 
-@lru_cache(maxsize=4)
+@fact
 def contradictions(ckpt: Checkpoint) -> tuple[Contradiction, ...]:
     """Every declared value that the tensors, objects or plans contradict."""
     structural: dict[str, tuple[int, str]] = {
@@ -134,7 +130,7 @@ def main_params(ckpt: Checkpoint) -> list[Param]:
     return params
 
 
-@lru_cache(maxsize=4)
+@fact
 def layer_counts(ckpt: Checkpoint) -> tuple[LayerCount, ...]:
     """The layers of each block that a declared number of layers describes."""
     by_name: dict[str, list[Param]] = defaultdict(list)

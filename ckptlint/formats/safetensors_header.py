@@ -22,13 +22,8 @@ from ckptlint.vocabulary.dtypes import SAFETENSORS
 HEADER_LIMIT = 100_000_000
 """Bytes of a header; the limit of the safetensors library itself."""
 
-
 _DTYPE = re.compile(r"[A-Z][A-Z0-9_]*")  # torch 2.13 writes "" for a key that no rank had when it consolidates
-
-
 _FIRST_READ = 65536  # most headers end within it: one read, and one request to a store
-
-
 _POINTER = b"version https://git-lfs"
 
 

@@ -19,33 +19,18 @@ from ckptlint.model.text import printable
 MEMBERS_LIMIT = 65_535
 """Most members of one record; an optimizer state that was not flattened has one for each of its tensors."""
 
-
 END_SIZE = 98
 """Bytes of the end records that torch writes: zip64 end record (56), its locator (20), plain end record (22)."""
-
 
 LOCAL_SIZE = 30
 """Bytes of a local header before the name."""
 
-
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
-
-
 _LOCAL = struct.Struct("<4s5H3I2H")
-
-
 _PLAIN_END = struct.Struct("<4s4H2IH")
-
-
 _LOCATOR = struct.Struct("<4sIQI")
-
-
 _END64 = struct.Struct("<4sQ2H2I4Q")
-
-
 _MARK16, _MARK32 = 0xFFFF, 0xFFFFFFFF
-
-
 _DESCRIPTOR, _ENCRYPTED = 0x8, 0x1
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.facts import fact
 from ckptlint.model.layout import Box, IntArray, Layout, distinct
 from ckptlint.model.text import ranges
 from ckptlint.vocabulary.mesh import axes_of_size
@@ -69,7 +69,7 @@ def axis_graph(layout: Layout, axis: int) -> nx.DiGraph[tuple[int, int]]:
     return graph
 
 
-@lru_cache(maxsize=4096)
+@fact
 def places(layout: Layout, axis: int) -> Places | None:
     """The places of an axis, or None when its intervals overlap, so that no one path exists.
 

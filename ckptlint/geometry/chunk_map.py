@@ -14,8 +14,6 @@ from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.mesh import axes_of_size
 
 CELL_LIMIT = 8
-
-
 _CONTEXT = 2
 
 

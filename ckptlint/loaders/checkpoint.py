@@ -43,14 +43,8 @@ from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.mesh import read_topology
 
 _RENAMED = "the writer renames a finished file into place, so a short one is a copy that broke off or a full disk"
-
-
 _BYTECHECKPOINT = "bytecheckpoint."
-
-
 _NO_METADATA = {"dangling-link": "is a link that leads nowhere", "not-a-file": "is no regular file"}
-
-
 _WRITTEN_LAST = "it is written last, after all payload files, so the save or the copy did not finish"
 
 

@@ -16,7 +16,6 @@ STEP = re.compile(
     r"(?:-v\d+|-(?:consumed_samples|val_loss|train_loss)=[\d.]+)*(?:-last)?(?:\.ckpt)?|(\d{4,})"
 )
 
-
 COMPONENT = re.compile(
     r"consolidated|dist_ckpt|hf_weights|huggingface|model|model_and_optim|optim|sharded|trainer|weights|"
     r"optimizer(_\d+)?|pytorch_model_fsdp_\d+"

@@ -9,17 +9,13 @@ from typing import Literal
 
 from ckptlint.errors import CkptlintError, NothingToCheckError
 from ckptlint.loaders.safetensors import groups
+from ckptlint.model.facts import fact
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
 METADATA = ".metadata"
-
-
 RANK_METADATA = re.compile(r"__([0-9]{1,9})\.metadata")
-
-
 PAYLOAD_RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp$")
-
 
 _HINTS = {
     "nanotron": "convert it with nanotron's examples/llama/convert_nanotron_to_hf.py",
@@ -30,7 +26,6 @@ _HINTS = {
     "zarr (Megatron-Core <= 0.15)": "load it with Megatron-Core <= 0.15 and save it as torch_dist",
     "ByteCheckpoint": "load it with ByteCheckpoint",
 }
-
 
 Kind = Literal["dcp", "per-rank", "safetensors", "incomplete", "unsupported"]
 
@@ -55,6 +50,7 @@ def unsupported_hint(name: str) -> str:
     return _HINTS.get(name, "give the folder of a DCP or torch_dist checkpoint, or convert it")
 
 
+@fact
 def recognise(folder: Folder) -> Recognised | None:
     """What the folder itself holds, its sub-folders aside; None when nothing here is known."""
     names = folder.files()

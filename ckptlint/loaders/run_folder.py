@@ -20,24 +20,15 @@ from ckptlint.storage.folder import Folder
 
 _UNSEEN = "the other steps of its run and their tracker were not looked at"
 
-
 TRACKERS = ("latest_checkpointed_iteration.txt", "dlrover_latest.txt")
 """Megatron-LM, Megatron-Bridge, slime and verl; dlrover."""
-
 
 TRAIN_STATE_TRACKER = "latest_train_state.pt"
 """Megatron-Bridge's own, beside or instead of the text."""
 
-
 _MEGATRON = "iter_"
-
-
 _STEP = re.compile(r"(iter_|global_step_|checkpoint-)(\d+)")
-
-
 _LEVELS = 3  # verl: global_step_N/actor/dist_ckpt
-
-
 _OF_A_STEP = re.compile(rf"{COMPONENT.pattern}|actor|critic")
 
 
@@ -135,8 +126,6 @@ def step_state(step: Folder, levels: int = 2) -> StepState:
 
 
 TRAIN_STATE = "train_state.pt"
-
-
 _LIMIT = 16 * 1024**2
 
 

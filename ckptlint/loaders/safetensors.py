@@ -28,6 +28,7 @@ from ckptlint.model import (
     Tensor,
     WeightIndex,
 )
+from ckptlint.model.facts import fact
 from ckptlint.model.layout import IntArray, Layout
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
@@ -65,6 +66,7 @@ class Group:
     sharded: bool = False
 
 
+@fact
 def groups(folder: Folder) -> list[Group]:
     """The groups of safetensors files in a folder, by their names; a model's own comes first.
 

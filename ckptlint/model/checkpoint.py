@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -156,6 +156,7 @@ class Checkpoint:
         seal: what the saving job sealed; None without a seal, and below depth `data`.
         metadata_hash: BLAKE2b of `.metadata`, as a seal names it; "" without either.
         ranks: what the ranks of a running job hold; None for files.
+        facts: what was worked out about it (`fact`).
     """
 
     path: str
@@ -184,6 +185,7 @@ class Checkpoint:
     seal: Seal | None = None
     metadata_hash: str = ""
     ranks: RankTable | None = None
+    facts: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def is_megatron(self) -> bool:

@@ -6,8 +6,8 @@ of a few sorts; only what fails is painted cell by cell to name the holes and ov
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from typing import Any, TypeVar
@@ -93,11 +93,13 @@ class Layout:
         shape: the tensor's global shape, in elements; its volume fits int64.
         offsets: int64 [n, d], first index of each chunk on each axis.
         sizes: int64 [n, d], extent of each chunk on each axis; 0 is legal.
+        facts: what was worked out about it (`fact`).
     """
 
     shape: tuple[int, ...]
     offsets: IntArray
     sizes: IntArray
+    facts: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def box(self, row: int) -> Box:
         """Chunk `row` as a box, not clipped."""

@@ -17,7 +17,6 @@ from ckptlint.model.layout import IntArray, Layout
 RANK_LIMIT = 64
 """More axes than any tensor has."""
 
-
 KEY_LIMIT = 4096
 """More characters than any key has."""
 

@@ -24,8 +24,6 @@ def printable(text: str) -> str:
 
 
 NUMBER = re.compile(r"(?<![^./(_])\d+(?![^./)_,])|(?<=\bweight)\d+$|(?<=\bbias)\d+$")
-
-
 _PLAIN_NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
 
 

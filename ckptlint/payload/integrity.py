@@ -11,8 +11,6 @@ from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
 INTEGRITY = "integrity.json"
-
-
 _JSON_LIMIT = 64 * 1024**2
 
 

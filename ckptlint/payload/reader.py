@@ -37,20 +37,10 @@ from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.dtypes import nbytes
 
 _SECTOR = 512
-
-
 _NAMED = 4
-
-
 _EXAMINED = 64
-
-
 _TICK = 0.1
-
-
 _NO_SEAL = "copy it again from where it was written, or remove it: without it the contents are not compared"
-
-
 T = TypeVar("T")
 
 

@@ -7,11 +7,7 @@ import textwrap
 from dataclasses import dataclass
 
 _CODES = {"error": "31;1", "warning": "33;1", "info": "36", "good": "32", "dim": "2", "bold": "1"}
-
-
 NAME_LIMIT = 200
-
-
 _COMMAND = re.compile(r"^(\s*):(?=:)|##(?=\w*\[)", re.MULTILINE)
 
 

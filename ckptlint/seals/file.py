@@ -19,20 +19,10 @@ from ckptlint.seals.digests import ALGORITHM
 from ckptlint.storage.folder import Folder
 
 SEAL = "ckptlint.seal.json"
-
-
 SCHEMA = "ckptlint.seal/1"
-
-
 _METADATA = ".metadata"
-
-
 _METADATA_LIMIT = 8 * 1024**3
-
-
 _WORD, _HASH = re.compile(r"[0-9a-f]{16}"), re.compile(r"([0-9a-f]{32})?")
-
-
 _TEXT_LIMIT = 200
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ckptlint.errors import LimitError
 from ckptlint.model import FileState
@@ -16,10 +16,7 @@ from ckptlint.model.text import printable
 READABLE: tuple[FileState, ...] = ("ok", "link-outside", "other-case")
 """The states of a file that can be opened; a model cache keeps its files elsewhere and links to them."""
 
-
 BLOCK = 8 * 1024**2
-
-
 _GAP = 16 * 1024  # a request or a seek costs more than reading this much for nothing
 
 
@@ -59,6 +56,11 @@ class Folder(ABC):
     def display(self) -> str:
         """The path or URL as text that is safe to print, without credentials; of a part with the part's name."""
 
+    @cached_property
+    def facts(self) -> dict[Hashable, Any]:
+        """What was worked out about it (`fact`)."""
+        return {}
+
     def without(self, hidden: Collection[str], part: str) -> Folder:
         """The same folder with some files out of view, to judge by itself what else lies there.
 
@@ -67,6 +69,7 @@ class Folder(ABC):
         """
         view = copy(self)
         view.part = part
+        view.__dict__.pop("facts", None)
         # each kind of folder keeps its listing as a cached property
         view.__dict__["entries"] = {name: entry for name, entry in self.entries.items() if name not in hidden}
         return view

@@ -19,8 +19,6 @@ from ckptlint.storage.folder import BLOCK, Entry, Folder
 from ckptlint.storage.paths import is_safe
 
 _MANY, _PART, _THREADS = 1024, 256, 16  # files that are looked at at once: on a network each look is a round trip
-
-
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 

@@ -8,8 +8,6 @@ from pathlib import PurePosixPath, PureWindowsPath
 from ckptlint.model.text import printable
 
 _PLAIN = re.compile(r"\w[\w.-]*", re.ASCII)
-
-
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.:-]+)://")
 
 

@@ -23,31 +23,22 @@ from ckptlint.storage.paths import shown
 
 T = TypeVar("T")
 
-
 ATTEMPTS = 4
 """How often a request is made that fails for a reason that may pass."""
-
 
 BACKOFF = 0.25
 """Seconds before the second attempt; doubled for each further one, with jitter."""
 
-
 CONNECT_SECONDS = 10
-
 
 READ_SECONDS = 30
 """How long a server may stay silent."""
 
-
 WORKERS = 8
 """Requests at the same time."""
 
-
 WEB = ("http", "https")
-
-
 _PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "hf": "huggingface_hub"}
-
 
 _CREDENTIALS = {
     "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; FSSPEC_S3_ANON=true for a public bucket",
@@ -56,7 +47,6 @@ _CREDENTIALS = {
     "hf": "set HF_TOKEN, or run `hf auth login`",
     "http": "a store that may not be listed refuses absent files too: give its own URL then (s3://, gs://, ...)",
 }
-
 
 _ALIKE = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "https": "http"}
 
@@ -121,23 +111,11 @@ class RangesError(OSError):
 
 
 _PASSING = {"ConnectionError", "TimeoutError", "Timeout", "HTTPClientError", "ClientConnectionError"}
-
-
 _PASSING |= {"ClientPayloadError", "IncompleteRead", "ResponseParserError", "ProtocolError", "ConnectError"}
-
-
 _BROKEN_OFF = {"ServerDisconnectedError", "ConnectionResetError", "ConnectionClosedError", "ClientPayloadError"}
-
-
 _BROKEN_OFF |= {"IncompleteRead", "BrokenPipeError"}
-
-
 _NO_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"}
-
-
 _NO_CREDENTIALS |= {"NoAuthTokenError", "TokenRetrievalError", "UnauthorizedSSOTokenError", "SSOTokenLoadError"}
-
-
 _NO_CREDENTIALS |= {"DefaultCredentialsError", "RefreshError", "ClientAuthenticationError", "LocalTokenNotFoundError"}
 
 

@@ -27,7 +27,6 @@ ASKED = (
 )
 """The names that a web server is asked for, since it does not list."""
 
-
 _NEVER_THERE = "ckptlint-asks-for-a-file-that-is-not-there"
 
 

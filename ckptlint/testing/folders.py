@@ -23,13 +23,8 @@ from ckptlint.vocabulary.dtypes import ITEM_BITS, SAFETENSORS
 FRAMING = 1577
 """Bytes that torch 2.13 adds around a small tensor in a record; measured 1,513 to 1,633."""
 
-
 _CM = "torch.distributed.checkpoint.metadata"
-
-
 _CF = "torch.distributed.checkpoint.filesystem"
-
-
 _CP = "torch.distributed.checkpoint.planner"
 
 
@@ -329,11 +324,7 @@ def _read_content(table: dict[str, Any], rank: int | None, deep: bool) -> _Conte
 
 
 _WRITE_SHARD = Enum(Name(_CP, "WriteItemType"), "SHARD", 2)
-
-
 _WRITE_BYTES = Enum(Name(_CP, "WriteItemType"), "BYTE_IO", 3)
-
-
 _CONTIGUOUS = Enum(Name(_CM, "_MEM_FORMAT_ENCODING"), "TORCH_CONTIGUOUS_FORMAT", 0)
 
 

@@ -50,7 +50,6 @@ Source:
     megatron.training.arguments and megatron.core.transformer.TransformerConfig (0.19), transformers config.json
 """
 
-
 _SECTIONS = ("model", "text_config", "language_model", "llm_config", "checkpoint", "rng", "optimizer", "tokenizer")
 
 

@@ -75,18 +75,14 @@ Source:
     Specification (e4m3, e5m2), c10/util/Float8_*.h of torch 2.13 (fnuz, e8m0fnu)
 """
 
-
 ITEM_BITS: Mapping[str, int] = {name: dtype.bits for name, dtype in DTYPES.items()}
 """Bits per element."""
-
 
 STORAGES: Mapping[str, str] = {dtype.storage: name for name, dtype in DTYPES.items() if dtype.storage}
 """Storage classes of torch -> dtypes; the others lie in an UntypedStorage."""
 
-
 SAFETENSORS: Mapping[str, str] = {dtype.safetensors: name for name, dtype in DTYPES.items() if dtype.safetensors}
 """Names in a safetensors header -> dtypes."""
-
 
 ENCODINGS: Mapping[str, Encoding] = {name: dtype.encoding for name, dtype in DTYPES.items() if dtype.encoding}
 """How the floating dtypes write values that are not finite."""

@@ -31,7 +31,6 @@ def numbers(fqn: str) -> tuple[int, ...]:
 
 Kind = Literal["model", "optimizer", "runtime"]
 
-
 KeyClass = Literal[
     "embedding",
     "output",
@@ -48,44 +47,26 @@ KeyClass = Literal[
     "other",
 ]
 
-
 WRAPPERS = frozenset({"app", "state", "model", "module"})
 """Leading parts that say nothing about the parameter."""
-
 
 COPIES = frozenset({"ema", "ema_model", "model_ema", "teacher", "ref_model", "target"})
 """Leading parts of a second copy of the model."""
 
-
 _INNER_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-
-
 _STAGE = re.compile(r"model\d+|model_pp\d+|chained_\d+")
-
-
 _LAYER_WORDS = frozenset({"layers", "h", "blocks", "block", "layer"})
-
-
 _EXPERT_WORDS = frozenset({"experts", "local_experts"})
-
 
 _RUNTIME = re.compile(
     r"(rng_state|rerun_state_machine_state|dataloader\w*|lr_scheduler|opt_param_scheduler|train_state|args|iteration|"
     r"checkpoint_version|num_floating_point_operations_so_far|common_state|scheduler|train)([./].*)?"
 )
 
-
 _OPTIMIZER = re.compile(r"(optim|optimizer|opt|optimizers)(_?\d+)?")
-
-
 _SHORT_NUMBER = re.compile(r"[0-9]{1,9}")
-
-
 _NUMBERED_WEIGHT = re.compile(r"(weight|bias)([0-9]{1,9})")
-
-
 _COMPONENTS = frozenset({"query", "key", "value", "z", "beta", "alpha"})
-
 
 _CLASSES: dict[str, KeyClass] = {
     **dict.fromkeys(
@@ -243,7 +224,6 @@ def _class_of(parts: list[str], in_experts: bool) -> KeyClass:
 
 Block = tuple[tuple[str, ...], str]
 """The module of a multimodal job, and the path up to the layer number."""
-
 
 _ADAPTER = re.compile(r"lora|adapter|dora|ia3|prompt|prefix_tuning|boft|oft_", re.IGNORECASE)
 
