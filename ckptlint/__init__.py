@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from os import PathLike
 
+from ckptlint._version import __version__
 from ckptlint.errors import CheckpointError, CkptlintError, ConfigError
 
 TYPE_CHECKING = False  # as type checkers read it; the typing module takes longer to import than all else here
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from ckptlint.model import Checkpoint
     from ckptlint.rule import Depth
 
-__all__ = ["CheckpointError", "CkptlintError", "ConfigError", "check", "load"]
-__version__ = "0.1.0"
+__all__ = ["CheckpointError", "CkptlintError", "ConfigError", "__version__", "check", "load"]
 
 
 def check(

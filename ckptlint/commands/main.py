@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource as _Source
 
-from ckptlint import __version__
+from ckptlint._version import __version__
 from ckptlint.commands.completion import many_rules, one_rule
 from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ckptlint import __version__
+from ckptlint._version import __version__
 from ckptlint.geometry.chunk_map import make_grid
 from ckptlint.lint.report import CheckpointReport, Group, Ignored, Report
 from ckptlint.lint.rule_page import page

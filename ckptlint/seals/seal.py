@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptlint import __version__
+from ckptlint._version import __version__
 from ckptlint.errors import AccessError, LimitError, UnreadableError
 from ckptlint.formats.safetensors_header import HEADER_LIMIT, checked_shape, json_object
 from ckptlint.model import Checkpoint, RecordState, Seal, SealEntry, Tensor, printable
