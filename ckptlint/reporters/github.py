@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from ckptlint.lint.report import CheckpointReport, Group, Report
 from ckptlint.reporters.full import notes, verdict
-from ckptlint.reporters.places import file_of
-from ckptlint.reporters.style import Style, cut_names, plural
+from ckptlint.reporters.style import Style, cut_names, file_of, plural
 from ckptlint.rule import Severity
 
 SHOWN = 10

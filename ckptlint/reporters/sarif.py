@@ -16,8 +16,7 @@ from ckptlint.lint.rule_page import page
 from ckptlint.model import Checkpoint
 from ckptlint.reporters.full import notes
 from ckptlint.reporters.json_report import sample
-from ckptlint.reporters.places import file_of
-from ckptlint.reporters.style import Style
+from ckptlint.reporters.style import Style, file_of
 from ckptlint.rule import Rule, Severity
 from ckptlint.storage.folder import is_url
 
