@@ -233,16 +233,15 @@ def yaml(data: bytes) -> None:
 
 def toml(data: bytes) -> None:
     """A settings file, and the rules as it sets them."""
-    from ckptlint.commands import settings
-    from ckptlint.commands.main import check
     from ckptlint.errors import ConfigError
+    from ckptlint.lint import settings_file
 
     file = scratch("toml").path / "ckptlint.toml"
     file.write_bytes(data)
     with suppress(ConfigError):
-        found = settings.read(str(file), check.params)
+        found = settings_file.read(str(file))
         found.fail_on  # noqa: B018
-        settings.key_ignores(found, rules())
+        settings_file.key_ignores(found, rules())
 
 
 def baseline(data: bytes) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from os import PathLike
 
+from ckptlint._version import __version__
 from ckptlint.errors import CheckpointError, CkptlintError, ConfigError
 
 TYPE_CHECKING = False  # as type checkers read it; the typing module takes longer to import than all else here
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from ckptlint.model import Checkpoint
     from ckptlint.rule import Depth
 
-__all__ = ["CheckpointError", "CkptlintError", "ConfigError", "check", "load"]
-__version__ = "0.1.0"
+__all__ = ["CheckpointError", "CkptlintError", "ConfigError", "__version__", "check", "load"]
 
 
 def check(
@@ -75,15 +75,15 @@ def check(
     """
     from dataclasses import replace
 
-    from ckptlint.commands.main import check as command
-    from ckptlint.commands.settings import Settings, every_rule, key_ignores, percent, read
     from ckptlint.lint import run as pipeline
     from ckptlint.lint import selection
+    from ckptlint.lint.options import percent, tokens
+    from ckptlint.lint.settings_file import Settings, every_rule, key_ignores, read
     from ckptlint.payload.reading import default_reading
     from ckptlint.rule import DEPTHS
 
     checked = [str(path) for path in paths]
-    settings = Settings() if config is None else read(str(config), command.params, checked)
+    settings = Settings() if config is None else read(str(config), checked)
     said = settings.options
     depth = said.get("depth", "files") if depth is None else depth
     expect = said.get("expect") if expect is None else str(expect)
@@ -93,9 +93,9 @@ def check(
     levels = said.get("severity", ()) if severity is None else [f"{rule}={level}" for rule, level in severity.items()]
     rules = selection.select(
         known,
-        chosen=_tokens([*select] or said.get("select", ())),
-        extended=_tokens(said.get("extend-select", ())),
-        ignored=_tokens([*ignore] or said.get("ignore", ())),
+        chosen=tokens([*select] or said.get("select", ())),
+        extended=tokens(said.get("extend-select", ())),
+        ignored=tokens([*ignore] or said.get("ignore", ())),
         severities=[(rule, level) for rule, _, level in (text.partition("=") for text in levels)],
         depth=depth,
         has_reference=expect is not None,
@@ -135,7 +135,3 @@ def load(path: str | PathLike[str]) -> Checkpoint:
     from ckptlint.loaders.discover import find
 
     return open_checkpoint(find(str(path))[0])
-
-
-def _tokens(values: Iterable[str]) -> list[str]:
-    return [token for value in values for token in value.split(",")]

@@ -2,7 +2,7 @@
 
 import sys
 
-from ckptlint import __version__
+from ckptlint._version import __version__
 
 
 def main() -> None:

@@ -28,6 +28,18 @@ def test_checking_imports_no_torch() -> None:
     assert run_python(program, GOOD).stdout == "False\n"
 
 
+def test_checking_needs_no_command_line(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text("format = 'json'\nmax-per-rule = 3\n")
+    program = (
+        "import sys, ckptlint\n"
+        "for config in (None, sys.argv[2]):\n"
+        "    assert ckptlint.check(sys.argv[1], config=config).verdict == 'fail'\n"
+        "print([name for name in sys.modules if name == 'click' or name.startswith('ckptlint.commands')])"
+    )
+    done = run_python(program, BAD, tmp_path / "settings.toml")
+    assert done.stdout == "[]\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("path", "verdict", "code"), [(GOOD, "pass", 0), (BAD, "fail", 1), (REAL / "no", "incomplete", 3)]
 )

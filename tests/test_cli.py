@@ -242,6 +242,13 @@ def test_help(arguments: list[str]) -> None:
     assert "Usage:" in result.output
 
 
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_list_of_commands_says_what_each_says_of_itself(name: str) -> None:
+    listed, real = cli.cli.commands[name], cli.command(name)
+    assert listed.get_short_help_str(1000) == real.get_short_help_str(1000)
+    assert real.name == name
+
+
 def test_all_steps_of_a_run(tmp_path: Path) -> None:
     for step, chunks in ((1, ["0:2"]), (2, ["0:4"])):
         write_checkpoint({"tensors": {"w": {"shape": [4], "chunks": chunks}}}, tmp_path / f"step-{step}")

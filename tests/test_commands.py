@@ -17,7 +17,7 @@ from conftest import REAL, manifest, run, run_python
 
 import ckptlint
 from ckptlint.commands import main as cli
-from ckptlint.commands.diff import diff
+from ckptlint.commands.diff import differences
 from ckptlint.commands.graph import FORMATS, as_dot, as_mermaid, drawing
 from ckptlint.errors import ConfigError
 from ckptlint.model import Checkpoint
@@ -214,7 +214,7 @@ def test_a_broken_copy_differs_in_its_layout() -> None:
 def test_flattened_tensors_are_compared_by_their_elements() -> None:
     kinds = {
         item.kind
-        for item in diff(
+        for item in differences(
             {"": load("megatron_tp2_dp2_fully_reshardable/iter_0000010")}, {"": load("megatron_0.12_dp2/iter_0000010")}
         ).differences
     }
@@ -238,7 +238,7 @@ def test_a_key_that_is_stored_as_something_else(tmp_path: Path) -> None:
     entry = new.byte_objects[0]
     moved = replace(new.byte_objects[0], fqn="w")
     tensor = replace(next(iter(old.tensors.values())), fqn="w")
-    found = diff(
+    found = differences(
         {"": replace(old, tensors=old.tensors | {"w": tensor})},
         {"": replace(new, byte_objects=[*new.byte_objects, moved])},
     )
@@ -377,6 +377,21 @@ heavy = {"numpy", "networkx", "torch", "tabulate"} & set(sys.modules)
 sys.exit(", ".join(heavy) or 0)
 """
     assert run_python(code).returncode == 0
+
+
+@pytest.mark.parametrize("line", ["ckptlint ", "ckptlint explain GEO00", "ckptlint check --select GE"])
+def test_completion_of_a_line_imports_nothing_heavy(line: str) -> None:
+    code = """
+import atexit, os, sys
+heavy = {"numpy", "networkx", "torch", "tabulate"}
+atexit.register(lambda: print("imported", *heavy & set(sys.modules), file=sys.stderr))
+sys.argv = ["ckptlint"]
+from ckptlint.commands.main import main
+main()
+"""
+    shell = {"_CKPTLINT_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+    done = run_python(code, env=os.environ | shell)
+    assert done.stdout and done.stderr == "imported\n"
 
 
 def test_completion_knows_every_rule() -> None:

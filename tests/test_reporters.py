@@ -28,10 +28,11 @@ from ckptlint import __version__
 from ckptlint.commands import main as cli
 from ckptlint.lint import run as pipeline
 from ckptlint.lint.engine import run_rules
+from ckptlint.lint.options import SUFFIXES
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import FailOn, Report
 from ckptlint.model.text import printable
-from ckptlint.reporters import REPORTERS, SUFFIXES
+from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Finding, Rule
 from ckptlint.testing import held_by_ranks, read_cases, write_checkpoint
@@ -522,10 +523,6 @@ def test_several_outputs_at_once_each_whole(tmp_path: Path) -> None:
         assert timeless(text) == timeless(
             render(check("fsdp2_4r_hole"), SUFFIXES[suffix], Style(ascii_only=False))
         ) or (suffix == ".txt" and text.rstrip().endswith("tells more."))
-
-
-def test_the_command_line_offers_every_format() -> None:
-    assert set(cli.FORMATS) == REPORTERS.keys() - {"statistics"}
 
 
 def test_statistics_replace_the_findings_on_stdout_only(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ from click.testing import CliRunner, Result
 from conftest import REAL, REPOSITORY, run
 
 from ckptlint.commands import main as cli
-from ckptlint.commands.settings import long_options
 from ckptlint.errors import ConfigError
+from ckptlint.lint.options import CHECK_OPTIONS, CheckOption
+from ckptlint.rule import DEPTHS
 from ckptlint.testing import write_checkpoint
 
 GOOD, BAD = str(REAL / "fsdp2_4r"), str(REAL / "fsdp2_4r_hole")
@@ -336,9 +337,37 @@ def test_paths_of_a_file_are_relative_to_it(here: Path, monkeypatch: pytest.Monk
 
 
 def test_every_long_option_is_a_setting() -> None:
-    names = set(long_options(cli.check.params)) - {"help"}
+    names = {option.name for option in CHECK_OPTIONS}
     assert {"select", "depth", "fail-on", "baseline", "no-ignores", "ascii", "format", "quiet", "verbose"} <= names
     assert names <= set(in_force()["settings"])
+
+
+def test_every_option_of_check_is_in_the_table() -> None:
+    taken = {name.removeprefix("--") for option in cli.command("check").params for name in option.opts if "--" in name}
+    assert taken == {option.name for option in CHECK_OPTIONS}
+    assert {option.name: option.choices for option in CHECK_OPTIONS}["depth"] == DEPTHS
+
+
+@pytest.mark.parametrize("option", [option for option in CHECK_OPTIONS if option.choices or option.minimum is not None])
+def test_a_file_is_refused_in_the_words_of_the_command_line(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: CheckOption
+) -> None:
+    value: Any = "'no'" if option.choices else option.minimum - 1 if option.minimum is not None else None
+    (here / "ckptlint.toml").write_text(f"{option.name} = {value}\n")
+    in_file = usage_error(monkeypatch, capsys, GOOD).removeprefix(f"ckptlint.toml: {option.name}: ")
+    (here / "ckptlint.toml").unlink()
+    if not option.counts:  # -q has no value
+        said = usage_error(monkeypatch, capsys, GOOD, f"--{option.name}", str(value).strip("'"))
+        assert said.endswith(f": {in_file}")
+    assert in_file.endswith(".")
+
+
+@pytest.mark.parametrize("command", ["watch", "live"])
+def test_a_file_for_check_serves_the_commands_that_check(here: Path, command: str) -> None:
+    (here / "ckptlint.toml").write_text("all-steps = true\n")
+    assert "all-steps" not in invoke(command, "nowhere").output
+    (here / "ckptlint.toml").write_text("every-node = true\nonce = true\n")
+    assert isinstance(invoke(command, "nowhere").exception, ConfigError)
 
 
 # ---------------------------------------------------------------- ckptlint config

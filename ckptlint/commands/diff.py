@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,9 +11,11 @@ from functools import cached_property
 from math import prod
 from typing import Any, Literal
 
+import click
 import numpy as np
 
 from ckptlint.analysis.key_matching import compare
+from ckptlint.commands.shared import ENVIRONMENT, described, show_text, terminal_style
 from ckptlint.loaders.reference import tensors_of
 from ckptlint.model import Checkpoint, Reference, Tensor
 from ckptlint.model.text import braces, plural
@@ -96,7 +99,24 @@ class Diff:
         return Counter(item.kind for item in self.differences)
 
 
-def diff(old: Mapping[str, Checkpoint], new: Mapping[str, Checkpoint], layout: bool = False) -> Diff:
+@click.command(context_settings=ENVIRONMENT)
+@click.argument("old")
+@click.argument("new")
+@click.option("--layout", is_flag=True, help="Also how tensors are cut and in which files they lie.")
+@click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
+def diff(old: str, new: str, layout: bool, format_: str, color: str) -> None:
+    """The keys, shapes and dtypes that differ between two checkpoints; resharding is no difference.
+
+    Exit codes: 0 the same, 1 different, or unsafe or unreadable, 3 nothing there.
+    """
+    found = differences(described(old), described(new), layout)
+    style = terminal_style(color, False, 0, 0, False)
+    show_text(as_json(found) if format_ == "json" else as_text(found, style))
+    sys.exit(found.exit_code)
+
+
+def differences(old: Mapping[str, Checkpoint], new: Mapping[str, Checkpoint], layout: bool = False) -> Diff:
     """What differs between two steps, component by component; resharding is no difference unless `layout`.
 
     Args:

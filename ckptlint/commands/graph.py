@@ -6,18 +6,42 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import click
+import networkx as nx
 import numpy as np
 
+from ckptlint.commands.shared import ENVIRONMENT, described, show_text
+from ckptlint.commands.show import no_tensor
 from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_graph import axis_graph
 from ckptlint.model import Checkpoint, Tensor
 
-if TYPE_CHECKING:
-    import networkx as nx
-
 _FILES = 2  # named in a label
+
+
+@click.command(context_settings=ENVIRONMENT)
+@click.argument("path")
+@click.argument("fqn")
+@click.option("--axis", type=click.IntRange(min=0), help="One axis.  [default: those that are cut]")
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["dot", "mermaid", "graphml", "json"]),
+    default="dot",
+    show_default=True,
+)
+def graph(path: str, fqn: str, axis: int | None, format_: str) -> None:
+    """The chunk graph of one tensor: per axis the intervals that chunks occupy, joined where one ends and one starts.
+
+    Exit codes: 0 drawn, 1 unsafe or unreadable, 2 no such tensor or axis, 3 nothing there.
+    """
+    checkpoints = list(described(path, partial=True).values())
+    holder = next((ckpt for ckpt in checkpoints if fqn in ckpt.tensors), None)
+    if holder is None:
+        raise ConfigError(no_tensor(checkpoints, fqn))
+    show_text(FORMATS[format_](drawing(holder, holder.tensors[fqn], axis)))
 
 
 def drawing(ckpt: Checkpoint, tensor: Tensor, axis: int | None) -> nx.DiGraph[str]:
@@ -31,8 +55,6 @@ def drawing(ckpt: Checkpoint, tensor: Tensor, axis: int | None) -> nx.DiGraph[st
     Raises:
         ConfigError: there is no such axis, or chunks and shape cannot be compared.
     """
-    import networkx as nx
-
     if not tensor.is_sound:
         raise ConfigError(f"the chunks of {tensor.fqn} do not fit its shape, see `ckptlint {ckpt.path}`")
     rank = len(tensor.global_shape)
@@ -139,8 +161,6 @@ def as_dot(graph: nx.DiGraph[str]) -> str:
 
 def as_graphml(graph: nx.DiGraph[str]) -> str:
     """XML as networkx writes it; the file names of a node are one text, a name a line."""
-    import networkx as nx
-
     plain = graph.copy()
     for _, data in plain.nodes(data=True):
         if "files" in data:

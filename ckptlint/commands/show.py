@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
+import click
 import numpy as np
 
+from ckptlint.commands.shared import ENVIRONMENT, described, show_text, terminal_style
 from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_map import draw, make_grid
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.text import braces, human_bytes, plural, ranges
+from ckptlint.model.text import braces, human_bytes, plural, printable, ranges
 from ckptlint.reporters.full import header
 from ckptlint.reporters.style import Style, cut
 from ckptlint.vocabulary.dtypes import nbytes
@@ -24,6 +27,27 @@ _DEEPEST = 32  # a forged name may have thousands of dots
 _LISTED = 12
 
 Branch = dict[str, "Branch | Tensor"]
+
+
+@click.command(context_settings=ENVIRONMENT)
+@click.argument("path")
+@click.argument("pattern", metavar="[GLOB]", required=False)
+@click.option("--tree", is_flag=True, help="By dotted name, layers that look the same folded.")
+@click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
+@click.option("--ascii", "ascii_only", is_flag=True, help="Draw with plain characters.")
+def show(path: str, pattern: str | None, tree: bool, format_: str, color: str, ascii_only: bool) -> None:
+    """What is in a checkpoint, without a verdict: tensors, shapes, dtypes, how they are cut, objects, topology.
+
+    With a GLOB the tensors whose name matches, and how their chunks lie.
+
+    Exit codes: 0 shown, 1 unsafe or unreadable, 2 no tensor matches, 3 nothing there.
+    """
+    if tree and format_ == "json":
+        raise click.UsageError("--tree is a form of text")
+    checkpoints = list(described(path, files=True, partial=True).values())
+    style = terminal_style(color, ascii_only, 0, 0, False)
+    show_text(as_json(checkpoints, pattern) if format_ == "json" else as_text(checkpoints, pattern, tree, style))
 
 
 def matching(ckpt: Checkpoint, pattern: str | None) -> list[Tensor]:
@@ -80,10 +104,6 @@ def _demand_match(checkpoints: Sequence[Checkpoint], pattern: str | None) -> Non
 
 def no_tensor(checkpoints: Sequence[Checkpoint], name: str) -> str:
     """The sentence for a name or glob that no tensor has, with the nearest name."""
-    from difflib import get_close_matches
-
-    from ckptlint.model.text import printable
-
     names = [fqn for ckpt in checkpoints for fqn in ckpt.tensors]
     near = get_close_matches(name, names[:10_000], 1)
     did_you_mean = f", did you mean {cut(near[0])}?" if near else "; `ckptlint show PATH` lists them"
@@ -155,16 +175,16 @@ def _branches(node: Branch, indent: str, style: Style) -> Iterator[str]:
         is_last = i + 1 == len(folded)
         lead, below = (corner, "   ") if is_last else (tee, bar)
         elements = list(_leaves(child))
-        nbytes = sum(nbytes(tensor.dtype, tensor.volume) or 0 for tensor in elements) * count
+        size = sum(nbytes(tensor.dtype, tensor.volume) or 0 for tensor in elements) * count
         if isinstance(child, dict):
-            yield f"{indent}{lead}{cut(name)}  {plural(len(elements) * count, 'tensor')}, {_size(nbytes or None)}"
+            yield f"{indent}{lead}{cut(name)}  {plural(len(elements) * count, 'tensor')}, {_size(size or None)}"
             yield from _branches(child, indent + below, style)
         else:
             often = f"  x {count:,}" if count > 1 else ""
             cuts = f", cut {_degrees(child)}" if _chunks(child) > 1 else ""
             yield (
                 f"{indent}{lead}{cut(name)}  {child.dtype} {_shape(child)}  {plural(_chunks(child), 'chunk')}{cuts}"
-                f"  {_size(nbytes or None)}{often}"
+                f"  {_size(size or None)}{often}"
             )
 
 

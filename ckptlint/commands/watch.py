@@ -1,14 +1,24 @@
-"""The steps of a running job: which one is finished, which one was left behind (`ckptlint watch`)."""
+"""`ckptlint watch`: the steps of a running job, each linted once it is finished."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
-from ckptlint.errors import CkptlintError, NothingToCheckError
+import click
+
+from ckptlint.commands.check import NoPath, check
+from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options
+from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
 from ckptlint.formats.sandbox import isolated
 from ckptlint.loaders.discover import components, find_checkpoints, step_number
 from ckptlint.loaders.run_folder import read_tracker, step_state
@@ -19,6 +29,80 @@ from ckptlint.storage.paths import shown
 _LEVELS = 3  # a step, its components, theirs (verl)
 
 Sizes = dict[str, tuple[int, float]]
+
+
+@click.command(cls=WithSettings, context_settings=ENVIRONMENT)
+@click.argument("run_dir")
+@click.option(
+    "--interval", type=click.FloatRange(min=0), default=30, show_default=True, help="Seconds between two looks."
+)
+@click.option("--once", is_flag=True, help="Lint what is finished, and end with the worst exit code.")
+@click.option("--exec", "command", metavar="CMD", help="Run for each step that does not give 0; see below.")
+@check_options(but="all-steps")
+@click.pass_context
+def watch(
+    context: click.Context, /, run_dir: str, interval: float, once: bool, command: str | None, **options: Any
+) -> None:
+    """Lint each step of a running job once, as soon as it is finished, with the options of `check`.
+
+    CMD finds CKPTLINT_STEP_PATH, CKPTLINT_EXIT_CODE and CKPTLINT_REPORT (a JSON file) in its environment. A report that
+    --output names is that of the last step. Ends on Ctrl-C (130).
+    """
+    with suppress(NoPath):  # a wrong option ends the watch now, not in an hour
+        context.invoke(check, paths=(), **options)
+    codes: list[int] = []
+    with TemporaryDirectory(prefix="ckptlint-") as folder:
+        for event in events(run_dir, interval, once):
+            if event.text:
+                click.echo(f"ckptlint: {event.text}", err=True)
+            if event.kind == "unread":
+                codes.append(4)
+                continue
+            step = f"{run_dir.rstrip('/') or '/'}/{event.step}"
+            report = Path(folder, f"{len(codes)}.json")
+            code = _lint_step(context, step, report if command else None, options)
+            if code and is_vanishing(step, event):
+                click.echo(f"ckptlint: {event.step} is being removed: what was found in it does not count", err=True)
+                continue
+            codes.append(code)
+            if code and command:
+                _execute(command, step, code, report)
+    if not codes:
+        raise NothingToCheckError(f"nothing to check: no step of {run_dir} is finished")
+    sys.exit(next((code for code in (1, 4, 3) if code in codes), 0))
+
+
+def _lint_step(context: click.Context, step: str, report: Path | None, options: dict[str, Any]) -> int:
+    """The exit code of `check`; what it could not write or read is no reason to stop watching."""
+    if report is not None:
+        options = options | {"output": (*options["output"], f"json={report}")}
+    context.obj = replace(context.obj[0], unread=()), [step]  # said once, at the start
+    try:
+        context.invoke(check, paths=(step,), **options)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 4
+    except ConfigError:
+        raise
+    except CkptlintError as error:
+        click.echo(f"ckptlint: {error}", err=True)
+        return 4
+    raise AssertionError("check ends in an exit code")
+
+
+def _execute(command: str, step: str, code: int, report: Path) -> None:
+    """Run the user's command; what it is about is in its environment, where no name can be taken for a command."""
+    about = {
+        "CKPTLINT_STEP_PATH": step,
+        "CKPTLINT_EXIT_CODE": str(code),
+        "CKPTLINT_REPORT": str(report) if report.exists() else "",
+    }
+    # the shell is the user's own: CMD comes from the command line, like a recipe of make
+    ended = subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, env=os.environ | about, check=False)  # noqa: S602
+    if ended.returncode:
+        click.echo(f"ckptlint: --exec ended in {ended.returncode}", err=True)
+
+
+# ---------------------------------------------------------------- which step is finished
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ckptlint import __version__
+from ckptlint._version import __version__
 from ckptlint.analysis.held_by_ranks import as_checkpoint
 from ckptlint.errors import CheckpointError, CkptlintError
 from ckptlint.lint.engine import run_rules

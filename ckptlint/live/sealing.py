@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint import __version__
+from ckptlint._version import __version__
 from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.lint.report import Report
 from ckptlint.live import api

@@ -6,24 +6,13 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import cast
 
+from ckptlint.lint.options import FORMATS
 from ckptlint.lint.report import Report
 from ckptlint.reporters.style import Style
 
 Render = Callable[[Report, Style], str]
 
-_MODULES = {
-    "full": "full",
-    "concise": "concise",
-    "json": "json_report",
-    "json-v1": "json_report",
-    "sarif": "sarif",
-    "junit": "junit",
-    "github": "github",
-    "gitlab": "gitlab",
-    "markdown": "markdown",
-    "html": "html.page",
-    "statistics": "statistics",
-}
+_MODULES = {"html": "html.page", "json": "json_report", "json-v1": "json_report"}  # others have the format's own name
 
 
 def _imported_when_called(module: str) -> Render:
@@ -35,7 +24,7 @@ def _imported_when_called(module: str) -> Render:
     return render
 
 
-REPORTERS: dict[str, Render] = {name: _imported_when_called(module) for name, module in _MODULES.items()}
-
-SUFFIXES = {".json": "json", ".txt": "full", ".sarif": "sarif", ".xml": "junit", ".md": "markdown", ".html": "html"}
-"""Formats by the suffix of an output file."""
+REPORTERS: dict[str, Render] = {
+    name: _imported_when_called(_MODULES.get(name, name)) for name in (*FORMATS, "statistics")
+}
+"""What makes each format, and the table of `--statistics`."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from ckptlint.lint.report import CheckpointReport, Group, Report
 from ckptlint.model.text import plural
 from ckptlint.reporters.full import notes, verdict
-from ckptlint.reporters.places import file_of
-from ckptlint.reporters.style import Style, cut_names
+from ckptlint.reporters.style import Style, cut_names, file_of
 from ckptlint.rule import Severity
 
 SHOWN = 10

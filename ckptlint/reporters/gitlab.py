@@ -8,8 +8,7 @@ import posixpath
 from typing import Any
 
 from ckptlint.lint.report import CheckpointReport, Group, Report
-from ckptlint.reporters.places import file_of
-from ckptlint.reporters.style import Style
+from ckptlint.reporters.style import Style, file_of
 from ckptlint.rule import Severity
 from ckptlint.storage.paths import is_url
 

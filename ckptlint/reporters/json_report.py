@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from typing import Any
 
-from ckptlint import __version__
+from ckptlint._version import __version__
 from ckptlint.geometry.chunk_graph import coordinates
 from ckptlint.lint.report import CheckpointReport, Diagnostic, Group, Ignored, Report
 from ckptlint.model import Reference

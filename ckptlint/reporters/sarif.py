@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ckptlint import __version__
+from ckptlint._version import __version__
 from ckptlint.geometry.chunk_map import make_grid
 from ckptlint.lint.report import CheckpointReport, Group, Ignored, Report
 from ckptlint.lint.rule_page import page
 from ckptlint.model import Checkpoint
 from ckptlint.reporters.full import notes
 from ckptlint.reporters.json_report import sample
-from ckptlint.reporters.places import file_of
-from ckptlint.reporters.style import Style
+from ckptlint.reporters.style import Style, file_of
 from ckptlint.rule import Rule, Severity
 from ckptlint.storage.paths import is_url
 

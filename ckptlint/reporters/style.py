@@ -1,10 +1,13 @@
-"""How text is shown: colour, width, characters, how much of it."""
+"""How text is shown: colour, width, characters, how much of it; and the file that it points at."""
 
 from __future__ import annotations
 
 import re
 import textwrap
 from dataclasses import dataclass
+
+from ckptlint.model import Checkpoint
+from ckptlint.storage.paths import is_safe
 
 _CODES = {"error": "31;1", "warning": "33;1", "info": "36", "good": "32", "dim": "2", "bold": "1"}
 NAME_LIMIT = 200
@@ -74,3 +77,11 @@ def inert(text: str, escape: str = r"\x{:x}") -> str:
     """
     colon, hash_ = escape.format(ord(":")), escape.format(ord("#"))
     return _COMMAND.sub(lambda found: f"#{hash_}" if found[1] is None else found[1] + colon, text)
+
+
+def file_of(ckpt: Checkpoint, name: str) -> str:
+    """The file to point at, relative to the checkpoint: the one of this name, or the metadata where there is none.
+
+    A stored path that leaves the folder is never pointed at, since a viewer would follow it.
+    """
+    return name if is_safe(name) else ckpt.metadata_file

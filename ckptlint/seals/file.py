@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ckptlint import __version__
+from ckptlint._version import __version__
 from ckptlint.errors import AccessError, LimitError, UnreadableError
 from ckptlint.formats.safetensors_header import HEADER_LIMIT
 from ckptlint.formats.strict_json import checked_shape, json_object

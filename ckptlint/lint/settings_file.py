@@ -1,32 +1,30 @@
-"""Settings files: where they are looked for, what may stand in them, and what that means.
+"""Settings files: where they are looked for, what may stand in them, and what that means for the rules.
 
-The keys are the long options of `ckptlint check`, read off the command itself, and four tables of their own. What a
-file says becomes click's `default_map`, so that an option beats the environment, which beats the file.
+The keys are the long options of `ckptlint check`, as `lint/options.py` lists them, and four tables of their own.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import os
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import click
+from typing import Any
 
 from ckptlint.errors import ConfigError
-
-if TYPE_CHECKING:
-    from ckptlint.lint.ignores import KeyIgnore
-    from ckptlint.lint.report import FailOn
-    from ckptlint.rule import Rule
+from ckptlint.lint import registry, selection
+from ckptlint.lint.ignores import KeyIgnore
+from ckptlint.lint.options import CHECK_OPTIONS, FORMATS, CheckOption, tokens
+from ckptlint.lint.report import FailOn
+from ckptlint.rule import Rule
+from ckptlint.storage.paths import is_url
 
 FILE, SHARED_FILE = "ckptlint.toml", "pyproject.toml"
 _TABLES = ("per-key-ignores", "plugins", "rules", "severity")
-_REFUSED = ("config", "isolated", "help")
+_KNOWN = {option.name: option for option in CHECK_OPTIONS if option.in_files}
+_REFUSED = {"help"}.union(option.name for option in CHECK_OPTIONS if not option.in_files)
 _SIZE_LIMIT = 16 * 1024**2  # bytes; a device has no end
 
 
@@ -65,13 +63,12 @@ class Settings:
         return "never" if self.options.get("exit-zero") else level
 
 
-def find(parameters: Sequence[click.Parameter], checked: Iterable[str] = ()) -> Settings:
+def find(checked: Iterable[str] = ()) -> Settings:
     """The settings of the nearest file from the working directory upward, never of one inside a checked path.
 
     In each folder `ckptlint.toml` comes before `pyproject.toml`, which counts when it has a table `[tool.ckptlint]`.
 
     Args:
-        parameters: those of `check`.
         checked: the paths that are checked.
 
     Raises:
@@ -91,11 +88,11 @@ def find(parameters: Sequence[click.Parameter], checked: Iterable[str] = ()) -> 
             if _inside(file, barred):
                 unread.append(f"{file} lies inside a checked path and was not read for settings")
             elif (table := _table(file)) is not None:
-                return _settings(file, table, parameters, tuple(unread))
+                return _settings(file, table, tuple(unread))
     return Settings(unread=tuple(unread))
 
 
-def read(file: str, parameters: Sequence[click.Parameter], checked: Iterable[str] = ()) -> Settings:
+def read(file: str, checked: Iterable[str] = ()) -> Settings:
     """The settings of this file.
 
     Raises:
@@ -107,7 +104,7 @@ def read(file: str, parameters: Sequence[click.Parameter], checked: Iterable[str
     table = _table(path)
     if table is None:
         raise ConfigError(f"{file} has no table [tool.ckptlint]")
-    return _settings(path, table, parameters, ())
+    return _settings(path, table, ())
 
 
 def every_rule(settings: Settings, checked: Iterable[str] = ()) -> tuple[Rule, ...]:
@@ -116,12 +113,9 @@ def every_rule(settings: Settings, checked: Iterable[str] = ()) -> tuple[Rule, .
     Raises:
         ConfigError: a plug-in cannot be used, or an option of a rule is unknown or of another type.
     """
-    from ckptlint.lint import registry
-    from ckptlint.lint import selection as select
-
     rules = registry.with_plugins(registry.load_rules(), settings.plugins, local_folders(checked))
     try:
-        return select.configured(rules, settings.rule_options)
+        return selection.configured(rules, settings.rule_options)
     except ConfigError as error:
         raise ConfigError(f"{settings.file}, table rules: {error}") from None
 
@@ -132,77 +126,18 @@ def key_ignores(settings: Settings, rules: Sequence[Rule]) -> tuple[KeyIgnore, .
     Raises:
         ConfigError: an unknown rule, or one that cannot be ignored.
     """
-    from ckptlint.lint.ignores import KeyIgnore
-    from ckptlint.lint.selection import ignorable
-
     made = []
-    for pattern, tokens, reason in settings.ignores:
+    for pattern, named, reason in settings.ignores:
         try:
-            codes = frozenset[str]().union(*(ignorable(rules, token) for token in tokens))
+            codes = frozenset[str]().union(*(selection.ignorable(rules, token) for token in named))
         except ConfigError as error:
             raise ConfigError(f"{settings.file}, per-key-ignores, {pattern!r}: {error}") from None
         made.append(KeyIgnore(pattern, codes, reason, settings.file))
     return tuple(made)
 
 
-def percent(text: str) -> float:
-    """The number of a share such as `5%`.
-
-    >>> percent("2.5%")
-    2.5
-
-    Raises:
-        ConfigError: it is none above 0 and up to 100.
-    """
-    try:
-        share = float(text.removesuffix("%"))
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 100:
-        raise ConfigError(f"--sample takes a share above 0% and up to 100%, not {text!r}")
-    return share
-
-
-def in_force(settings: Settings, rows: Mapping[str, tuple[Any, str]], rules: Sequence[Rule], format_: str) -> str:
-    """The settings as a table or as JSON.
-
-    Args:
-        rows: long option -> value and where it came from.
-    """
-    shown = dict(rows)
-    shown |= {
-        f"rules.{rule.name}.{name}": (value, "file" if name.replace("-", "_") in rule.values else "default")
-        for rule in rules
-        for name, value in rule.options.items()
-    }
-    ignores = [{"keys": keys, "rules": [*codes], "reason": reason} for keys, codes, reason in settings.ignores]
-    if format_ == "json":
-        document = {
-            "file": settings.file or None,
-            "settings": {name: {"value": value, "from": source} for name, (value, source) in shown.items()},
-            "per-key-ignores": ignores,
-            "plugins": settings.plugins,
-        }
-        return json.dumps(document, indent=2)
-    from tabulate import tabulate
-
-    cells = [(name, json.dumps(value), source) for name, (value, source) in shown.items()]
-    lines = [tabulate(cells, ("setting", "value", "from"), disable_numparse=True), ""]
-    lines += [f"ignored: {item['keys']} {', '.join(item['rules'])}: {item['reason']}" for item in ignores]
-    lines += [f"plug-in: {name}" for name in settings.plugins]
-    return "\n".join([*lines, f"file: {settings.file or 'none'}"])
-
-
-def long_options(parameters: Iterable[click.Parameter]) -> dict[str, click.Option]:
-    """The options by their long names, without dashes."""
-    options = [parameter for parameter in parameters if isinstance(parameter, click.Option)]
-    return {name[2:]: option for option in options for name in option.opts if name.startswith("--")}
-
-
 def local_folders(paths: Iterable[str]) -> tuple[Path, ...]:
     """The paths that lie on this machine, links resolved; URLs are left out."""
-    from ckptlint.storage.paths import is_url
-
     return tuple(_real(path.removeprefix("file://")) for path in paths if not is_url(path) and "\0" not in path)
 
 
@@ -237,24 +172,21 @@ def _table(file: Path) -> dict[str, Any] | None:
     return table
 
 
-def _settings(
-    file: Path, table: dict[str, Any], parameters: Sequence[click.Parameter], unread: tuple[str, ...]
-) -> Settings:
-    known = {name: option for name, option in long_options(parameters).items() if name not in _REFUSED}
+def _settings(file: Path, table: dict[str, Any], unread: tuple[str, ...]) -> Settings:
     name = str(file)
     options: dict[str, Any] = {}
     for key, value in table.items():
         if key == "severity":
             options[key] = _severity(name, value)
-        elif key in known:
-            options[key] = _option(name, key, value, known[key])
+        elif key in _KNOWN:
+            options[key] = _option(name, value, _KNOWN[key])
         elif key not in _TABLES:
-            raise ConfigError(_unknown(name, key, [*known, *_TABLES]))
+            raise ConfigError(_unknown(name, key))
     for key in ("baseline", "expect"):
         if key in options:
             options[key] = _anchored(file.parent, options[key])
     if "output" in options:
-        options["output"] = [_output(file.parent, value, known["format"]) for value in options["output"]]
+        options["output"] = [_output(file.parent, value) for value in options["output"]]
     return Settings(
         name,
         options,
@@ -265,29 +197,30 @@ def _settings(
     )
 
 
-def _unknown(file: str, key: str, known: Iterable[str]) -> str:
+def _unknown(file: str, key: str) -> str:
     if key in _REFUSED:
         return f"{file}: {key} cannot be set in a file"
-    near = difflib.get_close_matches(key.replace("_", "-"), known, 1)
+    near = difflib.get_close_matches(key.replace("_", "-"), [*_KNOWN, *_TABLES], 1)
     return f"{file}: there is no setting {key!r}" + (f", did you mean {near[0]}?" if near else "; see docs/settings.md")
 
 
-def _option(file: str, key: str, value: Any, option: click.Option) -> Any:
+def _option(file: str, value: Any, option: CheckOption) -> Any:
     """The value of an option, which must have the TOML type that the option asks for."""
-    if option.multiple:
-        return _texts(file, key, [value] if isinstance(value, str) else value)
-    if option.count or isinstance(option.type, click.types.IntParamType):
+    if option.repeats:
+        return _texts(file, option.name, [value] if isinstance(value, str) else value)
+    if option.minimum is not None:
         fits, wanted = type(value) is int, "a whole number"
     elif option.is_flag:
         fits, wanted = type(value) is bool, "true or false"
     else:
         fits, wanted = isinstance(value, str), "a text"
     if not fits:
-        raise ConfigError(f"{file}: {key} takes {wanted}, not {value!r}")
-    try:
-        option.type.convert(value, option, None)
-    except click.BadParameter as error:
-        raise ConfigError(f"{file}: {key}: {error.message}") from None
+        raise ConfigError(f"{file}: {option.name} takes {wanted}, not {value!r}")
+    # the sentences of click, which says the same of an option
+    if option.choices and value not in option.choices:
+        raise ConfigError(f"{file}: {option.name}: {value!r} is not one of {', '.join(map(repr, option.choices))}.")
+    if option.minimum is not None and value < option.minimum:
+        raise ConfigError(f"{file}: {option.name}: {value} is not in the range x>={option.minimum}.")
     return value
 
 
@@ -322,19 +255,17 @@ def _ignores(file: str, tables: dict[str, dict[str, Any]]) -> Iterable[tuple[str
         reason = entry.get("reason")
         if not isinstance(reason, str) or not reason.strip():
             raise ConfigError(f'{file}, {place}: why? say reason = "..."')
-        yield pattern, tuple(token for rule in rules for token in rule.split(",")), reason.strip()
+        yield pattern, tuple(tokens(rules)), reason.strip()
 
 
 def _anchored(folder: Path, path: str) -> str:
     """A path in a file is relative to the file's folder."""
-    from ckptlint.storage.paths import is_url
-
     return path if is_url(path) else os.path.normpath(folder / path)
 
 
-def _output(folder: Path, value: str, formats: click.Option) -> str:
+def _output(folder: Path, value: str) -> str:
     """An `--output`, which may name its format in front."""
     name, equals, path = value.partition("=")
-    if equals and isinstance(formats.type, click.Choice) and name in formats.type.choices:
+    if equals and name in FORMATS:
         return f"{name}={_anchored(folder, path)}"
     return _anchored(folder, value)

@@ -1,0 +1,246 @@
+"""`ckptlint check`, and `ckptlint config`, which tells what it would do.
+
+What judges is imported when there is something to check: the options of `check` are asked for by `--help`, by the
+shell's completion and by other commands.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from ckptlint.commands.shared import (
+    ENVIRONMENT,
+    WithSettings,
+    check_options,
+    progress,
+    show_text,
+    terminal_style,
+    write_file,
+)
+from ckptlint.lint.options import CHECK_OPTIONS, FORMATS, SUFFIXES, percent, tokens
+
+if TYPE_CHECKING:
+    from ckptlint.lint.report import Report
+    from ckptlint.lint.settings_file import Settings
+    from ckptlint.payload.reading import Reading
+    from ckptlint.reporters.style import Style
+    from ckptlint.rule import Depth, Rule
+
+SOURCE = "ckptlint.source"
+"""In the context: what reads checkpoints in place of `lint.run.opened`."""
+
+
+class NoPath(click.UsageError):
+    """The options of `check` are right, and no path was given."""
+
+
+@click.command(cls=WithSettings, context_settings=ENVIRONMENT)
+@click.argument("paths", nargs=-1, metavar="PATH...")
+@check_options()
+def check(
+    paths: tuple[str, ...],
+    select: tuple[str, ...],
+    extend_select: tuple[str, ...],
+    ignore: tuple[str, ...],
+    severity: tuple[str, ...],
+    fail_on: str,
+    strict: bool,
+    exit_zero: bool,
+    depth: Any,
+    sample: str | None,
+    seed: int | None,
+    jobs: int | None,
+    no_progress: bool,
+    format_: str,
+    output: tuple[str, ...],
+    max_per_rule: int,
+    statistics: bool,
+    color: str,
+    ascii_: bool,
+    all_steps: bool,
+    expect: str | None,
+    baseline: str | None,
+    config: str | None,
+    isolated: bool,
+    no_ignores: bool,
+    quiet: int,
+    verbose: bool,
+) -> None:
+    """Check checkpoints: a checkpoint folder, a step folder, or a run folder (its newest step).
+
+    `-` reads paths from standard input, one per line.
+    """
+    from ckptlint.lint import run as pipeline
+    from ckptlint.lint import selection
+    from ckptlint.lint.settings_file import every_rule, key_ignores
+
+    settings, checked = click.get_current_context().obj
+    level = _level()
+    if statistics and format_ != "full":
+        raise click.UsageError(f"--statistics is a text of its own and does not go with --format {format_}")
+    for sentence in settings.unread:
+        click.echo(f"ckptlint: {sentence}", err=True)
+    outputs = [_output(value) for value in output]
+    known = every_rule(settings, checked)
+    ignores = key_ignores(settings, known)
+    rules = selection.select(
+        known,
+        chosen=tokens(select),
+        extended=tokens(extend_select),
+        ignored=tokens(ignore),
+        severities=[_pair(value) for value in severity],
+        depth=depth,
+        has_reference=expect is not None,
+    )
+    reading = _reading(depth, sample, seed, jobs)
+    if not paths:
+        raise NoPath("which checkpoint? give a PATH, see `ckptlint --help`")
+    with progress(no_progress):
+        report = pipeline.run(
+            checked,
+            rules,
+            depth=depth,
+            fail_on=level,
+            all_steps=all_steps,
+            expect=expect,
+            reading=reading,
+            ignores=() if no_ignores else ignores,
+            baseline=baseline,
+            source=click.get_current_context().meta.get(SOURCE),
+        )
+    style = terminal_style(color, ascii_, max_per_rule, quiet, verbose)
+    _emit(report, style, "statistics" if statistics else format_, outputs)
+    sys.exit(report.exit_code)
+
+
+def _level() -> Any:
+    """The lowest severity that fails the run; of three options that say so the one from the strongest source."""
+    context = click.get_current_context()
+    for source in (
+        ParameterSource.COMMANDLINE,
+        ParameterSource.ENVIRONMENT,
+        ParameterSource.DEFAULT_MAP,
+        ParameterSource.DEFAULT,
+    ):
+        said = {
+            name: value
+            for name in ("strict", "exit_zero", "fail_on")
+            if (value := context.params[name]) and _source(context, name) == source
+        }
+        if len(said.keys() & {"strict", "exit_zero"}) == 2:
+            raise click.UsageError("--strict and --exit-zero contradict each other")
+        if said:
+            return "warning" if "strict" in said else "never" if "exit_zero" in said else said["fail_on"]
+    raise AssertionError("--fail-on has a default")
+
+
+def _source(context: click.Context, name: str) -> ParameterSource:
+    """Where the value of an option comes from; `watch` calls `check` with values of its own."""
+    above = context.parent.get_parameter_source(name) if context.parent else None
+    return context.get_parameter_source(name) or above or ParameterSource.DEFAULT
+
+
+def _pair(value: str) -> tuple[str, str]:
+    name, equals, level = value.partition("=")
+    if not equals:
+        raise click.UsageError(f"--severity takes RULE=LEVEL, not {value!r}")
+    return name, level
+
+
+def _reading(depth: Depth, sample: str | None, seed: int | None, jobs: int | None) -> Reading | None:
+    """How to read the payload; None at depths that do not."""
+    if depth != "headers" and depth != "data":
+        if sample is not None:
+            raise click.UsageError("--sample needs --depth headers or --depth data")
+        return None
+    from ckptlint.payload.reading import default_reading
+
+    reading = default_reading(depth, None if sample is None else percent(sample), seed)
+    return replace(reading, jobs=jobs or reading.jobs)
+
+
+def _output(value: str) -> tuple[str, Path]:
+    """The format and file of an `--output`."""
+    name, equals, path = value.partition("=")
+    if equals and name in FORMATS:
+        return name, Path(path)
+    suffix = Path(value).suffix
+    if suffix not in SUFFIXES:
+        raise click.UsageError(f"which format is {value}? use one of {', '.join(SUFFIXES)} or F=FILE")
+    return SUFFIXES[suffix], Path(value)
+
+
+def _emit(report: Report, style: Style, format_: str, outputs: list[tuple[str, Path]]) -> None:
+    from ckptlint.reporters import REPORTERS
+
+    whole = replace(style, color=False, quiet=0)  # a file is whole, whatever -q says
+    if text := REPORTERS[format_](report, style):
+        show_text(text)
+    for name, path in outputs:
+        write_file(path, REPORTERS[name](report, whole))
+
+
+# ---------------------------------------------------------------- ckptlint config
+
+
+@click.command(context_settings={**ENVIRONMENT, "ignore_unknown_options": True})
+@click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS AND PATHS OF check]")
+def config(format_: str, arguments: tuple[str, ...]) -> None:
+    """The settings in force for `check`, and where each came from: default, file, environment or option."""
+    from ckptlint.lint.settings_file import every_rule, key_ignores
+
+    context = check.make_context("check", [*arguments], parent=click.get_current_context().parent)
+    found, checked = context.obj
+    for sentence in found.unread:
+        click.echo(f"ckptlint: {sentence}", err=True)
+    known = every_rule(found, checked)
+    key_ignores(found, known)
+    sources = {
+        ParameterSource.DEFAULT: "default",
+        ParameterSource.DEFAULT_MAP: "file",
+        ParameterSource.ENVIRONMENT: "environment",
+    }
+    rows = {
+        option.name: (context.params[option.variable], sources.get(_source(context, option.variable), "option"))
+        for option in CHECK_OPTIONS
+    }
+    click.echo(_in_force(found, rows, known, format_))
+
+
+def _in_force(settings: Settings, rows: Mapping[str, tuple[Any, str]], rules: Sequence[Rule], format_: str) -> str:
+    """The settings as a table or as JSON.
+
+    Args:
+        rows: long option -> value and where it came from.
+    """
+    shown = dict(rows)
+    shown |= {
+        f"rules.{rule.name}.{name}": (value, "file" if name.replace("-", "_") in rule.values else "default")
+        for rule in rules
+        for name, value in rule.options.items()
+    }
+    ignores = [{"keys": keys, "rules": [*codes], "reason": reason} for keys, codes, reason in settings.ignores]
+    if format_ == "json":
+        document = {
+            "file": settings.file or None,
+            "settings": {name: {"value": value, "from": source} for name, (value, source) in shown.items()},
+            "per-key-ignores": ignores,
+            "plugins": settings.plugins,
+        }
+        return json.dumps(document, indent=2)
+    from tabulate import tabulate
+
+    cells = [(name, json.dumps(value), source) for name, (value, source) in shown.items()]
+    lines = [tabulate(cells, ("setting", "value", "from"), disable_numparse=True), ""]
+    lines += [f"ignored: {item['keys']} {', '.join(item['rules'])}: {item['reason']}" for item in ignores]
+    lines += [f"plug-in: {name}" for name in settings.plugins]
+    return "\n".join([*lines, f"file: {settings.file or 'none'}"])

@@ -1,0 +1,51 @@
+"""`ckptlint live`: a check with all ranks of a job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ckptlint.commands.check import SOURCE, check
+from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options
+from ckptlint.errors import CkptlintError
+from ckptlint.live.shared_check import joined
+
+
+@click.command(cls=WithSettings, context_settings=ENVIRONMENT)
+@click.argument("path")
+@click.option("--every-node", is_flag=True, help="Every node reads all of the payload, past its page cache.")
+@click.option("--digest", is_flag=True, help="Short for --depth data.")
+@click.option(
+    "--settle",
+    type=click.FloatRange(min=0),
+    default=0,
+    metavar="SECONDS",
+    help="Wait so long for all nodes to see the same files.",
+)
+@check_options(but="all-steps")
+@click.pass_context
+def live(context: click.Context, /, path: str, every_node: bool, digest: bool, settle: float, **options: Any) -> None:
+    """Check a checkpoint with all ranks of a job, with the options of `check`: every node must see the same files.
+
+    Run as `torchrun --nproc-per-node N -m ckptlint live PATH`, on one node or many. At depths headers and data the
+    payload is shared out. Rank 0 prints; every rank ends with the same exit code. One process alone is a job too.
+    """
+    with joined(every_node, settle) as job:
+        if digest:
+            options["depth"] = "data"
+        if options["jobs"] is None:
+            options["jobs"] = job.threads
+        if options["seed"] is None:
+            options["seed"] = job.seed
+        options["no_progress"] |= job.rank > 0
+        context.meta[SOURCE] = job.source
+        context.obj = context.obj[0], [path]
+        try:
+            context.invoke(check, paths=(path,), **options)
+        except SystemExit as ended:
+            job.tell(ended.code if isinstance(ended.code, int) else 4)
+            raise
+        except CkptlintError:
+            job.tell(4)
+            raise

@@ -1,0 +1,234 @@
+"""What several commands need: their options and settings, how they print and write, the checkpoints they describe.
+
+Made light: `ckptlint check --help` and the shell's completion import this module.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from ckptlint.commands.completion import many_rules
+from ckptlint.errors import CkptlintError
+from ckptlint.lint.options import CHECK_OPTIONS, CheckOption
+from ckptlint.progress import listening
+
+if TYPE_CHECKING:
+    from ckptlint.model import Checkpoint
+    from ckptlint.reporters.style import Style
+
+ENVIRONMENT: dict[str, Any] = {"auto_envvar_prefix": "CKPTLINT", "help_option_names": ["-h", "--help"]}
+"""Context settings of a command whose options can stand in the environment."""
+
+_PATIENCE = 1.0  # seconds without a progress bar
+
+
+# ---------------------------------------------------------------- options and settings
+
+
+def check_options(but: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator that gives a command the options of `check`, in the order of their table, all but one perhaps."""
+
+    def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in reversed(CHECK_OPTIONS):  # click reads a stack of decorators upward
+            if option.name != but:
+                function = _option(option)(function)
+        return function
+
+    return decorated
+
+
+def _option(option: CheckOption) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    kind: click.Choice[str] | click.IntRange | None = None
+    if option.choices:
+        kind = click.Choice(option.choices)
+    elif option.minimum is not None and not option.counts:
+        kind = click.IntRange(min=option.minimum)
+    said: dict[str, Any] = {} if option.default is None else {"default": option.default, "show_default": True}
+    return click.option(
+        *([f"-{option.short}"] if option.short else []),
+        f"--{option.name}",
+        option.variable,
+        type=kind,
+        metavar=option.metavar,
+        is_flag=option.is_flag or None,
+        count=option.counts,
+        multiple=option.repeats,
+        envvar=option.environment,
+        shell_complete=many_rules if option.metavar == "RULES" else None,
+        help=option.help or None,
+        **said,
+    )
+
+
+class WithSettings(click.Command):
+    """A command whose defaults come from the settings file; `ctx.obj` has the settings and the paths."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing and not {"-h", "--help"} & set(args):
+            self.settle(ctx, args)
+        return super().parse_args(ctx, args)
+
+    def settle(self, ctx: click.Context, args: list[str]) -> None:
+        """Find out what is checked and which file has the settings, before click asks for defaults."""
+        from ckptlint.lint.settings_file import Settings, find, read
+
+        given, _, _ = self.make_parser(ctx).parse_args([*args])
+        values = {}
+        for parameter in self.params:
+            if parameter.name in ("config", "isolated", "paths", "path", "run_dir"):
+                value, source = parameter.consume_value(ctx, given)
+                values[parameter.name] = (
+                    None if source == ParameterSource.DEFAULT else parameter.type_cast_value(ctx, value)
+                )
+        paths = _paths(values.get("paths") or filter(None, [values.get("run_dir") or values.get("path")]))
+        if values["config"] and values["isolated"]:
+            raise click.UsageError("--config and --isolated contradict each other")
+        if values["config"]:
+            found = read(values["config"], paths)
+        elif values["isolated"]:
+            found = Settings()
+        else:
+            found = find(paths)
+        ctx.obj = found, paths
+        # an option beats the environment, which beats these
+        ctx.default_map = {
+            option.variable: found.options[option.name] for option in CHECK_OPTIONS if option.name in found.options
+        }
+
+
+def _paths(paths: Iterable[str]) -> list[str]:
+    found: list[str] = []
+    for path in paths:
+        # bytes that are no text stay what they are, as in arguments
+        lines = os.fsdecode(sys.stdin.buffer.read()).splitlines() if path == "-" else [path]
+        found += [line for line in lines if line or path != "-"]
+    return found
+
+
+# ---------------------------------------------------------------- printing and writing
+
+
+def terminal_style(color: str, ascii_only: bool, per_rule: int, quiet: int, verbose: bool) -> Style:
+    """What standard output can show, and what the options say about it."""
+    from ckptlint.reporters.style import Style
+
+    is_terminal = sys.stdout.isatty()
+    chosen = {"always": True, "never": False}.get(color)
+    if chosen is None:
+        chosen = not os.environ.get("NO_COLOR") and (bool(os.environ.get("FORCE_COLOR")) or is_terminal)
+    encoding = (sys.stdout.encoding or "").lower()
+    width = min(max(shutil.get_terminal_size((80, 24)).columns, 60), 120)
+    return Style(chosen, ascii_only or "utf" not in encoding, width, per_rule, quiet, verbose)
+
+
+def show_text(text: str) -> None:
+    """Write to standard output, now."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def write_file(path: Path, text: str) -> None:
+    """A whole file or none: written under another name, then renamed. What is there and no plain file is kept.
+
+    Raises:
+        CkptlintError: the file cannot be written.
+    """
+    is_special = path.is_symlink() or (path.exists() and not path.is_file())  # /dev/stdout, a pipe
+    unfinished = path if is_special else path.with_name(f".{path.name}.part")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        if not is_special:
+            unfinished.replace(path)
+    except OSError as error:
+        if not is_special:
+            with suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+        raise CkptlintError(f"{path} cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def progress(off: bool) -> Iterator[None]:
+    """A bar on standard error, on a terminal only, once a phase has taken a second."""
+    if off or not sys.stderr.isatty():
+        yield
+        return
+    bar = _Bar()
+    try:
+        with listening(bar.show):
+            yield
+    finally:
+        bar.close()
+
+
+class _Bar:
+    """One bar at a time on standard error; a new one when the unit or the amount changes."""
+
+    def __init__(self) -> None:
+        self.phase: tuple[str, int] | None = None
+        self.started = 0.0
+        self.bar: Any = None
+
+    def show(self, unit: str, done: int, total: int) -> None:
+        """Bring the bar up to date; it appears once the phase has taken a second."""
+        if self.phase != (unit, total):
+            self.close()
+            self.phase, self.started = (unit, total), time.monotonic()
+        seconds = time.monotonic() - self.started
+        if seconds < _PATIENCE:
+            return
+        if self.bar is None:
+            self.bar = click.progressbar(length=total, file=sys.stderr, show_eta=True, item_show_func=self._text)
+            self.bar.__enter__()
+        self.seconds, self.done, self.unit = seconds, done, unit
+        self.bar.update(done - self.bar.pos, done)
+
+    def _text(self, done: int | None) -> str:
+        if done is None:
+            return ""
+        amount, rate = done, done / self.seconds
+        if self.unit == "bytes":
+            from ckptlint.model.text import human_bytes
+
+            return f"{human_bytes(amount)}, {human_bytes(int(rate))}/s"
+        return f"{amount:,} {self.unit}, {rate:,.0f}/s"
+
+    def close(self) -> None:
+        """End the line of the bar."""
+        if self.bar is not None:
+            self.bar.__exit__(None, None, None)
+        self.bar = self.phase = None
+
+
+# ---------------------------------------------------------------- checkpoints to describe
+
+
+def described(path: str, files: bool = False, partial: bool = False) -> dict[str, Checkpoint]:
+    """The checkpoints that a path means, by their place below it; exit 1 where one is unsafe or unreadable.
+
+    Args:
+        files: look at the payload files.
+        partial: take one whose metadata describes only part of the save.
+    """
+    from ckptlint.loaders.checkpoint import open_checkpoint
+    from ckptlint.loaders.discover import find
+    from ckptlint.loaders.reference import obstacle
+
+    checkpoints = [open_checkpoint(folder, files) for folder in find(path)]
+    sentences = [obstacle(replace(ckpt, partial="") if partial else ckpt) for ckpt in checkpoints]
+    if any(sentences):
+        click.echo("\n".join(f"ckptlint: {sentence}" for sentence in sentences if sentence), err=True)
+        sys.exit(1)
+    # of text, since a URL is no path; cut back to whole names
+    above = os.path.commonprefix([f"{ckpt.path}/" for ckpt in checkpoints]).rpartition("/")[0]  # noqa: RUF071
+    return {ckpt.path[len(above) :].strip("/"): ckpt for ckpt in checkpoints}
