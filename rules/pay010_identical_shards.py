@@ -66,7 +66,7 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _numbers(payload: PayloadTable, tensor: Tensor) -> np.ndarray:
     records = tensor.chunks.record
-    return np.where(records >= 0, payload.same[records], -1) if len(records) else np.zeros(0, np.int32)
+    return np.where(records >= 0, payload.equal_group[records], -1) if len(records) else np.zeros(0, np.int32)
 
 
 def _pairs(numbers: np.ndarray) -> list[tuple[int, int]]:

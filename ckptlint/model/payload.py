@@ -10,8 +10,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.model.layout import IntArray
-
 
 class RecordState(IntEnum):
     """Whether a record was opened, or why not."""
@@ -82,56 +80,72 @@ class Damage:
     zeros: int = 0
 
 
+_ROW = np.dtype(
+    [
+        ("state", np.int8),
+        ("content", np.int32),
+        ("storages", np.int32),
+        ("stored", np.int64),
+        ("start", np.int64),
+        ("size", np.int64),
+        ("crc", np.int64),
+        ("equal_group", np.int32),
+        ("constant", np.bool_),
+        ("scanned", np.bool_),
+        ("nan", np.int64),
+        ("plus_inf", np.int64),
+        ("minus_inf", np.int64),
+        ("first", np.int64),
+        ("masks", np.bool_),
+        ("digest", np.uint64),
+        ("digested", np.bool_),
+    ]
+)
+_UNREAD = {"state": RecordState.ELSEWHERE} | dict.fromkeys(("content", "start", "crc", "equal_group", "first"), -1)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PayloadTable:
     """What the records themselves say; row i is record i of `Checkpoint.records`.
 
     Attributes:
-        state: int8 [m], a `RecordState`; the other columns mean something where it is READ.
-        content: int32 [m], position in `contents`.
+        rows: [m], the columns below, each an attribute of the table too.
         contents: the distinct contents.
-        storages: int32 [m], members that hold tensor data.
-        stored: int64 [m], bytes of all of them.
-        start: int64 [m], first byte in its file of the storage that the content names; -1 without one.
-        size: int64 [m], bytes of that storage.
-        crc: int64 [m], its CRC-32 as recorded, -1 where the writer stored none.
-        same: int32 [m], equal for records whose storages hold the same bytes (length, CRC-32 and up to 1 KiB of
-            samples agree); -1 for all others. Looked for among the chunks of one tensor and one layer's experts.
-        constant: bool [m], whether all samples taken hold one value; False where none were taken.
-        scanned: bool [m], whether the values were looked at (depth `data`).
-        nan, plus_inf, minus_inf: int64 [m], how many of them.
-        first: int64 [m], position of the first of them in the storage, in elements, or -1.
-        masks: bool [m], whether all values are 0 or -Inf.
         damages: checksums that do not match (depth `data`).
-        digest: uint64 [m], of the elements at their places in the whole tensor (`digests.elem_digest`).
-        digested: bool [m], whether there is one: at depth `data`, where a seal asks for it.
         unlisted: payload files that `integrity.json` leaves out.
         depth: how deep the records were read.
         sample: what was read of all records (`5% of the records (12 of 240), seed 7`), "" for all of them.
+
+    Columns:
+        state: a `RecordState`; the other columns mean something where it is READ.
+        content: position in `contents`.
+        storages: members that hold tensor data.
+        stored: bytes of all of them.
+        start: first byte in its file of the storage that the content names; -1 without one.
+        size: bytes of that storage.
+        crc: its CRC-32 as recorded, -1 where the writer stored none.
+        equal_group: equal for records whose storages hold the same bytes (length, CRC-32 and up to 1 KiB of samples
+            agree); -1 for all others. Looked for among the chunks of one tensor and one layer's experts.
+        constant: whether all samples taken hold one value; False where none were taken.
+        scanned: whether the values were looked at (depth `data`).
+        nan, plus_inf, minus_inf: how many of them.
+        first: position of the first of them in the storage, in elements, or -1.
+        masks: whether all values are 0 or -Inf.
+        digest: of the elements at their places in the whole tensor (`digests.elem_digest`).
+        digested: whether there is one: at depth `data`, where a seal asks for it.
     """
 
-    state: npt.NDArray[np.int8]
-    content: npt.NDArray[np.int32]
+    rows: npt.NDArray[np.void]
     contents: list[RecordContent]
-    storages: npt.NDArray[np.int32]
-    stored: IntArray
-    start: IntArray
-    size: IntArray
-    crc: IntArray
-    same: npt.NDArray[np.int32]
-    constant: npt.NDArray[np.bool_]
-    scanned: npt.NDArray[np.bool_]
-    nan: IntArray
-    plus_inf: IntArray
-    minus_inf: IntArray
-    first: IntArray
-    masks: npt.NDArray[np.bool_]
-    digest: npt.NDArray[np.uint64]
-    digested: npt.NDArray[np.bool_]
     damages: tuple[Damage, ...] = ()
     unlisted: tuple[str, ...] = ()
     depth: Literal["headers", "data"] = "headers"
     sample: str = ""
+
+    def __getattr__(self, column: str) -> npt.NDArray[Any]:
+        if column not in (_ROW.names or ()):
+            raise AttributeError(column)
+        return self.rows[column]
 
     def of(self, record: int) -> RecordContent | None:
         """What a record holds, None when it was not read or does not exist."""
@@ -142,34 +156,7 @@ class PayloadTable:
 
 def empty_payload(count: int, depth: Literal["headers", "data"]) -> PayloadTable:
     """A table for so many records, none of which was read."""
-
-    def minus() -> IntArray:
-        return np.full(count, -1, np.int64)
-
-    def zero() -> IntArray:
-        return np.zeros(count, np.int64)
-
-    def no() -> npt.NDArray[np.bool_]:
-        return np.zeros(count, bool)
-
-    return PayloadTable(
-        state=np.full(count, RecordState.ELSEWHERE, np.int8),
-        content=np.full(count, -1, np.int32),
-        contents=[],
-        storages=np.zeros(count, np.int32),
-        stored=zero(),
-        start=minus(),
-        size=zero(),
-        crc=minus(),
-        same=np.full(count, -1, np.int32),
-        constant=no(),
-        scanned=no(),
-        nan=zero(),
-        plus_inf=zero(),
-        minus_inf=zero(),
-        first=minus(),
-        masks=no(),
-        digest=np.zeros(count, np.uint64),
-        digested=no(),
-        depth=depth,
-    )
+    rows = np.zeros(count, _ROW)
+    for column, value in _UNREAD.items():
+        rows[column] = value
+    return PayloadTable(rows, [], depth=depth)

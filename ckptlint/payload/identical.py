@@ -22,7 +22,7 @@ _NORMS = 512
 
 
 def find_same(folder: Folder, ckpt: Checkpoint, table: PayloadTable, path: Callable[[int], str]) -> None:
-    """Fill `same` and `constant`.
+    """Fill `equal_group` and `constant`.
 
     Up to 1 KiB of each suspect is read: equal length and CRC-32 make a suspect. Where there is one, the norms are
     sampled too: a model whose norms hold one value each has not been trained.
@@ -54,7 +54,7 @@ def find_same(folder: Folder, ckpt: Checkpoint, table: PayloadTable, path: Calla
             by_sample.setdefault(taken[row], []).append(row)
         for equal in by_sample.values():
             if len(equal) > 1:
-                table.same[equal] = number
+                table.equal_group[equal] = number
                 number += 1
     norms = _norms(ckpt, table)
     for row, sample in samples.of(norms).items():

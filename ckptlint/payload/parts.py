@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ckptlint.errors import UnreadableError
-from ckptlint.model import Damage, PayloadTable, Problem, RecordContent, empty_payload
+from ckptlint.model import Damage, PayloadTable, Problem, RecordContent
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
 from ckptlint.payload.record_headers import Part as Member
@@ -43,14 +43,6 @@ class Part:
     unlisted: tuple[str, ...]
     problems: list[Problem]
     sample: str
-
-
-COLUMNS = [f.name for f in fields(PayloadTable) if isinstance(getattr(empty_payload(0, "data"), f.name), np.ndarray)]
-
-
-def rows_of(table: PayloadTable, rows: IntArray) -> PayloadTable:
-    """The same columns of some rows."""
-    return replace(table, **{name: getattr(table, name)[rows] for name in COLUMNS})
 
 
 def by_content(table: PayloadTable) -> Iterator[tuple[int, IntArray]]:

@@ -23,7 +23,7 @@ from ckptlint.model.text import printable
 from ckptlint.payload.identical import find_same
 from ckptlint.payload.integrity import read_integrity
 from ckptlint.payload.members import members_of, scans_of, with_bare_tensors
-from ckptlint.payload.parts import COLUMNS, Contents, Part, by_content, rows_of
+from ckptlint.payload.parts import Contents, Part, by_content
 from ckptlint.payload.reading import Reading
 from ckptlint.payload.record_headers import Headers, Place, read_headers
 from ckptlint.payload.record_headers import Part as Member
@@ -107,7 +107,7 @@ class Reader:
         finally:
             self.meter.stop.set()  # threads that still run have nobody to read for
         is_whole = len(self.share) == len(self.ckpt.records)
-        table = self.table if is_whole else rows_of(self.table, self.share)
+        table = self.table if is_whole else replace(self.table, rows=self.table.rows[self.share])
         contents = self.contents
         keys = [*contents.numbers, *(repr(content).encode() for content in table.contents[len(contents.numbers) :])]
         decoded = dict(zip(contents.numbers, contents.decoded, strict=True))
@@ -158,8 +158,8 @@ class Reader:
             new = is_free[part.rows]
             at = part.rows[new]
             is_free[at] = False
-            for name in COLUMNS if self.table is not part.table else ():
-                getattr(self.table, name)[at] = getattr(part.table, name)[new]
+            if self.table is not part.table:
+                self.table.rows[at] = part.table.rows[new]
             for key, content in zip(part.keys, part.table.contents, strict=True):
                 if number.setdefault(key, len(contents)) == len(contents):
                     contents.append(content)
