@@ -44,7 +44,7 @@ class Contradiction:
     """A declared value and what is stored instead.
 
     Attributes:
-        name: canonical name of the value (`topology.read_declared`).
+        name: canonical name of the value (`config_fields.read_declared`).
         found: the structural value.
         shown_by: what it was counted from.
     """

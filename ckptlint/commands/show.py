@@ -143,10 +143,10 @@ def _table(tensors: Iterable[Tensor]) -> list[str]:
 
 
 def _aligned(heads: list[str], rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in [heads, *rows]
-    ]
+    from tabulate import tabulate
+
+    table = tabulate([heads, *rows], tablefmt="plain", disable_numparse=True)
+    return [line.rstrip() for line in table.splitlines()]
 
 
 def _tree(tensors: Iterable[Tensor], style: Style) -> Iterator[str]:

@@ -4,9 +4,9 @@
 becomes a stand-in that keeps what it was given and does nothing. Names outside the list of `.metadata` are refused:
 they become stand-ins too, so that the rest can still be read, and are reported with their byte offset. The opcodes
 are walked in Python only to explain a refusal. Of a large `.metadata` the regular stretches become columns first
-(`stretches`), and the unpickler reads the rest.
+(`pickle_columns`), and the unpickler reads the rest.
 
-A crafted stream may still crash, starve or stall the C unpickler, which is why loaders run under `isolate`.
+A crafted stream may still crash, starve or stall the C unpickler, which is why loaders run in a `sandbox`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Nodes are the distinct intervals [start, stop) that live chunks occupy on the axis; an edge joins an interval to the
 one that starts where it ends. A healthy axis is one path from 0 to the global size; a missing link is a gap. A hole at
-one crossing of two healthy axes leaves both paths whole, which is why verdicts come from `boxes`.
+one crossing of two healthy axes leaves both paths whole, which is why verdicts come from `model.layout`.
 """
 
 from __future__ import annotations

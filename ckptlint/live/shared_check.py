@@ -81,7 +81,7 @@ class Job:
     def source(
         self, path: str, all_steps: bool, depth: Depth, reading: Reading | None
     ) -> Iterator[tuple[Folder, Checkpoint]]:
-        """As `pipeline.opened`, on rank 0; the other ranks take part, wait for the end, and leave with its exit code.
+        """As `lint.run.opened`, on rank 0; the other ranks take part, wait for the end, and leave with its exit code.
 
         Raises:
             AccessError: a rank could not read its part, or did not come in time; on all ranks.

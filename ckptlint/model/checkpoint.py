@@ -33,7 +33,7 @@ class CommonState:
 
     Attributes:
         source: the file or entry they came from, relative to the checkpoint.
-        values: a dict as stored; classes of the training code are inert `unpickle.Node`s.
+        values: a dict as stored; classes of the training code are inert `safe_pickle.Node`s.
     """
 
     source: str
@@ -145,7 +145,7 @@ class Checkpoint:
         partial: why the metadata describes only part of the save, or "".
         locates_bytes: whether offset and length of a record say where its bytes lie; not in the SAFETENSORS mode of
             torch's FileSystemWriter (>= 2.8), where all tensors of a file share one offset.
-        declared: what the job said about itself, by canonical name (`topology.read_declared`).
+        declared: what the job said about itself, by canonical name (`config_fields.read_declared`).
         object_values: entry name -> content of the optimizer objects that describe their module (parameter groups,
             sharding type), one for each kind and module.
         run: the run folder that the step lies in; None outside of one.

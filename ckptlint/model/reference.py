@@ -74,7 +74,7 @@ class Reference:
         kind: what lies there.
         tensors: name, printable -> dtype and global shape, each None where the reference does not say; empty when only
             a config.json is at hand.
-        declared: what its config.json says about the model, by canonical name (`topology.read_declared`).
+        declared: what its config.json says about the model, by canonical name (`config_fields.read_declared`).
         parts: the components of a checkpoint (`model`, `optim`) by folder name; empty when it is one folder.
     """
 
