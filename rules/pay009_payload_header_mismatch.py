@@ -11,7 +11,7 @@ import numpy as np
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import ITEM_BITS, Checkpoint, Content, PayloadTable, Tensor
 from ckptlint.model.layout import IntArray
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import ranges
 
 _PACKED = 2
@@ -130,12 +130,9 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, found: lis
         notes += _ranks(ckpt, payload, tensor, read)
     return Finding(
         f"{which} {first.text} where the metadata says {expected}",
-        fqn=tensor.fqn,
-        tensor=tensor,
-        region=box,
-        rows=tuple(hit.row for hit in found[:16]),
-        file=file,
-        byte_range=(start, length),
+        at=Location.of(
+            tensor, region=box, rows=tuple(hit.row for hit in found[:16]), file=file, byte_range=(start, length)
+        ),
         severity=severity,
         notes=tuple(notes),
         hint="compare with the same tensor of another step: the record shows what its rank really held",

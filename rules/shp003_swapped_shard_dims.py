@@ -25,7 +25,7 @@ from ckptlint.analysis.expected_shapes import (
 from ckptlint.analysis.inventory import Param, take
 from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import ranges
 
 
@@ -47,7 +47,7 @@ class Swap:
     severity: Severity | None = None
 
 
-@rule("SHP003", "swapped-shard-dims", Severity.ERROR)
+@rule("SHP003", "swapped-shard-dims", Severity.ERROR, whole=True)
 def swapped_shard_dims(ckpt: Checkpoint) -> Iterator[Finding]:
     """The shape of a weight is what a transposition makes of it when the shard dim stays where it was.
 
@@ -69,8 +69,6 @@ def swapped_shard_dims(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.tensor.DTensor.from_local
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     if not take(ckpt).params:
         raise NotApplicable("no parameters are named")
     found: dict[str, Swap] = {}
@@ -95,8 +93,7 @@ def _finding(ckpt: Checkpoint, swap: Swap) -> Finding:
     return Finding(
         f"shape{{of}} is {as_text(tensor.global_shape)} where {as_text(tuple(expected))} fits {swap.basis}; {numbers}, "
         f"and {axis_name(ckpt, a, p)} is cut in {p} places",
-        fqn=tensor.fqn,
-        tensor=tensor,
+        at=Location.of(tensor),
         severity=swap.severity,
         notes=swap.notes,
         hint=f"the values are there at wrong offsets: what lies at {from_:,} of dim {a} belongs at {to:,} of dim {b}; "

@@ -428,6 +428,7 @@ class Remark:
         code: the rule whose finding it is.
         text: one sentence, `{of}` as in a finding.
         level: its severity where the evidence is weaker than the rule's own.
+        voids: what says nothing because of it: the chunks of the key, or the whole check.
     """
 
     rank: int
@@ -435,6 +436,7 @@ class Remark:
     code: str
     text: str
     level: Literal["", "info", "warning"] = ""
+    voids: Literal["", "chunks", "check"] = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -696,6 +698,7 @@ class Checkpoint:
         seal: what the saving job sealed; None without a seal, and below depth `data`.
         metadata_hash: BLAKE2b of `.metadata`, as a seal names it; "" without either.
         ranks: what the ranks of a running job hold; None for files.
+        remarks: what the ranks found themselves and the rule that runs has to tell; the engine hands each its own.
     """
 
     path: str
@@ -724,6 +727,7 @@ class Checkpoint:
     seal: Seal | None = None
     metadata_hash: str = ""
     ranks: RankTable | None = None
+    remarks: tuple[Remark, ...] = ()
 
     @property
     def is_megatron(self) -> bool:
@@ -738,6 +742,10 @@ class Checkpoint:
     def sound_tensors(self) -> Iterator[Tensor]:
         """The tensors that geometry rules can judge."""
         return (tensor for tensor in self.tensors.values() if tensor.is_sound)
+
+    def problems_of(self, *kinds: ProblemKind) -> Iterator[Problem]:
+        """The problems of these kinds, in the order in which they were found."""
+        return (problem for problem in self.problems if problem.kind in kinds)
 
     @cached_property
     def is_sound(self) -> bool:
