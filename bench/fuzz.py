@@ -247,7 +247,7 @@ def toml(data: bytes) -> None:
 def baseline(data: bytes) -> None:
     """An earlier JSON report."""
     from ckptlint.errors import ConfigError
-    from ckptlint.lint.ignores import read_baseline
+    from ckptlint.lint.baseline import read_baseline
 
     file = scratch("baseline").path / "report.json"
     file.write_bytes(data)
@@ -288,7 +288,7 @@ def check(base: str, name: str, depth: str, data: bytes) -> None:
         report = pipeline.run([str(folder)], rules(), depth=depth, reading=reading)
     crashed = [item.finding.message for item in report.diagnostics if item.code == "LNT002"]
     assert not crashed, crashed
-    assert not report.refused, report.refused
+    assert not report.unreadable, report.unreadable
     assert (report.verdict == "pass") == (report.exit_code == 0)
     formats = sorted(REPORTERS)
     for format_ in ("full", formats[zlib.crc32(data) % len(formats)]):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
-from ckptlint.model import Tensor
+from ckptlint.model import Problem, Tensor
 from ckptlint.model.layout import Box
 
 Depth = Literal["metadata", "files", "headers", "data"]
@@ -41,19 +41,50 @@ Note = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Finding:
-    """One thing a rule found.
+class Location:
+    """Where a finding lies; all of it may be unknown.
 
     Attributes:
-        message: one sentence; `{of}` stands for " of <fqn>", which machine formats leave out.
         fqn: the key concerned.
         tensor: draws the chunk map and gives dtype and shape.
         region: the part of the tensor concerned.
         rows: chunks concerned, as rows of the tensor's table.
-        missing: what identifies the finding besides code, fqn and region: names of absent things.
-        place: the line below the title; by default the metadata file with the tensor's dtype and shape.
         file: the payload file concerned.
         byte_range: first byte and length within `file`.
+        label: the line below the title; by default the metadata file with the tensor's dtype and shape.
+    """
+
+    fqn: str | None = None
+    tensor: Tensor | None = None
+    region: Box | None = None
+    rows: tuple[int, ...] = ()
+    file: str = ""
+    byte_range: tuple[int, int] | None = None
+    label: str = ""
+
+    @classmethod
+    def of(
+        cls,
+        tensor: Tensor,
+        *,
+        region: Box | None = None,
+        rows: tuple[int, ...] = (),
+        file: str = "",
+        byte_range: tuple[int, int] | None = None,
+        label: str = "",
+    ) -> Location:
+        """A tensor that is stored, under its own key; or a part of it."""
+        return cls(tensor.fqn, tensor, region, rows, file, byte_range, label)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Finding:
+    """One thing a rule found.
+
+    Attributes:
+        message: one sentence; `{of}` stands for " of <key>", which machine formats leave out.
+        at: where it lies: `Location.of(tensor)`, `Location(key)`, `Location(file=name)`.
+        missing: what identifies the finding besides code, key and region: names of absent things.
         severity: lower than the rule's own, when evidence is weaker.
         why: replaces the rule's own sentence.
         hint: what to do now.
@@ -64,14 +95,8 @@ class Finding:
     """
 
     message: str
-    fqn: str | None = None
-    tensor: Tensor | None = None
-    region: Box | None = None
-    rows: tuple[int, ...] = ()
+    at: Location = Location()
     missing: tuple[str, ...] = ()
-    place: str = ""
-    file: str = ""
-    byte_range: tuple[int, int] | None = None
     severity: Severity | None = None
     why: str = ""
     hint: str = ""
@@ -80,9 +105,25 @@ class Finding:
     alike: str = ""
     detail: tuple[str, ...] = ()
 
+    @classmethod
+    def of_problem(cls, problem: Problem) -> Finding:
+        """All that a loader says of a problem; `dataclasses.replace` changes what a rule knows better."""
+        return cls(
+            problem.message,
+            at=Location(problem.fqn, file=problem.file),
+            missing=(problem.file,),
+            severity=Severity.INFO if problem.beside else None,
+            why=problem.why,
+            hint=problem.hint,
+            detail=problem.detail,
+        )
+
 
 Option = bool | int | float | str
 """What a rule's option may be."""
+
+After = Literal["", "rules", "all"]
+"""What a rule waits for: nothing, the other rules, or all checkpoints."""
 
 Check = Callable[..., Iterator[Finding]]
 """Judges a checkpoint, its one positional argument; keyword parameters with a default are options of the rule."""
@@ -99,8 +140,12 @@ class Rule:
         check: yields findings; raises NotApplicable when there is nothing to judge.
         needs: the least depth at which it can judge.
         always: whether it runs although the metadata could not be read.
+        whole: whether it needs the metadata of the whole save, and says nothing where it describes a part.
         expects: whether it judges against a reference (`--expect`) and cannot run without one.
         live: whether it judges what the ranks of a running job hold, not files.
+        fixed: whether it always runs: nobody can ignore it or lower its severity.
+        after: when it runs: with the others, after them (`rules`) on those that crashed, or after all checkpoints
+            (`all`) on the ignores that hid nothing; `Checkpoint.problems` then holds these alone.
         values: options that were set otherwise than by default, by the name of the parameter.
     """
 
@@ -110,8 +155,11 @@ class Rule:
     check: Check
     needs: Depth = "metadata"
     always: bool = False
+    whole: bool = False
     expects: bool = False
     live: bool = False
+    fixed: bool = False
+    after: After = ""
     values: Mapping[str, Option] = field(default_factory=dict)
 
     @property
@@ -136,10 +184,14 @@ def rule(
     code: str,
     name: str,
     severity: Severity,
+    *,
     needs: Depth = "metadata",
     always: bool = False,
+    whole: bool = False,
     expects: bool = False,
     live: bool = False,
+    fixed: bool = False,
+    after: After = "",
 ) -> Callable[[Check], Rule]:
     """Turn a check function into a Rule; nothing is registered, rules are found by scanning modules."""
-    return lambda check: Rule(code, name, severity, check, needs, always, expects, live)
+    return lambda check: Rule(code, name, severity, check, needs, always, whole, expects, live, fixed, after)

@@ -26,12 +26,4 @@ def completeness_marker(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.dist_checkpointing.serialization.save
     """
-    for problem in ckpt.problems:
-        if problem.kind == "incomplete":
-            yield Finding(
-                problem.message,
-                file=problem.file,
-                missing=(problem.file,),
-                why=problem.why,
-                hint=problem.hint,
-            )
+    yield from map(Finding.of_problem, ckpt.problems_of("incomplete"))

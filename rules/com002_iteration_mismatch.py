@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint, RunFolder
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _TRAIN_STATE = "train_state.pt"
 
@@ -40,7 +40,7 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         if iteration != run.step and run.prefix == "iter_":
             yield Finding(
                 f"the folder is named for step {run.step}, and {source} says iteration {iteration}",
-                file=source,
+                at=Location(file=source),
                 missing=("iteration", str(iteration)),
                 notes=_numbers(run, iteration),
                 hint=f"if the content is right, rename the folder to {run.folder_of(iteration)}; otherwise restore the "
@@ -53,7 +53,7 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         alone = len(run.steps) == 1
         yield Finding(
             f"{run.tracker_file} names {named}, which is not there",
-            file=run.tracker_file,
+            at=Location(file=run.tracker_file),
             missing=("tracked", str(run.tracker)),
             severity=Severity.WARNING if alone else None,
             notes=_numbers(run, stored),
@@ -62,7 +62,7 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     elif run.tracked == "unfinished":
         yield Finding(
             f"{run.tracker_file} names {named}, whose save did not finish",
-            file=run.tracker_file,
+            at=Location(file=run.tracker_file),
             missing=("unfinished", str(run.tracker)),
             notes=_numbers(run, stored),
             hint=f"write {run.step} into it, the newest step that was finished",
@@ -70,7 +70,7 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     elif run.tracker != "release" and run.tracker < run.step:
         yield Finding(
             f"{run.tracker_file} names step {run.tracker}, and this finished step {run.step} is newer",
-            file=run.tracker_file,
+            at=Location(file=run.tracker_file),
             missing=("newer", str(run.tracker)),
             severity=Severity.WARNING,
             why=f"a resume takes step {run.tracker}, and the training between the two is repeated",

@@ -9,7 +9,7 @@ from typing import Literal
 from ckptlint.analysis.inventory import dp_group, take
 from ckptlint.analysis.optimizer_records import Module, content_metadata, optimizer_module, records
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _Form = Literal["buckets", "states", "torch states", "one object"]
 
@@ -74,9 +74,11 @@ def sharding_type_vs_keys(ckpt: Checkpoint) -> Iterator[Finding]:
         fitting = " or ".join(kind for kind, form in _FORMS.items() if form == found)
         yield Finding(
             f"sharding type {declared_type}{of} asks for keys {_WORDS[wanted]}, and all {count:,} are {_WORDS[found]}",
-            file=places[0].partition(": ")[0] if places[0] != "content_metadata" else _source(ckpt),
+            at=Location(
+                file=places[0].partition(": ")[0] if places[0] != "content_metadata" else _source(ckpt),
+                label=", ".join(places[:4]),
+            ),
             missing=(declared_type, name),
-            place=", ".join(places[:4]),
             notes=(("keys", ", ".join(f"{_WORDS[form]}: {forms[name].get(form, 0):,}" for form in (wanted, found))),),
             hint=f"the keys are those of {fitting}: set that type and load again",
         )

@@ -16,7 +16,7 @@ from ckptlint.analysis.optimizer_records import (
 )
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import printable
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _WORDS: dict[RecordKind, str] = {
     "param_groups": "parameter groups (param_groups)",
@@ -70,9 +70,8 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
         assert ckpt.common is not None
         yield Finding(
             f"{count} {'have' if len(tensors) > 1 else 'has'} no {' and no '.join(_WORDS[kind] for kind in lost)}",
-            file=ckpt.common.source,
+            at=Location(file=ckpt.common.source, label=f"{ckpt.common.source} and {len(ckpt.objects):,} objects"),
             missing=(module.title, *lost),
-            place=f"{ckpt.common.source} and {len(ckpt.objects):,} objects",
             severity=Severity.WARNING if module.chain and other_chains else None,
             notes=_notes(ckpt, lost, kept),
             hint=_hint(ckpt, lost),
@@ -85,9 +84,8 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
             assert ckpt.common is not None
             yield Finding(
                 f"{module.title} has parameter groups and no sharding type, which other modules have",
-                file=ckpt.common.source,
+                at=Location(file=ckpt.common.source, label=f"{ckpt.common.source} and {len(ckpt.objects):,} objects"),
                 missing=(module.title, "param_state_sharding_type"),
-                place=f"{ckpt.common.source} and {len(ckpt.objects):,} objects",
                 severity=Severity.WARNING,
                 notes=_notes(ckpt, ["param_state_sharding_type"], kept),
                 hint=_hint(ckpt, ["param_state_sharding_type"]),

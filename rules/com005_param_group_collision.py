@@ -9,7 +9,7 @@ from typing import Any
 from ckptlint.analysis.optimizer_records import records
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import printable
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.config_fields import is_plain
 
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
@@ -52,9 +52,8 @@ def param_group_collision(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 f"parameter groups {listed}{' of ' + title if title else ''} "
                 + (f"differ in {', '.join(fields)} alone" if fields else "cannot be told apart"),
-                file=record.place.partition(": ")[0],
+                at=Location(file=record.place.partition(": ")[0], label=record.place),
                 missing=(title, *fields),
-                place=record.place,
                 severity=None if fields else Severity.INFO,
                 why="" if fields else "a loader that matches groups by these fields takes one for both",
                 notes=(

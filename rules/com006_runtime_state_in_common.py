@@ -10,7 +10,7 @@ from typing import Any
 from ckptlint.formats.safe_pickle import Opaque
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import printable
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.config_fields import attributes
 from ckptlint.vocabulary.dtypes import ITEM_BITS, STORAGES
 from ckptlint.vocabulary.keys import role
@@ -51,9 +51,8 @@ def runtime_state_in_common(ckpt: Checkpoint) -> Iterator[Finding]:
         what = f"{path} lies" if len(found) == 1 else f"{len(found):,} values like {path} lie"
         yield Finding(
             f"{what} in the common state, which every rank restores",
-            file=ckpt.common.source,
+            at=Location(file=ckpt.common.source, label=f"{ckpt.common.source}: {path}"),
             missing=(role(path),),
-            place=f"{ckpt.common.source}: {path}",
             notes=(("size", f"{sum(known):,} bytes"),) if known else (),
         )
     arguments = attributes(ckpt.common.values.get("args"))
@@ -61,9 +60,8 @@ def runtime_state_in_common(ckpt: Checkpoint) -> Iterator[Finding]:
     if present:
         yield Finding(
             f"args holds {', '.join(present)}, which only a running job sets",
-            file=ckpt.common.source,
+            at=Location(file=ckpt.common.source, label=f"{ckpt.common.source}: args"),
             missing=tuple(present),
-            place=f"{ckpt.common.source}: args",
         )
 
 

@@ -8,7 +8,7 @@ from pathlib import PurePath
 
 from ckptlint.analysis.trusted_config import flag, trusted
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import parse
 
 
@@ -46,9 +46,8 @@ def optimizer_presence(ckpt: Checkpoint) -> Iterator[Finding]:
     yield Finding(
         f"{name} is {value} in {source}, and {f'{len(keys):,} keys belong' if keys else 'no key belongs'} "
         "to an optimizer",
-        file=source,
+        at=Location(file=source, label=f"{source}: {name}"),
         missing=(name,),
-        place=f"{source}: {name}",
         why="a load that follows the flag ignores the optimizer state" if keys else "",
         notes=(("keys", ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")),) if keys else (),
         hint="" if keys else "load with finetune or no_load_optim if the weights are what you want",

@@ -8,13 +8,13 @@ from fractions import Fraction
 from ckptlint.analysis.trusted_config import Contradiction, LayerCount, contradictions, layer_counts
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
 _MODEL_SIZES = ("layers", "hidden", "experts")
 
 
-@rule("COM008", "layer-count", Severity.ERROR)
+@rule("COM008", "layer-count", Severity.ERROR, whole=True)
 def layer_count(ckpt: Checkpoint) -> Iterator[Finding]:
     """A block has another number of layers than the job declared, or the declared sizes belong to another job.
 
@@ -35,8 +35,6 @@ def layer_count(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.transformer.transformer_layer.get_transformer_layer_offset
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     if not ckpt.declared:
         raise NotApplicable("no configuration declares a number of layers")
     foreign = contradictions(ckpt)
@@ -75,8 +73,7 @@ def _finding(ckpt: Checkpoint, count: LayerCount) -> Finding:
     stored = "1 layer is" if count.found == 1 else f"{count.found} layers are"
     return Finding(
         f"{stored} stored under {count.block}, and {count.declared.source} declares {declared}",
-        fqn=count.block,
-        place=ckpt.metadata_file,
+        at=Location(count.block, label=ckpt.metadata_file),
         severity=Severity.WARNING if count.found > declared else None,
         why="a model of the declared size loads without the layers behind it" if count.found > declared else "",
         notes=tuple(notes),
@@ -92,7 +89,7 @@ def _foreign(ckpt: Checkpoint, foreign: tuple[Contradiction, ...]) -> Finding:
     return Finding(
         f"{' and '.join(sources)} {'belongs' if len(sources) == 1 and sources[0] != 'args' else 'belong'} to {whose}: "
         f"{shown}",
-        file=ckpt.common.source if sources == ["args"] and ckpt.common is not None else sources[0],
+        at=Location(file=ckpt.common.source if sources == ["args"] and ckpt.common is not None else sources[0]),
         missing=tuple(item.name for item in foreign),
         severity=Severity.WARNING if of_model else Severity.INFO,
         why="a load that takes its sizes from the checkpoint builds that model"

@@ -8,7 +8,7 @@ from ckptlint.analysis.inventory import take
 from ckptlint.analysis.optimizer_records import content_metadata
 from ckptlint.analysis.trusted_config import flag, trusted
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
 @rule("COM009", "layout-flags", Severity.WARNING)
@@ -57,9 +57,8 @@ def _finding(ckpt: Checkpoint, name: str, value: bool, keys: list[str], found: s
     source = ckpt.common.source if ckpt.common is not None else ""
     return Finding(
         f"{name} is {value}, and {len(keys):,} keys are {found}",
-        file=source,
+        at=Location(file=source, label=f"{source}: content_metadata"),
         missing=(name, str(value)),
-        place=f"{source}: content_metadata",
         notes=(("expected", wanted), ("keys", ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else ""))),
         hint=f"load with {name}={not value}, or find out which of the two the writer meant",
     )
@@ -70,7 +69,7 @@ def _flattened(ckpt: Checkpoint) -> Iterator[Finding]:
     if flattened:
         yield Finding(
             f"{len(flattened):,} optimizer states are stored flattened, which Megatron-Core reads up to version 0.15",
-            file=ckpt.metadata_file,
+            at=Location(file=ckpt.metadata_file),
             missing=("flattened",),
             severity=Severity.INFO,
             why="later versions refuse flattened_range, so the optimizer cannot be resumed with them",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.inventory import Param
 from ckptlint.analysis.trusted_config import main_params, number, trusted, trusted_topology
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _TABLES = frozenset({"word_embeddings", "embed_tokens", "tok_embeddings", "wte", "output_layer", "lm_head"})
 _TP_LIMIT = 64
@@ -87,7 +87,7 @@ def _finding(ckpt: Checkpoint, param: Param, message: str, severity: Severity | 
     names = ("vocab", "padded_vocab", "vocab_divisor")
     shown = ", ".join(f"{n} {ckpt.declared[n].value} ({ckpt.declared[n].source})" for n in names if n in ckpt.declared)
     notes: tuple[Note, ...] = (("declared", f"{shown}, tp {tp}"),)
-    return Finding(message, fqn=param.key.fqn, tensor=param.tensor, severity=severity, notes=notes, hint=hint)
+    return Finding(message, at=Location.of(param.tensor), severity=severity, notes=notes, hint=hint)
 
 
 def _rounded(size: int, multiple: int) -> int:

@@ -8,7 +8,7 @@ from ckptlint.analysis.experts import ExpertRole, MoeLayer, moe_layers
 from ckptlint.analysis.trusted_config import mesh_axes, number, trusted
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _HINTS = {
     True: "compare the router with those of other layers, and check that its placement is Replicate",
@@ -16,7 +16,7 @@ _HINTS = {
 }
 
 
-@rule("EXP001", "experts-vs-router", Severity.ERROR)
+@rule("EXP001", "experts-vs-router", Severity.ERROR, whole=True)
 def experts_vs_router(ckpt: Checkpoint) -> Iterator[Finding]:
     """A router has more rows than experts are stored.
 
@@ -37,8 +37,6 @@ def experts_vs_router(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint._dedup_save_plans.dedup_save_plans
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     layers = [layer for layer in moe_layers(ckpt) if layer.rows is not None]
     if not layers:
         raise NotApplicable("there are no routed experts with a router")
@@ -60,8 +58,7 @@ def _short(layer: MoeLayer, role: ExpertRole) -> Finding:
     agree = [other.role for other in layer.roles if other.count == layer.rows]
     return Finding(
         f"only {role.count} of {layer.rows} experts{{of}} are stored; {agree[0]} has all of them",
-        fqn=param.key.fqn,
-        tensor=param.tensor,
+        at=Location.of(param.tensor),
         missing=(str(layer.rows), str(role.count)),
         notes=(("router", f"{layer.router.key.fqn} {list(layer.router.tensor.global_shape)}"),),
         hint="this weight alone was recorded with the shape of one rank's part: compare its placement with the others'",
@@ -94,8 +91,7 @@ def _finding(ckpt: Checkpoint, layer: MoeLayer, rows: int, router_is_odd: bool) 
             sentence = f"the router has {rows} rows for {stored} experts{{of}}: it may be stored as {factor} copies"
     return Finding(
         sentence,
-        fqn=lead.key.fqn,
-        tensor=lead.tensor,
+        at=Location.of(lead.tensor),
         missing=(str(rows), str(stored)),
         severity=severity,
         notes=tuple(notes),

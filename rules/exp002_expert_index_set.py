@@ -8,10 +8,10 @@ from ckptlint.analysis.experts import MoeLayer, moe_layers, owners_note
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
-@rule("EXP002", "expert-index-set", Severity.ERROR)
+@rule("EXP002", "expert-index-set", Severity.ERROR, whole=True)
 def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
     """Numbers are missing among the experts of a layer.
 
@@ -29,8 +29,6 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.transformer.moe.experts.SequentialMLP.sharded_state_dict
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     if not ckpt.is_sound:
         raise NotApplicable("some tensors cannot be judged, so it is not known which experts are stored")
     layers = [layer for layer in moe_layers(ckpt) if any(role.numbers for role in layer.roles)]
@@ -49,8 +47,7 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
                 same = all(set(r.numbers) == set(role.numbers) for r in numbered)
                 yield Finding(
                     f"experts {ranges(missing)} of {keys}{{of}} are missing; there are {ranges(role.numbers)}",
-                    fqn=role.params[0].key.fqn,
-                    tensor=role.params[0].tensor,
+                    at=Location.of(role.params[0].tensor),
                     missing=tuple(map(str, sorted(missing))),
                     severity=Severity.INFO if is_tail and same else None,
                     notes=owners_note(ckpt, missing, keys),

@@ -8,10 +8,10 @@ from ckptlint.analysis.experts import owners_note
 from ckptlint.analysis.inventory import Param, take
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
-@rule("EXP003", "expert-axis-coverage", Severity.INFO)
+@rule("EXP003", "expert-axis-coverage", Severity.INFO, whole=True)
 def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
     """Whole experts are what a hole in stacked expert weights leaves out.
 
@@ -26,8 +26,6 @@ def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.transformer.moe.experts.GroupedMLP.sharded_state_dict
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     stacked = [param for param in take(ckpt).params if param.expert_axis is not None]
     if not stacked:
         raise NotApplicable("no experts are stacked on an axis")
@@ -38,8 +36,7 @@ def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
             total = param.tensor.global_shape[axis]
             yield Finding(
                 f"experts {ranges(experts)} of {total}{{of}} are what the hole leaves out",
-                fqn=param.key.fqn,
-                tensor=param.tensor,
+                at=Location.of(param.tensor),
                 missing=tuple(map(str, sorted(experts))),
                 notes=owners_note(ckpt, experts, total),
                 hint="look at replica_id and the expert offset of the ranks that own these experts",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.inventory import MOMENTS, take
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
 @rule("EXP004", "expert-state-alignment", Severity.INFO)
@@ -36,8 +36,7 @@ def expert_state_alignment(ckpt: Checkpoint) -> Iterator[Finding]:
             here, there = own[param.expert_axis], expected[param.expert_axis]
             yield Finding(
                 f"the state{{of}} has {here} experts, the weight has {there}",
-                fqn=state.tensor.fqn,
-                tensor=state.tensor,
+                at=Location.of(state.tensor),
                 missing=(str(here), str(there)),
                 notes=(("weight", f"{param.key.fqn} {list(expected)}"),),
                 hint="compare with the expert-parallel size: the state may be one rank's part",

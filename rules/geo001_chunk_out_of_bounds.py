@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import Box
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 _SHOWN = 64
 _DENOMINATOR = 1024
@@ -40,11 +40,9 @@ def chunk_out_of_bounds(ckpt: Checkpoint) -> Iterator[Finding]:
                 place += f"; {len(rows):,} chunks are like it"
             yield Finding(
                 f"chunk {box}{{of}} {_fault(box, tensor.global_shape)}",
-                fqn=tensor.fqn,
-                tensor=tensor,
-                region=box if layout.live[row] else None,
-                rows=(row,),
-                file=ckpt.chunk_file(tensor, row),
+                at=Location.of(
+                    tensor, region=box if layout.live[row] else None, rows=(row,), file=ckpt.chunk_file(tensor, row)
+                ),
                 severity=None if layout.live[row] or min(box.sizes) < 0 else Severity.INFO,
                 notes=(("where", place),),
                 hint="compare this tensor with the same one of the step before; the other chunks tell its true size",

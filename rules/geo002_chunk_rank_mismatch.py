@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 
 @rule("GEO002", "chunk-rank-mismatch", Severity.ERROR)
@@ -32,7 +32,6 @@ def chunk_rank_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{len(chunks)} of {len(chunks) + len(tensor.chunks)} chunks{{of}} do not have its "
             f"{len(tensor.global_shape)} axes: offsets {list(chunk.offsets)}, sizes {list(chunk.sizes)}, "
             f"shape {list(tensor.global_shape)}",
-            fqn=tensor.fqn,
-            tensor=tensor,
+            at=Location.of(tensor),
             hint="look for an axis that was prepended (layer, expert) or dropped on one side only",
         )

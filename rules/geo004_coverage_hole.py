@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from ckptlint.geometry.coverage import holes
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Severity, rule
 from ckptlint.vocabulary.config_fields import attributes
 
 _BUCKET = ".bucket_idx_"
 
 
-@rule("GEO004", "coverage-hole", Severity.ERROR)
+@rule("GEO004", "coverage-hole", Severity.ERROR, whole=True)
 def coverage_hole(ckpt: Checkpoint) -> Iterator[Finding]:
     """Part of a tensor's global shape is in no chunk.
 
@@ -29,8 +29,6 @@ def coverage_hole(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.metadata.TensorStorageMetadata
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     yield from holes(ckpt, _BUCKET if _declares_padding(ckpt) else None)
 
 

@@ -6,14 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
 _FEW = 5
 _MOST = 0.8
 
 
-@rule("GEO005", "coverage-fraction-hint", Severity.INFO)
+@rule("GEO005", "coverage-fraction-hint", Severity.INFO, whole=True)
 def coverage_fraction_hint(ckpt: Checkpoint) -> Iterator[Finding]:
     """Tensors with holes are covered by exactly 1/k, and k is the size of a mesh axis.
 
@@ -27,8 +27,6 @@ def coverage_fraction_hint(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Add the axis to the placement, and save again.
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     holed = [t for t in ckpt.sound_tensors() if t.layout.coverage.missing_volume and t.layout.live.any()]
     by_factor: dict[int, list[Tensor]] = defaultdict(list)
     for tensor in holed:
@@ -40,9 +38,10 @@ def coverage_fraction_hint(ckpt: Checkpoint) -> Iterator[Finding]:
         if not axes and (len(holed) < _FEW or len(tensors) < _MOST * len(holed)):
             continue
         named = f"the size of {' and '.join(axes)}" if axes else f"the same in {len(tensors)} of {len(holed)} tensors"
+        keys = ", ".join(tensor.fqn for tensor in tensors[:4]) + (", ..." if len(tensors) > 4 else "")
         yield Finding(
             f"exactly 1/{factor} of {len(tensors)} tensors with holes is stored, and {factor} is {named}",
+            at=Location(label=f"{ckpt.metadata_file}: {keys}"),
             missing=(f"1/{factor}", *(tensor.fqn for tensor in tensors)),
             hint=f"look for a placement that lost the {' or '.join(axes) or f'mesh axis of size {factor}'}",
-            place=f"{ckpt.metadata_file}: {', '.join(t.fqn for t in tensors[:4])}{', ...' if len(tensors) > 4 else ''}",
         )

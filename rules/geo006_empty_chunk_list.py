@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.keys import role
 
 
-@rule("GEO006", "empty-chunk-list", Severity.ERROR)
+@rule("GEO006", "empty-chunk-list", Severity.ERROR, whole=True)
 def empty_chunk_list(ckpt: Checkpoint) -> Iterator[Finding]:
     """A tensor is listed, and no chunk holds any of it.
 
@@ -24,15 +24,12 @@ def empty_chunk_list(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.metadata.TensorStorageMetadata
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     stored = {role(tensor.fqn) for tensor in ckpt.sound_tensors() if tensor.layout.live.any()}
     for tensor in ckpt.sound_tensors():
         if tensor.volume and not tensor.layout.live.any():
             count = "its chunk list is empty" if not len(tensor.chunks) else "all its chunks are empty"
             yield Finding(
                 f"nothing{{of}} is stored: {count}",
-                fqn=tensor.fqn,
-                tensor=tensor,
+                at=Location.of(tensor),
                 hint="the same tensor of other layers has chunks" if role(tensor.fqn) in stored else "",
             )

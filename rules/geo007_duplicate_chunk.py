@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 _SHOWN = 64
 
@@ -35,10 +35,7 @@ def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
             what = f"sizes {list(boxes[0].sizes)}" if boxes[0] == boxes[1] else f"{boxes[0]} and {boxes[1]}"
             yield Finding(
                 f"two chunks{{of}} start at {list(boxes[0].offsets)}: {what}",
-                fqn=tensor.fqn,
-                tensor=tensor,
-                region=boxes[0].intersect(boxes[1]),
-                rows=(first, second),
+                at=Location.of(tensor, region=boxes[0].intersect(boxes[1]), rows=(first, second)),
                 notes=(("where", place),),
                 hint="find the two writers of this key; one of their tensors is lost",
             )

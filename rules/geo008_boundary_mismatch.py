@@ -9,7 +9,7 @@ import numpy as np
 
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box, Crossing, Layout
-from ckptlint.rule import Finding, Note, Severity, rule
+from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.keys import role
 
 _SIBLINGS = 3
@@ -85,10 +85,7 @@ def _finding(ckpt: Checkpoint, tensor: Tensor, misfit: Crossing) -> Finding:
     region = tensor.layout.box(rows[1])
     return Finding(
         f"chunks{{of}} cut dim {misfit.axis} at different places: {a}:{b} against {c}:{d}",
-        fqn=tensor.fqn,
-        tensor=tensor,
-        region=Box(region.offsets, region.sizes),
-        rows=rows,
+        at=Location.of(tensor, region=Box(region.offsets, region.sizes), rows=rows),
         notes=where,
         hint="every element is stored once; check that the ranks that wrote these files agree on the shard order",
     )

@@ -24,4 +24,4 @@ def partial_placement(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.tensor.placement_types.Partial
     """
-    yield from told(ckpt, "LIV106")
+    yield from told(ckpt)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.held_by_ranks import Holders, agree, described, holders, ranks_of
 from ckptlint.model import Checkpoint, RankTable
-from ckptlint.rule import Finding, Note, Severity, rule
+from ckptlint.rule import Finding, Location, Note, Severity, rule
 
 
 @rule("LIV201", "metadata-disagrees", Severity.ERROR, live=True)
@@ -38,9 +38,8 @@ def metadata_disagrees(ckpt: Checkpoint) -> Iterator[Finding]:
             groups = tuple(("seen by", f"{ranks_of(ckpt.ranks, rows)} alike") for rows in by_view.values())
             yield Finding(
                 "the ranks disagree where the shards{of} lie",
-                fqn=held.fqn,
+                at=Location(held.fqn, label=ranks_of(ckpt.ranks, held.rows.tolist())),
                 missing=("view",),
-                place=ranks_of(ckpt.ranks, held.rows.tolist()),
                 notes=groups,
             )
 
@@ -60,9 +59,8 @@ def _finding(table: RankTable, held: Holders) -> Finding:
     odd = len(ordered[0][1]) > sum(len(rows) for _, rows in ordered[1:])
     return Finding(
         f"the ranks disagree about the {what}{{of}}",
-        fqn=held.fqn,
+        at=Location(held.fqn, label=ranks_of(table, held.rows.tolist())),
         missing=(what,),
-        place=ranks_of(table, held.rows.tolist()),
         notes=tuple(notes),
         hint=f"most ranks agree: look at {ranks_of(table, few)} first" if odd else "",
         alike=what,

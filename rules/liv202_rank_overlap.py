@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckptlint.analysis.held_by_ranks import sound
 from ckptlint.geometry.coverage import overlaps
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 
 @rule("LIV202", "rank-overlap", Severity.ERROR, live=True)
@@ -36,14 +36,11 @@ def rank_overlap(ckpt: Checkpoint) -> Iterator[Finding]:
                 ranks = " and ".join(view.chunk_file(tensor, row) for row in (first, second))
                 yield Finding(
                     f"{ranks} hold chunks{{of}} that start at {list(boxes[0].offsets)} and differ in size",
-                    fqn=tensor.fqn,
-                    tensor=tensor,
-                    region=boxes[0].intersect(boxes[1]),
-                    rows=(first, second),
-                    place=ranks,
+                    at=Location.of(tensor, region=boxes[0].intersect(boxes[1]), rows=(first, second), label=ranks),
                     notes=(("chunks", f"{boxes[0]} and {boxes[1]}; the save keeps one of them"),),
                 )
     for finding in overlaps(view):
-        assert finding.tensor is not None
-        ranks = " and ".join(view.chunk_file(finding.tensor, row) for row in finding.rows)
-        yield replace(finding, place=ranks)
+        at = finding.at
+        assert at.tensor is not None
+        ranks = " and ".join(view.chunk_file(at.tensor, row) for row in at.rows)
+        yield replace(finding, at=replace(at, label=ranks))

@@ -11,7 +11,7 @@ from ckptlint.analysis.held_by_ranks import holders, ranks_of, sound
 from ckptlint.geometry.coverage import holes
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import named_ranks
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 
 @rule("LIV203", "chunk-missing", Severity.ERROR, live=True)
@@ -36,16 +36,16 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
     assert table is not None
     rows = {held.fqn: held for held in holders(table)}
     for finding in holes(view):
-        assert finding.tensor is not None
-        writers = named_ranks(np.unique(table.rank[finding.tensor.chunks.record]).tolist())
-        yield replace(finding, place=f"written by {writers}")
+        at = finding.at
+        assert at.tensor is not None
+        writers = named_ranks(np.unique(table.rank[at.tensor.chunks.record]).tolist())
+        yield replace(finding, at=replace(at, label=f"written by {writers}"))
     for tensor in view.sound_tensors():
         held = rows[tensor.fqn]
         if len(tensor.chunks) == 0 and len(held.live):
             yield Finding(
                 "only further copies{of} are held: no rank writes it",
-                fqn=tensor.fqn,
+                at=Location(tensor.fqn, label=ranks_of(table, held.live.tolist())),
                 missing=("owner",),
-                place=ranks_of(table, held.live.tolist()),
                 hint="its owner, replica 0, is on none of the ranks that checked",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.held_by_ranks import Cell, cells, ranks_of
+from ckptlint.analysis.held_by_ranks import Cell, at_cell, cells, ranks_of
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 
@@ -41,11 +41,8 @@ def duplicate_owner(ckpt: Checkpoint) -> Iterator[Finding]:
         who = f"{len(ranks)} ranks write" if len(ranks) > 1 else "one rank writes twice"
         yield Finding(
             f"{who} {_what(cell)}",
-            fqn=cell.fqn,
-            tensor=ckpt.tensors.get(cell.fqn),
-            region=cell.box if cell.fqn in ckpt.tensors else None,
+            at=at_cell(ckpt, cell, ranks_of(table, mains)),
             missing=(str(cell.box),),
-            place=ranks_of(table, mains),
             severity=None if is_strict else lesser,
             notes=(("contents", contents),),
             hint="compare replica_id of these ranks" if is_strict else "",

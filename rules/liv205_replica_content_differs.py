@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.held_by_ranks import cells, digest_groups, ranks_of
+from ckptlint.analysis.held_by_ranks import at_cell, cells, digest_groups, ranks_of
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 
@@ -33,11 +33,8 @@ def replica_content_differs(ckpt: Checkpoint) -> Iterator[Finding]:
             what = "copies{of}" if cell.is_whole else f"copies of {cell.box}{{of}}"
             yield Finding(
                 f"{what} differ between ranks",
-                fqn=cell.fqn,
-                tensor=ckpt.tensors.get(cell.fqn),
-                region=cell.box if cell.fqn in ckpt.tensors else None,
+                at=at_cell(ckpt, cell, ranks_of(table, cell.rows)),
                 missing=(str(cell.box),),
-                place=ranks_of(table, cell.rows),
                 notes=tuple(("equal", ranks_of(table, rows)) for rows in groups),
                 hint=f"look at {ranks_of(table, groups[-1])} first" if len(groups[0]) > len(groups[-1]) else "",
                 alike=str([sorted(int(table.rank[row]) for row in rows) for rows in groups]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.held_by_ranks import cells, ranks_of
+from ckptlint.analysis.held_by_ranks import at_cell, cells, ranks_of
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 
@@ -29,9 +29,6 @@ def replica_layout_differs(ckpt: Checkpoint) -> Iterator[Finding]:
         if cell.fqn in written and (table.replica[cell.rows] > 0).all():
             yield Finding(
                 f"a copy of {cell.box}{{of}} has no owner: no rank writes this box",
-                fqn=cell.fqn,
-                tensor=ckpt.tensors.get(cell.fqn),
-                region=cell.box if cell.fqn in ckpt.tensors else None,
+                at=at_cell(ckpt, cell, ranks_of(table, cell.rows)),
                 missing=(str(cell.box),),
-                place=ranks_of(table, cell.rows),
             )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.held_by_ranks import cells, ranks_of
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 
 @rule("LIV207", "replica-count", Severity.INFO, live=True)
@@ -29,8 +29,7 @@ def replica_count(ckpt: Checkpoint) -> Iterator[Finding]:
         if copies and (table.copies[cell.rows] == copies).all() and copies != len(cell.rows):
             yield Finding(
                 f"{len(cell.rows)} ranks hold {cell.box}{{of}}, its placements say {copies}",
-                fqn=cell.fqn,
+                at=Location(cell.fqn, label=ranks_of(table, cell.rows)),
                 missing=(str(cell.box),),
-                place=ranks_of(table, cell.rows),
                 alike=f"{len(cell.rows)} {copies}",
             )

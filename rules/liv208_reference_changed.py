@@ -28,4 +28,4 @@ def reference_changed(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     assert ckpt.ranks is not None
     torn = {held.fqn for held in holders(ckpt.ranks) if not agree(ckpt.ranks, held.rows)}
-    yield from (finding for finding in told(ckpt, "LIV208") if finding.fqn not in torn)
+    yield from (finding for finding in told(ckpt) if finding.at.fqn not in torn)

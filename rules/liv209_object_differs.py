@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.held_by_ranks import cells, digest_groups, ranks_of
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 
 @rule("LIV209", "object-differs", Severity.WARNING, live=True)
@@ -32,9 +32,8 @@ def object_differs(ckpt: Checkpoint) -> Iterator[Finding]:
         if len(groups) > 1:
             yield Finding(
                 "the value{of} differs between ranks",
-                fqn=cell.fqn,
+                at=Location(cell.fqn, label=ranks_of(table, cell.rows)),
                 missing=(str(cell.box),),
-                place=ranks_of(table, cell.rows),
                 notes=tuple(("equal", ranks_of(table, rows)) for rows in groups[:8]),
                 alike=str(len(groups)),
             )

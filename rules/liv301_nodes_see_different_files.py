@@ -26,12 +26,4 @@ def nodes_see_different_files(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         `ckptlint live --help`
     """
-    for problem in ckpt.problems:
-        if problem.kind == "view":
-            yield Finding(
-                problem.message,
-                file=problem.file,
-                missing=(problem.file,),
-                hint=problem.hint,
-                detail=problem.detail,
-            )
+    yield from map(Finding.of_problem, ckpt.problems_of("view"))

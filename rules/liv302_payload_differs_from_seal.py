@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.seals.file import SEAL
 from ckptlint.seals.verify import compare, misfit
 
@@ -41,8 +41,7 @@ def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"the stored values{{of}} are not those that were sealed: digest {digest:016x}, "
             f"sealed {seal.entries[fqn].digest:016x}",
-            fqn=fqn,
-            tensor=tensor,
+            at=Location(fqn, tensor),
             severity=Severity.WARNING if is_older else None,
             notes=(("files", _files(ckpt, tensor)), ("sealed", _sealed(ckpt))),
             hint=f"every tensor differs: {SEAL} may be that of an earlier save into this folder" if is_older else "",

@@ -26,4 +26,4 @@ def loaded_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         ckptlint.live.check_loaded
     """
-    yield from told(ckpt, "LIV304", hint="compare the payload with the seal: ckptlint --depth data")
+    yield from told(ckpt, hint="compare the payload with the seal: ckptlint --depth data")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.seals.file import SEAL
 from ckptlint.seals.verify import compare, misfit
 
@@ -34,7 +34,7 @@ def seal_not_applicable(ckpt: Checkpoint) -> Iterator[Finding]:
     if reason := misfit(ckpt):
         yield Finding(
             f"{SEAL} was not compared with the payload: {reason}",
-            file=SEAL,
+            at=Location(file=SEAL),
             missing=(ckpt.seal.algorithm, ckpt.seal.metadata),
             hint="seal the checkpoint again from the job that wrote it, or remove the file",
         )
@@ -44,7 +44,7 @@ def seal_not_applicable(ckpt: Checkpoint) -> Iterator[Finding]:
         more = f", and {len(names) - _SHOWN:,} more patterns" if len(names) > _SHOWN else ""
         yield Finding(
             f"{len(fqns):,} key{'s were' if len(fqns) > 1 else ' was'} not compared with {SEAL}: {why}",
-            file=SEAL,
+            at=Location(file=SEAL),
             missing=tuple(fqns[:_SHOWN]),
             notes=(("keys", ", ".join(names[:_SHOWN]) + more),),
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 
-@rule("LNT001", "unused-ignore", Severity.WARNING, always=True)
+@rule("LNT001", "unused-ignore", Severity.WARNING, always=True, after="all")
 def unused_ignore(ckpt: Checkpoint) -> Iterator[Finding]:
     """An ignore of the settings matched no finding.
 
@@ -23,12 +24,6 @@ def unused_ignore(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Delete the entry.
     """
-    for problem in ckpt.problems:
-        if problem.kind == "unused":
-            yield Finding(
-                problem.message,
-                missing=(problem.message,),
-                place=f"{problem.file}: per-key-ignores",
-                severity=Severity.INFO if problem.beside else None,
-                hint=problem.hint,
-            )
+    for problem in ckpt.problems_of("unused"):
+        at = Location(label=f"{problem.file}: per-key-ignores")
+        yield replace(Finding.of_problem(problem), at=at, missing=(problem.message,))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 
-@rule("LNT002", "rule-crashed", Severity.ERROR, always=True)
+@rule("LNT002", "rule-crashed", Severity.ERROR, always=True, fixed=True, after="rules")
 def rule_crashed(ckpt: Checkpoint) -> Iterator[Finding]:
     """A rule ended in an error of its own.
 
@@ -21,12 +22,6 @@ def rule_crashed(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Report it, with the checkpoint's `.metadata` if you may share it; meanwhile leave the rule out by its own code.
     """
-    for problem in ckpt.problems:
-        if problem.kind == "crashed":
-            yield Finding(
-                problem.message,
-                missing=(problem.fqn or "",),
-                place=problem.fqn or "",
-                detail=problem.detail,
-                hint=f"--ignore {problem.fqn} goes on without it" if problem.fqn else "",
-            )
+    for problem in ckpt.problems_of("crashed"):
+        code = problem.fqn or ""
+        yield replace(Finding.of_problem(problem), at=Location(label=code), missing=(code,))

@@ -10,7 +10,7 @@ from ckptlint.analysis.inventory import Param, take
 from ckptlint.analysis.trusted_config import flag, trusted, trusted_topology
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
 _MOST = 0.8
@@ -66,8 +66,7 @@ def _odd_wrappers(ckpt: Checkpoint) -> Iterator[Finding]:
             if _prefix(param) != usual and param.key.layer in layers and expected not in ckpt.tensors:
                 yield Finding(
                     f"key{{of}} should be {expected}: {count} of {len(params)} keys of the block begin so",
-                    fqn=param.tensor.fqn,
-                    tensor=param.tensor,
+                    at=Location.of(param.tensor),
                     missing=(expected,),
                     severity=Severity.WARNING,
                     why="a loader that asks for the whole name finds nothing and leaves the parameter as it was",
@@ -99,8 +98,7 @@ def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
     part += "".join(f" = 1/{axis}" for axis in axes)
     return Finding(
         text,
-        fqn=b.fqn,
-        tensor=b,
+        at=Location.of(b),
         missing=(a.fqn,),
         severity=Severity.INFO if equal or small else None,
         notes=(
@@ -131,8 +129,7 @@ def _tied(ckpt: Checkpoint) -> Iterator[Finding]:
         shapes = f"{shape_text(a.global_shape)} and {shape_text(b.global_shape)}"
         yield Finding(
             f"embedding and output layer are tied and differ: {shapes}",
-            fqn=b.fqn,
-            tensor=b,
+            at=Location.of(b),
             missing=(a.fqn,),
             severity=Severity.WARNING,
             notes=(

@@ -11,7 +11,7 @@ from ckptlint.analysis.save_plans import Duplicate, duplicates
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint, SavePlans
 from ckptlint.model.text import ranges, shape_text
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Key, parse
 
 _SHOWN = 4
@@ -125,8 +125,7 @@ def _finding(
     more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
     return Finding(
         f"pipeline stages {ranges(stages)} planned different layers under number {ranges(shared.layers)}",
-        fqn=lead.fqn,
-        tensor=ckpt.tensors.get(lead.fqn),
+        at=Location(lead.fqn, ckpt.tensors.get(lead.fqn)),
         missing=tuple(keys),
         notes=(
             ("ranks", ", ".join(ranks)),

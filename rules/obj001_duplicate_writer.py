@@ -11,7 +11,7 @@ import numpy as np
 from ckptlint.analysis.save_plans import Duplicate, duplicates
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import role
 
 
@@ -65,9 +65,7 @@ def _lists(ckpt: Checkpoint) -> Iterator[Finding]:
             file, start, length = ckpt.place(obj.record)
             yield Finding(
                 f"one rank saved {content.length} objects{{of}} under one key",
-                fqn=obj.fqn,
-                file=file,
-                byte_range=(start, length),
+                at=Location(obj.fqn, file=file, byte_range=(start, length)),
                 missing=("list",),
                 notes=(("record", f"{file}, bytes {start:,}-{start + length:,}: a list of {content.length}"),),
                 why="a load hands out the first of them, so the state of the others is lost",
@@ -85,8 +83,7 @@ def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
         what = f"{len(same)} chunk{'s' if len(same) > 1 else ''}{{of}} {'were' if len(same) > 1 else 'was'} written"
     return Finding(
         f"{what} by ranks {ranks}, and one was kept",
-        fqn=first.fqn,
-        tensor=ckpt.tensors.get(first.fqn),
+        at=Location(first.fqn, ckpt.tensors.get(first.fqn)),
         missing=tuple(str(duplicate.offset) for duplicate in same),
         severity=Severity.WARNING if first.equal else None,
         explain=partial(_plans, ckpt, first),

@@ -9,13 +9,13 @@ from math import prod
 
 from ckptlint.model import Checkpoint, ShardedObject
 from ckptlint.model.text import ranges
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
 _GRID_LIMIT = 1_000_000
 
 
-@rule("OBJ002", "incomplete-shard-set", Severity.ERROR)
+@rule("OBJ002", "incomplete-shard-set", Severity.ERROR, whole=True)
 def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
     """Some shards of a ShardedObject are missing.
 
@@ -31,8 +31,6 @@ def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.dist_checkpointing.mapping.ShardedObject
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     if not ckpt.objects or not ckpt.is_megatron:
         raise NotApplicable("there are no ShardedObjects")
     grids: dict[tuple[str, tuple[int, ...]], dict[tuple[int, ...], ShardedObject]] = defaultdict(dict)
@@ -56,8 +54,7 @@ def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
         missing = _missing(shape, set(inside))
         yield Finding(
             message,
-            fqn=key,
-            place=place,
+            at=Location(key, label=place),
             missing=tuple(".".join(map(str, offset)) for offset in missing[:64]),
             severity=Severity.WARNING if key.endswith("_extra_state") else None,
             notes=_which(ckpt, shape, missing, lost) if lost else (),

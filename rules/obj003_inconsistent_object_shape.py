@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 
 @rule("OBJ003", "inconsistent-object-shape", Severity.ERROR)
@@ -44,7 +44,7 @@ def inconsistent_object_shape(ckpt: Checkpoint) -> Iterator[Finding]:
         ]
         yield Finding(
             f"shards{{of}} name different grids: {grids}",
-            fqn=key,
+            at=Location(key),
             missing=tuple(map(str, sorted(found))),
             notes=tuple(notes),
             hint="compare the times of these files: the older set is a leftover of another topology",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
 @rule("OBJ004", "malformed-object-key", Severity.WARNING)
@@ -31,10 +31,10 @@ def malformed_object_key(ckpt: Checkpoint) -> Iterator[Finding]:
         if "/shard_" in entry.fqn:
             key, _, suffix = entry.fqn.rpartition("/shard_")
             reason = f"the key {key!r} contains a slash" if "/" in key else f"{suffix!r} is not <offset>_<shape>"
-            yield Finding(f"the object name{{of}} does not parse: {reason}", fqn=entry.fqn)
+            yield Finding(f"the object name{{of}} does not parse: {reason}", at=Location(entry.fqn))
     for obj in ckpt.objects:
         if len(obj.offset) - len(obj.shape) not in (0, 1):
             yield Finding(
                 f"the object name{{of}} does not parse: offset {list(obj.offset)} and shape {list(obj.shape)}",
-                fqn=obj.fqn,
+                at=Location(obj.fqn),
             )

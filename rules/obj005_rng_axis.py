@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.trusted_config import flag, trusted, trusted_topology
 from ckptlint.model import Checkpoint, Declared
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _RANDOM = ("attention_dropout", "hidden_dropout", "router_jitter")
 
@@ -54,8 +54,7 @@ def rng_axis(ckpt: Checkpoint) -> Iterator[Finding]:
     because = f"EP is {ep}" if ep > 1 else "data_parallel_random_init is set"
     yield Finding(
         f"{own:,} random state{' is' if own == 1 else 's are'} stored for {world:,} ranks, and {because}",
-        fqn="rng_state",
-        place=f"{ckpt.metadata_file}: grid {list(grid)} of pipeline and tensor ranks",
+        at=Location("rng_state", label=f"{ckpt.metadata_file}: grid {list(grid)} of pipeline and tensor ranks"),
         severity=None if matters else Severity.INFO,
         notes=(
             ("ranks", f"{world - own:,} of {world:,} resume with the random state of another rank"),

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ckptlint.analysis.inventory import dp_group
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.keys import parse
 
 _SHOWN = 4
@@ -79,8 +79,7 @@ def _finding(ckpt: Checkpoint, kinds: _Kinds) -> Finding:
     files = sorted(kinds.files - {""})
     return Finding(
         f"key{{of}} is a tensor here and bytes elsewhere: {len(kinds.tensors)} against {len(kinds.objects)}",
-        fqn=lead.fqn,
-        tensor=lead,
+        at=Location.of(lead),
         severity=Severity.INFO if is_extra else None,
         notes=(
             ("tensors", _names(kinds.tensors)),

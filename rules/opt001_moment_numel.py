@@ -10,7 +10,7 @@ from ckptlint.analysis.inventory import Param, State, take
 from ckptlint.analysis.optimizer_fit import PAIR, Misfit, comparable, misfits, moment_pairs
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import ranges, shape_text
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _FILES = 4
 
@@ -51,8 +51,7 @@ def _misfit(ckpt: Checkpoint, misfit: Misfit, state: State) -> Finding:
     severity = Severity.INFO if misfit.is_pattern else Severity.WARNING if misfit.is_inferred else None
     return Finding(
         f"state{{of}} has {held}, its parameter has {misfit.expected:,}: {ratio}",
-        fqn=state.tensor.fqn,
-        tensor=state.tensor,
+        at=Location.of(state.tensor),
         severity=severity,
         notes=tuple(_notes(ckpt, misfit, state)),
         hint=_hint(misfit),
@@ -107,8 +106,7 @@ def _transposed(ckpt: Checkpoint) -> Iterator[Finding]:
             word = "transposed" if shape == expected[::-1] else "of another shape"
             yield Finding(
                 f"state{{of}} is {word}: {shape_text(shape)} for a parameter of {shape_text(expected)}",
-                fqn=state.tensor.fqn,
-                tensor=state.tensor,
+                at=Location.of(state.tensor),
                 severity=Severity.INFO if pattern else Severity.WARNING,
                 notes=(("parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"), *_others(found, len(odd))),
                 why="the number of elements is right, so it loads, and each element then gets the moments of another",

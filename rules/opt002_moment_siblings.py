@@ -9,13 +9,13 @@ from ckptlint.analysis.inventory import Param, State, take
 from ckptlint.analysis.optimizer_fit import PAIR, Pair, comparable, is_whole, misfit_params, moment_pairs, same_chunks
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import shape_text
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _OTHER = {PAIR[0]: PAIR[1], PAIR[1]: PAIR[0]}
 _EXPECTED = frozenset((*PAIR, "max_exp_avg_sq", "step", "param", "fp32_param", "main_param", "master_param"))
 
 
-@rule("OPT002", "moment-siblings", Severity.ERROR)
+@rule("OPT002", "moment-siblings", Severity.ERROR, whole=True)
 def moment_siblings(ckpt: Checkpoint) -> Iterator[Finding]:
     """exp_avg and exp_avg_sq of one parameter differ, or one of them is absent.
 
@@ -35,8 +35,6 @@ def moment_siblings(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.optim.AdamW
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     if not any(state.what in PAIR for state in take(ckpt).states):
         raise NotApplicable("the optimizer keeps neither exp_avg nor exp_avg_sq")
     pairs = moment_pairs(ckpt)
@@ -59,8 +57,7 @@ def _shapes(pairs: list[Pair]) -> Iterator[Finding]:
             agrees = f"; {right.what} agrees with it" if _fits(right, shape) else "; neither agrees with it"
             yield Finding(
                 f"moment{{of}} is {has}, its sibling {right.what} is {other}",
-                fqn=wrong.tensor.fqn,
-                tensor=wrong.tensor,
+                at=Location.of(wrong.tensor),
                 severity=Severity.INFO if pattern else None,
                 notes=(
                     _parameter(pair.param, agrees),
@@ -82,8 +79,7 @@ def _chunks(pairs: list[Pair]) -> Iterator[Finding]:
             continue
         yield Finding(
             f"moment{{of}} is cut otherwise than its sibling {PAIR[0]}: {_count(b)} chunks against {_count(a)}",
-            fqn=b.fqn,
-            tensor=b,
+            at=Location.of(b),
             severity=Severity.INFO if len(odd) == len(cut) > 1 else Severity.WARNING,
             notes=(_parameter(pair.param, f", {_count(pair.param.tensor)} chunks"), _first_chunks(a, b)),
             why="both are sharded together, so one of them went through another path; every element is stored",
@@ -117,8 +113,7 @@ def _absent(ckpt: Checkpoint) -> Iterator[Finding]:
             absent = _OTHER[state.what]
             yield Finding(
                 f"moment{{of}} is stored without its sibling {absent}",
-                fqn=state.tensor.fqn,
-                tensor=state.tensor,
+                at=Location.of(state.tensor),
                 missing=(absent,),
                 severity=severity,
                 notes=(_witness(group[1], both[group], sum(both.values()), len(whats)),),

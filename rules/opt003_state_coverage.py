@@ -11,7 +11,7 @@ from ckptlint.analysis.inventory import Inventory, Param, take
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces, ranges
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Key, parse
 
 _MOST = 0.9
@@ -22,7 +22,7 @@ _ADAPTERS = ("lora_", "adapter", "dora_", "prompt_")
 _BUFFERS = ("inv_freq", "freqs", "rotary", "running_", "num_batches", "position_ids", "expert_bias", "score_correction")
 
 
-@rule("OPT003", "state-coverage", Severity.ERROR)
+@rule("OPT003", "state-coverage", Severity.ERROR, whole=True)
 def state_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
     """Layers have no optimizer state while others of their block do, or a state has no parameter.
 
@@ -42,8 +42,6 @@ def state_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     inventory = take(ckpt)
     if not inventory.states or not inventory.params:
         raise NotApplicable("no optimizer state is stored beside parameters that it names")
@@ -86,8 +84,7 @@ def _orphans(ckpt: Checkpoint, inventory: Inventory, stateful: set[Param]) -> It
         certain = key.role in layers_of or complete.get(_place(key), True)
         yield Finding(
             "state{of} belongs to no parameter",
-            fqn=state.tensor.fqn,
-            tensor=state.tensor,
+            at=Location.of(state.tensor),
             severity=Severity.WARNING if certain else Severity.INFO,
             notes=tuple(notes),
             why="either the parameter is missing from the model part or the state is a leftover that nothing will load",
@@ -199,8 +196,7 @@ def _layers(block: str, gap: _Gap, lost: list[Param], count: int, trained: set[s
     cause = "the lowest layers, often frozen" if gap.is_bottom else gap.pattern or "no pattern"
     return Finding(
         f"{noun} {numbers} of {block} have no optimizer state, the other {count - len(gap.layers)} layers have it",
-        fqn=lead.tensor.fqn,
-        tensor=lead.tensor,
+        at=Location.of(lead.tensor),
         missing=(block, numbers),
         severity=Severity.INFO if frozen else None,
         notes=(
@@ -216,8 +212,7 @@ def _block(block: str, params: list[Param], trained: set[str]) -> Finding:
     named = [param for param in params if param.key.path in trained]
     return Finding(
         f"no parameter of {block} has optimizer state" + (", though it was trained" if named else ": frozen, or lost"),
-        fqn=params[0].tensor.fqn,
-        tensor=params[0].tensor,
+        at=Location.of(params[0].tensor),
         missing=(block,),
         severity=None if named else Severity.INFO,
         notes=(("parameters", _names(params)), *_evidence(named)),
@@ -244,8 +239,7 @@ def _single(inventory: Inventory, stateful: set[Param], told: set[Param]) -> Ite
     if cold:
         yield Finding(
             f"{len(cold)} of {len(judged)} parameters have no optimizer state",
-            fqn=cold[0].tensor.fqn,
-            tensor=cold[0].tensor,
+            at=Location.of(cold[0].tensor),
             missing=tuple(param.tensor.fqn for param in cold),
             severity=Severity.INFO,
             notes=(("parameters", _names(cold)),),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.inventory import take
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import parse
 
 
@@ -39,7 +39,6 @@ def integer_state_keys(ckpt: Checkpoint) -> Iterator[Finding]:
     several = [f"{stages} pipeline stages"] * (stages > 1) + [f"{parts} optimizers"] * (parts > 1)
     yield Finding(
         f"{len(numbered)} states are keyed by integers ({ranges(ids)}), with {' and '.join(several)}",
-        fqn=numbered[0].fqn,
-        tensor=numbered[0],
+        at=Location.of(numbered[0]),
         hint="after a change of stages or groups these states go to other parameters: load with the same layout",
     )

@@ -12,7 +12,7 @@ from ckptlint.analysis.optimizer_fit import PAIR
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import AxisSize, Checkpoint
 from ckptlint.model.text import ranges
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _NUMEL = "per_bucket_numel"
 _UNPADDED = "per_bucket_numel_unpadded"
@@ -154,7 +154,7 @@ def _finding(
     where: tuple[Note, ...] = (("stage", f"the missing groups belong to pipeline stage {stages}"),) if stages else ()
     return Finding(
         f"{name} has buckets of dp groups {ranges(numbers)}, {expected}: {odd}",
-        fqn=found[numbers[0]],
+        at=Location(found[numbers[0]]),
         missing=tuple(map(str, missing or extra)),
         severity=severity,
         notes=(*notes, *where),
@@ -173,7 +173,7 @@ def _records(chain: tuple[str, ...], found: Mapping[int, str], recorded: Mapping
             yield Finding(
                 f"dp group {ranges(lacking)} has buckets and no {name}, "
                 + (f"which group {ranges(witness)} has" if having else f"and has {other}"),
-                fqn=found[lacking[0]],
+                at=Location(found[lacking[0]]),
                 missing=tuple(f"dp_group_idx_{number}.{name}" for number in lacking),
                 notes=(("chain", ".".join(chain) or "the optimizer without a chain"),),
                 why="the loader asks for the record of every group, and a strict load fails on the missing key",
@@ -192,8 +192,7 @@ def _moments(buckets: list[Bucket]) -> Iterator[Finding]:
         absent = next(other for other in PAIR if other != what)
         yield Finding(
             f"bucket{{of}} has no {absent}, which {len(both)} other{'s' if len(both) > 1 else ''} of the chain have",
-            fqn=homes[home][what].tensor.fqn,
-            tensor=homes[home][what].tensor,
+            at=Location.of(homes[home][what].tensor),
             missing=(f"{home}.{absent}",),
             why="the loader asks for both moments of every bucket, and a strict load fails on the missing key",
             hint="look for the rank that should have written it in the plans or the log of the save",
@@ -220,8 +219,7 @@ def _lengths(ckpt: Checkpoint) -> Iterator[Finding]:
         if expected is not None and expected != found:
             yield Finding(
                 f"bucket{{of}} has {found:,} elements, its record of {_UNPADDED} says {expected:,}",
-                fqn=bucket.tensor.fqn,
-                tensor=bucket.tensor,
+                at=Location.of(bucket.tensor),
                 missing=(_UNPADDED,),
                 why="the two come from different groups or modules: one of them overwrote the other's key",
                 hint="look for a second optimizer that writes under the same dp_group_idx",

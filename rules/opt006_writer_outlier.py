@@ -8,13 +8,13 @@ from ckptlint.analysis.inventory import Param, State, take
 from ckptlint.analysis.optimizer_fit import comparable, is_whole, misfit_params
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.config_fields import attributes
 
 _ELEMENTWISE = frozenset({"exp_avg_diff", "exp_inf", "grad_avg", "square_avg", "sum", "acc_delta", "momentum"})
 
 
-@rule("OPT006", "writer-outlier", Severity.WARNING)
+@rule("OPT006", "writer-outlier", Severity.WARNING, whole=True)
 def writer_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
     """A state is one chunk while its parameter is cut into several.
 
@@ -31,8 +31,6 @@ def writer_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.planner_helpers._create_write_items
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     states = take(ckpt).states
     if not states:
         raise NotApplicable("no optimizer state names its parameter")
@@ -59,8 +57,7 @@ def _finding(ckpt: Checkpoint, state: State, param: Param, count: int, is_full: 
     held, of = f"{state.tensor.volume:,}", f"{param.tensor.volume:,}"
     return Finding(
         f"state{{of}} is 1 chunk, its parameter is cut into {count}",
-        fqn=state.tensor.fqn,
-        tensor=state.tensor,
+        at=Location.of(state.tensor),
         severity=Severity.INFO if is_full else None,
         notes=(
             ("parameter", f"{param.tensor.fqn}: {shape_text(param.tensor.global_shape)} in {count} chunks"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.inventory import MASTER_COPIES, State, take
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import nbytes
 
 
@@ -79,8 +79,7 @@ def _finding(first: State, second: State, total: int, count: int, compared: str)
     tensor = second.tensor
     return Finding(
         f"state{{of}} is a second copy: its parameter has {first.what} already{compared}",
-        fqn=tensor.fqn,
-        tensor=tensor,
+        at=Location.of(tensor),
         notes=(
             ("first", f"{first.tensor.fqn}: {first.tensor.dtype} {shape_text(first.tensor.global_shape)}"),
             ("second", f"{tensor.fqn}: {tensor.dtype} {shape_text(tensor.global_shape)}, {tensor.volume:,} elements"),

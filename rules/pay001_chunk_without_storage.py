@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
 @rule("PAY001", "chunk-without-storage", Severity.ERROR)
@@ -45,16 +45,13 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
         files = sorted({ckpt.chunk_file(tensor, row) for row in range(min(len(tensor.chunks), 512))} - {""})
         yield Finding(
             f"{count}{{of}} {'has' if len(rows) == 1 else 'have'} no storage entry",
-            fqn=tensor.fqn,
-            tensor=tensor,
-            region=box,
-            rows=tuple(rows[:16].tolist()),
+            at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist())),
             notes=(("stored", "its other chunks are in " + ", ".join(files[:6]) if files else "none of it is stored"),),
             hint=_filed_elsewhere(ckpt, tensor),
         )
     unfiled = [o.fqn for o in ckpt.objects if o.record < 0] + [b.fqn for b in ckpt.byte_objects if b.record < 0]
     for fqn in unfiled:
-        yield Finding("the bytes{of} have no storage entry", fqn=fqn)
+        yield Finding("the bytes{of} have no storage entry", at=Location(fqn))
 
 
 def _filed_elsewhere(ckpt: Checkpoint, tensor: Tensor) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _SHOWN = 64
 
@@ -60,9 +60,7 @@ def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{len(rows):,} storage entries{{of}} belong to nothing, the first {where}: {known}"
             if more
             else f"the storage entry{{of}} {where} belongs to nothing: {known}",
-            fqn=fqn,
-            file=file,
-            byte_range=(start, length),
+            at=Location(fqn, file=file, byte_range=(start, length)),
             missing=tuple(str(table.strays[row]) for row in rows[:_SHOWN]),
             hint="compare the keys with those of another step; a reused plan repeats the keys of an older state",
         )

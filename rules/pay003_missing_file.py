@@ -10,7 +10,7 @@ import numpy as np
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, FileState
 from ckptlint.model.text import ranges
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 _SENTENCES: dict[FileState, str] = {
     "absent": "missing",
@@ -57,9 +57,8 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         yield Finding(
             f"{count} {verb} {_SENTENCES[state]}: {filed:,} {'entry' if filed == 1 else 'entries'}, {lost:,} bytes",
-            file=names[0],
+            at=Location(file=names[0], label=f"{ckpt.metadata_file}: {shown}"),
             missing=tuple(names),
-            place=f"{ckpt.metadata_file}: {shown}",
             severity=Severity.INFO if state in ("link-outside", "other-case") else None,
             why=_OTHER_CASE if state == "other-case" else "",
             notes=(("keys", ", ".join(keys[:4]) + (f" and {len(keys) - 4:,} more" if len(keys) > 4 else "")),),

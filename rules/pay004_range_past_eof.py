@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ckptlint.model import Checkpoint, RecordTable
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import human_bytes
-from ckptlint.rule import Finding, Note, Severity, rule
+from ckptlint.rule import Finding, Location, Note, Severity, rule
 
 _SHOWN = 4
 _HEADER = 10
@@ -63,10 +63,12 @@ def _smaller_than_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 f"{file.name} is {f'{human_bytes(needed - file.size)} short' if file.size else 'empty'}: it has "
                 f"{file.size:,} bytes, its tensors need {needed:,} or more",
-                fqn=keys[0] if len(keys) == 1 else None,
-                file=file.name,
+                at=Location(
+                    keys[0] if len(keys) == 1 else None,
+                    file=file.name,
+                    label=f"{file.name}: {_entries(len(rows))} in one safetensors container",
+                ),
                 missing=(file.name,),
-                place=f"{file.name}: {_entries(len(rows))} in one safetensors container",
                 notes=_shown(keys),
                 hint="compare the size with the file where it was written; a copy that broke off leaves a round number",
             )
@@ -92,11 +94,13 @@ def _truncated(ckpt: Checkpoint, rows: IntArray) -> Finding:
     return Finding(
         f"{file} is {f'{human_bytes(needed - has)} short' if has else 'empty'}: it has {has:,} bytes, its entries need "
         f"{needed:,}",
-        fqn=keys[0] if len(keys) == 1 else None,
-        file=file,
-        byte_range=(start, length),
+        at=Location(
+            keys[0] if len(keys) == 1 else None,
+            file=file,
+            byte_range=(start, length),
+            label=f"{file}: {_entries(len(rows))} behind the end, the first at byte {start:,}",
+        ),
         missing=(file,),
-        place=f"{file}: {_entries(len(rows))} behind the end, the first at byte {start:,}",
         notes=_shown(keys),
         hint="compare the size with the file where it was written; a copy that broke off leaves a round number",
     )
@@ -108,11 +112,13 @@ def _damaged(ckpt: Checkpoint, rows: IntArray) -> Finding:
     keys = _keys(ckpt, rows)
     return Finding(
         f"{file}: a storage entry{{of}} claims {length:,} bytes at {start:,}",
-        fqn=keys[0] if len(keys) == 1 else None,
-        file=file,
-        byte_range=(start, length),
+        at=Location(
+            keys[0] if len(keys) == 1 else None,
+            file=file,
+            byte_range=(start, length),
+            label=f"{file}: {_entries(len(rows))} with a negative offset or length",
+        ),
         missing=(file, "negative"),
-        place=f"{file}: {_entries(len(rows))} with a negative offset or length",
         notes=_shown(keys),
         hint="the entry was damaged or edited; take .metadata from where it was written",
     )

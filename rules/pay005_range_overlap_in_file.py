@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _SHOWN = 32
 _EMBEDDING = re.compile(r"(?:^|\.)(?:word_embeddings|embed_tokens|tok_embeddings|wte)\.weight$")
@@ -56,14 +56,13 @@ def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
         more = f" (the first of {len(hits):,} such pairs)" if hit == hits[0] and len(hits) > 1 else ""
         yield Finding(
             f"{shared:,} bytes of {place} belong to two entries: {names[0]} and {names[1]}{more}",
-            fqn=names[1],
-            file=place,
-            byte_range=(int(start[hit]), shared),
+            at=Location(
+                names[1], file=place, byte_range=(int(start[hit]), shared), label=f"{place}: " + ", ".join(spans)
+            ),
             missing=(names[0],),
             severity=Severity.WARNING
             if start[hit] == start[other] and stop[hit] == stop[other] and _tied(*names)
             else None,
-            place=f"{place}: " + ", ".join(spans),
             hint="one of the two offsets is wrong; the file's other entries tell which, since records lie end to end",
         )
 

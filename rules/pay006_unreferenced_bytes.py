@@ -11,14 +11,14 @@ from ckptlint.analysis.save_plans import duplicates, planned_by
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import human_bytes
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, Note, Severity, rule
 
 _SHOWN = 3
 _HEADER_ALONE = 512
 """More than the safetensors header of a rank without tensors; torch 2.13 writes 88 bytes."""
 
 
-@rule("PAY006", "unreferenced-bytes", Severity.WARNING, needs="files")
+@rule("PAY006", "unreferenced-bytes", Severity.WARNING, needs="files", whole=True)
 def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Finding]:
     """Bytes of a payload file belong to no entry.
 
@@ -39,8 +39,6 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
     See:
         megatron.core.dist_checkpointing.strategies.state_dict_saver
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     table, least = ckpt.records, max(min_bytes, 1 if ckpt.locates_bytes else _HEADER_ALONE)
     repeaters = _repeaters(ckpt)
     damaged = set(table.file[(table.byte_offset < 0) | (table.byte_length < 0)].tolist())
@@ -63,12 +61,14 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
         spans = ", ".join(f"[{start:,}, {stop:,})" for start, stop in gaps[:_SHOWN])
         yield Finding(
             message,
-            file=file.name,
-            byte_range=(gaps[0][0], gaps[0][1] - gaps[0][0]),
+            at=Location(
+                file=file.name,
+                byte_range=(gaps[0][0], gaps[0][1] - gaps[0][0]),
+                label=f"{file.name}: {spans}" + (f" and {len(gaps) - _SHOWN} more gaps" if len(gaps) > _SHOWN else ""),
+            ),
             missing=(file.name,),
             severity=Severity.INFO if rank_of(file.name) in repeaters else None,
             alike="gaps" if len(rows) else "unnamed",
-            place=f"{file.name}: {spans}" + (f" and {len(gaps) - _SHOWN} more gaps" if len(gaps) > _SHOWN else ""),
             explain=partial(_planned_elsewhere, ckpt, file.name),
             hint="if a save into this folder was interrupted before, these are its leftovers"
             if not len(rows)

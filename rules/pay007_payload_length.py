@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import nbytes
 
 _FRAMING = 4096
@@ -58,9 +58,7 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
             extra = int(stored[long[0]] - needed[long[0]])
             yield Finding(
                 "records{of} are longer than their chunks",
-                fqn=tensor.fqn,
-                tensor=tensor,
-                rows=(row,),
+                at=Location.of(tensor, rows=(row,)),
                 severity=None if ckpt.is_safetensors else Severity.INFO,
                 notes=(("excess", f"{len(long):,} of {len(rows):,} records, the first by {extra:,} bytes"),),
                 why="readers of safetensors refuse a file in which shape and dtype do not explain the bytes of a tensor"
@@ -84,12 +82,7 @@ def _too_short(ckpt: Checkpoint, tensor: Tensor, rows: np.ndarray, record: int) 
     what = f"the record of chunk {box}{{of}} is" if len(rows) == 1 else f"{len(rows):,} records{{of}} are"
     return Finding(
         f"{what} too short: {needed:,} bytes needed, {length:,} stored ({share} of it)",
-        fqn=tensor.fqn,
-        tensor=tensor,
-        region=box,
-        rows=tuple(rows[:16].tolist()),
-        file=file,
-        byte_range=(start, length),
+        at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
         notes=(("record", f"{file}, bytes {start:,}-{start + length:,}"),),
         hint="compare dtype and shape with the same tensor of another step",
     )

@@ -8,7 +8,7 @@ from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import distinct
 from ckptlint.model.text import ranges
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
 @rule("PAY008", "rank-files", Severity.INFO, needs="files")
@@ -42,6 +42,6 @@ def rank_files(ckpt: Checkpoint) -> Iterator[Finding]:
     if silent:
         yield Finding(
             f"rank{'s' if len(silent) > 1 else ''} {ranges(silent)} of {last + 1} stored nothing that an entry names",
+            at=Location(label=f"{len(present)} ranks stored something"),
             missing=tuple(str(rank) for rank in sorted(silent)),
-            place=f"{len(present)} ranks stored something",
         )

@@ -12,7 +12,7 @@ from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import ranges
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import ITEM_BITS, nbytes
 
 _PACKED = 2
@@ -131,12 +131,9 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, found: lis
         notes += _ranks(ckpt, payload, tensor, read)
     return Finding(
         f"{which} {first.text} where the metadata says {expected}",
-        fqn=tensor.fqn,
-        tensor=tensor,
-        region=box,
-        rows=tuple(hit.row for hit in found[:16]),
-        file=file,
-        byte_range=(start, length),
+        at=Location.of(
+            tensor, region=box, rows=tuple(hit.row for hit in found[:16]), file=file, byte_range=(start, length)
+        ),
         severity=severity,
         notes=tuple(notes),
         hint="compare with the same tensor of another step: the record shows what its rank really held",

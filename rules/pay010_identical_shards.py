@@ -12,7 +12,7 @@ from ckptlint.analysis.trusted_config import flag, number, trusted, trusted_topo
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.text import ranges
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Key, parse
 
 _SHOWN = 3
@@ -100,11 +100,7 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
     listed = "; ".join(f"{_files(ckpt, tensor, a)} repeats {_files(ckpt, tensor, b)}" for a, b in pairs[:_SHOWN])
     return Finding(
         what,
-        fqn=tensor.fqn,
-        tensor=tensor,
-        region=box,
-        rows=(row, earlier),
-        file=ckpt.chunk_file(tensor, row),
+        at=Location.of(tensor, region=box, rows=(row, earlier), file=ckpt.chunk_file(tensor, row)),
         severity=_severity(ckpt, payload, tensor),
         notes=(_evidence(payload, record), ("chunks", listed + more)),
         hint=_HINTS[parse(tensor.fqn).in_experts],
@@ -129,9 +125,7 @@ def _experts(ckpt: Checkpoint, payload: PayloadTable, members: list[tuple[Key, T
     names = ("experts", "repeat") if len(pairs) > 1 else ("expert", "repeats")
     yield Finding(
         f"{names[0]} {repeating} {names[1]} {names[0]} {repeated}: the same data in {tensor.fqn}",
-        fqn=tensor.fqn,
-        tensor=tensor,
-        file=ckpt.place(record)[0],
+        at=Location.of(tensor, file=ckpt.place(record)[0]),
         missing=(repeating,),
         severity=_severity(ckpt, payload, tensor),
         notes=(_evidence(payload, record),),

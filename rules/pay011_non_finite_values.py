@@ -8,7 +8,7 @@ import numpy as np
 
 from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
 from ckptlint.model.layout import IntArray
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import parse
 
 _HARMLESS = ("mask", "min_val", "max_val", "amax")
@@ -68,12 +68,7 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntA
     file, start, length = ckpt.place(record)
     return Finding(
         f"{_counts(payload, records)} in {where}{{of}}{at}",
-        fqn=tensor.fqn,
-        tensor=tensor,
-        region=box,
-        rows=tuple(rows[:16].tolist()),
-        file=file,
-        byte_range=(start, length),
+        at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
         severity=Severity.INFO if key.kind != "model" or _is_buffer(tensor.fqn) else None,
         notes=(("chunks", "; ".join(parts) + more),),
         hint="look for the first step that has them; the loss of that step tells whether the run diverged",

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint, Damage
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _SHOWN = 4
 
@@ -40,7 +40,7 @@ def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
     if payload.unlisted:
         yield Finding(
             f"integrity.json does not list {len(payload.unlisted)} payload files, {payload.unlisted[0]} first",
-            file=payload.unlisted[0],
+            at=Location(file=payload.unlisted[0]),
             missing=payload.unlisted,
             severity=Severity.INFO,
             why="they were added after the checksums were taken, or by another save",
@@ -54,7 +54,7 @@ def _whole(file: str, damage: Damage) -> Finding:
         what
         if lost
         else f"{what}: its SHA-256 starts with {damage.computed[:12]}, recorded is {damage.recorded[8:20]}",
-        file=file,
+        at=Location(file=file),
         missing=(file,),
         alike="absent" if lost else "sha256",
         hint="copy it again from where it was written",
@@ -86,9 +86,7 @@ def _records(ckpt: Checkpoint, file: str, damages: list[Damage]) -> Finding:
         )
     return Finding(
         message,
-        fqn=one,
-        file=file,
-        byte_range=(start, length),
+        at=Location(one, file=file, byte_range=(start, length)),
         missing=(file, *names[:_SHOWN]),
         notes=tuple(notes),
         alike="crc" if first.member else "zeros",

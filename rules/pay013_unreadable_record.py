@@ -29,16 +29,7 @@ def unreadable_record(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.serialization.load, caffe2/serialize/inline_container.cc,
         torch.distributed.checkpoint.hf_storage.HuggingFaceStorageWriter
     """
-    problems = [problem for problem in ckpt.problems if problem.kind == "container"]
+    problems = list(ckpt.problems_of("container"))
     if ckpt.payload is None and not problems and ckpt.records.fqns:
         raise NotApplicable("records are opened at depth headers")
-    for problem in problems:
-        yield Finding(
-            problem.message,
-            fqn=problem.fqn,
-            file=problem.file,
-            missing=(problem.file,),
-            why=problem.why,
-            hint=problem.hint,
-            detail=problem.detail,
-        )
+    yield from map(Finding.of_problem, problems)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from ckptlint.model import Checkpoint, WeightIndex
 from ckptlint.model.text import braces, human_bytes, ranges
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import parse
 
@@ -68,9 +68,8 @@ def _misplaced(index: WeightIndex, held: Held) -> Iterator[Finding]:
         homes = sorted(other for other, present in held.items() if present & set(lost))
         yield Finding(
             f"{index.file} has {_count(lost)} in {file}, which {'is not there' if is_absent else 'lacks them'}",
-            file=file,
+            at=Location(file=file, label=f"{index.file}: {file}"),
             missing=(file, *lost[:_MOST]),
-            place=f"{index.file}: {file}",
             notes=_keys(lost),
             hint=f"they lie in {', '.join(homes[:_SHOWN])}: write the index again from the headers"
             if homes
@@ -92,7 +91,7 @@ def _unlisted(index: WeightIndex, held: Held) -> Iterator[Finding]:
             if keys:
                 yield Finding(
                     f"{file} holds {_count(keys)} {text}",
-                    file=file,
+                    at=Location(file=file),
                     missing=(file, *keys[:_MOST]),
                     severity=Severity.WARNING,
                     notes=_keys(keys),
@@ -116,7 +115,7 @@ def _total(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
     is_close = abs(difference) <= _SLACK * stored or difference in tied
     yield Finding(
         f"{index.file} says {index.total_size:,} bytes in all, and {stored:,} are stored",
-        file=index.file,
+        at=Location(file=index.file),
         missing=("total_size",),
         severity=Severity.INFO if is_close else Severity.WARNING,
         why="the index was written for other files than these",
@@ -138,9 +137,11 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
         files = sorted({file for key in shared for file in homes[key]})
         yield Finding(
             f"{_count(shared)} lie in several files, and no index says in which of them",
-            file=files[0],
+            at=Location(
+                file=files[0],
+                label=", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""),
+            ),
             missing=tuple(shared[:_MOST]),
-            place=", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""),
             severity=Severity.WARNING,
             notes=_keys(shared),
             why="which of the copies is loaded depends on the order of the files",
@@ -174,8 +175,8 @@ def _numbers(ckpt: Checkpoint) -> Iterator[Finding]:
             severity = Severity.WARNING
         yield Finding(
             f"{'file' if lost == 1 else 'files'} {ranges(missing)} of {total} {'is' if lost == 1 else 'are'} missing",
+            at=Location(label=f"{len(present)} of {total} files are there"),
             missing=tuple(f"{number}-of-{total}" for number in sorted(missing)[:_MOST]),
-            place=f"{len(present)} of {total} files are there",
             severity=severity,
             why="the index names no key in them" if ckpt.index is not None else "",
             hint="" if ckpt.index is not None else "copy the missing files again from where the model was written",

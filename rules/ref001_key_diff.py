@@ -10,7 +10,7 @@ from ckptlint.analysis.key_matching import Comparison, Entry, Single, compare
 from ckptlint.analysis.trusted_config import flag
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.text import braces, ranges
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _COMPUTED = frozenset({"inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "freqs_cis", "position_ids"})
 _QUANTISED = re.compile(r".*_(scale|scale_inv|scales|amax|zero_point)|scale|qweight|qzeros|g_idx")
@@ -18,7 +18,7 @@ _SHOWN = 6
 _KINDS = {"model": "parameters of the model", "copy": "the second copy of the model", "optimizer": "optimizer state"}
 
 
-@rule("REF001", "key-diff", Severity.ERROR, expects=True)
+@rule("REF001", "key-diff", Severity.ERROR, whole=True, expects=True)
 def key_diff(ckpt: Checkpoint) -> Iterator[Finding]:
     """Keys differ from those of the reference.
 
@@ -39,8 +39,6 @@ def key_diff(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.DefaultLoadPlanner (allow_partial_load), `ckptlint manifest`
     """
     reference = ckpt.reference
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     if reference is None or not reference.tensors:
         raise NotApplicable("the reference names no tensors")
     found = compare(ckpt, reference)
@@ -69,8 +67,8 @@ def _lacking(ckpt: Checkpoint, reference: Reference, found: Comparison) -> Itera
         count = found.expected[kind]
         yield Finding(
             f"nothing of the {_KINDS[kind]} is stored here; the reference has {count:,} key{'s' * (count > 1)} of it",
+            at=Location(label=_place(ckpt, reference)),
             severity=Severity.INFO if reason else Severity.WARNING,
-            place=_place(ckpt, reference),
             why="a load that wants this part fails or starts it anew",
             notes=(("because", reason),),
             hint=hint,
@@ -98,11 +96,9 @@ def _finding(
     kind = _KINDS[entry.kind]
     return Finding(
         message,
-        fqn=entry.fqn,
-        tensor=None if is_absent else ckpt.tensors.get(entry.fqn),
+        at=Location(entry.fqn, None if is_absent else ckpt.tensors.get(entry.fqn), label=_place(ckpt, reference)),
         severity=severity,
         missing=(single.part,) if single.part else (),
-        place=_place(ckpt, reference),
         why="" if is_absent else f"a strict load fails on {kind} that it does not expect",
         notes=(("because", reason), *notes),
         hint="" if severity is Severity.INFO else _hint(is_absent),
@@ -167,8 +163,8 @@ def _unpaired(ckpt: Checkpoint, reference: Reference, found: Comparison) -> Find
     return Finding(
         f"{len(found.unpaired_expected):,} names of the reference and {len(found.unpaired_stored):,} names here cannot "
         "be paired: they may mean the same in another naming scheme",
+        at=Location(label=_place(ckpt, reference)),
         severity=Severity.INFO,
-        place=_place(ckpt, reference),
         why="nothing is called missing where names differ by their scheme",
         notes=(
             ("paired", f"{paired:,} of {named:,} keys of the reference"),

@@ -10,7 +10,7 @@ from math import prod
 from ckptlint.analysis.key_matching import Comparison, Pair, Shape, compare
 from ckptlint.analysis.trusted_config import contradictions, main_params, number
 from ckptlint.model import Checkpoint, Declared, Reference
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
 _WORDS = {
@@ -87,10 +87,8 @@ def _shape_finding(ckpt: Checkpoint, reference: Reference, pair: Pair) -> Findin
     padding = _is_padding(ckpt, pair)
     return Finding(
         f"the shape{{of}} is {_shape(stored)}{each}, the reference has {_shape(expected)}",
-        fqn=pair.stored.fqn,
-        tensor=ckpt.tensors[pair.stored.fqn],
+        at=Location.of(ckpt.tensors[pair.stored.fqn], label=_place(ckpt, reference, pair)),
         severity=Severity.INFO if padding else None,
-        place=_place(ckpt, reference, pair),
         why="a load fails on this tensor, and a planner that does not compare sizes fills a part of it",
         notes=(("because", padding), *_ratios(expected, stored), *_relation(ckpt, expected, stored)),
         hint="" if padding else "find the first step with this shape and what changed in the job before it was saved",
@@ -167,10 +165,8 @@ def _times(ratio: Fraction) -> str:
 def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: Pair) -> Finding:
     return Finding(
         f"the dtype{{of}} is {pair.stored.dtype}, the reference has {pair.expected.dtype}",
-        fqn=pair.stored.fqn,
-        tensor=ckpt.tensors[pair.stored.fqn],
+        at=Location.of(ckpt.tensors[pair.stored.fqn], label=_place(ckpt, reference, pair)),
         severity=Severity.WARNING,
-        place=_place(ckpt, reference, pair),
         why="a load converts the values without a word, and what precision was lost stays lost",
         hint="give --expect a reference of the same precision if the change was meant",
         alike=f"dtype {pair.stored.kind} {pair.stored.dtype} {pair.expected.dtype}",
@@ -203,8 +199,8 @@ def _counts(ckpt: Checkpoint, reference: Reference, found: Comparison) -> Iterat
             wanted = int(declared.value)
             yield Finding(
                 f"{count:,} {_WORDS[name]} here, {wanted:,} in the reference",
+                at=Location(label=_place(ckpt, reference)),
                 severity=Severity.WARNING,
-                place=_place(ckpt, reference),
                 why="the checkpoint belongs to another model, or a part of it is lost",
                 notes=(("source", f"{count:,} is {source}, {wanted:,} stands in {declared.source}"),),
                 hint="compare with the configuration that the job was started with",

@@ -10,7 +10,7 @@ from math import prod
 from ckptlint.analysis.key_matching import Comparison, Entry, compare
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import human_bytes
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -35,7 +35,7 @@ class _Sum:
         return next((k for k in _FACTORS if _TOLERANCE * abs(self.stored * k - self.expected) <= self.expected), None)
 
 
-@rule("REF003", "bytes-ratio", Severity.WARNING, expects=True)
+@rule("REF003", "bytes-ratio", Severity.WARNING, whole=True, expects=True)
 def bytes_ratio(ckpt: Checkpoint) -> Iterator[Finding]:
     """The state, or a part of it, is a half, a quarter, an eighth of the reference.
 
@@ -55,8 +55,6 @@ def bytes_ratio(ckpt: Checkpoint) -> Iterator[Finding]:
         megatron.core.dist_checkpointing.mapping.ShardedTensor (replica_id)
     """
     reference = ckpt.reference
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     if reference is None or not reference.tensors:
         raise NotApplicable("the reference names no tensors")
     found = compare(ckpt, reference)
@@ -132,7 +130,7 @@ def _finding(ckpt: Checkpoint, subject: str, part: str, total: _Sum, factor: int
     verb = "hold" if subject.startswith("the experts") else "holds"
     return Finding(
         f"{subject} {verb} {stored}, 1/{factor} of the {expected} in the reference",
-        place=f"{ckpt.metadata_file}, compared with {ckpt.reference.source}",
+        at=Location(label=f"{ckpt.metadata_file}, compared with {ckpt.reference.source}"),
         missing=(part, str(factor)),
         notes=(
             ("counted", f"{total.stored:,} and {total.expected:,} bytes, at the dtypes of the reference"),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 _INERT = "they were decoded as inert values and not looked at"
 
 
-@rule("SAF001", "unsafe-pickle", Severity.ERROR, always=True)
+@rule("SAF001", "unsafe-pickle", Severity.ERROR, always=True, fixed=True)
 def unsafe_pickle(ckpt: Checkpoint) -> Iterator[Finding]:
     """A pickle names something that checkpoint data does not need.
 
@@ -28,14 +29,9 @@ def unsafe_pickle(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.filesystem.FileSystemReader.read_metadata
     """
-    for problem in ckpt.problems:
-        if problem.kind in ("unsafe", "note"):
-            yield Finding(
-                problem.message,
-                file=problem.file,
-                missing=(problem.message,),
-                severity=Severity.INFO if problem.kind == "note" else None,
-                why=problem.why or (_INERT if problem.kind == "note" else ""),
-                hint=problem.hint,
-                detail=problem.detail,
-            )
+    for problem in ckpt.problems_of("unsafe", "note"):
+        # the file is what nobody may open, whatever key shows it
+        finding = replace(Finding.of_problem(problem), at=Location(file=problem.file), missing=(problem.message,))
+        if problem.kind == "note":
+            finding = replace(finding, severity=Severity.INFO, why=problem.why or _INERT)
+        yield finding

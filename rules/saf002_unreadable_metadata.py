@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 
-@rule("SAF002", "unreadable-metadata", Severity.ERROR, always=True)
+@rule("SAF002", "unreadable-metadata", Severity.ERROR, always=True, fixed=True)
 def unreadable_metadata(ckpt: Checkpoint) -> Iterator[Finding]:
     """A metadata file is empty, cut short, or not what its name promises.
 
@@ -26,13 +27,6 @@ def unreadable_metadata(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.filesystem.FileSystemWriter.finish
     """
-    for problem in ckpt.problems:
-        if problem.kind == "unreadable":
-            yield Finding(
-                problem.message,
-                file=problem.file,
-                missing=(problem.file,),
-                why=problem.why,
-                hint=problem.hint,
-                detail=problem.detail,
-            )
+    for problem in ckpt.problems_of("unreadable"):
+        # the file is what cannot be read, whatever key shows it
+        yield replace(Finding.of_problem(problem), at=Location(file=problem.file))

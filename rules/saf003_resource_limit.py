@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 
-@rule("SAF003", "resource-limit", Severity.ERROR, always=True)
+@rule("SAF003", "resource-limit", Severity.ERROR, always=True, fixed=True)
 def resource_limit(ckpt: Checkpoint) -> Iterator[Finding]:
     """A number or size in the metadata exceeds a limit.
 
@@ -22,15 +23,8 @@ def resource_limit(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Take the file from where it was written; if it is honest, report it as a limit that is too low.
     """
-    for problem in ckpt.problems:
-        if problem.kind == "limit":
-            tensor = ckpt.tensors.get(problem.fqn) if problem.fqn else None
-            yield Finding(
-                problem.message,
-                fqn=problem.fqn,
-                tensor=tensor,
-                file=problem.file,
-                missing=(problem.message,),
-                why=problem.why,
-                hint=problem.hint,
-            )
+    for problem in ckpt.problems_of("limit"):
+        tensor = ckpt.tensors.get(problem.fqn) if problem.fqn else None
+        at = Location(problem.fqn, tensor, file=problem.file)
+        # the sentence names the record, and its other keys are no help
+        yield replace(Finding.of_problem(problem), at=at, missing=(problem.message,), detail=())

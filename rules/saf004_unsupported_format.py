@@ -8,7 +8,7 @@ from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 
 
-@rule("SAF004", "unsupported-format", Severity.ERROR, always=True)
+@rule("SAF004", "unsupported-format", Severity.ERROR, always=True, fixed=True)
 def unsupported_format(ckpt: Checkpoint) -> Iterator[Finding]:
     """The folder holds a checkpoint of a known format that is not checked.
 
@@ -22,12 +22,4 @@ def unsupported_format(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Give the folder of the DCP or torch_dist checkpoint, or convert it.
     """
-    for problem in ckpt.problems:
-        if problem.kind == "unsupported":
-            yield Finding(
-                problem.message,
-                file=problem.file,
-                missing=(problem.file,),
-                severity=Severity.INFO if problem.beside else None,
-                hint=problem.hint,
-            )
+    yield from map(Finding.of_problem, ckpt.problems_of("unsupported"))

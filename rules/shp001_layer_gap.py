@@ -10,7 +10,7 @@ from ckptlint.analysis.inventory import Param, take
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Block, block_of, inside_layer, is_adapter, module_path, parse
 
 Layers = dict[int, list[Param]]
@@ -22,7 +22,7 @@ _COMPLETE = 3
 _MOST = 0.8
 
 
-@rule("SHP001", "layer-gap", Severity.ERROR)
+@rule("SHP001", "layer-gap", Severity.ERROR, whole=True)
 def layer_gap(ckpt: Checkpoint) -> Iterator[Finding]:
     """Layers are missing from the middle or the start of a block, or one layer lacks part of a module.
 
@@ -41,8 +41,6 @@ def layer_gap(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.transformer.transformer_layer.get_transformer_layer_offset
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     blocks: dict[Block, Layers] = defaultdict(lambda: defaultdict(list))
     for param in take(ckpt).params:
         if param.key.layer is not None and not is_adapter(param.key):
@@ -98,8 +96,8 @@ def _gaps(ckpt: Checkpoint, block: Block, numbers: dict[Block, set[int]]) -> Ite
     notes.append(("mesh", ", ".join(sizes)))
     yield Finding(
         sentence,
+        at=Location(label=f"{ckpt.metadata_file}: {len(present)} layers in {name}"),
         missing=tuple(f"{name}.{layer}" for layer in sorted(missing)),
-        place=f"{ckpt.metadata_file}: {len(present)} layers in {name}",
         severity=_severity(ckpt, missing, count == present[-1] + 1),
         notes=tuple(notes),
         hint=f"look for the ranks or stages that hold layers {ranges(missing)}: under which names did they save?",
@@ -137,9 +135,8 @@ def _lacking(ckpt: Checkpoint, layers: Layers) -> Iterator[Finding]:
                 continue  # only quantised layers have scales
             yield Finding(
                 f"nothing{{of}} is stored; {complete} other layers have theirs",
-                fqn=fqn,
+                at=Location(fqn, label=f"{ckpt.metadata_file}: layer {layer} has {len(found)} of {len(usual)} names"),
                 missing=(fqn,),
-                place=f"{ckpt.metadata_file}: layer {layer} has {len(found)} of {len(usual)} names",
                 severity=Severity.WARNING,
                 notes=(("siblings", f"layers {ranges(n for n in roles if roles[n] == usual)} have all {len(usual)}"),),
                 hint="look for a filter or a rename that dropped this name in one layer, and save again",

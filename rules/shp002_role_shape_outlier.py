@@ -9,7 +9,7 @@ from ckptlint.analysis.layer_outliers import Outlier, dtype_outliers, local_fact
 from ckptlint.analysis.projections import swap_factor
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges, shape_text
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 
 @rule("SHP002", "role-shape-outlier", Severity.WARNING)
@@ -54,8 +54,7 @@ def _finding(item: Outlier, sentence: str, usual: str, notes: tuple[Note, ...]) 
     number = len(set(item.agreeing))
     return Finding(
         f"{sentence}, and {usual} in {number} other layer{'s' if number > 1 else ''}",
-        fqn=item.param.tensor.fqn,
-        tensor=item.param.tensor,
+        at=Location.of(item.param.tensor),
         severity=Severity.INFO if item.changed > 1 else None,
         notes=(
             *notes,

@@ -13,7 +13,7 @@ from ckptlint.analysis.projections import Family, axis_factor, families, inner_s
 from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges, shape_text
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import is_adapter
 
 
@@ -35,7 +35,7 @@ class Swap:
     severity: Severity | None = None
 
 
-@rule("SHP003", "swapped-shard-dims", Severity.ERROR)
+@rule("SHP003", "swapped-shard-dims", Severity.ERROR, whole=True)
 def swapped_shard_dims(ckpt: Checkpoint) -> Iterator[Finding]:
     """The shape of a weight is what a transposition makes of it when the shard dim stays where it was.
 
@@ -57,8 +57,6 @@ def swapped_shard_dims(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.tensor.DTensor.from_local
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     if not take(ckpt).params:
         raise NotApplicable("no parameters are named")
     found: dict[str, Swap] = {}
@@ -83,8 +81,7 @@ def _finding(ckpt: Checkpoint, swap: Swap) -> Finding:
     return Finding(
         f"shape{{of}} is {shape_text(tensor.global_shape)} where {shape_text(tuple(expected))} fits {swap.basis}; "
         f"{numbers}, and {axis_name(ckpt, a, p)} is cut in {p} places",
-        fqn=tensor.fqn,
-        tensor=tensor,
+        at=Location.of(tensor),
         severity=swap.severity,
         notes=swap.notes,
         hint=f"the values are there at wrong offsets: what lies at {from_:,} of dim {a} belongs at {to:,} of dim {b}; "

@@ -18,7 +18,7 @@ from ckptlint.analysis.trusted_config import knows_mesh, mesh_axes, number, trus
 from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import is_adapter, module_path
 
@@ -51,7 +51,7 @@ class Local:
         return self.param.tensor.global_shape[self.axis]
 
 
-@rule("SHP004", "local-as-global", Severity.ERROR)
+@rule("SHP004", "local-as-global", Severity.ERROR, whole=True)
 def local_as_global(ckpt: Checkpoint) -> Iterator[Finding]:
     """A tensor is recorded with the size of one rank's part as the whole, or a replica as k shards.
 
@@ -73,8 +73,6 @@ def local_as_global(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.tensor.DTensor.from_local
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     if not take(ckpt).params:
         raise NotApplicable("no parameters are named")
     found: dict[str, Local] = {}
@@ -100,8 +98,7 @@ def _finding(ckpt: Checkpoint, local: Local) -> Finding:
         hint = "declare it replicated on that axis and save again; the first part alone is the tensor, if all are equal"
     return Finding(
         f"dim {local.axis}{{of}} is {size:,} where {expected:,} fits {local.basis}; {numbers}, and {local.cause}",
-        fqn=tensor.fqn,
-        tensor=tensor,
+        at=Location.of(tensor),
         severity=local.severity,
         why="" if size < expected else "a replica that is stored as shards loads with another shape",
         notes=(note, ("mesh", f"{axis_name(ckpt, local.axis, places)} is cut in {places} place{'s'[: places != 1]}")),

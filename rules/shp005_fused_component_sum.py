@@ -12,7 +12,7 @@ from ckptlint.analysis.projections import Family, axis_factor, families, short_n
 from ckptlint.analysis.trusted_config import knows_mesh, mesh_axes
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import module_path, parse
 
 _HALVES = {"w": "v", "v": "w"}
@@ -20,7 +20,7 @@ _SHARED = ("query", "key", "value")
 """The components that both the projection and the convolution of a linear attention have."""
 
 
-@rule("SHP005", "fused-component-sum", Severity.WARNING)
+@rule("SHP005", "fused-component-sum", Severity.WARNING, whole=True)
 def fused_component_sum(ckpt: Checkpoint) -> Iterator[Finding]:
     """The parts of one fused projection have sizes that do not fit together.
 
@@ -39,8 +39,6 @@ def fused_component_sum(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.transformer.mlp.apply_swiglu_sharded_factory
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     if not take(ckpt).params:
         raise NotApplicable("no parameters are named")
     alone = {item.param for item in shape_outliers(ckpt) if item.changed == 1}
@@ -102,8 +100,7 @@ def _lone_half(param: Param, wanted: str) -> Finding:
     name = wanted.rpartition(".")[2]
     return Finding(
         f"half{{of}} has no other half {name}",
-        fqn=param.tensor.fqn,
-        tensor=param.tensor,
+        at=Location.of(param.tensor),
         missing=(wanted,),
         why="the half that is not there keeps its initial values, or the load fails",
         notes=(("rows", f"{name} is absent, {param.key.path.rpartition('.')[2]} {shape_text(param.own_shape)}"),),
@@ -116,8 +113,7 @@ def _odd_half(param: Param, other: Param) -> Finding:
     shapes = [shape_text(half.own_shape) for half in (param, other)]
     return Finding(
         f"half{{of}} is {shapes[0]}, and {names[1]} {shapes[1]}",
-        fqn=param.tensor.fqn,
-        tensor=param.tensor,
+        at=Location.of(param.tensor),
         notes=(("other half", f"{other.tensor.fqn}: {other.tensor.dtype} {shape_text(other.tensor.global_shape)}"),),
         hint="the two halves must be equal: split the fused weight in its middle, and save again",
     )
@@ -172,8 +168,7 @@ def _odd_component(odd: Param, partner: Param, parts: dict[tuple[str, str], Para
     notes: tuple[Note, ...] = tuple((f"{name} rows", ", ".join(cells)) for name, cells in table.items())
     return Finding(
         f"component{{of}} has {odd.own_shape[0]:,} rows, and {short_name(partner)} {partner.own_shape[0]:,}",
-        fqn=odd.tensor.fqn,
-        tensor=odd.tensor,
+        at=Location.of(odd.tensor),
         notes=notes,
         hint="query and key have equal rows, and every component as many in conv1d as in in_proj: split by these sizes",
     )
@@ -202,8 +197,7 @@ def _heads(family: Family, query: Param, key: Param, value: Param) -> Iterator[F
         odd, other = (key, value) if rows["query"] % (rows["key"] or 1) else (value, key)
         finding = Finding(
             f"weight{{of}} has {odd.own_shape[0]:,} rows, and {short_name(other)} {other.own_shape[0]:,}",
-            fqn=odd.tensor.fqn,
-            tensor=odd.tensor,
+            at=Location.of(odd.tensor),
             notes=(*notes, ("head size", f"one for all, as {short_name(out[0])} has {rows['query']:,} columns")),
             hint="key and value have the same number of heads: compare how the fused weight was split",
         )
@@ -211,8 +205,7 @@ def _heads(family: Family, query: Param, key: Param, value: Param) -> Iterator[F
     elif rows["key"] and rows["query"] % rows["key"]:
         finding = Finding(
             f"query{{of}} has {rows['query']:,} rows, no multiple of {rows['key']:,} of {short_name(key)}",
-            fqn=query.tensor.fqn,
-            tensor=query.tensor,
+            at=Location.of(query.tensor),
             notes=notes,
             hint="every head of the key serves a whole number of query heads: compare how the fused weight was split",
         )

@@ -14,7 +14,7 @@ from ckptlint.analysis.trusted_config import MAIN_BLOCKS, flag, main_params, num
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import module_path
 
 _STARTS = 8
@@ -77,8 +77,7 @@ def _finding(ckpt: Checkpoint, fc1: Param, fc2: Param, tp: int, places: int) -> 
     plural = "s" if places != 1 else ""
     return Finding(
         f"dim {axis}{{of}} is cut in {places} place{plural} where two halves make {2 * tp} = 2 x tp {tp}",
-        fqn=fc1.tensor.fqn,
-        tensor=fc1.tensor,
+        at=Location.of(fc1.tensor),
         notes=(
             ("starts", shown),
             ("expected", f"gate and up of {tp} tensor-parallel rank{'s'[: tp != 1]} (tp from {source})"),

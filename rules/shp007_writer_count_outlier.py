@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from ckptlint.analysis.inventory import siblings, take
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import shape_text
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.keys import parse
 
 _SHARE = 80
 _MEMBERS = 5
 
 
-@rule("SHP007", "writer-count-outlier", Severity.INFO)
+@rule("SHP007", "writer-count-outlier", Severity.INFO, whole=True)
 def writer_count_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
     """A tensor is one chunk while its siblings in other layers are cut into several.
 
@@ -30,8 +30,6 @@ def writer_count_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Compare its shape with its siblings'; if it is smaller, see EXP001 and OPT001.
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     inventory = take(ckpt)
     groups: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
     for name, params in siblings(inventory.params).items():
@@ -57,8 +55,7 @@ def _outliers(ckpt: Checkpoint, tensors: list[Tensor]) -> Iterator[Finding]:
         row = int(tensor.layout.live.argmax())
         yield Finding(
             f"tensor{{of}} is 1 chunk where {len(cut)} of {len(tensors)} of its role are cut into several",
-            fqn=tensor.fqn,
-            tensor=tensor,
+            at=Location.of(tensor),
             notes=(
                 ("grids", f"{shape_text(tensor.global_shape)} in 1 chunk, {shape_text(shape)} in {usual} ({members}x)"),
                 ("written by", ckpt.chunk_file(tensor, row) or "no file"),

@@ -9,13 +9,13 @@ from fractions import Fraction
 from ckptlint.analysis.inventory import Param, take
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges, shape_text
-from ckptlint.rule import Finding, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import COPIES
 
 _FEW = 4
 
 
-@rule("SHP008", "copy-differs", Severity.WARNING)
+@rule("SHP008", "copy-differs", Severity.WARNING, whole=True)
 def copy_differs(ckpt: Checkpoint) -> Iterator[Finding]:
     """A copy of the model under another root differs from the model in shape, or lacks keys in some layers.
 
@@ -32,8 +32,6 @@ def copy_differs(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Save model and copy through the same path.
     """
-    if ckpt.partial:
-        raise NotApplicable(ckpt.partial)
     inventory = take(ckpt)
     if not inventory.copies:
         raise NotApplicable("no second copy of the model is stored")
@@ -61,8 +59,7 @@ def _shape(name: str, param: Param, copy: Param) -> Finding:
     ]
     return Finding(
         f"copy{{of}} in {name} is {shape_text(own)}, and {shape_text(sizes)} in the model",
-        fqn=copy.tensor.fqn,
-        tensor=copy.tensor,
+        at=Location.of(copy.tensor),
         notes=(
             ("model", f"{param.tensor.fqn}: {param.tensor.dtype} {shape_text(sizes)}"),
             ("share", ", ".join(quotients) if len(own) == len(sizes) else ""),
@@ -90,7 +87,7 @@ def _absent(name: str, params: list[Param], copies: list[Param]) -> Iterator[Fin
         )
         yield Finding(
             f"copy {name} lacks {text} layer{'s'[: len(set(numbers)) != 1]} {ranges(numbers)}, which the model has",
-            fqn=absent[0].tensor.fqn,
+            at=Location(absent[0].tensor.fqn),
             missing=tuple(param.key.path for param in absent),
             severity=None if in_layer else Severity.INFO,
             notes=notes,
@@ -107,7 +104,7 @@ def _dtypes(name: str, pairs: list[tuple[Param, Param]]) -> Iterator[Finding]:
     for (theirs, own), found in differing.items():
         yield Finding(
             f"copy {name} holds {len(found):,} of {len(pairs):,} tensors as {own}, the model as {theirs}",
-            fqn=found[0].tensor.fqn,
+            at=Location(found[0].tensor.fqn),
             severity=Severity.INFO,
             why="a copy in another precision is common, and converted on loading",
         )

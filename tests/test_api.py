@@ -117,7 +117,7 @@ def test_raise_for_findings_when_a_rule_crashed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_raise_for_findings_when_a_path_was_refused_beside_lesser_findings() -> None:
-    report = replace(ckptlint.check(WARNING, fail_on="warning"), refused=("the network said no",))
+    report = replace(ckptlint.check(WARNING, fail_on="warning"), unreadable=("the network said no",))
     assert report.exit_code == 1
     with pytest.raises(ckptlint.CheckpointError, match="the network said no"):
         report.raise_for_findings("error")

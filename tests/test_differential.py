@@ -71,9 +71,9 @@ def test_the_geometry_rules_say_what_counting_cells_says(case: Case) -> None:
         assert found["GEO003"] or found["GEO007"]
     if not any(leaves(shape, chunk) for chunk in live):  # outside of the tensor there are no cells to count
         assert bool(found["GEO003"] or found["GEO007"]) == bool(doubled)
-    assert set(box_cells(tuple(item.region for item in found["GEO004"] if item.region))) <= missing
+    assert set(box_cells(tuple(item.at.region for item in found["GEO004"] if item.at.region))) <= missing
     for item in found["GEO003"]:
-        assert item.region and set(box_cells((item.region,))) & counts.keys() <= doubled
+        assert item.at.region and set(box_cells((item.at.region,))) & counts.keys() <= doubled
 
 
 @settings(deadline=None)

@@ -333,13 +333,13 @@ def test_a_folder_without_a_checkpoint_is_neither_good_nor_bad(tmp_path: Path, f
     report = ckptlint.check(tmp_path)
     assert (report.exit_code, report.verdict) == (3, "incomplete")
     assert list(report.diagnostics) == []
-    assert str(tmp_path) in report.nothing[0]
+    assert str(tmp_path) in report.not_found[0]
 
 
 def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
     report = ckptlint.check(tmp_path / "nowhere")
     assert report.exit_code == 3
-    assert "does not exist" in report.nothing[0]
+    assert "does not exist" in report.not_found[0]
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000, "a\0b"], ids=["long name", "long path", "zero byte"])
@@ -500,8 +500,8 @@ def test_a_refusal_of_the_operating_system_is_an_incomplete_verdict(
             refused.looking(folder)
     report = ckptlint.check(folder)
     assert (report.exit_code, report.verdict) == (4, "incomplete")
-    assert len(report.refused) == 1
-    assert "Permission denied" in report.refused[0]
+    assert len(report.unreadable) == 1
+    assert "Permission denied" in report.unreadable[0]
 
 
 def test_a_refused_common_state_is_an_incomplete_verdict(

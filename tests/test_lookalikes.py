@@ -22,7 +22,7 @@ HEALTHY = [
 def test_healthy_checkpoint_passes(path: Path) -> None:
     report = ckptlint.check(path, depth="data")
     loud = [
-        f"{item.code} {item.severity.label} {item.finding.fqn or '-'}: {item.title}"
+        f"{item.code} {item.severity.label} {item.finding.at.fqn or '-'}: {item.title}"
         for checkpoint in report.checkpoints
         for item in checkpoint.diagnostics
         if item.severity > Severity.INFO

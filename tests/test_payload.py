@@ -328,7 +328,7 @@ def test_a_crafted_pickle_ends_in_a_finding_or_in_peace(data: bytes, tmp_path: P
     path, start, length = place(folder, "w")
     replace_record(folder, path, start, length, torch_archive({"data.pkl": data, "data/0": bytes(64)}))
     report = ckptlint.check(folder, depth="data")
-    assert report.refused == ()
+    assert report.unreadable == ()
     assert not any(part.failed for part in report.checkpoints)
     assert report.exit_code in (0, 1)
 
@@ -345,7 +345,7 @@ def test_random_damage_never_ends_in_a_crash(tmp_path: Path) -> None:
         bad[at : at + 16] = chance.bytes(16)
         path.write_bytes(bad)
         report = ckptlint.check(folder, depth="data")
-        assert report.refused == ()
+        assert report.unreadable == ()
         assert not any(part.failed for part in report.checkpoints)
         missed += report.exit_code == 0
     assert missed < 45  # padding, times and descriptors carry nothing

@@ -410,7 +410,7 @@ def test_a_key_that_begins_with_a_slash_is_no_other_key(s3: Server, store: tuple
 def only_sentence(report: Report) -> str:
     """The one sentence of a run that judged nothing."""
     assert not report.checkpoints
-    (sentence,) = (*report.nothing, *report.refused)
+    (sentence,) = (*report.not_found, *report.unreadable)
     assert "\n" not in sentence
     assert "Traceback" not in sentence
     assert "loopback-secret" not in sentence

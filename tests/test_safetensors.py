@@ -226,7 +226,7 @@ def test_a_dropped_middle_rank_leaves_holes_and_names_its_file(copied: Callable[
         path.unlink()
     report = ckptlint.check(folder)
     assert "GEO004" in codes(report, "error")
-    regions = {item.fqn: str(item.finding.region) for item in report.diagnostics if item.code == "GEO004"}
+    regions = {item.fqn: str(item.finding.at.region) for item in report.diagnostics if item.code == "GEO004"}
     assert regions["embed.weight"] == "[3:6, 0:4]" and regions["layers.1.w"] == "[0:8, 2:4]"
     assert "rank 1 (shard-00002-*.safetensors) should hold it" in run(folder).stdout.replace("\n     ", " ")
 

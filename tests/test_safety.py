@@ -226,7 +226,7 @@ def test_a_pickle_of_protocol_0_without_a_proto_opcode_never_passes(tmp_path: Pa
 
 def test_a_call_beside_a_missing_mark_is_refused(tmp_path: Path) -> None:
     report = check_bytes(b"\x80\x02cos\nsystem\nt.", tmp_path / "ckpt")
-    assert (report.exit_code, codes(report, "error"), report.refused) == (1, {"SAF001"}, ())
+    assert (report.exit_code, codes(report, "error"), report.unreadable) == (1, {"SAF001"}, ())
 
 
 def test_calls_hidden_inside_an_honest_metadata_are_found_and_the_rest_is_read(tmp_path: Path, marker: Path) -> None:
@@ -770,7 +770,7 @@ SENSELESS: dict[str, bytes] = {
 @pytest.mark.parametrize("case", SENSELESS)
 def test_senseless_metadata_is_a_finding_in_every_format(tmp_path: Path, case: str) -> None:
     report = check_bytes(SENSELESS[case], tmp_path / "ckpt")
-    assert report.refused == (), case  # a mistake of the reader
+    assert report.unreadable == (), case  # a mistake of the reader
     assert report.exit_code == 1
     assert not any(part.failed for part in report.checkpoints), [part.failed for part in report.checkpoints]
     outputs(report)
@@ -819,7 +819,7 @@ def test_a_senseless_run_config_is_no_crash(tmp_path: Path, value: str) -> None:
     folder = Path(shutil.copytree(REAL / MEGATRON, tmp_path / "ckpt"))
     (folder / "run_config.yaml").write_text(f"model: {value}\n")
     report = ckptlint.check(folder)
-    assert (report.exit_code, report.refused) == (0, ())
+    assert (report.exit_code, report.unreadable) == (0, ())
     outputs(report)
 
 

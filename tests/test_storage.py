@@ -31,7 +31,7 @@ Copy = Callable[[str], Path]
 def refused(report: Report) -> str:
     """The one sentence of a run that was refused something: exit 4, and nothing was judged."""
     assert (report.exit_code, report.verdict, report.checkpoints) == (4, "incomplete", [])
-    (sentence,) = report.refused
+    (sentence,) = report.unreadable
     assert "\n" not in sentence
     return sentence
 

@@ -10,14 +10,8 @@ import numpy as np
 from ckptlint.model import Checkpoint, ChunkTable, RankTable, RecordTable, StoredFile, Tensor
 from ckptlint.model.layout import Box, IntArray, Layout
 from ckptlint.model.text import named_ranks
-from ckptlint.rule import Finding, Severity
+from ckptlint.rule import Finding, Location, Severity
 from ckptlint.vocabulary.keys import role
-
-_BLOCKING = frozenset({"LIV210", "LIV211", "LIV212"})
-"""What is known when nothing could be compared."""
-
-_FLAWS = frozenset({"LIV101", "LIV102", "LIV103", "LIV105", "LIV106", "LIV108", "LIV110"})
-"""Findings of a rank about its own chunk after which the box of that chunk says nothing."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +109,7 @@ def sound(ckpt: Checkpoint) -> Checkpoint:
 
 
 def _flawed(table: RankTable) -> set[str]:
-    return {remark.fqn for remark in table.remarks if remark.code in _FLAWS}
+    return {remark.fqn for remark in table.remarks if remark.voids == "chunks"}
 
 
 def ranks_of(table: RankTable, rows: Iterable[int]) -> str:
@@ -127,21 +121,24 @@ def ranks_of(table: RankTable, rows: Iterable[int]) -> str:
     return named_ranks(int(table.rank[row]) for row in rows)
 
 
-def told(ckpt: Checkpoint, code: str, why: str = "", hint: str = "") -> Iterator[Finding]:
-    """What the ranks found themselves under a code: one finding for each sentence, with the ranks that said it."""
+def at_cell(ckpt: Checkpoint, cell: Cell, holding: str) -> Location:
+    """The chunk, with words for those who hold it; its tensor is drawn where the ranks agree about it."""
+    tensor = ckpt.tensors.get(cell.fqn)
+    return Location(cell.fqn, tensor, region=None if tensor is None else cell.box, label=holding)
+
+
+def told(ckpt: Checkpoint, hint: str = "") -> Iterator[Finding]:
+    """What the ranks found themselves for the rule that runs: one finding for each sentence, with who said it."""
     by_text: dict[tuple[str, str, str], set[int]] = {}
-    for remark in ckpt.ranks.remarks if ckpt.ranks is not None else ():
-        if remark.code == code:
-            by_text.setdefault((remark.fqn, remark.text, remark.level), set()).add(remark.rank)
+    for remark in ckpt.remarks:
+        by_text.setdefault((remark.fqn, remark.text, remark.level), set()).add(remark.rank)
     for (fqn, text, level), said in sorted(by_text.items()):
         who = "" if -1 in said else named_ranks(said)
         yield Finding(
             text,
-            fqn=fqn or None,
+            at=Location(fqn or None, label=who),
             missing=(text,),
-            place=who,
             severity=Severity[level.upper()] if level else None,
-            why=why,
             hint=hint,
             alike=role(fqn) if fqn else text,
         )
@@ -169,7 +166,7 @@ def as_checkpoint(table: RankTable, path: str) -> Checkpoint:
             table.fqns, table.fqn, table.rank, none, none, np.zeros(len(table), bool), np.ones(len(table), bool), {}
         ),
         files=[StoredFile(f"rank {rank}", None, None, "unchecked", True) for rank in range(table.world_size)],
-        readable=not any(remark.code in _BLOCKING for remark in table.remarks),
+        readable=not any(remark.voids == "check" for remark in table.remarks),
         metadata_file="state dict",
         ranks=table,
     )

@@ -9,7 +9,7 @@ from itertools import combinations
 from ckptlint.geometry.chunk_graph import absent_writer_hint, mesh_note, place_of
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box
-from ckptlint.rule import Finding, Note, Severity
+from ckptlint.rule import Finding, Location, Note, Severity
 
 _SHOWN = 3
 _PAIR_LIMIT = 64
@@ -29,10 +29,7 @@ def overlaps(ckpt: Checkpoint) -> Iterator[Finding]:
         verb = f"{count}{{of}} overlap, first in {region}" if len(pairs) > 1 else f"{count}{{of}} both hold {region}"
         yield Finding(
             verb,
-            fqn=tensor.fqn,
-            tensor=tensor,
-            region=region,
-            rows=(first, second),
+            at=Location.of(tensor, region=region, rows=(first, second)),
             notes=_sizes(ckpt, tensor, first, second, coverage.doubled_volume),
             hint=_odd_one(ckpt, tensor, first, second),
         )
@@ -51,10 +48,7 @@ def holes(ckpt: Checkpoint, padded: str | None = None) -> Iterator[Finding]:
         for number, region in enumerate(coverage.missing[:_SHOWN]):
             yield Finding(
                 _sentence(region, tensor.global_shape),
-                fqn=tensor.fqn,
-                tensor=tensor,
-                region=region,
-                rows=_neighbours(tensor, region),
+                at=Location.of(tensor, region=region, rows=_neighbours(tensor, region)),
                 severity=Severity.WARNING if padded and padded in tensor.fqn else None,
                 notes=_total(tensor) if number == 0 else (),
                 explain=partial(_explain, ckpt, tensor, region),

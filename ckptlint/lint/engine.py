@@ -12,20 +12,16 @@ from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
 from ckptlint.rule import DEPTHS, Depth, NotApplicable, Rule
 
-CRASH_CODE, UNUSED_CODE = "LNT002", "LNT001"
-
 
 def run_rules(ckpt: Checkpoint, rules: Iterable[Rule], depth: Depth) -> CheckpointReport:
     """What the rules make of one checkpoint, at the depth that was read."""
     report = CheckpointReport(ckpt)
     crashes: list[Problem] = []
-    crash_rule = None
+    rules = tuple(rules)
     for rule in rules:
-        if rule.code == CRASH_CODE:
-            crash_rule = rule
-        elif rule.code == UNUSED_CODE:
-            pass  # what it judges is known after all checkpoints: `report_unused`
-        elif rule.live and ckpt.ranks is None:
+        if rule.after:
+            continue  # what it judges is not known yet
+        if rule.live and ckpt.ranks is None:
             report.not_run[rule.code] = "needs a running job"
         elif DEPTHS.index(rule.needs) > DEPTHS.index(depth):
             report.not_run[rule.code] = f"needs --depth {rule.needs}"
@@ -35,13 +31,14 @@ def run_rules(ckpt: Checkpoint, rules: Iterable[Rule], depth: Depth) -> Checkpoi
             report.not_run[rule.code] = f"needs {ckpt.metadata_file}"
         else:
             crashes += _run(rule, ckpt, report)
-    if crash_rule is not None:
-        _run(crash_rule, replace(ckpt, problems=crashes), report)
+    for rule in rules:
+        if rule.after == "rules":
+            _run(rule, replace(ckpt, problems=crashes), report)
     return report
 
 
 def report_unused(report: CheckpointReport, rule: Rule, problems: list[Problem]) -> None:
-    """Run LNT001 on ignores that matched nothing; its findings join the report."""
+    """Run a rule that comes after all checkpoints on ignores that matched nothing; its findings join the report."""
     _run(rule, replace(report.checkpoint, problems=problems), report)
 
 
@@ -49,7 +46,9 @@ def _run(rule: Rule, ckpt: Checkpoint, report: CheckpointReport) -> list[Problem
     """Run one rule; returns the crash, if it crashed."""
     started = time.perf_counter()
     try:
-        for finding in rule.check(ckpt, **rule.values):
+        if rule.whole and ckpt.partial:
+            raise NotApplicable(ckpt.partial)
+        for finding in rule.check(_with_own_remarks(ckpt, rule), **rule.values):
             severity = rule.severity if finding.severity is None else min(rule.severity, finding.severity)
             report.diagnostics.append(Diagnostic(rule, finding, severity))
         report.passed.append(rule.code)
@@ -59,7 +58,15 @@ def _run(rule: Rule, ckpt: Checkpoint, report: CheckpointReport) -> list[Problem
         text = printable(f"{type(error).__name__}: {error}"[:300])
         report.failed[rule.code] = text
         lines = tuple(printable(line) for line in traceback.format_exception(error)[-2].splitlines())
-        return [Problem("crashed", "", f"{rule.code} {rule.name} crashed: {text}", detail=lines, fqn=rule.code)]
+        message, hint = f"{rule.code} {rule.name} crashed: {text}", f"--ignore {rule.code} goes on without it"
+        return [Problem("crashed", "", message, detail=lines, hint=hint, fqn=rule.code)]
     finally:
         report.seconds[rule.code] = time.perf_counter() - started
     return []
+
+
+def _with_own_remarks(ckpt: Checkpoint, rule: Rule) -> Checkpoint:
+    """The checkpoint with what ranks found themselves under the code of the rule."""
+    remarks = ckpt.ranks.remarks if ckpt.ranks is not None else ()
+    own = tuple(remark for remark in remarks if remark.code == rule.code)
+    return replace(ckpt, remarks=own) if own else ckpt

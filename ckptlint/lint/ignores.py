@@ -1,26 +1,19 @@
-"""Findings that do not count: per-key ignores of the settings, and those of an earlier report."""
+"""Findings that do not count by the settings: ignores for keys, each with its reason."""
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
-import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from ckptlint.errors import ConfigError
-from ckptlint.lint.engine import UNUSED_CODE, report_unused
+from ckptlint.lint.engine import report_unused
 from ckptlint.lint.report import CheckpointReport, Diagnostic, Ignored
-from ckptlint.lint.selection import is_fixed
 from ckptlint.model import Problem
 from ckptlint.model.text import printable
 from ckptlint.rule import Rule
 
-_SCHEMA = "ckptlint.report/1"
-_SIZE_LIMIT = 512 * 1024**2  # bytes; a device has no end
 _NEAR_LIMIT = 20_000  # keys among which a look for the nearest takes well under a second
 
 
@@ -42,77 +35,22 @@ class KeyIgnore:
 
 
 def set_aside(
-    parts: Sequence[CheckpointReport],
-    rules: Sequence[Rule],
-    ignores: Sequence[KeyIgnore],
-    baseline: Mapping[str, str] | None = None,
-    is_whole: bool = True,
-) -> tuple[list[CheckpointReport], tuple[str, ...]]:
-    """The reports with ignored findings apart and LNT001 judged, and the entries of the baseline that occur no more.
+    parts: Sequence[CheckpointReport], rules: Sequence[Rule], ignores: Sequence[KeyIgnore], is_whole: bool = True
+) -> list[CheckpointReport]:
+    """The reports with ignored findings apart, and with those of the rules that judge the ignores themselves.
 
     Args:
         rules: those that were selected.
-        baseline: fingerprint -> finding, of `read_baseline`.
         is_whole: whether all that was to be checked could be; without it no ignore is called unused.
     """
     parts, used = _by_key(parts, ignores)
     for rule in rules:
-        if rule.code == UNUSED_CODE:
+        if rule.after == "all":
             selected = {other.code for other in rules}
             dead = [ignore for ignore in ignores if ignore not in used and is_whole and _ran(ignore, selected, parts)]
             for part in parts:  # an ignore may be for any of the checkpoints, so the last one tells
                 report_unused(part, rule, [_problem(ignore, parts) for ignore in dead] if part is parts[-1] else [])
-    if not baseline:
-        return parts, ()
-    present = {item.fingerprint for part in parts for item in (*part.diagnostics, *part.ignored)}
-    ran = {code for part in parts for code in (*part.passed, *part.not_applicable)}
-    gone = [text for mark, text in baseline.items() if mark not in present and text.partition(" ")[0] in ran]
-    return [_split(part, lambda item: _baselined(item, baseline)) for part in parts], tuple(gone)
-
-
-def read_baseline(path: str) -> dict[str, str]:
-    """The findings of an earlier JSON report: fingerprint -> code and sentence.
-
-    Raises:
-        ConfigError: it cannot be read, or is no such report.
-    """
-    try:
-        with Path(path).open("rb") as source:
-            data = source.read(_SIZE_LIMIT + 1)
-        if len(data) > _SIZE_LIMIT:
-            raise ConfigError(f"the baseline {path} has more than {_SIZE_LIMIT:,} bytes")
-        document = json.loads(data.decode("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"the baseline {path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError):
-        raise ConfigError(f"the baseline {path} is not JSON: make one with --output {Path(path).name}") from None
-    try:
-        if document["schema"] != _SCHEMA:
-            raise ValueError(document["schema"])
-        findings = [item for part in document["checkpoints"] for item in part["findings"]]
-        return {_text(item, "fingerprint"): _entry(item) for item in findings if not is_fixed(_text(item, "code"))}
-    except (KeyError, TypeError, ValueError):
-        raise ConfigError(f"the baseline {path} is no JSON report of ckptlint ({_SCHEMA})") from None
-
-
-def _text(item: Any, key: str) -> str:
-    if not isinstance(item[key], str):
-        raise TypeError(key)
-    return str(item[key])
-
-
-def _entry(item: Any) -> str:
-    subject = item.get("fqn") or item.get("file") or ""
-    return printable(f"{_text(item, 'code')} {subject}{': ' if subject else ''}{_text(item, 'message')}")
-
-
-def _split(part: CheckpointReport, why: Any) -> CheckpointReport:
-    """The report with the findings that have a reason to be ignored moved apart."""
-    judged = [(item, why(item)) for item in part.diagnostics]
-    hidden = [replace(item, ignored=reason) for item, reason in judged if reason]
-    if not hidden:
-        return part
-    return replace(part, diagnostics=[item for item, reason in judged if not reason], ignored=[*part.ignored, *hidden])
+    return parts
 
 
 def _by_key(
@@ -123,16 +61,12 @@ def _by_key(
     globs = [(ignore, re.compile(fnmatch.translate(ignore.pattern))) for ignore in ignores]
 
     def why(item: Diagnostic) -> Ignored | None:
-        subject = item.fqn or item.finding.file
+        subject = item.fqn or item.finding.at.file
         hits = [ignore for ignore, glob in globs if item.code in ignore.codes and glob.match(subject)]
         used.update(hits)
         return Ignored("per-key-ignores", hits[0].reason) if hits else None
 
-    return [_split(part, why) for part in parts], used
-
-
-def _baselined(item: Diagnostic, baseline: Mapping[str, str]) -> Ignored | None:
-    return Ignored("baseline") if item.fingerprint in baseline and not is_fixed(item.code) else None
+    return [part.without(why) for part in parts], used
 
 
 def _ran(ignore: KeyIgnore, selected: set[str], parts: Sequence[CheckpointReport]) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -53,12 +53,12 @@ class Diagnostic:
     @property
     def fqn(self) -> str | None:
         """The key concerned."""
-        return self.finding.fqn
+        return self.finding.at.fqn
 
     @property
     def region(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Offsets and sizes of the part concerned."""
-        region = self.finding.region
+        region = self.finding.at.region
         return None if region is None else (region.offsets, region.sizes)
 
     @property
@@ -92,7 +92,7 @@ class Diagnostic:
         import hashlib
 
         finding = self.finding
-        parts = (self.code, self.fqn, self.region, finding.missing or (self.message if finding.fqn is None else ()))
+        parts = (self.code, self.fqn, self.region, finding.missing or (self.message if self.fqn is None else ()))
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -132,6 +132,15 @@ class CheckpointReport:
     seconds: dict[str, float] = field(default_factory=dict)
     ignored: list[Diagnostic] = field(default_factory=list)
 
+    def without(self, why: Callable[[Diagnostic], Ignored | None]) -> CheckpointReport:
+        """The report with the findings that have a reason not to count set aside."""
+        judged = [(item, why(item)) for item in self.diagnostics]
+        hidden = [replace(item, ignored=reason) for item, reason in judged if reason]
+        if not hidden:
+            return self
+        counting = [item for item, reason in judged if not reason]
+        return replace(self, diagnostics=counting, ignored=[*self.ignored, *hidden])
+
     @cached_property
     def groups(self) -> list[Group]:
         """Findings of one rule, severity and sentence about names of one role; worst first, then by code."""
@@ -156,20 +165,20 @@ class Report:
     Attributes:
         checkpoints: one report each, in the order they were named.
         rules: the rules that were selected.
-        nothing: for each path without a checkpoint, the sentence that says so.
-        refused: reads that the operating system or network refused.
+        not_found: for each path without a checkpoint, the sentence that says so.
+        unreadable: reads that the operating system or network refused.
         seconds: the whole run.
-        gone: the findings of the baseline that no longer occur, as sentences.
+        fixed_since_baseline: the findings of the baseline that no longer occur, as sentences.
     """
 
     checkpoints: list[CheckpointReport]
     rules: tuple[Rule, ...]
     depth: Depth = "files"
     fail_on: FailOn = "error"
-    nothing: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()
+    not_found: tuple[str, ...] = ()
+    unreadable: tuple[str, ...] = ()
     seconds: float = 0.0
-    gone: tuple[str, ...] = ()
+    fixed_since_baseline: tuple[str, ...] = ()
 
     @property
     def diagnostics(self) -> Iterator[Diagnostic]:
@@ -187,10 +196,13 @@ class Report:
         return Counter(group.lead.severity.label for part in self.checkpoints for group in part.groups)
 
     def is_failing(self, item: Diagnostic) -> bool:
-        """Whether a finding makes the run fail: at or above `fail_on`, and always for SAF errors; LNT002 never does."""
+        """Whether a finding makes the run fail: at or above `fail_on`, and always for errors of fixed rules.
+
+        That a rule crashed never does: it makes the verdict incomplete.
+        """
         least = Severity.ERROR + 1 if self.fail_on == "never" else Severity[self.fail_on.upper()]
-        unsafe = item.code.startswith("SAF") and item.severity == Severity.ERROR
-        return item.code != "LNT002" and (item.severity >= least or unsafe)
+        unsafe = item.rule.fixed and item.severity == Severity.ERROR
+        return item.rule.after != "rules" and (item.severity >= least or unsafe)
 
     @property
     def is_live(self) -> bool:
@@ -205,12 +217,12 @@ class Report:
     @property
     def unread(self) -> tuple[str, ...]:
         """A sentence for each path or file that gave no checkpoint to judge."""
-        return (*self.refused, *self.nothing)
+        return (*self.unreadable, *self.not_found)
 
     @property
     def is_incomplete(self) -> bool:
         """Whether some rule or file could not be judged."""
-        return bool(self.refused) or any(part.is_incomplete for part in self.checkpoints)
+        return bool(self.unreadable) or any(part.is_incomplete for part in self.checkpoints)
 
     @property
     def exit_code(self) -> int:
@@ -219,7 +231,7 @@ class Report:
             return 1
         if self.is_incomplete:
             return 4
-        return 3 if self.nothing or not self.checkpoints else 0
+        return 3 if self.not_found or not self.checkpoints else 0
 
     @property
     def verdict(self) -> Verdict:
@@ -241,14 +253,14 @@ class Report:
         for item in self.diagnostics:
             if item.severity >= Severity[level.upper()]:
                 raise CheckpointError(f"{item.code} {item.title}")
-        if self.is_incomplete or self.nothing or not self.checkpoints:
-            raise CheckpointError("; ".join((*self.nothing, *self.refused)) or "the verdict is incomplete")
+        if self.is_incomplete or self.not_found or not self.checkpoints:
+            raise CheckpointError("; ".join((*self.not_found, *self.unreadable)) or "the verdict is incomplete")
 
 
 def _grouped(diagnostics: list[Diagnostic], first: int) -> list[Group]:
     by_key: dict[tuple[object, ...], list[Diagnostic]] = {}
     for item in diagnostics:
-        alike = item.finding.alike or (item.message, role(item.fqn) if item.fqn else item.finding.file)
+        alike = item.finding.alike or (item.message, role(item.fqn) if item.fqn else item.finding.at.file)
         by_key.setdefault((-item.severity, item.code, alike, item.ignored), []).append(item)
     ordered = sorted(by_key.items(), key=lambda pair: pair[0][:2])
     return [Group(i, members) for i, (_, members) in enumerate(ordered, first)]

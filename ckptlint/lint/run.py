@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptlint.errors import AccessError, NothingToCheckError, ReaderError
+from ckptlint.lint.baseline import apply_baseline, read_baseline
 from ckptlint.lint.engine import run_rules
-from ckptlint.lint.ignores import KeyIgnore, read_baseline, set_aside
+from ckptlint.lint.ignores import KeyIgnore, set_aside
 from ckptlint.lint.report import CheckpointReport, FailOn, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
@@ -73,8 +74,8 @@ def run(
         reference = read_reference(expect)
     known = {} if baseline is None else read_baseline(baseline)
     parts: list[CheckpointReport] = []
-    nothing: list[str] = []
-    refused: list[str] = []
+    not_found: list[str] = []
+    unreadable: list[str] = []
     for path in paths:
         try:
             for folder, ckpt in (source or opened)(path, all_steps, depth, reading):
@@ -82,12 +83,15 @@ def run(
                     ckpt = replace(ckpt, reference=reference.part(folder.name))
                 parts.append(run_rules(ckpt, rules, depth))
         except NothingToCheckError as error:
-            nothing.append(str(error))
+            not_found.append(str(error))
         except AccessError as error:
-            refused.append(str(error))
+            unreadable.append(str(error))
         except ReaderError as error:
-            refused.append(f"{shown(path)} could not be read because of a mistake in ckptlint, please report: {error}")
+            unreadable.append(
+                f"{shown(path)} could not be read because of a mistake in ckptlint, please report: {error}"
+            )
     judging = tuple(rule for rule in rules if (reference is not None or not rule.expects) and not rule.live)
-    parts, gone = set_aside(parts, rules, ignores, known, is_whole=not (nothing or refused))
+    parts = set_aside(parts, rules, ignores, is_whole=not (not_found or unreadable))
+    parts, solved = apply_baseline(parts, rules, known)
     seconds = time.perf_counter() - started
-    return Report(parts, judging, depth, fail_on, tuple(nothing), tuple(refused), seconds, gone)
+    return Report(parts, judging, depth, fail_on, tuple(not_found), tuple(unreadable), seconds, solved)

@@ -22,10 +22,10 @@ def select(
 ) -> tuple[Rule, ...]:
     """The rules to run, with the user's severities.
 
-    SAF rules and LNT002 always run: a file that could not be read safely must never pass.
+    Fixed rules always run: a file that could not be read safely must never pass.
 
     Raises:
-        ConfigError: an unknown rule or level, an attempt to switch off or lower a SAF rule or LNT002, or a rule chosen
+        ConfigError: an unknown rule or level, an attempt to switch off or lower a fixed rule, or a rule chosen
             by its own code or name that needs a greater depth or a reference.
     """
     chosen = list(chosen)
@@ -34,7 +34,8 @@ def select(
     codes |= set(_matching(rules, extended))
     for token in ignored:
         codes -= ignorable(rules, token)
-    codes |= {rule.code for rule in rules if is_fixed(rule.code)}
+    fixed = {rule.code for rule in rules if rule.fixed}
+    codes |= fixed
     for token in [*chosen, *extended]:
         named = next((rule for rule in rules if token in (rule.code, rule.name)), None)
         if named and named.live:
@@ -48,7 +49,7 @@ def select(
         if level.upper() not in Severity.__members__:
             raise ConfigError(f"{level!r} is no severity: error, warning or info")
         for code in _matching(rules, [token]):
-            if is_fixed(code):
+            if code in fixed:
                 raise ConfigError(f"the severity of {code} cannot be changed")
             levels[code] = Severity[level.upper()]
     return tuple(replace(rule, severity=levels.get(rule.code, rule.severity)) for rule in rules if rule.code in codes)
@@ -61,7 +62,7 @@ def ignorable(rules: Sequence[Rule], token: str) -> set[str]:
         ConfigError: an unknown rule, or one that cannot be ignored.
     """
     dropped = set(_matching(rules, [token]))
-    fixed = {code for code in dropped if is_fixed(code)}
+    fixed = {rule.code for rule in rules if rule.fixed and rule.code in dropped}
     if fixed == dropped:
         raise ConfigError(f"{', '.join(sorted(fixed))} cannot be ignored: what is unsafe or unread must never pass")
     return dropped - fixed
@@ -99,11 +100,6 @@ def find_rule(rules: Sequence[Rule], token: str) -> Rule:
         if token.upper() == rule.code or token.lower() == rule.name:
             return rule
     raise ConfigError(_unknown(rules, token))
-
-
-def is_fixed(code: str) -> bool:
-    """Whether a rule is outside the user's control."""
-    return code.startswith("SAF") or code == "LNT002"
 
 
 def _matching(rules: Sequence[Rule], tokens: Iterable[str]) -> list[str]:

@@ -144,14 +144,14 @@ class Live:
         """The local phase: everything that can fail, before any other rank is waited for."""
         settings = _short_hash((protocol.VERSION, __version__, digest, patterns, expect, resolve_stateful))
         try:
-            from ckptlint.live.collect.extract import extract
+            from ckptlint.live.collect.extract import extract, remarks_of
 
             held = extract(state_dict, resolve_stateful=resolve_stateful)
             digests, has_digests, uncompared = (
                 _digests(held, patterns) if digest == "replicas" else ([0] * len(held), True, 0)
             )
             rows = fp.records(held, digests, self.keys)
-            remarks = [Remark(self.group.rank, item.fqn, *problem) for item in held for problem in item.problems]
+            remarks = remarks_of(held, self.group.rank)
             remarks += _against(held, expect, self.group.rank) if expect else []
             unlike = {remark.fqn for remark in remarks}
             rows.flawed[:] = [fqn in unlike for fqn in rows.fqns]
@@ -182,7 +182,7 @@ class Live:
         return self.gate is None or self.gate.enter(f"raise/{tag}", self.timeout, repeats=repeats).go
 
     def _incomplete(self, path: str, text: str, how: OnError) -> Report:
-        remark = Remark(-1, "", "LIV211", text)
+        remark = Remark(-1, "", "LIV211", text, voids="check")
         report = judge(protocol.no_table(self.group.world, remark), path, 0.0)
         if how == "raise":
             raise LiveError(report)

@@ -232,13 +232,15 @@ def check_loaded(
     name, tag = f"state dict loaded from {path}", f"loaded {path}"
     outcome = _measured(live, state_dict, tag, (*api.UNEQUAL, *ignore), resolve_stateful)
     if isinstance(outcome, str):
-        report = api.judge(protocol.no_table(live.group.world, Remark(-1, "", "LIV211", outcome)), name, 0.0)
+        report = api.judge(
+            protocol.no_table(live.group.world, Remark(-1, "", "LIV211", outcome, voids="check")), name, 0.0
+        )
     else:
         sums, found = outcome
         try:
             remarks = _against(live, sums, Path(path))
         except GroupBroken as error:
-            remarks = [Remark(-1, "", "LIV211", _give_up(live, error))]
+            remarks = [Remark(-1, "", "LIV211", _give_up(live, error), voids="check")]
         table = replace(found.table, remarks=(*found.table.remarks, *remarks))
         report = api.judge(table, name, found.seconds)
     if report.fails and on_error == "raise" and live._all_raise(tag, True):
@@ -305,11 +307,11 @@ def _local(
     """The local phase: everything that can fail, before any other rank is waited for."""
     settings = api._short_hash((protocol.VERSION, __version__, ALGORITHM, patterns, resolve_stateful))
     try:
-        from ckptlint.live.collect.extract import extract
+        from ckptlint.live.collect.extract import extract, remarks_of
 
         held = extract(state_dict, resolve_stateful=resolve_stateful)
         records = fp.records(held, [0] * len(held), live.keys)
-        remarks = [Remark(live.group.rank, item.fqn, *problem) for item in held for problem in item.problems]
+        remarks = remarks_of(held, live.group.rank)
         unlike = {remark.fqn for remark in remarks}
         records.flawed[:] = [fqn in unlike for fqn in records.fqns]
         rows = _rows(held, _short_seeds(records), patterns)
@@ -381,7 +383,7 @@ def _against(live: api.Live, sums: _Sums, path: Path) -> list[Remark]:
     words = live.group.broadcast(words, 0)
     text = words[:_TEXT_WORDS].tobytes().rstrip(b"\0").decode("utf-8", "ignore")
     if text:
-        return [Remark(-1, "", "LIV211", f"nothing was compared with the seal: {text}")]
+        return [Remark(-1, "", "LIV211", f"nothing was compared with the seal: {text}", voids="check")]
     left = Counter({"not in the state": int(words[_TEXT_WORDS])})
     volumes, digests, seeds = words[_TEXT_WORDS + 1 :].reshape(3, count)
     different: dict[int, int] = {}

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from ckptlint.model.payload import PayloadTable
 from ckptlint.model.plans import SavePlans
-from ckptlint.model.ranks import RankTable
+from ckptlint.model.ranks import RankTable, Remark
 from ckptlint.model.reference import AxisSize, Declared, Reference, Seal
 from ckptlint.model.tensors import ByteObject, RecordTable, ShardedObject, StoredFile, Tensor, empty_records
 
@@ -156,6 +156,7 @@ class Checkpoint:
         seal: what the saving job sealed; None without a seal, and below depth `data`.
         metadata_hash: BLAKE2b of `.metadata`, as a seal names it; "" without either.
         ranks: what the ranks of a running job hold; None for files.
+        remarks: what the ranks found themselves and the rule that runs has to tell; the engine hands each its own.
         facts: what was worked out about it (`fact`).
     """
 
@@ -185,6 +186,7 @@ class Checkpoint:
     seal: Seal | None = None
     metadata_hash: str = ""
     ranks: RankTable | None = None
+    remarks: tuple[Remark, ...] = ()
     facts: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -200,6 +202,10 @@ class Checkpoint:
     def sound_tensors(self) -> Iterator[Tensor]:
         """The tensors that geometry rules can judge."""
         return (tensor for tensor in self.tensors.values() if tensor.is_sound)
+
+    def problems_of(self, *kinds: ProblemKind) -> Iterator[Problem]:
+        """The problems of these kinds, in the order in which they were found."""
+        return (problem for problem in self.problems if problem.kind in kinds)
 
     @cached_property
     def is_sound(self) -> bool:

@@ -21,6 +21,7 @@ class Remark:
         code: the rule whose finding it is.
         text: one sentence, `{of}` as in a finding.
         level: its severity where the evidence is weaker than the rule's own.
+        voids: what says nothing because of it: the chunks of the key, or the whole check.
     """
 
     rank: int
@@ -28,6 +29,7 @@ class Remark:
     code: str
     text: str
     level: Literal["", "info", "warning"] = ""
+    voids: Literal["", "chunks", "check"] = ""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

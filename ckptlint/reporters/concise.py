@@ -16,8 +16,8 @@ def render(report: Report, style: Style) -> str:
         shown, left_out = worst(part.groups, style.per_rule)
         for group in shown:
             lead = group.lead
-            subject = cut(lead.fqn or lead.finding.file or part.checkpoint.metadata_file)
-            region = region_text(lead.finding.region) if lead.finding.region else ""
+            subject = cut(lead.fqn or lead.finding.at.file or part.checkpoint.metadata_file)
+            region = region_text(lead.finding.at.region) if lead.finding.at.region else ""
             more = f" (+{len(group.members) - 1:,} more)" if len(group.members) > 1 else ""
             level = style.paint(lead.severity.label, lead.severity.label)
             lines.append(f"{part.checkpoint.path}:{subject}{region}: {level} {lead.code} {lead.message}{more}")

@@ -99,7 +99,7 @@ def block(ckpt: Checkpoint, group: Group, style: Style) -> list[str]:
     label = f"{lead.severity.label}[{lead.code}]"
     title = style.wrap(f"{label} {lead.rule.name}: {cut_names(lead.title, lead.fqn)}", "    ", "")
     lines = [title[0].replace(label, style.paint(label, lead.severity.label), 1), *title[1:]]
-    lines += style.wrap(finding.place or place_of(ckpt, finding), "      ", "  --> ")
+    lines += style.wrap(finding.at.label or place_of(ckpt, finding), "      ", "  --> ")
     lines += [f"   | {line}".rstrip() for line in _figure(ckpt, finding, style)]
     for name, text in notes(group):
         lines += style.wrap(text, "     ", f"   = {name}: ")
@@ -116,29 +116,29 @@ def notes(group: Group) -> list[Note]:
 
 def place_of(ckpt: Checkpoint, finding: Finding) -> str:
     """What the line below the title names: the tensor as stored, the bytes, or the file."""
-    if finding.tensor is not None:
-        tensor = finding.tensor
+    if finding.at.tensor is not None:
+        tensor = finding.at.tensor
         chunks = len(tensor.chunks) + len(tensor.malformed)
         shape = "[" + ", ".join(map(str, tensor.global_shape)) + "]"
         return f"{ckpt.metadata_file}: {tensor.dtype} {cut(shape)}, {plural(chunks, 'chunk')}"
-    if finding.byte_range is not None:
-        start, length = finding.byte_range
-        return f"{finding.file}: bytes {start:,}-{start + length:,}"
-    return finding.file or ckpt.metadata_file
+    if finding.at.byte_range is not None:
+        start, length = finding.at.byte_range
+        return f"{finding.at.file}: bytes {start:,}-{start + length:,}"
+    return finding.at.file or ckpt.metadata_file
 
 
 def _figure(ckpt: Checkpoint, finding: Finding, style: Style) -> list[str]:
     if finding.detail:
         return list(finding.detail)
-    if finding.tensor is None or finding.region is None:
+    if finding.at.tensor is None or finding.at.region is None:
         return []
-    grid = make_grid(finding.tensor, finding.region)
-    return [] if grid is None else draw(ckpt, grid, finding.region, style.ascii_only, style.width - 5)
+    grid = make_grid(finding.at.tensor, finding.at.region)
+    return [] if grid is None else draw(ckpt, grid, finding.at.region, style.ascii_only, style.width - 5)
 
 
 def also(group: Group) -> str:
     """The other members of a group, their names folded."""
-    names = braces(dict.fromkeys(item.fqn or item.finding.file for item in group.members[1:]))
+    names = braces(dict.fromkeys(item.fqn or item.finding.at.file for item in group.members[1:]))
     more = f", and {len(names) - _MORE_LIMIT:,} more patterns" if len(names) > _MORE_LIMIT else ""
     count = plural(len(group.members) - 1, "more key" if group.lead.fqn else "more file")
     same = "the same" if len({item.message for item in group.members}) == 1 else "alike"
@@ -158,7 +158,9 @@ def _details(report: Report, style: Style) -> str:
             lines += style.wrap(_ignored(group), "      ", "  ignored ")
         slow = sorted(part.seconds.items(), key=lambda pair: -pair[1])[:3]
         lines.append("  slowest: " + ", ".join(f"{code} {seconds:.3f} s" for code, seconds in slow))
-    lines += [line for text in report.gone for line in style.wrap(f"no longer occurs: {text}", "    ", "")]
+    lines += [
+        line for text in report.fixed_since_baseline for line in style.wrap(f"no longer occurs: {text}", "    ", "")
+    ]
     return "\n".join(lines)
 
 
@@ -187,7 +189,7 @@ def verdict(report: Report, style: Style) -> list[str]:
     silent = {code for part in report.checkpoints for code in part.not_run} & selected
     failed = {code for part in report.checkpoints for code in part.failed}
     if not report.checkpoints:
-        return ["nothing to check" if not report.refused else "1 path could not be read"]
+        return ["nothing to check" if not report.unreadable else "1 path could not be read"]
     lines = []
     if counts:
         where = f" in {plural(len(report.checkpoints), 'checkpoint')}" if len(report.checkpoints) > 1 else ""

@@ -39,7 +39,7 @@ def render(report: Report, style: Style) -> str:
 
 def _annotation(command: str, part: CheckpointReport, group: Group) -> str:
     lead = group.lead
-    file = f"{part.checkpoint.path}/{file_of(part.checkpoint, lead.finding.file)}"
+    file = f"{part.checkpoint.path}/{file_of(part.checkpoint, lead.finding.at.file)}"
     place = {"file": file, "line": "1", "title": f"{lead.code} {lead.rule.name}"}
     text = [cut_names(lead.title, lead.fqn), *(f"{label}: {note}" for label, note in notes(group))]
     return _command(command, place, "\n".join(text))

@@ -40,7 +40,7 @@ def _issue(part: CheckpointReport, group: Group) -> dict[str, Any]:
         "check_name": lead.rule.name,
         "fingerprint": lead.fingerprint,
         "severity": _SEVERITIES[lead.severity],
-        "location": _location(f"{part.checkpoint.path}/{file_of(part.checkpoint, lead.finding.file)}"),
+        "location": _location(f"{part.checkpoint.path}/{file_of(part.checkpoint, lead.finding.at.file)}"),
     }
 
 

@@ -30,8 +30,8 @@ def render(report: Report, style: Style) -> str:
         "verdict": report.verdict,
         "summary": {**counts, "ignored": hidden["per-key-ignores"], "baselined": hidden["baseline"]},
         "checkpoints": [_checkpoint(part) for part in report.checkpoints],
-        "nothing": list(report.nothing),
-        "refused": list(report.refused),
+        "nothing": list(report.not_found),
+        "refused": list(report.unreadable),
     }
     return json.dumps(document, indent=2) + "\n"
 
@@ -77,16 +77,16 @@ def _ignored(ignored: Ignored | None) -> dict[str, str] | None:
 
 
 def _finding(part: CheckpointReport, item: Diagnostic, group: Group) -> dict[str, Any]:
-    ckpt, finding, tensor = part.checkpoint, item.finding, item.finding.tensor
+    ckpt, finding, tensor = part.checkpoint, item.finding, item.finding.at.tensor
     # what costs time to explain is the same for all members of a group
     notes = item.all_notes() if item is group.lead else [*finding.notes, ("hint", finding.hint)]
     notes = [note for note in notes if note[1]]
-    region = finding.region
+    region = finding.at.region
     mesh = {}
     if tensor is not None and region is not None and tensor.is_sound:
         mesh = {f"dim {axis}": inside for axis, (_, inside) in coordinates(tensor.layout, region).items()}
     chunks = []
-    for row in finding.rows if tensor is not None else ():
+    for row in finding.at.rows if tensor is not None else ():
         box, record = tensor.layout.box(row), int(tensor.chunks.record[row])  # type: ignore[union-attr]
         file, byte_offset, byte_length = ckpt.place(record) if record >= 0 else (None, None, None)
         chunks.append(
@@ -109,8 +109,8 @@ def _finding(part: CheckpointReport, item: Diagnostic, group: Group) -> dict[str
         "region": {"offsets": list(region.offsets), "sizes": list(region.sizes)} if region else None,
         "mesh": mesh,
         "chunks": chunks,
-        "file": finding.file or None,
-        "byte_range": list(finding.byte_range) if finding.byte_range else None,
+        "file": finding.at.file or None,
+        "byte_range": list(finding.at.byte_range) if finding.at.byte_range else None,
         "why": item.why,
         "notes": [{"label": label, "text": text} for label, text in notes if label != "hint"],
         "detail": list(finding.detail),

@@ -135,31 +135,33 @@ def _set_aside(ignored: Ignored | None) -> dict[str, Any]:
 
 
 def _location(ckpt: Checkpoint, base: str, group: Group) -> dict[str, Any]:
-    finding, name = group.lead.finding, file_of(ckpt, group.lead.finding.file)
+    finding, name = group.lead.finding, file_of(ckpt, group.lead.finding.at.file)
     # viewers want a line, for binary files too
-    region = {"startLine": 1} | (_bytes(*finding.byte_range) if finding.byte_range and name == finding.file else {})
+    region = {"startLine": 1} | (
+        _bytes(*finding.at.byte_range) if finding.at.byte_range and name == finding.at.file else {}
+    )
     location: dict[str, Any] = {"physicalLocation": {"artifactLocation": _file(name, base), "region": region}}
-    if finding.fqn:
-        location["logicalLocations"] = [{"fullyQualifiedName": finding.fqn, "kind": "object"}]
+    if finding.at.fqn:
+        location["logicalLocations"] = [{"fullyQualifiedName": finding.at.fqn, "kind": "object"}]
     return location
 
 
 def _chunks(ckpt: Checkpoint, base: str, group: Group) -> list[dict[str, Any]]:
     """Where the chunks of the finding and those that its chunk map draws are stored, at most 100."""
     finding = group.lead.finding
-    if finding.tensor is None:
+    if finding.at.tensor is None:
         return []
-    grid = make_grid(finding.tensor, finding.region) if finding.region else None
+    grid = make_grid(finding.at.tensor, finding.at.region) if finding.at.region else None
     letters = {} if grid is None else grid.legend
     found: list[dict[str, Any]] = []
-    for row in islice(dict.fromkeys([*finding.rows, *letters]), _CHUNK_LIMIT):
-        record = int(finding.tensor.chunks.record[row])
+    for row in islice(dict.fromkeys([*finding.at.rows, *letters]), _CHUNK_LIMIT):
+        record = int(finding.at.tensor.chunks.record[row])
         if record >= 0:
             name, start, length = ckpt.place(record)
             place: dict[str, Any] = {"artifactLocation": _file(file_of(ckpt, name), base)}
             if region := _bytes(start, length):
                 place["region"] = region
-            text = f"chunk {letters.get(row, row)}: {finding.tensor.layout.box(row)}"
+            text = f"chunk {letters.get(row, row)}: {finding.at.tensor.layout.box(row)}"
             found.append({"physicalLocation": place, "message": {"text": text}})
     return found
 

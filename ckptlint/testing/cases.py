@@ -77,7 +77,7 @@ def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:
     ignores = [_key_ignore(**table) for table in case.table.get("ignores", ())]
     named = set().union(*(ignore.codes for ignore in ignores))
     rules += [other for other in load_rules() if other.code in named]
-    return set_aside([run_rules(ckpt, rules, depth)], rules, ignores)[0][0]
+    return set_aside([run_rules(ckpt, rules, depth)], rules, ignores)[0]
 
 
 def held_by_ranks(table: Mapping[str, Any]) -> Checkpoint:
@@ -148,8 +148,8 @@ def described(report: CheckpointReport) -> list[str]:
     lines = []
     for item in report.diagnostics:
         level = f"{item.severity.label} " if item.severity < item.rule.severity else ""
-        region = f" {item.finding.region}" if item.finding.region else ""
-        lines.append(f"{level}{item.fqn or item.finding.file or 'checkpoint'}{region}")
+        region = f" {item.finding.at.region}" if item.finding.at.region else ""
+        lines.append(f"{level}{item.fqn or item.finding.at.file or 'checkpoint'}{region}")
     return sorted(lines)
 
 

@@ -208,7 +208,7 @@ FAULTS = {
 
 
 def told(report: Report) -> list[tuple[str, str, str]]:
-    return [(d.code, d.fqn or "", d.finding.place or "state dict") for d in report.diagnostics if d.severity > 1]
+    return [(d.code, d.fqn or "", d.finding.at.label or "state dict") for d in report.diagnostics if d.severity > 1]
 
 
 @dataclass

@@ -74,7 +74,7 @@ def one(state: dict[Any, Any]) -> Held:
 
 
 def said(items: list[Held]) -> list[tuple[str, str]]:
-    return [(code, text.replace("{of}", f" of {item.fqn}")) for item in items for code, text in item.problems]
+    return [(code, text.replace("{of}", f" of {item.fqn}")) for item in items for code, text, _ in item.problems]
 
 
 # ---------------------------------------------------------------- as torch would write it

@@ -149,7 +149,7 @@ def test_another_layout_loads_what_was_sealed(tmp_path: Path) -> None:
 
 
 def told(report: Any) -> list[tuple[str, str | None, str, str]]:
-    return [(item.code, item.fqn, item.finding.place, item.title) for item in report.diagnostics]
+    return [(item.code, item.fqn, item.finding.at.label, item.title) for item in report.diagnostics]
 
 
 @pytest.mark.parametrize(

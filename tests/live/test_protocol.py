@@ -72,7 +72,7 @@ def checked(states: list[dict[str, Any]], tag: str = "x", **options: Any) -> Rep
     results = run_threads(one)
     assert len({text for _, text, _ in results}) == 1
     assert len({str(log) for *_, log in results}) == 1
-    found = [[(d.code, d.title, d.finding.place) for d in report.diagnostics] for report, *_ in results]
+    found = [[(d.code, d.title, d.finding.at.label) for d in report.diagnostics] for report, *_ in results]
     assert all(item == found[0] for item in found)
     assert not any(part.failed for part in results[0][0].checkpoints)
     return results[0][0]

@@ -18,11 +18,24 @@ import torch
 from ckptlint.analysis.inventory import MOMENTS, optimizer_parts, split_state
 from ckptlint.live.collect import compat
 from ckptlint.live.collect import dtensor_layout as layout
+from ckptlint.model import Remark
 from ckptlint.model.layout import Box
 from ckptlint.vocabulary.keys import parse
 
-Problem = tuple[str, str]
-"""Code of a rule, and a sentence of at most 200 bytes in which `{of}` stands for " of <fqn>"."""
+
+class Problem(NamedTuple):
+    """What is wrong with a chunk by itself.
+
+    Attributes:
+        code: of the rule whose finding it is.
+        text: a sentence of at most 200 bytes in which `{of}` stands for " of <fqn>".
+        voids: whether the box of the chunk says nothing because of it.
+    """
+
+    code: str
+    text: str
+    voids: bool = True
+
 
 Shape = tuple[int, ...]
 
@@ -411,7 +424,7 @@ def _overridden(fqn: str, value: Any, part: _Part) -> list[Held]:
     if hasattr(local, "__create_write_items__"):
         chunks = [item.tensor_data.chunk for item in local.__create_write_items__(fqn, value)]
         written = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks]
-    problems = tuple(problem for problem in part.problems if problem[0] == "LIV106")
+    problems = tuple(problem for problem in part.problems if problem.code == "LIV106")
     if _live(read) != _live(written):
         said = f"a save writes {_boxes(written)}, a load reads {_boxes(read)}"
         problems += (_problem("LIV103", f"the local tensor{{of}} overrides its place on one side: {said}"),)
@@ -434,7 +447,7 @@ def _against_placements(value: Any, box: _Box, part: _Part) -> tuple[Problem, ..
     if all(sizes) and not sharded.issuperset(cut):
         dim = min(set(cut) - sharded)
         said = f"cuts dim {dim} to {sizes[dim]} of {shape[dim]}, but no placement shards it: {part.declared}"
-        return (_problem("LIV104", f"the chunk list{{of}} {said}"),)
+        return (_problem("LIV104", f"the chunk list{{of}} {said}", voids=False),)
     return ()
 
 
@@ -449,11 +462,20 @@ def _boxes(boxes: list[_Box]) -> str:
 # ---------------------------------------------------------------- problems
 
 
-def _problem(code: str, sentence: str) -> Problem:
+def remarks_of(held: Iterable[Held], rank: int) -> list[Remark]:
+    """The problems of what a rank holds, as it tells them to the others."""
+    return [
+        Remark(rank, item.fqn, problem.code, problem.text, voids="chunks" if problem.voids else "")
+        for item in held
+        for problem in item.problems
+    ]
+
+
+def _problem(code: str, sentence: str, voids: bool = True) -> Problem:
     """A problem whose sentence is cut to the length that travels between ranks."""
     if len(encoded := sentence.encode(errors="backslashreplace")) <= _SENTENCE:
-        return code, encoded.decode()
-    return code, encoded[: _SENTENCE - 3].decode(errors="ignore") + "..."
+        return Problem(code, encoded.decode(), voids)
+    return Problem(code, encoded[: _SENTENCE - 3].decode(errors="ignore") + "...", voids)
 
 
 def _bounds(shape: Shape, offsets: Shape, sizes: Shape) -> tuple[Problem, ...]:
@@ -467,7 +489,8 @@ def _bounds(shape: Shape, offsets: Shape, sizes: Shape) -> tuple[Problem, ...]:
 
 
 def _payload_dtype(data: torch.dtype, declared: torch.dtype) -> Problem:
-    return _problem("LIV107", f"the data{{of}} is {_dtype(data)}, the chunk is declared {_dtype(declared)}")
+    said = f"the data{{of}} is {_dtype(data)}, the chunk is declared {_dtype(declared)}"
+    return _problem("LIV107", said, voids=False)
 
 
 @cache
@@ -487,7 +510,8 @@ def _with_unsharded_states(held: list[Held]) -> list[Held]:
         item, found = held[i], params.get(path, [])
         if len(found) == 1 and found[0].sizes == item.shape:
             said = f"is a plain tensor of {item.shape}, one shard of its parameter of {found[0].shape}"
-            held[i] = item._replace(problems=(*item.problems, _problem("LIV109", f"the state{{of}} {said}")))
+            problem = _problem("LIV109", f"the state{{of}} {said}", voids=False)
+            held[i] = item._replace(problems=(*item.problems, problem))
     return held
 
 

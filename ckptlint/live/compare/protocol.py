@@ -28,7 +28,7 @@ from ckptlint.seals.digests import Words
 if TYPE_CHECKING:
     from ckptlint.live.collect.extract import Held
 
-VERSION = 1
+VERSION = 2
 """Of the words on the wire: ranks of different versions do not compare."""
 
 GATHER_LIMIT = 2**28
@@ -115,10 +115,10 @@ def exchange(group: Group, share: Share, memory: Memory, expect: Mapping[str, An
     if opening[0]:
         failed = group.world - int(opening[1])
         text = f"rank {failed} could not read its own state: {_told(group, share.failure, failed)}"
-        return Outcome(_table(group.world, 0, [], (Remark(failed, "", "LIV210", text),)), None, seconds)
+        return Outcome(_table(group.world, 0, [], (Remark(failed, "", "LIV210", text, voids="check"),)), None, seconds)
     if differ := [name for name, at in (("settings", 4), ("tags", 6)) if opening[at] != -opening[at + 1]]:
         text = f"nothing was compared: the {' and '.join(differ)} of this check differ between ranks"
-        return Outcome(_table(group.world, 0, [], (Remark(-1, "", "LIV212", text),)), None, seconds)
+        return Outcome(_table(group.world, 0, [], (Remark(-1, "", "LIV212", text, voids="check"),)), None, seconds)
     has_digests = not opening[8]
 
     marks = fp.marks(share.rows, has_digests)
@@ -268,7 +268,7 @@ def _text(rows: fp.Records, at: IntArray, by_fqn: Mapping[str, list[Remark]]) ->
 
 
 def _line(fqns: list[str], dtypes: list[str], remarks: Sequence[Remark]) -> bytes:
-    told = [[remark.rank, remark.fqn, remark.code, remark.text, remark.level] for remark in remarks]
+    told = [[remark.rank, remark.fqn, remark.code, remark.text, remark.level, remark.voids] for remark in remarks]
     return (json.dumps([fqns, dtypes, told]) + "\n").encode() if fqns or told else b""
 
 
@@ -293,7 +293,8 @@ def _part(rank: int, rows: IntArray, text: bytes) -> _Part:
         fqns += map(printable, names)
         dtypes += kinds
         remarks += [
-            Remark(who, printable(fqn), code, printable(sentence), level) for who, fqn, code, sentence, level in told
+            Remark(who, printable(fqn), code, printable(sentence), level, voids)
+            for who, fqn, code, sentence, level, voids in told
         ]
     return _Part(rank, fqns, dtypes, remarks, rows)
 

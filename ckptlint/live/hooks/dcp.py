@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckptlint.errors import CheckpointError
 from ckptlint.live import api
-from ckptlint.live.collect.extract import Held, extract, resolved
+from ckptlint.live.collect.extract import Held, extract, remarks_of, resolved
 from ckptlint.live.compare import protocol
-from ckptlint.model import RankTable, Remark
+from ckptlint.model import RankTable
 from ckptlint.model.text import named_ranks
 from ckptlint.rule import Severity
 
@@ -93,8 +93,7 @@ class SaveLint(_Planner):
         """The plan of this rank, after what it holds was judged."""
         rank, world = api.place()
         held = extract(self.state_dict, resolve_stateful=False)
-        remarks = [Remark(rank, item.fqn, *problem) for item in held for problem in item.problems]
-        _judge(protocol.no_table(world, *remarks), "state dict")
+        _judge(protocol.no_table(world, *remarks_of(held, rank)), "state dict")
         return super().create_local_plan()
 
     def create_global_plan(self, all_plans: list[Any]) -> Any:

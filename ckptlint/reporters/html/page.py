@@ -74,7 +74,7 @@ def render(report: Report, style: Style) -> str:
         sentence=_sentence(report),
         counts=[(level, report.counts[level]) for level in ("error", "warning", "info")],
         totals=_totals(report),
-        messages=[*report.refused, *report.nothing],
+        messages=[*report.unreadable, *report.not_found],
         parts=parts,
         version=__version__,
     )
@@ -129,7 +129,7 @@ def _sentence(report: Report) -> str:
         sentences.append(f"{of} tensors could not be read, so most rules could not run.")
     if unfinished:
         sentences.append(f"Rules that did not finish: {', '.join(sorted(unfinished))}.")
-    if report.refused:
+    if report.unreadable:
         sentences.append("Not everything could be opened.")
     return " ".join(sentences)
 
@@ -194,7 +194,7 @@ def _group(ckpt: Checkpoint, group: Group, anchor: str, work: _Work) -> dict[str
         "code": lead.code,
         "name": lead.rule.name,
         "sentence": (_cut(before, lead.fqn), cut(lead.fqn or "") if has_name else "", _cut(after, lead.fqn)),
-        "place": finding.place or place_of(ckpt, finding),
+        "place": finding.at.label or place_of(ckpt, finding),
         "keys": len(group.members),
         "detail": finding.detail,
         "is_shown": is_shown,
@@ -212,9 +212,9 @@ def _cut(text: str, fqn: str | None) -> str:
 
 def _pictures(ckpt: Checkpoint, finding: Finding, work: _Work) -> dict[str, Any]:
     """The chunk map, the chunk table and the graphs of a finding."""
-    grid = make_grid(finding.tensor, finding.region) if finding.tensor and finding.region else None
+    grid = make_grid(finding.at.tensor, finding.at.region) if finding.at.tensor and finding.at.region else None
     return {
-        "map": None if grid is None or finding.detail else _map(ckpt, grid, finding.region),
+        "map": None if grid is None or finding.detail else _map(ckpt, grid, finding.at.region),
         "chunks": _chunks(ckpt, finding, grid),
         "graphs": _graphs(ckpt, finding, work),
     }
@@ -235,11 +235,11 @@ def _map(ckpt: Checkpoint, grid: Grid, region: Box | None) -> dict[str, Any]:
 
 def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, Any]:
     """The chunks of the map, or of the finding: letter, region, file, rank, bytes."""
-    tensor = finding.tensor
+    tensor = finding.at.tensor
     if tensor is None:
         return {"rows": [], "more": 0}
     letters = {} if grid is None else grid.legend
-    named = dict.fromkeys([*letters, *(row for row in finding.rows if 0 <= row < len(tensor.chunks))])
+    named = dict.fromkeys([*letters, *(row for row in finding.at.rows if 0 <= row < len(tensor.chunks))])
     rows = []
     for row in list(named)[:_CHUNK_LIMIT]:
         record = int(tensor.chunks.record[row])
@@ -252,7 +252,7 @@ def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, 
                 "file": cut(file) or "stored nowhere",
                 "rank": "" if rank is None else str(rank),
                 "bytes": f"{offset:,}-{offset + length:,}" if record >= 0 and ckpt.locates_bytes else "",
-                "is_concerned": row in finding.rows,
+                "is_concerned": row in finding.at.rows,
             }
         )
     return {"rows": rows, "more": len(named) - len(rows)}
@@ -260,7 +260,7 @@ def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, 
 
 def _graphs(ckpt: Checkpoint, finding: Finding, work: _Work) -> list[dict[str, Any]]:
     """The graphs of at most two axes that are cut: those on which the region is a part, else the most cut one."""
-    tensor, region = finding.tensor, finding.region
+    tensor, region = finding.at.tensor, finding.at.region
     if tensor is None or region is None or not tensor.is_sound or len(tensor.chunks) > _GRAPH_LIMIT:
         return []
     layout, shape = tensor.layout, tensor.global_shape
@@ -326,7 +326,7 @@ def _row(tensor: Tensor, found: list[Diagnostic], work: _Work) -> dict[str, Any]
         return row
     layout = tensor.layout
     axis, count = work.most_cut(layout)
-    regions = dict.fromkeys(item.finding.region for item in found if item.finding.region is not None)
+    regions = dict.fromkeys(item.finding.at.region for item in found if item.finding.at.region is not None)
     marks = tuple((r.offsets[axis], r.ends[axis], svg.region_kind(layout, r)) for r in list(regions)[:_MARK_LIMIT])
     if (layout, marks) not in work.strips:
         label = f"{plural(len(tensor.chunks), 'chunk')}, dim {axis} in {plural(count, 'part')}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 
 
@@ -22,15 +22,14 @@ def wide_float(ckpt: Checkpoint, most_bits: int = 32) -> Iterator[Finding]:
     How to fix:
         Cast the tensor before saving, or raise `most-bits` in the settings.
     """
-    floats = {fqn: tensor for fqn, tensor in ckpt.tensors.items() if "float" in tensor.dtype}
+    floats = [tensor for tensor in ckpt.tensors.values() if "float" in tensor.dtype]
     if not floats:
         raise NotApplicable("no floating-point tensor is stored")
-    for fqn, tensor in floats.items():
+    for tensor in floats:
         bits = ITEM_BITS.get(tensor.dtype, 0)
         if bits > most_bits:
             yield Finding(
                 f"{bits} bits per element{{of}}, {most_bits} were agreed",
-                fqn=fqn,
-                tensor=tensor,
+                at=Location.of(tensor),
                 hint="cast it before saving",
             )
