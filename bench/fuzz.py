@@ -273,6 +273,7 @@ def expected(name: str, data: bytes) -> None:
 
 def check(base: str, name: str, depth: str, data: bytes) -> None:
     """A real checkpoint with one file replaced, from the path to the report in every format."""
+    from ckptlint.depth import Depth
     from ckptlint.lint import run as pipeline
     from ckptlint.payload.reading import default_reading
     from ckptlint.reporters import REPORTERS
@@ -284,8 +285,8 @@ def check(base: str, name: str, depth: str, data: bytes) -> None:
     (folder / name).write_bytes(data)
     inner = b"".join(pickles(data)) if name.endswith((".pt", ".distcp")) else data
     with in_this_process(not (merges(data) if name.endswith(".yaml") else needs_child(inner))):
-        reading = default_reading(depth) if depth == "data" else None
-        report = pipeline.run([str(folder)], rules(), depth=depth, reading=reading)
+        reading = default_reading(Depth(depth)) if depth == "data" else None
+        report = pipeline.run([str(folder)], rules(), depth=Depth(depth), reading=reading)
     crashed = [item.finding.message for item in report.diagnostics if item.code == "LNT002"]
     assert not crashed, crashed
     assert not report.unreadable, report.unreadable

@@ -22,7 +22,7 @@ from loopback import BUCKET, CREDENTIALS, Server, client, files_of, forwarded_to
 from tabulate import tabulate
 
 import ckptlint
-from ckptlint.rule import DEPTHS
+from ckptlint.depth import Depth
 
 
 def write(folder: Path, files: int, tensors: int, rows: int) -> None:
@@ -93,9 +93,9 @@ def main() -> None:
         with serving(forwarded_to(port)) as store, serving(files_of(Path(place))) as web:
             os.environ["AWS_ENDPOINT_URL"] = store.url
             ckptlint.check(f"s3://{BUCKET}/run/step-1", depth="metadata")  # imports, first connection
-            for depth in DEPTHS:
+            for depth in Depth:
                 rows.append(measured(store, f"s3://{BUCKET}/run/step-1", depth))
-            for depth in DEPTHS:
+            for depth in Depth:
                 rows.append(measured(web, f"{web.url}/step-1", depth))
     chunks = options.files * options.tensors
     print(f"{len(files) - 1} payload files, {chunks:,} records, {size:,} bytes, of them {metadata:,} in .metadata")

@@ -61,6 +61,7 @@ print(time.perf_counter() - started)
 
 GEOMETRY = """
 import sys, time
+from ckptlint.depth import Depth
 from ckptlint.lint.engine import run_rules
 from ckptlint.loaders.discover import find
 from ckptlint.loaders.checkpoint import open_checkpoint
@@ -68,7 +69,7 @@ from ckptlint.lint.registry import load_rules
 ckpt = open_checkpoint(find(sys.argv[1])[0], look_at_files=False)
 rules = load_rules()
 started = time.perf_counter()
-assert not run_rules(ckpt, rules, "metadata").diagnostics
+assert not run_rules(ckpt, rules, Depth.METADATA).diagnostics
 print(time.perf_counter() - started)
 """
 

@@ -20,9 +20,9 @@ from ckptlint.errors import CheckpointError, CkptlintError, ConfigError
 
 TYPE_CHECKING = False  # as type checkers read it; the typing module takes longer to import than all else here
 if TYPE_CHECKING:
+    from ckptlint.depth import Depth
     from ckptlint.lint.report import FailOn, Report
     from ckptlint.model import Checkpoint
-    from ckptlint.rule import Depth
 
 __all__ = ["CheckpointError", "CkptlintError", "ConfigError", "__version__", "check", "load"]
 
@@ -75,20 +75,21 @@ def check(
     """
     from dataclasses import replace
 
+    from ckptlint.depth import Depth
     from ckptlint.lint import run as pipeline
     from ckptlint.lint import selection
     from ckptlint.lint.options import percent, tokens
     from ckptlint.lint.settings_file import Settings, every_rule, key_ignores, read
     from ckptlint.payload.reading import default_reading
-    from ckptlint.rule import DEPTHS
 
     checked = [str(path) for path in paths]
     settings = Settings() if config is None else read(str(config), checked)
     said = settings.options
     depth = said.get("depth", "files") if depth is None else depth
     expect = said.get("expect") if expect is None else str(expect)
-    if depth not in DEPTHS:
-        raise ConfigError(f"there is no depth {depth!r}: {', '.join(DEPTHS)}")
+    if depth not in [*Depth]:
+        raise ConfigError(f"there is no depth {depth!r}: {', '.join(Depth)}")
+    depth = Depth(depth)
     known = every_rule(settings, checked)
     levels = said.get("severity", ()) if severity is None else [f"{rule}={level}" for rule, level in severity.items()]
     rules = selection.select(
@@ -102,7 +103,7 @@ def check(
     )
     reading = None
     share = percent(said["sample"]) if sample is None and "sample" in said else sample
-    if depth == "headers" or depth == "data":
+    if depth.opens_records:
         reading = default_reading(depth, share, said.get("seed") if seed is None else seed)
         reading = replace(reading, jobs=said.get("jobs", reading.jobs))
     elif share is not None:

@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Literal
 
+from ckptlint.depth import Depth
 from ckptlint.model import Problem, Tensor
 from ckptlint.model.layout import Box
-
-Depth = Literal["metadata", "files", "headers", "data"]
-DEPTHS: tuple[Depth, ...] = ("metadata", "files", "headers", "data")
 
 SECTIONS = ("What it checks", "Why it matters", "Usual causes", "How to fix", "See")
 """The headings of a rule's docstring, in order; all but the last are required."""
@@ -153,7 +151,7 @@ class Rule:
     name: str
     severity: Severity
     check: Check
-    needs: Depth = "metadata"
+    needs: Depth = Depth.METADATA
     always: bool = False
     whole: bool = False
     expects: bool = False
@@ -185,7 +183,7 @@ def rule(
     name: str,
     severity: Severity,
     *,
-    needs: Depth = "metadata",
+    needs: Depth = Depth.METADATA,
     always: bool = False,
     whole: bool = False,
     expects: bool = False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.seals.file import SEAL
@@ -12,7 +13,7 @@ from ckptlint.seals.verify import compare, misfit
 _SHOWN = 4
 
 
-@rule("LIV302", "payload-differs-from-seal", Severity.ERROR, needs="data")
+@rule("LIV302", "payload-differs-from-seal", Severity.ERROR, needs=Depth.DATA)
 def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
     """The stored values of a tensor are not those that the job held when it sealed the checkpoint.
 

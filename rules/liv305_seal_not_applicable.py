@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -13,7 +14,7 @@ from ckptlint.seals.verify import compare, misfit
 _SHOWN = 6
 
 
-@rule("LIV305", "seal-not-applicable", Severity.INFO, needs="data")
+@rule("LIV305", "seal-not-applicable", Severity.INFO, needs=Depth.DATA)
 def seal_not_applicable(ckpt: Checkpoint) -> Iterator[Finding]:
     """A seal belongs to another save, or some tensors could not be compared with it.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, FileState
 from ckptlint.model.text import ranges
@@ -23,7 +24,7 @@ _SENTENCES: dict[FileState, str] = {
 _OTHER_CASE = "it loads here, and is missing once it is copied to a file system or store that minds case"
 
 
-@rule("PAY003", "missing-file", Severity.ERROR, needs="files")
+@rule("PAY003", "missing-file", Severity.ERROR, needs=Depth.FILES)
 def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
     """A payload file that the metadata names is missing, or its path leaves the checkpoint.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, RecordTable
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import human_bytes
@@ -17,7 +18,7 @@ _HEADER = 10
 """Least bytes of a safetensors header: its length and an empty object."""
 
 
-@rule("PAY004", "range-past-eof", Severity.ERROR, needs="files")
+@rule("PAY004", "range-past-eof", Severity.ERROR, needs=Depth.FILES)
 def range_past_eof(ckpt: Checkpoint) -> Iterator[Finding]:
     """A payload file is shorter than the metadata says.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
@@ -15,7 +16,7 @@ _EMBEDDING = re.compile(r"(?:^|\.)(?:word_embeddings|embed_tokens|tok_embeddings
 _OUTPUT = re.compile(r"(?:^|\.)(?:output_layer|lm_head|head|output)\.weight$")
 
 
-@rule("PAY005", "range-overlap-in-file", Severity.ERROR, needs="files")
+@rule("PAY005", "range-overlap-in-file", Severity.ERROR, needs=Depth.FILES)
 def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
     """Two entries of a payload file share bytes.
 

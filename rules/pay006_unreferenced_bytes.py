@@ -8,6 +8,7 @@ from functools import partial
 import numpy as np
 
 from ckptlint.analysis.save_plans import duplicates, planned_by
+from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import human_bytes
@@ -18,7 +19,7 @@ _HEADER_ALONE = 512
 """More than the safetensors header of a rank without tensors; torch 2.13 writes 88 bytes."""
 
 
-@rule("PAY006", "unreferenced-bytes", Severity.WARNING, needs="files", whole=True)
+@rule("PAY006", "unreferenced-bytes", Severity.WARNING, needs=Depth.FILES, whole=True)
 def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Finding]:
     """Bytes of a payload file belong to no entry.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import distinct
@@ -11,7 +12,7 @@ from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
-@rule("PAY008", "rank-files", Severity.INFO, needs="files")
+@rule("PAY008", "rank-files", Severity.INFO, needs=Depth.FILES)
 def rank_files(ckpt: Checkpoint) -> Iterator[Finding]:
     """Some ranks stored nothing.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
 from ckptlint.model.layout import IntArray
@@ -33,7 +34,7 @@ class _Mismatch:
     weak: bool
 
 
-@rule("PAY009", "payload-header-mismatch", Severity.ERROR, needs="headers")
+@rule("PAY009", "payload-header-mismatch", Severity.ERROR, needs=Depth.HEADERS)
 def payload_header_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     """A record holds another shape, dtype or place than its chunk.
 

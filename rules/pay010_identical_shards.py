@@ -9,6 +9,7 @@ import numpy as np
 
 from ckptlint.analysis.inventory import take
 from ckptlint.analysis.trusted_config import flag, number, trusted, trusted_topology
+from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.text import ranges
@@ -22,7 +23,7 @@ _HINTS = {
 }
 
 
-@rule("PAY010", "identical-shards", Severity.WARNING, needs="headers")
+@rule("PAY010", "identical-shards", Severity.WARNING, needs=Depth.HEADERS)
 def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
     """Two chunks of a tensor, or two experts of a layer, hold the same data.
 

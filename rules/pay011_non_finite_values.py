@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
 from ckptlint.model.layout import IntArray
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -16,7 +17,7 @@ _BUFFERS = ("inv_freq", "freqs", "rotary", "running_", "position_ids", "_buffer"
 _SHOWN = 3
 
 
-@rule("PAY011", "non-finite-values", Severity.WARNING, needs="data")
+@rule("PAY011", "non-finite-values", Severity.WARNING, needs=Depth.DATA)
 def non_finite_values(ckpt: Checkpoint) -> Iterator[Finding]:
     """A tensor holds NaN or infinity.
 

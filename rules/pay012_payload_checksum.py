@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
+from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Damage
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _SHOWN = 4
 
 
-@rule("PAY012", "payload-checksum", Severity.ERROR, needs="data")
+@rule("PAY012", "payload-checksum", Severity.ERROR, needs=Depth.DATA)
 def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
     """The bytes of a payload file are not those that were written.
 
@@ -29,7 +30,7 @@ def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.serialization.set_crc32_options
     """
     payload = ckpt.payload
-    if payload is None or payload.depth != "data":
+    if payload is None or not payload.depth.reads_all:
         raise NotApplicable("the tensor bytes were not read")
     by_file: dict[tuple[str, str], list[Damage]] = defaultdict(list)
     for damage in payload.damages:

@@ -19,6 +19,7 @@ import pytest
 from conftest import REAL, codes, found, named, number, run, stream, takes_ctrl_c
 
 import ckptlint
+from ckptlint.depth import Depth
 from ckptlint.formats.torch_archive import data_start, read_end, read_members
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
@@ -65,7 +66,7 @@ def model(count: int = 4, rows: int = 64) -> dict[str, Any]:
 def load(folder: Path, depth: Any = "data", **options: Any) -> Checkpoint:
     """The checkpoint with its payload."""
     ckpt = open_checkpoint(find(str(folder))[0])
-    return read_payload(LocalFolder(folder), ckpt, Reading(depth, 2, **options))
+    return read_payload(LocalFolder(folder), ckpt, Reading(Depth(depth), 2, **options))
 
 
 def place(folder: Path, fqn: str) -> tuple[Path, int, int]:

@@ -26,6 +26,7 @@ from pydantic_sarif.model import StaticAnalysisResultsFormatSarifVersion210JsonS
 import ckptlint
 from ckptlint import __version__
 from ckptlint.commands import main as cli
+from ckptlint.depth import Depth
 from ckptlint.lint import run as pipeline
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.options import SUFFIXES
@@ -542,7 +543,7 @@ def test_statistics_replace_the_findings_on_stdout_only(tmp_path: Path) -> None:
 def test_a_running_job_is_told_in_every_format(format_: str) -> None:
     rules = tuple(rule for rule in load_rules() if rule.live)
     case = read_cases(REPOSITORY / "fixtures" / "LIV205.toml")[0]
-    report = Report([run_rules(held_by_ranks(case.table), rules, "metadata")], rules, "metadata")
+    report = Report([run_rules(held_by_ranks(case.table), rules, Depth.METADATA)], rules, Depth.METADATA)
     text = REPORTERS[format_](report, Style(width=80))
     assert "LIV205" in text
     if format_ == "html":

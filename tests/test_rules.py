@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import REPOSITORY
 
+from ckptlint.depth import Depth
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import Report
@@ -37,7 +38,7 @@ def test_finds_what_the_case_expects(code: str, case: Case, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("case", GOOD)
 def test_good_case_is_good_for_every_rule(case: Case, tmp_path: Path) -> None:
-    depth = case.table.get("depth", "files")
+    depth = Depth(case.table.get("depth", "files"))
     if case.is_live:
         report = run_rules(held_by_ranks(case.table), [rule for rule in RULES.values() if rule.live], depth)
     else:

@@ -14,9 +14,9 @@ from click.testing import CliRunner, Result
 from conftest import REAL, REPOSITORY, run
 
 from ckptlint.commands import main as cli
+from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
 from ckptlint.lint.options import CHECK_OPTIONS, CheckOption
-from ckptlint.rule import DEPTHS
 from ckptlint.testing import write_checkpoint
 
 GOOD, BAD = str(REAL / "fsdp2_4r"), str(REAL / "fsdp2_4r_hole")
@@ -345,7 +345,7 @@ def test_every_long_option_is_a_setting() -> None:
 def test_every_option_of_check_is_in_the_table() -> None:
     taken = {name.removeprefix("--") for option in cli.command("check").params for name in option.opts if "--" in name}
     assert taken == {option.name for option in CHECK_OPTIONS}
-    assert {option.name: option.choices for option in CHECK_OPTIONS}["depth"] == DEPTHS
+    assert {option.name: option.choices for option in CHECK_OPTIONS}["depth"] == tuple(Depth)
 
 
 @pytest.mark.parametrize("option", [option for option in CHECK_OPTIONS if option.choices or option.minimum is not None])

@@ -25,6 +25,7 @@ from ckptlint.commands.shared import (
     terminal_style,
     write_file,
 )
+from ckptlint.depth import Depth
 from ckptlint.lint.options import CHECK_OPTIONS, FORMATS, SUFFIXES, percent, tokens
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from ckptlint.lint.settings_file import Settings
     from ckptlint.payload.reading import Reading
     from ckptlint.reporters.style import Style
-    from ckptlint.rule import Depth, Rule
+    from ckptlint.rule import Rule
 
 SOURCE = "ckptlint.source"
 """In the context: what reads checkpoints in place of `lint.run.opened`."""
@@ -54,7 +55,7 @@ def check(
     fail_on: str,
     strict: bool,
     exit_zero: bool,
-    depth: Any,
+    depth: str,
     sample: str | None,
     seed: int | None,
     jobs: int | None,
@@ -97,17 +98,17 @@ def check(
         extended=tokens(extend_select),
         ignored=tokens(ignore),
         severities=[_pair(value) for value in severity],
-        depth=depth,
+        depth=Depth(depth),
         has_reference=expect is not None,
     )
-    reading = _reading(depth, sample, seed, jobs)
+    reading = _reading(Depth(depth), sample, seed, jobs)
     if not paths:
         raise NoPath("which checkpoint? give a PATH, see `ckptlint --help`")
     with progress(no_progress):
         report = pipeline.run(
             checked,
             rules,
-            depth=depth,
+            depth=Depth(depth),
             fail_on=level,
             all_steps=all_steps,
             expect=expect,
@@ -157,7 +158,7 @@ def _pair(value: str) -> tuple[str, str]:
 
 def _reading(depth: Depth, sample: str | None, seed: int | None, jobs: int | None) -> Reading | None:
     """How to read the payload; None at depths that do not."""
-    if depth != "headers" and depth != "data":
+    if not depth.opens_records:
         if sample is not None:
             raise click.UsageError("--sample needs --depth headers or --depth data")
         return None

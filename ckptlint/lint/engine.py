@@ -7,10 +7,11 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import replace
 
+from ckptlint.depth import Depth
 from ckptlint.lint.report import CheckpointReport, Diagnostic
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
-from ckptlint.rule import DEPTHS, Depth, NotApplicable, Rule
+from ckptlint.rule import NotApplicable, Rule
 
 
 def run_rules(ckpt: Checkpoint, rules: Iterable[Rule], depth: Depth) -> CheckpointReport:
@@ -23,7 +24,7 @@ def run_rules(ckpt: Checkpoint, rules: Iterable[Rule], depth: Depth) -> Checkpoi
             continue  # what it judges is not known yet
         if rule.live and ckpt.ranks is None:
             report.not_run[rule.code] = "needs a running job"
-        elif DEPTHS.index(rule.needs) > DEPTHS.index(depth):
+        elif not depth.reaches(rule.needs):
             report.not_run[rule.code] = f"needs --depth {rule.needs}"
         elif rule.expects and ckpt.reference is None:
             report.not_run[rule.code] = "needs --expect"

@@ -6,6 +6,7 @@ import builtins
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
 
 FORMATS = {
@@ -92,8 +93,8 @@ CHECK_OPTIONS = (
     CheckOption(
         "depth",
         "How much to read: the metadata only; names and sizes of payload files; each record's header; every byte.",
-        default="files",
-        choices=("metadata", "files", "headers", "data"),
+        default=Depth.FILES.value,
+        choices=tuple(depth.value for depth in Depth),  # click shows members of an enum by their names
     ),
     CheckOption("sample", "Read a random part of the records, at depths headers and data.", metavar="P%"),
     CheckOption("seed", "Of --sample; printed when not given.", minimum=0),

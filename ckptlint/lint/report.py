@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
+from ckptlint.depth import Depth
 from ckptlint.errors import CheckpointError
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Depth, Finding, Note, Rule, Severity
+from ckptlint.rule import Finding, Note, Rule, Severity
 from ckptlint.vocabulary.keys import role
 
 FailOn = Literal["error", "warning", "info", "never"]
@@ -173,7 +174,7 @@ class Report:
 
     checkpoints: list[CheckpointReport]
     rules: tuple[Rule, ...]
-    depth: Depth = "files"
+    depth: Depth = Depth.FILES
     fail_on: FailOn = "error"
     not_found: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ckptlint.depth import Depth
 from ckptlint.errors import AccessError, NothingToCheckError, ReaderError
 from ckptlint.lint.baseline import apply_baseline, read_baseline
 from ckptlint.lint.engine import run_rules
@@ -15,7 +16,7 @@ from ckptlint.lint.report import CheckpointReport, FailOn, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Depth, Rule
+from ckptlint.rule import Rule
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import shown
 
@@ -33,7 +34,7 @@ def opened(path: str, all_steps: bool, depth: Depth, reading: Reading | None) ->
         NothingToCheckError, AccessError, ReaderError: as `find`, `open_checkpoint` and `read_payload`.
     """
     for folder in find(path, all_steps):
-        ckpt = open_checkpoint(folder, depth != "metadata")
+        ckpt = open_checkpoint(folder, depth.looks_at_files)
         if reading is not None and ckpt.readable:
             from ckptlint.payload.reader import read_payload
 
@@ -45,7 +46,7 @@ def run(
     paths: Iterable[str],
     rules: Sequence[Rule],
     *,
-    depth: Depth = "files",
+    depth: Depth = Depth.FILES,
     fail_on: FailOn = "error",
     all_steps: bool = False,
     expect: str | None = None,

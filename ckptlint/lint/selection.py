@@ -6,8 +6,9 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
-from ckptlint.rule import DEPTHS, Depth, Option, Rule, Severity
+from ckptlint.rule import Option, Rule, Severity
 
 
 def select(
@@ -17,7 +18,7 @@ def select(
     extended: Iterable[str] = (),
     ignored: Iterable[str] = (),
     severities: Iterable[tuple[str, str]] = (),
-    depth: Depth = "files",
+    depth: Depth = Depth.FILES,
     has_reference: bool = False,
 ) -> tuple[Rule, ...]:
     """The rules to run, with the user's severities.
@@ -40,7 +41,7 @@ def select(
         named = next((rule for rule in rules if token in (rule.code, rule.name)), None)
         if named and named.live:
             raise ConfigError(f"{named.code} {named.name} judges a running job: ckptlint.live.check")
-        if named and DEPTHS.index(named.needs) > DEPTHS.index(depth):
+        if named and not depth.reaches(named.needs):
             raise ConfigError(f"{named.code} {named.name} needs --depth {named.needs}, the depth is {depth}")
         if named and named.expects and not has_reference:
             raise ConfigError(f"{named.code} {named.name} needs --expect, what to compare with")

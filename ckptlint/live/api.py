@@ -19,6 +19,7 @@ import numpy as np
 
 from ckptlint._version import __version__
 from ckptlint.analysis.held_by_ranks import as_checkpoint
+from ckptlint.depth import Depth
 from ckptlint.errors import CheckpointError, CkptlintError
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.registry import load_rules
@@ -352,9 +353,9 @@ def _rules() -> tuple[Any, ...]:
 def judge(table: RankTable, path: str, seconds: float) -> Report:
     """The report on what ranks hold: the same words, severities and formats as for files."""
     rules = _rules()
-    part = run_rules(as_checkpoint(table, path), rules, "metadata")
+    part = run_rules(as_checkpoint(table, path), rules, Depth.METADATA)
     part.seconds.clear()  # they differ between ranks, and the report must not
-    return Report([part], rules, "metadata", seconds=seconds)
+    return Report([part], rules, Depth.METADATA, seconds=seconds)
 
 
 def as_text(report: Report) -> str:

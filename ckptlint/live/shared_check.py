@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from ckptlint.depth import Depth
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
 from ckptlint.live.compare.group import Group, GroupBroken, Solo, new_torch_group
 from ckptlint.loaders.checkpoint import open_checkpoint
@@ -29,7 +30,6 @@ from ckptlint.payload.integrity import INTEGRITY
 from ckptlint.payload.parts import Part
 from ckptlint.payload.reader import Reader
 from ckptlint.payload.reading import Reading
-from ckptlint.rule import Depth
 from ckptlint.seals.file import SEAL
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.local import LocalFolder
@@ -109,7 +109,7 @@ class Job:
             # each sees something else: the reading cannot be shared
             if self.rank == 0:
                 for folder in view.folders or [_raised(view.told)]:
-                    ckpt = open_checkpoint(folder, depth != "metadata")
+                    ckpt = open_checkpoint(folder, depth.looks_at_files)
                     yield folder, replace(ckpt, problems=[*ckpt.problems, *view.problems])
             return
         if view.told:
@@ -132,10 +132,10 @@ class Job:
     def _read(self, folder: Folder, depth: Depth, reading: Reading | None) -> tuple[Reader | None, Part | None, str]:
         """This rank's part of a checkpoint; and why it has none, when it failed."""
         try:
-            ckpt = open_checkpoint(folder, depth != "metadata")
+            ckpt = open_checkpoint(folder, depth.looks_at_files)
             number, count = (self.node, self.nodes) if self.every_node else (self.rank, self.group.world)
             share = shares(ckpt, count, by_file=not ckpt.locates_bytes or folder.has(INTEGRITY))[number]
-            how = reading or Reading("headers", 1)
+            how = reading or Reading(Depth.HEADERS, 1)
             reader = Reader(folder, ckpt, how, share, self.rank == 0)
             if reading is None or not ckpt.readable:
                 return reader, None, ""

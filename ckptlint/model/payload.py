@@ -10,6 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ckptlint.depth import Depth
+
 
 class RecordState(IntEnum):
     """Whether a record was opened, or why not."""
@@ -139,7 +141,7 @@ class PayloadTable:
     contents: list[RecordContent]
     damages: tuple[Damage, ...] = ()
     unlisted: tuple[str, ...] = ()
-    depth: Literal["headers", "data"] = "headers"
+    depth: Depth = Depth.HEADERS
     sample: str = ""
 
     def __getattr__(self, column: str) -> npt.NDArray[Any]:
@@ -154,7 +156,7 @@ class PayloadTable:
         return self.contents[int(self.content[record])]
 
 
-def empty_payload(count: int, depth: Literal["headers", "data"]) -> PayloadTable:
+def empty_payload(count: int, depth: Depth) -> PayloadTable:
     """A table for so many records, none of which was read."""
     rows = np.zeros(count, _ROW)
     for column, value in _UNREAD.items():

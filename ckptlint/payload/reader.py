@@ -94,7 +94,7 @@ class Reader:
             self._read_headers(rows)
             if not self.ckpt.locates_bytes:
                 self._read_blobs()
-            if self.how.depth == "data":
+            if self.how.depth.reads_all:
                 wanted, problems = (None, []) if sample else read_integrity(self.folder)
                 self.problems += problems
                 self._read_seal()
@@ -223,7 +223,7 @@ class Reader:
                 self._place(record.row, parts)
                 if len(parts) > 1 and self.is_tensor[record.row]:
                     several[record.row] = parts
-            if self.how.depth == "data":
+            if self.how.depth.reads_all:
                 self.members[file] = members_of(found.records)
         contents.decode(self.table.contents)
         self._place_decoded(several)
@@ -317,7 +317,7 @@ class Reader:
             table.storages[row] = 1
             table.stored[row] = table.size[row] = item.size
             table.start[row] = item.start
-        if self.how.depth == "data":
+        if self.how.depth.reads_all:
             bare = rows[table.state[rows] == RecordState.READ]
             self.members[file] = with_bare_tensors(self.members.get(file), table, bare)
 
@@ -480,7 +480,7 @@ class Reader:
                 mine = [(r, e) for r, e in broken if not self.told[r] and isinstance(e, LimitError) is limits]
                 if mine:
                     self.problems.append(self._problem(file, mine))
-            if self.how.depth == "data":
+            if self.how.depth.reads_all:
                 name = self.ckpt.files[file].name
                 zeros = ((row, self._zeros(row)) for row in rows[:_EXAMINED] if not self.told[row])
                 damages += [Damage(row, name, "", "", "", count) for row, count in zeros if count]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import dataclass
-from typing import Literal
+
+from ckptlint.depth import Depth
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,15 +20,13 @@ class Reading:
         seed: of the random choice.
     """
 
-    depth: Literal["headers", "data"]
+    depth: Depth
     jobs: int
     percent: float | None = None
     seed: int = 0
 
 
-def default_reading(
-    depth: Literal["headers", "data"], percent: float | None = None, seed: int | None = None
-) -> Reading:
+def default_reading(depth: Depth, percent: float | None = None, seed: int | None = None) -> Reading:
     """A reading with a thread per processor, 8 at most, and a seed of its own when none is given."""
     jobs = min(8, os.cpu_count() or 1)
     return Reading(depth, jobs, percent, secrets.randbelow(2**31) if seed is None else seed)

@@ -212,7 +212,7 @@ def verdict(report: Report, style: Style) -> list[str]:
         of = f"{rules - len(silent)} of {rules} rules" if silent else f"All {rules} rules"
         passed = style.paint(f"{of} passed", "good")
         lines.append(f"{passed} in {report.seconds:.2f} s{extra}{_set_aside(report)}. {_unread(report)}")
-    elif report.depth in ("headers", "data") and (limits := _limits(report)):
+    elif report.depth.opens_records and (limits := _limits(report)):
         lines.append(limits)
     return lines
 
@@ -230,11 +230,11 @@ def _unread(report: Report) -> str:
     """What the depth leaves out."""
     if report.is_live:
         return "Files were not looked at."
-    if report.depth == "metadata":
+    if not report.depth.looks_at_files:
         return "Tensor bytes were not read and files were not looked at (--depth files)."
-    if report.depth == "files":
+    if not report.depth.opens_records:
         return "Tensor bytes were not read (--depth headers, --depth data)."
-    whole = "Tensor bytes were not read (--depth data)." if report.depth == "headers" else "Every record was read."
+    whole = "Every record was read." if report.depth.reads_all else "Tensor bytes were not read (--depth data)."
     return _limits(report) or whole
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ckptlint.analysis.held_by_ranks import as_checkpoint
+from ckptlint.depth import Depth
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.ignores import KeyIgnore, set_aside
 from ckptlint.lint.registry import load_rules
@@ -25,7 +26,7 @@ from ckptlint.loaders.reference import read_reference
 from ckptlint.model import Checkpoint, Problem, RankTable, Remark
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading
-from ckptlint.rule import DEPTHS, Depth, Finding, Rule, Severity
+from ckptlint.rule import Finding, Rule, Severity
 from ckptlint.storage.local import LocalFolder
 from ckptlint.testing.folders import parse_chunk, write_checkpoint, write_reference
 
@@ -66,8 +67,8 @@ def read_cases(path: Path) -> list[Case]:
 def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:
     """Write the case into an empty folder, read it back, and judge it with one rule; or what its ranks hold."""
     if case.is_live:
-        return run_rules(held_by_ranks(case.table), [rule], "metadata")
-    depth = case.table.get("depth", max(rule.needs, "files", key=DEPTHS.index))
+        return run_rules(held_by_ranks(case.table), [rule], Depth.METADATA)
+    depth = Depth(case.table.get("depth", max(rule.needs, Depth.FILES, key=[*Depth].index)))
     ckpt = load_folder(write_checkpoint(case.table, folder), depth)
     ckpt = replace(ckpt, problems=[*ckpt.problems, *(Problem("view", **view) for view in case.table.get("views", ()))])
     if case.table.keys() & {"reference", "reference_config"}:
@@ -136,11 +137,11 @@ def _crashing(code: str) -> Rule:
     return Rule(code, "crashing-rule", Severity.ERROR, check)
 
 
-def load_folder(folder: Path, depth: Depth = "files") -> Checkpoint:
+def load_folder(folder: Path, depth: Depth = Depth.FILES) -> Checkpoint:
     """The checkpoint of a folder that is one, without looking for steps or components."""
     ckpt = open_checkpoint(LocalFolder(folder))
-    deep = depth in ("headers", "data") and ckpt.readable
-    return read_payload(LocalFolder(folder), ckpt, default_reading(depth)) if deep else ckpt  # type: ignore[arg-type]
+    deep = depth.opens_records and ckpt.readable
+    return read_payload(LocalFolder(folder), ckpt, default_reading(depth)) if deep else ckpt
 
 
 def described(report: CheckpointReport) -> list[str]:

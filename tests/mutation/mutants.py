@@ -24,8 +24,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan
 
 import ckptlint
+from ckptlint.depth import Depth
 from ckptlint.lint.report import Diagnostic
-from ckptlint.rule import Depth, Severity
+from ckptlint.rule import Severity
 
 _MEGATRON = {
     "megatron.core.dist_checkpointing.strategies.torch": {

@@ -16,7 +16,7 @@ import torch
 from mutants import Kind, Mutant, Operator, Save, edited, megatron_names, read_header, read_metadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from ckptlint.rule import Depth
+from ckptlint.depth import Depth
 
 OPERATORS: list[Operator] = []
 
