@@ -179,11 +179,11 @@ def archive(data: bytes) -> None:
     """A record: the strict reader of its directory, and the reader of the common state."""
     from ckptlint.errors import CkptlintError
     from ckptlint.formats.torch_archive import read_pickle_member
-    from ckptlint.payload.record_headers import Place, read_headers
+    from ckptlint.payload.record_headers import RecordPlace, read_headers
 
     folder = scratch("archive")
     (folder.path / "f").write_bytes(data)
-    for found in read_headers(folder, "f", [Place(0, 0, len(data))]):
+    for found in read_headers(folder, "f", [RecordPlace(0, 0, len(data))]):
         for record in found.records:
             assert all(0 <= part.start <= part.start + part.size <= len(data) for part in record.parts)
     with suppress(CkptlintError):

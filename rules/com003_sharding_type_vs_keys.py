@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Literal
 
-from ckptlint.analysis.inventory import dp_group, take
-from ckptlint.analysis.optimizer_records import Module, content_metadata, optimizer_module, records
+from ckptlint.analysis.inventory import dp_group, inventory_of
+from ckptlint.analysis.optimizer_records import Module, content_metadata, optimizer_module, optimizer_records
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
@@ -59,7 +59,7 @@ def sharding_type_vs_keys(ckpt: Checkpoint) -> Iterator[Finding]:
         general = content_metadata(ckpt).get("distrib_optim_sharding_type")
         if isinstance(general, str):
             declared[name, general].append("content_metadata")
-        for record in records(ckpt):
+        for record in optimizer_records(ckpt):
             is_type = record.kind == "param_state_sharding_type" and isinstance(record.value, str)
             if is_type and record.module.covers(Module(name)):
                 declared[name, record.value].append(record.place)
@@ -87,10 +87,10 @@ def sharding_type_vs_keys(ckpt: Checkpoint) -> Iterator[Finding]:
 def _forms(ckpt: Checkpoint) -> dict[str, dict[_Form, int]]:
     """Module name -> how many optimizer keys have each form."""
     found: dict[str, dict[_Form, int]] = defaultdict(lambda: defaultdict(int))
-    for state in take(ckpt).states:
+    for state in inventory_of(ckpt).states:
         is_megatron_order = f"state.{state.what}." in state.tensor.fqn
         found[optimizer_module(state.chain).name]["states" if is_megatron_order else "torch states"] += 1
-    for bucket in take(ckpt).buckets:
+    for bucket in inventory_of(ckpt).buckets:
         found[optimizer_module(bucket.chain).name]["buckets"] += 1
     for obj in ckpt.objects:
         group = dp_group(obj.key)

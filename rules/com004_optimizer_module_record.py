@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import take
+from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.optimizer_records import (
     Module,
     RecordKind,
@@ -12,7 +12,7 @@ from ckptlint.analysis.optimizer_records import (
     is_training_state,
     modules,
     optimizer_module,
-    records,
+    optimizer_records,
 )
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import printable
@@ -53,7 +53,7 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
     if not optimizers:
         raise NotApplicable("there are no optimizer states")
     kept: dict[RecordKind, list[Module]] = {
-        kind: [record.module for record in records(ckpt) if record.kind == kind] for kind in _WORDS
+        kind: [record.module for record in optimizer_records(ckpt) if record.kind == kind] for kind in _WORDS
     }
     for module, tensors in optimizers.items():
         lost = [
@@ -101,7 +101,7 @@ def _is_distributed(ckpt: Checkpoint, module: Module, types: list[Module]) -> bo
     """
     if not module.chain and (types or "distrib_optim_sharding_type" in content_metadata(ckpt)):
         return True
-    inventory = take(ckpt)
+    inventory = inventory_of(ckpt)
     return any(optimizer_module(bucket.chain) == module for bucket in inventory.buckets) or any(
         state.what == "param" and optimizer_module(state.chain) == module for state in inventory.states
     )

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from ckptlint.analysis.optimizer_records import records
+from ckptlint.analysis.optimizer_records import optimizer_records
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import printable
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -34,7 +34,9 @@ def param_group_collision(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.optimizer.optimizer.MegatronOptimizer._filter_and_reorder_param_groups
     """
-    lists = [record for record in records(ckpt) if record.kind == "param_groups" and isinstance(record.value, list)]
+    lists = [
+        record for record in optimizer_records(ckpt) if record.kind == "param_groups" and isinstance(record.value, list)
+    ]
     found = [(record, groups) for record in lists if (groups := _identified(record.value))]
     if not found:
         raise NotApplicable("no parameter groups of Megatron-Core were found")

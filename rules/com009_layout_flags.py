@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import take
+from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.optimizer_records import content_metadata
 from ckptlint.analysis.trusted_config import flag, trusted
 from ckptlint.model import Checkpoint
@@ -33,9 +33,9 @@ def layout_flags(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("only Megatron-Core's torch_dist declares its layout")
     yield from _flattened(ckpt)
     flags = content_metadata(ckpt)
-    inventory = take(ckpt)
+    inventory = inventory_of(ckpt)
     halves = [p.key.fqn for p in inventory.params if p.key.component in ("w", "v")]
-    fused = [p.key.fqn for p in inventory.params if p.key.cls == "mlp_in" and ".linear_fc1.weight" in p.key.fqn]
+    fused = [p.key.fqn for p in inventory.params if p.key.function == "mlp_in" and ".linear_fc1.weight" in p.key.fqn]
     stacked = [p.key.fqn for p in inventory.params if p.layer_axis is not None]
     alone = [state for state in inventory.states if not any(part.startswith("mimo.") for part in state.chain)]
     prefixed = [state.tensor.fqn for state in alone if any(part.startswith("chained_") for part in state.chain)]

@@ -42,7 +42,7 @@ def vocab_rows(ckpt: Checkpoint) -> Iterator[Finding]:
     base = padded or _rounded(vocab or 0, (divisor or 1) * tp)
     tables = [p for p in main_params(ckpt) if not p.key.block and _TABLES & set(p.key.path.split("."))]
     for param in tables:
-        if param.key.cls in ("embedding", "output") and len(param.own_shape) == 2:
+        if param.key.function in ("embedding", "output") and len(param.own_shape) == 2:
             rows = param.own_shape[0]
             if rows not in (vocab, base) and not _is_rounded(rows, vocab, divisor):
                 yield from _judged(ckpt, param, rows, base, tp, padded is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.analysis.experts import owners_note
-from ckptlint.analysis.inventory import Param, take
+from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -26,7 +26,7 @@ def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.transformer.moe.experts.GroupedMLP.sharded_state_dict
     """
-    stacked = [param for param in take(ckpt).params if param.expert_axis is not None]
+    stacked = [param for param in inventory_of(ckpt).params if param.expert_axis is not None]
     if not stacked:
         raise NotApplicable("no experts are stacked on an axis")
     for param in stacked:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import MOMENTS, take
+from ckptlint.analysis.inventory import MOMENTS, inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
@@ -24,7 +24,7 @@ def expert_state_alignment(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
     """
-    states = [s for s in take(ckpt).states if s.param is not None and s.param.expert_axis is not None]
+    states = [s for s in inventory_of(ckpt).states if s.param is not None and s.param.expert_axis is not None]
     if not states:
         raise NotApplicable("no optimizer state belongs to stacked experts")
     for state in states:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.held_by_ranks import Cell, at_cell, cells, ranks_of
+from ckptlint.analysis.held_by_ranks import HeldCell, at_cell, cells, ranks_of
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 
@@ -50,5 +50,5 @@ def duplicate_owner(ckpt: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _what(cell: Cell) -> str:
+def _what(cell: HeldCell) -> str:
     return "the whole{of}" if cell.is_whole else f"{cell.box}{{of}}"

@@ -8,7 +8,7 @@ from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.seals.file import SEAL
-from ckptlint.seals.verify import compare, misfit
+from ckptlint.seals.verify import compare_with_seal, misfit
 
 _SHOWN = 4
 
@@ -35,7 +35,7 @@ def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable(reason)
     seal = ckpt.seal
     assert seal is not None
-    found = compare(ckpt)
+    found = compare_with_seal(ckpt)
     is_older = not seal.metadata and len(found.different) > 1 and not found.equal
     for fqn, digest in found.different.items():
         tensor = ckpt.tensors[fqn]

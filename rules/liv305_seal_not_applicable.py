@@ -9,7 +9,7 @@ from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.seals.file import SEAL
-from ckptlint.seals.verify import compare, misfit
+from ckptlint.seals.verify import compare_with_seal, misfit
 
 _SHOWN = 6
 
@@ -40,7 +40,7 @@ def seal_not_applicable(ckpt: Checkpoint) -> Iterator[Finding]:
             hint="seal the checkpoint again from the job that wrote it, or remove the file",
         )
         return
-    for why, fqns in compare(ckpt).unknown.items():
+    for why, fqns in compare_with_seal(ckpt).unknown.items():
         names = braces(dict.fromkeys(fqns))
         more = f", and {len(names) - _SHOWN:,} more patterns" if len(names) > _SHOWN else ""
         yield Finding(

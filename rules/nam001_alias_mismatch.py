@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
 
-from ckptlint.analysis.inventory import Param, take
+from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.trusted_config import flag, trusted, trusted_topology
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
@@ -37,10 +37,10 @@ def alias_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     yield from _odd_wrappers(ckpt)
     by_path: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
-    for param in take(ckpt).params:
+    for param in inventory_of(ckpt).params:
         by_path[param.key.scope, param.key.path].append(param)
     twins = [(first, other) for group in by_path.values() for first, *rest in [group] for other in rest]
-    below = Counter(_prefix(param) for param in take(ckpt).params) if twins else Counter[str]()
+    below = Counter(_prefix(param) for param in inventory_of(ckpt).params) if twins else Counter[str]()
     shared = Counter((_prefix(a), _prefix(b)) for a, b in twins)
     for first, second in twins:
         fronts = _prefix(first), _prefix(second)
@@ -53,7 +53,7 @@ def alias_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
 def _odd_wrappers(ckpt: Checkpoint) -> Iterator[Finding]:
     """Keys of a layer that begin otherwise than nearly all keys of their block, others of that layer among them."""
     blocks: dict[tuple[tuple[str, ...], str], list[Param]] = defaultdict(list)
-    for param in take(ckpt).params:
+    for param in inventory_of(ckpt).params:
         if param.key.block:
             blocks[param.key.scope, param.key.block].append(param)
     for params in blocks.values():
@@ -117,9 +117,9 @@ def _tied(ckpt: Checkpoint) -> Iterator[Finding]:
     if not name:
         return
     by_scope: dict[tuple[str, ...], dict[str, list[Param]]] = defaultdict(lambda: defaultdict(list))
-    for param in take(ckpt).params:
-        if param.key.cls in ("embedding", "output") and param.key.path.endswith(".weight") and not param.key.block:
-            by_scope[param.key.scope][param.key.cls].append(param)
+    for param in inventory_of(ckpt).params:
+        if param.key.function in ("embedding", "output") and param.key.path.endswith(".weight") and not param.key.block:
+            by_scope[param.key.scope][param.key.function].append(param)
     for found in by_scope.values():
         if len(found["embedding"]) != 1 or len(found["output"]) != 1:
             continue

@@ -46,17 +46,17 @@ def stage_local_names(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.transformer.transformer_layer.get_transformer_layer_offset
     """
-    if ckpt.writers is None:
+    if ckpt.save_plans is None:
         raise NotApplicable("the metadata holds no plans of the ranks")
-    if set(ckpt.writers.fqns) != set(ckpt.records.fqns):
+    if set(ckpt.save_plans.fqns) != set(ckpt.records.fqns):
         raise NotApplicable("the plans belong to another state: their keys differ from the metadata's")
     sizes = trusted_topology(ckpt)
     stages = sizes["pp"].size if "pp" in sizes else 1
-    if stages < 2 or ckpt.writers.world_size % stages:
+    if stages < 2 or ckpt.save_plans.world_size % stages:
         raise NotApplicable("there is one pipeline stage, or their number is not known")
-    per_stage = ckpt.writers.world_size // stages
+    per_stage = ckpt.save_plans.world_size // stages
     groups: dict[tuple[str, tuple[int, ...]], _Shared] = defaultdict(_Shared)
-    for duplicate in duplicates(ckpt.writers):
+    for duplicate in duplicates(ckpt.save_plans):
         key = _layer_key(duplicate.fqn)
         touched = tuple(sorted({rank // per_stage for rank in duplicate.ranks}))
         if key is not None and key.layer is not None and len(touched) > 1:
@@ -65,9 +65,9 @@ def stage_local_names(ckpt: Checkpoint) -> Iterator[Finding]:
             shared.layers.add(key.layer)
     if not groups:
         return
-    roles = _roles(ckpt.writers, per_stage)
+    roles = _roles(ckpt.save_plans, per_stage)
     for (_, touched), shared in groups.items():
-        found = _difference(ckpt.writers, shared, touched, roles)
+        found = _difference(ckpt.save_plans, shared, touched, roles)
         if found:
             yield _finding(ckpt, shared, touched, found, per_stage)
 

@@ -38,16 +38,16 @@ def duplicate_writer(ckpt: Checkpoint) -> Iterator[Finding]:
     if not ckpt.is_megatron:
         raise NotApplicable("this writer's ranks all plan their replicas")
     yield from _lists(ckpt)
-    if ckpt.writers is None:
+    if ckpt.save_plans is None:
         if ckpt.payload is None:
             raise NotApplicable("the metadata holds no plans of the ranks")
         return
-    if set(ckpt.writers.fqns) != set(ckpt.records.fqns):
+    if set(ckpt.save_plans.fqns) != set(ckpt.records.fqns):
         if ckpt.payload is not None:
             return
         raise NotApplicable("the plans belong to another state: their keys differ from the metadata's")
     groups: dict[tuple[object, ...], list[Duplicate]] = defaultdict(list)
-    for duplicate in duplicates(ckpt.writers):
+    for duplicate in duplicates(ckpt.save_plans):
         groups[(role(duplicate.fqn), duplicate.fqn, duplicate.ranks, duplicate.equal)].append(duplicate)
     for same in groups.values():
         yield _finding(ckpt, same)
@@ -62,7 +62,7 @@ def _lists(ckpt: Checkpoint) -> Iterator[Finding]:
     for obj in ckpt.objects if ckpt.payload is not None else ():
         content = ckpt.payload.of(obj.record) if ckpt.payload is not None else None
         if content is not None and content.length > 1:
-            file, start, length = ckpt.place(obj.record)
+            file, start, length = ckpt.byte_range_of(obj.record)
             yield Finding(
                 f"one rank saved {content.length} objects{{of}} under one key",
                 at=Location(obj.fqn, file=file, byte_range=(start, length)),
@@ -94,11 +94,11 @@ def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
 
 def _plans(ckpt: Checkpoint, duplicate: Duplicate) -> tuple[Note, ...]:
     """Whose copy the metadata points to, and how the plans differ."""
-    table = ckpt.writers
+    table = ckpt.save_plans
     assert table is not None
     record = _record(ckpt, duplicate)
     notes: list[Note] = [
-        ("kept", f"the entry points to {ckpt.place(record)[0]}" if record >= 0 else "no entry is left")
+        ("kept", f"the entry points to {ckpt.byte_range_of(record)[0]}" if record >= 0 else "no entry is left")
     ]
     if duplicate.offset is None:
         notes.append(("plans", "they do not say whether the objects are equal"))

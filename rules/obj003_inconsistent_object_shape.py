@@ -29,7 +29,7 @@ def inconsistent_object_shape(ckpt: Checkpoint) -> Iterator[Finding]:
     shapes: dict[str, dict[tuple[int, ...], list[str]]] = defaultdict(lambda: defaultdict(list))
     for obj in ckpt.objects:
         offset = ".".join(map(str, obj.offset))
-        file = ckpt.place(obj.record)[0] if obj.record >= 0 else "no file"
+        file = ckpt.byte_range_of(obj.record)[0] if obj.record >= 0 else "no file"
         shapes[obj.key][obj.shape].append(f"{offset} in {file}")
     for key, found in shapes.items():
         if len(found) < 2:

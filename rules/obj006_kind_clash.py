@@ -53,7 +53,7 @@ def kind_clash(ckpt: Checkpoint) -> Iterator[Finding]:
         if logical := _logical(name):
             found[logical].objects.append(fqn)
             if record >= 0:
-                found[logical].files.add(ckpt.place(record)[0])
+                found[logical].files.add(ckpt.byte_range_of(record)[0])
     for kinds in found.values():
         if kinds.tensors and kinds.objects:
             yield _finding(ckpt, kinds)

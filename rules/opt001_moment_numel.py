@@ -6,8 +6,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from math import prod
 
-from ckptlint.analysis.inventory import Param, State, take
-from ckptlint.analysis.optimizer_fit import PAIR, Misfit, comparable, misfits, moment_pairs
+from ckptlint.analysis.inventory import Param, State, inventory_of
+from ckptlint.analysis.optimizer_fit import PAIR, StateMismatch, elementwise_states, moment_pairs, state_mismatches
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import ranges, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -36,15 +36,15 @@ def moment_numel(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
     """
-    inventory = take(ckpt)
+    inventory = inventory_of(ckpt)
     if not inventory.states or not inventory.params:
         raise NotApplicable("no optimizer state is stored beside parameters that it names")
-    for misfit in misfits(ckpt):
+    for misfit in state_mismatches(ckpt):
         yield from (_misfit(ckpt, misfit, state) for state in misfit.states)
     yield from _transposed(ckpt)
 
 
-def _misfit(ckpt: Checkpoint, misfit: Misfit, state: State) -> Finding:
+def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: State) -> Finding:
     ratio = f"{misfit.quotient} of it" if misfit.quotient < 1 else f"{misfit.quotient} times as many"
     held = f"{misfit.elements:,} elements" if len(misfit.states) == 1 else f"{misfit.elements:,} with its other half"
     lead = misfit.params[0]
@@ -59,7 +59,7 @@ def _misfit(ckpt: Checkpoint, misfit: Misfit, state: State) -> Finding:
     )
 
 
-def _notes(ckpt: Checkpoint, misfit: Misfit, state: State) -> Iterator[Note]:
+def _notes(ckpt: Checkpoint, misfit: StateMismatch, state: State) -> Iterator[Note]:
     for param in misfit.params:
         yield "parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"
     if misfit.axes:
@@ -76,7 +76,7 @@ def _notes(ckpt: Checkpoint, misfit: Misfit, state: State) -> Iterator[Note]:
     yield "stored in", ", ".join(files) + (" and others" if len(state.tensor.chunks) > _FILES else "")
 
 
-def _hint(misfit: Misfit) -> str:
+def _hint(misfit: StateMismatch) -> str:
     if misfit.quotient < 1 and (misfit.axes or misfit.is_local):
         return "wrap the state with the placement of its parameter before saving; what the other ranks held is lost"
     if misfit.is_pattern:
@@ -94,7 +94,7 @@ def _transposed(ckpt: Checkpoint) -> Iterator[Finding]:
     """States of equal length and another shape; where the two moments disagree OPT002 says so."""
     split = {pair.param for pair in moment_pairs(ckpt) if pair.differs}
     members: dict[tuple[tuple[int, ...], str], list[tuple[State, Param]]] = defaultdict(list)
-    for state in comparable(ckpt):
+    for state in elementwise_states(ckpt):
         if (param := state.param) is not None and not (state.what in PAIR and param in split):
             members[param.tensor.global_shape, state.what].append((state, param))
     shapes = Counter((param, state.tensor.global_shape) for found in members.values() for state, param in found)

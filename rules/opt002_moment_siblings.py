@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import Param, State, take
-from ckptlint.analysis.optimizer_fit import PAIR, Pair, comparable, is_whole, misfit_params, moment_pairs, same_chunks
+from ckptlint.analysis.inventory import Param, State, inventory_of
+from ckptlint.analysis.optimizer_fit import (
+    PAIR,
+    MomentPair,
+    elementwise_states,
+    is_whole,
+    mismatched_params,
+    moment_pairs,
+    same_chunks,
+)
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -35,7 +43,7 @@ def moment_siblings(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.optim.AdamW
     """
-    if not any(state.what in PAIR for state in take(ckpt).states):
+    if not any(state.what in PAIR for state in inventory_of(ckpt).states):
         raise NotApplicable("the optimizer keeps neither exp_avg nor exp_avg_sq")
     pairs = moment_pairs(ckpt)
     yield from _shapes(pairs)
@@ -44,8 +52,8 @@ def moment_siblings(ckpt: Checkpoint) -> Iterator[Finding]:
         yield from _absent(ckpt)
 
 
-def _shapes(pairs: list[Pair]) -> Iterator[Finding]:
-    peers: dict[tuple[int, ...], list[Pair]] = defaultdict(list)
+def _shapes(pairs: list[MomentPair]) -> Iterator[Finding]:
+    peers: dict[tuple[int, ...], list[MomentPair]] = defaultdict(list)
     for pair in pairs:
         peers[pair.param.tensor.global_shape].append(pair)
     for shape, members in peers.items():
@@ -68,7 +76,7 @@ def _shapes(pairs: list[Pair]) -> Iterator[Finding]:
             )
 
 
-def _chunks(pairs: list[Pair]) -> Iterator[Finding]:
+def _chunks(pairs: list[MomentPair]) -> Iterator[Finding]:
     """Pairs of one shape whose chunks differ; a hole or an overlap is told by the GEO rules."""
     same = [pair for pair in pairs if not pair.differs]
     cut = [pair for pair in same if max(_count(pair.first.tensor), _count(pair.second.tensor)) > 1]
@@ -90,13 +98,13 @@ def _chunks(pairs: list[Pair]) -> Iterator[Finding]:
 def _absent(ckpt: Checkpoint) -> Iterator[Finding]:
     """Parameters with one moment alone while others have both."""
     whats: dict[Param, set[str]] = defaultdict(set)
-    for state in take(ckpt).states:
+    for state in inventory_of(ckpt).states:
         for param in state.params:
             whats[param].add(state.what)
-    known = {(state.param, state.what): state for state in comparable(ckpt) if state.param is not None}
+    known = {(state.param, state.what): state for state in elementwise_states(ckpt) if state.param is not None}
     both: dict[tuple[tuple[str, ...], str], int] = defaultdict(int)
     alone: dict[tuple[tuple[str, ...], str], list[State]] = defaultdict(list)
-    left_out = misfit_params(ckpt)
+    left_out = mismatched_params(ckpt)
     for param, found in whats.items():
         group = param.key.scope, param.key.role
         has = [what for what in PAIR if what in found]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from ckptlint.analysis.inventory import Inventory, Param, take
+from ckptlint.analysis.inventory import Inventory, Param, inventory_of
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces, ranges
@@ -42,7 +42,7 @@ def state_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
     """
-    inventory = take(ckpt)
+    inventory = inventory_of(ckpt)
     if not inventory.states or not inventory.params:
         raise NotApplicable("no optimizer state is stored beside parameters that it names")
     if inventory.mapped_share < _MOST:
@@ -95,7 +95,7 @@ def _orphans(ckpt: Checkpoint, inventory: Inventory, stateful: set[Param]) -> It
 
 def _is_tied(key: Key) -> bool:
     """Whether it may be one of two names of a weight that embedding and output layer share."""
-    return key.cls in ("embedding", "output")
+    return key.function in ("embedding", "output")
 
 
 def _place(key: Key) -> tuple[str, int | None]:
@@ -170,7 +170,7 @@ def _fills_stages(ckpt: Checkpoint, layers: tuple[int, ...], count: int) -> bool
 
 def _reaches_output(inventory: Inventory, stateful: set[Param], gap: _Gap, of_layer: dict[int, list[Param]]) -> bool:
     """Whether the gap ends at the last layer and the final norm and output layer have no state either."""
-    behind = [p for p in inventory.params if not p.key.block and p.key.cls in ("norm", "output")]
+    behind = [p for p in inventory.params if not p.key.block and p.key.function in ("norm", "output")]
     is_part = len(gap.layers) > 1 and len(of_layer) % len(gap.layers) == 0
     return gap.layers[-1] == max(of_layer) and bool(behind or is_part) and not stateful.intersection(behind)
 

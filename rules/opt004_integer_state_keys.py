@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import take
+from ckptlint.analysis.inventory import inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -27,7 +27,7 @@ def integer_state_keys(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
     """
-    numbered = take(ckpt).numbered
+    numbered = inventory_of(ckpt).numbered
     if not numbered:
         raise NotApplicable("no optimizer state is keyed by an integer")
     keys = [parse(tensor.fqn) for tensor in numbered]

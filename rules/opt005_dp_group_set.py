@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptlint.analysis.inventory import Bucket, dp_group, take
+from ckptlint.analysis.inventory import Bucket, dp_group, inventory_of
 from ckptlint.analysis.optimizer_fit import PAIR
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import AxisSize, Checkpoint
@@ -60,7 +60,7 @@ def dp_group_set(ckpt: Checkpoint) -> Iterator[Finding]:
         megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.sharded_state_dict
     """
     groups: dict[tuple[str, ...], dict[int, str]] = defaultdict(dict)
-    for bucket in take(ckpt).buckets:
+    for bucket in inventory_of(ckpt).buckets:
         groups[bucket.chain].setdefault(bucket.group, bucket.tensor.fqn)
     if not groups:
         raise NotApplicable("there are no buckets of a distributed optimizer")
@@ -74,11 +74,11 @@ def dp_group_set(ckpt: Checkpoint) -> Iterator[Finding]:
         if part is not None:
             recorded[part[0]][part[2]].add(part[1])
     sizes = trusted_topology(ckpt)
-    has_experts = any(param.key.in_experts for param in take(ckpt).params)
+    has_experts = any(param.key.in_experts for param in inventory_of(ckpt).params)
     for chain, found in groups.items():
         yield from _set(chain, found, _kinds(chain, sizes, has_experts), sizes)
         yield from _records(chain, found, recorded[chain])
-        yield from _moments([bucket for bucket in take(ckpt).buckets if bucket.chain == chain])
+        yield from _moments([bucket for bucket in inventory_of(ckpt).buckets if bucket.chain == chain])
     yield from _lengths(ckpt)
 
 
@@ -211,7 +211,7 @@ def _lengths(ckpt: Checkpoint) -> Iterator[Finding]:
         content = ckpt.payload.of(obj.record) if ckpt.payload is not None else None
         if part is not None and part[2] == _UNPADDED and content is not None and content.length == 1:
             recorded[part[0], part[1]] = content.value
-    for bucket in take(ckpt).buckets:
+    for bucket in inventory_of(ckpt).buckets:
         if (bucket.chain, bucket.group) not in recorded or len(bucket.tensor.global_shape) != 1:
             continue
         expected = _recorded(recorded[bucket.chain, bucket.group], bucket.tensor.fqn)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import Param, State, take
-from ckptlint.analysis.optimizer_fit import comparable, is_whole, misfit_params
+from ckptlint.analysis.inventory import Param, State, inventory_of
+from ckptlint.analysis.optimizer_fit import elementwise_states, is_whole, mismatched_params
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -31,11 +31,11 @@ def writer_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.planner_helpers._create_write_items
     """
-    states = take(ckpt).states
+    states = inventory_of(ckpt).states
     if not states:
         raise NotApplicable("no optimizer state names its parameter")
-    exact = {state.tensor.fqn for state in comparable(ckpt)}
-    left_out = misfit_params(ckpt)
+    exact = {state.tensor.fqn for state in elementwise_states(ckpt)}
+    left_out = mismatched_params(ckpt)
     gathered = _is_gathered(ckpt)
     for state in states:
         param = state.param

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import MASTER_COPIES, State, take
+from ckptlint.analysis.inventory import MASTER_COPIES, State, inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -30,7 +30,7 @@ def duplicate_state(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.optimizer.cpu_offloading.HybridDeviceOptimizer
     """
-    states = take(ckpt).states
+    states = inventory_of(ckpt).states
     if not states:
         raise NotApplicable("no optimizer state names its parameter")
     seen: dict[tuple[object, ...], list[State]] = defaultdict(list)

@@ -52,7 +52,7 @@ def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
         row, more = rows[0], len(rows) > 1
         offset = table.strays[row]
         where = "without an offset" if offset is None else f"at offset {list(offset)}"
-        file, start, length = ckpt.place(row)
+        file, start, length = ckpt.byte_range_of(row)
         known = (
             "no chunk starts there" if fqn in ckpt.tensors else "it is no tensor" if fqn in others else "no such key"
         )

@@ -85,7 +85,7 @@ def _by_file(table: RecordTable, chosen: npt.NDArray[np.bool_]) -> list[IntArray
 def _truncated(ckpt: Checkpoint, rows: IntArray) -> Finding:
     """The finding for the entries of one file that end behind it."""
     table = ckpt.records
-    file, start, length = ckpt.place(int(rows[np.argmin(table.byte_offset[rows])]))
+    file, start, length = ckpt.byte_range_of(int(rows[np.argmin(table.byte_offset[rows])]))
     has = ckpt.files[int(table.file[rows[0]])].size or 0
     # as Python ints: the end of a forged entry does not fit int64
     needed = max(
@@ -109,7 +109,7 @@ def _truncated(ckpt: Checkpoint, rows: IntArray) -> Finding:
 
 def _damaged(ckpt: Checkpoint, rows: IntArray) -> Finding:
     """The finding for the entries of one file that have a negative offset or length."""
-    file, start, length = ckpt.place(int(rows[0]))
+    file, start, length = ckpt.byte_range_of(int(rows[0]))
     keys = _keys(ckpt, rows)
     return Finding(
         f"{file}: a storage entry{{of}} claims {length:,} bytes at {start:,}",

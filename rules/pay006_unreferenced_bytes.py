@@ -82,7 +82,7 @@ def _repeaters(ckpt: Checkpoint) -> set[int]:
 
     OBJ001 names them in a torch_dist checkpoint; elsewhere ranks plan their replicas, and NVRx writes every copy.
     """
-    plans = ckpt.writers
+    plans = ckpt.save_plans
     if plans is None or set(plans.fqns) != set(ckpt.records.fqns):
         return set()
     return {rank for duplicate in duplicates(plans) for rank in duplicate.ranks}
@@ -100,10 +100,10 @@ def _gaps(starts: np.ndarray, lengths: np.ndarray, size: int, least: int) -> lis
 def _planned_elsewhere(ckpt: Checkpoint, name: str) -> tuple[Note, ...]:
     """Keys that the file's rank planned to write and whose entry points to another rank's file."""
     rank = rank_of(name)
-    if ckpt.writers is None or rank is None:
+    if ckpt.save_plans is None or rank is None:
         return ()
-    own = {ckpt.records.name(r) for r in range(len(ckpt.records)) if rank_of(ckpt.place(r)[0]) == rank}
-    lost = sorted(planned_by(ckpt.writers, rank) & set(ckpt.records.fqns) - own)
+    own = {ckpt.records.name(r) for r in range(len(ckpt.records)) if rank_of(ckpt.byte_range_of(r)[0]) == rank}
+    lost = sorted(planned_by(ckpt.save_plans, rank) & set(ckpt.records.fqns) - own)
     if not lost:
         return ()
     more = f" and {len(lost) - _SHOWN:,} more" if len(lost) > _SHOWN else ""

@@ -76,7 +76,7 @@ def _too_short(ckpt: Checkpoint, tensor: Tensor, rows: np.ndarray, record: int) 
     row = int(rows[0])
     box = tensor.layout.box(row)
     needed = nbytes(tensor.dtype, box.volume) or 1
-    file, start, length = ckpt.place(record)
+    file, start, length = ckpt.byte_range_of(record)
     ratio = Fraction(length, needed)
     share = f"{ratio}" if ratio.denominator <= _DENOMINATOR else f"{float(ratio):.1%}"
     what = f"the record of chunk {box}{{of}} is" if len(rows) == 1 else f"{len(rows):,} records{{of}} are"

@@ -34,7 +34,7 @@ def rank_files(ckpt: Checkpoint) -> Iterator[Finding]:
     present = {rank for name in used if (rank := rank_of(name)) is not None}
     if not present:
         raise NotApplicable("no payload file carries a rank number")
-    planning = set(distinct(ckpt.writers.rank).tolist()) if ckpt.writers else None
+    planning = set(distinct(ckpt.save_plans.rank).tolist()) if ckpt.save_plans else None
     world = ckpt.topology.get("world")
     last = max(present) if planning is None or world is None else world.size - 1
     silent = set(range(last + 1)) - present

@@ -96,8 +96,8 @@ def _compare(payload: PayloadTable, tensor: Tensor, row: int) -> _Mismatch | Non
     if bits and (content.offset + content.extent) * bits // 8 > stored and content.extent:
         return _Mismatch(row, "bytes", f"a storage of {stored:,} bytes", weak)
     offsets = tuple(tensor.layout.offsets[row].tolist())
-    if content.place not in (None, offsets):
-        return _Mismatch(row, "offsets", f"the chunk at offsets {list(content.place or ())}", weak)
+    if content.declared_offsets not in (None, offsets):
+        return _Mismatch(row, "offsets", f"the chunk at offsets {list(content.declared_offsets or ())}", weak)
     return None
 
 
@@ -112,7 +112,7 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, found: lis
     first = found[0]
     box = tensor.layout.box(first.row)
     record = int(tensor.chunks.record[first.row])
-    file, start, length = ckpt.place(record)
+    file, start, length = ckpt.byte_range_of(record)
     expected = tensor.dtype if first.what == "dtype" else f"shape {list(box.sizes)}"
     if first.what == "bytes":
         expected = f"{nbytes(tensor.dtype, box.volume) or 0:,} bytes"

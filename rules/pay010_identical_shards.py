@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.analysis.inventory import take
+from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.trusted_config import flag, number, trusted, trusted_topology
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
@@ -84,7 +84,7 @@ def _pairs(numbers: np.ndarray) -> list[tuple[int, int]]:
 def _may_repeat(ckpt: Checkpoint, key: Key) -> bool:
     """Whether equal shards are what the model asks for: kv heads that several ranks share, upcycled experts."""
     declared = trusted(ckpt)
-    if key.cls in ("k", "v", "qkv"):
+    if key.function in ("k", "v", "qkv"):
         groups, tp = number(declared, "kv_groups"), trusted_topology(ckpt).get("tp")
         return groups is None or tp is None or groups < tp.size
     return key.in_experts and flag(declared, "moe_upcycled") is True
@@ -126,7 +126,7 @@ def _experts(ckpt: Checkpoint, payload: PayloadTable, members: list[tuple[Key, T
     names = ("experts", "repeat") if len(pairs) > 1 else ("expert", "repeats")
     yield Finding(
         f"{names[0]} {repeating} {names[1]} {names[0]} {repeated}: the same data in {tensor.fqn}",
-        at=Location.of(tensor, file=ckpt.place(record)[0]),
+        at=Location.of(tensor, file=ckpt.byte_range_of(record)[0]),
         missing=(repeating,),
         severity=_severity(ckpt, payload, tensor),
         notes=(_evidence(payload, record),),
@@ -170,7 +170,7 @@ def _iteration(ckpt: Checkpoint) -> object:
 def _moments(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor) -> bool | None:
     """Whether the parameter's moments hold more than one value; None when there are none to look at."""
     found = None
-    for state in take(ckpt).states:
+    for state in inventory_of(ckpt).states:
         if state.param is not None and state.param.tensor is tensor and state.what.startswith(("exp_avg", "momentum")):
             records = state.tensor.chunks.record
             read = records[(records >= 0)]
@@ -182,8 +182,8 @@ def _moments(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor) -> bool | 
 
 def _norms_are_constant(ckpt: Checkpoint, payload: PayloadTable) -> bool:
     norms = []
-    for param in take(ckpt).params:
-        if param.key.cls == "norm" and param.tensor.fqn.endswith("weight"):
+    for param in inventory_of(ckpt).params:
+        if param.key.function == "norm" and param.tensor.fqn.endswith("weight"):
             records = param.tensor.chunks.record
             norms += [bool(payload.constant[record]) for record in records.tolist() if record >= 0]
     return bool(norms) and all(norms)
@@ -191,7 +191,7 @@ def _norms_are_constant(ckpt: Checkpoint, payload: PayloadTable) -> bool:
 
 def _all_experts_repeat(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor) -> bool:
     """Whether every weight of every routed expert is held twice: then their initialisation was seeded alike."""
-    weights = [param.tensor for param in take(ckpt).params if param.key.in_experts and len(param.own_shape) > 1]
+    weights = [param.tensor for param in inventory_of(ckpt).params if param.key.in_experts and len(param.own_shape) > 1]
     if tensor not in weights:
         return False
     return all((_numbers(payload, weight) >= 0).all() for weight in weights)

@@ -66,7 +66,7 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntA
     parts = (f"{ckpt.chunk_file(tensor, int(r))}: {_counts(payload, np.array([n]))} in {tensor.layout.box(int(r))}"
              for r, n in zip(rows[:_SHOWN], records, strict=False))  # fmt: skip
     more = f", and {len(rows) - _SHOWN:,} more chunks" if len(rows) > _SHOWN else ""
-    file, start, length = ckpt.place(record)
+    file, start, length = ckpt.byte_range_of(record)
     return Finding(
         f"{_counts(payload, records)} in {where}{{of}}{at}",
         at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),

@@ -64,12 +64,12 @@ def _whole(file: str, damage: Damage) -> Finding:
 
 def _records(ckpt: Checkpoint, file: str, damages: list[Damage]) -> Finding:
     first = min(damages, key=lambda damage: int(ckpt.records.byte_offset[damage.record]))
-    _, start, length = ckpt.place(first.record)
+    _, start, length = ckpt.byte_range_of(first.record)
     names = list(dict.fromkeys(ckpt.records.name(damage.record) for damage in damages))
     one = names[0] if len(names) == 1 else None
     count = len({damage.record for damage in damages})
     zeros = sum({damage.record: damage.zeros for damage in damages}.values())
-    held = sum(ckpt.place(record)[2] for record in {damage.record for damage in damages if damage.zeros})
+    held = sum(ckpt.byte_range_of(record)[2] for record in {damage.record for damage in damages if damage.zeros})
     if first.member:
         many = f" in {count:,} records" if count > 1 else ""
         message = (

@@ -109,7 +109,7 @@ def _total(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
     if index.total_size is None or index.total_size == stored or index.unread:
         return
     tied = {
-        nbytes(tensor.dtype, tensor.volume) for tensor in ckpt.tensors.values() if parse(tensor.fqn).cls in _TIED
+        nbytes(tensor.dtype, tensor.volume) for tensor in ckpt.tensors.values() if parse(tensor.fqn).function in _TIED
     }  # an index that was made before one of the two was dropped counts it
     difference = index.total_size - stored
     is_close = abs(difference) <= _SLACK * stored or difference in tied

@@ -6,7 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
-from ckptlint.analysis.key_matching import Comparison, Entry, Single, compare
+from ckptlint.analysis.key_matching import KeyComparison, KeyEntry, LoneKeys, match_keys
 from ckptlint.analysis.trusted_config import flag
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.text import braces, ranges
@@ -41,7 +41,7 @@ def key_diff(ckpt: Checkpoint) -> Iterator[Finding]:
     reference = ckpt.reference
     if reference is None or not reference.tensors:
         raise NotApplicable("the reference names no tensors")
-    found = compare(ckpt, reference)
+    found = match_keys(ckpt, reference)
     yield from _lacking(ckpt, reference, found)
     shared = _same_places(found.absent)
     counted = _counted(found)
@@ -54,7 +54,7 @@ def key_diff(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _unpaired(ckpt, reference, found)
 
 
-def _lacking(ckpt: Checkpoint, reference: Reference, found: Comparison) -> Iterator[Finding]:
+def _lacking(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> Iterator[Finding]:
     """The parts of the state that are absent as a whole, which is often meant."""
     saves = {"save_optim": False, "no_save_optim": True}
     left_out = next((name for name, value in saves.items() if flag(ckpt.declared, name) is value), "")
@@ -78,8 +78,8 @@ def _lacking(ckpt: Checkpoint, reference: Reference, found: Comparison) -> Itera
 def _finding(
     ckpt: Checkpoint,
     reference: Reference,
-    single: Single,
-    shared: dict[Entry, str],
+    single: LoneKeys,
+    shared: dict[KeyEntry, str],
     notes: tuple[Note, ...],
     is_absent: bool,
 ) -> Finding:
@@ -112,14 +112,14 @@ def _hint(is_absent: bool) -> str:
     return "if the model was changed on purpose, write a new manifest from this step with `ckptlint manifest`"
 
 
-def _level(ckpt: Checkpoint, reference: Reference, entry: Entry, is_absent: bool) -> tuple[Severity | None, str]:
+def _level(ckpt: Checkpoint, reference: Reference, entry: KeyEntry, is_absent: bool) -> tuple[Severity | None, str]:
     """The severity, and why it is only an info."""
     last = entry.fqn.rpartition(".")[2]
     if last in _COMPUTED:
         return Severity.INFO, f"{last} is a buffer that the model computes; newer versions do not store it"
     if _QUANTISED.fullmatch(last):
         return Severity.INFO, f"{last} goes with quantised weights; the other side may hold them in full precision"
-    if entry.key.cls == "output" and _is_tied(ckpt, reference, is_absent):
+    if entry.key.function == "output" and _is_tied(ckpt, reference, is_absent):
         return Severity.INFO, "the output layer shares the weight of the embedding"
     return None if is_absent and entry.kind == "model" else Severity.WARNING, ""
 
@@ -132,7 +132,7 @@ def _is_tied(ckpt: Checkpoint, reference: Reference, is_absent: bool) -> bool:
     return not is_absent and reference.kind in ("safetensors", "index", "Hugging Face folder")
 
 
-def _same_places(singles: Iterable[Single]) -> dict[Entry, str]:
+def _same_places(singles: Iterable[LoneKeys]) -> dict[KeyEntry, str]:
     """Entry -> where its role is concerned, which roles of one cause have in common: block, layers, experts."""
     layers: dict[tuple[object, ...], set[int]] = defaultdict(set)
     experts: dict[tuple[object, ...], set[int]] = defaultdict(set)
@@ -148,7 +148,7 @@ def _same_places(singles: Iterable[Single]) -> dict[Entry, str]:
     return {entry: f"{entry.kind} {entry.family[2]} {entry.key.block} {places[entry.family]}" for entry in entries}
 
 
-def _counted(found: Comparison) -> tuple[Note, ...]:
+def _counted(found: KeyComparison) -> tuple[Note, ...]:
     """How many keys of each kind are missing."""
     missing = Counter(single.entry.kind for single in found.absent if not single.part)
     return tuple(
@@ -157,7 +157,7 @@ def _counted(found: Comparison) -> tuple[Note, ...]:
     )
 
 
-def _unpaired(ckpt: Checkpoint, reference: Reference, found: Comparison) -> Finding:
+def _unpaired(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> Finding:
     paired = len({pair.expected.fqn for pair in found.pairs})
     named = sum(count for kind, count in found.expected.items() if kind not in found.lacking)
     return Finding(
@@ -185,7 +185,7 @@ def _place(ckpt: Checkpoint, reference: Reference) -> str:
     return f"{ckpt.metadata_file}, compared with {reference.source}"
 
 
-def _shape(entry: Entry) -> str:
+def _shape(entry: KeyEntry) -> str:
     return "" if entry.shape is None else "[" + ", ".join(map(str, entry.shape)) + "]"
 
 

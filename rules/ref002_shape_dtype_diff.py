@@ -7,7 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import prod
 
-from ckptlint.analysis.key_matching import Comparison, Pair, Shape, compare
+from ckptlint.analysis.key_matching import KeyComparison, KeyPair, Shape, match_keys
 from ckptlint.analysis.trusted_config import contradictions, main_params, number
 from ckptlint.model import Checkpoint, Declared, Reference
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -44,7 +44,7 @@ def shape_dtype_diff(ckpt: Checkpoint) -> Iterator[Finding]:
     reference = ckpt.reference
     if reference is None or not (reference.tensors or reference.declared):
         raise NotApplicable("the reference gives no shapes")
-    found = compare(ckpt, reference)
+    found = match_keys(ckpt, reference)
     other_shapes = False
     for pair in _distinct(found.pairs):
         if pair.expected_shape is not None and pair.stored_shape is not None and _differs(ckpt, pair):
@@ -56,7 +56,7 @@ def shape_dtype_diff(ckpt: Checkpoint) -> Iterator[Finding]:
         yield from _counts(ckpt, reference, found)
 
 
-def _distinct(pairs: list[Pair]) -> Iterator[Pair]:
+def _distinct(pairs: list[KeyPair]) -> Iterator[KeyPair]:
     """The pairs without those that say the same of one stored tensor: many layers against the stack of them."""
     seen: set[tuple[str, Shape | None, str | None]] = set()
     for pair in pairs:
@@ -69,7 +69,7 @@ def _distinct(pairs: list[Pair]) -> Iterator[Pair]:
 # ---------------------------------------------------------------- shapes
 
 
-def _differs(ckpt: Checkpoint, pair: Pair) -> bool:
+def _differs(ckpt: Checkpoint, pair: KeyPair) -> bool:
     expected, stored = pair.expected_shape or (), pair.stored_shape or ()
     if expected == stored:
         return False
@@ -81,7 +81,7 @@ def _differs(ckpt: Checkpoint, pair: Pair) -> bool:
     return pair.alike or sorted(expected) != sorted(stored)
 
 
-def _shape_finding(ckpt: Checkpoint, reference: Reference, pair: Pair) -> Finding:
+def _shape_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Finding:
     expected, stored = pair.expected_shape or (), pair.stored_shape or ()
     each = "" if pair.alike else " for each layer or expert"
     padding = _is_padding(ckpt, pair)
@@ -95,10 +95,10 @@ def _shape_finding(ckpt: Checkpoint, reference: Reference, pair: Pair) -> Findin
     )
 
 
-def _is_padding(ckpt: Checkpoint, pair: Pair) -> str:
+def _is_padding(ckpt: Checkpoint, pair: KeyPair) -> str:
     """Why other vocabulary rows are declared ones; "" when they are not."""
     expected, stored = pair.expected_shape or (), pair.stored_shape or ()
-    if pair.stored.key.cls not in ("embedding", "output") or not stored or expected[1:] != stored[1:]:
+    if pair.stored.key.function not in ("embedding", "output") or not stored or expected[1:] != stored[1:]:
         return ""
     padded = number(ckpt.declared, "padded_vocab")
     if padded == stored[0]:
@@ -162,7 +162,7 @@ def _times(ratio: Fraction) -> str:
 # ---------------------------------------------------------------- dtypes
 
 
-def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: Pair) -> Finding:
+def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Finding:
     return Finding(
         f"the dtype{{of}} is {pair.stored.dtype}, the reference has {pair.expected.dtype}",
         at=Location.of(ckpt.tensors[pair.stored.fqn], label=_place(ckpt, reference, pair)),
@@ -176,7 +176,7 @@ def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: Pair) -> Findin
 # ---------------------------------------------------------------- what a config.json declares
 
 
-def _counts(ckpt: Checkpoint, reference: Reference, found: Comparison) -> Iterator[Finding]:
+def _counts(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> Iterator[Finding]:
     """The declared sizes of the reference that the tensors, or the job's own declarations, contradict."""
     if not reference.declared:
         return
@@ -188,7 +188,9 @@ def _counts(ckpt: Checkpoint, reference: Reference, found: Comparison) -> Iterat
     heads = number(ckpt.declared, "heads")
     if heads is not None and number(reference.declared, "heads") not in (None, heads):
         differing["heads"] = (reference.declared["heads"], heads, f"declared in {ckpt.declared['heads'].source}")
-    rows = {p.tensor.global_shape[0] for p in main_params(ckpt) if p.key.cls == "embedding" and len(p.own_shape) == 2}
+    rows = {
+        p.tensor.global_shape[0] for p in main_params(ckpt) if p.key.function == "embedding" and len(p.own_shape) == 2
+    }
     vocabulary = number(reference.declared, "vocab")
     if len(rows) == 1 and vocabulary is not None and max(rows) < vocabulary:  # more rows are padding
         differing["vocab"] = (reference.declared["vocab"], max(rows), "counted from the embedding")
@@ -207,7 +209,7 @@ def _counts(ckpt: Checkpoint, reference: Reference, found: Comparison) -> Iterat
             )
 
 
-def _place(ckpt: Checkpoint, reference: Reference, pair: Pair | None = None) -> str:
+def _place(ckpt: Checkpoint, reference: Reference, pair: KeyPair | None = None) -> str:
     place = f"{ckpt.metadata_file}, compared with {reference.source}"
     return place if pair is None or pair.expected.fqn == pair.stored.fqn else f"{place}: {pair.expected.fqn}"
 

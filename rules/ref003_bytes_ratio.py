@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from ckptlint.analysis.key_matching import Comparison, Entry, compare
+from ckptlint.analysis.key_matching import KeyComparison, KeyEntry, match_keys
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import human_bytes
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -57,7 +57,7 @@ def bytes_ratio(ckpt: Checkpoint) -> Iterator[Finding]:
     reference = ckpt.reference
     if reference is None or not reference.tensors:
         raise NotApplicable("the reference names no tensors")
-    found = compare(ckpt, reference)
+    found = match_keys(ckpt, reference)
     if 2 * len(found.unpaired_expected) > found.expected.total():
         raise NotApplicable("the reference uses another naming scheme")
     sums = _sums(ckpt, found)
@@ -78,7 +78,7 @@ def bytes_ratio(ckpt: Checkpoint) -> Iterator[Finding]:
                 yield _finding(ckpt, label, f"{kind} {label}", part, factor, {})
 
 
-def _sums(ckpt: Checkpoint, found: Comparison) -> dict[tuple[str, str], _Sum]:
+def _sums(ckpt: Checkpoint, found: KeyComparison) -> dict[tuple[str, str], _Sum]:
     """(kind, part of the state) -> bytes; a tensor counts once, in however many pairs it is."""
     sums: dict[tuple[str, str], _Sum] = defaultdict(_Sum)
     counted: set[str] = set()
@@ -105,7 +105,7 @@ def _sums(ckpt: Checkpoint, found: Comparison) -> dict[tuple[str, str], _Sum]:
     return dict(sums)
 
 
-def _label(entry: Entry) -> str:
+def _label(entry: KeyEntry) -> str:
     """The part of the state that an entry belongs to: a block, its experts, or what stands before the first dot."""
     key = entry.key
     where = ".".join((*entry.family[2], key.block or key.path.partition(".")[0]))

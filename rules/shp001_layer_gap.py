@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ckptlint.analysis.inventory import Param, take
+from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges
@@ -42,7 +42,7 @@ def layer_gap(ckpt: Checkpoint) -> Iterator[Finding]:
         megatron.core.transformer.transformer_layer.get_transformer_layer_offset
     """
     blocks: dict[Block, Layers] = defaultdict(lambda: defaultdict(list))
-    for param in take(ckpt).params:
+    for param in inventory_of(ckpt).params:
         if param.key.layer is not None and not is_adapter(param.key):
             blocks[block_of(param.key)][param.key.layer].append(param)
     if not blocks:
@@ -65,7 +65,7 @@ def _is_stack_of_blocks(layers: Layers) -> bool:
     """
     return all(
         len({module_path(param.key) for param in params}) > 1
-        and any(param.key.cls not in ("other", "norm") for param in params)
+        and any(param.key.function not in ("other", "norm") for param in params)
         for params in layers.values()
     )
 
@@ -110,7 +110,7 @@ def _severity(ckpt: Checkpoint, missing: set[int], is_declared: bool) -> Severit
         return None
     if missing == {0}:
         return Severity.INFO
-    has_embedding = any(param.key.cls == "embedding" for param in take(ckpt).params)
+    has_embedding = any(param.key.function == "embedding" for param in inventory_of(ckpt).params)
     return Severity.WARNING if has_embedding else Severity.INFO
 
 
@@ -129,7 +129,7 @@ def _lacking(ckpt: Checkpoint, layers: Layers) -> Iterator[Finding]:
         for role in sorted(usual - found):
             home = _home(lead[role])
             fqn = _in_layer(lead[role], layer)
-            if not home or home not in homes or lead[role].key.cls not in _NEEDED or fqn in ckpt.tensors:
+            if not home or home not in homes or lead[role].key.function not in _NEEDED or fqn in ckpt.tensors:
                 continue  # a layer may do without a whole module
             if role.rpartition(".")[2] not in ("weight", "bias"):
                 continue  # only quantised layers have scales

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import take
+from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.layer_outliers import Outlier, dtype_outliers, local_factor, shape_outliers
 from ckptlint.analysis.projections import swap_factor
 from ckptlint.model import Checkpoint
@@ -27,7 +27,7 @@ def role_shape_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Compare the code path of this layer with that of its siblings, and save again.
     """
-    if not any(param.key.layer is not None for param in take(ckpt).params):
+    if not any(param.key.layer is not None for param in inventory_of(ckpt).params):
         raise NotApplicable("no layers are numbered in names")
     if "heterogeneous" not in ckpt.declared:
         for item in shape_outliers(ckpt):

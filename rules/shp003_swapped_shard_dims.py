@@ -7,9 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckptlint.analysis.hidden_size import Hidden
-from ckptlint.analysis.inventory import Param, Shape, is_weight, take
+from ckptlint.analysis.inventory import Param, Shape, inventory_of, is_weight
 from ckptlint.analysis.key_matching import is_confirmed, reference_shapes
-from ckptlint.analysis.projections import Family, axis_factor, families, inner_size, is_width, short_name, swap_factor
+from ckptlint.analysis.projections import (
+    ProjectionFamily,
+    axis_factor,
+    families,
+    inner_size,
+    is_width,
+    short_name,
+    swap_factor,
+)
 from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges, shape_text
@@ -57,7 +65,7 @@ def swapped_shard_dims(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.tensor.DTensor.from_local
     """
-    if not take(ckpt).params:
+    if not inventory_of(ckpt).params:
         raise NotApplicable("no parameters are named")
     found: dict[str, Swap] = {}
     for swap in (*_from_reference(ckpt), *_from_hidden(ckpt), *_from_layers(ckpt)):
@@ -94,7 +102,7 @@ def _from_reference(ckpt: Checkpoint) -> Iterator[Swap]:
     if ckpt.reference is None:
         return
     shapes = reference_shapes(ckpt)
-    for param in take(ckpt).params:
+    for param in inventory_of(ckpt).params:
         whole = shapes.get(param.tensor.fqn)
         if whole is None or len(whole) != len(param.tensor.global_shape):
             continue
@@ -144,7 +152,7 @@ def _corrected(param: Param, hidden: int) -> Shape | None:
     return None
 
 
-def _confirmed(family: Family, hidden: Hidden, param: Param, expected: Shape) -> Swap | None:
+def _confirmed(family: ProjectionFamily, hidden: Hidden, param: Param, expected: Shape) -> Swap | None:
     """The swap, when a partner has the inner size that the corrected shape has, as stored or corrected likewise."""
     inner = expected[0] if expected[1] == hidden.size else expected[1]
     for partner in family.partners(param):
@@ -180,7 +188,7 @@ def _fit(param: Param, shape: Shape, partner: Param, other: Shape) -> bool:
 def _from_layers(ckpt: Checkpoint) -> Iterator[Swap]:
     """Layers of one role in two groups whose shapes are a swap of each other, the first cut in p places."""
     groups: dict[tuple[object, ...], dict[Shape, list[Param]]] = defaultdict(lambda: defaultdict(list))
-    for param in take(ckpt).params:
+    for param in inventory_of(ckpt).params:
         if param.key.layer is not None and is_weight(param) and not is_adapter(param.key):
             groups[param.key.scope, param.key.role][param.own_shape].append(param)
     partners = {id(p): f for f in families(ckpt) for weights in f.weights.values() for p in weights}
@@ -215,7 +223,7 @@ def _evidence(fits: bool, suspected: int, others: int) -> str:
     return f"most layers ({others} of {suspected + others}) have the expected shape"
 
 
-def _fits_partners(members: list[Param], partners: dict[int, Family]) -> bool:
+def _fits_partners(members: list[Param], partners: dict[int, ProjectionFamily]) -> bool:
     """Whether each fits another projection of its layer in both sizes."""
     return all(
         id(param) in partners

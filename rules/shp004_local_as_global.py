@@ -10,10 +10,18 @@ from functools import partial
 import numpy as np
 
 from ckptlint.analysis.hidden_size import Hidden, hidden_params
-from ckptlint.analysis.inventory import Param, is_weight, take
+from ckptlint.analysis.inventory import Param, inventory_of, is_weight
 from ckptlint.analysis.key_matching import is_confirmed, reference_shapes
 from ckptlint.analysis.layer_outliers import local_factor, shape_outliers
-from ckptlint.analysis.projections import Family, axis_factor, families, fused_factors, inner_size, is_width, short_name
+from ckptlint.analysis.projections import (
+    ProjectionFamily,
+    axis_factor,
+    families,
+    fused_factors,
+    inner_size,
+    is_width,
+    short_name,
+)
 from ckptlint.analysis.trusted_config import knows_mesh, mesh_axes, number, trusted
 from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
@@ -73,7 +81,7 @@ def local_as_global(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.tensor.DTensor.from_local
     """
-    if not take(ckpt).params:
+    if not inventory_of(ckpt).params:
         raise NotApplicable("no parameters are named")
     found: dict[str, Local] = {}
     for source in _SOURCES:
@@ -141,9 +149,9 @@ def _short(ckpt: Checkpoint, param: Param, own: int, partner: Param, other: int,
 
 def _from_reference(ckpt: Checkpoint) -> Iterator[Local]:
     shapes = reference_shapes(ckpt)
-    for param in take(ckpt).params if shapes else ():
+    for param in inventory_of(ckpt).params if shapes else ():
         shape, whole = param.tensor.global_shape, shapes.get(param.tensor.fqn)
-        if whole is None or len(whole) != len(shape) or param.key.cls in ("embedding", "output"):
+        if whole is None or len(whole) != len(shape) or param.key.function in ("embedding", "output"):
             continue
         differing = [axis for axis in param.own_axes if shape[axis] != whole[axis]]
         others = [axis for axis in range(len(shape)) if shape[axis] != whole[axis] and axis not in param.own_axes]
@@ -165,16 +173,20 @@ def _from_reference(ckpt: Checkpoint) -> Iterator[Local]:
 def _is_replicated(param: Param) -> bool:
     """Whether a parameter is replicated by design."""
     is_bias = param.key.path.rpartition(".")[2].startswith("bias")
-    return param.key.cls in _REPLICATED or (is_bias and param.key.cls in _ROW_PARALLEL) or "hc_head" in param.key.path
+    return (
+        param.key.function in _REPLICATED
+        or (is_bias and param.key.function in _ROW_PARALLEL)
+        or "hc_head" in param.key.path
+    )
 
 
 def _from_biases(ckpt: Checkpoint) -> Iterator[Local]:
     """Biases that are as long as neither axis of their weight."""
     pairs: dict[tuple[object, ...], dict[str, Param]] = defaultdict(dict)
-    for param in take(ckpt).params:
+    for param in inventory_of(ckpt).params:
         last = param.key.path.rpartition(".")[2]
         word = next((word for word in ("weight", "bias") if last.startswith(word)), "")
-        if word and param.key.cls not in ("embedding", "output", "norm") and not is_adapter(param.key):
+        if word and param.key.function not in ("embedding", "output", "norm") and not is_adapter(param.key):
             pairs[param.key.scope, module_path(param.key), last.removeprefix(word)][word] = param
     for pair in pairs.values():
         if len(pair) < 2 or len(pair["bias"].own_shape) != 1 or not is_weight(pair["weight"]):
@@ -199,8 +211,8 @@ def _copied_bias(ckpt: Checkpoint, bias: Param, weight: Param) -> Iterator[Local
 def _from_components(ckpt: Checkpoint) -> Iterator[Local]:
     """Query and key of a linear attention have equal rows, and so has a component in its projection and convolution."""
     homes: dict[tuple[object, ...], dict[tuple[str, str], Param]] = defaultdict(dict)
-    for param in take(ckpt).params:
-        if param.key.cls == "linear_attn" and param.key.component and param.own_shape:
+    for param in inventory_of(ckpt).params:
+        if param.key.function == "linear_attn" and param.key.component and param.own_shape:
             module = module_path(param.key)
             homes[param.key.scope, module[:-1]][module[-1], param.key.component] = param
     for parts in homes.values():
@@ -274,7 +286,7 @@ def _inner_axis(param: Param, hidden: Hidden) -> int:
     """The axis that is not hidden; where both are, the one by the convention [out, in]."""
     first, second = param.own_shape
     if first == second:
-        return 1 if param.key.cls in _ROW_PARALLEL else 0
+        return 1 if param.key.function in _ROW_PARALLEL else 0
     return 1 if first == hidden.size else 0
 
 
@@ -318,7 +330,7 @@ def _from_hidden(ckpt: Checkpoint) -> Iterator[Local]:
     item, size = trusted(ckpt).get("hidden"), number(trusted(ckpt), "hidden")
     shown = hidden_params(ckpt)
     odd = [param for param in shown if param.own_shape[-1] != size]
-    if item is None or size is None or len(odd) != 1 or len(shown) < _WITNESSES or odd[0].key.cls != "norm":
+    if item is None or size is None or len(odd) != 1 or len(shown) < _WITNESSES or odd[0].key.function != "norm":
         return
     (param,), axis = odd, odd[0].own_axes[0]
     length = param.own_shape[0]
@@ -332,7 +344,7 @@ def _from_hidden(ckpt: Checkpoint) -> Iterator[Local]:
     yield Local(param, axis, size, basis, cause, None)
 
 
-def _is_dense(family: Family) -> bool:
+def _is_dense(family: ProjectionFamily) -> bool:
     """Whether it is the one MLP of its layer whose inner size the arguments give, in the block they describe."""
     hidden = family.hidden
     keys = [param.key for weights in family.weights.values() for param in weights]

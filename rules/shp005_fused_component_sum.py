@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import Param, take
+from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.key_matching import is_confirmed
 from ckptlint.analysis.layer_outliers import shape_outliers
-from ckptlint.analysis.projections import Family, axis_factor, families, short_name
+from ckptlint.analysis.projections import ProjectionFamily, axis_factor, families, short_name
 from ckptlint.analysis.trusted_config import knows_mesh, mesh_axes
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
@@ -39,7 +39,7 @@ def fused_component_sum(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.transformer.mlp.apply_swiglu_sharded_factory
     """
-    if not take(ckpt).params:
+    if not inventory_of(ckpt).params:
         raise NotApplicable("no parameters are named")
     alone = {item.param for item in shape_outliers(ckpt) if item.changed == 1}
     for source in (_halves, _components, _attention):
@@ -70,10 +70,10 @@ def _is_local(ckpt: Checkpoint, first: tuple[Param, int], second: tuple[Param, i
 
 
 def _halves(ckpt: Checkpoint) -> Iterator[Found]:
-    by_path = {(param.key.scope, param.key.path): param for param in take(ckpt).params}
+    by_path = {(param.key.scope, param.key.path): param for param in inventory_of(ckpt).params}
     for (scope, path), param in by_path.items():
         component = param.key.component
-        if component not in _HALVES or param.key.cls != "mlp_in":
+        if component not in _HALVES or param.key.function != "mlp_in":
             continue
         whole = path.removesuffix(f"_{component}")
         # a weight norm stores weight_g and weight_v
@@ -124,10 +124,10 @@ def _odd_half(param: Param, other: Param) -> Finding:
 
 def _components(ckpt: Checkpoint) -> Iterator[Found]:
     homes: dict[tuple[object, ...], dict[tuple[str, str], Param]] = defaultdict(dict)
-    for param in take(ckpt).params:
+    for param in inventory_of(ckpt).params:
         key = param.key
         module = module_path(key)
-        if key.cls == "linear_attn" and key.component in _SHARED and param.own_shape:
+        if key.function == "linear_attn" and key.component in _SHARED and param.own_shape:
             what = key.path.split(".")[-2]  # weights and biases are split alike, and apart
             homes[key.scope, module[:-1], what][module[-1], key.component] = param
     for parts in homes.values():
@@ -187,7 +187,7 @@ def _attention(ckpt: Checkpoint) -> Iterator[Found]:
             yield from _heads(family, query, key, value)
 
 
-def _heads(family: Family, query: Param, key: Param, value: Param) -> Iterator[Found]:
+def _heads(family: ProjectionFamily, query: Param, key: Param, value: Param) -> Iterator[Found]:
     rows = {name: param.own_shape[0] for name, param in (("query", query), ("key", key), ("value", value))}
     notes: tuple[Note, ...] = (("rows", ", ".join(f"{name} {size:,}" for name, size in rows.items())),)
     out = family.weights.get("attn_out", [])
@@ -212,7 +212,7 @@ def _heads(family: Family, query: Param, key: Param, value: Param) -> Iterator[F
         yield finding, (query, key, value)
 
 
-def _is_left_to_shp004(ckpt: Checkpoint, family: Family) -> bool:
+def _is_left_to_shp004(ckpt: Checkpoint, family: ProjectionFamily) -> bool:
     (query,), (key,), (value,) = (family.weights[cls] for cls in ("q", "k", "v"))
     pairs = [((key, 0), (value, 0)), *(((query, 0), (out, 1)) for out in family.weights.get("attn_out", []))]
     return family.hidden is not None and any(

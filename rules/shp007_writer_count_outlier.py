@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import siblings, take
+from ckptlint.analysis.inventory import inventory_of, siblings
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Severity, rule
@@ -30,7 +30,7 @@ def writer_count_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Compare its shape with its siblings'; if it is smaller, see EXP001 and OPT001.
     """
-    inventory = take(ckpt)
+    inventory = inventory_of(ckpt)
     groups: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
     for name, params in siblings(inventory.params).items():
         groups[name] += [param.tensor for param in params]

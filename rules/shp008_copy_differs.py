@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from fractions import Fraction
 
-from ckptlint.analysis.inventory import Param, take
+from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -32,7 +32,7 @@ def copy_differs(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Save model and copy through the same path.
     """
-    inventory = take(ckpt)
+    inventory = inventory_of(ckpt)
     if not inventory.copies:
         raise NotApplicable("no second copy of the model is stored")
     model = {(param.key.scope, param.key.path): param for param in inventory.params}

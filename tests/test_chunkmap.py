@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptlint.geometry.chunk_map import CELL_LIMIT, Cell, Grid, axis_label, draw, make_grid
+from ckptlint.geometry.chunk_map import CELL_LIMIT, Grid, MapCell, axis_label, draw, make_grid
 from ckptlint.model import AxisSize, Checkpoint, ChunkTable, Tensor
 from ckptlint.model.layout import Box, Layout
 from ckptlint.model.text import human_bytes
@@ -172,7 +172,7 @@ def test_more_than_eight_cells_are_folded_around_the_region(tmp_path: Path, abse
     region = Box((4 * absent,), (4,))
     made = grid(ckpt, region)
     assert len(made.columns) <= CELL_LIMIT
-    assert Cell(4 * absent, 4 * absent + 4) in made.columns
+    assert MapCell(4 * absent, 4 * absent + 4) in made.columns
     assert made.columns[0].start == 0
     assert made.columns[-1].stop == 128
     assert all(a.stop == b.start for a, b in zip(made.columns, made.columns[1:], strict=False))

@@ -105,7 +105,7 @@ def assert_read(report: Report, dtype: str = "float32") -> Checkpoint:
     assert ckpt.tensors["w"].layout.offsets.tolist() == [[0, 0], [4, 0]]
     assert ckpt.tensors["w"].layout.sizes.tolist() == [[4, 4], [4, 4]]
     assert [ckpt.chunk_file(ckpt.tensors["w"], row) for row in (0, 1)] == ["__0_0.distcp", "__1_0.distcp"]
-    assert ckpt.place(int(ckpt.tensors["step"].chunks.record[0])) == ("__0_0.distcp", 1600, 1500)
+    assert ckpt.byte_range_of(int(ckpt.tensors["step"].chunks.record[0])) == ("__0_0.distcp", 1600, 1500)
     assert [entry.fqn for entry in ckpt.byte_objects] == ["lr"]
     assert np.asarray(ckpt.records.owned).all()
     return ckpt
@@ -288,7 +288,7 @@ def test_the_plans_of_all_ranks_are_read(
     report = written(tmp_path, data)
     ckpt = assert_read(report)
     assert ckpt.format == ("torch_dist" if "mcore_data" in more else "dcp")
-    writers = ckpt.writers
+    writers = ckpt.save_plans
     assert writers is not None
     assert writers.world_size == 2
     assert [(writers.fqns[f], r) for f, r in zip(writers.fqn.tolist(), writers.rank.tolist(), strict=True)] == [
@@ -303,7 +303,7 @@ def test_the_plans_of_all_ranks_are_read(
 
 @pytest.mark.parametrize("plans", [[], None, "x", [1], [{}]], ids=["empty", "None", "text", "numbers", "dicts"])
 def test_plans_that_make_no_sense_are_left_out(tmp_path: Path, plans: Any) -> None:
-    assert assert_read(written(tmp_path, dumped(metadata(all_local_plans=plans)))).writers is None
+    assert assert_read(written(tmp_path, dumped(metadata(all_local_plans=plans)))).save_plans is None
 
 
 def test_mcore_metadata_without_its_config_is_an_unfinished_megatron_save(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from ckptlint.geometry.chunk_graph import (
-    Places,
+    AxisSlots,
     absent_writer,
     absent_writer_hint,
     axis_graph,
     axis_name,
+    axis_slots,
     coordinates,
     mesh_note,
-    places,
     rank_of,
 )
 from ckptlint.model import AxisSize, Checkpoint, Tensor
@@ -109,7 +109,7 @@ def test_a_hole_at_a_crossing_leaves_both_paths_whole() -> None:
 def test_places_fill_a_gap_with_the_usual_length(
     size: int, spans: list[tuple[int, int]], intervals: list[tuple[int, int]], absent: list[int]
 ) -> None:
-    found = places(strip(size, *spans), 0)
+    found = axis_slots(strip(size, *spans), 0)
     assert found is not None
     assert list(zip(found.starts.tolist(), found.stops.tolist(), strict=True)) == intervals
     assert np.flatnonzero(found.is_absent).tolist() == absent
@@ -121,11 +121,11 @@ def test_places_fill_a_gap_with_the_usual_length(
     ids=["crossing", "nested", "before the start", "behind the end"],
 )
 def test_an_axis_without_a_plain_path_has_no_places(spans: list[tuple[int, int]]) -> None:
-    assert places(strip(8, *spans), 0) is None
+    assert axis_slots(strip(8, *spans), 0) is None
 
 
 def test_places_inside_a_span_lie_wholly_within_it() -> None:
-    made = Places(0, np.array([0, 3, 6, 9]), np.array([3, 6, 9, 10]), np.zeros(4, bool))
+    made = AxisSlots(0, np.array([0, 3, 6, 9]), np.array([3, 6, 9, 10]), np.zeros(4, bool))
     assert [made.inside(0, 10), made.inside(3, 9), made.inside(4, 9), made.inside(9, 9)] == [
         [0, 1, 2, 3],
         [1, 2],
@@ -135,7 +135,7 @@ def test_places_inside_a_span_lie_wholly_within_it() -> None:
 
 
 def test_a_huge_gap_does_not_make_a_place_per_element() -> None:
-    assert places(strip(2**40, (0, 1), (1, 2)), 0) is None
+    assert axis_slots(strip(2**40, (0, 1), (1, 2)), 0) is None
 
 
 def test_coordinates_leave_out_an_axis_that_is_not_cut() -> None:

@@ -27,7 +27,7 @@ from ckptlint.model import Checkpoint, RecordState
 from ckptlint.payload import nonfinite as floats
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import Reading
-from ckptlint.payload.record_headers import Place, read_headers
+from ckptlint.payload.record_headers import RecordPlace, read_headers
 from ckptlint.storage.local import LocalFolder
 from ckptlint.testing import torch_archive
 
@@ -72,7 +72,7 @@ def load(folder: Path, depth: Any = "data", **options: Any) -> Checkpoint:
 def place(folder: Path, fqn: str) -> tuple[Path, int, int]:
     """File, first byte and length of a key's only record."""
     ckpt = open_checkpoint(find(str(folder))[0])
-    name, start, length = ckpt.place(int(ckpt.tensors[fqn].chunks.record[0]))
+    name, start, length = ckpt.byte_range_of(int(ckpt.tensors[fqn].chunks.record[0]))
     return folder / name, start, length
 
 
@@ -212,7 +212,7 @@ def test_a_shard_in_place_of_another_one_shows_as_equal_shards(real_copy: Any) -
     folder = real_copy("edit_base")
     ckpt = open_checkpoint(find(str(folder))[0])
     records = ckpt.tensors["model.layers.1.mlp.up.weight"].chunks.record.tolist()
-    (one, a, length), (two, b, other) = ckpt.place(records[0]), ckpt.place(records[1])
+    (one, a, length), (two, b, other) = ckpt.byte_range_of(records[0]), ckpt.byte_range_of(records[1])
     assert length == other
     overwrite(folder / two, b, content(folder / one, a, length))
     small = ckptlint.check(folder, depth="headers")
@@ -367,7 +367,7 @@ def test_archives_of_torch_and_of_the_fixtures_are_read_alike(tmp_path: Path) ->
     many = {"data.pkl": b"\x80\x02N."} | {f"data/{i}": bytes([i % 256]) * 5000 for i in range(300)}
     (tmp_path / "many").write_bytes(torch_archive(many))
     size = (tmp_path / "many").stat().st_size
-    (found_,) = read_headers(LocalFolder(tmp_path), "many", [Place(0, 0, size)])
+    (found_,) = read_headers(LocalFolder(tmp_path), "many", [RecordPlace(0, 0, size)])
     assert found_.broken == [] and len(found_.records[0].parts) == 303
 
 

@@ -13,7 +13,7 @@ import pytest
 from conftest import REAL, REPOSITORY, codes, found, run
 
 import ckptlint
-from ckptlint.analysis.key_matching import compare
+from ckptlint.analysis.key_matching import match_keys
 from ckptlint.errors import ConfigError
 from ckptlint.lint.registry import load_rules
 from ckptlint.loaders.reference import MANIFEST_SCHEMA, manifest_text, read_reference
@@ -372,7 +372,7 @@ def test_stacked_layers_and_experts_meet_numbered_ones(tmp_path: Path) -> None:
     whole = write_manifest(tmp_path / "whole.json", numbered)
     assert loud(REAL / "megatron_moe_ep2_dp2", whole) == set()
     reference = read_reference(str(whole))
-    result = compare(checkpoint, reference)
+    result = match_keys(checkpoint, reference)
     assert not result.unpaired_expected and not result.unpaired_stored
     more = numbered | {
         fqn.replace("local_experts.0", "local_experts.4"): entry
@@ -389,8 +389,11 @@ def test_pairing_is_linear_in_the_names() -> None:
     reference = Reference("many", "manifest", {f"model.{fqn}": value for fqn, value in tensors.items()})
     unlike = Reference("unlike", "manifest", {f"part{i}.some.weight": ("float32", (4, 4)) for i in range(10_000)})
     checkpoint = ckptlint.load(REAL / "ep4")
-    assert len(compare(checkpoint, reference).unpaired_expected) + len(compare(checkpoint, reference).absent) == 10_000
-    assert compare(checkpoint, unlike).expected["model"] == 10_000
+    assert (
+        len(match_keys(checkpoint, reference).unpaired_expected) + len(match_keys(checkpoint, reference).absent)
+        == 10_000
+    )
+    assert match_keys(checkpoint, unlike).expected["model"] == 10_000
 
 
 # ---------------------------------------------------------------- broken references

@@ -154,7 +154,7 @@ def test_chunks_lie_where_the_ranks_had_them(written: Path) -> None:
 
 def test_the_place_of_each_tensor_is_that_of_its_bytes(written: Path) -> None:
     ckpt = loaded(written / "single")
-    file, start, length = ckpt.place(int(ckpt.tensors["count"].chunks.record[0]))
+    file, start, length = ckpt.byte_range_of(int(ckpt.tensors["count"].chunks.record[0]))
     data = (written / "single" / file).read_bytes()
     assert int.from_bytes(data[start : start + length], "little") == 7
     assert sum(ckpt.records.byte_length.tolist()) + int(ckpt.records.byte_offset.min()) == len(data)

@@ -16,7 +16,7 @@ TENSORS = {"w": {"shape": [8, 4], "chunks": ["0:4, :", "4:8, :"]}, "s": {"shape"
 
 def table(folder: Path, plans: list[list[Any]], tensors: dict[str, Any] | None = None) -> SavePlans:
     write_checkpoint({"tensors": tensors or TENSORS, "bytes": ["rng"], "plans": plans, "megatron": True}, folder)
-    writers = load_folder(folder).writers
+    writers = load_folder(folder).save_plans
     assert writers is not None
     return writers
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from ckptlint.analysis.hidden_size import hidden_sizes
-from ckptlint.analysis.inventory import Param, take
+from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
@@ -66,7 +66,7 @@ def moe_layers(ckpt: Checkpoint) -> tuple[MoeLayer, ...]:
     """The layers with routed experts whose number can be told, in order of their keys."""
     hidden = hidden_sizes(ckpt)
     grouped: dict[tuple[Block, tuple[str, ...], int | None], list[Param]] = defaultdict(list)
-    for param in take(ckpt).params:
+    for param in inventory_of(ckpt).params:
         if param.key.block and not (param.key.is_stacked and param.layer_axis is None):
             grouped[block_of(param.key), param.key.scope, param.key.layer].append(param)
     layers = []
@@ -74,7 +74,7 @@ def moe_layers(ckpt: Checkpoint) -> tuple[MoeLayer, ...]:
         roles = _roles(params, hidden[block].size if block in hidden else None)
         if roles:
             home = _common_home([param for role in roles for param in role.params])
-            routers = [p for p in params if p.key.cls == "router" and not p.key.in_experts and _serves(p, home)]
+            routers = [p for p in params if p.key.function == "router" and not p.key.in_experts and _serves(p, home)]
             rows = [(r, n) for r in routers if (n := _rows(r, hidden[block].size if block in hidden else None))]
             # a router that serves these experts is unique; two that disagree tell nothing
             router, expected = rows[0] if len({n for _, n in rows}) == 1 else (None, None)
@@ -98,12 +98,17 @@ def _roles(params: list[Param], hidden: int | None) -> list[ExpertRole]:
     by_role: dict[str, list[Param]] = defaultdict(list)
     for param in params:
         is_expert = param.expert_axis is not None or (param.key.in_experts and param.key.expert is not None)
-        if is_expert and param.key.cls in ("mlp_in", "mlp_out") and len(param.own_shape) == 2:
+        if is_expert and param.key.function in ("mlp_in", "mlp_out") and len(param.own_shape) == 2:
             by_role[param.key.role].append(param)
     per_key = 1
     for members in by_role.values():
         first = members[0]
-        if first.key.expert is not None and first.key.cls == "mlp_out" and hidden and hidden not in first.own_shape[1:]:
+        if (
+            first.key.expert is not None
+            and first.key.function == "mlp_out"
+            and hidden
+            and hidden not in first.own_shape[1:]
+        ):
             per_key = max(1, first.own_shape[0] // hidden) if first.own_shape[0] % hidden == 0 else 1
     return [
         ExpertRole(

@@ -70,7 +70,7 @@ def owners(table: RankTable, held: Holders) -> IntArray:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cell:
+class HeldCell:
     """The copies of one chunk or object: rows of one key with equal boxes that hold elements, by rank."""
 
     fqn: str
@@ -79,7 +79,7 @@ class Cell:
     is_whole: bool
 
 
-def cells(table: RankTable) -> Iterator[Cell]:
+def cells(table: RankTable) -> Iterator[HeldCell]:
     """The chunks, each with its copies, of the keys whose holders agree what it is and find no fault with their own."""
     flawed = _flawed(table)
     for held in holders(table):
@@ -91,10 +91,10 @@ def cells(table: RankTable) -> Iterator[Cell]:
         for rows in np.split(held.live[order], np.flatnonzero(np.diff(number.reshape(-1)[order])) + 1):
             shape = described(table, int(rows[0]))[2]
             place = box(table, int(rows[0]))
-            yield Cell(held.fqn, place, rows, place.sizes == shape)
+            yield HeldCell(held.fqn, place, rows, place.sizes == shape)
 
 
-def digest_groups(table: RankTable, cell: Cell) -> list[IntArray]:
+def digest_groups(table: RankTable, cell: HeldCell) -> list[IntArray]:
     """Rows of the copies whose contents were hashed, those with equal contents together, the largest group first."""
     known = cell.rows[table.digest[cell.rows] != 0]
     groups = [known[table.digest[known] == digest] for digest in np.unique(table.digest[known]).tolist()]
@@ -121,7 +121,7 @@ def ranks_of(table: RankTable, rows: Iterable[int]) -> str:
     return named_ranks(int(table.rank[row]) for row in rows)
 
 
-def at_cell(ckpt: Checkpoint, cell: Cell, holding: str) -> Location:
+def at_cell(ckpt: Checkpoint, cell: HeldCell, holding: str) -> Location:
     """The chunk, with words for those who hold it; its tensor is drawn where the ranks agree about it."""
     tensor = ckpt.tensors.get(cell.fqn)
     return Location(cell.fqn, tensor, region=None if tensor is None else cell.box, label=holding)

@@ -6,7 +6,7 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from ckptlint.analysis.inventory import Param, Shape, is_weight, take
+from ckptlint.analysis.inventory import Param, Shape, inventory_of, is_weight
 from ckptlint.analysis.trusted_config import FINAL_NORMS, MAIN_BLOCKS, number, trusted
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
@@ -46,18 +46,18 @@ def hidden_sizes(ckpt: Checkpoint) -> dict[Block, Hidden]:
     norms: dict[Block, Counter[int]] = defaultdict(Counter)
     routers: dict[Block, list[Shape]] = defaultdict(list)
     outside: list[tuple[tuple[str, ...], str, str, int]] = []
-    for param in take(ckpt).params:
+    for param in inventory_of(ckpt).params:
         key, shape = param.key, param.own_shape
         repeats = param.tensor.global_shape[0] if param.layer_axis is not None else 1
         if key.block:
             norms[block_of(key)] += Counter()
             if _is_layer_norm(param):
                 norms[block_of(key)][shape[0]] += repeats
-            elif key.cls == "router" and len(shape) == 2:
+            elif key.function == "router" and len(shape) == 2:
                 routers[block_of(key)] += [shape] * repeats
-        elif key.cls == "embedding" and len(shape) == 2:
+        elif key.function == "embedding" and len(shape) == 2:
             outside.append((modules_of(key), _home(key), "embedding", shape[1]))
-        elif key.cls == "norm" and len(shape) == 1 and "bias" not in key.path and not _INNER_NORM.search(key.path):
+        elif key.function == "norm" and len(shape) == 1 and "bias" not in key.path and not _INNER_NORM.search(key.path):
             outside.append((modules_of(key), _home(key), "norm weight", shape[0]))
     found = {}
     said = number(trusted(ckpt), "hidden")
@@ -82,7 +82,7 @@ def hidden_params(ckpt: Checkpoint) -> list[Param]:
 
     Those of the one block that they describe: none where no such block stands alone.
     """
-    params = [param for param in take(ckpt).params if not modules_of(param.key)]
+    params = [param for param in inventory_of(ckpt).params if not modules_of(param.key)]
     blocks = {param.key.block for param in params} & MAIN_BLOCKS
     if len(blocks) != 1:
         return []
@@ -98,8 +98,8 @@ def hidden_params(ckpt: Checkpoint) -> list[Param]:
 def _is_final(param: Param) -> bool:
     """Whether it is the embedding, or the norm behind the last layer."""
     name = module_path(param.key)[-1]
-    is_norm = param.key.cls == "norm" and len(param.own_shape) == 1 and "bias" not in param.key.path
-    return (is_norm and name in FINAL_NORMS) or (param.key.cls == "embedding" and is_weight(param))
+    is_norm = param.key.function == "norm" and len(param.own_shape) == 1 and "bias" not in param.key.path
+    return (is_norm and name in FINAL_NORMS) or (param.key.function == "embedding" and is_weight(param))
 
 
 def _is_layer_norm(param: Param) -> bool:
@@ -108,7 +108,7 @@ def _is_layer_norm(param: Param) -> bool:
     Norms inside attention, mixers and MLPs have the length of a head, a rank or an inner size.
     """
     key, tail = param.key, inside_layer(param.key)
-    if key.cls != "norm" or len(param.own_shape) != 1 or "bias" in tail[-1]:
+    if key.function != "norm" or len(param.own_shape) != 1 or "bias" in tail[-1]:
         return False
     if tail[-1] == "layer_norm_weight" and len(tail) > 1:
         return tail[-2] in _FUSED_NORM_OWNERS

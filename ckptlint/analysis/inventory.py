@@ -155,7 +155,7 @@ class Inventory:
 
 
 @fact
-def take(ckpt: Checkpoint) -> Inventory:
+def inventory_of(ckpt: Checkpoint) -> Inventory:
     """The inventory of a checkpoint; only tensors whose geometry can be judged are in it."""
     inventory = Inventory()
     optimizer: list[tuple[Tensor, Key]] = []
@@ -187,7 +187,7 @@ def _param(tensor: Tensor, key: Key) -> Param:
     sizes = tensor.layout.sizes[tensor.layout.live]
     if key.is_stacked and axes and len(sizes) and (sizes[:, 0] == 1).all():
         layer_axis = axes.pop(0)
-    is_stack = key.in_experts or key.cls in ("mlp_in", "mlp_out")
+    is_stack = key.in_experts or key.function in ("mlp_in", "mlp_out")
     if key.expert is None and is_stack and len(axes) >= 3:
         expert_axis = axes.pop(0)
     return Param(tensor, key, layer_axis, expert_axis)

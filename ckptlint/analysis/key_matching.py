@@ -20,16 +20,16 @@ from ckptlint.model.facts import fact
 from ckptlint.model.text import ranges
 from ckptlint.vocabulary.keys import COPIES, Key, parse
 
-Kind = Literal["model", "copy", "optimizer"]
+EntryKind = Literal["model", "copy", "optimizer"]
 Shape = tuple[int, ...]
-Family = tuple[Kind, str, tuple[str, ...], str]
+Family = tuple[EntryKind, str, tuple[str, ...], str]
 Slot = tuple[object, ...]
 _PACKED = frozenset({"uint8", "int8", "float4_e2m1fn_x2"})
 _SLOT_LIMIT = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Entry:
+class KeyEntry:
     """One tensor of either side.
 
     Attributes:
@@ -45,7 +45,7 @@ class Entry:
     family: Family
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> EntryKind:
         """Whether it belongs to the model, to a second copy of it, or to the optimizer."""
         return self.family[0]
 
@@ -59,34 +59,34 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pair:
+class KeyPair:
     """A tensor of the reference and the one that stands for it; shapes are those of the common part.
 
     Attributes:
         alike: whether both keep layers and experts in the same place, so that their whole shapes are compared.
     """
 
-    expected: Entry
-    stored: Entry
+    expected: KeyEntry
+    stored: KeyEntry
     expected_shape: Shape | None
     stored_shape: Shape | None
     alike: bool = True
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Single:
+class LoneKeys:
     """A tensor that the other side does not have.
 
     Attributes:
         part: the layers or experts of a stacked tensor that are meant; "" for all of it.
     """
 
-    entry: Entry
+    entry: KeyEntry
     part: str = ""
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class KeyComparison:
     """What a checkpoint and its reference are to each other.
 
     Attributes:
@@ -98,19 +98,19 @@ class Comparison:
         lacking: the kinds that the reference has and the checkpoint holds nothing of.
     """
 
-    expected: Counter[Kind] = field(default_factory=Counter)
-    pairs: list[Pair] = field(default_factory=list)
-    absent: list[Single] = field(default_factory=list)
-    added: list[Single] = field(default_factory=list)
+    expected: Counter[EntryKind] = field(default_factory=Counter)
+    pairs: list[KeyPair] = field(default_factory=list)
+    absent: list[LoneKeys] = field(default_factory=list)
+    added: list[LoneKeys] = field(default_factory=list)
     unpaired_expected: list[str] = field(default_factory=list)
     unpaired_stored: list[str] = field(default_factory=list)
-    lacking: set[Kind] = field(default_factory=set)
+    lacking: set[EntryKind] = field(default_factory=set)
 
 
 @fact
-def compare(ckpt: Checkpoint, reference: Reference) -> Comparison:
+def match_keys(ckpt: Checkpoint, reference: Reference) -> KeyComparison:
     """The keys of both sides, paired; runtime state and the optimizer's flat buckets are left out."""
-    result = Comparison()
+    result = KeyComparison()
     expected = _families(_entry(fqn, dtype, shape) for fqn, (dtype, shape) in reference.tensors.items())
     stored = _families(
         _entry(t.fqn, None if t.dtype == "unknown" else t.dtype, t.global_shape if t.is_representable else None)
@@ -120,7 +120,7 @@ def compare(ckpt: Checkpoint, reference: Reference) -> Comparison:
     for family, entries in expected.items():
         expected[family] = [entry for entry in entries if not _lies_in(entry.fqn, in_bytes)]
         result.expected[family[0]] += len(expected[family])
-    kinds: tuple[Kind, ...] = ("model", "copy", "optimizer")
+    kinds: tuple[EntryKind, ...] = ("model", "copy", "optimizer")
     for kind in kinds:
         mine = {family: entries for family, entries in stored.items() if family[0] == kind}
         theirs = {family: entries for family, entries in expected.items() if family[0] == kind and entries}
@@ -131,15 +131,15 @@ def compare(ckpt: Checkpoint, reference: Reference) -> Comparison:
     return result
 
 
-def _families(entries: Iterable[Entry | None]) -> dict[Family, list[Entry]]:
-    found: dict[Family, list[Entry]] = defaultdict(list)
+def _families(entries: Iterable[KeyEntry | None]) -> dict[Family, list[KeyEntry]]:
+    found: dict[Family, list[KeyEntry]] = defaultdict(list)
     for entry in entries:
         if entry is not None:
             found[entry.family].append(entry)
     return dict(found)
 
 
-def _entry(fqn: str, dtype: str | None, shape: Shape | None) -> Entry | None:
+def _entry(fqn: str, dtype: str | None, shape: Shape | None) -> KeyEntry | None:
     """None for what is not compared: runtime state, flat buckets, states that name their parameter by number."""
     key = parse(fqn)
     scope, what, kind = key.scope, "", "model"
@@ -153,8 +153,8 @@ def _entry(fqn: str, dtype: str | None, shape: Shape | None) -> Entry | None:
         scope = tuple(part for part in (*scope, *key.scope) if not part.startswith("chained"))
     if key.kind != "model" or key.path.endswith("_flat_param"):
         return None
-    of: Kind = "optimizer" if kind == "optimizer" else "copy" if COPIES & set(scope) else "model"
-    return Entry(fqn, dtype, shape, key, (of, what, scope, _path(key)))
+    of: EntryKind = "optimizer" if kind == "optimizer" else "copy" if COPIES & set(scope) else "model"
+    return KeyEntry(fqn, dtype, shape, key, (of, what, scope, _path(key)))
 
 
 def _path(key: Key) -> str:
@@ -181,7 +181,7 @@ def _lies_in(fqn: str, names: set[str]) -> bool:
     return any(".".join(parts[:stop]) in names for stop in range(1, len(parts) + 1))
 
 
-def _holds_none(ckpt: Checkpoint, kind: Kind, mine: Mapping[Family, list[Entry]]) -> bool:
+def _holds_none(ckpt: Checkpoint, kind: EntryKind, mine: Mapping[Family, list[KeyEntry]]) -> bool:
     """Whether a part of the state is absent as a whole: saved elsewhere or not at all."""
     if mine:
         return False
@@ -194,7 +194,9 @@ def _holds_none(ckpt: Checkpoint, kind: Kind, mine: Mapping[Family, list[Entry]]
 # ---------------------------------------------------------------- one kind of keys
 
 
-def _compare_kind(result: Comparison, expected: dict[Family, list[Entry]], stored: dict[Family, list[Entry]]) -> None:
+def _compare_kind(
+    result: KeyComparison, expected: dict[Family, list[KeyEntry]], stored: dict[Family, list[KeyEntry]]
+) -> None:
     shared = [family for family in expected if family in stored]
     lost = {family: entries for family, entries in expected.items() if family not in stored}
     extra = {family: entries for family, entries in stored.items() if family not in expected}
@@ -206,16 +208,16 @@ def _compare_kind(result: Comparison, expected: dict[Family, list[Entry]], store
         lost_open, extra_open = _renamed(lost, extra)
     for family, entries in lost.items():
         if family not in lost_open:
-            result.absent.extend(map(Single, entries))
+            result.absent.extend(map(LoneKeys, entries))
     for family, entries in extra.items():
         if family not in extra_open:
-            result.added.extend(map(Single, entries))
+            result.added.extend(map(LoneKeys, entries))
     result.unpaired_expected.extend(entry.fqn for family in lost_open for entry in lost[family])
     result.unpaired_stored.extend(entry.fqn for family in extra_open for entry in extra[family])
 
 
 def _renamed(
-    lost: Mapping[Family, list[Entry]], extra: Mapping[Family, list[Entry]]
+    lost: Mapping[Family, list[KeyEntry]], extra: Mapping[Family, list[KeyEntry]]
 ) -> tuple[set[Family], set[Family]]:
     """The families that only one side has and that may be the other side's under another name, split or fused.
 
@@ -245,12 +247,12 @@ def _renamed(
     return lost_open, extra_open
 
 
-def _function(entry: Entry) -> str:
+def _function(entry: KeyEntry) -> str:
     """What a parameter does, the parts of a fused projection alike."""
-    return "qkv" if entry.key.cls in ("q", "k", "v") else entry.key.cls
+    return "qkv" if entry.key.function in ("q", "k", "v") else entry.key.function
 
 
-def _volume(entries: Iterable[Entry]) -> int | None:
+def _volume(entries: Iterable[KeyEntry]) -> int | None:
     """Elements of a family; None where a shape is not known or one element of it holds several values."""
     total = 0
     for entry in entries:
@@ -263,7 +265,7 @@ def _volume(entries: Iterable[Entry]) -> int | None:
 # ---------------------------------------------------------------- one family
 
 
-def _compare_family(result: Comparison, expected: list[Entry], stored: list[Entry]) -> None:
+def _compare_family(result: KeyComparison, expected: list[KeyEntry], stored: list[KeyEntry]) -> None:
     forms = {entry.form for entry in expected}, {entry.form for entry in stored}
     if forms[0] == forms[1]:
         _compare_places(result, expected, stored)
@@ -274,31 +276,35 @@ def _compare_family(result: Comparison, expected: list[Entry], stored: list[Entr
         _leave_open(result, expected, stored)
 
 
-def _compare_places(result: Comparison, expected: list[Entry], stored: list[Entry]) -> None:
+def _compare_places(result: KeyComparison, expected: list[KeyEntry], stored: list[KeyEntry]) -> None:
     """Entries that keep layers and experts alike, by their numbers."""
     theirs = {(e.key.layer, e.key.expert): e for e in expected}
     mine = {(e.key.layer, e.key.expert): e for e in stored}
     if len(theirs) == len(expected) and len(mine) == len(stored):
-        result.absent.extend(Single(e) for place, e in theirs.items() if place not in mine)
-        result.added.extend(Single(e) for place, e in mine.items() if place not in theirs)
+        result.absent.extend(LoneKeys(e) for place, e in theirs.items() if place not in mine)
+        result.added.extend(LoneKeys(e) for place, e in mine.items() if place not in theirs)
         pairs = [(e, mine[place]) for place, e in theirs.items() if place in mine]
     else:  # one parameter under several names: only equal ones are sure
         named = {e.fqn: e for e in stored}
         pairs = [(e, named[e.fqn]) for e in expected if e.fqn in named]
         paired = {e.fqn for e, _ in pairs}
         _leave_open(result, *([e for e in side if e.fqn not in paired] for side in (expected, stored)))
-    result.pairs.extend(Pair(e, m, e.shape, m.shape) for e, m in pairs)
+    result.pairs.extend(KeyPair(e, m, e.shape, m.shape) for e, m in pairs)
 
 
 def _compare_slots(
-    result: Comparison, expected: list[Entry], stored: list[Entry], there: tuple[str, str], here: tuple[str, str]
+    result: KeyComparison,
+    expected: list[KeyEntry],
+    stored: list[KeyEntry],
+    there: tuple[str, str],
+    here: tuple[str, str],
 ) -> None:
     """Stacked layers or experts on one side, numbered ones on the other."""
     theirs, mine = _slots(expected, there, here), _slots(stored, here, there)
-    pairs: list[Pair] = []
+    pairs: list[KeyPair] = []
     if theirs is not None and mine is not None:
         common = [slot for slot in theirs if slot in mine]
-        pairs = [Pair(theirs[s][0], mine[s][0], theirs[s][1], mine[s][1], alike=False) for s in common]
+        pairs = [KeyPair(theirs[s][0], mine[s][0], theirs[s][1], mine[s][1], alike=False) for s in common]
     known = [p for p in pairs if p.expected_shape is not None and p.stored_shape is not None]
     if not pairs or any(len(p.expected_shape or ()) != len(p.stored_shape or ()) for p in known):
         _leave_open(result, expected, stored)
@@ -308,15 +314,15 @@ def _compare_slots(
     result.added.extend(_singles(mine or {}, theirs or {}))
 
 
-def _leave_open(result: Comparison, expected: Iterable[Entry], stored: Iterable[Entry]) -> None:
+def _leave_open(result: KeyComparison, expected: Iterable[KeyEntry], stored: Iterable[KeyEntry]) -> None:
     result.unpaired_expected.extend(entry.fqn for entry in expected)
     result.unpaired_stored.extend(entry.fqn for entry in stored)
 
 
-Slots = dict[Slot, tuple[Entry, Shape | None]]
+Slots = dict[Slot, tuple[KeyEntry, Shape | None]]
 
 
-def _slots(entries: list[Entry], form: tuple[str, str], other: tuple[str, str]) -> Slots | None:
+def _slots(entries: list[KeyEntry], form: tuple[str, str], other: tuple[str, str]) -> Slots | None:
     """The entries by layer and expert, axes opened where the other side has numbers.
 
     None where that cannot be done: an unknown shape, too few axes, two entries of one place.
@@ -344,16 +350,16 @@ def _slots(entries: list[Entry], form: tuple[str, str], other: tuple[str, str]) 
     return slots
 
 
-def _singles(mine: Slots, others: Slots) -> list[Single]:
+def _singles(mine: Slots, others: Slots) -> list[LoneKeys]:
     """What one side alone has; of a stacked tensor the layers or experts concerned."""
-    places: dict[Entry, list[Slot]] = defaultdict(list)
+    places: dict[KeyEntry, list[Slot]] = defaultdict(list)
     for slot, (entry, _) in mine.items():
         if slot not in others:
             places[entry].append(slot)
-    return [Single(entry, _part(slots, entry)) for entry, slots in places.items()]
+    return [LoneKeys(entry, _part(slots, entry)) for entry, slots in places.items()]
 
 
-def _part(slots: list[Slot], entry: Entry) -> str:
+def _part(slots: list[Slot], entry: KeyEntry) -> str:
     layers = {layer for layer, _ in slots if isinstance(layer, int)} if entry.key.layer is None else set()
     experts = {expert for _, expert in slots if isinstance(expert, int)} if entry.key.expert is None else set()
     parts = [f"{word} {ranges(numbers)}" for word, numbers in (("layers", layers), ("experts", experts)) if numbers]
@@ -367,7 +373,7 @@ def reference_shapes(ckpt: Checkpoint) -> dict[str, Shape]:
         return {}
     return {
         pair.stored.fqn: pair.expected_shape
-        for pair in compare(ckpt, ckpt.reference).pairs
+        for pair in match_keys(ckpt, ckpt.reference).pairs
         if pair.alike and pair.stored.kind == "model" and pair.expected_shape is not None
     }
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from ckptlint.analysis.inventory import Param, Shape, take
+from ckptlint.analysis.inventory import Param, Shape, inventory_of
 from ckptlint.analysis.trusted_config import mesh_axes
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
@@ -81,11 +81,11 @@ def _alike(ckpt: Checkpoint) -> Iterable[tuple[list[Param], set[str]]]:
     """Parameters of one role in layers with one set of roles, and the classes that such a layer has."""
     roles: dict[tuple[object, ...], set[str]] = defaultdict(set)
     classes: dict[tuple[object, ...], set[str]] = defaultdict(set)
-    members = [p for p in take(ckpt).params if p.key.layer is not None and not is_adapter(p.key)]
+    members = [p for p in inventory_of(ckpt).params if p.key.layer is not None and not is_adapter(p.key)]
     for param in members:
         roles[_layer_of(param)].add(param.key.role)
-        if param.key.cls != "other":
-            classes[_layer_of(param)].add(param.key.cls)
+        if param.key.function != "other":
+            classes[_layer_of(param)].add(param.key.function)
     kinds = {layer: frozenset(found) for layer, found in roles.items()}
     groups: dict[tuple[object, ...], list[Param]] = defaultdict(list)
     for param in members:

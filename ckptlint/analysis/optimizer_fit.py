@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from ckptlint.analysis.inventory import MOMENTS, Param, State, take
+from ckptlint.analysis.inventory import MOMENTS, Param, State, inventory_of
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
@@ -30,7 +30,7 @@ _EXACT = ("metadata", "args", "run_config", "config.json")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Misfit:
+class StateMismatch:
     """A state that has another number of elements than its parameter.
 
     Attributes:
@@ -61,9 +61,9 @@ class Misfit:
 
 
 @fact
-def misfits(ckpt: Checkpoint) -> list[Misfit]:
+def state_mismatches(ckpt: Checkpoint) -> list[StateMismatch]:
     """Every state with another number of elements than its parameter, of the states where the two must be equal."""
-    states = comparable(ckpt)
+    states = elementwise_states(ckpt)
     halves: dict[tuple[Param, str, tuple[str, ...]], list[State]] = defaultdict(list)
     found: list[tuple[tuple[State, ...], int]] = []
     peers: dict[tuple[tuple[int, ...], str], set[Fraction]] = defaultdict(set)
@@ -94,7 +94,7 @@ def misfits(ckpt: Checkpoint) -> list[Misfit]:
         shared = len(peers[_peer(state)]) == 1 and (odd[_peer(state)] > 1 or not is_rare)
         weak = shared and not is_local and not any(source in _EXACT for _, source in axes)
         result.append(
-            Misfit(
+            StateMismatch(
                 state.params,
                 parts,
                 elements,
@@ -109,19 +109,19 @@ def misfits(ckpt: Checkpoint) -> list[Misfit]:
 
 
 @fact
-def misfit_params(ckpt: Checkpoint) -> frozenset[Param]:
-    """The parameters that `misfits` speaks about: OPT002 and OPT006 leave them to OPT001."""
-    return frozenset(param for misfit in misfits(ckpt) for param in misfit.params)
+def mismatched_params(ckpt: Checkpoint) -> frozenset[Param]:
+    """The parameters that `state_mismatches` speaks about: OPT002 and OPT006 leave them to OPT001."""
+    return frozenset(param for misfit in state_mismatches(ckpt) for param in misfit.params)
 
 
 @fact
-def comparable(ckpt: Checkpoint) -> list[State]:
+def elementwise_states(ckpt: Checkpoint) -> list[State]:
     """The states that must have one element per element of their parameter.
 
     Left out are scalars, states of other names (factored, per row), and quantised states, known by their dtype or by
     a companion (`*_absmax`, `*scale*`, `codes`) of the same parameter.
     """
-    states = take(ckpt).states
+    states = inventory_of(ckpt).states
     quantised = {param for state in states if _COMPANION.search(state.what) for param in state.params}
     return [
         state
@@ -137,7 +137,7 @@ def comparable(ckpt: Checkpoint) -> list[State]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pair:
+class MomentPair:
     """The two moments of one parameter.
 
     Attributes:
@@ -155,14 +155,16 @@ class Pair:
 
 
 @fact
-def moment_pairs(ckpt: Checkpoint) -> list[Pair]:
+def moment_pairs(ckpt: Checkpoint) -> list[MomentPair]:
     """exp_avg and exp_avg_sq of every parameter that has both, where each should have one element per element."""
-    left_out = misfit_params(ckpt)
+    left_out = mismatched_params(ckpt)
     by_param: dict[tuple[Param, tuple[str, ...]], dict[str, State]] = defaultdict(dict)
-    for state in comparable(ckpt):
+    for state in elementwise_states(ckpt):
         if state.param is not None and state.what in PAIR and state.param not in left_out:
             by_param[state.param, state.chain].setdefault(state.what, state)
-    return [Pair(param, found[PAIR[0]], found[PAIR[1]]) for (param, _), found in by_param.items() if len(found) == 2]
+    return [
+        MomentPair(param, found[PAIR[0]], found[PAIR[1]]) for (param, _), found in by_param.items() if len(found) == 2
+    ]
 
 
 def same_chunks(a: Layout, b: Layout) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ckptlint.analysis.inventory import optimizer_parts, take
+from ckptlint.analysis.inventory import inventory_of, optimizer_parts
 from ckptlint.model import Checkpoint, ShardedObject, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.vocabulary.keys import parse
@@ -61,9 +61,9 @@ class Record:
 def modules(ckpt: Checkpoint) -> dict[Module, list[Tensor]]:
     """The optimizers that have state tensors or buckets, and these."""
     found: dict[Module, list[Tensor]] = {}
-    for state in take(ckpt).states:
+    for state in inventory_of(ckpt).states:
         found.setdefault(optimizer_module(state.chain), []).append(state.tensor)
-    for bucket in take(ckpt).buckets:
+    for bucket in inventory_of(ckpt).buckets:
         found.setdefault(optimizer_module(bucket.chain), []).append(bucket.tensor)
     return found
 
@@ -87,7 +87,7 @@ def content_metadata(ckpt: Checkpoint) -> Mapping[str, Any]:
 
 
 @fact
-def records(ckpt: Checkpoint) -> tuple[Record, ...]:
+def optimizer_records(ckpt: Checkpoint) -> tuple[Record, ...]:
     """Every list of parameter groups and every sharding type, from the common state and from objects."""
     in_objects = [record for obj in ckpt.objects if (record := _in_object(ckpt, obj))]
     names = {module.name for module in modules(ckpt)} | {record.module.name for record in in_objects}

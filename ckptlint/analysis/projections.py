@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptlint.analysis.hidden_size import Hidden, hidden_sizes
-from ckptlint.analysis.inventory import Param, Shape, is_weight, take
+from ckptlint.analysis.inventory import Param, Shape, inventory_of, is_weight
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import distinct
@@ -21,7 +21,7 @@ def axis_factor(tensor: Tensor, axis: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Family:
+class ProjectionFamily:
     """The projections of one attention or MLP (of one expert, where experts are numbered).
 
     Attributes:
@@ -36,7 +36,7 @@ class Family:
 
     def partners(self, param: Param) -> list[Param]:
         """The weights whose inner size is this one's: MLP in and out, query and attention output, key and value."""
-        return [] if self.is_latent else self.weights.get(_PARTNER.get(param.key.cls, ""), [])
+        return [] if self.is_latent else self.weights.get(_PARTNER.get(param.key.function, ""), [])
 
 
 _PARTNER = {"mlp_in": "mlp_out", "mlp_out": "mlp_in", "q": "attn_out", "attn_out": "q", "k": "v", "v": "k"}
@@ -45,13 +45,13 @@ _SINGLE = frozenset({"gate_proj", "up_proj", "w3", "up"})
 
 
 @fact
-def families(ckpt: Checkpoint) -> list[Family]:
+def families(ckpt: Checkpoint) -> list[ProjectionFamily]:
     """The projections inside layers, by the attention or MLP they belong to; adapters and packed weights left out."""
     hidden = hidden_sizes(ckpt)
     weights: dict[tuple[object, ...], dict[str, list[Param]]] = defaultdict(lambda: defaultdict(list))
     blocks: dict[tuple[object, ...], Block] = {}
     latent: set[tuple[object, ...]] = set()
-    for param in take(ckpt).params:
+    for param in inventory_of(ckpt).params:
         key = param.key
         module = module_path(key)
         home = (key.scope, module[:-1], key.expert)
@@ -59,11 +59,11 @@ def families(ckpt: Checkpoint) -> list[Family]:
             continue
         if _LATENT.fullmatch(module[-1]):
             latent.add(home)
-        if key.cls in _PARTNER and is_weight(param):
-            weights[home][key.cls].append(param)
+        if key.function in _PARTNER and is_weight(param):
+            weights[home][key.function].append(param)
             blocks[home] = block_of(key)
     return [
-        Family(hidden.get(blocks[home]), dict(found), home in latent)
+        ProjectionFamily(hidden.get(blocks[home]), dict(found), home in latent)
         for home, found in weights.items()
         if _is_of_one_kind(param for members in found.values() for param in members)
     ]
@@ -85,7 +85,7 @@ def inner_size(param: Param, hidden: int) -> int | None:
 def fused_factors(param: Param) -> tuple[int, ...]:
     """How many times the inner size a first projection may be: two where gate and up may be one weight."""
     is_single = module_path(param.key)[-1] in _SINGLE or param.key.component in ("w", "v")
-    return (1, 2) if param.key.cls == "mlp_in" and not is_single else (1,)
+    return (1, 2) if param.key.function == "mlp_in" and not is_single else (1,)
 
 
 def is_width(param: Param, inner: int, partner: Param, width: int) -> bool:

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ckptlint.analysis.inventory import Param, take
+from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.model import AxisSize, Checkpoint, Declared
 from ckptlint.model.facts import fact
 
@@ -124,7 +124,7 @@ def contradictions(ckpt: Checkpoint) -> tuple[Contradiction, ...]:
 
 def main_params(ckpt: Checkpoint) -> list[Param]:
     """The parameters that the declared sizes describe; none where several modules share one set of arguments."""
-    params = take(ckpt).params
+    params = inventory_of(ckpt).params
     if ckpt.partial or any(part.startswith("mimo.") for param in params for part in param.key.scope):
         return []
     return params
@@ -157,7 +157,7 @@ def layer_counts(ckpt: Checkpoint) -> tuple[LayerCount, ...]:
 
 def _are_convolutions(params: list[Param]) -> bool:
     """Whether a block is a list of convolutions, which audio models call `encoder.layers` too."""
-    is_transformer = any(param.key.cls not in ("other", "norm") for param in params)
+    is_transformer = any(param.key.function not in ("other", "norm") for param in params)
     return not is_transformer and any("conv" in param.key.path for param in params)
 
 
@@ -209,11 +209,13 @@ def _model_sizes(params: Iterable[Param]) -> dict[str, tuple[int, str]]:
     routers: set[tuple[int, ...]] = set()
     for param in params:
         parts, shape = param.key.path.split("."), param.own_shape
-        if param.key.cls == "embedding" and len(shape) == 2 and _EMBEDDINGS & set(parts):
+        if param.key.function == "embedding" and len(shape) == 2 and _EMBEDDINGS & set(parts):
             hidden["embedding columns"].add(shape[1])
-        elif param.key.cls == "norm" and len(shape) == 1 and not param.key.block and FINAL_NORMS & set(parts[-2:-1]):
+        elif (
+            param.key.function == "norm" and len(shape) == 1 and not param.key.block and FINAL_NORMS & set(parts[-2:-1])
+        ):
             hidden["final norm"].add(shape[0])
-        elif param.key.cls == "router" and len(shape) == 2 and param.key.block in MAIN_BLOCKS:
+        elif param.key.function == "router" and len(shape) == 2 and param.key.block in MAIN_BLOCKS:
             routers.add(shape)
     sizes: dict[str, tuple[int, str]] = {}
     values = set().union(*hidden.values())

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import click
 import numpy as np
 
-from ckptlint.analysis.key_matching import compare
+from ckptlint.analysis.key_matching import match_keys
 from ckptlint.commands.shared import ENVIRONMENT, described, show_text, terminal_style
 from ckptlint.loaders.reference import tensors_of
 from ckptlint.model import Checkpoint, Reference, Tensor
@@ -172,7 +172,7 @@ def _renamed(old: Checkpoint, new: Checkpoint, removed: list[str], added: list[s
     theirs = tensors_of(replace(old, tensors={key: old.tensors[key] for key in removed if key in old.tensors}))
     paired: set[tuple[str, str]] = set()
     if mine.tensors and theirs:
-        for pair in compare(mine, Reference("", "checkpoint", theirs)).pairs:
+        for pair in match_keys(mine, Reference("", "checkpoint", theirs)).pairs:
             key, other = pair.expected.fqn, pair.stored.fqn
             is_same = pair.expected_shape == pair.stored_shape or (
                 pair.alike and before[key].has_shape_of(after[other])

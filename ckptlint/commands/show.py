@@ -326,7 +326,7 @@ def _tensor(ckpt: Checkpoint, tensor: Tensor, with_chunks: bool) -> dict[str, An
 
 
 def _chunk(ckpt: Checkpoint, offsets: list[int], sizes: list[int], record: int) -> dict[str, Any]:
-    file, byte_offset, byte_length = ckpt.place(record) if record >= 0 else (None, None, None)
+    file, byte_offset, byte_length = ckpt.byte_range_of(record) if record >= 0 else (None, None, None)
     return {
         "offsets": offsets,
         "sizes": sizes,

@@ -1,20 +1,20 @@
-"""The regular stretches of a metadata pickle as columns, without an object for each row.
+"""The regular row runs of a metadata pickle as columns, without an object for each row.
 
 All but a thousandth of a large `.metadata` is one of two rows again and again: a ChunkStorageMetadata, or a
 MetadataIndex with its _StorageInfo. `scan` reads such rows with numpy and writes a shorter pickle, in which each
-stretch of them is one persistent id. The C unpickler then reads that one and stays the judge of everything else.
+row run of them is one persistent id. The C unpickler then reads that one and stays the judge of everything else.
 
 What keeps the two pickles equal in meaning:
 
-- Every opcode outside of a stretch is stepped over one by one from the first byte on, so a stretch begins at an opcode;
+- Every opcode outside of a row run is stepped over one by one from the first byte on, so a row run begins at an opcode;
   its rows are proven to end at one. An opcode that no metadata needs (POP, DUP, PUT, GLOBAL, ...) ends the scan.
-- The memo entries of a stretch are left out, and the indices of later ones are lowered by their number. A GET outside
-  of a stretch that refers into one ends the scan.
+- The memo entries of a row run are left out, and the indices of later ones are lowered by their number. A GET outside
+  of a row run that refers into one ends the scan.
 - The class, the attribute names and whatever else a row takes from the memo are handed to `Scan.persistent_load` and
   compared with the stand-ins in `Scan.finish`.
-- A stretch leaves two objects on the stack, itself and `END`, so an opcode that takes one object for a row fails.
+- A row run leaves two objects on the stack, itself and `END`, so an opcode that takes one object for a row fails.
 
-Whoever scans must find each stretch where it belongs, or else read the original pickle.
+Whoever scans must find each row run where it belongs, or else read the original pickle.
 
 Source:
     pickle protocols 4 and 5 as CPython 3.8 - 3.14 writes them: everything in frames, MEMOIZE, no PUT
@@ -62,7 +62,7 @@ _OBJECTS_PER_ROW = {b"\x8c\x14ChunkStorageMetadata\x94": 1, b"\x8c\rMetadataInde
 _INDEX_CLASS = b"\x8c\rMetadataIndex\x94"
 _SIZE_CLASS = b"\x8c\x04Size\x94"
 
-# bytes of an opcode with its argument, for those that may stand outside of a stretch
+# bytes of an opcode with its argument, for those that may stand outside of a row run
 _LENGTH = {
     **dict.fromkeys(b"\x94)]}(N\x88\x89\x85\x86\x87teasubR\x81\x8f\x90\x91\x93", 1),
     **dict.fromkeys(b"Kh", 2),
@@ -79,7 +79,7 @@ class IrregularError(Exception):
 
 
 class _End:
-    """What a stretch leaves on the stack behind itself."""
+    """What a row run leaves on the stack behind itself."""
 
     __slots__ = ()
 
@@ -162,10 +162,10 @@ class Table:
         names: memo indices of torch.Size (-1 when there is none), then for each object its class and attributes.
         attributes: number of attributes of each object.
         entries: int64 [n + 1], memo entries of all rows before a row.
-        base: int64 [n], memo index of a row's first entry; -1 for a row outside of any stretch.
-        stretches: first byte -> first row, number of rows, byte behind the last, whether any refers to the memo.
+        base: int64 [n], memo index of a row's first entry; -1 for a row outside of any row run.
+        row runs: first byte -> first row, number of rows, byte behind the last, whether any refers to the memo.
         alone: first bytes of the rows that no other follows.
-        values: what the unpickler found under `names`, once it came across the first stretch.
+        values: what the unpickler found under `names`, once it came across the first row run.
         rows: what the rows say, once the unpickler has confirmed them.
     """
 
@@ -174,7 +174,7 @@ class Table:
     columns: list[_Column]
     entries: IntArray
     base: IntArray
-    stretches: dict[int, tuple[int, int, int, bool]]
+    row_runs: dict[int, tuple[int, int, int, bool]]
     alone: set[int]
     values: tuple[Any, ...] = ()
     rows: ChunkRows | RecordRows | None = None
@@ -189,8 +189,8 @@ class Table:
 
 
 @dataclass(slots=True, eq=False)
-class Stretch:
-    """Consecutive rows of a table, from `first` on, where the stretch stands."""
+class RowRun:
+    """Consecutive rows of a table, from `first` on, where the row run stands."""
 
     table: Table
     first: int
@@ -207,31 +207,31 @@ class Scan:
     Attributes:
         pickle: the shorter pickle.
         view: the original, until the rows are read.
-        stretches: in the order of the stream.
-        references: for each stretch, the memo indices outside of all stretches that its rows refer to.
+        row runs: in the order of the stream.
+        references: for each row run, the memo indices outside of all row runs that its rows refer to.
     """
 
     pickle: bytes
     view: _View | None
     tables: list[Table]
-    stretches: list[Stretch]
+    row_runs: list[RowRun]
     references: list[tuple[int, ...]]
     outside: dict[int, Any] = field(default_factory=dict)
     met: int = 0
 
     def persistent_load(self, pid: Any) -> Any:
-        """What stands for a stretch or behind one.
+        """What stands for a row run or behind one.
 
         Raises:
             IrregularError: it comes out of turn, or its rows would mean something else than those before.
         """
         if pid is None:
             return END
-        if not isinstance(pid, tuple) or self.met >= len(self.stretches) or pid[0] != self.met:
+        if not isinstance(pid, tuple) or self.met >= len(self.row_runs) or pid[0] != self.met:
             raise IrregularError
-        stretch, references = self.stretches[self.met], self.references[self.met]
+        row_run, references = self.row_runs[self.met], self.references[self.met]
         self.met += 1
-        table, named = stretch.table, 1 + len(stretch.table.names)
+        table, named = row_run.table, 1 + len(row_run.table.names)
         if len(pid) != named + len(references):
             raise IrregularError
         if not table.values:
@@ -239,10 +239,10 @@ class Scan:
         elif not all(map(is_, table.values, pid[1:named])):
             raise IrregularError
         self.outside.update(zip(references, pid[named:], strict=True))
-        return stretch
+        return row_run
 
     def finish(self, kind_of: Callable[[Any], str], size: Any) -> None:
-        """Give each table its rows, now that the unpickler has met all stretches.
+        """Give each table its rows, now that the unpickler has met all row runs.
 
         Args:
             kind_of: the class that a stand-in stands for.
@@ -251,7 +251,7 @@ class Scan:
         Raises:
             IrregularError: the rows are something else than they looked like.
         """
-        if self.met < len(self.stretches):
+        if self.met < len(self.row_runs):
             raise IrregularError
         for table in self.tables:
             if not table.values:
@@ -292,7 +292,7 @@ class Scan:
         return RecordRows(names, ids, hint, rank, offsets, paths, path, starts, lengths)
 
     def _integers(self, table: Table, column: _Column) -> IntArray:
-        """int64 [n], an attribute that is an integer in every row of a stretch.
+        """int64 [n], an attribute that is an integer in every row of a row run.
 
         Raises:
             IrregularError: in some row it is none.
@@ -302,7 +302,7 @@ class Scan:
         return column.number
 
     def _texts(self, table: Table, column: _Column) -> tuple[Any, list[str]]:
-        """An attribute that is a text in every row of a stretch: int32 [n], positions in the list of distinct texts.
+        """An attribute that is a text in every row of a row run: int32 [n], positions in the list of distinct texts.
 
         Raises:
             IrregularError: in some row it is none.
@@ -398,7 +398,7 @@ class Scan:
 
 
 def scan(data: bytes) -> Scan | None:
-    """The stretches of a pickle and a shorter pickle without them; None when it is not one to scan."""
+    """The row runs of a pickle and a shorter pickle without them; None when it is not one to scan."""
     try:
         return _Scanner(data).run()
     except IrregularError:
@@ -453,14 +453,14 @@ class _Scanner:
         self.tables: list[Table] = []
         self.attempts = 0
         self.ahead: Future[Table | None] | None = None
-        self.stretches: list[Stretch] = []
+        self.row_runs: list[RowRun] = []
         self.references: list[tuple[int, ...]] = []
-        self.first_entries: list[int] = []  # memo index of each stretch's first entry, and behind its last
+        self.first_entries: list[int] = []  # memo index of each row run's first entry, and behind its last
         self.behind_entries: list[int] = []
-        self.left_out = [0]  # memo entries of the stretches before each, and of all
+        self.left_out = [0]  # memo entries of the row runs before each, and of all
 
     def run(self) -> Scan:
-        """Step over the opcodes outside of stretches, from the first byte to STOP."""
+        """Step over the opcodes outside of row runs, from the first byte to STOP."""
         body, cuts = self.view.body, [*self.view.cuts.tolist(), self.view.end]
         row_classes: dict[int, int] = {}
         pieces: list[bytes] = []
@@ -478,9 +478,9 @@ class _Scanner:
                 width = 2 if op == 0x68 else 5
                 index = body[at + 1] if op == 0x68 else int.from_bytes(body[at + 1 : at + 5], "little")
                 if index in row_classes and (table := self._table_at(at, row_classes[index])):
-                    first, count, end, refers = table.stretches[at]
+                    first, count, end, refers = table.row_runs[at]
                     entries = int(table.entries[first + count] - table.entries[first])
-                    pieces += body[copied:at], self._placeholder(Stretch(table, first, count), memo, entries, refers)
+                    pieces += body[copied:at], self._placeholder(RowRun(table, first, count), memo, entries, refers)
                     memo += entries
                     at = copied = end
                     while cut < end:
@@ -504,19 +504,19 @@ class _Scanner:
             elif op in _LENGTH_BYTES:
                 width = _LENGTH_BYTES[op]
                 at += 1 + width + int.from_bytes(body[at + 1 : at + 1 + width], "little")
-            elif op == ord(".") and at + 1 == self.view.end and self.stretches:
+            elif op == ord(".") and at + 1 == self.view.end and self.row_runs:
                 pieces.append(body[copied : self.view.end])
                 break
             else:
                 raise IrregularError
         self._fill_base()
-        return Scan(b"".join(pieces), self.view, self.tables, self.stretches, self.references)
+        return Scan(b"".join(pieces), self.view, self.tables, self.row_runs, self.references)
 
     def _fill_base(self) -> None:
         for table in self.tables:
             own = [
                 (s.first, s.count, memo)
-                for s, memo in zip(self.stretches, self.first_entries, strict=True)
+                for s, memo in zip(self.row_runs, self.first_entries, strict=True)
                 if s.table is table
             ]
             if own:
@@ -525,9 +525,9 @@ class _Scanner:
                 table.base[rows] = np.repeat(memo - table.entries[first], count) + table.entries[rows]
 
     def _table_at(self, at: int, objects: int) -> Table | None:
-        """The table that has a stretch from here on."""
+        """The table that has a row run from here on."""
         for table in self.tables:
-            if at in table.stretches:
+            if at in table.row_runs:
                 return table
             if at in table.alone:
                 return None
@@ -551,12 +551,12 @@ class _Scanner:
                 return self._table_at(at, objects)
         return None
 
-    def _placeholder(self, stretch: Stretch, memo: int, entries: int, refers: bool) -> bytes:
-        """The opcodes that take the place of a stretch."""
-        table = stretch.table
-        outside = self._outside(stretch, memo) if refers else ()
-        number = len(self.stretches)
-        self.stretches.append(stretch)
+    def _placeholder(self, row_run: RowRun, memo: int, entries: int, refers: bool) -> bytes:
+        """The opcodes that take the place of a row run."""
+        table = row_run.table
+        outside = self._outside(row_run, memo) if refers else ()
+        number = len(self.row_runs)
+        self.row_runs.append(row_run)
         self.references.append(outside)
         self.first_entries.append(memo)
         self.behind_entries.append(memo + entries)
@@ -565,10 +565,10 @@ class _Scanner:
         behind = b"NQ" if len(table.attributes) == 1 else b"NQNQN"  # in a list; as a value, then a key
         return b"(J" + number.to_bytes(4, "little") + given + b"tQ" + behind
 
-    def _outside(self, stretch: Stretch, memo: int) -> tuple[int, ...]:
-        """The memo indices outside of all stretches that the rows refer to."""
-        table, rows = stretch.table, slice(stretch.first, stretch.first + stretch.count)
-        base = memo + table.entries[rows] - table.entries[stretch.first]
+    def _outside(self, row_run: RowRun, memo: int) -> tuple[int, ...]:
+        """The memo indices outside of all row runs that the rows refer to."""
+        table, rows = row_run.table, slice(row_run.first, row_run.first + row_run.count)
+        base = memo + table.entries[rows] - table.entries[row_run.first]
         found: list[int] = []
         for column in table.columns:
             referring = column.kind[rows] == _GET
@@ -579,7 +579,7 @@ class _Scanner:
         return tuple(index for index in dict.fromkeys(found) if index < memo and not self._is_inside(index))
 
     def _is_inside(self, index: int) -> bool:
-        """Whether a memo entry belongs to a stretch."""
+        """Whether a memo entry belongs to a row run."""
         at = bisect_right(self.first_entries, index) - 1
         return at >= 0 and index < self.behind_entries[at]
 
@@ -672,9 +672,9 @@ def _read_table(view: _View, form: _Form, at: int) -> Table:
     firsts, behind = firsts[many], behind[many]
     refers = np.concatenate([[0], np.cumsum(np.any([column.kind == _GET for column in columns], axis=0))])
     described = firsts, behind - firsts, end[behind - 1], refers[behind] > refers[firsts]
-    stretches = dict(zip(start[firsts].tolist(), zip(*(part.tolist() for part in described), strict=True), strict=True))
+    row_runs = dict(zip(start[firsts].tolist(), zip(*(part.tolist() for part in described), strict=True), strict=True))
     entries = np.concatenate([[0], np.cumsum(memos, dtype=np.int64)])
-    return Table(form.names, form.attributes, columns, entries, np.full(count, -1, np.int64), stretches, alone)
+    return Table(form.names, form.attributes, columns, entries, np.full(count, -1, np.int64), row_runs, alone)
 
 
 def _records(view: _View, at: int, size_index: int) -> Table | None:

@@ -3,7 +3,7 @@
 `pickle.Unpickler.find_class` is the only way a pickle reaches a name. Here it never resolves one: each (module, name)
 becomes a stand-in that keeps what it was given and does nothing. Names outside the list of `.metadata` are refused:
 they become stand-ins too, so that the rest can still be read, and are reported with their byte offset. The opcodes
-are walked in Python only to explain a refusal. Of a large `.metadata` the regular stretches become columns first
+are walked in Python only to explain a refusal. Of a large `.metadata` the regular row runs become columns first
 (`pickle_columns`), and the unpickler reads the rest.
 
 A crafted stream may still crash, starve or stall the C unpickler, which is why loaders run in a `sandbox`.
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.formats.pickle_columns import END, WORTHWHILE, ChunkRows, RecordRows, Scan, Stretch, scan
+from ckptlint.formats.pickle_columns import END, WORTHWHILE, ChunkRows, RecordRows, RowRun, Scan, scan
 from ckptlint.model.text import printable
 
 SIZE_LIMIT = 2 * 1024**3
@@ -131,7 +131,7 @@ class Unpickled:
 
     Attributes:
         root: the object, made of built-in values and stand-ins; None when a refusal left nothing. In a list of chunks
-            and among the keys of storage_data, a `Stretch` may stand for many rows, with `END` behind it.
+            and among the keys of storage_data, a `RowRun` may stand for many rows, with `END` behind it.
         refused: names that must not be there.
         unknown: names of classes nobody here knows, decoded as inert values.
     """
@@ -300,7 +300,7 @@ class _Unpickler(pickle.Unpickler):
     Args:
         strict: True for `.metadata`, whose list of names is closed; False for the common state, where classes of the
             training code are inert values and only names known to be dangerous are refused.
-        found: the stretches that the pickle has persistent ids for.
+        found: the row runs that the pickle has persistent ids for.
     """
 
     def __init__(self, file: io.BytesIO, strict: bool, found: Scan | None = None) -> None:
@@ -319,7 +319,7 @@ class _Unpickler(pickle.Unpickler):
         return self._stand_ins[key]
 
     def persistent_load(self, pid: Any) -> Any:
-        """A storage of a tensor record as its description, or a stretch; `.metadata` has none of its own."""
+        """A storage of a tensor record as its description, or a row run; `.metadata` has none of its own."""
         if self._found:
             return self._found.persistent_load(pid)
         if self._strict:
@@ -442,7 +442,7 @@ def _read(data: bytes, strict: bool) -> Unpickled:
     if len(data) > SIZE_LIMIT:
         raise LimitError(f"has {len(data):,} bytes, the limit is {SIZE_LIMIT:,}")
     _check_start(data)
-    if strict and len(data) >= WORTHWHILE and (root := _read_stretches(data)) is not None:
+    if strict and len(data) >= WORTHWHILE and (root := _read_row_runs(data)) is not None:
         return Unpickled(root)
     stream = io.BytesIO(data)
     unpickler = _Unpickler(stream, strict)
@@ -463,8 +463,8 @@ def _read(data: bytes, strict: bool) -> Unpickled:
     return Unpickled(root if error is None else None, refused, unknown)
 
 
-def _read_stretches(data: bytes) -> Any:
-    """The root of a large `.metadata` with its regular stretches as columns; None when it must be read otherwise."""
+def _read_row_runs(data: bytes) -> Any:
+    """The root of a large `.metadata` with its regular row runs as columns; None when it must be read otherwise."""
     try:
         found = scan(data)
         if found is None:
@@ -475,26 +475,26 @@ def _read_stretches(data: bytes) -> Any:
         found.finish(lambda name: getattr(name, "kind", ""), unpickler.find_class("torch", "Size"))
     except Exception:  # whatever it is, reading the original pickle tells
         return None
-    return None if unpickler.names.refused or _placed(root) != len(found.stretches) else root
+    return None if unpickler.names.refused or _placed(root) != len(found.row_runs) else root
 
 
 def _placed(root: Any) -> int:
-    """How many stretches stand where they belong: chunks in a list of chunks, records among those of storage_data."""
+    """How many row runs stand where they belong: chunks in a list of chunks, records among those of storage_data."""
     count = 0
     state = _state(root, "Metadata")
     described, stored = state.get("state_dict_metadata"), state.get("storage_data")
     for tensor in described.values() if isinstance(described, dict) else ():
         chunks = _state(tensor, "TensorStorageMetadata").get("chunks")
-        if isinstance(chunks, list) and Stretch in set(map(type, chunks)):
+        if isinstance(chunks, list) and RowRun in set(map(type, chunks)):
             pairs = zip(chunks, [*chunks[1:], None], strict=True)
             count += sum(isinstance(_rows(item), ChunkRows) and behind is END for item, behind in pairs)
     for key, info in stored.items() if isinstance(stored, dict) else ():
-        count += type(key) is Stretch and isinstance(_rows(key), RecordRows) and info is END
+        count += type(key) is RowRun and isinstance(_rows(key), RecordRows) and info is END
     return count
 
 
 def _rows(item: Any) -> Any:
-    return item.table.rows if type(item) is Stretch else None
+    return item.table.rows if type(item) is RowRun else None
 
 
 def _state(node: Any, kind: str) -> dict[str, Any]:

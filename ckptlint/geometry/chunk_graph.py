@@ -27,7 +27,7 @@ _PLACE_LIMIT = 65536
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class AxisSlots:
     """The places of one axis: the intervals on its path, and where links are missing the ones that would fill them.
 
     Attributes:
@@ -70,7 +70,7 @@ def axis_graph(layout: Layout, axis: int) -> nx.DiGraph[tuple[int, int]]:
 
 
 @fact
-def places(layout: Layout, axis: int) -> Places | None:
+def axis_slots(layout: Layout, axis: int) -> AxisSlots | None:
     """The places of an axis, or None when its intervals overlap, so that no one path exists.
 
     A gap counts as so many places as the most common interval length fits into it, as one otherwise.
@@ -95,27 +95,27 @@ def places(layout: Layout, axis: int) -> Places | None:
     absent, ends = (np.concatenate([np.zeros(0, np.int64), *parts[i::2]]) for i in range(2))
     order = np.argsort(np.concatenate([starts, absent]), kind="stable")
     is_absent = np.repeat([False, True], [len(starts), len(absent)])
-    return Places(axis, np.concatenate([starts, absent])[order], np.concatenate([stops, ends])[order], is_absent[order])
+    return AxisSlots(
+        axis, np.concatenate([starts, absent])[order], np.concatenate([stops, ends])[order], is_absent[order]
+    )
 
 
-def coordinates(layout: Layout, region: Box) -> dict[int, tuple[Places, list[int]]]:
+def coordinates(layout: Layout, region: Box) -> dict[int, tuple[AxisSlots, list[int]]]:
     """Axis -> its places and the positions the region takes, for each axis that is cut; {} when none can be told."""
     found = {}
     for axis, (start, stop) in enumerate(zip(region.offsets, region.ends, strict=True)):
         if len(distinct(layout.offsets[layout.live, axis])) < 2 and (start, stop) == (0, layout.shape[axis]):
             continue
-        axis_places = places(layout, axis)
-        if axis_places is not None and (inside := axis_places.inside(start, stop)):
-            found[axis] = axis_places, inside
+        slots = axis_slots(layout, axis)
+        if slots is not None and (inside := slots.inside(start, stop)):
+            found[axis] = slots, inside
     return found
 
 
 def place_of(layout: Layout, region: Box) -> str:
     """A missing region by its places on the mesh, whatever the size of the tensor: what findings of one cause share."""
     found = coordinates(layout, region)
-    return ", ".join(
-        f"dim {axis}: {ranges(inside)} of {len(axis_places)}" for axis, (axis_places, inside) in found.items()
-    )
+    return ", ".join(f"dim {axis}: {ranges(inside)} of {len(slots)}" for axis, (slots, inside) in found.items())
 
 
 def axis_name(ckpt: Checkpoint, axis: int, count: int) -> str:
@@ -128,16 +128,16 @@ def mesh_note(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
     """Which place of which axis a missing region is, in one sentence; "" when the axes have no plain path."""
     parts = []
     crossing = []
-    for axis, (axis_places, inside) in coordinates(tensor.layout, region).items():
-        count = len(axis_places)
+    for axis, (slots, inside) in coordinates(tensor.layout, region).items():
+        count = len(slots)
         if count == 1:
             continue
         # stacked layers or experts, each stored by itself, are no mesh axis
         name = axis_name(ckpt, axis, count) if count < tensor.global_shape[axis] else f"dim {axis}"
-        lengths = distinct(axis_places.stops - axis_places.starts)
+        lengths = distinct(slots.stops - slots.starts)
         of = f" of {lengths[0]:,}" if len(lengths) == 1 else ""
         plural = "s" if len(inside) > 1 else ""
-        if axis_places.is_absent[inside].all():
+        if slots.is_absent[inside].all():
             verb = "are" if plural else "is"
             parts.append(f"{name} has {count} places{of}; place{plural} {ranges(inside)} {verb} missing")
         elif len(inside) < count:
@@ -171,7 +171,7 @@ def absent_writer(ckpt: Checkpoint, tensor: Tensor, region: Box) -> int | None:
     """
     layout = tensor.layout
     at = coordinates(layout, region)
-    axes = [axis for axis, (axis_places, _) in at.items() if len(axis_places) > 1]
+    axes = [axis for axis, (slots, _) in at.items() if len(slots) > 1]
     rows = np.flatnonzero(layout.live & (tensor.chunks.record >= 0))
     if not axes or not len(rows) > len(axes) + 1 or any(len(at[axis][1]) != 1 for axis in axes):
         return None

@@ -18,7 +18,7 @@ _CONTEXT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class MapCell:
     """One cell of an axis: [start, stop), or `folded` cells in one."""
 
     start: int
@@ -44,8 +44,8 @@ class Grid:
     down: int | None
     across: int
     fixed: dict[int, int]
-    rows: list[Cell]
-    columns: list[Cell]
+    rows: list[MapCell]
+    columns: list[MapCell]
     holders: list[list[list[int] | None]]
     inside: list[list[bool]]
     legend: dict[int, str]
@@ -69,7 +69,7 @@ def make_grid(tensor: Tensor, region: Box | None, cells: int = CELL_LIMIT) -> Gr
     for axis, index in fixed.items():
         near = near[(layout.offsets[near, axis] <= index) & (index < (layout.offsets + layout.sizes)[near, axis])]
     columns = _fold(cuts[across], region.offsets[across], region.ends[across], cells)
-    rows = [Cell(0, 1)] if down is None else _fold(cuts[down], region.offsets[down], region.ends[down], cells)
+    rows = [MapCell(0, 1)] if down is None else _fold(cuts[down], region.offsets[down], region.ends[down], cells)
     legend: dict[int, str] = {}
     holders: list[list[list[int] | None]] = []
     inside: list[list[bool]] = []
@@ -151,9 +151,9 @@ def _cuts(starts: IntArray, ends: IntArray, size: int, region: Box, axis: int) -
     return [int(point) for point in points]
 
 
-def _fold(cuts: list[int], start: int, stop: int, limit: int) -> list[Cell]:
+def _fold(cuts: list[int], start: int, stop: int, limit: int) -> list[MapCell]:
     """The cells between the cuts; more than `limit` are folded but for the neighbourhood of [start, stop)."""
-    cells = [Cell(a, b) for a, b in pairwise(cuts)]
+    cells = [MapCell(a, b) for a, b in pairwise(cuts)]
     if len(cells) <= limit:
         return cells
     touched = [i for i, cell in enumerate(cells) if cell.start < stop and cell.stop > start] or [0]
@@ -164,10 +164,10 @@ def _fold(cuts: list[int], start: int, stop: int, limit: int) -> list[Cell]:
     low = max(0, min(low, high - limit + 2)) if high == len(cells) else low
     folded = []
     if low > 0:
-        folded.append(Cell(cells[0].start, cells[low].start, low))
+        folded.append(MapCell(cells[0].start, cells[low].start, low))
     folded += cells[low:high]
     if high < len(cells):
-        folded.append(Cell(cells[high].start, cells[-1].stop, len(cells) - high))
+        folded.append(MapCell(cells[high].start, cells[-1].stop, len(cells) - high))
     return folded
 
 
@@ -176,7 +176,7 @@ def _letter(number: int) -> str:
     return letters[number % 26] if number < 26 else letters[number // 26 - 1] + letters[number % 26]
 
 
-def _labels(cells: list[Cell]) -> list[str]:
+def _labels(cells: list[MapCell]) -> list[str]:
     return [str(cell.start) for cell in cells] + [str(cells[-1].stop)]
 
 

@@ -98,7 +98,7 @@ class Diagnostic:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class FindingGroup:
     """Like findings: one is shown in full, the others by name."""
 
     number: int
@@ -143,12 +143,12 @@ class CheckpointReport:
         return replace(self, diagnostics=counting, ignored=[*self.ignored, *hidden])
 
     @cached_property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[FindingGroup]:
         """Findings of one rule, severity and sentence about names of one role; worst first, then by code."""
         return _grouped(self.diagnostics, 1)
 
     @cached_property
-    def ignored_groups(self) -> list[Group]:
+    def ignored_groups(self) -> list[FindingGroup]:
         """The same of the ignored findings, each group with one reason; numbered after the others."""
         return _grouped(self.ignored, len(self.groups) + 1)
 
@@ -258,16 +258,16 @@ class Report:
             raise CheckpointError("; ".join((*self.not_found, *self.unreadable)) or "the verdict is incomplete")
 
 
-def _grouped(diagnostics: list[Diagnostic], first: int) -> list[Group]:
+def _grouped(diagnostics: list[Diagnostic], first: int) -> list[FindingGroup]:
     by_key: dict[tuple[object, ...], list[Diagnostic]] = {}
     for item in diagnostics:
         alike = item.finding.alike or (item.message, role(item.fqn) if item.fqn else item.finding.at.file)
         by_key.setdefault((-item.severity, item.code, alike, item.ignored), []).append(item)
     ordered = sorted(by_key.items(), key=lambda pair: pair[0][:2])
-    return [Group(i, members) for i, (_, members) in enumerate(ordered, first)]
+    return [FindingGroup(i, members) for i, (_, members) in enumerate(ordered, first)]
 
 
-def worst(groups: list[Group], per_rule: int) -> tuple[list[Group], Counter[str]]:
+def worst(groups: list[FindingGroup], per_rule: int) -> tuple[list[FindingGroup], Counter[str]]:
     """At most so many groups per rule (0 = all), and how many were left out by code."""
     shown, seen, cut = [], Counter[str](), Counter[str]()
     for group in groups:

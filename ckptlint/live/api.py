@@ -27,7 +27,7 @@ from ckptlint.lint.report import Report
 from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare import protocol
 from ckptlint.live.compare.gate import Gate
-from ckptlint.live.compare.group import Group, GroupBroken, Solo, new_torch_group
+from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, new_torch_group
 from ckptlint.model import RankTable, Remark
 from ckptlint.model.text import named_ranks
 from ckptlint.rule import Severity
@@ -86,7 +86,7 @@ class Live:
         refusal: why nothing can be compared in this job; "" normally.
     """
 
-    group: Group
+    group: RankGroup
     gate: Gate | None
     timeout: float = _TIMEOUT
     refusal: str = ""
@@ -216,7 +216,7 @@ def install(*, timeout: float = _TIMEOUT, backend: Literal["auto", "gloo", "nccl
 
 def _is_outgrown(live: Live) -> bool:
     """Whether live mode was used in this process before `init_process_group` made it a rank of several."""
-    return live.gate is None and not live.refusal and place()[1] > 1
+    return live.gate is None and not live.refusal and rank_and_world()[1] > 1
 
 
 def uninstall() -> None:
@@ -226,7 +226,7 @@ def uninstall() -> None:
 
 
 def _live(timeout: float, backend: str, max_ctas: int) -> Live:
-    if place()[1] == 1:
+    if rank_and_world()[1] == 1:
         return Live(Solo(), None, timeout)
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
@@ -251,7 +251,7 @@ def _live(timeout: float, backend: str, max_ctas: int) -> Live:
     return Live(new_torch_group(chosen, timeout, max_ctas), gate, timeout)
 
 
-def place() -> tuple[int, int]:
+def rank_and_world() -> tuple[int, int]:
     """Rank and number of ranks; (0, 1) without torch.distributed."""
     import torch.distributed as dist
 
@@ -337,7 +337,7 @@ def installed() -> Live:
     """
     if _installed is not None and not _is_outgrown(_installed):
         return _installed
-    if place()[1] > 1:
+    if rank_and_world()[1] > 1:
         raise LiveNotInstalled("call ckptlint.live.install() on all ranks, right after init_process_group")
     return install()
 

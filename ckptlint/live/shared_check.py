@@ -20,14 +20,14 @@ import numpy as np
 
 from ckptlint.depth import Depth
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
-from ckptlint.live.compare.group import Group, GroupBroken, Solo, new_torch_group
+from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, new_torch_group
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import named_ranks, printable
 from ckptlint.payload.integrity import INTEGRITY
-from ckptlint.payload.parts import Part
+from ckptlint.payload.parts import ShareResult
 from ckptlint.payload.reader import Reader
 from ckptlint.payload.reading import Reading
 from ckptlint.seals.file import SEAL
@@ -54,7 +54,7 @@ class Job:
         seed: of a sample; the same on all ranks.
     """
 
-    group: Group
+    group: RankGroup
     seed: int
     node: int = 0
     nodes: int = 1
@@ -129,7 +129,9 @@ class Job:
             if self.rank == 0:
                 yield folder, ckpt
 
-    def _read(self, folder: Folder, depth: Depth, reading: Reading | None) -> tuple[Reader | None, Part | None, str]:
+    def _read(
+        self, folder: Folder, depth: Depth, reading: Reading | None
+    ) -> tuple[Reader | None, ShareResult | None, str]:
         """This rank's part of a checkpoint; and why it has none, when it failed."""
         try:
             ckpt = open_checkpoint(folder, depth.looks_at_files)
@@ -212,7 +214,7 @@ class Job:
         if some and others:
             raise AccessError("the metadata could be read on some ranks only")
 
-    def _gathered(self, part: Part) -> list[Part]:
+    def _gathered(self, part: ShareResult) -> list[ShareResult]:
         """The parts of all ranks, on rank 0: they come from processes of this job alone."""
         if self.group.world == 1:
             return [part]
@@ -360,7 +362,7 @@ def _forget_pages(folder: Folder, ckpt: Checkpoint, share: IntArray) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _conflicts(ckpt: Checkpoint, parts: Sequence[Part]) -> list[Problem]:
+def _conflicts(ckpt: Checkpoint, parts: Sequence[ShareResult]) -> list[Problem]:
     """Records that two nodes read, and of which they did not read the same."""
     first: dict[int, tuple[Any, ...]] = {}
     rows: dict[int, set[int]] = {}
@@ -373,7 +375,7 @@ def _conflicts(ckpt: Checkpoint, parts: Sequence[Part]) -> list[Problem]:
         return []
     ranks = named_ranks(set().union(*rows.values()))
     row = min(rows)
-    file, start, length = ckpt.place(row)
+    file, start, length = ckpt.byte_range_of(row)
     detail = (f"the first is {ckpt.records.name(row)} in {file}, bytes {start:,}-{start + length:,}",)
     sentence = f"{ranks} read other bytes of {len(rows):,} record{'s' * (len(rows) > 1)} than the first node"
     return [Problem("view", file, sentence, detail=detail, hint=_HINT)]

@@ -156,7 +156,7 @@ def _assemble(
     common, common_problems = read_common(folder, _locations(described, {COMMON_ENTRY, *OWN_ENTRIES}))
     values, object_problems = read_objects(folder, _locations(described, describing_objects(objects)))
     problems += common_problems + object_problems
-    writers = read_plans(described.extras.get("all_local_plans"))
+    plans = read_plans(described.extras.get("all_local_plans"))
     files, locates = _files(folder, described, look_at_files)
     declared, config_problems = read_configs(folder, common)
     saved, state_problems = read_train_state(folder)
@@ -172,12 +172,12 @@ def _assemble(
         byte_objects=byte_objects,
         records=described.records,
         files=files,
-        writers=writers,
+        save_plans=plans,
         common=common,
         declared=declared,
         object_values=values,
         run=None if run is None else replace(run, saved=saved),
-        topology=read_topology(declared, objects, writers, ranks),
+        topology=read_topology(declared, objects, plans, ranks),
         problems=problems,
         partial=partial,
         locates_bytes=locates,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ckptlint.errors import UnreadableError
-from ckptlint.formats.pickle_columns import END, ChunkRows, RecordRows, Stretch
+from ckptlint.formats.pickle_columns import END, ChunkRows, RecordRows, RowRun
 from ckptlint.formats.safe_pickle import Node, Opaque
 from ckptlint.model import KEY_LIMIT, RANK_LIMIT, ByteObject, ChunkTable, MalformedChunk, Problem, RecordTable, Tensor
 from ckptlint.model.layout import COORDINATE_LIMIT, IntArray, Layout, distinct
@@ -201,22 +201,22 @@ def _volume(listed: list[Any], shape: tuple[int, ...]) -> int:
 
 def _chunks(listed: list[Any], rank: int) -> tuple[IntArray, IntArray, list[MalformedChunk]]:
     """Offsets and sizes of the chunks that fit a table of this rank, and the chunks that do not."""
-    if Stretch not in set(map(type, listed)):
+    if RowRun not in set(map(type, listed)):
         return _columns(*_extents(listed), rank)
     parts = []
-    for is_stretch, items in groupby(listed, lambda item: type(item) is Stretch or item is END):
+    for is_stretch, items in groupby(listed, lambda item: type(item) is RowRun or item is END):
         if not is_stretch:
             parts.append(_columns(*_extents(list(items)), rank))
             continue
-        for stretch in items:
-            if stretch is not END:
-                parts.append(_stretch_columns(stretch, rank))
+        for row_run in items:
+            if row_run is not END:
+                parts.append(_row_run_columns(row_run, rank))
     offsets, sizes, malformed = zip(*parts, strict=True)
     return np.concatenate(offsets), np.concatenate(sizes), list(chain(*malformed))
 
 
-def _stretch_columns(stretch: Stretch, rank: int) -> tuple[IntArray, IntArray, list[MalformedChunk]]:
-    table, rows = stretch.table.rows, slice(stretch.first, stretch.first + stretch.count)
+def _row_run_columns(row_run: RowRun, rank: int) -> tuple[IntArray, IntArray, list[MalformedChunk]]:
+    table, rows = row_run.table.rows, slice(row_run.first, row_run.first + row_run.count)
     assert isinstance(table, ChunkRows)
     if (table.offset_rank[rows] == rank).all() and (table.size_rank[rows] == rank).all():
         return table.offsets[rows, :rank], table.sizes[rows, :rank], []
@@ -314,17 +314,17 @@ class _RawRecords:
 
     @classmethod
     def read(cls, index: list[Any], infos: list[Any], file: str, problems: list[Problem]) -> _RawRecords:
-        """The columns of records that are stand-ins, stretches of rows, or both in turn."""
-        if Stretch not in set(map(type, index)):
+        """The columns of records that are stand-ins, runs of rows, or both in turn."""
+        if RowRun not in set(map(type, index)):
             return cls.of_nodes(index, infos, file, problems)
-        is_node = [type(key) is not Stretch and key is not END for key in index]
+        is_node = [type(key) is not RowRun and key is not END for key in index]
         nodes = cls.of_nodes(list(compress(index, is_node)), list(compress(infos, is_node)), file, problems)
-        lengths = [key.count if type(key) is Stretch else int(key is not END) for key in index]
+        lengths = [key.count if type(key) is RowRun else int(key is not END) for key in index]
         ends = np.cumsum(lengths)
         starts = ends - lengths
         total = int(ends[-1])
-        stretches = [(key, int(start)) for key, start in zip(index, starts, strict=True) if type(key) is Stretch]
-        tables = {id(key.table): _record_rows(key) for key, _ in stretches}
+        row_runs = [(key, int(start)) for key, start in zip(index, starts, strict=True) if type(key) is RowRun]
+        tables = {id(key.table): _record_rows(key) for key, _ in row_runs}
         wide = max(nodes.offsets.shape[1], *(table.offsets.shape[1] for table in tables.values()))
         whole = cls(
             names=[],
@@ -347,12 +347,12 @@ class _RawRecords:
         whole.transformed[rows] = nodes.transformed
         whole.odd = {int(rows[row]): offset for row, offset in nodes.odd.items()}
         numbers = {key: (names.add(table.names), paths.add(table.paths)) for key, table in tables.items()}
-        for stretch, start in stretches:
-            table = tables[id(stretch.table)]
-            of_names, of_paths = numbers[id(stretch.table)]
-            part = slice(stretch.first, stretch.first + stretch.count)
+        for row_run, start in row_runs:
+            table = tables[id(row_run.table)]
+            of_names, of_paths = numbers[id(row_run.table)]
+            part = slice(row_run.first, row_run.first + row_run.count)
             columns = table.byte_offset[part], table.byte_length[part]
-            place = slice(start, start + stretch.count)
+            place = slice(start, start + row_run.count)
             whole._put(
                 place,
                 of_names[table.name[part]],
@@ -429,9 +429,9 @@ def _hint(key: dict[str, Any]) -> Any:
     return key.get("index")
 
 
-def _record_rows(stretch: Stretch) -> RecordRows:
-    assert isinstance(stretch.table.rows, RecordRows)
-    return stretch.table.rows
+def _record_rows(row_run: RowRun) -> RecordRows:
+    assert isinstance(row_run.table.rows, RecordRows)
+    return row_run.table.rows
 
 
 def _numbered(texts: list[str]) -> tuple[Any, list[str]]:

@@ -27,7 +27,7 @@ _HINTS = {
     "ByteCheckpoint": "load it with ByteCheckpoint",
 }
 
-Kind = Literal["dcp", "per-rank", "safetensors", "incomplete", "unsupported"]
+LayoutKind = Literal["dcp", "per-rank", "safetensors", "incomplete", "unsupported"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Recognised:
         evidence: the file that showed it.
     """
 
-    kind: Kind
+    kind: LayoutKind
     name: str = ""
     evidence: str = ""
 

@@ -50,7 +50,7 @@ _INFO = "DCP_SHARDING_INFO"
 
 
 @dataclass(slots=True)
-class Group:
+class ModelFiles:
     """Files that are one checkpoint together.
 
     Attributes:
@@ -67,21 +67,21 @@ class Group:
 
 
 @fact
-def groups(folder: Folder) -> list[Group]:
+def groups(folder: Folder) -> list[ModelFiles]:
     """The groups of safetensors files in a folder, by their names; a model's own comes first.
 
     Source:
         transformers and diffusers (`model.safetensors.index.json`, variants); torch.distributed.checkpoint._hf_utils
     """
-    found: dict[str, Group] = {}
+    found: dict[str, ModelFiles] = {}
     single: dict[str, str] = {}
     names = [name for name in folder.files() if not _FRAGMENT.fullmatch(name)]
     for name in names:
         if match := SHARD.fullmatch(name):
-            found.setdefault("shard-", Group("shard-*.safetensors", sharded=True)).files.append(name)
+            found.setdefault("shard-", ModelFiles("shard-*.safetensors", sharded=True)).files.append(name)
         elif match := NUMBERED.fullmatch(name):
             stem = match["stem"] + (match["variant"] or "")
-            found.setdefault(stem, Group(f"{stem}-*.safetensors")).files.append(name)
+            found.setdefault(stem, ModelFiles(f"{stem}-*.safetensors")).files.append(name)
         elif match := _INDEX.fullmatch(name):
             single.setdefault(f"{match['stem']}{match['variant'] or ''}", name)
     lone = [n for n in names if n.endswith(".safetensors") and not (SHARD.fullmatch(n) or NUMBERED.fullmatch(n))]
@@ -90,13 +90,13 @@ def groups(folder: Folder) -> list[Group]:
             own = [name for name in lone if name == f"{stem}.safetensors"]
             # an index beside files of other names describes all of them, but for adapters
             files = own or [name for name in lone if not _ADAPTER.fullmatch(name)] * (len(single) == 1)
-            found[stem] = Group(index, files)
+            found[stem] = ModelFiles(index, files)
             lone = [name for name in lone if name not in files]
         found[stem].index = index
     for name in lone:
         # names that differ in numbers alone may be parts of one model: no part is judged as a whole
         pattern = _DIGITS.sub("*", name)
-        found.setdefault(pattern, Group(name)).files.append(name)
+        found.setdefault(pattern, ModelFiles(name)).files.append(name)
     for group in found.values():
         if len(group.files) > 1 and group.label == group.files[0]:
             group.label = _DIGITS.sub("*", group.label)
@@ -198,14 +198,14 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
     )
 
 
-def _is_numbered(group: Group) -> bool:
+def _is_numbered(group: ModelFiles) -> bool:
     return all(NUMBERED.fullmatch(name) for name in group.files)
 
 
 # ---------------------------------------------------------------- the index
 
 
-def _read_index(folder: Folder, group: Group, problems: list[Problem]) -> tuple[dict[str, str] | None, int | None]:
+def _read_index(folder: Folder, group: ModelFiles, problems: list[Problem]) -> tuple[dict[str, str] | None, int | None]:
     """Raw key -> raw file name, and the bytes of all tensors; None for what is not said or cannot be read."""
     if not group.index:
         return None, None
@@ -251,7 +251,7 @@ def _no_files(label: str, absent: list[str]) -> Problem:
 
 
 def _read_file(
-    folder: Folder, name: str, size: int, number: int, group: Group, chunks: _Chunks, problems: list[Problem]
+    folder: Folder, name: str, size: int, number: int, group: ModelFiles, chunks: _Chunks, problems: list[Problem]
 ) -> bool:
     """Add the tensors of a file; False when they are not known."""
     shown = printable(name)

@@ -168,7 +168,7 @@ class Checkpoint:
     byte_objects: list[ByteObject] = field(default_factory=list)
     records: RecordTable = field(default_factory=lambda: empty_records())
     files: list[StoredFile] = field(default_factory=list)
-    writers: SavePlans | None = None
+    save_plans: SavePlans | None = None
     common: CommonState | None = None
     declared: dict[str, Declared] = field(default_factory=dict)
     object_values: dict[str, Any] = field(default_factory=dict)
@@ -217,7 +217,7 @@ class Checkpoint:
         record = int(tensor.chunks.record[row])
         return "" if record < 0 else self.files[int(self.records.file[record])].name
 
-    def place(self, record: int) -> tuple[str, int, int]:
+    def byte_range_of(self, record: int) -> tuple[str, int, int]:
         """File name, byte offset and byte length of a record."""
         table = self.records
         return self.files[int(table.file[record])].name, int(table.byte_offset[record]), int(table.byte_length[record])

@@ -36,7 +36,7 @@ class RecordContent:
         key: name of the storage's member (`data/0`).
         length: elements of a list, -1 for anything else.
         value: the content itself, for the few objects that rules read.
-        place: the offsets at which its writer said it lies in the whole tensor; None where it said nothing.
+        declared_offsets: the offsets at which its writer said it lies in the whole tensor; None where it said nothing.
     """
 
     form: Literal["tensor", "subclass", "object"]
@@ -47,7 +47,7 @@ class RecordContent:
     key: str = ""
     length: int = -1
     value: Any = None
-    place: tuple[int, ...] | None = None
+    declared_offsets: tuple[int, ...] | None = None
 
     @property
     def volume(self) -> int:

@@ -92,7 +92,7 @@ def _norms(ckpt: Checkpoint, table: PayloadTable) -> list[int]:
         if len(rows) >= _NORMS:
             break
         key = parse(tensor.fqn)
-        if key.kind == "model" and key.cls == "norm" and tensor.fqn.endswith("weight"):
+        if key.kind == "model" and key.function == "norm" and tensor.fqn.endswith("weight"):
             rows += [row for row in tensor.chunks.record.tolist() if row >= 0 and table.state[row] == 0]
     return [row for row in rows if table.size[row] > 0 and table.start[row] >= 0]
 

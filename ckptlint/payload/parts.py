@@ -12,15 +12,14 @@ from ckptlint.errors import UnreadableError
 from ckptlint.model import Damage, PayloadTable, Problem, RecordContent
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
-from ckptlint.payload.record_headers import Part as Member
-from ckptlint.payload.record_headers import Record
+from ckptlint.payload.record_headers import ArchiveMember, Record
 from ckptlint.payload.record_pickle import Decoded, decode
 
 _PENDING_LIMIT = 32 * 1024**2
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class ShareResult:
     """What one process saw of its share of the records.
 
     Attributes:
@@ -64,7 +63,7 @@ class Contents:
         self._names: list[str | None] = []
         self._bytes = 0
 
-    def number(self, record: Record, parts: tuple[Member, ...], contents: list[RecordContent]) -> int:
+    def number(self, record: Record, parts: tuple[ArchiveMember, ...], contents: list[RecordContent]) -> int:
         """The number of a record's content; `contents` gets a place for it when it is new."""
         name = parts[0].name if len(parts) == 1 else None if parts else ""
         key = hashlib.blake2b(record.pickle + (name or "-").encode(), digest_size=16).digest()

@@ -23,16 +23,15 @@ from ckptlint.model.text import printable
 from ckptlint.payload.identical import find_same
 from ckptlint.payload.integrity import read_integrity
 from ckptlint.payload.members import members_of, scans_of, with_bare_tensors
-from ckptlint.payload.parts import Contents, Part, by_content
+from ckptlint.payload.parts import Contents, ShareResult, by_content
 from ckptlint.payload.reading import Reading
-from ckptlint.payload.record_headers import Headers, Place, read_headers
-from ckptlint.payload.record_headers import Part as Member
+from ckptlint.payload.record_headers import ArchiveMember, Headers, RecordPlace, read_headers
 from ckptlint.payload.record_pickle import Decoded
 from ckptlint.payload.safetensors_blob import read_blob
 from ckptlint.payload.stream import BLOCK, Members, Meter, Streamed, stream
 from ckptlint.progress import tell
 from ckptlint.seals.file import SEAL, metadata_hash, read_seal
-from ckptlint.seals.verify import comparable, misfit
+from ckptlint.seals.verify import misfit, sealed_tensors
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.dtypes import nbytes
 
@@ -81,7 +80,7 @@ class Reader:
         self.phase = "records"
         self.bad = 0
 
-    def part(self) -> Part:
+    def part(self) -> ShareResult:
         """Read the share.
 
         Raises:
@@ -111,7 +110,7 @@ class Reader:
         contents = self.contents
         keys = [*contents.numbers, *(repr(content).encode() for content in table.contents[len(contents.numbers) :])]
         decoded = dict(zip(contents.numbers, contents.decoded, strict=True))
-        return Part(
+        return ShareResult(
             self.share,
             table,
             keys,
@@ -124,7 +123,7 @@ class Reader:
             sample,
         )
 
-    def join(self, parts: Sequence[Part]) -> Checkpoint:
+    def join(self, parts: Sequence[ShareResult]) -> Checkpoint:
         """The checkpoint with what the parts saw; where two read one record, what the first saw.
 
         Raises:
@@ -146,7 +145,7 @@ class Reader:
         )
         return replace(self.ckpt, payload=payload, problems=[*self.ckpt.problems, *dict.fromkeys(self.problems)])
 
-    def _merge(self, parts: Sequence[Part]) -> dict[int, Decoded]:
+    def _merge(self, parts: Sequence[ShareResult]) -> dict[int, Decoded]:
         """Fill the table from the parts; returns what the `data.pkl`s are by the number of their content."""
         is_whole = len(parts) == 1 and len(parts[0].rows) == len(self.ckpt.records)
         self.table = parts[0].table if is_whole else empty_payload(len(self.ckpt.records), self.how.depth)
@@ -214,7 +213,7 @@ class Reader:
             for file, mine in _by_file(rows, records.file, records.byte_offset).items()
         }
         contents = self.contents
-        several: dict[int, tuple[Member, ...]] = {}
+        several: dict[int, tuple[ArchiveMember, ...]] = {}
         for file, found in self._run(tasks):
             self.broken[file] += found.broken
             for record in found.records:
@@ -228,12 +227,12 @@ class Reader:
         contents.decode(self.table.contents)
         self._place_decoded(several)
 
-    def _places(self, rows: IntArray) -> list[Place]:
+    def _places(self, rows: IntArray) -> list[RecordPlace]:
         records = self.ckpt.records
         columns = (rows, records.byte_offset[rows], records.byte_length[rows])
-        return [Place(*place) for place in zip(*(column.tolist() for column in columns), strict=True)]
+        return [RecordPlace(*place) for place in zip(*(column.tolist() for column in columns), strict=True)]
 
-    def _file_headers(self, path: str, places: list[Place]) -> Headers:
+    def _file_headers(self, path: str, places: list[RecordPlace]) -> Headers:
         whole = Headers()
         for part in read_headers(self.folder, path, places):
             whole.records += part.records
@@ -243,7 +242,7 @@ class Reader:
                 break
         return whole
 
-    def _place(self, row: int, parts: tuple[Member, ...]) -> None:
+    def _place(self, row: int, parts: tuple[ArchiveMember, ...]) -> None:
         table = self.table
         table.state[row] = RecordState.READ
         table.storages[row] = len(parts)
@@ -253,7 +252,7 @@ class Reader:
             table.start[row], table.size[row] = start, size
             table.crc[row] = crc if crc or not size else -1
 
-    def _place_decoded(self, several: Mapping[int, tuple[Member, ...]]) -> None:
+    def _place_decoded(self, several: Mapping[int, tuple[ArchiveMember, ...]]) -> None:
         """What the decoded pickles mean for the records that hold them."""
         table = self.table
         for row, parts in several.items():
@@ -276,7 +275,7 @@ class Reader:
                 continue
             unpickled = decoded[number].unpickled
             first = int(rows[0])
-            file, name = self.ckpt.place(first)[0], self.ckpt.records.name(first)
+            file, name = self.ckpt.byte_range_of(first)[0], self.ckpt.records.name(first)
             if not any(problem.kind == "unsafe" and problem.file == name for problem in self.ckpt.problems):
                 more = f" and {len(rows) - 1:,} more records" if len(rows) > 1 else ""
                 refused = from_refusals(replace(unpickled, unknown=()), f"{file}{more}", f"data.pkl of {name} in ")
@@ -336,7 +335,7 @@ class Reader:
         if misfit(self.ckpt):
             return
         table = self.table
-        for tensor in comparable(self.ckpt):
+        for tensor in sealed_tensors(self.ckpt):
             rows = np.flatnonzero(tensor.layout.live)
             for row, record in zip(rows.tolist(), tensor.chunks.record[rows].tolist(), strict=True):
                 self.sealed[record] = tensor, row

@@ -19,7 +19,7 @@ _WHOLE = 4096
 _BATCH = 512
 
 
-class Place(NamedTuple):
+class RecordPlace(NamedTuple):
     """A record: its row, first byte and length in its file."""
 
     row: int
@@ -27,7 +27,7 @@ class Place(NamedTuple):
     length: int
 
 
-class Part(NamedTuple):
+class ArchiveMember(NamedTuple):
     """A member: name without the folder, first byte from the start of the file, bytes, CRC-32."""
 
     name: str
@@ -41,7 +41,7 @@ class Record(NamedTuple):
 
     row: int
     pickle: bytes
-    parts: tuple[Part, ...]
+    parts: tuple[ArchiveMember, ...]
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ _Span = tuple[int, int]
 _Walk = Generator[list[_Span], list[bytes], Record]
 
 
-def read_headers(folder: Folder, path: str, places: Sequence[Place]) -> Iterator[Headers]:
+def read_headers(folder: Folder, path: str, places: Sequence[RecordPlace]) -> Iterator[Headers]:
     """The archives of some records of one file, batch by batch; records that can be decoded are not decoded yet.
 
     Args:
@@ -88,7 +88,7 @@ class _Held:
         return parts if len(parts) == len(spans) else None
 
 
-def _read_batch(folder: Folder, path: str, places: Sequence[Place]) -> Headers:
+def _read_batch(folder: Folder, path: str, places: Sequence[RecordPlace]) -> Headers:
     """All records step by step together, so that each step is one call for ranges."""
     found = Headers()
     held = _edges(folder, path, places)
@@ -103,8 +103,8 @@ def _read_batch(folder: Folder, path: str, places: Sequence[Place]) -> Headers:
 
 
 def _advance(
-    place: Place, walk: _Walk, spans: list[_Span], held: _Held, found: Headers
-) -> tuple[Place, _Walk, list[_Span]] | None:
+    place: RecordPlace, walk: _Walk, spans: list[_Span], held: _Held, found: Headers
+) -> tuple[RecordPlace, _Walk, list[_Span]] | None:
     """Take a walk as far as the bytes that are there allow; None when it came to an end."""
     try:
         while (parts := held.all(spans)) is not None:
@@ -118,7 +118,7 @@ def _advance(
     return place, walk, spans
 
 
-def _edges(folder: Folder, path: str, places: Sequence[Place]) -> dict[int, _Held]:
+def _edges(folder: Folder, path: str, places: Sequence[RecordPlace]) -> dict[int, _Held]:
     """Both ends of each record, small ones whole: enough for nearly all."""
     wanted, starts = [], []
     for place in places:
@@ -132,7 +132,7 @@ def _edges(folder: Folder, path: str, places: Sequence[Place]) -> dict[int, _Hel
     return held
 
 
-def _walk(place: Place) -> _Walk:
+def _walk(place: RecordPlace) -> _Walk:
     """One record's archive: yields spans (from the record's start) and is sent their bytes, fewer where the file ends.
 
     Raises:
@@ -164,7 +164,7 @@ def _walk(place: Place) -> _Walk:
     if members[at].crc and zlib.crc32(pickle) != members[at].crc:
         raise UnreadableError("has a data.pkl whose bytes do not match its checksum", starts[at])
     parts = (
-        Part(member.short, place.offset + begin, member.size, member.crc)
+        ArchiveMember(member.short, place.offset + begin, member.size, member.crc)
         for member, begin in zip(members, starts, strict=True)
     )
     return Record(place.row, pickle, tuple(parts))

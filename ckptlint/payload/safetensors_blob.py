@@ -57,6 +57,6 @@ def read_blob(folder: Folder, path: str, start: int, size: int) -> dict[str, Blo
             raise UnreadableError(f"lies in a safetensors blob with {end - begin:,} bytes for {dtype} {list(shape)}", 0)
         strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
         place, _ = info.get(name, (None, None))
-        content = RecordContent("tensor", dtype, shape, strides, place=place)
+        content = RecordContent("tensor", dtype, shape, strides, declared_offsets=place)
         found[printable(name)] = BlobTensor(content, header.payload + begin, end - begin)
     return found

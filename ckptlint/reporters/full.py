@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from ckptlint.geometry.chunk_map import draw, make_grid
-from ckptlint.lint.report import CheckpointReport, Group, Report, worst
+from ckptlint.lint.report import CheckpointReport, FindingGroup, Report, worst
 from ckptlint.model import Checkpoint, RecordState
 from ckptlint.model.layout import Box
 from ckptlint.model.text import braces, human_bytes, plural
@@ -78,7 +78,7 @@ def _is_clean(report: Report, style: Style) -> bool:
     return not style.verbose and all(not loud_groups(part, style) for part in report.checkpoints)
 
 
-def loud_groups(part: CheckpointReport, style: Style) -> list[Group]:
+def loud_groups(part: CheckpointReport, style: Style) -> list[FindingGroup]:
     """The groups to show: notes only with -v or beside something worse, which they may explain."""
     loud = any(item.severity > Severity.INFO for item in part.diagnostics)
     return part.groups if loud or style.verbose else []
@@ -93,7 +93,7 @@ def _findings(part: CheckpointReport, style: Style) -> list[str]:
     return blocks
 
 
-def block(ckpt: Checkpoint, group: Group, style: Style) -> list[str]:
+def block(ckpt: Checkpoint, group: FindingGroup, style: Style) -> list[str]:
     """The lines of one group: sentence, place, figure, notes, and the names of the others."""
     lead, finding = group.lead, group.lead.finding
     label = f"{lead.severity.label}[{lead.code}]"
@@ -106,7 +106,7 @@ def block(ckpt: Checkpoint, group: Group, style: Style) -> list[str]:
     return lines
 
 
-def notes(group: Group) -> list[Note]:
+def notes(group: FindingGroup) -> list[Note]:
     """Why it matters, every note of the one shown, and the names of the others."""
     listed = [("why", group.lead.why), *group.lead.all_notes()]
     if len(group.members) > 1:
@@ -136,7 +136,7 @@ def _figure(ckpt: Checkpoint, finding: Finding, style: Style) -> list[str]:
     return [] if grid is None else draw(ckpt, grid, finding.at.region, style.ascii_only, style.width - 5)
 
 
-def also(group: Group) -> str:
+def also(group: FindingGroup) -> str:
     """The other members of a group, their names folded."""
     names = braces(dict.fromkeys(item.fqn or item.finding.at.file for item in group.members[1:]))
     more = f", and {len(names) - _MORE_LIMIT:,} more patterns" if len(names) > _MORE_LIMIT else ""
@@ -164,7 +164,7 @@ def _details(report: Report, style: Style) -> str:
     return "\n".join(lines)
 
 
-def _ignored(group: Group) -> str:
+def _ignored(group: FindingGroup) -> str:
     lead, more = group.lead, len(group.members) - 1
     ignored = lead.ignored
     why = ignored.reason or "in the baseline" if ignored else ""

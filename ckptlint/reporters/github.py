@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptlint.lint.report import CheckpointReport, Group, Report
+from ckptlint.lint.report import CheckpointReport, FindingGroup, Report
 from ckptlint.model.text import plural
 from ckptlint.reporters.full import notes, verdict
 from ckptlint.reporters.style import Style, cut_names, file_of
@@ -37,7 +37,7 @@ def render(report: Report, style: Style) -> str:
     return "".join(line + "\n" for line in lines)
 
 
-def _annotation(command: str, part: CheckpointReport, group: Group) -> str:
+def _annotation(command: str, part: CheckpointReport, group: FindingGroup) -> str:
     lead = group.lead
     file = f"{part.checkpoint.path}/{file_of(part.checkpoint, lead.finding.at.file)}"
     place = {"file": file, "line": "1", "title": f"{lead.code} {lead.rule.name}"}

@@ -7,7 +7,7 @@ import json
 import posixpath
 from typing import Any
 
-from ckptlint.lint.report import CheckpointReport, Group, Report
+from ckptlint.lint.report import CheckpointReport, FindingGroup, Report
 from ckptlint.reporters.style import Style, file_of
 from ckptlint.rule import Severity
 from ckptlint.storage.paths import is_url
@@ -32,7 +32,7 @@ def render(report: Report, style: Style) -> str:
     return json.dumps(issues, indent=2) + "\n"
 
 
-def _issue(part: CheckpointReport, group: Group) -> dict[str, Any]:
+def _issue(part: CheckpointReport, group: FindingGroup) -> dict[str, Any]:
     lead = group.lead
     more = f" (+{len(group.members) - 1:,} more)" if len(group.members) > 1 else ""
     return {

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptlint._version import __version__
 from ckptlint.geometry.chunk_graph import coordinates
-from ckptlint.lint.report import CheckpointReport, Diagnostic, Group, Ignored, Report
+from ckptlint.lint.report import CheckpointReport, Diagnostic, FindingGroup, Ignored, Report
 from ckptlint.model import Reference
 from ckptlint.reporters.style import Style
 
@@ -76,7 +76,7 @@ def _ignored(ignored: Ignored | None) -> dict[str, str] | None:
     return {"by": ignored.by} | ({"reason": ignored.reason} if ignored.reason else {})
 
 
-def _finding(part: CheckpointReport, item: Diagnostic, group: Group) -> dict[str, Any]:
+def _finding(part: CheckpointReport, item: Diagnostic, group: FindingGroup) -> dict[str, Any]:
     ckpt, finding, tensor = part.checkpoint, item.finding, item.finding.at.tensor
     # what costs time to explain is the same for all members of a group
     notes = item.all_notes() if item is group.lead else [*finding.notes, ("hint", finding.hint)]
@@ -88,7 +88,7 @@ def _finding(part: CheckpointReport, item: Diagnostic, group: Group) -> dict[str
     chunks = []
     for row in finding.at.rows if tensor is not None else ():
         box, record = tensor.layout.box(row), int(tensor.chunks.record[row])  # type: ignore[union-attr]
-        file, byte_offset, byte_length = ckpt.place(record) if record >= 0 else (None, None, None)
+        file, byte_offset, byte_length = ckpt.byte_range_of(record) if record >= 0 else (None, None, None)
         chunks.append(
             {
                 "offsets": list(box.offsets),

@@ -6,7 +6,7 @@ import re
 import xml.etree.ElementTree as ET
 from collections import Counter
 
-from ckptlint.lint.report import CheckpointReport, Group, Report
+from ckptlint.lint.report import CheckpointReport, FindingGroup, Report
 from ckptlint.model.text import plural
 from ckptlint.reporters.full import block
 from ckptlint.reporters.json_report import sample
@@ -71,7 +71,7 @@ def _say(case: ET.Element, tag: str, message: str, kind: str) -> ET.Element:
     return ET.SubElement(case, tag, message=_legal(message), type=kind)
 
 
-def _text(part: CheckpointReport, groups: list[Group], style: Style) -> str:
+def _text(part: CheckpointReport, groups: list[FindingGroup], style: Style) -> str:
     """Every group in full, and the sentence of each of its other members."""
     texts = []
     for group in groups:

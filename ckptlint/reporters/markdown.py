@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from ckptlint.lint.report import CheckpointReport, Group, Report, worst
+from ckptlint.lint.report import CheckpointReport, FindingGroup, Report, worst
 from ckptlint.model.text import plural
 from ckptlint.reporters.full import block, facts, loud_groups, verdict
 from ckptlint.reporters.style import Style, cut, cut_names, inert
@@ -65,13 +65,13 @@ def _checkpoint(part: CheckpointReport, style: Style, room: int) -> list[str]:
     return texts + details + ([" ".join(more)] if more else [])
 
 
-def _row(group: Group) -> str:
+def _row(group: FindingGroup) -> str:
     lead = group.lead
     problem = code(cut(cut_names(lead.title, lead.fqn)), in_table=True)
     return f"| {lead.severity.label} | {lead.code} {lead.rule.name} | {problem} | {len(group.members):,} |"
 
 
-def _detail(part: CheckpointReport, group: Group, style: Style) -> str:
+def _detail(part: CheckpointReport, group: FindingGroup, style: Style) -> str:
     text = "\n".join(block(part.checkpoint, group, style))
     fence = "`" * max(3, max(map(len, re.findall("`+", text)), default=0) + 1)
     return f"{fence}text\n{text}\n{fence}"

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from ckptlint._version import __version__
 from ckptlint.geometry.chunk_map import make_grid
-from ckptlint.lint.report import CheckpointReport, Group, Ignored, Report
+from ckptlint.lint.report import CheckpointReport, FindingGroup, Ignored, Report
 from ckptlint.lint.rule_page import page
 from ckptlint.model import Checkpoint
 from ckptlint.reporters.full import notes
@@ -106,7 +106,7 @@ def _artifacts(report: Report, results: list[dict[str, Any]]) -> list[dict[str, 
     return [{"location": file} | ({} if size is None else {"length": size}) for file, size in sizes]
 
 
-def _result(part: CheckpointReport, base: str, group: Group, index: dict[str, int]) -> dict[str, Any]:
+def _result(part: CheckpointReport, base: str, group: FindingGroup, index: dict[str, int]) -> dict[str, Any]:
     ckpt, lead = part.checkpoint, group.lead
     result: dict[str, Any] = {
         "ruleId": lead.code,
@@ -134,7 +134,7 @@ def _set_aside(ignored: Ignored | None) -> dict[str, Any]:
     return {"suppressions": [{"kind": "external", "status": "accepted", "justification": ignored.reason}]}
 
 
-def _location(ckpt: Checkpoint, base: str, group: Group) -> dict[str, Any]:
+def _location(ckpt: Checkpoint, base: str, group: FindingGroup) -> dict[str, Any]:
     finding, name = group.lead.finding, file_of(ckpt, group.lead.finding.at.file)
     # viewers want a line, for binary files too
     region = {"startLine": 1} | (
@@ -146,7 +146,7 @@ def _location(ckpt: Checkpoint, base: str, group: Group) -> dict[str, Any]:
     return location
 
 
-def _chunks(ckpt: Checkpoint, base: str, group: Group) -> list[dict[str, Any]]:
+def _chunks(ckpt: Checkpoint, base: str, group: FindingGroup) -> list[dict[str, Any]]:
     """Where the chunks of the finding and those that its chunk map draws are stored, at most 100."""
     finding = group.lead.finding
     if finding.at.tensor is None:
@@ -157,7 +157,7 @@ def _chunks(ckpt: Checkpoint, base: str, group: Group) -> list[dict[str, Any]]:
     for row in islice(dict.fromkeys([*finding.at.rows, *letters]), _CHUNK_LIMIT):
         record = int(finding.at.tensor.chunks.record[row])
         if record >= 0:
-            name, start, length = ckpt.place(record)
+            name, start, length = ckpt.byte_range_of(record)
             place: dict[str, Any] = {"artifactLocation": _file(file_of(ckpt, name), base)}
             if region := _bytes(start, length):
                 place["region"] = region

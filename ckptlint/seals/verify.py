@@ -11,7 +11,7 @@ from ckptlint.seals.file import SEAL
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class SealComparison:
     """What a seal says of the payload.
 
     Attributes:
@@ -41,7 +41,7 @@ def misfit_of(seal: Seal | None, metadata: str) -> str:
     return f"it belongs to {_named(seal.metadata)}, and here lies {_named(metadata)}"
 
 
-def comparable(ckpt: Checkpoint) -> Iterator[Tensor]:
+def sealed_tensors(ckpt: Checkpoint) -> Iterator[Tensor]:
     """The tensors whose digest can tell whether they hold what was sealed, once all their records are read."""
     seal = ckpt.seal
     for fqn, entry in seal.entries.items() if seal else ():
@@ -50,7 +50,7 @@ def comparable(ckpt: Checkpoint) -> Iterator[Tensor]:
             yield tensor
 
 
-def compare(ckpt: Checkpoint) -> Comparison:
+def compare_with_seal(ckpt: Checkpoint) -> SealComparison:
     """The payload against a seal that fits; nothing is equal for want of a look."""
     seal, payload = ckpt.seal, ckpt.payload
     equal, different = 0, {}
@@ -74,7 +74,7 @@ def compare(ckpt: Checkpoint) -> Comparison:
         unknown.setdefault(f"not sealed by the job ({why})", []).append(fqn)
     if others := [fqn for fqn in ckpt.tensors if fqn not in seal.entries and fqn not in seal.skipped]:
         unknown["not in the seal"] = others
-    return Comparison(equal, different, unknown)
+    return SealComparison(equal, different, unknown)
 
 
 _UNREAD = "the records were not read, or hold no plain tensor of the chunk's dtype and shape"

@@ -21,7 +21,7 @@ _GAP = 16 * 1024  # a request or a seek costs more than reading this much for no
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class FolderEntry:
     """One name in a folder.
 
     Attributes:
@@ -86,7 +86,7 @@ class Folder(ABC):
 
     @property
     @abstractmethod
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, FolderEntry]:
         """What lies directly in the folder, by name, in order. Links that lead nowhere are left out.
 
         Raises:

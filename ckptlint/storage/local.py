@@ -15,7 +15,7 @@ from ckptlint.errors import AccessError, NothingToCheckError
 from ckptlint.model import FileState
 from ckptlint.model.text import printable
 from ckptlint.progress import tell
-from ckptlint.storage.folder import BLOCK, Entry, Folder
+from ckptlint.storage.folder import BLOCK, Folder, FolderEntry
 from ckptlint.storage.paths import is_safe
 
 _MANY, _PART, _THREADS = 1024, 256, 16  # files that are looked at at once: on a network each look is a round trip
@@ -41,7 +41,7 @@ class LocalFolder(Folder):
         return LocalFolder(self.path.absolute().parent)
 
     @cached_property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, FolderEntry]:
         try:
             with os.scandir(self.path) as listing:
                 found = dict(_entries(list(listing)))
@@ -112,7 +112,7 @@ class LocalFolder(Folder):
                 yield block
 
 
-def _entries(listing: list[os.DirEntry[str]]) -> Iterator[tuple[str, Entry]]:
+def _entries(listing: list[os.DirEntry[str]]) -> Iterator[tuple[str, FolderEntry]]:
     """The files and folders of a listing, those of a large one looked at by several threads."""
     if len(listing) <= _MANY:
         yield from (found for item in listing if (found := _entry(item)))
@@ -126,7 +126,7 @@ def _entries(listing: list[os.DirEntry[str]]) -> Iterator[tuple[str, Entry]]:
             yield from (found for found in part if found)
 
 
-def _entry(item: os.DirEntry[str]) -> tuple[str, Entry] | None:
+def _entry(item: os.DirEntry[str]) -> tuple[str, FolderEntry] | None:
     try:
         status = item.stat()
     except OSError as error:
@@ -137,7 +137,7 @@ def _entry(item: os.DirEntry[str]) -> tuple[str, Entry] | None:
     if not is_folder and not stat.S_ISREG(status.st_mode):
         return None  # a pipe or a device: reading it might never end
     size = 0 if is_folder else status.st_size
-    return item.name, Entry(size, is_folder, status.st_mtime, item.is_symlink())
+    return item.name, FolderEntry(size, is_folder, status.st_mtime, item.is_symlink())
 
 
 class _Checked(io.RawIOBase):

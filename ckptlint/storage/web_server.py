@@ -9,7 +9,7 @@ from urllib.parse import quote, unquote, urlsplit
 from ckptlint.errors import AccessError
 from ckptlint.model import FileState
 from ckptlint.model.text import printable
-from ckptlint.storage.folder import Entry, Folder
+from ckptlint.storage.folder import Folder, FolderEntry
 from ckptlint.storage.paths import is_safe, shown
 from ckptlint.storage.remote_folder import RemoteFolder
 from ckptlint.storage.requests import RangesError, attempted, filesystem, is_absent, pool, reason
@@ -63,7 +63,7 @@ class WebFolder(RemoteFolder):
         return WebFolder(f"{self.url}/{quote(name)}", self.query)
 
     @cached_property
-    def entries(self) -> dict[str, Entry]:
+    def entries(self) -> dict[str, FolderEntry]:
         names = (_NEVER_THERE, *ASKED)
         answers = dict(zip(names, pool(self.protocol).map(self._ask, names), strict=True))
         if answers[_NEVER_THERE] is not False:
@@ -73,7 +73,7 @@ class WebFolder(RemoteFolder):
             if size is None:
                 raise AccessError(f"{printable(name)} in {self.display} has no known size")
             if size is not False:
-                found[name] = Entry(size, is_folder=False)
+                found[name] = FolderEntry(size, is_folder=False)
         return found
 
     def has(self, name: str) -> bool:

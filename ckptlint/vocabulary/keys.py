@@ -3,7 +3,7 @@
 `parse` strips wrappers and takes a name apart; `role` alone replaces numbers and is what findings are grouped by.
 
 >>> key = parse("model.module.decoder.layers.3.mlp.experts.local_experts.12.linear_fc1.weight")
->>> key.block, key.layer, key.expert, key.role, key.cls
+>>> key.block, key.layer, key.expert, key.role, key.function
 ('decoder.layers', 3, 12, 'decoder.layers.*.mlp.experts.local_experts.*.linear_fc1.weight', 'mlp_in')
 """
 
@@ -29,9 +29,9 @@ def numbers(fqn: str) -> tuple[int, ...]:
 
 # ---------------------------------------------------------------- taking a key apart
 
-Kind = Literal["model", "optimizer", "runtime"]
+KeyKind = Literal["model", "optimizer", "runtime"]
 
-KeyClass = Literal[
+KeyFunction = Literal[
     "embedding",
     "output",
     "router",
@@ -68,7 +68,7 @@ _SHORT_NUMBER = re.compile(r"[0-9]{1,9}")
 _NUMBERED_WEIGHT = re.compile(r"(weight|bias)([0-9]{1,9})")
 _COMPONENTS = frozenset({"query", "key", "value", "z", "beta", "alpha"})
 
-_CLASSES: dict[str, KeyClass] = {
+_CLASSES: dict[str, KeyFunction] = {
     **dict.fromkeys(
         ("word_embeddings", "embed_tokens", "tok_embeddings", "wte", "embed", "token_embedding"), "embedding"
     ),
@@ -116,11 +116,11 @@ class Key:
         in_experts: whether the parameter belongs to routed experts (never to a shared one).
         component: the half or part of a fused weight that this is: `w`, `v`, `query`, ...; "" otherwise.
         role: the path with the numbers of layer and expert replaced by `*`.
-        cls: what the parameter does, told from its last parts; `other` when unknown.
+        function: what the parameter does, told from its last parts; `other` when unknown.
     """
 
     fqn: str
-    kind: Kind
+    kind: KeyKind
     scope: tuple[str, ...]
     path: str
     block: str = ""
@@ -129,7 +129,7 @@ class Key:
     in_experts: bool = False
     component: str = ""
     role: str = ""
-    cls: KeyClass = "other"
+    function: KeyFunction = "other"
 
     @property
     def is_stacked(self) -> bool:
@@ -195,11 +195,11 @@ def _model_key(fqn: str, scope: tuple[str, ...], parts: list[str]) -> Key:
         in_experts=in_experts,
         component=component,
         role=".".join(shown),
-        cls=_class_of(parts, in_experts),
+        function=_function_of(parts, in_experts),
     )
 
 
-def _class_of(parts: list[str], in_experts: bool) -> KeyClass:
+def _function_of(parts: list[str], in_experts: bool) -> KeyFunction:
     """What a parameter does, by the last of its parts that says so."""
     words = [part for part in parts if not part.isdecimal()]
     if not words:

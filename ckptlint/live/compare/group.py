@@ -23,7 +23,7 @@ class GroupBroken(CkptlintError):  # noqa: N818  a state, which every later call
     """A collective of live mode did not finish in time or failed; its group was aborted and is not used again."""
 
 
-class Group(Protocol):
+class RankGroup(Protocol):
     """What the protocol needs of a process group.
 
     Every method is collective: all ranks call it in one order, with arrays of one length. Each raises GroupBroken.

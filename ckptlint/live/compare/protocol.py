@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ckptlint.live.compare import fingerprints as fp
-from ckptlint.live.compare.group import Group
+from ckptlint.live.compare.group import RankGroup
 from ckptlint.model import RankTable, Remark
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
@@ -101,7 +101,7 @@ class Outcome:
     seconds: float
 
 
-def exchange(group: Group, share: Share, memory: Memory, expect: Mapping[str, Any] | None = None) -> Outcome:
+def exchange(group: RankGroup, share: Share, memory: Memory, expect: Mapping[str, Any] | None = None) -> Outcome:
     """Run the collectives of one check.
 
     Args:
@@ -147,7 +147,7 @@ def exchange(group: Group, share: Share, memory: Memory, expect: Mapping[str, An
     return Outcome(_table(group.world, count, parts, tuple(remarks)), common, seconds)
 
 
-def _opening(group: Group, share: Share) -> IntArray:
+def _opening(group: RankGroup, share: Share) -> IntArray:
     """S0, ten words: failure, the lowest rank that failed, rows, axes, settings and tag both ways, no digests, time."""
     failed = bool(share.failure)
     words = [
@@ -165,7 +165,7 @@ def _opening(group: Group, share: Share) -> IntArray:
     return group.reduce(np.array(words, np.int64), "max")
 
 
-def _told(group: Group, text: str, source: int) -> str:
+def _told(group: RankGroup, text: str, source: int) -> str:
     """The text of one rank, on all ranks."""
     data = text.encode("utf-8", "backslashreplace")[:_TEXT_LIMIT].ljust(_TEXT_LIMIT, b"\0")
     words = group.broadcast(np.frombuffer(data, np.int64), source)
@@ -173,7 +173,7 @@ def _told(group: Group, text: str, source: int) -> str:
 
 
 def _fingerprints(
-    group: Group, tiling: Words, by_key: fp.Entries, by_chunk: fp.Entries, memory: Memory
+    group: RankGroup, tiling: Words, by_key: fp.Entries, by_chunk: fp.Entries, memory: Memory
 ) -> tuple[Words, fp.Peeled]:
     """S1: the summed words of the buckets, and what came out of the table."""
 
@@ -229,7 +229,7 @@ class _Part:
 
 
 def _gathered(
-    group: Group, share: Share, changes: Sequence[Remark], bad: IntArray, width: int
+    group: RankGroup, share: Share, changes: Sequence[Remark], bad: IntArray, width: int
 ) -> tuple[list[_Part], int]:
     """The records in bad buckets of all ranks, and how many buckets had to be left out."""
     by_fqn: dict[str, list[Remark]] = {}

@@ -91,7 +91,7 @@ class SaveLint(_Planner):
 
     def create_local_plan(self) -> Any:
         """The plan of this rank, after what it holds was judged."""
-        rank, world = api.place()
+        rank, world = api.rank_and_world()
         held = extract(self.state_dict, resolve_stateful=False)
         _judge(protocol.no_table(world, *remarks_of(held, rank)), "state dict")
         return super().create_local_plan()

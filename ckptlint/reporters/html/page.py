@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ckptlint._version import __version__
 from ckptlint.geometry.chunk_graph import axis_graph, axis_name, rank_of
 from ckptlint.geometry.chunk_map import Grid, make_grid
-from ckptlint.lint.report import CheckpointReport, Diagnostic, Group, Report
+from ckptlint.lint.report import CheckpointReport, Diagnostic, FindingGroup, Report
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box, Layout
 from ckptlint.model.text import human_bytes, plural
@@ -177,7 +177,7 @@ def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> 
     }
 
 
-def _group(ckpt: Checkpoint, group: Group, anchor: str, work: _Work) -> dict[str, Any]:
+def _group(ckpt: Checkpoint, group: FindingGroup, anchor: str, work: _Work) -> dict[str, Any]:
     lead, finding = group.lead, group.lead.finding
     notes = [("why", lead.why), *lead.all_notes()]
     if len(group.members) > 1:
@@ -243,7 +243,7 @@ def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, 
     rows = []
     for row in list(named)[:_CHUNK_LIMIT]:
         record = int(tensor.chunks.record[row])
-        file, offset, length = ckpt.place(record) if record >= 0 else ("", 0, 0)
+        file, offset, length = ckpt.byte_range_of(record) if record >= 0 else ("", 0, 0)
         rank = rank_of(file)
         rows.append(
             {

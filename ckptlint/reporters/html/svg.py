@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ckptlint.geometry.chunk_graph import rank_of
-from ckptlint.geometry.chunk_map import Cell, Grid, axis_label, fixed_label
+from ckptlint.geometry.chunk_map import Grid, MapCell, axis_label, fixed_label
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box, Layout
 from ckptlint.model.text import plural
@@ -219,11 +219,11 @@ def _outline(grid: Grid, region: Box) -> tuple[int, int, int, int] | None:
     return across[0], down[0], across[-1] - across[0] + 1, down[-1] - down[0] + 1
 
 
-def _within(cells: list[Cell], start: int, stop: int) -> list[int]:
+def _within(cells: list[MapCell], start: int, stop: int) -> list[int]:
     return [i for i, cell in enumerate(cells) if not cell.folded and cell.start < stop and cell.stop > start]
 
 
-def _labels(cells: list[Cell]) -> list[str]:
+def _labels(cells: list[MapCell]) -> list[str]:
     return [f"{cell.start:,}" for cell in cells] + [f"{cells[-1].stop:,}"]
 
 
