@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import REAL, REPOSITORY, run, takes_ctrl_c
+from support import REAL, REPOSITORY, run, takes_ctrl_c
 
 import ckptlint
 from ckptlint import live
