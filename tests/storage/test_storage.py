@@ -105,14 +105,16 @@ def test_metadata_that_lies_outside_is_read_and_noted(real_copy: Copy, tmp_path:
 
 @pytest.mark.parametrize("loop", ["..", ".", "iter_0000099"])
 def test_folders_that_link_in_a_circle_end(real_copy: Copy, tmp_path: Path, loop: str) -> None:
-    real_copy("edit_base").rename(tmp_path / "iter_0000001")
-    (tmp_path / "iter_0000001" / "up").symlink_to("..")
-    (tmp_path / "iter_0000099").symlink_to(loop)
-    (tmp_path / "other").symlink_to(".")
-    report = ckptlint.check(tmp_path)
+    run = tmp_path / "run"  # above it lies nothing but this test's own
+    run.mkdir()
+    real_copy("edit_base").rename(run / "iter_0000001")
+    (run / "iter_0000001" / "up").symlink_to("..")
+    (run / "iter_0000099").symlink_to(loop)
+    (run / "other").symlink_to(".")
+    report = ckptlint.check(run)
     assert report.checkpoints
-    assert ckptlint.check(tmp_path, all_steps=True).checkpoints
-    assert ckptlint.check(tmp_path / "iter_0000001").exit_code == 0
+    assert ckptlint.check(run, all_steps=True).checkpoints
+    assert ckptlint.check(run / "iter_0000001").exit_code == 0
 
 
 def test_a_path_that_is_a_circle_of_links_is_nothing_to_check(tmp_path: Path) -> None:
