@@ -42,14 +42,15 @@ def run_ranks(
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [fork.Pipe(duplex=False) for _ in range(world)]
+        senders = [sender for _, sender in pipes]
         ranks = [
-            fork.Process(target=_rank, args=(function, rank, world, timeout, Path(folder, "store"), pipes[rank][1]))
+            fork.Process(target=_rank, args=(function, rank, world, timeout, Path(folder, "store"), senders))
             for rank in range(world)
         ]
         try:
             for process in ranks:
                 process.start()
-            for _, sender in pipes:
+            for sender in senders:
                 sender.close()
             results = _collect([receiver for receiver, _ in pipes], time.monotonic() + timeout)
         finally:
@@ -89,9 +90,12 @@ def _kill(process: BaseProcess) -> None:
 
 
 def _rank(
-    function: Callable[[int], Any], rank: int, world: int, timeout: float, store: Path, answer: Connection
+    function: Callable[[int], Any], rank: int, world: int, timeout: float, store: Path, answers: list[Connection]
 ) -> None:
     signal.alarm(math.ceil(timeout) + 5)  # should the test run be killed, nobody else ends this process
+    answer = answers.pop(rank)
+    for other in answers:
+        other.close()  # or the end of that rank would be seen at the end of this one
     os.setpgid(0, 0)
     # a forked process has no threads to share work with; accelerate would ask for some, unless told
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), OMP_NUM_THREADS="1")
