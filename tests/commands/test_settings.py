@@ -449,7 +449,7 @@ def test_an_ignore_of_a_deeper_rule_is_not_unused(here: Path) -> None:
 
 
 def test_an_ignore_whose_rule_crashed_is_not_unused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_cli import broken_rule
+    from support import broken_rule
 
     rules = broken_rule("GEO004")
     monkeypatch.setattr("ckptlint.lint.registry.load_rules", lambda: rules)

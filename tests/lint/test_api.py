@@ -94,7 +94,7 @@ def test_raise_for_findings() -> None:
 
 
 def test_raise_for_findings_when_a_rule_crashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_cli import broken_rule
+    from support import broken_rule
 
     rules = broken_rule("GEO008")
     monkeypatch.setattr("ckptlint.lint.registry.load_rules", lambda: rules)
