@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ckptlint.lint.registry import load_rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,7 @@ def run_ranks(
     Raises:
         AssertionError: a rank raised, died or ran out of time; with `expect_failures` a Failure stands in its place.
     """
+    _import_what_ranks_need()
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [fork.Pipe(duplex=False) for _ in range(world)]
@@ -62,6 +67,21 @@ def run_ranks(
     failed = [f"rank {rank}: {results[rank].text}" for rank in range(world) if isinstance(results[rank], Failure)]
     assert expect_failures or not failed, "\n".join(failed)
     return [results[rank] for rank in range(world)]
+
+
+@cache
+def _import_what_ranks_need() -> None:
+    """Import here, once, what every rank of every job would import: torch's compiler takes most of a second."""
+    for name in (
+        "torch._dynamo",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "ckptlint.live.api",
+        "ckptlint.live.sealing",
+    ):
+        import_module(name)
+    load_rules()
 
 
 def _collect(receivers: list[Connection], deadline: float) -> dict[int, Any]:
