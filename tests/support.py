@@ -16,6 +16,13 @@ from ckptlint.lint.report import Report
 REPOSITORY = Path(__file__).parent.parent
 REAL = REPOSITORY / "fixtures" / "real"
 SHARED = REPOSITORY.parent / "shared" / "checkpoints"
+SWEEP = bool(os.environ.get("SWEEP"))
+"""Whether tests that are marked as sweeps try all they can: `SWEEP=1 pytest -m sweep`, as .ci/run does."""
+
+
+def examples(few: int, many: int) -> int:
+    """How many inputs a test that is marked as a sweep tries: few in every run, many in a sweep."""
+    return many if SWEEP else few
 
 
 # ---------------------------------------------------------------- real checkpoints

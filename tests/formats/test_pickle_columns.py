@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pickles import CF, CM, Size, dumped, new
-from support import REAL
+from support import REAL, examples
 
 from ckptlint.errors import CkptlintError
 from ckptlint.formats import safe_pickle as unpickle
@@ -210,7 +210,8 @@ def differing(seed: int) -> list[bytes]:
     return found
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(examples(3, 8)))
 def test_an_edited_pickle_says_the_same_both_ways(seed: int) -> None:
     # under limits: an edit may ask the unpickler for gigabytes
     assert isolated(partial(differing, seed), 64 * 1024**2) == []

@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -40,7 +41,8 @@ def of_torch(shape: tuple[int, ...], placements: list[Placement], mesh: tuple[in
 
 
 @needs_strided
-@settings(max_examples=1500, deadline=None)
+@pytest.mark.sweep
+@settings(max_examples=examples(200, 1500), deadline=None)
 @given(layouts())
 def test_boxes_are_those_of_torch(layout: tuple[Any, ...]) -> None:
     shape, placements, mesh = layout

@@ -7,8 +7,10 @@ from itertools import product
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 
 from ckptlint.live.collect.extract import Held
 from ckptlint.live.compare import fingerprints as fp
@@ -66,8 +68,9 @@ def is_even(shape: tuple[int, ...], boxes: list[Any]) -> bool:
     return not grid.any()
 
 
+@pytest.mark.sweep
 @given(tilings())
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(300, 2000), deadline=None)
 def test_a_tiling_is_never_suspicious(tiling: Any) -> None:
     shape, boxes = tiling
     assert not words(held(shape, boxes)).any()
@@ -75,8 +78,9 @@ def test_a_tiling_is_never_suspicious(tiling: Any) -> None:
     assert not words([*held(shape, boxes), *held(shape, boxes[:1], replica=1)]).any(), "copies take no part"
 
 
+@pytest.mark.sweep
 @given(tilings(), st.data())
-@settings(max_examples=2000, deadline=None)
+@settings(max_examples=examples(300, 2000), deadline=None)
 def test_any_damage_is_suspicious_exactly_when_the_cells_are(tiling: Any, data: Any) -> None:
     shape, boxes = tiling
     at = data.draw(st.integers(0, len(boxes) - 1))
@@ -95,8 +99,9 @@ def test_any_damage_is_suspicious_exactly_when_the_cells_are(tiling: Any, data: 
     assert words(held(shape, damaged)).any() != is_even(shape, damaged)
 
 
+@pytest.mark.sweep
 @given(tilings(), tilings())
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(100, 500), deadline=None)
 def test_a_gap_and_an_overlap_of_equal_volume_do_not_cancel(one: Any, other: Any) -> None:
     shape, boxes = one
     if len(boxes) > 1 and all(boxes[1][1]):

@@ -25,6 +25,7 @@ GOOD, BAD, NOTHING = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole", REPOSITORY / "do
 NOTES = '#!/bin/sh\necho "$(basename "$0") $*" >> "$NOTES"\n'
 LINT = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m ckptlint "$@"\n'
 SRUN = '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n'
+WAITS = '#!/bin/sh\nuntil grep -q GEO004 "$AWAITED"; do command -p sleep 0.2; done\n'
 VENV = '#!/bin/sh\nmkdir -p "$3/bin" && cp "$(command -v hf)" "$3/bin/pip" && cp "$(command -v ckptlint)" "$3/bin/"\n'
 
 
@@ -110,7 +111,13 @@ def test_a_watch_beside_a_job(shell: Shell, tmp_path: Path) -> None:
     assert code == 1
     (alarm,) = (tmp_path / "alarms.txt").read_text().splitlines()
     assert alarm.startswith(f"step {run}/step-2 gave 1, see ")
-    code, noted, printed = shell(beside, RUN_DIR=run)
+    # more than two intervals are enough once the watch has begun; how long that takes, this machine decides
+    interval, pause = re.findall(r"--interval (\d+)|^sleep (\d+)", beside, re.MULTILINE)
+    assert int(pause[1]) > 2 * int(interval[0])
+    (tmp_path / "bin" / "sleep").write_text(WAITS)
+    (tmp_path / "bin" / "sleep").chmod(0o755)
+    code, noted, _ = shell(f"exec > {tmp_path}/printed 2>&1\n{beside}", RUN_DIR=run, AWAITED=tmp_path / "printed")
+    printed = (tmp_path / "printed").read_text()
     assert (code, noted) == (0, ["python train.py"])
     assert "GEO004" in printed and "Traceback" not in printed
 
