@@ -7,11 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ckptlint
+from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import Report
+from ckptlint.rule import Finding, Rule
 
 REPOSITORY = Path(__file__).parent.parent
 REAL = REPOSITORY / "fixtures" / "real"
@@ -54,6 +58,16 @@ def check_bytes(data: bytes, folder: Path, name: str = ".metadata") -> Report:
     (folder / name).write_bytes(data)
     (folder / "__0_0.distcp").write_bytes(b"")
     return ckptlint.check(folder)
+
+
+def broken_rule(code: str) -> tuple[Rule, ...]:
+    """The rules, one of them ending in an error of its own after its first finding."""
+
+    def crash(_: Any) -> Iterator[Finding]:
+        yield Finding("half a finding")
+        raise RuntimeError("broken \x1b[31m rule")
+
+    return tuple(replace(rule, check=crash) if rule.code == code else rule for rule in load_rules())
 
 
 # ---------------------------------------------------------------- ckptlint as a user runs it

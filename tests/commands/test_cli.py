@@ -17,13 +17,13 @@ from typing import IO, Any
 import jsonschema
 import pytest
 from click.testing import CliRunner, Result
-from support import REAL, REPOSITORY, run, run_python
+from support import REAL, REPOSITORY, broken_rule, run, run_python
 
 import ckptlint
 from ckptlint.commands import main as cli
 from ckptlint.errors import CheckpointError, ConfigError
 from ckptlint.lint.registry import load_rules
-from ckptlint.rule import Finding, Rule, Severity
+from ckptlint.rule import Severity
 from ckptlint.testing import write_checkpoint
 
 GOOD = str(REAL / "fsdp2_4r")
@@ -57,19 +57,6 @@ def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         assert isinstance(ended.code, int)
         return ended.code
     return 0
-
-
-def broken_rule(code: str) -> tuple[Rule, ...]:
-    """The rules, one of them ending in an error of its own after its first finding."""
-
-    def crash(_: Any) -> Iterator[Finding]:
-        yield Finding("half a finding")
-        raise RuntimeError("broken \x1b[31m rule")
-
-    return tuple(
-        Rule(rule.code, rule.name, rule.severity, crash, rule.needs, rule.always) if rule.code == code else rule
-        for rule in load_rules()
-    )
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import pytest
 from click.testing import CliRunner, Result
-from support import REAL, REPOSITORY, run
+from support import REAL, REPOSITORY, broken_rule, run
 
 from ckptlint.commands import main as cli
 from ckptlint.commands.settings import long_options
@@ -449,8 +449,6 @@ def test_an_ignore_of_a_deeper_rule_is_not_unused(here: Path) -> None:
 
 
 def test_an_ignore_whose_rule_crashed_is_not_unused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from support import broken_rule
-
     rules = broken_rule("GEO004")
     monkeypatch.setattr("ckptlint.lint.registry.load_rules", lambda: rules)
     (here / "ckptlint.toml").write_text(IGNORE)

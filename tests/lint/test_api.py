@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from support import REAL, run_python
+from support import REAL, broken_rule, run_python
 
 import ckptlint
 from ckptlint.commands import main as cli
@@ -94,8 +94,6 @@ def test_raise_for_findings() -> None:
 
 
 def test_raise_for_findings_when_a_rule_crashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from support import broken_rule
-
     rules = broken_rule("GEO008")
     monkeypatch.setattr("ckptlint.lint.registry.load_rules", lambda: rules)
     report = ckptlint.check(GOOD)
