@@ -64,7 +64,8 @@ def needs_child(data: bytes) -> bool:
     """Whether CPython may starve on a pickle: a memo of gigabytes, or a tuple that takes hours to hash.
 
     A mutant is too short for the third danger, a tuple nested so deep that hashing it overflows the stack. In doubt
-    the answer is yes. Single readers skip such a mutant, `tests/test_safety.py` has its kind; whole checks fork for it.
+    the answer is yes. Single readers skip such a mutant, `tests/formats/test_safety.py` has its kind; whole checks fork
+    for it.
     """
     from ckptlint.formats.safe_pickle import _pop
 

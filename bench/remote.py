@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "storage"))
 
 from loopback import BUCKET, CREDENTIALS, Server, client, files_of, forwarded_to, moto, serving, upload
 from tabulate import tabulate

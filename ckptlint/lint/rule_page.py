@@ -7,6 +7,7 @@ import json
 import textwrap
 import tomllib
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def _examples(rule: Rule, width: int) -> Iterator[str]:
     fixture = Path(inspect.getfile(rule.check)).parent.parent / "fixtures" / f"{rule.code}.toml"
     if not fixture.is_file():
         return
-    cases = tomllib.loads(fixture.read_text(encoding="utf-8"))["case"]
+    cases = _cases(fixture)
     for heading, is_bad in (("Bad", True), ("Good", False)):
         case = next((case for case in cases if bool(case.get("expect")) == is_bad), None)
         if case is not None:
@@ -47,6 +48,12 @@ def _examples(rule: Rule, width: int) -> Iterator[str]:
             yield f"{heading}: {case['name']}"
             for line in _facts(case):
                 yield from textwrap.wrap(line, width, initial_indent="  ", subsequent_indent="    ")
+
+
+@cache  # a SARIF report has the pages of all rules
+def _cases(fixture: Path) -> list[dict[str, Any]]:
+    cases: list[dict[str, Any]] = tomllib.loads(fixture.read_text(encoding="utf-8"))["case"]
+    return cases
 
 
 def _facts(case: dict[str, Any]) -> Iterator[str]:

@@ -12,6 +12,8 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -19,6 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from ckptlint.lint.registry import load_rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +43,19 @@ def run_ranks(
     Raises:
         AssertionError: a rank raised, died or ran out of time; with `expect_failures` a Failure stands in its place.
     """
+    _import_what_ranks_need()
     fork = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes = [fork.Pipe(duplex=False) for _ in range(world)]
+        senders = [sender for _, sender in pipes]
         ranks = [
-            fork.Process(target=_rank, args=(function, rank, world, timeout, Path(folder, "store"), pipes[rank][1]))
+            fork.Process(target=_rank, args=(function, rank, world, timeout, Path(folder, "store"), senders))
             for rank in range(world)
         ]
         try:
             for process in ranks:
                 process.start()
-            for _, sender in pipes:
+            for sender in senders:
                 sender.close()
             results = _collect([receiver for receiver, _ in pipes], time.monotonic() + timeout)
         finally:
@@ -61,6 +67,21 @@ def run_ranks(
     failed = [f"rank {rank}: {results[rank].text}" for rank in range(world) if isinstance(results[rank], Failure)]
     assert expect_failures or not failed, "\n".join(failed)
     return [results[rank] for rank in range(world)]
+
+
+@cache
+def _import_what_ranks_need() -> None:
+    """Import here, once, what every rank of every job would import: torch's compiler takes most of a second."""
+    for name in (
+        "torch._dynamo",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "ckptlint.live.api",
+        "ckptlint.live.sealing",
+    ):
+        import_module(name)
+    load_rules()
 
 
 def _collect(receivers: list[Connection], deadline: float) -> dict[int, Any]:
@@ -89,9 +110,12 @@ def _kill(process: BaseProcess) -> None:
 
 
 def _rank(
-    function: Callable[[int], Any], rank: int, world: int, timeout: float, store: Path, answer: Connection
+    function: Callable[[int], Any], rank: int, world: int, timeout: float, store: Path, answers: list[Connection]
 ) -> None:
     signal.alarm(math.ceil(timeout) + 5)  # should the test run be killed, nobody else ends this process
+    answer = answers.pop(rank)
+    for other in answers:
+        other.close()  # or the end of that rank would be seen at the end of this one
     os.setpgid(0, 0)
     # a forked process has no threads to share work with; accelerate would ask for some, unless told
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), OMP_NUM_THREADS="1")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pickle
 import re
 import tempfile
@@ -15,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import REPOSITORY
 from jobs import Failure, run_ranks
+from support import REPOSITORY
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -387,6 +389,8 @@ def test_a_path_that_is_saved_again_and_again_gets_back_into_step() -> None:
 
 
 def test_a_rank_that_dies_in_the_check_costs_the_deadline_only() -> None:
+    others = multiprocessing.get_context("fork").Semaphore(0)
+
     def job(rank: int) -> Any:
         installed = live.install(timeout=2)
         state = healthy(rank)
@@ -395,13 +399,17 @@ def test_a_rank_that_dies_in_the_check_costs_the_deadline_only() -> None:
 
             def dies(words: Any, how: Any) -> Any:
                 if how == "sum":
-                    time.sleep(60)
+                    for _ in range(3):
+                        others.acquire(timeout=60)  # it hangs for as long as anyone waits for it
+                    os._exit(9)
                 return real(words, how)
 
             installed.group.reduce = dies
-        return collected(lambda: live.check(state, tag=1)), collected(lambda: live.check(state, tag=2))
+        seen = collected(lambda: live.check(state, tag=1)), collected(lambda: live.check(state, tag=2))
+        others.release()
+        return seen
 
-    results = run_ranks(job, timeout=30, expect_failures=True)
+    results = run_ranks(job, expect_failures=True)
     assert isinstance(results[3], Failure)
     for first, second in results[:3]:
         assert [code for code, *_ in first[0]] == ["LIV211"]

@@ -19,8 +19,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint._extension
 import torch.distributed.checkpoint.planner_helpers
-from conftest import REPOSITORY
 from jobs import run_ranks
+from support import REPOSITORY
 from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import (
     ShardedTensor,

@@ -16,8 +16,8 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import REPOSITORY
 from jobs import run_ranks
+from support import REPOSITORY
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -12,13 +14,14 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import REAL, REPOSITORY, run, takes_ctrl_c
+from support import REAL, REPOSITORY, run, takes_ctrl_c
 
 import ckptlint
 from ckptlint import live
@@ -30,12 +33,11 @@ KEPT = {key: value for key, value in os.environ.items() if not key.startswith("C
     "PYTHONIOENCODING": "utf-8"
 }
 
-EACH_ITS_OWN = """
+MAIN = "from ckptlint.__main__ import main\nmain()\n"
+EACH_ITS_OWN = f"""
 import os, sys
 os.chdir(sys.argv.pop(1) + "/" + os.environ["RANK"])
-from ckptlint.__main__ import main
-main()
-"""
+{MAIN}"""
 """ckptlint in a folder of each rank's own: one path, other files."""
 
 
@@ -45,31 +47,61 @@ def torchrun(world: int, *arguments: object) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, cwd=REPOSITORY, env=KEPT, text=True, capture_output=True, timeout=120, check=False)
 
 
-def started(world: int, arguments: Sequence[object], code: str = "", nodes: int = 1) -> list[subprocess.Popen[str]]:
+class Rank:
+    """A process as torchrun starts it, but forked: what it would import takes seconds, and this one has it already."""
+
+    def __init__(self, arguments: Sequence[object], code: str, env: dict[str, str]) -> None:
+        self.texts: tuple[IO[bytes], IO[bytes]] = (TemporaryFile(), TemporaryFile())  # noqa: SIM115
+        fork = multiprocessing.get_context("fork")
+        self.process = fork.Process(target=self.run, args=(list(map(str, arguments)), code, env))
+        self.process.start()
+
+    def run(self, arguments: list[str], code: str, env: dict[str, str]) -> None:
+        signal.alarm(120)  # should the test run be killed, nobody else ends this process
+        takes_ctrl_c()
+        os.environ.clear()
+        os.environ.update(env)
+        os.chdir(REPOSITORY)
+        for number, file in enumerate(self.texts, 1):
+            os.dup2(file.fileno(), number)
+        sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(n, "w", closefd=False), "utf-8") for n in (1, 2))
+        sys.argv = ["ckptlint", *arguments]
+        torch.set_num_threads(1)
+        exec(code, {"__name__": "__main__"})
+
+    def ended(self, seconds: float) -> tuple[int | None, str, str]:
+        """Exit code, output and errors."""
+        self.process.join(seconds)
+        for file in self.texts:
+            file.seek(0)
+        out, err = (file.read().decode() for file in self.texts)
+        assert self.process.exitcode is not None, f"still running after {seconds:.0f} s: {out}{err}"
+        return self.process.exitcode, out, err
+
+
+def started(world: int, arguments: Sequence[object], code: str = MAIN, nodes: int = 1) -> list[Rank]:
     """The ranks as torchrun starts them, on so many nodes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, *(("-c", code) if code else ("-m", "ckptlint")), *map(str, arguments)]
     local = world // nodes
     ranks = []
     for rank in range(world):
         env = KEPT | {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank % local)}
         env |= {"LOCAL_WORLD_SIZE": str(local), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        ranks.append(subprocess.Popen(command, cwd=REPOSITORY, env=env, preexec_fn=takes_ctrl_c, **pipes))
+        ranks.append(Rank(arguments, code, env))
     return ranks
 
 
-def ended(ranks: list[subprocess.Popen[str]], seconds: float = 100) -> list[tuple[int, str, str]]:
+def ended(ranks: list[Rank], seconds: float = 100) -> list[tuple[int | None, str, str]]:
     """Exit code, output and errors of each."""
     until = time.monotonic() + seconds
     try:
-        texts = [process.communicate(timeout=until - time.monotonic()) for process in ranks]
+        return [rank.ended(max(0, until - time.monotonic())) for rank in ranks]
     finally:
-        for process in ranks:
-            process.kill()
-    return [(process.returncode, out, err) for process, (out, err) in zip(ranks, texts, strict=True)]
+        for rank in ranks:
+            rank.process.kill()
+            rank.process.join()
 
 
 @pytest.fixture
@@ -97,14 +129,14 @@ def findings(text: str) -> list[tuple[str, str, str]]:
 
 
 def test_torchrun_of_three_reports_once_what_one_process_reports(saved: Path) -> None:
-    done = torchrun(3, saved, "--digest", "--format", "json")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert findings(done.stdout) == []  # one document: the other ranks print nothing
+    (code, text, errors), *others = ended(started(3, ["live", saved, "--digest", "--format", "json"]))
+    assert code == 0, errors[-2000:]
+    assert findings(text) == [] and [out for _, out, _ in others] == ["", ""]
     flip(saved, 0.5)
     alone = run("live", saved, "--digest", "--format", "json")
     done = torchrun(3, saved, "--digest", "--format", "json")
     assert done.returncode != 0 and alone.returncode == 1
-    assert findings(done.stdout) == findings(alone.stdout)
+    assert findings(done.stdout) == findings(alone.stdout)  # one document: the other ranks print nothing
     assert {row[0] for row in findings(done.stdout)} == {"LIV302", "PAY012"}
 
 
@@ -157,8 +189,24 @@ def test_settle_waits_until_all_see_the_same(saved: Path) -> None:
     shutil.copytree(saved, root / "1" / "ckpt")
     late = sorted((root / "1" / "ckpt").glob("*.distcp"))[0]
     late.rename(root / "late")
-    ranks = started(2, [root, "live", "ckpt", "--settle", "60", "--digest"], EACH_ITS_OWN)
-    time.sleep(12)
+    code = EACH_ITS_OWN.replace(
+        "main()",
+        """
+import ckptlint.live.shared_check as c
+from pathlib import Path
+look = c.look
+def looked(*arguments):
+    seen = look(*arguments)
+    Path("../looked" + os.environ["RANK"]).touch()
+    return seen
+c.look = looked
+main()""",
+    )
+    ranks = started(2, [root, "live", "ckpt", "--settle", "60", "--digest"], code)
+    until = time.monotonic() + 60
+    while not all((root / f"looked{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < until
+        time.sleep(0.05)
     (root / "late").rename(late)
     assert [code for code, _, _ in ended(ranks)] == [0, 0]
 
@@ -225,10 +273,14 @@ def test_a_rank_that_dies_ends_the_others_in_time(saved: Path) -> None:
 def test_ctrl_c_is_130(saved: Path) -> None:
     slow = "c.look = lambda *_: print('here', flush=True) or time.sleep(60)"
     code = EACH_ITS_OWN.replace("main()", f"import time\nimport ckptlint.live.shared_check as c\n{slow}\nmain()")
-    (rank,) = started(1, [saved.parent.parent, "live", "ckpt"], code)
-    assert rank.stdout is not None and rank.stdout.readline() == "here\n"
-    rank.send_signal(signal.SIGINT)
-    assert ended([rank])[0][0] == 130
+    command = [sys.executable, "-c", code, str(saved.parent.parent), "live", "ckpt"]
+    env = KEPT | {"RANK": "0", "WORLD_SIZE": "1"}
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, env=env, stdout=subprocess.PIPE, text=True, preexec_fn=takes_ctrl_c
+    ) as alone:
+        assert alone.stdout is not None and alone.stdout.readline() == "here\n"
+        alone.send_signal(signal.SIGINT)
+        assert alone.wait(60) == 130
 
 
 def test_one_process_needs_no_torch(saved: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -62,8 +63,20 @@ def saved(path: Path, change: Callable[[State, int], None] | None = None) -> lis
     return run_ranks(job)
 
 
-def test_what_four_ranks_sealed_is_what_the_files_hold(tmp_path: Path) -> None:
-    assert saved(tmp_path) == [SEAL, None, None, None]
+@pytest.fixture(scope="module")
+def sealed_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sealed") / "ckpt"
+    assert saved(folder) == [SEAL, None, None, None]
+    return folder
+
+
+@pytest.fixture
+def sealed(sealed_once: Path, tmp_path: Path) -> Path:
+    """A checkpoint that four ranks saved and sealed, for this test alone."""
+    return Path(shutil.copytree(sealed_once, tmp_path, dirs_exist_ok=True))
+
+
+def test_what_four_ranks_sealed_is_what_the_files_hold(tmp_path: Path, sealed: Path) -> None:
     document = json.loads((tmp_path / SEAL).read_text())
     keys = {"rows", "both", "copied", "everywhere", "uneven", "plain", "scalar", "none", "piece"}
     assert document["entries"].keys() == {f"model.{key}" for key in keys} | {"stage0.bias", "stage1.bias"}
@@ -117,9 +130,7 @@ def layouts(rank: int) -> State:
     }
 
 
-def test_another_layout_loads_what_was_sealed(tmp_path: Path) -> None:
-    saved(tmp_path)
-
+def test_another_layout_loads_what_was_sealed(tmp_path: Path, sealed: Path) -> None:
     def job(rank: int) -> list[tuple[list[tuple[str, str | None, str, str]], int]]:
         live.install(timeout=20)
         held = layouts(rank)
@@ -161,8 +172,7 @@ def told(report: Any) -> list[tuple[str, str | None, str, str]]:
         ("later algorithm", "its digests are made by 'elem64-2'"),
     ],
 )
-def test_a_seal_that_cannot_be_used_is_no_pass(fault: str, sentence: str, tmp_path: Path) -> None:
-    saved(tmp_path)
+def test_a_seal_that_cannot_be_used_is_no_pass(fault: str, sentence: str, tmp_path: Path, sealed: Path) -> None:
     path = tmp_path / SEAL
     document = json.loads(path.read_text())
     if fault == "absent":

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import examples
 from threads import run_threads
 
 from ckptlint.lint.report import Report
@@ -82,7 +83,8 @@ def told(report: Report) -> set[tuple[str, str]]:
     return {(d.code, d.fqn or "") for d in report.diagnostics if d.severity > 1}
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(examples(6, 12)))
 def test_random_layouts_are_healthy(seed: int) -> None:
     report = checked(layout(seed))
     assert not list(report.diagnostics)
@@ -92,7 +94,8 @@ def test_random_layouts_are_healthy(seed: int) -> None:
 DAMAGES = ("drop", "content", "shape", "dtype", "claim", "shift", "step")
 
 
-@pytest.mark.parametrize("seed", range(14))
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(examples(7, 14)))
 def test_random_damage_is_found_and_named(seed: int) -> None:
     states = layout(seed)
     kind = DAMAGES[seed % len(DAMAGES)]

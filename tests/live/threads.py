@@ -17,12 +17,25 @@ from ckptlint.model.layout import IntArray
 
 
 class Meeting:
-    """Where the ranks of one job meet: each brings words and takes those of all."""
+    """Where the ranks of one job meet: each brings words and takes what comes of those of all, computed once."""
 
     def __init__(self, world: int) -> None:
         self.world = world
         self.words: list[IntArray] = [np.zeros(0, np.int64)] * world
-        self.barrier = threading.Barrier(world)
+        self.how: list[str] = [""] * world
+        self.result: IntArray | Exception = self.words[0]
+        self.barrier = threading.Barrier(world, self._compute)
+
+    def _compute(self) -> None:
+        try:
+            (how,) = set(self.how)  # ranks that call another function, or send other lengths, fail here, as they should
+            every = np.stack(self.words)
+            if how == "sum":
+                self.result = every.view(np.uint64).sum(axis=0).view(np.int64)
+            else:
+                self.result = every.max(axis=0) if how == "max" else every
+        except ValueError as error:
+            self.result = error
 
 
 class ThreadGroup:
@@ -37,26 +50,27 @@ class ThreadGroup:
 
     def reduce(self, words: IntArray, how: Reduction) -> IntArray:
         self.log.append((how, len(words)))
-        every = self._meet(words).view(np.uint64) if how == "sum" else self._meet(words)
-        return every.sum(axis=0).view(np.int64) if how == "sum" else every.max(axis=0)
+        return self._meet(words, how)
 
     def gather(self, words: IntArray) -> IntArray:
         self.log.append(("gather", len(words)))
-        return self._meet(words)
+        return self._meet(words, "gather")
 
     def broadcast(self, words: IntArray, source: int) -> IntArray:
         self.log.append(("broadcast", len(words)))
-        return self._meet(words)[source]
+        return self._meet(words, "broadcast")[source]
 
-    def _meet(self, words: IntArray) -> IntArray:
+    def _meet(self, words: IntArray, how: str) -> IntArray:
         try:
-            self._meeting.words[self.rank] = words
+            self._meeting.words[self.rank], self._meeting.how[self.rank] = words, how
             self._meeting.barrier.wait(self._seconds)
-            every = np.stack(self._meeting.words)  # ranks that send other lengths fail here, as they should
+            result = self._meeting.result
             self._meeting.barrier.wait(self._seconds)
         except threading.BrokenBarrierError:
             raise GroupBroken("a rank was lost") from None
-        return every
+        if isinstance(result, Exception):
+            raise result
+        return result if how == "gather" else result.copy()
 
 
 def run_threads(function: Callable[[Live], Any], world: int = 64, timeout: float = 10.0) -> list[Any]:

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, Literal
 from unittest.mock import patch
 
-from conftest import REAL, manifest
+from support import REAL, manifest
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan

@@ -14,11 +14,13 @@ pytest.importorskip("torch")
 
 from mutants import Operator, judge, saves
 from operators import OPERATORS
+from support import examples
 
 SEED = 0
-SAVES = 3
+SAVES = examples(2, 3)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name)
 def test_a_sample_of_mutants(operator: Operator, tmp_path: Path) -> None:
     judged = excused = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from base64 import b64encode
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from ckptlint.vocabulary.keys import numbers, role
 
 if TYPE_CHECKING:
     import networkx as nx
+    from jinja2 import Template
     from markupsafe import Markup
 
 STRIP_LIMIT = 2000
@@ -51,21 +53,15 @@ _VERDICTS = {"pass": ("✓", "Passed"), "fail": ("✕", "Failed"), "incomplete":
 
 def render(report: Report, style: Style) -> str:
     """The whole report as one HTML page; it is never cut by `style`."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     css = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
     digest = b64encode(hashlib.sha256(css.encode()).digest()).decode()
-    loader = PackageLoader("ckptlint.reporters.html", "")
-    page = Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
-    ).get_template("report.html.jinja")
     work = _Work()
     room = STRIP_LIMIT
     parts = []
     for number, part in enumerate(report.checkpoints, 1):
         parts.append(_checkpoint(part, f"c{number}", room, work))
         room -= parts[-1]["appendix"]["shown"]
-    return page.render(
+    return _template().render(
         policy=f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'",
         css=_markup(css),
         hatches=_markup(svg.HATCHES),
@@ -78,6 +74,17 @@ def render(report: Report, style: Style) -> str:
         parts=parts,
         version=__version__,
     )
+
+
+@cache
+def _template() -> Template:
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("ckptlint.reporters.html", "")
+    environment = Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
+    return environment.get_template("report.html.jinja")
 
 
 @dataclass(slots=True)

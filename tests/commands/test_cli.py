@@ -1,0 +1,757 @@
+"""The command line: what it accepts, what it prints, and which exit code it ends in."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import jsonschema
+import pytest
+from click.testing import CliRunner, Result
+from support import REAL, REPOSITORY, broken_rule, run, run_python
+
+import ckptlint
+from ckptlint.commands import main as cli
+from ckptlint.errors import CheckpointError, ConfigError
+from ckptlint.lint.registry import load_rules
+from ckptlint.rule import Severity
+from ckptlint.testing import write_checkpoint
+
+GOOD = str(REAL / "fsdp2_4r")
+BAD = str(REAL / "fsdp2_4r_hole")
+WARNING = str(REAL / "boundary_mismatch")
+UNSAFE = str(REAL / "metadata_malicious")
+UNREADABLE = str(REAL / "metadata_truncated")
+NOTHING = str(REPOSITORY / "ckptlint")
+
+SCHEMA = json.loads((REPOSITORY / "ckptlint" / "report.schema.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*os.environ]:
+        if name.startswith("CKPTLINT_") or name in ("NO_COLOR", "FORCE_COLOR", "COLUMNS"):
+            monkeypatch.delenv(name)
+
+
+def invoke(*arguments: str, stdin: str | None = None, env: dict[str, str] | None = None) -> Result:
+    """A command in this process; an error of ckptlint or click stays an exception."""
+    return CliRunner().invoke(cli.cli, arguments, input=stdin, env=env)
+
+
+def main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    """The exit code of the entry point, in this process."""
+    monkeypatch.setattr(sys, "argv", ["ckptlint", *arguments])
+    try:
+        cli.main()
+    except SystemExit as ended:
+        assert isinstance(ended.code, int)
+        return ended.code
+    return 0
+
+
+@pytest.fixture
+def crashing(monkeypatch: pytest.MonkeyPatch) -> str:
+    rules = broken_rule("GEO008")
+    monkeypatch.setattr("ckptlint.lint.registry.load_rules", lambda: rules)
+    return "GEO008"
+
+
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A checkpoint that the operating system does not let be listed."""
+    folder = tmp_path / "refused"
+    write_checkpoint({"tensors": {"w": {"shape": [4]}}}, folder)
+    real = os.scandir
+
+    def scandir(path: Any = ".") -> Any:
+        if str(path) == str(folder):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    return str(folder)
+
+
+# ---------------------------------------------------------------- exit codes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ([GOOD], 0),
+        ([WARNING], 0),
+        ([WARNING, "--strict"], 1),
+        ([WARNING, "--fail-on", "warning"], 1),
+        ([BAD], 1),
+        ([UNSAFE], 1),
+        ([UNREADABLE], 1),
+        ([BAD, "--exit-zero"], 0),
+        ([BAD, "--fail-on", "never"], 0),
+        ([GOOD, BAD], 1),
+        ([NOTHING], 3),
+        (["/nowhere/at/all"], 3),
+        ([GOOD, NOTHING], 3),
+        ([NOTHING, BAD], 1),
+        ([BAD, NOTHING, "--exit-zero"], 3),
+        ([GOOD, "--no-such-option"], 2),
+        ([BAD, "--select", "NOPE"], 2),
+        ([], 2),
+        (["check"], 2),
+        (["--help"], 0),
+        (["--version"], 0),
+        (["explain", "GEO004"], 0),
+        (["explain", "NOPE"], 2),
+        (["rules"], 0),
+    ],
+    ids=lambda value: " ".join(Path(v).name for v in value) if isinstance(value, list) else None,
+)
+def test_exit_codes(monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int) -> None:
+    if not arguments:
+        assert run().returncode == code
+    else:
+        assert main(monkeypatch, *arguments) == code
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([GOOD], 0), ([BAD], 1), ([GOOD, "--depth", "x"], 2), ([NOTHING], 3)])
+def test_exit_codes_of_a_process(arguments: list[str], code: int) -> None:
+    assert run(*arguments).returncode == code
+
+
+def test_a_refused_read_gives_4(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    assert main(monkeypatch, refused) == 4
+
+
+def test_the_order_is_2_1_4_3_0(monkeypatch: pytest.MonkeyPatch, refused: str) -> None:
+    assert main(monkeypatch, GOOD, NOTHING, refused, BAD, "--select", "NOPE") == 2
+    assert main(monkeypatch, GOOD, NOTHING, refused, BAD) == 1
+    assert main(monkeypatch, GOOD, NOTHING, refused, BAD, "--exit-zero") == 4
+    assert main(monkeypatch, GOOD, NOTHING, refused) == 4
+    assert main(monkeypatch, GOOD, NOTHING) == 3
+    assert main(monkeypatch, GOOD, GOOD) == 0
+
+
+def test_a_crashed_rule_gives_4_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch, crashing: str) -> None:
+    assert main(monkeypatch, GOOD) == 4
+    report = ckptlint.check(BAD)
+    (part,) = report.checkpoints
+    assert list(part.failed) == [crashing]
+    assert {"GEO004", "LNT002"} <= {item.code for item in report.diagnostics}
+    silent = sum(rule.expects or rule.live or rule.needs in ("headers", "data") for rule in load_rules())
+    assert len(part.passed) + len(part.not_applicable) == len(load_rules()) - 1 - silent
+    crash = next(item for item in report.diagnostics if item.code == "LNT002")
+    assert crash.severity == Severity.ERROR
+    assert crashing in crash.title
+    assert "\x1b" not in crash.title + "".join(crash.finding.detail)
+    assert (ckptlint.check(GOOD).exit_code, ckptlint.check(GOOD).verdict) == (4, "incomplete")
+
+
+def test_a_crashed_rule_beside_an_error_gives_1(monkeypatch: pytest.MonkeyPatch, crashing: str) -> None:
+    assert main(monkeypatch, BAD) == 1
+    assert main(monkeypatch, BAD, "--exit-zero") == 4
+    assert main(monkeypatch, GOOD, NOTHING) == 4
+    assert main(monkeypatch, GOOD, "--ignore", crashing) == 0
+
+
+def test_a_crashed_rule_is_named_in_every_format(crashing: str) -> None:
+    result = invoke("check", GOOD)
+    assert result.exit_code == 4
+    assert f"1 rule did not finish: {crashing}" in result.output
+    document = json.loads(invoke("check", GOOD, "--format", "json").output)
+    jsonschema.validate(document, SCHEMA)
+    assert document["verdict"] == "incomplete"
+    assert document["checkpoints"][0]["failed"][0]["code"] == crashing
+    assert "LNT002" in invoke("check", GOOD, "--format", "concise").output
+
+
+# ---------------------------------------------------------------- how it is called
+
+
+def test_check_is_implied() -> None:
+    explicit, implied = invoke("check", BAD), invoke(BAD)
+    assert implied.exit_code == explicit.exit_code == 1
+    timeless = re.compile(r"\d+\.\d\d s")
+    assert timeless.sub("", implied.output) == timeless.sub("", explicit.output)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--format", "concise", BAD],
+        [BAD, "--format", "concise"],
+        ["--format=concise", BAD],
+        ["check", "--format", "concise", BAD],
+    ],
+)
+def test_options_stand_before_or_behind_the_path(arguments: list[str]) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 1
+    assert len(result.output.splitlines()) == 1
+
+
+def test_a_folder_named_like_a_command_is_reached_with_a_dot(tmp_path: Path) -> None:
+    write_checkpoint({"tensors": {"w": {"shape": [4]}}}, tmp_path / "rules")
+    done = run("./rules", cwd=tmp_path, env={"PYTHONPATH": str(REPOSITORY)})
+    assert done.returncode == 0
+    assert "1 tensor" in done.stdout
+
+
+def test_paths_come_from_standard_input() -> None:
+    result = invoke("-", "--format", "json", stdin=f"{GOOD}\n\n{BAD}\n")
+    assert [part["path"] for part in json.loads(result.output)["checkpoints"]] == [GOOD, BAD]
+    assert result.exit_code == 1
+    both = invoke(WARNING, "-", "--format", "json", stdin=f"{GOOD}\n")
+    assert [part["path"] for part in json.loads(both.output)["checkpoints"]] == [WARNING, GOOD]
+
+
+def test_empty_standard_input_is_no_pass() -> None:
+    assert invoke("-", stdin="").exit_code == 3
+
+
+@pytest.mark.parametrize("flag", ["--version", "-V"])
+def test_version(flag: str) -> None:
+    assert invoke(flag).output.strip().endswith(ckptlint.__version__)
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["--help"], ["check", "-h"], ["rules", "--help"]])
+def test_help(arguments: list[str]) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 0
+    assert "Usage:" in result.output
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_the_list_of_commands_says_what_each_says_of_itself(name: str) -> None:
+    listed, real = cli.cli.commands[name], cli.command(name)
+    assert listed.get_short_help_str(1000) == real.get_short_help_str(1000)
+    assert real.name == name
+
+
+def test_all_steps_of_a_run(tmp_path: Path) -> None:
+    for step, chunks in ((1, ["0:2"]), (2, ["0:4"])):
+        write_checkpoint({"tensors": {"w": {"shape": [4], "chunks": chunks}}}, tmp_path / f"step-{step}")
+    assert invoke(str(tmp_path)).exit_code == 0
+    assert invoke(str(tmp_path), "--all-steps").exit_code == 1
+
+
+# ---------------------------------------------------------------- choosing rules
+
+
+@pytest.mark.parametrize(
+    ("token", "near"), [("GEO04", "GEO00"), ("coverage-hol", "coverage-hole"), ("chunk_overlap", "chunk-overlap")]
+)
+@pytest.mark.parametrize("option", ["--select", "--extend-select", "--ignore"])
+def test_an_unknown_rule_is_a_usage_error_that_names_the_nearest(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str, token: str, near: str
+) -> None:
+    assert main(monkeypatch, GOOD, option, token) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"there is no rule {token!r}, did you mean {near}" in said.err
+
+
+def test_a_rule_that_is_like_no_other_points_to_the_list(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(monkeypatch, "explain", "qqqqqqqq") == 2
+    assert "`ckptlint rules` lists them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("token", ["SAF", "SAF001", "unsafe-pickle", "LNT002", "saf002"])
+def test_safety_rules_cannot_be_ignored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], token: str
+) -> None:
+    assert main(monkeypatch, UNSAFE, "--ignore", token) == 2
+    assert "cannot be ignored" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("token", ["SAF001", "SAF", "unsafe-pickle", "LNT002", "ALL"])
+@pytest.mark.parametrize("level", ["info", "warning", "error"])
+def test_the_severity_of_safety_rules_cannot_be_changed(
+    monkeypatch: pytest.MonkeyPatch, token: str, level: str
+) -> None:
+    assert main(monkeypatch, UNSAFE, "--severity", f"{token}={level}") == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--exit-zero"],
+        ["--fail-on", "never"],
+        ["--select", "GEO004"],
+        ["--ignore", "ALL"],
+        ["--select", "GEO", "--ignore", "GEO"],
+        ["--depth", "metadata"],
+        ["-qq"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("path", [UNSAFE, UNREADABLE, str(REAL / "metadata_is_json"), str(REAL / "huge_shape")])
+def test_no_option_turns_a_safety_error_into_0(path: str, options: list[str]) -> None:
+    assert invoke(path, *options).exit_code == 1
+
+
+def test_other_rules_can_be_ignored_and_lowered() -> None:
+    assert invoke(BAD, "--ignore", "GEO004,GEO005").exit_code == 0
+    assert invoke(BAD, "--ignore", "coverage-hole").exit_code == 0
+    assert invoke(BAD, "--severity", "GEO004=warning").exit_code == 0
+    assert invoke(BAD, "--severity", "GEO004=warning", "--strict").exit_code == 1
+    assert invoke(WARNING, "--severity", "GEO008=error").exit_code == 1
+    assert invoke(BAD, "--select", "PAY").exit_code == 0
+    assert invoke(BAD, "--select", "PAY", "--extend-select", "GEO004").exit_code == 1
+    assert invoke(BAD, "--select", "geo004").exit_code == 1
+    assert invoke(BAD, "--select", "GEO", "--ignore", "GEO004").exit_code == 0
+
+
+@pytest.mark.parametrize("value", ["GEO004", "GEO004=bad", "NOPE=info", "=info"])
+def test_a_senseless_severity_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    assert main(monkeypatch, GOOD, "--severity", value) == 2
+
+
+@pytest.mark.parametrize("token", ["PAY003", "missing-file"])
+def test_a_rule_that_needs_more_depth_is_a_usage_error_when_chosen_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], token: str
+) -> None:
+    assert main(monkeypatch, GOOD, "--depth", "metadata", "--select", token) == 2
+    assert "needs --depth files" in capsys.readouterr().err
+    assert main(monkeypatch, GOOD, "--depth", "metadata", "--select", "PAY") == 0
+
+
+def test_rules_that_need_more_depth_are_listed_as_not_run() -> None:
+    document = json.loads(invoke(GOOD, "--depth", "metadata", "--format", "json").output)
+    reasons = {row["code"]: row["reason"] for row in document["checkpoints"][0]["not_run"]}
+    assert reasons["PAY003"] == "needs --depth files"
+    assert set(reasons) == {r.code for r in load_rules() if r.needs != "metadata" or r.expects or r.live}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--strict", "--exit-zero"],
+        ["--depth", "deep"],
+        ["--format", "pdf"],
+        ["--max-per-rule", "-1"],
+        ["--color", "red"],
+    ],
+    ids=" ".join,
+)
+def test_senseless_options_are_usage_errors(monkeypatch: pytest.MonkeyPatch, options: list[str]) -> None:
+    assert main(monkeypatch, GOOD, *options) == 2
+
+
+# ---------------------------------------------------------------- output
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [[GOOD], [BAD], [WARNING], [UNSAFE], [UNREADABLE], [NOTHING], [GOOD, BAD, NOTHING], [str(REAL / "huge_shape")]],
+    ids=lambda paths: " ".join(Path(p).name for p in paths),
+)
+def test_json_follows_its_schema(paths: list[str]) -> None:
+    result = invoke(*paths, "--format", "json")
+    document = json.loads(result.output)
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)
+    jsonschema.validate(document, SCHEMA)
+    assert document["verdict"] == {0: "pass", 1: "fail", 3: "incomplete"}[result.exit_code]
+    assert len(document["checkpoints"]) + len(document["nothing"]) == len(paths)
+    assert invoke(*paths, "--format", "json-v1").output == result.output
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in REAL.iterdir() if path.is_dir())[::4])
+def test_json_of_real_checkpoints_follows_its_schema(name: str) -> None:
+    jsonschema.validate(json.loads(invoke(str(REAL / name), "--format", "json", "--depth", "files").output), SCHEMA)
+
+
+def test_json_is_not_cut_by_max_per_rule() -> None:
+    document = json.loads(invoke(BAD, "--format", "json", "--max-per-rule", "1").output)
+    findings = [f for part in document["checkpoints"] for f in part["findings"] if f["code"] == "GEO004"]
+    assert len(findings) == 2
+    assert findings[0]["region"] == {"offsets": [6, 0], "sizes": [3, 12]}
+    assert findings[0]["mesh"] == {"dim 0": [2]}
+
+
+def test_text_is_cut_by_max_per_rule(tmp_path: Path) -> None:
+    tensors = {
+        "alpha": {"shape": [4], "chunks": ["0:2"]},
+        "beta": {"shape": [9, 2], "chunks": ["0:3, :", "6:9, :"]},
+        "gamma": {"shape": [8, 8], "chunks": ["0:4, 0:4", "0:4, 4:8", "4:8, 0:4"]},
+        "delta": {"shape": [100], "chunks": ["90:100"]},
+    }
+    write_checkpoint({"tensors": tensors}, tmp_path)
+    for count in (1, 2):
+        result = invoke(str(tmp_path), "--max-per-rule", str(count))
+        assert result.output.count("error[GEO004]") == count
+        assert "more group" in result.output
+    assert invoke(str(tmp_path), "--max-per-rule", "0").output.count("error[GEO004]") == 4
+
+
+@pytest.mark.parametrize(
+    ("value", "name", "check"),
+    [
+        ("report.json", "report.json", lambda text: json.loads(text)["verdict"] == "fail"),
+        ("report.txt", "report.txt", lambda text: "error[GEO004]" in text),
+        ("json=report", "report", lambda text: json.loads(text)["verdict"] == "fail"),
+        ("concise=report.out", "report.out", lambda text: text.count("GEO004") == 1),
+        ("full=report.json", "report.json", lambda text: "error[GEO004]" in text),
+        ("a=b.json", "a=b.json", lambda text: json.loads(text)["verdict"] == "fail"),
+    ],
+)
+def test_output_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str, name: str, check: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = invoke(BAD, "--output", value, "--format", "concise")
+    assert result.exit_code == 1
+    assert "GEO004" in result.output
+    assert check((tmp_path / name).read_text(encoding="utf-8"))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_several_output_files_are_without_colour(tmp_path: Path) -> None:
+    files = [tmp_path / "a.json", tmp_path / "b.txt"]
+    invoke(BAD, "--output", str(files[0]), "--output", str(files[1]), "--color", "always", "-qq")
+    assert all(file.exists() for file in files)
+    assert all("\x1b" not in file.read_text(encoding="utf-8") for file in files)
+
+
+def test_an_output_of_unknown_format_is_a_usage_error_before_anything_is_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(monkeypatch, GOOD, "--output", str(tmp_path / "report.docx")) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_an_output_that_cannot_be_written_is_no_pass(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(monkeypatch, GOOD, "--output", str(tmp_path / "no" / "report.json")) not in (0, 1)
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_an_output_that_is_no_plain_file_is_written_to_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "report.json").write_text("old")
+    (tmp_path / "link.json").symlink_to("report.json")
+    os.mkfifo(tmp_path / "pipe")
+    with subprocess.Popen(["cat", tmp_path / "pipe"], stdout=subprocess.PIPE, text=True) as reader:
+        outputs = [f"--output={name}" for name in (tmp_path / "link.json", f"json={tmp_path / 'pipe'}")]
+        assert run(GOOD, *outputs).returncode == 0
+        piped, _ = reader.communicate(timeout=20)
+    assert (tmp_path / "link.json").is_symlink() and (tmp_path / "pipe").is_fifo()
+    assert json.loads(piped)["summary"] == json.loads((tmp_path / "report.json").read_text())["summary"]
+    assert '"schema"' in run(GOOD, "--quiet", "--output", "json=/dev/stdout").stdout
+
+
+@pytest.fixture
+def full() -> Iterator[IO[str]]:
+    """A file on a disk that is full."""
+    if not Path("/dev/full").is_char_device():
+        pytest.skip("this system has no /dev/full")
+    with open("/dev/full", "w") as file:  # noqa: PTH123  a device
+        yield file
+
+
+def test_a_full_disk_below_an_output_is_no_pass(full: IO[str], tmp_path: Path) -> None:
+    (tmp_path / "full").symlink_to("/dev/full")
+    done = run(GOOD, "--output", f"json={tmp_path / 'full'}")
+    assert (done.returncode, os.strerror(errno.ENOSPC) in done.stderr) == (4, True)
+    assert Path("/dev/full").is_char_device()
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, text: str, **options: Any) -> int:
+        path.write_bytes(text[:10].encode())
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", write)
+    assert main(monkeypatch, GOOD, "--output", str(tmp_path / "report.json")) == 4
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("arguments", [[GOOD], [BAD], [GOOD, "--format", "json"], ["show", GOOD], ["rules"], ["-h"]])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_below_the_output_is_no_verdict(full: IO[str], arguments: list[str], unbuffered: str) -> None:
+    env = {"PYTHONUNBUFFERED": unbuffered}
+    done = run(*arguments, env=env, capture_output=False, stdout=full, stderr=subprocess.PIPE)
+    said = f"ckptlint: the output cannot be written: {os.strerror(errno.ENOSPC)}\n"
+    assert (done.returncode, done.stderr) == (4, said)
+    assert run(*arguments, env=env, capture_output=False, stdout=full, stderr=full).returncode == 4
+
+
+@pytest.mark.parametrize(("arguments", "code"), [([GOOD], 0), ([BAD], 1), (["nowhere"], 3), (["--version"], 0)])
+def test_a_closed_output_leaves_the_exit_code(arguments: list[str], code: int) -> None:
+    done = run(*arguments, capture_output=False, stderr=subprocess.PIPE, preexec_fn=lambda: os.close(1))
+    assert (done.returncode, done.stderr) == (code, "")
+
+
+def test_quiet_and_verbose() -> None:
+    plain, quiet, silent, loud = (invoke(BAD, *o).output for o in ([], ["-q"], ["-qq"], ["-v"]))
+    assert silent == ""
+    assert quiet.startswith("error[GEO004]")
+    assert "ckptlint explain" in plain
+    assert "ckptlint explain" not in quiet
+    assert plain.startswith(BAD)
+    assert "rules ran" in loud
+    assert "slowest" in loud
+    assert "rules ran" not in plain
+    assert invoke(GOOD, "-q").output == ""
+    assert "rules passed" in invoke(GOOD).output
+    assert [invoke(p, "-qq").exit_code for p in (GOOD, BAD, NOTHING)] == [0, 1, 3]
+
+
+def test_notes_are_shown_with_verbose_or_beside_something_worse(tmp_path: Path) -> None:
+    write_checkpoint({"tensors": {"w": {"shape": [4]}}}, tmp_path)
+    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"x")
+    assert "SAF004" not in invoke(str(tmp_path)).output
+    assert "1 note (-v)" in invoke(str(tmp_path)).output
+    assert "info[SAF004]" in invoke(str(tmp_path), "-v").output
+
+
+def test_a_pass_says_what_was_not_read() -> None:
+    assert "Tensor bytes were not read" in invoke(GOOD).output
+    assert "--depth files" in invoke(GOOD, "--depth", "metadata").output
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_text_fits_the_terminal(columns: int) -> None:
+    for name in ("fsdp2_4r_hole", "overlap_one_row", "boundary_mismatch", "experts_same_offset"):
+        lines = invoke(f"fixtures/real/{name}", env={"COLUMNS": str(columns)}).output.splitlines()
+        assert len(lines) > 5
+        assert [line for line in lines if len(line) > columns and " " in line.strip()] == []
+
+
+# ---------------------------------------------------------------- colour
+
+
+@pytest.mark.parametrize(
+    ("options", "env", "coloured"),
+    [
+        ([], {}, False),
+        ([], {"NO_COLOR": "1"}, False),
+        ([], {"FORCE_COLOR": "1"}, True),
+        ([], {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+        (["--color", "always"], {}, True),
+        (["--color", "always"], {"NO_COLOR": "1"}, True),
+        (["--color", "never"], {"FORCE_COLOR": "1"}, False),
+    ],
+    ids=str,
+)
+def test_colour_of_piped_output(options: list[str], env: dict[str, str], coloured: bool) -> None:
+    assert ("\x1b[" in run(BAD, *options, env=env).stdout) == coloured
+
+
+def test_the_concise_format_has_colour_too() -> None:
+    assert "\x1b[" in run(BAD, "--format", "concise", "--color", "always").stdout
+
+
+def test_json_is_never_coloured() -> None:
+    assert "\x1b" not in invoke(BAD, "--format", "json", "--color", "always").output
+
+
+@pytest.mark.parametrize(("env", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_colour_on_a_terminal(env: dict[str, str], coloured: bool) -> None:
+    ours, theirs = pty.openpty()
+    kept = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")} | env
+    process = subprocess.Popen([sys.executable, "-m", "ckptlint", BAD], stdout=theirs, env=kept, cwd=REPOSITORY)
+    os.close(theirs)
+    read = b""
+    while select.select([ours], [], [], 60)[0]:
+        try:
+            part = os.read(ours, 65536)
+        except OSError:  # how Linux says that the other end is closed
+            break
+        if not part:
+            break
+        read += part
+    os.close(ours)
+    assert process.wait(60) == 1
+    assert b"GEO004" in read
+    assert (b"\x1b[31;1m" in read) == coloured
+
+
+def test_ascii_by_option_and_by_encoding() -> None:
+    assert "┌" in run(BAD).stdout
+    assert run(BAD, "--ascii").stdout.isascii()
+    assert run(BAD, env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}).stdout.isascii()
+
+
+# ---------------------------------------------------------------- environment
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "arguments", "code"),
+    [
+        ("CKPTLINT_FAIL_ON", "warning", [WARNING], 1),
+        ("CKPTLINT_FAIL_ON", "warning", [WARNING, "--fail-on", "error"], 0),
+        ("CKPTLINT_STRICT", "1", [WARNING], 1),
+        ("CKPTLINT_EXIT_ZERO", "1", [BAD], 0),
+        ("CKPTLINT_IGNORE", "GEO004", [BAD], 0),
+        ("CKPTLINT_IGNORE", "GEO004,GEO005", [BAD], 0),
+        ("CKPTLINT_SELECT", "PAY", [BAD], 0),
+        ("CKPTLINT_SEVERITY", "GEO004=warning", [BAD], 0),
+        ("CKPTLINT_DEPTH", "metadata", [str(REAL / "distcp_missing")], 0),
+        ("CKPTLINT_DEPTH", "metadata", [str(REAL / "distcp_missing"), "--depth", "files"], 1),
+        ("CKPTLINT_DEPTH", "nonsense", [GOOD], 2),
+        ("CKPTLINT_CHECK_DEPTH", "nonsense", [GOOD], 0),
+    ],
+)
+def test_options_are_read_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str, arguments: list[str], code: int
+) -> None:
+    monkeypatch.setenv(name, value)
+    assert main(monkeypatch, *arguments) == code
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shows"),
+    [
+        ("CKPTLINT_FORMAT", "concise", lambda text: len(text.splitlines()) == 1),
+        ("CKPTLINT_ASCII", "1", lambda text: "┌" not in text),
+        ("CKPTLINT_COLOR", "always", lambda text: "\x1b[" in text),
+        ("CKPTLINT_QUIET", "2", lambda text: text == ""),
+        ("CKPTLINT_VERBOSE", "1", lambda text: "rules ran" in text),
+        ("CKPTLINT_MAX_PER_RULE", "0", lambda text: "GEO004" in text),
+    ],
+)
+def test_output_options_are_read_from_the_environment(name: str, value: str, shows: Any) -> None:
+    assert shows(run(BAD, env={name: value}).stdout)
+
+
+def test_check_in_python_reads_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTLINT_IGNORE", "GEO004")
+    monkeypatch.setenv("CKPTLINT_DEPTH", "nonsense")
+    assert ckptlint.check(BAD).exit_code == 1
+
+
+# ---------------------------------------------------------------- pipes
+
+
+@pytest.mark.parametrize("arguments", [[BAD], [GOOD], [BAD, "--format", "json"], ["rules"], ["explain", "GEO004"]])
+def test_a_closed_pipe_is_141_and_silent(arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = run(*arguments, capture_output=False, stdout=writing, stderr=subprocess.PIPE)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+# ---------------------------------------------------------------- rules and explain
+
+
+def test_rules_as_json() -> None:
+    rows = json.loads(invoke("rules", "--format", "json").output)
+    assert [row["code"] for row in rows] == [rule.code for rule in load_rules()]
+    assert all(row["summary"] and row["severity"] in ("error", "warning", "info") for row in rows)
+
+
+def test_rules_as_a_table_and_as_markdown() -> None:
+    for format_ in ("table", "markdown"):
+        output = invoke("rules", "--format", format_).output
+        assert all(rule.code in output and rule.name in output for rule in load_rules())
+    lines = invoke("rules", "--format", "markdown").output.splitlines()
+    assert all(line.startswith("|") and line.endswith("|") for line in lines if line)
+
+
+@pytest.mark.parametrize("token", ["GEO004", "geo004", "coverage-hole", "Coverage-Hole"])
+def test_explain_by_code_and_by_name(token: str) -> None:
+    result = invoke("explain", token)
+    assert result.exit_code == 0
+    assert result.output.startswith("GEO004 coverage-hole\n")
+    for heading in ("What it checks:", "Why it matters:", "Usual causes:", "How to fix:"):
+        assert heading in result.output
+
+
+# ---------------------------------------------------------------- in Python
+
+
+def test_check_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (GOOD, BAD, UNSAFE, NOTHING):
+        ckptlint.check(path)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_check_raises_only_for_wrong_arguments() -> None:
+    for wrong in ({"depth": "deep"}, {"select": ["NOPE"]}, {"ignore": ["SAF"]}):
+        with pytest.raises(ConfigError):
+            ckptlint.check(GOOD, **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("path", "level", "raises"),
+    [
+        (GOOD, "warning", False),
+        (WARNING, "error", False),
+        (WARNING, "warning", True),
+        (BAD, "error", True),
+        (NOTHING, "error", True),
+        (UNSAFE, "error", True),
+    ],
+)
+def test_raise_for_findings(path: str, level: str, raises: bool) -> None:
+    report = ckptlint.check(path)
+    if not raises:
+        report.raise_for_findings(level)
+        return
+    with pytest.raises(CheckpointError):
+        report.raise_for_findings(level)
+
+
+def test_a_crashed_rule_raises_for_findings(crashing: str) -> None:
+    with pytest.raises(CheckpointError):
+        ckptlint.check(GOOD).raise_for_findings()
+
+
+# ---------------------------------------------------------------- what is imported
+
+HEAVY = ("torch", "numpy", "networkx", "tabulate", "importlib.metadata")
+
+
+def imported(*arguments: str) -> set[str]:
+    """Which heavy modules a command imports."""
+    program = (
+        "import sys\n"
+        "sys.argv = ['ckptlint', *sys.argv[1:]]\n"
+        "from ckptlint.commands.main import main\n"
+        "try:\n"
+        "    main()\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        f"print('imported', *[name for name in {HEAVY} if name in sys.modules], file=sys.stderr)\n"
+    )
+    done = run_python(program, *arguments)
+    last = done.stderr.splitlines()[-1].split()
+    assert last[0] == "imported", done.stderr
+    return set(last[1:])
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["check", "--help"]], ids=" ".join)
+def test_version_and_help_import_nothing_heavy(arguments: list[str]) -> None:
+    assert imported(*arguments) == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "absent"),
+    [
+        ([GOOD], {"torch", "networkx", "tabulate"}),
+        ([BAD, "--format", "json"], {"torch"}),
+        ([BAD], {"torch", "tabulate"}),
+        (["explain", "GEO004"], {"torch", "networkx"}),
+        (["rules"], {"torch", "networkx"}),
+    ],
+    ids=["pass", "json", "full", "explain", "rules"],
+)
+def test_commands_import_no_more_than_they_need(arguments: list[str], absent: set[str]) -> None:
+    assert imported(*arguments) & absent == set()
+
+
+def test_importing_ckptlint_imports_neither_numpy_nor_torch() -> None:
+    done = run_python("import sys, ckptlint; print([n for n in ('numpy', 'torch', 'networkx') if n in sys.modules])")
+    assert done.stdout == "[]\n"

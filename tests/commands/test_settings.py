@@ -1,0 +1,579 @@
+"""Settings: where they are looked for, what may stand in them, ignores and baselines."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from click.testing import CliRunner, Result
+from support import REAL, REPOSITORY, broken_rule, run
+
+from ckptlint.commands import main as cli
+from ckptlint.depth import Depth
+from ckptlint.errors import ConfigError
+from ckptlint.lint.options import CHECK_OPTIONS, CheckOption
+from ckptlint.testing import write_checkpoint
+
+GOOD, BAD = str(REAL / "fsdp2_4r"), str(REAL / "fsdp2_4r_hole")
+WARNING, UNSAFE = str(REAL / "boundary_mismatch"), str(REAL / "metadata_malicious")
+SCHEMA = json.loads((REPOSITORY / "ckptlint" / "report.schema.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory of its own, without settings of ckptlint in the environment."""
+    for name in [*os.environ]:
+        if name.startswith("CKPTLINT_"):
+            monkeypatch.delenv(name)
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def invoke(*arguments: str | Path, **options: Any) -> Result:
+    return CliRunner().invoke(cli.cli, [*map(str, arguments)], **options)
+
+
+def usage_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What the entry point says on stderr when it ends in exit 2 and nothing was checked."""
+    monkeypatch.setattr(sys, "argv", ["ckptlint", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert said.out == ""
+    return said.err.removeprefix("ckptlint: ").rstrip("\n")
+
+
+def in_force(*arguments: str, **options: Any) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(invoke("config", "--format", "json", *arguments, **options).stdout)
+    return document
+
+
+# ---------------------------------------------------------------- which file
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("ckptlint.toml", "strict = true\n"), ("pyproject.toml", "[tool.ckptlint]\nstrict = true\n")],
+)
+def test_the_nearest_file_upward_counts(here: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
+    (here / name).write_text(text)
+    deep = here / "a" / "b"
+    deep.mkdir(parents=True)
+    monkeypatch.chdir(deep)
+    assert invoke(WARNING).exit_code == 1
+    assert in_force()["file"] == f"../../{name}"
+    (here / "a" / "pyproject.toml").write_text("[tool.other]\n")  # says nothing of ckptlint: the search goes on
+    assert invoke(WARNING).exit_code == 1
+    (here / "a" / "ckptlint.toml").write_text("")
+    assert invoke(WARNING).exit_code == 0
+
+
+def test_ckptlint_toml_comes_before_pyproject(here: Path) -> None:
+    (here / "ckptlint.toml").write_text("strict = true\n")
+    (here / "pyproject.toml").write_text("[tool.ckptlint]\nstrict = false\n")
+    assert in_force()["file"] == "ckptlint.toml"
+
+
+def test_config_and_isolated(here: Path, tmp_path: Path) -> None:
+    (here / "ckptlint.toml").write_text("strict = true\n")
+    (tmp_path / "other.toml").write_text('depth = "metadata"\n')
+    assert invoke(WARNING, "--isolated").exit_code == 0
+    assert invoke(WARNING, "--config", tmp_path / "other.toml").exit_code == 0
+    assert invoke(WARNING, env={"CKPTLINT_CONFIG": str(tmp_path / "other.toml")}).exit_code == 0
+    assert invoke(WARNING, env={"CKPTLINT_ISOLATED": "1"}).exit_code == 0
+    assert invoke(WARNING, "--isolated", "--config", "ckptlint.toml").exit_code == 2
+
+
+@pytest.mark.parametrize("path", [".", "step-1", "{here}", "file://{here}", "../link"])
+def test_a_file_inside_a_checked_path_is_not_read(here: Path, path: str) -> None:
+    write_checkpoint({"tensors": {"w": {"shape": [4]}}}, here / "step-1")
+    (here.parent / "link").symlink_to(here)
+    inner = here / "step-1"
+    for folder in (here, inner):
+        (folder / "ckptlint.toml").write_text('ignore = ["GEO"]\nfail-on = "never"\nmistake = 1\n')
+    os.chdir(inner)
+    path = {".": ".", "step-1": "../step-1", "../link": "../../link"}.get(path, path).format(here=here)
+    (here.parent / "ckptlint.toml").write_text('depth = "metadata"\n')  # outside: the search goes on to it
+    if path in (".", "../step-1"):
+        (here / "ckptlint.toml").unlink()
+    done = run(path, "--format", "json", cwd=inner)
+    assert "ckptlint.toml lies inside a checked path and was not read" in done.stderr
+    assert json.loads(done.stdout)["tool"]["depth"] == "metadata"
+
+
+def test_paths_from_standard_input_are_checked_paths_too(here: Path) -> None:
+    write_checkpoint({"tensors": {"w": {"shape": [8], "chunks": ["0:4"]}}}, here)
+    (here / "ckptlint.toml").write_text('ignore = ["GEO"]\n')
+    result = invoke("-", input=f"{here}\n")
+    assert result.exit_code == 1
+    assert "GEO004" in result.output
+
+
+def test_a_link_inside_a_checked_path_is_not_read_either(here: Path, tmp_path: Path) -> None:
+    write_checkpoint({"tensors": {"w": {"shape": [8], "chunks": ["0:4"]}}}, here)
+    (tmp_path / "real.toml").write_text('ignore = ["GEO"]\n')
+    (here / "ckptlint.toml").symlink_to(tmp_path / "real.toml")
+    assert invoke(".").exit_code == 1
+
+
+@pytest.mark.parametrize("path", ["loop", "a\0b", "\udcff"], ids=["a loop of links", "a null byte", "no unicode"])
+def test_odd_paths_end_in_a_sentence(here: Path, path: str) -> None:
+    (here / "loop").symlink_to("loop")
+    (here / "ckptlint.toml").write_text("")
+    done = run("-", input=path, cwd=here, errors="surrogateescape")
+    assert done.returncode in (3, 4)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_settings_file_that_is_a_loop_of_links_is_exit_2(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "ckptlint.toml").symlink_to("ckptlint.toml")
+    assert "ckptlint.toml cannot be read: " in usage_error(monkeypatch, capsys, GOOD)
+
+
+def test_a_named_file_inside_a_checked_path_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint({"tensors": {"w": {"shape": [4]}}}, here / "step-1")
+    (here / "step-1" / "ckptlint.toml").write_text("")
+    said = usage_error(monkeypatch, capsys, "step-1", "--config", "step-1/ckptlint.toml")
+    assert said == "step-1/ckptlint.toml lies inside a checked path: settings are never read from a checkpoint"
+
+
+# ---------------------------------------------------------------- what may stand in it
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("dept = 'files'", "there is no setting 'dept', did you mean depth?"),
+        ("fail_on = 'error'", "there is no setting 'fail_on', did you mean fail-on?"),
+        ("per-key-ignore = {}", "there is no setting 'per-key-ignore', did you mean per-key-ignores?"),
+        ("zzz = 1", "there is no setting 'zzz'; see docs/settings.md"),
+        ("config = 'x'", "config cannot be set in a file"),
+        ("isolated = true", "isolated cannot be set in a file"),
+        ("depth = 3", "depth takes a text, not 3"),
+        ("depth = 'deep'", "depth: 'deep' is not one of"),
+        ("strict = 'yes'", "strict takes true or false, not 'yes'"),
+        ("strict = 1", "strict takes true or false, not 1"),
+        ("max-per-rule = true", "max-per-rule takes a whole number, not True"),
+        ("max-per-rule = -1", "max-per-rule: -1 is not in the range"),
+        ("verbose = 2", "verbose takes true or false, not 2"),
+        ("quiet = true", "quiet takes a whole number, not True"),
+        ("select = 4", "select takes a list of texts, not 4"),
+        ("select = [4]", "select takes a list of texts, not [4]"),
+        ("plugins = 'acme'", "plugins takes a list of texts, not 'acme'"),
+        ("severity = 'info'", "severity takes a table of levels"),
+        ("severity = { PAY006 = 1 }", "severity takes a table of levels"),
+        ("per-key-ignores = ['x']", "per-key-ignores takes a table of tables"),
+        ("rules = { PAY006 = 1 }", "rules takes a table of tables"),
+        ("x =", "is not TOML"),
+    ],
+)
+def test_what_may_not_stand_in_a_file_is_one_sentence(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, sentence: str
+) -> None:
+    (here / "ckptlint.toml").write_text(text + "\n")
+    said = usage_error(monkeypatch, capsys, GOOD)
+    assert said.startswith("ckptlint.toml")
+    assert sentence in said
+    assert "\n" not in said
+    (here / "ckptlint.toml").unlink()
+    (here / "pyproject.toml").write_text(text if text == "x =" else f"[tool.ckptlint]\n{text}\n")
+    assert usage_error(monkeypatch, capsys, GOOD).startswith("pyproject.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("[tool]\nckptlint = 3\n", "pyproject.toml: tool.ckptlint must be a table"),
+        ("[tool.other]\n", "pyproject.toml has no table [tool.ckptlint]"),
+        ("\xff", "pyproject.toml is not TOML"),
+        ("x = " + "[" * 5000, "pyproject.toml is not TOML"),
+        (None, "pyproject.toml cannot be read: No such file or directory"),
+    ],
+)
+def test_a_named_file_without_settings_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str | None, sentence: str
+) -> None:
+    if text is not None:
+        (here / "pyproject.toml").write_bytes(text.encode("latin-1"))
+    assert sentence in usage_error(monkeypatch, capsys, GOOD, "--config", "pyproject.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("select = ['NOPE']", "there is no rule 'NOPE'"),
+        ("ignore = ['SAF001']", "SAF001 cannot be ignored"),
+        ("severity = { SAF = 'info' }", "the severity of SAF001 cannot be changed"),
+        ("severity = { GEO004 = 'bad' }", "'bad' is no severity"),
+        ("rules.NOPE.x = 1", "ckptlint.toml, table rules: there is no rule 'NOPE'"),
+        ("rules.PAY006.min-byte = 1", "PAY006 unreferenced-bytes has no option 'min-byte', did you mean min-bytes?"),
+        ("rules.GEO004.x = 1", "GEO004 coverage-hole has no option 'x'; it has none"),
+        ("rules.PAY006.min-bytes = '1'", "min-bytes of PAY006 unreferenced-bytes takes int, not '1'"),
+        ("rules.PAY006.min-bytes = true", "min-bytes of PAY006 unreferenced-bytes takes int, not True"),
+        ("per-key-ignores = { x = { rules = ['SAF001'], reason = 'r' } }", "SAF001 cannot be ignored"),
+        ("per-key-ignores = { x = { rules = ['LNT002'], reason = 'r' } }", "LNT002 cannot be ignored"),
+        ("per-key-ignores = { x = { rules = ['NOPE'], reason = 'r' } }", "'x': there is no rule 'NOPE'"),
+        ("per-key-ignores = { x = { rules = ['GEO'] } }", "'x': why? say reason"),
+        ("per-key-ignores = { x = { rules = ['GEO'], reason = ' ' } }", "'x': why? say reason"),
+        ("per-key-ignores = { x = { reason = 'r' } }", "'x': which rules?"),
+        ("per-key-ignores = { x = { rule = ['GEO'], reason = 'r' } }", "there is no setting 'rule'"),
+        ("strict = true\nexit-zero = true", "contradict each other"),
+        ("plugins = ['./rules.py']", "is no plug-in: name an importable package, not a path"),
+        ("baseline = 'nowhere.json'", "the baseline nowhere.json cannot be read"),
+        ("sample = '0%'\ndepth = 'headers'", "takes a share above 0%"),
+    ],
+)
+def test_what_a_file_may_not_say_about_rules_is_exit_2(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str, sentence: str
+) -> None:
+    (here / "ckptlint.toml").write_text(text + "\n")
+    assert sentence in usage_error(monkeypatch, capsys, UNSAFE)
+
+
+def test_the_example_of_the_documentation_is_accepted(here: Path) -> None:
+    page = (REPOSITORY / "docs" / "settings.md").read_text(encoding="utf-8")
+    text = page.partition("```toml\n")[2].partition("```")[0]
+    (here / "ckptlint.toml").write_text(text.replace('"acme_ckpt_rules"', ""))
+    document = in_force()
+    assert document["settings"]["depth"] == {"value": "headers", "from": "file"}
+    assert document["settings"]["rules.unreferenced-bytes.min-bytes"] == {"value": 4096, "from": "file"}
+    assert document["per-key-ignores"][0]["rules"] == ["REF"]
+
+
+def test_help_does_not_depend_on_settings(here: Path) -> None:
+    (here / "ckptlint.toml").write_text("mistake = 1\n")
+    assert invoke("check", "--help").exit_code == 0
+    assert invoke("--version").exit_code == 0
+
+
+# ---------------------------------------------------------------- who wins
+
+CASES = {
+    "depth": ("'metadata'", "metadata", "files", "headers"),
+    "fail-on": ("'info'", "info", "warning", "never"),
+    "max-per-rule": ("1", 1, 2, 3),
+    "expect": ("'s3://a/b'", "s3://a/b", "s3://a/c", "s3://a/d"),
+    "seed": ("1", 1, 2, 3),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_option_beats_the_environment_which_beats_the_file(here: Path, name: str) -> None:
+    text, in_file, in_environment, in_option = CASES[name]
+    assert in_force()["settings"][name]["from"] == "default"
+    (here / "ckptlint.toml").write_text(f"{name} = {text}\n")
+    assert in_force()["settings"][name] == {"value": in_file, "from": "file"}
+    env = {f"CKPTLINT_{name.upper().replace('-', '_')}": str(in_environment)}
+    assert in_force(env=env)["settings"][name] == {"value": in_environment, "from": "environment"}
+    found = in_force(f"--{name}", str(in_option), env=env)["settings"][name]
+    assert found == {"value": in_option, "from": "option"}
+
+
+def test_flags_and_lists_come_from_a_file(here: Path) -> None:
+    (here / "ckptlint.toml").write_text(
+        "strict = true\nverbose = true\nquiet = 1\nselect = ['GEO', 'PAY,COM']\nextend-select = 'OPT'\n"
+    )
+    found = {name: row["value"] for name, row in in_force()["settings"].items() if row["from"] == "file"}
+    expected = {"strict": True, "verbose": True, "quiet": 1, "select": ["GEO", "PAY,COM"], "extend-select": ["OPT"]}
+    assert found == expected
+    codes = json.loads(invoke(GOOD, "--format", "json").output)["tool"]["rules"]
+    assert {code[:3] for code in codes} == {"GEO", "PAY", "COM", "OPT", "SAF", "LNT"}
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "env", "code"),
+    [
+        ("strict = true", [], {}, 1),
+        ("strict = true", ["--fail-on", "error"], {}, 0),
+        ("strict = true", ["--exit-zero"], {}, 0),
+        ("exit-zero = true", ["--strict"], {}, 1),
+        ("exit-zero = true", [], {"CKPTLINT_STRICT": "1"}, 1),
+        ("fail-on = 'warning'", [], {}, 1),
+        ("fail-on = 'warning'", [], {"CKPTLINT_FAIL_ON": "error"}, 0),
+        ("fail-on = 'never'", ["--strict"], {}, 1),
+        ("", ["--strict", "--fail-on", "error"], {}, 1),
+    ],
+)
+def test_the_level_that_fails_comes_from_the_strongest_source(
+    here: Path, text: str, options: list[str], env: dict[str, str], code: int
+) -> None:
+    (here / "ckptlint.toml").write_text(text + "\n")
+    assert invoke(WARNING, *options, env=env).exit_code == code
+
+
+def test_the_format_of_a_file_and_severities(here: Path) -> None:
+    (here / "ckptlint.toml").write_text("format = 'json'\nseverity = { GEO008 = 'error', GEO004 = 'info' }\n")
+    assert json.loads(invoke(WARNING).output)["verdict"] == "fail"
+    assert json.loads(invoke(BAD).output)["verdict"] == "pass"
+    assert invoke(BAD, "--severity", "GEO008=info").exit_code == 1  # the option replaces the table
+
+
+def test_paths_of_a_file_are_relative_to_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    invoke(BAD, "--output", "base.json")
+    invoke("manifest", GOOD, "--output", "good.json")
+    (here / "ckptlint.toml").write_text(
+        "baseline = 'base.json'\nexpect = 'good.json'\noutput = ['out.json', 'concise=out']\n"
+    )
+    deep = here / "deep"
+    deep.mkdir()
+    monkeypatch.chdir(deep)
+    assert in_force()["settings"]["output"]["value"] == ["../out.json", "concise=../out"]
+    result = invoke(BAD, "--select", "GEO")
+    assert result.exit_code == 0, result.output
+    assert json.loads((here / "out.json").read_text())["summary"]["baselined"] == 2
+    assert (here / "out").exists()
+
+
+def test_every_long_option_is_a_setting() -> None:
+    names = {option.name for option in CHECK_OPTIONS}
+    assert {"select", "depth", "fail-on", "baseline", "no-ignores", "ascii", "format", "quiet", "verbose"} <= names
+    assert names <= set(in_force()["settings"])
+
+
+def test_every_option_of_check_is_in_the_table() -> None:
+    taken = {name.removeprefix("--") for option in cli.command("check").params for name in option.opts if "--" in name}
+    assert taken == {option.name for option in CHECK_OPTIONS}
+    assert {option.name: option.choices for option in CHECK_OPTIONS}["depth"] == tuple(Depth)
+
+
+@pytest.mark.parametrize("option", [option for option in CHECK_OPTIONS if option.choices or option.minimum is not None])
+def test_a_file_is_refused_in_the_words_of_the_command_line(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: CheckOption
+) -> None:
+    value: Any = "'no'" if option.choices else option.minimum - 1 if option.minimum is not None else None
+    (here / "ckptlint.toml").write_text(f"{option.name} = {value}\n")
+    in_file = usage_error(monkeypatch, capsys, GOOD).removeprefix(f"ckptlint.toml: {option.name}: ")
+    (here / "ckptlint.toml").unlink()
+    if not option.counts:  # -q has no value
+        said = usage_error(monkeypatch, capsys, GOOD, f"--{option.name}", str(value).strip("'"))
+        assert said.endswith(f": {in_file}")
+    assert in_file.endswith(".")
+
+
+@pytest.mark.parametrize("command", ["watch", "live"])
+def test_a_file_for_check_serves_the_commands_that_check(here: Path, command: str) -> None:
+    (here / "ckptlint.toml").write_text("all-steps = true\n")
+    assert "all-steps" not in invoke(command, "nowhere").output
+    (here / "ckptlint.toml").write_text("every-node = true\nonce = true\n")
+    assert isinstance(invoke(command, "nowhere").exception, ConfigError)
+
+
+# ---------------------------------------------------------------- ckptlint config
+
+
+def test_config_as_text(here: Path) -> None:
+    (here / "ckptlint.toml").write_text(
+        "depth = 'headers'\n[per-key-ignores]\n'*.w' = { rules = ['GEO'], reason = 'because' }\n"
+        "[rules.PAY006]\nmin-bytes = 9\n"
+    )
+    lines = [line.split() for line in invoke("config", "--strict").output.splitlines()]
+    assert ["depth", '"headers"', "file"] in lines
+    assert ["strict", "true", "option"] in lines
+    assert ["fail-on", '"error"', "default"] in lines
+    assert ["rules.unreferenced-bytes.min-bytes", "9", "file"] in lines
+    assert ["ignored:", "*.w", "GEO:", "because"] in lines
+    assert lines[-1] == ["file:", "ckptlint.toml"]
+
+
+def test_config_refuses_what_check_refuses(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "No such option" in usage_error(monkeypatch, capsys, "config", "--no-such-option")
+    (here / "ckptlint.toml").write_text("mistake = 1\n")
+    assert "there is no setting" in usage_error(monkeypatch, capsys, "config")
+
+
+# ---------------------------------------------------------------- ignores
+
+IGNORE = "[per-key-ignores]\n'*.w1.weight' = { rules = ['coverage-hole', 'GEO005'], reason = 'rank 2 \"was\" lost' }\n"
+
+
+def test_ignored_findings_do_not_count_and_are_kept(here: Path) -> None:
+    (here / "ckptlint.toml").write_text(IGNORE)
+    result = invoke(BAD)
+    assert result.exit_code == 0
+    assert "GEO004" not in result.output
+    assert "(2 findings ignored by config)" in result.output.splitlines()[-1]
+    assert 'rank 2 "was" lost' in invoke(BAD, "-v").output
+    assert invoke(BAD, "--format", "concise").output == ""
+    document = json.loads(invoke(BAD, "--format", "json").output)
+    jsonschema.validate(document, SCHEMA)
+    assert document["verdict"] == "pass"
+    assert document["summary"]["error"] == 0
+    assert document["summary"]["ignored"] == 2
+    findings = document["checkpoints"][0]["findings"]
+    assert [item["ignored"] for item in findings] == [{"by": "per-key-ignores", "reason": 'rank 2 "was" lost'}] * 2
+    assert len({item["group"] for item in findings}) == 1
+
+
+def test_no_ignores_shows_them(here: Path) -> None:
+    (here / "ckptlint.toml").write_text(IGNORE)
+    result = invoke(BAD, "--no-ignores")
+    assert result.exit_code == 1
+    assert "error[GEO004]" in result.output
+    assert "ignored" not in result.output
+
+
+def test_other_keys_and_rules_still_count(here: Path) -> None:
+    (here / "ckptlint.toml").write_text(IGNORE.replace("*.w1", "*.0.*.w1"))
+    shown = invoke(BAD).output
+    assert "GEO004" in shown and "1 finding ignored by config" in shown
+    (here / "ckptlint.toml").write_text(IGNORE.replace("coverage-hole", "GEO003"))
+    assert invoke(BAD).exit_code == 1
+
+
+def test_a_finding_without_key_is_ignored_by_its_file(here: Path) -> None:
+    path = REAL / "orphan_distcp"
+    found = json.loads(invoke(path, "--format", "json").output)["checkpoints"][0]["findings"]
+    file = next(item["file"] for item in found if item["code"] == "PAY006")
+    assert invoke(path, "--strict").exit_code == 1
+    (here / "ckptlint.toml").write_text(f"[per-key-ignores]\n'{file}' = {{ rules = ['PAY006'], reason = 'kept' }}\n")
+    assert "PAY006" not in invoke(path).output
+
+
+def test_safety_is_not_ignored_by_all(here: Path) -> None:
+    (here / "ckptlint.toml").write_text("[per-key-ignores]\n'*' = { rules = ['ALL'], reason = 'no' }\n")
+    assert invoke(UNSAFE).exit_code == 1
+    assert "SAF001" in invoke(UNSAFE).output
+    assert invoke(BAD).exit_code == 0
+
+
+def test_an_unused_ignore_is_a_warning(here: Path) -> None:
+    (here / "ckptlint.toml").write_text(IGNORE)
+    result = invoke(GOOD)
+    assert result.exit_code == 0
+    assert "warning[LNT001] unused-ignore: the ignore of GEO004, GEO005" in result.output
+    assert "ckptlint.toml: per-key-ignores" in result.output
+    assert invoke(GOOD, "--strict").exit_code == 1
+    assert invoke(GOOD, "--strict", "--ignore", "LNT001").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--ignore", "GEO005"], ["--select", "PAY"], ["--no-ignores"], [BAD], ["nowhere"]],
+    ids=" ".join,
+)
+def test_an_ignore_that_could_not_be_used_is_not_unused(here: Path, options: list[str]) -> None:
+    """A rule was left out; or another checkpoint has the finding, or could not be found."""
+    (here / "ckptlint.toml").write_text(IGNORE)
+    assert "LNT001" not in invoke(GOOD, *options).output
+
+
+def test_an_ignore_of_a_deeper_rule_is_not_unused(here: Path) -> None:
+    (here / "ckptlint.toml").write_text(IGNORE.replace("GEO005", "PAY009"))
+    assert "LNT001" not in invoke(GOOD).output
+    assert "LNT001" in invoke(GOOD, "--depth", "headers").output
+
+
+def test_an_ignore_whose_rule_crashed_is_not_unused(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = broken_rule("GEO004")
+    monkeypatch.setattr("ckptlint.lint.registry.load_rules", lambda: rules)
+    (here / "ckptlint.toml").write_text(IGNORE)
+    result = invoke(GOOD)
+    assert "LNT002" in result.output
+    assert "LNT001" not in result.output
+
+
+def test_an_option_of_a_rule_reaches_it(here: Path) -> None:
+    path = REAL / "orphan_distcp"
+    assert "PAY006" in invoke(path).output
+    (here / "ckptlint.toml").write_text("[rules.unreferenced-bytes]\nmin-bytes = 1000000000\n")
+    assert "PAY006" not in invoke(path).output
+    (here / "ckptlint.toml").write_text("[rules.pay006]\nmin-bytes = -5\n")
+    assert "PAY006" not in invoke(GOOD).output
+
+
+# ---------------------------------------------------------------- baseline
+
+
+@pytest.fixture
+def baseline(here: Path) -> Path:
+    invoke(BAD, "--output", str(here / "old.json"), "-qq")
+    return here / "old.json"
+
+
+def test_findings_of_the_baseline_do_not_count(baseline: Path) -> None:
+    result = invoke(BAD, "--baseline", baseline)
+    assert result.exit_code == 0
+    assert "(2 baselined)" in result.output.splitlines()[-1]
+    assert "error[" not in result.output
+    document = json.loads(invoke(BAD, "--baseline", baseline, "--format", "json").output)
+    jsonschema.validate(document, SCHEMA)
+    assert document["summary"]["baselined"] == 2
+    assert [item["ignored"] for item in document["checkpoints"][0]["findings"]] == [{"by": "baseline"}] * 2
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="this system has no /dev/zero")
+@pytest.mark.parametrize("option", ["--baseline", "--config"])
+def test_a_device_without_an_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch, option: str) -> None:
+    monkeypatch.setattr("ckptlint.lint.baseline._SIZE_LIMIT", 1000)
+    result = invoke(GOOD, option, "/dev/zero")
+    assert isinstance(result.exception, ConfigError) and "has more than" in str(result.exception)
+
+
+def test_a_baselined_report_is_a_baseline_again(baseline: Path, here: Path) -> None:
+    invoke(BAD, "--baseline", baseline, "--output", "new.json")
+    assert invoke(BAD, "--baseline", "new.json").exit_code == 0
+
+
+def test_new_findings_count_and_solved_ones_are_listed(baseline: Path, here: Path) -> None:
+    write_checkpoint({"tensors": {"w": {"shape": [8], "chunks": ["0:4"]}}}, here / "new")
+    result = invoke("new", "--baseline", baseline, "-v")
+    assert result.exit_code == 1
+    assert result.output.count("no longer occurs: GEO004 model.layers.") == 2
+    assert "no longer" not in invoke("new", "--baseline", baseline).output
+    assert "no longer" not in invoke("new", "--baseline", baseline, "-v", "--ignore", "GEO004").output
+
+
+def test_a_baseline_survives_from_step_to_step(tmp_path: Path) -> None:
+    table = {"tensors": {"w": {"shape": [8], "chunks": ["0:4"]}}}
+    for step in ("step-1", "step-2"):
+        write_checkpoint(table, tmp_path / step)
+    invoke(tmp_path / "step-1", "--output", tmp_path / "old.json")
+    assert invoke(tmp_path / "step-2", "--baseline", tmp_path / "old.json").exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["metadata_malicious", "metadata_truncated", "huge_shape"])
+def test_safety_is_never_baselined(here: Path, name: str) -> None:
+    path = REAL / name
+    invoke(path, "--output", "old.json")
+    assert invoke(path, "--baseline", "old.json").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is not JSON"),
+        ("\xff\xfe", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("{}", "is no JSON report of ckptlint"),
+        ("[]", "is no JSON report of ckptlint"),
+        ('{"schema": "ckptlint.manifest/1", "tensors": {}}', "is no JSON report of ckptlint"),
+        ('{"schema": "ckptlint.report/2", "checkpoints": []}', "is no JSON report of ckptlint"),
+        ('{"schema": "ckptlint.report/1"}', "is no JSON report of ckptlint"),
+        ('{"schema": "ckptlint.report/1", "checkpoints": [{"findings": [{"code": 1}]}]}', "is no JSON report"),
+        ('{"schema": "ckptlint.report/1", "checkpoints": [{"findings": ["x"]}]}', "is no JSON report"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_a_broken_or_foreign_baseline_is_exit_2(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: str | None, sentence: str
+) -> None:
+    if text is not None:
+        (here / "old.json").write_bytes(text.encode("latin-1"))
+    said = usage_error(monkeypatch, capsys, BAD, "--baseline", "old.json")
+    assert said.startswith("the baseline old.json ")
+    assert sentence in said

@@ -1,0 +1,319 @@
+"""`ckptlint watch` on a run folder that grows meanwhile: torch writes the steps, some of them are never finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import REAL, REPOSITORY, run, takes_ctrl_c
+
+from ckptlint.commands.watch import events, is_vanishing
+from ckptlint.errors import NothingToCheckError
+from ckptlint.testing import write_checkpoint
+
+GOOD = {"tensors": {"w": {"shape": [4, 4]}}}
+HOLE = {"tensors": {"w": {"shape": [4, 4], "chunks": ["0:2, :"]}}}
+
+
+def no_sleep(_: float) -> None:
+    """Time that passes at once."""
+
+
+def look(path: Path, *changes: Callable[[], Any]) -> list[tuple[str, str]]:
+    """What a watch tells while the changes happen, one between two looks."""
+    pending = iter(changes)
+
+    class EndedError(Exception):
+        """Nothing is left to change."""
+
+    def sleep(_: float) -> None:
+        change = next(pending, None)
+        if change is None:
+            raise EndedError
+        change()
+
+    found = []
+    try:
+        for event in events(str(path), 1, sleep=sleep):
+            found.append((event.kind, event.step))
+    except EndedError:
+        pass
+    return found
+
+
+def nothing() -> None:
+    """No change."""
+
+
+def save(folder: Path, case: dict[str, Any] = GOOD) -> Callable[[], None]:
+    return lambda: write_checkpoint(case, folder)
+
+
+# ---------------------------------------------------------------- which step is finished
+
+
+def test_a_step_is_told_once_when_its_files_hold_still(tmp_path: Path) -> None:
+    step = tmp_path / "step-1"
+    assert look(tmp_path, save(step)) == []
+    assert look(tmp_path, save(step), nothing) == [("finished", "step-1")]
+    assert look(tmp_path, nothing, nothing, nothing) == [("finished", "step-1")]
+
+
+def test_a_step_that_still_grows_or_has_no_metadata_is_not_finished(tmp_path: Path) -> None:
+    step = tmp_path / "step-1"
+    save(step)()
+    payload = step / "__0_0.distcp"
+
+    def grow() -> None:
+        with payload.open("ab") as file:
+            file.write(b"more")
+
+    assert look(tmp_path, grow, grow, grow) == []
+    (step / ".metadata").unlink()
+    assert look(tmp_path, nothing, nothing) == []
+    (step / ".metadata").write_bytes(b"")
+    assert look(tmp_path, nothing, nothing) == []
+
+
+def test_steps_come_oldest_first_and_one_left_behind_is_told(tmp_path: Path) -> None:
+    save(tmp_path / "step-9")()
+    save(tmp_path / "step-10")()
+    save(tmp_path / "step-100")()
+    (tmp_path / "step-10" / ".metadata").unlink()
+    told = [("finished", "step-9"), ("unfinished", "step-10"), ("finished", "step-100")]
+    assert look(tmp_path, nothing, nothing) == told
+    shutil.copy(tmp_path / "step-9" / ".metadata", tmp_path / "step-10")
+    assert look(tmp_path, nothing, nothing)[1] == ("finished", "step-10")
+
+
+def test_the_newest_unfinished_step_is_not_told(tmp_path: Path) -> None:
+    save(tmp_path / "step-1")()
+    save(tmp_path / "step-2")()
+    (tmp_path / "step-2" / ".metadata").unlink()
+    (tmp_path / "step-3").mkdir()
+    assert look(tmp_path, nothing, nothing) == [("finished", "step-1")]
+
+
+def test_megatron_needs_metadata_json_and_the_tracker(tmp_path: Path) -> None:
+    step = Path(shutil.copytree(REAL / "megatron_0.10" / "iter_0000010", tmp_path / "iter_0000010"))
+    tracker = tmp_path / "latest_checkpointed_iteration.txt"
+    assert look(tmp_path, nothing) == [("finished", "iter_0000010")]  # a copy without tracker
+    tracker.write_text("5")
+    assert look(tmp_path, nothing, nothing) == []
+    assert look(tmp_path, nothing, lambda: tracker.write_text("10"), nothing) == [("finished", "iter_0000010")]
+    (step / "metadata.json").unlink()
+    assert look(tmp_path, nothing, nothing) == []
+
+
+def test_a_step_that_vanishes_is_forgotten(tmp_path: Path) -> None:
+    step = tmp_path / "step-1"
+    save(step)()
+    told = look(tmp_path, nothing, lambda: shutil.rmtree(step), nothing, save(step), nothing)
+    assert told == [("finished", "step-1")] * 2
+
+
+def test_components_of_a_step_are_finished_together(tmp_path: Path) -> None:
+    save(tmp_path / "step-1" / "model")()
+    save(tmp_path / "step-1" / "optim")()
+    (tmp_path / "step-1" / "optim" / ".metadata").rename(tmp_path / "kept")
+    assert look(tmp_path, nothing, nothing) == []
+    done = look(tmp_path, lambda: (tmp_path / "kept").rename(tmp_path / "step-1" / "optim" / ".metadata"), nothing)
+    assert done == [("finished", "step-1")]
+
+
+def test_a_step_in_which_nothing_is_known_is_never_finished(tmp_path: Path) -> None:
+    (tmp_path / "step-1" / "logs").mkdir(parents=True)
+    (tmp_path / "step-1" / "logs" / "a.txt").write_text("a")
+    assert look(tmp_path, nothing, nothing) == []
+
+
+def test_a_step_that_cannot_be_listed_is_told_once_and_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "step-1")()
+    save(tmp_path / "step-2")()
+    real = os.scandir
+
+    def scandir(path: Any = ".") -> Any:
+        if str(path).endswith("step-1"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert look(tmp_path, nothing, nothing, nothing) == [("unread", "step-1"), ("finished", "step-2")]
+
+
+def test_a_run_folder_that_is_away_for_a_while_is_told_once(tmp_path: Path) -> None:
+    path, away = tmp_path / "run", tmp_path / "away"
+    save(path / "step-1")()
+    told = look(path, lambda: path.rename(away), nothing, lambda: away.rename(path), nothing)
+    assert told == [("unread", ""), ("finished", "step-1")]
+
+
+@pytest.mark.parametrize("name", ["fsdp2_4r", "fsdp2_4r/.metadata", "nowhere"])
+def test_what_is_no_run_folder_is_refused(name: str) -> None:
+    with pytest.raises(NothingToCheckError):
+        next(events(str(REAL / name), 1, sleep=no_sleep))
+
+
+def test_what_was_read_of_a_step_that_is_being_removed_does_not_count(tmp_path: Path) -> None:
+    save(tmp_path / "step-1")()
+    (event,) = events(str(tmp_path), 1, once=True, sleep=no_sleep)
+    step = str(tmp_path / "step-1")
+    assert not is_vanishing(step, event)
+    (tmp_path / "step-1" / "new").write_bytes(b"")
+    assert not is_vanishing(step, event)
+    (tmp_path / "step-1" / "__0_0.distcp").unlink()
+    assert is_vanishing(step, event)
+    shutil.rmtree(step)
+    assert is_vanishing(step, event)
+
+
+def test_a_run_in_a_store(tmp_path: Path) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    save(tmp_path / "step-1", HOLE)()
+    store = fsspec.filesystem("memory")
+    store.put(str(tmp_path / "step-1"), "/watched-run/step-1", recursive=True)
+    store.pipe("/watched-run/step-2/__0_0.distcp", b"half")
+    told = list(events("memory://watched-run", 0, once=True, sleep=no_sleep))
+    assert [(event.kind, event.step) for event in told] == [("finished", "step-1")]
+    assert not is_vanishing("memory://watched-run/step-1", told[0])
+
+
+# ---------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize(
+    ("cases", "options", "code"),
+    [
+        ([GOOD, GOOD], [], 0),
+        ([GOOD, HOLE, GOOD], [], 1),
+        ([HOLE], ["--exit-zero"], 0),
+        ([HOLE], ["--select", "PAY"], 0),
+        ([], [], 3),
+    ],
+)
+def test_once_ends_with_the_worst_exit_code(
+    tmp_path: Path, cases: list[dict[str, Any]], options: list[str], code: int
+) -> None:
+    for number, case in enumerate(cases):
+        save(tmp_path / f"step-{number}", case)()
+    done = run("watch", tmp_path, "--once", "--interval", "0", *options)
+    assert done.returncode == code, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_wrong_option_ends_the_watch_before_the_first_step(tmp_path: Path) -> None:
+    for options in (["--select", "NOPE"], ["--sample", "5%"], ["--output", "report.doc"]):
+        assert run("watch", tmp_path, *options).returncode == 2
+
+
+def test_the_command_gets_what_it_needs_in_its_environment_and_may_fail(tmp_path: Path) -> None:
+    hostile = "step-2-$(touch hacked)"  # no step: names are checked before anything is done with them
+    path = tmp_path / "a run; touch hacked"
+    save(path / "step-1", HOLE)()
+    save(path / "step-3")()
+    save(path / hostile, HOLE)()
+    told = tmp_path / "told"
+    command = (
+        f'echo "$CKPTLINT_EXIT_CODE $CKPTLINT_STEP_PATH" >> {told}; cp "$CKPTLINT_REPORT" {tmp_path}/copy.json; exit 7'
+    )
+    done = run("watch", path, "--once", "--interval", "0", "-qq", "--exec", command, cwd=tmp_path)
+    assert done.returncode == 1
+    assert told.read_text() == f"1 {path}/step-1\n"
+    assert "--exec ended in 7" in done.stderr
+    report = json.loads((tmp_path / "copy.json").read_text())
+    assert [finding["code"] for finding in report["checkpoints"][0]["findings"]][:1] == ["GEO004"]
+    assert not list(tmp_path.rglob("hacked"))
+
+
+def test_an_output_that_cannot_be_written_does_not_end_the_watch(tmp_path: Path) -> None:
+    save(tmp_path / "run" / "step-1")()
+    save(tmp_path / "run" / "step-2")()
+    done = run("watch", tmp_path / "run", "--once", "--interval", "0", "--output", tmp_path / "no" / "report.json")
+    assert done.returncode == 4
+    assert done.stderr.count("cannot be written") == 2
+
+
+@contextmanager
+def watching(*arguments: str | Path) -> Iterator[subprocess.Popen[str]]:
+    """A watch that goes on until the block ends."""
+    command = [sys.executable, "-m", "ckptlint", "watch", *map(str, arguments)]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("CKPTLINT_")}
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+        env=environment,
+        preexec_fn=takes_ctrl_c,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 15) -> None:
+    """Until it is true; fails when it takes too long."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def test_a_run_that_torch_writes_while_it_is_watched(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    path, told = tmp_path / "run", tmp_path / "told"
+    path.mkdir()
+    command = f'basename "$CKPTLINT_STEP_PATH" >> {told}'
+
+    def write(step: str) -> None:
+        dcp.save({"w": torch.ones(64, 8), "step": 1}, checkpoint_id=path / step, no_dist=True)
+
+    def heard() -> list[str]:
+        return told.read_text().split() if told.exists() else []
+
+    # --depth data, so that a payload file that is short is seen whatever its size in the metadata
+    with watching(path, "--interval", "0.2", "--exec", command, "--format", "concise", "--depth", "data") as process:
+        write("step-1")
+        write("step-2")
+        kept = (path / "step-2" / "__0_0.distcp").read_bytes()
+        (path / "step-2" / "__0_0.distcp").write_bytes(kept[: len(kept) // 2])  # damaged after the save
+        wait_for(lambda: heard() == ["step-2"])
+
+        write("step-3")  # half-written: the metadata appears only later
+        metadata = (path / "step-3" / ".metadata").read_bytes()
+        (path / "step-3" / ".metadata").unlink()
+        time.sleep(0.8)
+        assert heard() == ["step-2"]
+        write("step-4")
+        wait_for(lambda: heard() == ["step-2", "step-3"])  # left behind
+        (path / "step-3" / ".metadata").write_bytes(metadata)
+
+        shutil.rmtree(path / "step-1")
+        write("step-5")
+        shutil.rmtree(path / "step-5")
+        time.sleep(0.8)
+        assert process.poll() is None
+        assert heard() == ["step-2", "step-3"]
+
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert "step-3 stays unfinished, and step-4 is finished" in errors
+    assert "step-2" in output and "step-4" not in output

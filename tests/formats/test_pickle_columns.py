@@ -1,0 +1,279 @@
+"""The regular stretches of a metadata pickle: read as columns, and never as anything else than the pickle says."""
+
+from __future__ import annotations
+
+import random
+import struct
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pickles import CF, CM, Size, dumped, new
+from support import REAL, examples
+
+from ckptlint.errors import CkptlintError
+from ckptlint.formats import safe_pickle as unpickle
+from ckptlint.formats.pickle_columns import scan
+from ckptlint.formats.safe_pickle import Opaque, read_metadata
+from ckptlint.formats.sandbox import isolated
+from ckptlint.loaders.dcp import describe
+
+NEVER = 1 << 60
+METADATA = sorted(REAL.rglob("*.metadata"))
+
+
+def read(data: bytes, worthwhile: int) -> Any:
+    """What the file describes, what was refused, or the error; read as columns from so many bytes on."""
+    kept = unpickle.WORTHWHILE
+    unpickle.WORTHWHILE = worthwhile
+    try:
+        found = read_metadata(data)
+        if found.refused:
+            return [refused.target for refused in found.refused]
+        return describe([found.root])
+    except CkptlintError as error:
+        return type(error), str(error)
+    finally:
+        unpickle.WORTHWHILE = kept
+
+
+def assert_same(one: Any, other: Any, where: str = "") -> None:
+    """Equal values in equal order, arrays and stand-ins included."""
+    if isinstance(one, np.ndarray):
+        assert one.dtype == other.dtype and np.array_equal(one, other), where
+    elif is_dataclass(one) and not isinstance(one, type):
+        for part in fields(one):
+            assert_same(getattr(one, part.name), getattr(other, part.name), f"{where}.{part.name}")
+    elif isinstance(one, Opaque):
+        assert (one.module, one.name) == (other.module, other.name), where
+        assert_same([one.args, one.state, one.items], [other.args, other.state, other.items], where)
+    elif isinstance(one, dict):
+        assert_same(list(one.items()), list(other.items()), where)
+    elif isinstance(one, (list, tuple)):
+        assert len(one) == len(other), where
+        for number, (left, right) in enumerate(zip(one, other, strict=True)):
+            assert_same(left, right, f"{where}[{number}]")
+    else:
+        assert one == other, where
+
+
+def assert_read_alike(data: bytes) -> None:
+    """With columns and without, the same is read."""
+    assert_same(read(data, 0), read(data, NEVER))
+
+
+# ---------------------------------------------------------------- what is read
+
+
+@pytest.mark.parametrize("path", METADATA, ids=lambda path: str(path.relative_to(REAL).parent))
+def test_a_real_file_says_the_same_both_ways(path: Path) -> None:
+    assert_read_alike(path.read_bytes())
+
+
+def test_most_real_files_have_stretches() -> None:
+    assert sum(scan(path.read_bytes()) is not None for path in METADATA) > len(METADATA) / 2
+
+
+def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
+    return new(CM, "ChunkStorageMetadata", offsets=Size(offsets), sizes=Size(sizes))
+
+
+def tensor(shape: tuple[int, ...], chunks: list[Any]) -> Any:
+    return new(CM, "TensorStorageMetadata", properties=None, size=Size(shape), chunks=chunks)
+
+
+def record(fqn: str, offset: Any, path: str, start: int, hint: int | None, length: int = 100) -> tuple[Any, Any]:
+    state = {"fqn": fqn, "index": hint} | ({} if offset is None else {"offset": offset})
+    return new(CM, "MetadataIndex", **state), new(CF, "_StorageInfo", relative_path=path, offset=start, length=length)
+
+
+def metadata(tensors: dict[str, Any], stored: dict[Any, Any]) -> Any:
+    return new(CM, "Metadata", state_dict_metadata=tensors, planner_data=None, storage_data=stored, storage_meta=None)
+
+
+def large(ranks: int = 2500, names: tuple[str, ...] = ("layers.0.weight", "käse", "n" * 300)) -> Any:
+    """Tensors cut along axis 0, with batches, frames, offsets of every width and byte offsets beyond 2 GiB."""
+    tensors = {name: tensor((40 * ranks, 7), [chunk((40 * r, 0), (40, 7)) for r in range(ranks)]) for name in names}
+    stored = {}
+    for rank in range(ranks):
+        path = f"__{rank}_0.distcp"
+        for number, name in enumerate(names):
+            spelled = name[:1] + name[1:]  # every rank spells its names anew
+            key, info = record(spelled, Size((40 * rank, 0)), path, number << 31, rank)
+            stored[key] = info
+    return metadata(tensors, stored)
+
+
+def test_a_large_file_is_read_as_columns() -> None:
+    data = dumped(large())
+    found = scan(data)
+    assert found is not None
+    assert sum(stretch.count for stretch in found.stretches) == 4 * 3 * 2500 // 2 - 1 - 1  # but the two first rows
+    assert len(found.pickle) < len(data) / 20
+    assert_read_alike(data)
+    described = read(data, 0)
+    assert described.records.owned.all() and len(described.paths) == 2500
+    assert described.records.byte_offset.max() == 2 << 31
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Any:
+    """Metadata with tensors of mixed ranks, shared and repeated objects, holes in what is written down."""
+    texts = st.sampled_from(["a.weight", "b", "käse", "x" * 300])
+    extents = st.sampled_from([0, 1, 255, 256, 65_535, 65_536, 2**31 - 1, 2**31, 2**61, 2**62, 2**64, -1, True])
+    tensors, offsets = {}, []
+    for name in draw(st.lists(texts, unique=True, max_size=3)):
+        rank = draw(st.integers(0, 5))
+        chunks = []
+        for _ in range(draw(st.integers(0, 6))):
+            extent = st.lists(extents, min_size=rank, max_size=rank + draw(st.integers(0, 1))).map(tuple)
+            chunks.append(chunk(draw(extent), draw(extent)))
+            offsets.append(vars(chunks[-1])["offsets"])
+        if chunks and draw(st.booleans()):
+            chunks.append(chunks[0])
+        tensors[name] = tensor((5,) * rank, chunks)
+    stored = {}
+    paths = [f"__{rank}_0.distcp" for rank in range(3)]
+    fresh = st.lists(extents, max_size=5).map(lambda sizes: Size(tuple(sizes)))
+    for _ in range(draw(st.integers(0, 12))):
+        offset = draw(st.one_of(st.none(), fresh, st.sampled_from(offsets) if offsets else st.none()))
+        start, hint = draw(extents), draw(st.one_of(st.none(), st.integers(-1, 4)))
+        key, info = record(draw(texts), offset, draw(st.sampled_from(paths)), start, hint)
+        if draw(st.integers(0, 9)) == 0:
+            vars(info)["transform_descriptors"] = draw(st.sampled_from([None, ["zstd"]]))
+        stored[key] = info
+    return metadata(tensors, stored)
+
+
+@settings(max_examples=300, deadline=None)
+@given(trees())
+def test_random_metadata_says_the_same_both_ways(root: Any) -> None:
+    assert_read_alike(dumped(root))
+
+
+# ---------------------------------------------------------------- what is made to deceive
+
+
+def framed(opcodes: bytes) -> bytes:
+    """A pickle of one frame around these opcodes."""
+    return b"\x80\x04\x95" + struct.pack("<Q", len(opcodes)) + opcodes
+
+
+def opcodes_of(data: bytes) -> bytes:
+    """The opcodes of a pickle without its frames."""
+    parts, at = [], 2
+    while at < len(data):
+        length = struct.unpack_from("<Q", data, at + 1)[0]
+        parts.append(data[at + 9 : at + 9 + length])
+        at += 9 + length
+    return b"".join(parts)
+
+
+SMALL = opcodes_of(dumped(large(4, ("w", "v"))))
+
+
+def edits(seed: int) -> Iterator[bytes]:
+    """Small pickles with a byte changed, removed or put in, or a part repeated or left out."""
+    choose = random.Random(seed)
+    opcodes = b"0123()]}NKMJhjqrtleaesubR\x81\x85\x86\x87\x8c\x90\x93\x94\x95Qc.\x88\x89\x8a"
+    for _ in range(400):
+        edited = bytearray(SMALL)
+        for _ in range(choose.randint(1, 2)):
+            at, kind = choose.randrange(len(edited)), choose.randrange(5)
+            if kind == 0:
+                edited[at] = choose.randrange(256)
+            elif kind == 1:
+                edited[at] = choose.choice(opcodes)
+            elif kind == 2:
+                edited[at:at] = bytes([choose.choice(opcodes)])
+            elif kind == 3:
+                del edited[at : at + choose.randint(1, 60)]
+            else:
+                edited[at:at] = edited[at - choose.randint(0, 60) : at]
+        yield framed(bytes(edited))
+
+
+def differing(seed: int) -> list[bytes]:
+    """The edited pickles that are read differently."""
+    found = []
+    for data in edits(seed):
+        try:
+            assert_read_alike(data)
+        except AssertionError:
+            found.append(data)
+    return found
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", range(examples(3, 8)))
+def test_an_edited_pickle_says_the_same_both_ways(seed: int) -> None:
+    # under limits: an edit may ask the unpickler for gigabytes
+    assert isolated(partial(differing, seed), 64 * 1024**2) == []
+
+
+CLASS = b"\x8c\x14ChunkStorageMetadata\x94"
+
+
+def stretch_end() -> int:
+    """Where the first stretch of `SMALL` ends: at the APPENDS of the first list of chunks."""
+    return SMALL.index(b"ube", SMALL.index(CLASS)) + 2
+
+
+@pytest.mark.parametrize(
+    "inserted",
+    [
+        b"0",  # POP: the last chunk is dropped
+        b"2",  # DUP: it is there twice
+        b"1(",  # POP_MARK: all are dropped
+        b"a",  # APPEND: the last becomes an item of the one before
+        b"Nb",  # BUILD with None as its state
+        b"}b",
+        b"\x85",  # TUPLE1
+        b"\x86",
+        b"N\x86",
+        b"s",
+        b"\x94",  # one more memo entry
+        b"N0",
+        b"\x94h\x00",
+        b"Q",  # BINPERSID
+        b"NQ",
+        b"(J\x00\x00\x00\x00tQ",
+        b"h\x20",  # a chunk of the stretch by reference
+        b"h\x2a",
+        b"e]\x94(",
+    ],
+)
+def test_opcodes_behind_a_stretch(inserted: bytes) -> None:
+    at = stretch_end()
+    assert_read_alike(framed(SMALL[:at] + inserted + SMALL[at:]))
+
+
+def test_a_row_inside_of_a_text_is_a_text() -> None:
+    start = SMALL.index(CLASS)
+    first = SMALL.index(b"ub", start) + 2
+    rows = SMALL[first : stretch_end()]
+    for text in (b"X" + struct.pack("<I", len(rows)) + rows, b"B" + struct.pack("<I", len(rows)) + rows):
+        assert_read_alike(framed(SMALL[:first] + text + SMALL[first:]))
+
+
+def test_a_frame_may_begin_inside_of_a_row_but_not_inside_of_an_opcode() -> None:
+    first = SMALL.index(b"ub", SMALL.index(CLASS)) + 2
+    for at in range(first, stretch_end()):
+        head, tail = SMALL[:at], SMALL[at:]
+        data = b"\x80\x04" + b"".join(b"\x95" + struct.pack("<Q", len(part)) + part for part in (head, tail))
+        assert_read_alike(data)
+
+
+def test_a_class_that_is_none_of_torch_is_refused() -> None:
+    root = large(4, ("w",))
+    data = dumped(root).replace(b"\x8c\x14ChunkStorageMetadata", b"\x8c\x14ChunkStorageMetabata")
+    assert_read_alike(data)
+    data = dumped(root).replace(b"torch.distributed.checkpoint.metadata", b"torch.distributed.checkpoint.metabata")
+    assert_read_alike(data)
+    assert isinstance(read(data, 0), list)

@@ -1,0 +1,174 @@
+"""What Python programs call: `ckptlint.check`, the report, `ckptlint.load`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from support import REAL, broken_rule, run_python
+
+import ckptlint
+from ckptlint.commands import main as cli
+
+GOOD, BAD, WARNING = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole", REAL / "boundary_mismatch"
+UNSAFE = REAL / "metadata_malicious"
+
+
+def test_importing_it_imports_nothing_heavy() -> None:
+    heavy = ("numpy", "torch", "networkx", "click", "importlib.metadata")
+    program = f"import sys, ckptlint; print([name for name in {heavy!r} if name in sys.modules])"
+    assert run_python(program).stdout == "[]\n"
+
+
+def test_checking_imports_no_torch() -> None:
+    program = "import sys, ckptlint; ckptlint.check(sys.argv[1]); print('torch' in sys.modules)"
+    assert run_python(program, GOOD).stdout == "False\n"
+
+
+def test_checking_needs_no_command_line(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text("format = 'json'\nmax-per-rule = 3\n")
+    program = (
+        "import sys, ckptlint\n"
+        "for config in (None, sys.argv[2]):\n"
+        "    assert ckptlint.check(sys.argv[1], config=config).verdict == 'fail'\n"
+        "print([name for name in sys.modules if name == 'click' or name.startswith('ckptlint.commands')])"
+    )
+    done = run_python(program, BAD, tmp_path / "settings.toml")
+    assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "verdict", "code"), [(GOOD, "pass", 0), (BAD, "fail", 1), (REAL / "no", "incomplete", 3)]
+)
+def test_verdict_and_exit_code(path: Path, verdict: str, code: int) -> None:
+    report = ckptlint.check(path)
+    assert (report.verdict, report.exit_code) == (verdict, code)
+
+
+def test_diagnostics() -> None:
+    first = next(ckptlint.check(str(BAD), select=["GEO"]).diagnostics)
+    assert (first.code, first.rule.name, first.fqn) == (
+        "GEO004",
+        "coverage-hole",
+        "model.layers.0.feed_forward.w1.weight",
+    )
+    assert first.region == ((6, 0), (3, 12))
+    assert first.severity.label == "error"
+    assert first.ignored is None
+
+
+def test_arguments_do_what_the_options_do(tmp_path: Path) -> None:
+    assert ckptlint.check(BAD, ignore=["GEO004", "GEO005"]).verdict == "pass"
+    assert ckptlint.check(BAD, ignore=["GEO004,GEO005"]).verdict == "pass"
+    assert ckptlint.check(BAD, severity={"GEO004": "warning"}).verdict == "pass"
+    assert ckptlint.check(BAD, severity={"GEO004": "warning"}, fail_on="warning").verdict == "fail"
+    assert ckptlint.check(WARNING, fail_on="warning").exit_code == 1
+    assert ckptlint.check(GOOD, depth="metadata").depth == "metadata"
+    assert ckptlint.check(GOOD, BAD).exit_code == 1
+    assert ckptlint.check(GOOD, depth="headers", sample=50, seed=1).verdict == "pass"
+    CliRunner().invoke(cli.cli, [str(BAD), "--output", str(tmp_path / "old.json")])
+    report = ckptlint.check(BAD, baseline=tmp_path / "old.json")
+    assert report.verdict == "pass"
+    assert {item.ignored.by for item in report.ignored if item.ignored} == {"baseline"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"select": ["NOPE"]},
+        {"ignore": ["SAF001"]},
+        {"severity": {"GEO004": "bad"}},
+        {"depth": "deep"},
+        {"sample": 5.0},
+        {"expect": "/nowhere"},
+        {"baseline": "/nowhere"},
+        {"config": "/nowhere"},
+    ],
+    ids=str,
+)
+def test_wrong_arguments_raise(arguments: dict[str, object]) -> None:
+    with pytest.raises(ckptlint.ConfigError):
+        ckptlint.check(BAD, **arguments)  # type: ignore[arg-type]
+
+
+def test_raise_for_findings() -> None:
+    ckptlint.check(GOOD).raise_for_findings("warning")
+    with pytest.raises(ckptlint.CheckpointError, match="GEO004 rows 6:9 of model"):
+        ckptlint.check(BAD).raise_for_findings()
+    ckptlint.check(WARNING).raise_for_findings()
+    with pytest.raises(ckptlint.CheckpointError, match="GEO008"):
+        ckptlint.check(WARNING).raise_for_findings("warning")
+    with pytest.raises(ckptlint.CheckpointError, match="does not exist"):
+        ckptlint.check("/nowhere").raise_for_findings()
+
+
+def test_raise_for_findings_when_a_rule_crashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = broken_rule("GEO008")
+    monkeypatch.setattr("ckptlint.lint.registry.load_rules", lambda: rules)
+    report = ckptlint.check(GOOD)
+    assert report.verdict == "incomplete"
+    with pytest.raises(ckptlint.CheckpointError):
+        report.raise_for_findings()
+
+
+def test_raise_for_findings_when_a_path_was_refused_beside_lesser_findings() -> None:
+    report = replace(ckptlint.check(WARNING, fail_on="warning"), unreadable=("the network said no",))
+    assert report.exit_code == 1
+    with pytest.raises(ckptlint.CheckpointError, match="the network said no"):
+        report.raise_for_findings("error")
+
+
+@pytest.mark.parametrize("path", [UNSAFE, REAL / "metadata_truncated"])
+def test_no_fail_on_makes_the_unsafe_pass(path: Path) -> None:
+    assert ckptlint.check(path, fail_on="never").verdict == "fail"
+
+
+def test_nothing_is_read_unless_named_and_nothing_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ckptlint.toml").write_text("mistake = 1\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CKPTLINT_DEPTH", "metadata")
+    report = ckptlint.check(BAD)
+    assert (report.depth, report.exit_code) == ("files", 1)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_named_settings_file_fills_what_arguments_leave_open(tmp_path: Path) -> None:
+    file = tmp_path / "settings.toml"
+    file.write_text(
+        "depth = 'metadata'\nstrict = true\nselect = ['GEO,LNT']\n"
+        "[per-key-ignores]\n'*.w1.weight' = { rules = ['GEO004'], reason = 'known' }\n"
+    )
+    report = ckptlint.check(BAD, config=file)
+    assert (report.depth, report.fail_on, report.verdict) == ("metadata", "warning", "pass")
+    assert {item.ignored.reason for item in report.ignored if item.ignored} == {"known"}
+    report = ckptlint.check(GOOD, config=file, depth="files", select=["PAY"], fail_on="error")
+    assert (report.depth, report.fail_on, report.verdict) == ("files", "error", "pass")
+    assert {rule.code[:3] for rule in report.rules} == {"PAY", "SAF", "LNT"}
+    unused = ckptlint.check(GOOD, config=file)
+    assert [item.code for item in unused.diagnostics] == ["LNT001"]
+    file.write_text("depth = 'headers'\nsample = '50%'\nseed = 3\njobs = 1\n")
+    assert ckptlint.check(GOOD, config=file).depth == "headers"
+
+
+def test_a_settings_file_inside_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "ckptlint.toml").write_text("")
+    with pytest.raises(ckptlint.ConfigError, match="never read from a checkpoint"):
+        ckptlint.check(tmp_path, config=tmp_path / "ckptlint.toml")
+
+
+def test_command_line_and_python_agree() -> None:
+    document = json.loads(CliRunner().invoke(cli.cli, [str(BAD), "--isolated", "--format", "json"]).output)
+    found = [(item["code"], item["fqn"]) for item in document["checkpoints"][0]["findings"]]
+    assert sorted(found) == sorted((item.code, item.fqn) for item in ckptlint.check(BAD).diagnostics)
+
+
+def test_load() -> None:
+    ckpt = ckptlint.load(GOOD)
+    assert ckpt.tensors["model.norm.weight"].global_shape
+    with pytest.raises(ckptlint.CkptlintError):
+        ckptlint.load("/nowhere")

@@ -1,0 +1,276 @@
+"""ckptlint against other ways to the same answer: counting cells, torch's validator and reader, safetensors."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support import REAL, codes, run_python
+from tilings import Chunk, box_cells, counted, damaged, layout, tilings
+
+import ckptlint
+from ckptlint.errors import UnreadableError
+from ckptlint.formats.safe_pickle import read_metadata
+from ckptlint.formats.safetensors_header import header_length, layout_faults, parse_header
+from ckptlint.lint.registry import load_rules
+from ckptlint.loaders.dcp import describe
+from ckptlint.model import Checkpoint, ChunkTable, Tensor
+from ckptlint.model.layout import _BOX_LIMIT, Box
+from ckptlint.model.text import printable
+from ckptlint.rule import Finding, Severity
+
+Case = tuple[tuple[int, ...], list[Chunk]]
+METADATA = sorted(path for path in REAL.rglob("*.metadata") if "malicious" not in str(path))
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+@cache
+def geometry() -> dict[str, Any]:
+    return {rule.code: rule for rule in load_rules() if rule.code.startswith("GEO")}
+
+
+def judged(case: Case) -> dict[str, list[Finding]]:
+    """The findings of error level of each geometry rule on one tensor."""
+    shape, chunks = case
+    table = ChunkTable(layout(shape, chunks), np.full(len(chunks), -1))
+    ckpt = Checkpoint("a", "dcp", tensors={"w": Tensor("w", "float32", shape, table)})
+    found = {}
+    for code, rule in geometry().items():
+        items = list(rule.check(ckpt))
+        found[code] = [item for item in items if (item.severity or rule.severity) is Severity.ERROR]
+    return found
+
+
+def leaves(shape: tuple[int, ...], chunk: Chunk) -> bool:
+    return any(o < 0 or o + s > n for o, s, n in zip(*chunk, shape, strict=True))
+
+
+@settings(max_examples=400, deadline=None)
+@given(damaged())
+def test_the_geometry_rules_say_what_counting_cells_says(case: Case) -> None:
+    shape, chunks = case
+    counts = counted(shape, chunks)
+    live = [chunk for chunk in chunks if all(chunk[1])]
+    found = judged(case)
+    missing = {cell for cell, count in counts.items() if count == 0}
+    doubled = {cell for cell, count in counts.items() if count > 1}
+    assert bool(found["GEO001"]) == any(leaves(shape, chunk) for chunk in live)
+    assert bool(found["GEO004"]) == (bool(missing) and bool(live))
+    assert bool(found["GEO006"]) == (bool(missing) and not live)
+    if doubled:
+        assert found["GEO003"] or found["GEO007"]
+    if not any(leaves(shape, chunk) for chunk in live):  # outside of the tensor there are no cells to count
+        assert bool(found["GEO003"] or found["GEO007"]) == bool(doubled)
+    assert set(box_cells(tuple(item.at.region for item in found["GEO004"] if item.at.region))) <= missing
+    for item in found["GEO003"]:
+        assert item.at.region and set(box_cells((item.at.region,))) & counts.keys() <= doubled
+
+
+@settings(deadline=None)
+@given(tilings())
+def test_no_tiling_has_an_error(case: Case) -> None:
+    assert not any(judged(case).values())
+
+
+@st.composite
+def many(draw: st.DrawFn) -> Case:
+    """Up to 300 boxes anywhere in and around a tensor, few of them in line with each other."""
+    shape = tuple(draw(st.lists(st.integers(1, 24), min_size=1, max_size=3)))
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    count = draw(st.integers(0, 300))
+    longest = draw(st.integers(1, 12))
+    offsets = random.integers(-2, np.array(shape) + 2, (count, len(shape)))
+    sizes = random.integers(0, longest + 1, (count, len(shape)))
+    return shape, list(zip(map(tuple, offsets.tolist()), map(tuple, sizes.tolist()), strict=True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(many())
+def test_gaps_and_overlaps_of_many_boxes_are_exact(case: Case) -> None:
+    shape, chunks = case
+    counts = np.zeros(shape, np.int64)
+    for offsets, sizes in chunks:
+        counts[tuple(slice(max(o, 0), max(o + s, 0)) for o, s in zip(offsets, sizes, strict=True))] += 1
+    coverage = layout(shape, chunks).coverage
+    for boxes, volume, wanted in (
+        (coverage.missing, coverage.missing_volume, counts == 0),
+        (coverage.doubled, coverage.doubled_volume, counts > 1),
+    ):
+        painted = np.zeros(shape, np.int64)
+        for box in boxes:
+            painted[inside(box)] += 1
+        assert volume == wanted.sum()
+        assert painted.max(initial=0) <= 1, "two boxes share a cell"
+        assert not (painted.astype(bool) & ~wanted).any()
+        assert len(boxes) >= _BOX_LIMIT or (painted.astype(bool) == wanted).all()
+
+
+def inside(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(start, stop) for start, stop in zip(box.offsets, box.ends, strict=True))
+
+
+# ---------------------------------------------------------------- torch's validator
+
+
+@settings(max_examples=300, deadline=None)
+@given(damaged())
+def test_the_verdict_is_that_of_the_validator_of_torch(case: Case) -> None:
+    """Where torch is right: it takes an empty chunk inside another one for an overlap, and looks at no scalar."""
+    planner = pytest.importorskip("torch.distributed.checkpoint.default_planner")
+    metadata = pytest.importorskip("torch.distributed.checkpoint.metadata")
+    torch = pytest.importorskip("torch")
+    shape, chunks = case[0], [chunk for chunk in case[1] if all(chunk[1])]
+    if not shape:
+        return
+    tensor = metadata.TensorStorageMetadata(
+        properties=metadata.TensorProperties(dtype=torch.float32),
+        size=torch.Size(shape),
+        chunks=[metadata.ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in chunks],
+    )
+    plans = [planner.SavePlan([]), planner.SavePlan([])]  # with one rank it does not look for holes
+    errors = planner._validate_global_plan(plans, metadata.Metadata({"w": tensor}))
+    found = judged((shape, chunks))
+    assert bool(errors) == any(found.values()), (errors, found)
+
+
+# ---------------------------------------------------------------- torch's reader
+
+_READ = """
+import json, sys
+from pathlib import Path
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
+
+for path in map(Path, sys.argv[1:]):
+    rank = None if path.name == ".metadata" else int(path.name[2:].partition(".")[0])
+    try:
+        found = FileSystemReader(path.parent).read_metadata(rank=rank)
+    except Exception as error:
+        print(json.dumps(type(error).__name__))
+        continue
+    place = lambda index: (
+        [info.relative_path, info.offset, info.length] if (info := found.storage_data.get(index)) else None
+    )
+    tensors, others = {}, {}
+    for key, value in found.state_dict_metadata.items():
+        if hasattr(value, "chunks"):
+            chunks = [[[*c.offsets], [*c.sizes], place(MetadataIndex(key, c.offsets))] for c in value.chunks]
+            tensors[key] = [str(value.properties.dtype).removeprefix("torch."), [*value.size], chunks]
+        else:
+            others[key] = place(MetadataIndex(key))
+    print(json.dumps([tensors, others, len(found.storage_data)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def read_by_torch() -> dict[Path, Any]:
+    """What torch reads from each real file, or the name of its error. Malicious files are left out: torch runs them."""
+    pytest.importorskip("torch")
+    done = run_python(_READ, *METADATA, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(METADATA, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def described(path: Path) -> list[Any]:
+    """The same from the safe reader."""
+    unpickled = read_metadata(path.read_bytes())
+    assert unpickled.refused == ()
+    found = describe([unpickled.root], path.name)
+    table = found.records
+
+    def place(record: int) -> Any:
+        if record < 0:
+            return None
+        return [found.paths[table.file[record]], int(table.byte_offset[record]), int(table.byte_length[record])]
+
+    def chunks(tensor: Tensor) -> Iterator[Any]:
+        rows = zip(tensor.layout.offsets.tolist(), tensor.layout.sizes.tolist(), tensor.chunks.record, strict=True)
+        yield from ([offsets, sizes, place(record)] for offsets, sizes, record in rows)
+        yield from ([[*chunk.offsets], [*chunk.sizes], None] for chunk in tensor.malformed)
+
+    tensors = {t.fqn: [t.dtype, [*t.global_shape], [*chunks(t)]] for t in found.tensors.values()}
+    return [tensors, {entry.fqn: place(entry.record) for entry in found.byte_objects}, len(table)]
+
+
+@pytest.mark.parametrize("path", METADATA, ids=lambda path: str(path.relative_to(REAL)))
+def test_every_real_file_is_read_as_torch_reads_it(read_by_torch: dict[Path, Any], path: Path) -> None:
+    theirs = read_by_torch[path]
+    if isinstance(theirs, str):
+        assert theirs in ("UnpicklingError", "ModuleNotFoundError")  # damaged; with classes of megatron-core
+        pytest.skip(f"torch cannot read it: {theirs}")
+    tensors, others, records = theirs
+    for _, shape, chunks in tensors.values():
+        for chunk in chunks:
+            if not len(chunk[0]) == len(chunk[1]) == len(shape):  # GEO002; no rule asks where it is stored
+                chunk[2] = None
+    wanted = [{printable(key): value for key, value in part.items()} for part in (tensors, others)]
+    assert described(path) == [*wanted, records]
+
+
+def test_torch_reads_nearly_all_of_them(read_by_torch: dict[Path, Any]) -> None:
+    refused = [path for path, found in read_by_torch.items() if isinstance(found, str)]
+    assert len(read_by_torch) > 200 and len(refused) <= 4
+
+
+# ---------------------------------------------------------------- the safetensors library
+
+_TOKENS = b'0 1 16 " {} [] null -1 F16 , 1.0 1e1 "a" F8_E4M3 "__metadata__":{}, "x":1,'.split()
+
+
+def edited(head: bytearray, chance: random.Random) -> bytes:
+    """A header with up to three places changed."""
+    for _ in range(chance.randint(1, 3)):
+        at, other = chance.randrange(len(head)), chance.randrange(len(head))
+        match chance.randrange(4):
+            case 0:
+                head[at : at + chance.randint(0, 3)] = chance.choice(_TOKENS)
+            case 1:
+                del head[at : at + chance.randint(1, 4)]
+            case 2:
+                head[at] = chance.randrange(256)
+            case _:
+                head[at:at] = head[other : other + chance.randint(1, 60)]
+    return bytes(head)
+
+
+def test_a_safetensors_header_is_taken_where_the_library_takes_it(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors")
+    chance = random.Random(1)
+    files = [path.read_bytes() for path in sorted((REAL / "hf_sharded").glob("*.safetensors"))]
+    taken, refused = 0, 0
+    for _ in range(20_000):
+        data = chance.choice(files)
+        length = int.from_bytes(data[:8], "little")
+        head, payload = edited(bytearray(data[8 : 8 + length]), chance), data[8 + length :]
+        data = len(head).to_bytes(8, "little") + head + payload
+        try:
+            library.deserialize(data)
+            theirs = ""
+        except Exception as error:
+            theirs = str(error)
+        try:
+            parsed = parse_header(data[8 : 8 + header_length(data[:64], len(data))], 8 + len(head))
+            ours = "".join(sentence for sentence, _, _ in layout_faults(parsed, len(data)))
+        except UnreadableError as error:
+            ours = str(error)
+        if not theirs:
+            taken += 1
+            # the library takes the last of two equal names, and blanks that no writer puts there
+            assert not ours or "has a name twice" in ours or head[:1] != b"{", (head, ours)
+        elif not ours and refused < 60:
+            refused += 1  # a whole check sees more than the header
+            (tmp_path / "model.safetensors").write_bytes(data)
+            report = ckptlint.check(tmp_path)
+            is_new = "unknown variant" in theirs or "subbytes" in theirs  # a dtype of a later version is a note
+            assert report.exit_code == 1 or (is_new and codes(report, "info")), (head, theirs)
+    assert taken > 500 and refused == 60

@@ -1,0 +1,473 @@
+"""Depths headers and data: what real records written by torch say, healthy and damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pickles import named, number, stream
+from support import REAL, codes, found, run, takes_ctrl_c
+
+import ckptlint
+from ckptlint.depth import Depth
+from ckptlint.formats.torch_archive import data_start, read_end, read_members
+from ckptlint.loaders.checkpoint import open_checkpoint
+from ckptlint.loaders.discover import find
+from ckptlint.model import Checkpoint, RecordState
+from ckptlint.payload import nonfinite as floats
+from ckptlint.payload.reader import read_payload
+from ckptlint.payload.reading import Reading
+from ckptlint.payload.record_headers import RecordPlace, read_headers
+from ckptlint.storage.local import LocalFolder
+from ckptlint.testing import torch_archive
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:ComplexHalf support")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+
+
+def test_a_blob_says_other_offsets_than_the_metadata(real_copy: Callable[[str], Path]) -> None:
+    """Two payload files of the SAFETENSORS mode in each other's place: every shape and dtype fits."""
+    folder = real_copy("safetensors_mode")
+    first, second = (folder / f"__{rank}_0.distcp" for rank in (0, 1))
+    data = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(data)
+    report = ckptlint.check(folder, depth="headers", select=["PAY009"])
+    said = "2 records of {} hold the chunk at offsets {} where the metadata says offsets [0, 0]"
+    assert found(report) == [
+        ("PAY009", "error", said.format("model.up.weight", [3, 0])),
+        ("PAY009", "error", said.format("model.head.weight", [1, 0])),
+    ]
+
+
+def save(state: dict[str, Any], folder: Path, **options: Any) -> Path:
+    """A checkpoint of one process."""
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, **options), no_dist=True)
+    return folder
+
+
+def model(count: int = 4, rows: int = 64) -> dict[str, Any]:
+    """Weights of two shapes that differ from each other."""
+    made = torch.Generator().manual_seed(0)
+    return {f"layers.{i}.w": torch.randn((rows, 32) if i % 2 else (32, rows), generator=made) for i in range(count)}
+
+
+def load(folder: Path, depth: Any = "data", **options: Any) -> Checkpoint:
+    """The checkpoint with its payload."""
+    ckpt = open_checkpoint(find(str(folder))[0])
+    return read_payload(LocalFolder(folder), ckpt, Reading(Depth(depth), 2, **options))
+
+
+def place(folder: Path, fqn: str) -> tuple[Path, int, int]:
+    """File, first byte and length of a key's only record."""
+    ckpt = open_checkpoint(find(str(folder))[0])
+    name, start, length = ckpt.byte_range_of(int(ckpt.tensors[fqn].chunks.record[0]))
+    return folder / name, start, length
+
+
+def overwrite(path: Path, at: int, data: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(data)
+
+
+def content(path: Path, at: int, length: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(at)
+        return file.read(length)
+
+
+# ---------------------------------------------------------------- healthy
+
+
+@pytest.mark.parametrize("depth", ["headers", "data"])
+def test_every_dtype_of_torch_is_read_as_it_was_saved(depth: str, tmp_path: Path) -> None:
+    names = [
+        "bool",
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint16",
+        "uint32",
+        "uint64",
+        "complex64",
+        "complex128",
+    ]
+    names += ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"]
+    names += ["float8_e4m3fnuz", "float8_e5m2fnuz"]
+    state = {name: torch.ones(4, 6).to(getattr(torch, name)) for name in names}
+    state |= {"scalar": torch.tensor(1.0), "empty": torch.zeros(0, 3), "object": {"lr": 0.1}}
+    state["turned"] = torch.randn(6, 4).t()
+    state["float4_e2m1fn_x2"] = torch.ones(4, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    report = ckptlint.check(save(state, tmp_path), depth=depth)
+    assert found(report) == []
+    assert report.exit_code == 0
+    ckpt = load(tmp_path, depth)
+    assert ckpt.payload is not None
+    for name in [*names, "float4_e2m1fn_x2"]:
+        said = ckpt.payload.of(int(ckpt.tensors[name].chunks.record[0]))
+        assert said is not None
+        assert (said.form, said.dtype, said.shape) == ("tensor", name, tuple(state[name].shape))
+    turned = ckpt.payload.of(int(ckpt.tensors["turned"].chunks.record[0]))
+    assert turned is not None
+    assert turned.strides in ((1, 4), (6, 1))
+    assert (ckpt.payload.state == RecordState.READ).all()
+
+
+def test_checksums_switched_off_are_no_damage(tmp_path: Path) -> None:
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        twice = torch.randn(64, 8)
+        save({"a": twice, "b": twice.clone()}, tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(before)
+    assert found(ckptlint.check(tmp_path, depth="data")) == []
+    assert (load(tmp_path).payload.crc == -1).all()  # type: ignore[union-attr]
+
+
+def test_tensor_subclass_and_parameter_are_no_mismatch(tmp_path: Path) -> None:
+    class Marked(torch.Tensor):
+        """A subclass whose name only this test knows."""
+
+    sys.modules[__name__].Marked = Marked  # type: ignore[attr-defined]
+    Marked.__qualname__ = "Marked"
+    state = {"w": torch.randn(8, 8).as_subclass(Marked), "p": torch.nn.Parameter(torch.randn(8, 8))}
+    report = ckptlint.check(save(state, tmp_path), depth="data")
+    assert codes(report, "error", "warning") == set()
+
+
+def test_a_view_with_a_larger_storage_counts_only_its_own_values(tmp_path: Path) -> None:
+    folder = save({"w": torch.zeros(16, 8)}, tmp_path)
+    path, start, length = place(folder, "w")
+    whole = torch.zeros(16, 64)
+    whole[0, 0] = float("nan")  # outside of the view
+    buffer = Path(tmp_path / "view.pt")
+    torch.save(whole.flatten()[64:192].view(16, 8), buffer)
+    record = buffer.read_bytes()
+    buffer.unlink()
+    replace_record(folder, path, start, length, record)
+    report = ckptlint.check(folder, depth="data")
+    assert codes(report, "error", "warning") == set()
+
+
+def replace_record(folder: Path, path: Path, start: int, length: int, record: bytes) -> None:
+    """Put another record in the place of the only one of a file, and tell the metadata its length."""
+    assert start == 0 and path.stat().st_size == length
+    path.write_bytes(record)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.length = len(record)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_a_stream_transform_is_said_to_be_unopened() -> None:
+    report = run(REAL / "zstd", "--depth", "data")
+    assert report.returncode == 0
+    assert "went through a stream transform and were not opened" in " ".join(report.stdout.split())
+
+
+# ---------------------------------------------------------------- damaged
+
+
+def test_a_flipped_byte_shows_at_depth_data_only(tmp_path: Path) -> None:
+    folder = save(model(), tmp_path)
+    path, start, length = place(folder, "layers.2.w")
+    at = start + length // 2
+    overwrite(path, at, bytes([content(path, at, 1)[0] ^ 1]))
+    assert found(ckptlint.check(folder, depth="headers")) == []
+    report = ckptlint.check(folder, depth="data")
+    ((code, level, text),) = found(report)
+    assert (code, level) == ("PAY012", "error")
+    assert text.startswith("data/0 of layers.2.w in __0_0.distcp does not match its checksum: CRC-32 ")
+    assert report.exit_code == 1
+
+
+def test_two_records_of_equal_length_swapped_show_by_their_shapes(tmp_path: Path) -> None:
+    folder = save(model(), tmp_path)
+    (path, a, length), (_, b, other) = place(folder, "layers.0.w"), place(folder, "layers.1.w")
+    assert length == other
+    first, second = content(path, a, length), content(path, b, length)
+    overwrite(path, a, second)
+    overwrite(path, b, first)
+    report = ckptlint.check(folder, depth="headers")
+    assert [code for code, _, _ in found(report)] == ["PAY009", "PAY009"]
+    assert "holds shape [64, 32] where the metadata says shape [32, 64]" in found(report)[0][2]
+
+
+def test_a_shard_in_place_of_another_one_shows_as_equal_shards(real_copy: Any) -> None:
+    folder = real_copy("edit_base")
+    ckpt = open_checkpoint(find(str(folder))[0])
+    records = ckpt.tensors["model.layers.1.mlp.up.weight"].chunks.record.tolist()
+    (one, a, length), (two, b, other) = ckpt.byte_range_of(records[0]), ckpt.byte_range_of(records[1])
+    assert length == other
+    overwrite(folder / two, b, content(folder / one, a, length))
+    small = ckptlint.check(folder, depth="headers")
+    assert "PAY010" not in codes(small)  # 32 elements may be equal by chance
+
+
+def test_equal_shards_of_a_trained_weight(tmp_path: Path) -> None:
+    from ckptlint.testing import write_checkpoint
+
+    table = {"depth": "headers", "tensors": {"w": {"shape": [64, 32], "chunks": ["0:32, :", "32:64, :"]}}}
+    folder = write_checkpoint(table, tmp_path / "case")
+    (folder / "__1_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes())
+    assert codes(ckptlint.check(folder, depth="headers")) == {"PAY010"}
+    assert codes(ckptlint.check(folder)) == set()
+
+
+@pytest.mark.parametrize("back", [0, 21, 60, 97, 150, 400])
+def test_zeros_in_the_central_directory_are_no_readable_record(back: int, tmp_path: Path) -> None:
+    folder = save(model(1), tmp_path)
+    path, start, length = place(folder, "layers.0.w")
+    overwrite(path, start + length - back - 8, bytes(8))
+    report = ckptlint.check(folder, depth="headers")
+    assert [code for code, _, _ in found(report)] == ["PAY013"]
+    assert report.exit_code == 1
+
+
+def test_a_file_cut_inside_a_directory_is_told_once(tmp_path: Path) -> None:
+    folder = save(model(2), tmp_path)
+    path = folder / "__0_0.distcp"
+    os.truncate(path, path.stat().st_size - 300)
+    assert codes(ckptlint.check(folder, depth="data")) == {"PAY004"}
+
+
+@pytest.mark.parametrize("dtype", sorted(floats.ENCODINGS))
+def test_nan_is_found_in_every_floating_dtype(dtype: str, tmp_path: Path) -> None:
+    kind = getattr(torch, dtype)
+    values = torch.ones(5, 7).to(kind)
+    raw = values.view(torch.uint8).clone().reshape(-1)
+    item = values.element_size()
+    bad = {"float8_e4m3fn": b"\x7f", "float8_e5m2": b"\xfe", "float8_e8m0fnu": b"\xff"}.get(dtype, b"\x80")
+    if item > 1:
+        real = "float16" if dtype == "complex32" else dtype
+        bad = bytes(torch.tensor([float("nan")]).to(getattr(torch, real)).view(torch.uint8).tolist())
+    raw[17 * item : 17 * item + len(bad)] = torch.tensor(list(bad), dtype=torch.uint8)
+    folder = save({"w": raw.view(kind).reshape(5, 7), "fine": values}, tmp_path)
+    ((code, level, text),) = found(ckptlint.check(folder, depth="data"))
+    assert (code, level) == ("PAY011", "warning")
+    assert "1 NaN in chunk [0:5, 0:7] of w, the first at [2, 3]" in text
+
+
+def test_counts_agree_with_torch_across_blocks(tmp_path: Path) -> None:
+    values = torch.randn(3_000_000, dtype=torch.bfloat16)
+    values[::1001] = float("inf")
+    values[7::2003] = float("nan")
+    values[5] = float("-inf")
+    payload = load(save({"a": torch.zeros(3), "w": values}, tmp_path)).payload
+    assert payload is not None
+    assert int(payload.nan.sum()) == int(values.isnan().sum())
+    assert int(payload.plus_inf.sum()) == int((values == float("inf")).sum())
+    assert int(payload.minus_inf.sum()) == int((values == float("-inf")).sum())
+    assert int(payload.first.max()) == 0
+
+
+def test_integrity_of_megatron_is_checked(real_copy: Any) -> None:
+    import hashlib
+
+    folder = real_copy("megatron_edit_base") / "iter_0000010"
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in names}
+    (folder / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": sums}))
+    assert found(ckptlint.check(folder, depth="data")) == []
+    common = folder / "common.pt"
+    sums["common.pt"] = "0" * 64
+    (folder / "integrity.json").write_text(json.dumps({"algorithm": "sha256", "files": sums | {"lost.distcp": "0"}}))
+    texts = [text for code, _, text in found(ckptlint.check(folder, depth="data")) if code == "PAY012"]
+    assert common.name in texts[0] and "lost.distcp is listed in integrity.json and absent" in texts
+    (folder / "integrity.json").write_text("{")
+    assert codes(ckptlint.check(folder, depth="data")) == {"SAF002"}
+
+
+# ---------------------------------------------------------------- hostile
+
+
+def test_a_malicious_pickle_in_a_record_is_named_and_not_run(tmp_path: Path) -> None:
+    marker = tmp_path / "was_here"
+    folder = save({"w": torch.randn(4, 4)}, tmp_path / "ckpt")
+    path, start, length = place(folder, "w")
+    command = f"touch {marker}".encode()
+    evil = b"\x80\x02cposix\nsystem\n(X" + len(command).to_bytes(4, "little") + command + b"tR."
+    replace_record(folder, path, start, length, torch_archive({"data.pkl": evil, "data/0": bytes(64)}))
+    report = ckptlint.check(folder, depth="headers")
+    assert not marker.exists()
+    unsafe = [text for code, level, text in found(report, "error") if code == "SAF001"]
+    assert unsafe and "data.pkl of w in __0_0.distcp asks to call posix.system" in unsafe[0]
+    assert report.exit_code == 1
+    assert ckptlint.check(folder, fail_on="never", depth="data").exit_code == 1
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(stream(b"(" + number(1) * 3, b"\x85" * 200_000, b"}s" * 3), id="nested"),
+        pytest.param(b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b".", id="deep list"),
+        pytest.param(
+            stream(named("torch._utils", "_rebuild_parameter"), b"(" + b"N" * 3 + b"tR"), id="parameter of none"
+        ),
+        pytest.param(stream(named("torch._utils", "_rebuild_tensor_v2"), b")R"), id="tensor of nothing"),
+        pytest.param(b"\x80\x02\x8c", id="cut"),
+        pytest.param(b"", id="empty"),
+    ],
+)
+def test_a_crafted_pickle_ends_in_a_finding_or_in_peace(data: bytes, tmp_path: Path) -> None:
+    folder = save({"w": torch.randn(4, 4)}, tmp_path / "ckpt")
+    path, start, length = place(folder, "w")
+    replace_record(folder, path, start, length, torch_archive({"data.pkl": data, "data/0": bytes(64)}))
+    report = ckptlint.check(folder, depth="data")
+    assert report.unreadable == ()
+    assert not any(part.failed for part in report.checkpoints)
+    assert report.exit_code in (0, 1)
+
+
+def test_random_damage_never_ends_in_a_crash(tmp_path: Path) -> None:
+    folder = save(model(3, 8) | {"object": {"a": [1, 2]}}, tmp_path)
+    path = folder / "__0_0.distcp"
+    good = path.read_bytes()
+    chance = np.random.default_rng(0)
+    missed = 0
+    for _ in range(60):
+        bad = bytearray(good)
+        at = int(chance.integers(len(bad) - 16))
+        bad[at : at + 16] = chance.bytes(16)
+        path.write_bytes(bad)
+        report = ckptlint.check(folder, depth="data")
+        assert report.unreadable == ()
+        assert not any(part.failed for part in report.checkpoints)
+        missed += report.exit_code == 0
+    assert missed < 45  # padding, times and descriptors carry nothing
+
+
+# ---------------------------------------------------------------- the archive alone
+
+
+def test_archives_of_torch_and_of_the_fixtures_are_read_alike(tmp_path: Path) -> None:
+    torch.save(torch.arange(6.0), tmp_path / "archive.pt")
+    for data in ((tmp_path / "archive.pt").read_bytes(), torch_archive({"data.pkl": b"\x80\x02N.", "data/0": b"abcd"})):
+        directory = read_end(data[-98:], len(data))
+        members = read_members(data[directory.start : directory.start + directory.size], directory)
+        assert {member.short for member in members} >= {"data.pkl", "data/0", "byteorder", "version"}
+        for member in members:
+            start = data_start(data[member.header : member.header + 30 + len(member.name)], member)
+            assert start % 64 == 0
+    many = {"data.pkl": b"\x80\x02N."} | {f"data/{i}": bytes([i % 256]) * 5000 for i in range(300)}
+    (tmp_path / "many").write_bytes(torch_archive(many))
+    size = (tmp_path / "many").stat().st_size
+    (found_,) = read_headers(LocalFolder(tmp_path), "many", [RecordPlace(0, 0, size)])
+    assert found_.broken == [] and len(found_.records[0].parts) == 303
+
+
+def test_ranges_close_together_are_read_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(range(256)) * 64)
+    wanted = [(10, 5), (0, 3), (5000, 4), (16380, 100), (99999, 4), (10, 5)]
+    assert LocalFolder(tmp_path).ranges("file", wanted) == [
+        bytes(range(10, 15)), bytes(range(3)), bytes(i % 256 for i in range(5000, 5004)), b"\xfc\xfd\xfe\xff", b"",
+        bytes(range(10, 15)),
+    ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def test_a_sample_is_said_to_be_one(tmp_path: Path) -> None:
+    folder = save(model(40, 8), tmp_path)
+    result = run(folder, "--depth", "headers", "--sample", "10%", "--seed", "7")
+    assert result.returncode == 0
+    assert "Only a sample was read: 10% of the records (4 of 40), seed 7." in " ".join(result.stdout.split())
+    report = json.loads(run(folder, "--depth", "data", "--sample", "10", "--format", "json").stdout)
+    assert report["tool"]["sample"].startswith("10% of the records (4 of 40), seed ")
+    states = [load(folder, percent=10.0, seed=7).payload.state.tolist() for _ in range(2)]  # type: ignore[union-attr]
+    assert states[0] == states[1] and states[0].count(RecordState.READ) == 4
+
+
+@pytest.mark.parametrize("options", [["--sample", "5%"], ["--depth", "data", "--sample", "0"], ["--sample", "x"]])
+def test_a_sample_needs_a_depth_and_a_share(options: list[str]) -> None:
+    assert run(REAL / "edit_base", *options).returncode == 2
+
+
+def test_all_jobs_give_the_same_report() -> None:
+    texts = {run(REAL / "fsdp2_4r", "--depth", "data", "--jobs", n, "--format", "json").stdout for n in ("1", "2", "8")}
+    assert len(texts) == 1
+
+
+def test_the_bar_shows_on_a_terminal_only(tmp_path: Path) -> None:
+    folder = save({"w": torch.zeros(1024)}, tmp_path)
+    code = (
+        "import sys,time\n"
+        "from ckptlint.payload import stream\n"
+        "read=stream._Work._read\n"
+        "def slow(*a):\n time.sleep(2.5)\n return read(*a)\n"
+        "stream._Work._read=slow\n"
+        "from ckptlint.commands.main import main\n"
+        f"sys.argv=['ckptlint',{str(folder)!r},'--depth','data']+sys.argv[1:]\n"
+        "main()\n"
+    )
+    shown = _on_terminal(code)
+    assert b"%" in shown and b"bytes" not in shown
+    assert _on_terminal(code, "--no-progress") == b""
+    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=60)
+    assert piped.stderr == b""
+
+
+def _on_terminal(code: str, *arguments: str) -> bytes:
+    """What a program writes to standard error when that is a terminal."""
+    ours, theirs = pty.openpty()
+    subprocess.run(
+        [sys.executable, "-c", code, *arguments], stdout=subprocess.DEVNULL, stderr=theirs, check=False, timeout=60
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 65536):
+            shown += part
+    except OSError:
+        pass
+    os.close(ours)
+    return shown
+
+
+def test_ctrl_c_says_what_was_covered(tmp_path: Path) -> None:
+    folder = save({f"w{i}": torch.zeros(1024, 1024) for i in range(4)}, tmp_path, thread_count=4)
+    code = (
+        "import sys,time\n"
+        "from ckptlint.payload import stream\n"
+        "read=stream._Work._read\n"
+        "def slow(*a):\n time.sleep(0.6)\n print('reading',flush=True)\n return read(*a)\n"
+        "stream._Work._read=slow\n"
+        "from ckptlint.commands.main import main\n"
+        f"sys.argv=['ckptlint',{str(folder)!r},'--depth','data','--jobs','1']\n"
+        "main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=takes_ctrl_c,
+    )
+    assert process.stdout is not None
+    for _ in range(3):
+        process.stdout.readline()
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    lines = error.strip().splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("ckptlint: interrupted after ") and "no damage was found so far" in lines[0]

@@ -1,0 +1,52 @@
+"""The files that the benchmarks are measured on are what they claim to be."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from support import REPOSITORY, codes
+
+import ckptlint
+from ckptlint.formats import safe_pickle as unpickle
+
+pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    """`bench/generate.py` as a module."""
+    spec = importlib.util.spec_from_file_location("generate", REPOSITORY / "bench" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["generate"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tp-fsdp", "flat", "mcore", "objects", "files"])
+def test_a_healthy_kind_passes(generate: ModuleType, tmp_path: Path, kind: str) -> None:
+    generate.generate(kind, 4096, tmp_path)
+    report = ckptlint.check(tmp_path, depth="files" if kind == "files" else "metadata")
+    assert codes(report) == set() and report.exit_code == 0
+
+
+def test_holes_are_found_one_in_each_tensor(generate: ModuleType, tmp_path: Path) -> None:
+    generate.generate("holes", 4096, tmp_path)
+    report = ckptlint.check(tmp_path, depth="metadata")
+    assert [item.code for item in report.diagnostics] == ["GEO004"] * 6
+
+
+def test_the_stream_says_what_torch_says(generate: ModuleType) -> None:
+    generate.check_stream()
+
+
+def test_most_of_a_large_file_is_read_as_columns(generate: ModuleType, tmp_path: Path) -> None:
+    generate.generate("fsdp", 20_480, tmp_path)
+    data = (tmp_path / ".metadata").read_bytes()
+    found = unpickle.scan(data)
+    assert found is not None and len(found.pickle) < len(data) / 40
+    assert unpickle._read_stretches(data) is not None

@@ -1,0 +1,52 @@
+"""The generated pages are what the code says now, and links lead somewhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from support import REPOSITORY
+
+DOCS = REPOSITORY / "docs"
+LIMIT = 250_000
+
+
+@pytest.fixture(scope="module")
+def make() -> ModuleType:
+    """`docs/make.py` as a module."""
+    spec = importlib.util.spec_from_file_location("make_docs", DOCS / "make.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_generated_pages_are_fresh_and_small(make: ModuleType) -> None:
+    pages: dict[Path, str] = make.pages()
+    stale = [str(path.relative_to(DOCS)) for path, text in pages.items() if not path.is_file() or read(path) != text]
+    assert not stale, "run `python docs/make.py`"
+    assert {path for path in pages if path.parent.name == "rules"} == set((DOCS / "rules").iterdir())
+    assert sum(len(text.encode()) for text in pages.values()) < LIMIT
+
+
+def test_pages_keep_the_whole_text_of_a_rule(make: ModuleType) -> None:
+    assert "what \\_\\_N.metadata and `a_b` say" in make._plain("what __N.metadata and `a_b` say")
+    text = read(DOCS / "rules" / "GEO004.md")
+    for heading in ("What it checks", "Why it matters", "Usual causes", "How to fix", "See"):
+        assert f"\n## {heading}\n\n" in text
+    assert text.count("```") == 4
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tour.md", "docs/recipes.md", "docs/rules/README.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    path = REPOSITORY / page
+    for target in re.findall(r"\]\(([^)#:]+)\)", read(path)):
+        assert (path.parent / target).exists(), target
+
+
+def read(path: Path) -> str:
+    """The text of a page."""
+    return path.read_text(encoding="utf-8")

@@ -1,0 +1,156 @@
+"""Unlucky surroundings: folders without end, files that change under the reader, links in circles."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import REAL, codes, found
+
+import ckptlint
+from ckptlint.lint import run as pipeline
+from ckptlint.model import Checkpoint
+from ckptlint.storage.folder import Folder
+from ckptlint.storage.local import LocalFolder
+
+Copy = Callable[[str], Path]
+MEGATRON = "megatron_edit_base/iter_0000010"
+MANY = 50_000
+
+
+# ---------------------------------------------------------------- many files
+
+
+class _Listing:
+    """A listing of a folder, and behind it many files that are not there."""
+
+    def __init__(self, real: Any, name: str) -> None:
+        self._real = real
+        self._name = name
+
+    def __enter__(self) -> Iterator[Any]:
+        status = os.stat_result((0o100644, 1, 1, 1, 0, 0, 100, 0, 0, 0))
+
+        class Entry:
+            def __init__(self, name: str) -> None:
+                self.name = name
+
+            def stat(self) -> os.stat_result:
+                return status
+
+            def is_symlink(self) -> bool:
+                return False
+
+        listed = [*self._real, *(Entry(self._name.format(number)) for number in range(MANY))]
+        return iter(listed)
+
+    def __exit__(self, *_: object) -> None:
+        self._real.close()
+
+
+@pytest.mark.parametrize(("name", "exit_code"), [("{}.txt", 0), ("__{}_9.distcp", 0)])
+def test_a_folder_of_many_files(real_copy: Copy, monkeypatch: pytest.MonkeyPatch, name: str, exit_code: int) -> None:
+    """The listing is made up, of 50,000 names: docs/fuzzing.md has a million."""
+    folder = real_copy("edit_base")
+    real = os.scandir
+    fake = lambda path=".": _Listing(real(path), name) if Path(path) == folder else real(path)  # noqa: E731
+    monkeypatch.setattr(os, "scandir", fake)
+    report = ckptlint.check(folder)
+    assert report.exit_code == exit_code, found(report)
+    if "distcp" in name:
+        assert "PAY006" in codes(report)
+
+
+# ---------------------------------------------------------------- links
+
+
+def test_links_in_circles_come_to_an_end(tmp_path: Path) -> None:
+    (tmp_path / "step-5").symlink_to(".")
+    (tmp_path / "step-6").symlink_to("step-6")
+    (tmp_path / "step-7").mkdir()
+    (tmp_path / "step-7" / "model").symlink_to("..")
+    assert ckptlint.check(tmp_path).exit_code == 3
+    assert ckptlint.check(tmp_path / "step-6").exit_code == 3
+    for all_steps in (False, True):
+        assert ckptlint.check(tmp_path, all_steps=all_steps).verdict != "pass"
+
+
+# ---------------------------------------------------------------- files that change
+
+
+def after_the_metadata(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Do something between the reading of the metadata and that of the payload."""
+    real = pipeline.open_checkpoint
+
+    def opened(folder: Folder, look_at_files: bool = True) -> Checkpoint:
+        ckpt = real(folder, look_at_files)
+        act()
+        return ckpt
+
+    monkeypatch.setattr(pipeline, "open_checkpoint", opened)
+
+
+@pytest.mark.parametrize("depth", ["headers", "data"])
+@pytest.mark.parametrize("size", [0, 1, 1700])
+def test_a_payload_that_shrinks_before_it_is_read_never_passes(
+    real_copy: Copy, monkeypatch: pytest.MonkeyPatch, depth: Any, size: int
+) -> None:
+    folder = real_copy("edit_base")
+    after_the_metadata(monkeypatch, lambda: os.truncate(folder / "__1_0.distcp", size))
+    assert ckptlint.check(folder, depth=depth).verdict != "pass"
+
+
+@pytest.mark.parametrize("depth", ["headers", "data"])
+def test_a_payload_that_vanishes_before_it_is_read_never_passes(
+    real_copy: Copy, monkeypatch: pytest.MonkeyPatch, depth: Any
+) -> None:
+    folder = real_copy("edit_base")
+    after_the_metadata(monkeypatch, (folder / "__1_0.distcp").unlink)
+    assert ckptlint.check(folder, depth=depth).exit_code in (1, 4)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+@pytest.mark.parametrize("size", [0, 700])
+def test_a_file_that_shrinks_after_the_listing_never_passes(
+    real_copy: Copy, monkeypatch: pytest.MonkeyPatch, name: str, size: int
+) -> None:
+    folder = real_copy(MEGATRON)
+    listed = LocalFolder(folder).entries
+    os.truncate(folder / name, size)
+    monkeypatch.setattr(LocalFolder, "entries", property(lambda self: listed if self.path == folder else {}))
+    assert ckptlint.check(folder).verdict != "pass"
+
+
+def test_a_metadata_that_grows_after_the_listing_is_read_to_its_end(
+    real_copy: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = real_copy("edit_base")
+    listed = LocalFolder(folder).entries
+    with (folder / ".metadata").open("ab") as file:
+        file.write(b"more")
+    monkeypatch.setattr(LocalFolder, "entries", property(lambda self: listed if self.path == folder else {}))
+    assert codes(ckptlint.check(folder), "error") == {"SAF002"}
+
+
+# ---------------------------------------------------------------- archives
+
+
+def test_an_archive_that_unpacks_to_far_more_is_not_unpacked(real_copy: Copy) -> None:
+    folder = real_copy(MEGATRON)
+    with (
+        zipfile.ZipFile(folder / "common.pt", "w", zipfile.ZIP_DEFLATED) as archive,
+        archive.open("common/data.pkl", "w", force_zip64=True) as member,
+    ):
+        for _ in range(64):
+            member.write(bytes(1024**2))
+    report = ckptlint.check(folder)
+    assert "compressed data.pkl" in found(report, "error")[0][2]
+    assert report.exit_code == 1
+
+
+def test_the_real_checkpoint_of_these_tests_passes() -> None:
+    assert ckptlint.check(REAL / "edit_base", REAL / MEGATRON, depth="data").exit_code == 0

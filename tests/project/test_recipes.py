@@ -1,0 +1,251 @@
+"""The recipes of `docs/recipes.md`, run: stand-ins note what upload, cluster and training would have done."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support import REAL, REPOSITORY
+
+from ckptlint.reporters import REPORTERS
+
+RECIPES = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
+GOOD, BAD, NOTHING = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole", REPOSITORY / "docs"
+
+NOTES = '#!/bin/sh\necho "$(basename "$0") $*" >> "$NOTES"\n'
+LINT = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m ckptlint "$@"\n'
+SRUN = '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n'
+WAITS = '#!/bin/sh\nuntil grep -q GEO004 "$AWAITED"; do command -p sleep 0.2; done\n'
+VENV = '#!/bin/sh\nmkdir -p "$3/bin" && cp "$(command -v hf)" "$3/bin/pip" && cp "$(command -v ckptlint)" "$3/bin/"\n'
+
+
+def blocks(heading: str, language: str) -> list[str]:
+    """The code blocks of a section."""
+    section = re.split(r"^## ", RECIPES.split(f"## {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+    return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Callable[..., tuple[int, list[str], str]]:
+    """Runs a script; returns its exit code, what the stand-ins noted, and all that was printed."""
+    stand_ins = {"hf": NOTES, "aws": NOTES, "sbatch": NOTES, "python": NOTES, "srun": SRUN, "ckptlint": LINT}
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in (stand_ins | {"python3": VENV}).items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+
+    def script(text: str, **variables: str | Path) -> tuple[int, list[str], str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("CKPTLINT_")}
+        noted = tmp_path / "noted"
+        noted.write_text("")
+        environment = kept | {
+            "PATH": f"{folder}:{kept['PATH']}",
+            "NOTES": str(noted),
+            **{name: str(value) for name, value in variables.items()},
+        }
+        done = subprocess.run(
+            ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", text],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            encoding="utf-8",
+            timeout=60,
+            check=False,
+        )
+        return done.returncode, noted.read_text().splitlines(), done.stdout + done.stderr
+
+    return script
+
+
+Shell = Callable[..., tuple[int, list[str], str]]
+
+
+def test_every_shell_block_is_run_here() -> None:
+    known = ["Before an upload", "Slurm", "Beside a running job"]
+    assert RECIPES.count("```sh\n") == sum(len(blocks(heading, "sh")) for heading in known) == 6
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_upload_happens_for_a_healthy_checkpoint_alone(shell: Shell, number: int) -> None:
+    recipe = blocks("Before an upload", "sh")[number]
+    code, noted, _ = shell(recipe, CKPT=GOOD)
+    assert code == 0
+    assert noted == [f"aws s3 cp --recursive {GOOD} s3://bucket/fsdp2_4r", f"hf upload org/model {GOOD}"][number:][:1]
+    assert shell(recipe, CKPT=BAD)[:2] == (1, [])
+    assert shell(recipe, CKPT=NOTHING)[:2] == (3, [])
+
+
+def run_folder(tmp_path: Path, *steps: Path) -> Path:
+    """A run folder of these steps."""
+    for number, step in enumerate(steps, 1):
+        shutil.copytree(step, tmp_path / "run" / f"step-{number}")
+    return tmp_path / "run"
+
+
+def test_a_slurm_job_ends_in_the_verdict_of_its_newest_step(shell: Shell, tmp_path: Path) -> None:
+    recipe, submit = blocks("Slurm", "sh")
+    run = run_folder(tmp_path, BAD, GOOD)
+    code, noted, _ = shell(recipe, RUN_DIR=run, SLURM_JOB_ID="7")
+    assert (code, noted) == (0, ["python train.py"])
+    assert (tmp_path / "ckptlint-7.json").is_file()
+    shutil.copytree(BAD, run / "step-3")
+    assert shell(recipe, RUN_DIR=run, SLURM_JOB_ID="7")[0] == 1
+    assert shell(submit, SLURM_JOB_ID="7")[1] == ["sbatch --dependency=afterok:7 resume.sh"]
+
+
+def test_a_watch_beside_a_job(shell: Shell, tmp_path: Path) -> None:
+    once, beside = blocks("Beside a running job", "sh")
+    run = run_folder(tmp_path, GOOD, BAD)
+    code, _, _ = shell(once, RUN_DIR=run)
+    assert code == 1
+    (alarm,) = (tmp_path / "alarms.txt").read_text().splitlines()
+    assert alarm.startswith(f"step {run}/step-2 gave 1, see ")
+    # more than two intervals are enough once the watch has begun; how long that takes, this machine decides
+    interval, pause = re.findall(r"--interval (\d+)|^sleep (\d+)", beside, re.MULTILINE)
+    assert int(pause[1]) > 2 * int(interval[0])
+    (tmp_path / "bin" / "sleep").write_text(WAITS)
+    (tmp_path / "bin" / "sleep").chmod(0o755)
+    code, noted, _ = shell(f"exec > {tmp_path}/printed 2>&1\n{beside}", RUN_DIR=run, AWAITED=tmp_path / "printed")
+    printed = (tmp_path / "printed").read_text()
+    assert (code, noted) == (0, ["python train.py"])
+    assert "GEO004" in printed and "Traceback" not in printed
+
+
+# ---------------------------------------------------------------- YAML
+
+
+def test_the_gitlab_job_gates_and_keeps_its_report(shell: Shell, tmp_path: Path) -> None:
+    (text,) = blocks("GitLab", "yaml")
+    job = yaml.safe_load(text)["ckptlint"]
+    install, lint = job["script"]
+    assert install == "pip install ckptlint"
+    assert shell(lint, CKPT=GOOD)[0] == 0
+    assert shell(lint, CKPT=BAD)[0] == 1
+    kept = [*job["artifacts"]["paths"], *job["artifacts"]["reports"].values()]
+    assert len(kept) == 3 and all((tmp_path / path).is_file() for path in kept)
+
+
+@pytest.mark.parametrize("format_", ["full", "github"])
+def test_the_github_action_gates(shell: Shell, tmp_path: Path, format_: str) -> None:
+    action = yaml.safe_load((REPOSITORY / "action.yml").read_text(encoding="utf-8"))
+    (use,) = (step for step in yaml.safe_load(blocks("GitHub Actions", "yaml")[0])["jobs"]["checkpoint"]["steps"])
+    assert set(use["with"]) <= set(action["inputs"])
+    assert {name for name, value in action["inputs"].items() if value.get("required")} <= set(use["with"])
+    assert action["runs"]["using"] == "composite"
+    (step,) = action["runs"]["steps"]
+    assert "${{" not in step["run"], "text pasted into a script would be run"
+    named = {name: re.fullmatch(r"\$\{\{ inputs\.(\w+) \}\}", value) for name, value in step["env"].items()}
+    assert {match[1] for match in named.values() if match} == set(action["inputs"])
+    summary = tmp_path / "summary.md"
+    defaults = {name: str(value.get("default", "")) for name, value in action["inputs"].items()}
+    variables = {name: defaults[match[1]] for name, match in named.items() if match} | {
+        "FORMAT": format_,
+        "SUMMARY": str("markdown" in REPORTERS).lower(),
+        "SOURCE": str(REPOSITORY),
+        "RUNNER_TEMP": str(tmp_path),
+        "GITHUB_STEP_SUMMARY": str(summary),
+    }
+    code, noted, printed = shell(step["run"], **variables | {"CKPT": GOOD})
+    assert code == 0, printed
+    assert noted == [f"pip install --quiet {REPOSITORY}"]
+    code, _, printed = shell(step["run"], **variables | {"CKPT": BAD})
+    assert code == 1 and "GEO004" in printed
+    assert summary.is_file() == ("markdown" in REPORTERS)
+    hostile = variables | {"CKPT": f"{GOOD}; touch hacked", "OPTIONS": "--strict $(touch hacked)"}
+    assert shell(step["run"], **hostile)[0] == 3
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_the_pre_commit_hook_lints_the_folder_of_a_changed_metadata(shell: Shell) -> None:
+    (hook,) = yaml.safe_load((REPOSITORY / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
+    (repo,) = yaml.safe_load(blocks("pre-commit", "yaml")[0])["repos"]
+    (use,) = repo["hooks"]
+    assert use["id"] == hook["id"]
+    changed = [".metadata", "a/step/.metadata", "a/__0.metadata", "m/model.safetensors.index.json"]
+    assert all(re.search(hook["files"], name) for name in changed)
+    assert not any(re.search(hook["files"], name) for name in ["a/.metadata.tmp", "a/x.metadata", "README.md"])
+
+    def commit(*folders: Path) -> int:
+        names = " ".join(shlex.quote(str(folder / ".metadata")) for folder in folders)
+        return shell(f"{hook['entry']} {shlex.join(use['args'])} {names}")[0]
+
+    assert commit(GOOD) == 0
+    assert commit(GOOD, BAD) == 1
+
+
+def test_the_kubernetes_job_ends_on_a_verdict_and_retries_without_one(shell: Shell) -> None:
+    job = yaml.safe_load(blocks("Kubernetes", "yaml")[0])
+    spec = job["spec"]["template"]["spec"]
+    (gate,) = spec["initContainers"]
+    (rule,) = job["spec"]["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["containerName"] == gate["name"]
+    assert spec["restartPolicy"] == "Never"  # podFailurePolicy needs it
+    assert gate["volumeMounts"][0]["readOnly"] is True
+    volumes = {volume["name"] for volume in spec["volumes"]}
+    assert all(mount["name"] in volumes for box in [gate, *spec["containers"]] for mount in box["volumeMounts"])
+
+    def exit_code(path: Path) -> int:
+        return shell("ckptlint " + shlex.join(str(path) if word == "/ckpt" else word for word in gate["args"]))[0]
+
+    assert exit_code(GOOD) == 0
+    assert exit_code(BAD) in rule["onExitCodes"]["values"]
+    assert exit_code(NOTHING) in rule["onExitCodes"]["values"]
+    assert 4 not in rule["onExitCodes"]["values"]
+
+
+# ---------------------------------------------------------------- the image
+
+
+@pytest.mark.slow
+def test_the_containerfile_installs_from_what_it_copies(tmp_path: Path) -> None:
+    try:
+        assert int(version("setuptools").partition(".")[0]) >= 77 and version("pip")
+    except (PackageNotFoundError, AssertionError):
+        pytest.skip("needs pip and setuptools 77 in this environment: the test builds without a network")
+    lines = (REPOSITORY / "docs" / "Containerfile").read_text(encoding="utf-8").splitlines()
+    source = tmp_path / "src"
+    source.mkdir()
+    ignore = shutil.ignore_patterns("__pycache__", "real")
+    for line in lines:
+        if line.startswith("COPY ") and not line.startswith("COPY --from"):
+            *names, target = line.split()[1:]
+            for name in names:
+                path = REPOSITORY / name
+                if path.is_dir():
+                    shutil.copytree(path, source / target, ignore=ignore)
+                else:
+                    shutil.copy(path, source)
+    (install,) = (line.removeprefix("RUN pip ") for line in lines if line.startswith("RUN "))
+    command = install.replace("/install", str(tmp_path / "install")).split()
+    done: Any = subprocess.run(
+        [sys.executable, "-m", "pip", *command, "--no-deps", "--no-build-isolation", "--ignore-installed", "--quiet"],
+        cwd=source,
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    (script,) = (tmp_path / "install").rglob("bin/ckptlint")
+    site = next((tmp_path / "install").rglob("ckptlint/commands/main.py")).parent.parent
+    done = subprocess.run(
+        [sys.executable, script, "explain", "GEO004"],
+        env=os.environ | {"PYTHONPATH": str(site)},
+        cwd=tmp_path,
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+    )
+    assert done.returncode == 0 and "Bad: " in done.stdout, done.stderr
+    entry = next(line for line in lines if line.startswith("ENTRYPOINT"))
+    assert entry == 'ENTRYPOINT ["ckptlint"]'

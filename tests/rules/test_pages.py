@@ -1,0 +1,70 @@
+"""What every rule must have: a code and a name of its own, a whole page, a fixture with both kinds of case."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from support import REPOSITORY
+
+from ckptlint.lint.registry import load_rules
+from ckptlint.lint.rule_page import page
+from ckptlint.rule import SECTIONS, Rule
+from ckptlint.testing import read_cases
+
+RULES = [pytest.param(rule, id=rule.code) for rule in load_rules()]
+
+
+def test_codes_and_names_are_unique() -> None:
+    assert not [code for code, count in Counter(rule.code for rule in load_rules()).items() if count > 1]
+    assert not [name for name, count in Counter(rule.name for rule in load_rules()).items() if count > 1]
+
+
+def test_every_module_and_every_fixture_belongs_to_a_rule() -> None:
+    modules = {path.name for path in (REPOSITORY / "rules").glob("*.py")} - {"__init__.py"}
+    assert modules == {module_name(rule) for rule in load_rules()}
+    fixtures = {path.stem for path in (REPOSITORY / "fixtures").glob("*.toml")}
+    assert fixtures == {rule.code for rule in load_rules()}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_code_name_and_file_agree(rule: Rule) -> None:
+    assert re.fullmatch(r"[A-Z]{3}\d{3}", rule.code)
+    assert re.fullmatch(r"[a-z]+(-[a-z]+)*", rule.name)
+    source = Path(inspect.getfile(rule.check))
+    assert source.name == module_name(rule)
+    assert rule.check.__name__ == rule.name.replace("-", "_")
+    assert (inspect.getmodule(rule.check).__doc__ or "").startswith(f"{rule.code}: ")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_page_has_a_summary_and_all_sections(rule: Rule) -> None:
+    first, second, *_ = [*(inspect.getdoc(rule.check) or "").splitlines(), "", ""]
+    assert first == rule.summary and first.endswith(".") and not second
+    headings = re.findall(r"^(\w[\w ]*):$", inspect.getdoc(rule.check) or "", re.MULTILINE)
+    assert headings in (list(SECTIONS), list(SECTIONS[:-1]))
+    text = page(rule)
+    assert text.startswith(f"{rule.code} {rule.name}\n")
+    for heading in headings:
+        assert rule.section(heading)
+        assert f"\n{heading}:\n" in text
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_fixture_has_a_bad_and_a_good_case(rule: Rule) -> None:
+    cases = read_cases(REPOSITORY / "fixtures" / f"{rule.code}.toml")
+    assert any(case.expect for case in cases)
+    assert any(not case.expect for case in cases)
+    assert not [name for name, count in Counter(case.name for case in cases).items() if count > 1]
+
+
+def module_name(rule: Rule) -> str:
+    """The file that a rule must lie in.
+
+    >>> module_name(next(rule for rule in load_rules() if rule.code == "GEO004"))
+    'geo004_coverage_hole.py'
+    """
+    return f"{rule.code.lower()}_{rule.name.replace('-', '_')}.py"

@@ -1,0 +1,96 @@
+"""What several test files share: the real checkpoints, findings as plain values, ckptlint as a user runs it."""
+
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ckptlint
+from ckptlint.lint.registry import load_rules
+from ckptlint.lint.report import Report
+from ckptlint.rule import Finding, Rule
+
+REPOSITORY = Path(__file__).parent.parent
+REAL = REPOSITORY / "fixtures" / "real"
+SHARED = REPOSITORY.parent / "shared" / "checkpoints"
+SWEEP = bool(os.environ.get("SWEEP"))
+"""Whether tests that are marked as sweeps try all they can: `SWEEP=1 pytest -m sweep`, as .ci/run does."""
+
+
+def examples(few: int, many: int) -> int:
+    """How many inputs a test that is marked as a sweep tries: few in every run, many in a sweep."""
+    return many if SWEEP else few
+
+
+# ---------------------------------------------------------------- real checkpoints
+
+
+def manifest(folder: Path) -> list[dict[str, str]]:
+    """The rows of the MANIFEST.tsv of a folder; none where there is no such file."""
+    path = folder / "MANIFEST.tsv"
+    if not path.exists():
+        return []
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
+
+
+def found(report: Report, *levels: str) -> list[tuple[str, str, str]]:
+    """(code, severity, sentence) of the findings, those of some severities where any are named."""
+    listed = [(item.code, item.severity.label, item.title) for item in report.diagnostics]
+    return [row for row in listed if not levels or row[1] in levels]
+
+
+def codes(report: Report, *levels: str) -> set[str]:
+    """The codes of the findings, those of some severities where any are named."""
+    return {code for code, _, _ in found(report, *levels)}
+
+
+def check_bytes(data: bytes, folder: Path, name: str = ".metadata") -> Report:
+    """The report on a folder whose metadata is these bytes, beside one empty payload file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(data)
+    (folder / "__0_0.distcp").write_bytes(b"")
+    return ckptlint.check(folder)
+
+
+def broken_rule(code: str) -> tuple[Rule, ...]:
+    """The rules, one of them ending in an error of its own after its first finding."""
+
+    def crash(_: Any) -> Iterator[Finding]:
+        yield Finding("half a finding")
+        raise RuntimeError("broken \x1b[31m rule")
+
+    return tuple(replace(rule, check=crash) if rule.code == code else rule for rule in load_rules())
+
+
+# ---------------------------------------------------------------- ckptlint as a user runs it
+
+
+def run(*arguments: str | Path, env: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+    """`ckptlint` in a process of its own; `env` is laid over an environment without settings of ckptlint."""
+    kept = {
+        k: v for k, v in os.environ.items() if not k.startswith("CKPTLINT_") and k not in ("NO_COLOR", "FORCE_COLOR")
+    }
+    kept |= {"PYTHONIOENCODING": "utf-8", "COLUMNS": "80"}
+    command = [sys.executable, "-m", "ckptlint", *map(str, arguments)]
+    defaults: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "cwd": REPOSITORY}
+    return subprocess.run(command, env=kept | (env or {}), encoding="utf-8", check=False, **(defaults | options))
+
+
+def takes_ctrl_c() -> None:
+    """For a new process: a shell starts what runs in its background with Ctrl-C ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def run_python(code: str, *arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A Python program in a process of its own; it may crash, hang or run out of memory without harm to the tests."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    defaults: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "cwd": REPOSITORY}
+    return subprocess.run(command, encoding="utf-8", check=False, **(defaults | options))
