@@ -25,7 +25,7 @@ def real_copy(tmp_path: Path) -> Callable[[str], Path]:
 
 @pytest.fixture(params=["opcode by opcode", "in columns"])
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run a test twice: metadata is read by the unpickler alone, and with its regular stretches as columns."""
+    """Run a test twice: metadata is read by the unpickler alone, and with its regular rows as columns."""
     monkeypatch.setattr(unpickle, "WORTHWHILE", 0 if request.param == "in columns" else 1 << 60)
 
 

@@ -1,4 +1,4 @@
-"""The regular stretches of a metadata pickle: read as columns, and never as anything else than the pickle says."""
+"""The regular row runs of a metadata pickle: read as columns, and never as anything else than the pickle says."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_real_file_says_the_same_both_ways(path: Path) -> None:
     assert_read_alike(path.read_bytes())
 
 
-def test_most_real_files_have_stretches() -> None:
+def test_most_real_files_have_row_runs() -> None:
     assert sum(scan(path.read_bytes()) is not None for path in METADATA) > len(METADATA) / 2
 
 
@@ -114,7 +114,7 @@ def test_a_large_file_is_read_as_columns() -> None:
     data = dumped(large())
     found = scan(data)
     assert found is not None
-    assert sum(stretch.count for stretch in found.stretches) == 4 * 3 * 2500 // 2 - 1 - 1  # but the two first rows
+    assert sum(row_run.count for row_run in found.row_runs) == 4 * 3 * 2500 // 2 - 1 - 1  # but the two first rows
     assert len(found.pickle) < len(data) / 20
     assert_read_alike(data)
     described = read(data, 0)
@@ -220,8 +220,8 @@ def test_an_edited_pickle_says_the_same_both_ways(seed: int) -> None:
 CLASS = b"\x8c\x14ChunkStorageMetadata\x94"
 
 
-def stretch_end() -> int:
-    """Where the first stretch of `SMALL` ends: at the APPENDS of the first list of chunks."""
+def row_run_end() -> int:
+    """Where the first row run of `SMALL` ends: at the APPENDS of the first list of chunks."""
     return SMALL.index(b"ube", SMALL.index(CLASS)) + 2
 
 
@@ -244,27 +244,27 @@ def stretch_end() -> int:
         b"Q",  # BINPERSID
         b"NQ",
         b"(J\x00\x00\x00\x00tQ",
-        b"h\x20",  # a chunk of the stretch by reference
+        b"h\x20",  # a chunk of the row run by reference
         b"h\x2a",
         b"e]\x94(",
     ],
 )
-def test_opcodes_behind_a_stretch(inserted: bytes) -> None:
-    at = stretch_end()
+def test_opcodes_after_a_row_run(inserted: bytes) -> None:
+    at = row_run_end()
     assert_read_alike(framed(SMALL[:at] + inserted + SMALL[at:]))
 
 
 def test_a_row_inside_of_a_text_is_a_text() -> None:
     start = SMALL.index(CLASS)
     first = SMALL.index(b"ub", start) + 2
-    rows = SMALL[first : stretch_end()]
+    rows = SMALL[first : row_run_end()]
     for text in (b"X" + struct.pack("<I", len(rows)) + rows, b"B" + struct.pack("<I", len(rows)) + rows):
         assert_read_alike(framed(SMALL[:first] + text + SMALL[first:]))
 
 
 def test_a_frame_may_begin_inside_of_a_row_but_not_inside_of_an_opcode() -> None:
     first = SMALL.index(b"ub", SMALL.index(CLASS)) + 2
-    for at in range(first, stretch_end()):
+    for at in range(first, row_run_end()):
         head, tail = SMALL[:at], SMALL[at:]
         data = b"\x80\x04" + b"".join(b"\x95" + struct.pack("<Q", len(part)) + part for part in (head, tail))
         assert_read_alike(data)

@@ -40,6 +40,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from ckptlint.live.collect import compat
 from ckptlint.live.collect.extract import Held, extract
 
+pytestmark = pytest.mark.ci
+
 RAISED = "communication"
 
 

@@ -25,6 +25,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ckptlint import live
 
+pytestmark = pytest.mark.ci
+
 SAVED = "saved"
 
 

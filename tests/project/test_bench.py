@@ -49,4 +49,4 @@ def test_most_of_a_large_file_is_read_as_columns(generate: ModuleType, tmp_path:
     data = (tmp_path / ".metadata").read_bytes()
     found = unpickle.scan(data)
     assert found is not None and len(found.pickle) < len(data) / 40
-    assert unpickle._read_stretches(data) is not None
+    assert unpickle._read_row_runs(data) is not None

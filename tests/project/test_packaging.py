@@ -17,6 +17,8 @@ from support import REAL, REPOSITORY
 
 import ckptlint
 
+pytestmark = pytest.mark.ci
+
 SOURCES = {"ckptlint": "ckptlint", "rules": "ckptlint/rules", "fixtures": "ckptlint/fixtures"}
 SUFFIXES = {".py", ".json", ".typed", ".css", ".jinja", ".toml"}
 INFO = f"ckptlint-{ckptlint.__version__}.dist-info"

@@ -26,6 +26,8 @@ from ckptlint.reporters.html import page as html
 from ckptlint.reporters.style import Style
 from ckptlint.testing import load_folder, write_checkpoint
 
+pytestmark = pytest.mark.ci
+
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 ELEMENTS = """
 html head meta title link style body header main section nav article figure figcaption div span p h1 h2 h3 ul li dl dt

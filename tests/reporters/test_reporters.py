@@ -37,6 +37,8 @@ from ckptlint.reporters.style import Style
 from ckptlint.rule import Finding, Rule
 from ckptlint.testing import held_by_ranks, read_cases, write_checkpoint
 
+pytestmark = pytest.mark.ci
+
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 FORMATS = sorted(REPORTERS.keys() - {"json-v1"})
 TEXTS = ("full", "concise", "markdown", "statistics")
