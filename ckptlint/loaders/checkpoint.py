@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
@@ -33,7 +34,7 @@ from ckptlint.loaders.leftovers import (
 )
 from ckptlint.loaders.megatron import describing_objects, dialect, missing_marks, read_config, read_plans, split_objects
 from ckptlint.loaders.problems import from_error, from_refusals
-from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, Recognised, recognise
+from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, LayoutKind, Recognised, recognise
 from ckptlint.loaders.run_folder import read_run, read_train_state
 from ckptlint.loaders.safetensors import header_bytes, read_safetensors
 from ckptlint.model import Checkpoint, FileState, Problem, RunFolder, StoredFile
@@ -60,24 +61,21 @@ def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
         ReaderError: ckptlint itself made a mistake.
     """
     found = recognise(folder)
-    if found is not None and found.kind == "safetensors":
-        return _isolated_safetensors(folder, look_at_files, found)
-    inputs = [name for name in folder.files() if name in (METADATA, COMMON_FILE) or RANK_METADATA.fullmatch(name)]
-    size = sum(min(folder.entries[name].size, SIZE_LIMIT) for name in inputs)
+    size = _metadata_bytes(folder) if found is None else LAYOUTS[found.kind].input_bytes(folder)
     try:
         return isolated(partial(read_checkpoint, folder, look_at_files), size)
     except LimitError as error:
-        problem = from_error(error, METADATA, blocks=True, hint=other_step(folder))
-        return Checkpoint(folder.display, "dcp", problems=[problem], readable=False, files=_listed(folder))
-
-
-def _isolated_safetensors(folder: Folder, look_at_files: bool, found: Recognised) -> Checkpoint:
-    try:
-        return isolated(partial(read_checkpoint, folder, look_at_files), header_bytes(folder))
-    except LimitError as error:
-        label = printable(found.evidence)
-        problem = from_error(error, label, blocks=True)
-        return Checkpoint(folder.display, "safetensors", problems=[problem], readable=False, metadata_file=label)
+        is_safetensors = found is not None and found.kind == "safetensors"
+        label = printable(found.evidence) if found and is_safetensors else METADATA
+        problem = from_error(error, label, blocks=True, hint=other_step(folder))
+        return Checkpoint(
+            folder.display,
+            "safetensors" if is_safetensors else "dcp",
+            problems=[problem],
+            readable=False,
+            files=_listed(folder),
+            metadata_file=label,
+        )
 
 
 def read_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
@@ -86,18 +84,20 @@ def read_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
     if found is None:
         held = "holds no checkpoint" if folder.entries else "is empty"
         return _unfinished(folder, f"the newest step's folder {held}", "")
-    if found.kind == "unsupported":
-        return _unsupported(folder, found)
-    if found.kind == "incomplete":
-        return _incomplete(folder, found)
-    if found.kind == "safetensors":
-        with paused_gc():
-            ckpt = read_safetensors(folder, look_at_files)
-        return replace(
-            ckpt, run=read_run(folder), problems=ckpt.problems + unread_beside(folder) + unfinished_marks(folder)
-        )
     with paused_gc():
-        return _open_dcp(folder, found, look_at_files)
+        return LAYOUTS[found.kind].read(folder, found, look_at_files)
+
+
+def _metadata_bytes(folder: Folder) -> int:
+    """Bytes of the pickles that describe a DCP checkpoint."""
+    inputs = [name for name in folder.files() if name in (METADATA, COMMON_FILE) or RANK_METADATA.fullmatch(name)]
+    return sum(min(folder.entries[name].size, SIZE_LIMIT) for name in inputs)
+
+
+def _open_safetensors(folder: Folder, _found: Recognised, look_at_files: bool) -> Checkpoint:
+    ckpt = read_safetensors(folder, look_at_files)
+    problems = ckpt.problems + unread_beside(folder) + unfinished_marks(folder)
+    return replace(ckpt, run=read_run(folder), problems=problems)
 
 
 # ---------------------------------------------------------------- DCP folders
@@ -287,11 +287,11 @@ def _shares_offsets(folder: Folder, described: Description, look: bool) -> bool:
     return shares and not judged
 
 
-def _unsupported(folder: Folder, found: Recognised) -> Checkpoint:
+def _unsupported(folder: Folder, found: Recognised, _look_at_files: bool) -> Checkpoint:
     return Checkpoint(folder.display, "unsupported", problems=[unsupported_problem(found)], readable=False)
 
 
-def _incomplete(folder: Folder, found: Recognised) -> Checkpoint:
+def _incomplete(folder: Folder, found: Recognised, _look_at_files: bool) -> Checkpoint:
     payload = [name for name in folder.files() if name.endswith(".distcp")]
     evidence = f"{len(payload)} payload files" if payload else printable(found.evidence)
     if folder.has(".metadata.tmp"):
@@ -346,3 +346,26 @@ def _writer(described: Description, root: Any, format_: str) -> str:
         return "torch < 2.4"
     has_modules = isinstance(described.storage_meta, Node) and "modules" in (described.storage_meta or [{}])[0]
     return "torch >= 2.7" if has_modules else "torch >= 2.4"
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutReader:
+    """How a kind of folder is read.
+
+    Attributes:
+        read: the folder, what it was recognised as, and whether to look at payload files -> the checkpoint.
+        input_bytes: how much of the folder is read for it, which bounds memory and time of the child that reads.
+    """
+
+    read: Callable[[Folder, Recognised, bool], Checkpoint]
+    input_bytes: Callable[[Folder], int] = _metadata_bytes
+
+
+LAYOUTS: Mapping[LayoutKind, LayoutReader] = {
+    "dcp": LayoutReader(_open_dcp),
+    "per-rank": LayoutReader(_open_dcp),
+    "safetensors": LayoutReader(_open_safetensors, header_bytes),
+    "incomplete": LayoutReader(_incomplete),
+    "unsupported": LayoutReader(_unsupported),
+}
+"""What reads each kind of folder that `recognise` tells apart."""

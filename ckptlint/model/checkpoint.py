@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -25,6 +25,20 @@ Format = Literal[
     "incomplete",
     "unsupported",
 ]
+
+FORMAT_NAMES: Mapping[Format, str] = {
+    "dcp": "DCP",
+    "dcp-per-rank": "DCP, one metadata file per rank",
+    "torch_dist": "Megatron torch_dist",
+    "fsdp_dtensor": "Megatron fsdp_dtensor",
+    "torch_dcp": "Megatron torch_dcp",
+    "safetensors": "Hugging Face safetensors",
+    "dcp-safetensors": "DCP, one safetensors file per rank",
+    "live": "running job",
+    "incomplete": "incomplete",
+    "unsupported": "not supported",
+}
+"""How reports call the formats."""
 
 
 @dataclass(frozen=True, slots=True)

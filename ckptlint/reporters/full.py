@@ -7,23 +7,12 @@ from collections import Counter
 from ckptlint.geometry.chunk_map import draw, make_grid
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Report, worst
 from ckptlint.model import Checkpoint, RecordState
+from ckptlint.model.checkpoint import FORMAT_NAMES
 from ckptlint.model.layout import Box
 from ckptlint.model.text import braces, human_bytes, plural
 from ckptlint.reporters.style import Style, cut, cut_names, inert
 from ckptlint.rule import Finding, Note, Severity
 
-FORMAT_NAMES = {
-    "dcp": "DCP",
-    "dcp-per-rank": "DCP, one metadata file per rank",
-    "torch_dist": "Megatron torch_dist",
-    "fsdp_dtensor": "Megatron fsdp_dtensor",
-    "torch_dcp": "Megatron torch_dcp",
-    "safetensors": "Hugging Face safetensors",
-    "dcp-safetensors": "DCP, one safetensors file per rank",
-    "live": "running job",
-    "incomplete": "incomplete",
-    "unsupported": "not supported",
-}
 _MORE_LIMIT = 12
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +14,9 @@ from support import REAL, broken_rule, run_python
 
 import ckptlint
 from ckptlint.commands import main as cli
+from ckptlint.model import Checkpoint
+from ckptlint.reporters import REPORTERS
+from ckptlint.reporters.style import Style
 
 GOOD, BAD, WARNING = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole", REAL / "boundary_mismatch"
 UNSAFE = REAL / "metadata_malicious"
@@ -172,3 +177,25 @@ def test_load() -> None:
     assert ckpt.tensors["model.norm.weight"].global_shape
     with pytest.raises(ckptlint.CkptlintError):
         ckptlint.load("/nowhere")
+
+
+def test_a_report_that_is_gone_lets_its_checkpoints_go() -> None:
+    report = ckptlint.check(GOOD, BAD, depth="headers", expect=GOOD)
+    for render in REPORTERS.values():
+        render(report, Style(verbose=True))
+    alive = [weakref.ref(part.checkpoint) for part in report.checkpoints]
+    assert len(alive) == 2
+    del report
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+    assert not [thing for thing in gc.get_objects() if isinstance(thing, Checkpoint)]
+
+
+def test_a_check_without_findings_needs_no_library_of_reports() -> None:
+    heavy = ("networkx", "tabulate", "jinja2", "click", "torch")
+    program = (
+        "import sys, ckptlint\n"
+        "assert ckptlint.check(sys.argv[1], depth='data').exit_code == 0\n"
+        f"print([name for name in {heavy!r} if name in sys.modules])"
+    )
+    assert run_python(program, GOOD).stdout == "[]\n"

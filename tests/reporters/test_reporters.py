@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jsonschema
 import pytest
@@ -31,6 +31,7 @@ from ckptlint.lint.engine import run_rules
 from ckptlint.lint.options import SUFFIXES
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import FailOn, Report
+from ckptlint.model.checkpoint import FORMAT_NAMES, Format
 from ckptlint.model.text import printable
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
@@ -131,6 +132,12 @@ REPORTS: dict[str, Callable[[], Report]] = {
 @pytest.fixture(params=REPORTS)
 def report(request: pytest.FixtureRequest) -> Report:
     return REPORTS[request.param]()
+
+
+def test_the_schema_knows_every_format() -> None:
+    text = json.dumps(SCHEMA)
+    assert all(f'"{name}"' in text for name in FORMAT_NAMES)
+    assert set(FORMAT_NAMES) == set(get_args(Format))
 
 
 def test_json_is_valid(report: Report) -> None:

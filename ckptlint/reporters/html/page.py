@@ -17,9 +17,10 @@ from ckptlint.geometry.chunk_graph import axis_graph, axis_name, rank_of
 from ckptlint.geometry.chunk_map import Grid, make_grid
 from ckptlint.lint.report import CheckpointReport, Diagnostic, FindingGroup, Report
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.checkpoint import FORMAT_NAMES
 from ckptlint.model.layout import Box, Layout
 from ckptlint.model.text import human_bytes, plural
-from ckptlint.reporters.full import FORMAT_NAMES, also, place_of
+from ckptlint.reporters.full import also, place_of
 from ckptlint.reporters.html import svg
 from ckptlint.reporters.style import Style, cut
 from ckptlint.rule import SECTIONS, Finding

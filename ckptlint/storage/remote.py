@@ -1,0 +1,44 @@
+"""From a URL to a folder behind it. Imported for URLs alone: the network libraries take their time."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit
+
+from ckptlint.errors import ConfigError
+from ckptlint.storage.folder import Folder
+from ckptlint.storage.object_store import ObjectFolder
+from ckptlint.storage.paths import shown
+from ckptlint.storage.requests import WEB, filesystem
+from ckptlint.storage.web_server import WebFolder
+
+_FILES = re.compile(r".*\.(metadata|distcp|json|safetensors|pt|yaml)")
+
+
+def remote_at(url: str) -> tuple[Folder, str]:
+    """The folder that a URL means, and the name of the file in it where the URL names a file.
+
+    Raises:
+        ConfigError: fsspec does not know the scheme, or a package for it is missing.
+        NothingToCheckError: nothing lies there.
+        AccessError: the store refused, or could not be reached.
+    """
+    protocol, path = url.split("://", 1)
+    protocol = protocol.lower()
+    if "::" in url:
+        raise ConfigError(f"{shown(url)} chains file systems, which ckptlint does not follow")
+    filesystem(protocol)
+    if protocol in WEB:
+        parts = urlsplit(url)
+        folder = WebFolder(f"{protocol}://{parts.netloc}{parts.path}".rstrip("/"), parts.query)
+        if _FILES.fullmatch(folder.name):
+            return WebFolder(folder.url.rpartition("/")[0], parts.query), folder.name
+        return folder, ""
+    path = path.rstrip("/")
+    if not path:
+        raise ConfigError(f"{shown(url)} names no bucket")
+    place = ObjectFolder(protocol, path)
+    parent = place.parent
+    if parent is not None and place.is_file:
+        return parent, place.name
+    return place, ""
