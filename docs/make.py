@@ -19,6 +19,7 @@ _CONSOLE = re.compile(r"```console\n\$ (ckptlint [^\n]*)\n.*?```", re.DOTALL)
 _MERMAID = re.compile(r"\n\n```mermaid\n.*?```", re.DOTALL)
 _SECONDS = re.compile(r"\d+\.\d+ s\b")
 _SLOWEST = re.compile(r"\n  slowest: .*")
+_COUNT = re.compile(r"\b(\d+ of )?\d+ rules\b")  # a number of rules on a page would change with each new rule
 
 
 def pages() -> dict[Path, str]:
@@ -81,6 +82,7 @@ def _printed(match: re.Match[str]) -> str:
         check=False,
     )
     output = _SECONDS.sub("0.05 s", _SLOWEST.sub("", done.stdout + done.stderr)).rstrip()
+    output = _COUNT.sub("... rules", output).replace("All ... rules", "All rules")
     block = f"```console\n$ {command}\n{output}\n```"
     return f"{block}\n\n```mermaid\n{output}\n```" if "--format mermaid" in command else block
 
