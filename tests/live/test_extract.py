@@ -222,12 +222,12 @@ def test_partial_and_strided_placements_are_named(as_rank: Callable[[int], None]
         (
             "LIV106",
             "the values of partial are partial sums, which no save can write: "
-            "(Partial(sum), Replicate()) of (4,) on a mesh of (8, 8)",
+            "(Partial(sum), Replicate()) of [4] on a mesh of [8, 8]",
         ),
         (
             "LIV102",
             "the shard of strided is no box: 2 of 128 indices of dim 0 lie in 2 runs; "
-            "(Shard(dim=0), _StridedShard(dim=0, sf=2)) of (128,) on a mesh of (8, 8)",
+            "(Shard(dim=0), _StridedShard(dim=0, sf=2)) of [128] on a mesh of [8, 8]",
         ),
     ]
     assert (items[1].offsets, items[1].sizes) == ((17,), (2,)), "as torch would write it"
@@ -382,7 +382,7 @@ def test_states_that_are_one_shard_of_their_parameter(as_rank: Callable[[int], N
     ):
         found = said(extract({"model": model, **optimizer}))
         assert [code for code, _ in found] == ["LIV109"]
-        assert "is a plain tensor of (2, 3), one shard of its parameter of (128, 3)" in found[0][1]
+        assert "is a plain tensor of [2, 3], one shard of its parameter of [128, 3]" in found[0][1]
     single = DTensor.from_local(torch.ones(1), mesh, [Shard(0)], run_check=False)
     one_each = {"model": {"s": single}, "optimizer": {"state": {"s": {"exp_avg": torch.ones(1)}}}}
     assert said(extract(one_each)) == [], "a number says nothing of how it was cut"
@@ -478,7 +478,7 @@ def test_replica_ids(replica_id: Any, expected: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "sentence"),
     [
-        ({"data": torch.ones(3, 4)}, "LIV101", "the data of w is (3, 4), the chunk that it declares (4, 3)"),
+        ({"data": torch.ones(3, 4)}, "LIV101", "the data of w is [3, 4], the chunk that it declares [4, 3]"),
         ({"dtype": torch.bfloat16}, "LIV107", "the data of w is float32, the chunk is declared bfloat16"),
         (
             {"axis_fragmentations": (3, 1)},
@@ -490,11 +490,11 @@ def test_replica_ids(replica_id: Any, expected: int) -> None:
             "LIV110",
             "dim 0 of w is declared a regular grid, but the offset 3 is no multiple of the local size 4",
         ),
-        ({"global_offset": (8, 0)}, "LIV105", "chunk [8:12, 0:3] of w leaves the tensor, whose shape is (8, 3)"),
+        ({"global_offset": (8, 0)}, "LIV105", "chunk [8:12, 0:3] of w leaves the tensor, whose shape is [8, 3]"),
         (
             {"global_offset": (4,)},
             "LIV105",
-            "offsets (4,) and sizes (4, 3) of w do not have the 2 axes of its shape (8, 3)",
+            "offsets [4] and sizes [4, 3] of w do not have the 2 axes of its shape [8, 3]",
         ),
     ],
 )

@@ -186,7 +186,7 @@ FAULTS: Mapping[str, tuple[Callable[[int], dict[str, Any]], str, str]] = {
     "local shape": (
         local_shape,
         ACCEPTED,
-        "LIV101 the local tensor of w is (5, 2) where (Shard(dim=0)) of (16, 2) on a mesh of (4,) gives (4, 2)",
+        "LIV101 the local tensor of w is [5, 2] where (Shard(dim=0)) of [16, 2] on a mesh of [4] gives [4, 2]",
     ),
     "stale placement": (stale_placement, ACCEPTED, ""),
     "strided shard": (

@@ -20,6 +20,7 @@ from ckptlint.live.collect import compat
 from ckptlint.live.collect import dtensor_layout as layout
 from ckptlint.model import Remark
 from ckptlint.model.layout import Box
+from ckptlint.model.text import shape_text
 from ckptlint.vocabulary.keys import parse
 
 
@@ -245,7 +246,7 @@ def _mcore_tensor(fqn: str, value: Any) -> Held:
     if data is not None:
         # A save leaves data with the prepended axes, and flat data with one axis per axis of the tensor.
         if (data.numel() != sizes[-1]) if cut is not None else tuple(data.shape) not in (local, sizes):
-            has, expected = tuple(data.shape), sizes[-1:] if cut is not None else local
+            has, expected = shape_text(data.shape), shape_text(sizes[-1:] if cut is not None else local)
             problems += (_problem("LIV101", f"the data{{of}} is {has}, the chunk that it declares {expected}"),)
         if data.dtype != value.dtype:
             problems += (_payload_dtype(data.dtype, value.dtype),)
@@ -312,7 +313,11 @@ def _sharded_tensor(fqn: str, value: Any) -> list[Held]:
         data, offsets, sizes = shard.tensor, tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes)
         problems = _bounds(shape, offsets, sizes)
         if tuple(data.shape) != sizes:
-            problems += (_problem("LIV101", f"the shard{{of}} is {tuple(data.shape)}, its metadata says {sizes}"),)
+            problems += (
+                _problem(
+                    "LIV101", f"the shard{{of}} is {shape_text(data.shape)}, its metadata says {shape_text(sizes)}"
+                ),
+            )
         if data.dtype != dtype:
             problems += (_payload_dtype(data.dtype, dtype),)
         if mcore is None:
@@ -377,7 +382,7 @@ def _dtensor(fqn: str, value: Any, parts: _Parts) -> list[Held]:
         said = f"mesh dims cut it in the order {part.order}, a save takes them from left to right"
         problems += (_problem("LIV103", f"the chunk list{{of}} is missing: {said}"),)
     if local.shape != part.sizes:
-        said = f"is {tuple(local.shape)} where {part.declared} gives {part.sizes}"
+        said = f"is {shape_text(local.shape)} where {part.declared} gives {shape_text(part.sizes)}"
         problems += (_problem("LIV101", f"the local tensor{{of}} {said}"),)
     where = part.shape, part.offsets, part.sizes, part.replica, part.copies
     return [Held(fqn, "tensor", "dtensor", _dtype(local.dtype), *where, local, b"", problems)]
@@ -394,7 +399,7 @@ def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
     for place, size, placement in zip(coordinate, sizes_of_mesh, placements, strict=True):
         if placement.is_replicate():
             replica, copies = replica * size + place, copies * size
-    declared = f"({', '.join(map(repr, placements))}) of {shape} on a mesh of {sizes_of_mesh}"
+    declared = f"({', '.join(map(repr, placements))}) of {shape_text(shape)} on a mesh of {shape_text(sizes_of_mesh)}"
     problems: tuple[Problem, ...] = ()
     if any(placement.is_partial() for placement in placements):
         said = f"the values{{of}} are partial sums, which no save can write: {declared}"
@@ -441,7 +446,7 @@ def _against_placements(value: Any, box: _Box, part: _Part) -> tuple[Problem, ..
     if len(shape) != len(sizes):
         return ()
     if tuple(local.shape) != sizes:
-        return (_problem("LIV101", f"the local tensor{{of}} is {tuple(local.shape)}, its chunk {Box(*box)}"),)
+        return (_problem("LIV101", f"the local tensor{{of}} is {shape_text(local.shape)}, its chunk {Box(*box)}"),)
     sharded = {placement.dim for placement in value._spec.placements if hasattr(placement, "dim")}
     cut = [dim for dim, (size, whole) in enumerate(zip(sizes, shape, strict=True)) if size != whole]
     if all(sizes) and not sharded.issuperset(cut):
@@ -480,11 +485,13 @@ def _problem(code: str, sentence: str, voids: bool = True) -> Problem:
 
 def _bounds(shape: Shape, offsets: Shape, sizes: Shape) -> tuple[Problem, ...]:
     if not len(shape) == len(offsets) == len(sizes):
-        said = f"offsets {offsets} and sizes {sizes}{{of}} do not have the {len(shape)} axes of its shape {shape}"
+        box = f"offsets {shape_text(offsets)} and sizes {shape_text(sizes)}"
+        said = f"{box}{{of}} do not have the {len(shape)} axes of its shape {shape_text(shape)}"
         return (_problem("LIV105", said),)
     for offset, size, whole in zip(offsets, sizes, shape, strict=True):
         if offset < 0 or size < 0 or offset + size > whole:
-            return (_problem("LIV105", f"chunk {Box(offsets, sizes)}{{of}} leaves the tensor, whose shape is {shape}"),)
+            said = f"chunk {Box(offsets, sizes)}{{of}} leaves the tensor, whose shape is {shape_text(shape)}"
+            return (_problem("LIV105", said),)
     return ()
 
 
@@ -509,7 +516,8 @@ def _with_unsharded_states(held: list[Held]) -> list[Held]:
     for i, path in states.items():
         item, found = held[i], params.get(path, [])
         if len(found) == 1 and found[0].sizes == item.shape:
-            said = f"is a plain tensor of {item.shape}, one shard of its parameter of {found[0].shape}"
+            whole = shape_text(found[0].shape)
+            said = f"is a plain tensor of {shape_text(item.shape)}, one shard of its parameter of {whole}"
             problem = _problem("LIV109", f"the state{{of}} {said}", voids=False)
             held[i] = item._replace(problems=(*item.problems, problem))
     return held
