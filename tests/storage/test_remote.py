@@ -21,11 +21,11 @@ from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
 from ckptlint.storage.folder import Folder
 
-remote = pytest.importorskip("ckptlint.storage.remote")
 for package in ("s3fs", "aiohttp", "moto", "flask"):
     pytest.importorskip(package, reason=f"needs {package}: pip install 'ckptlint[dev]'")
 
 from ckptlint.loaders.discover import find  # noqa: E402
+from ckptlint.storage import remote_folder, requests, web_server  # noqa: E402
 from ckptlint.storage.locate import folder_at  # noqa: E402
 
 MEGATRON = "megatron_tp2_pp2/iter_0000010"
@@ -97,14 +97,14 @@ def web(tmp_path: Path) -> Iterator[Server]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short waits between attempts."""
-    monkeypatch.setattr(remote, "BACKOFF", 0.01)
+    monkeypatch.setattr(requests, "BACKOFF", 0.01)
 
 
 def forget_connections() -> None:
     """Wait for requests that nobody waits for any more, then drop what they used."""
-    remote._pool_of(os.getpid()).shutdown()
-    remote._pool_of.cache_clear()
-    remote._made.cache_clear()
+    requests._pool_of(os.getpid()).shutdown()
+    requests._pool_of.cache_clear()
+    requests._made.cache_clear()
 
 
 @pytest.fixture
@@ -308,7 +308,7 @@ def test_ranges_that_lie_together_are_one_request(s3: Server, put: Callable[...,
 def test_a_long_range_is_fetched_in_pieces(
     s3: Server, put: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "BLOCK", 100_000)
+    monkeypatch.setattr(remote_folder, "BLOCK", 100_000)
     data = os.urandom(450_000)
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "payload").write_bytes(data)
@@ -323,7 +323,7 @@ def test_blocks_are_fetched_ahead_with_bounded_memory(s3: Server, put: Callable[
     blocks = folder_at(put(tmp_path / "d"))[0].blocks("payload", 10_000)
     next(blocks)
     time.sleep(0.2)
-    assert len(s3.names()) <= remote.WORKERS
+    assert len(s3.names()) <= requests.WORKERS
     assert sum(map(len, blocks)) == 990_000
 
 
@@ -446,7 +446,7 @@ def test_an_error_that_stays_is_an_incomplete_verdict(s3: Server, put: Callable[
     report = ckptlint.check(url)
     assert (report.exit_code, report.verdict) == (4, "incomplete")
     assert "the server answers 503" in only_sentence(report)
-    assert len(s3.asked) == remote.ATTEMPTS
+    assert len(s3.asked) == requests.ATTEMPTS
 
 
 @pytest.mark.parametrize(
@@ -510,8 +510,8 @@ def silent(handler: Handler) -> bool:
 @pytest.mark.usefixtures("afresh")
 def test_a_silent_server_is_given_up(s3: Server, put: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     url = put(REAL / "edit_base")
-    monkeypatch.setattr(remote, "ATTEMPTS", 2)
-    monkeypatch.setattr(remote, "READ_SECONDS", 0.3)
+    monkeypatch.setattr(requests, "ATTEMPTS", 2)
+    monkeypatch.setattr(requests, "READ_SECONDS", 0.3)
     s3.trouble = silent
     report = ckptlint.check(url)
     assert report.exit_code == 4
@@ -670,7 +670,7 @@ def test_a_web_server_is_asked_for_names_and_sends_only_metadata(web: Server) ->
     assert web.sent == (REAL / "fsdp2_4r" / ".metadata").stat().st_size + 4096
     looked_at = sorted(name for name in web.names("HEAD") if name.endswith("distcp"))
     assert looked_at == [f"__{rank}_0.distcp" for rank in range(4)]
-    assert len(web.asked) == len(remote.ASKED) + 7
+    assert len(web.asked) == len(web_server.ASKED) + 7
     (sentence,) = report.checkpoints[0].checkpoint.unseen
     assert "does not list" in sentence
     text = REPORTERS["full"](report, Style(False, True, 100, 0, 0, False))
