@@ -304,3 +304,23 @@ def test_a_call_in_an_old_protocol_is_named(tmp_path: Path, protocol: int) -> No
     assert (report.exit_code, codes(report, "error")) == (1, {"SAF001"})
     assert "asks to call posix.system at byte" in found(report, "error")[0][2]
     assert with_common(tmp_path / "b", data[:-1]).exit_code == 1
+
+
+def test_an_old_pickle_beside_safetensors_is_named_and_a_text_is_none(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(REAL / "hf_sharded", folder, ignore=lambda _, names: [n for n in names if ".safetensors" not in n])
+    healthy = found(ckptlint.check(folder))
+    for words in ("# tracks properties of this Flutter project\n", "config\nversion\n1\n", "id: 3\n", ".\n"):
+        (folder / ".metadata").write_text(words)
+        assert found(ckptlint.check(folder)) == healthy
+    for data in (b"cposix\nsystem\n(S'id'\ntR.", b"I1\n0" * 3000 + b"(S'id'\niposix\nsystem\n."):
+        (folder / ".metadata").write_bytes(data)
+        report = ckptlint.check(folder)
+        assert (report.exit_code, codes(report, "error")) == (1, {"SAF001"})
+
+
+def test_the_metadata_of_a_rank_beside_a_good_one_is_judged(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(REAL / "edit_base", tmp_path / "a"))
+    (folder / "__0.metadata").write_bytes(dumped(Call(name_of("posix", "system"), "id"), 0))
+    report = ckptlint.check(folder)
+    assert (report.exit_code, codes(report, "error")) == (1, {"SAF001"})
