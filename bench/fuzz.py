@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import pickle
 import pickletools
 import re
 import resource
@@ -75,6 +76,9 @@ def needs_child(data: bytes) -> bool:
     try:
         for opcode, argument, _ in pickletools.genops(data):
             name = opcode.name
+            inner = argument.encode("latin-1", "ignore") if isinstance(argument, str) else argument
+            if isinstance(inner, bytes) and inner[:1] == b"\x80" and needs_child(inner):  # read by the same reader
+                return True
             operands = _pop(weights, opcode, mark)
             if name in ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"):
                 slot = len(memo) if name == "MEMOIZE" else argument
@@ -174,6 +178,110 @@ def state(data: bytes) -> None:
         found = read_state(data)
         content_of(found.root)
         read_declared([("args", found.root)])
+
+
+_GADGETS = [
+    "os system",
+    "posix mkdir",
+    "subprocess Popen",
+    "builtins eval",
+    "builtins exec",
+    "builtins open",
+    "builtins __import__",
+    "_io FileIO",
+    "importlib import_module",
+    "runpy run_path",
+    "uuid _get_command_stdout",
+    "enum reduce",
+    "functools reduce",
+    "pickle loads",
+    "numpy save",
+    "numpy.dtypes __loader__.set_data",
+    "numpy.core.multiarray os.system",
+    "torch load",
+    "torch hub.load",
+    "torch._C PyTorchFileWriter",
+    "torch._utils sys.modules",
+    "megatron.core.transformer.spec_utils import_module",
+    "megatron.core.dist_checkpointing.strategies.torch os.system",
+    "yaml unsafe_load",
+    "sympy.core.sympify sympify",
+]
+
+
+def calls(data: bytes) -> None:
+    """A stream that calls a gadget in the way that the bytes choose: told or unreadable, and nothing is touched."""
+    from ckptlint.errors import CkptlintError
+    from ckptlint.formats.safe_pickle import read_state
+
+    stream = gadget(data)
+    _watch()
+    _WATCHING.append(True)
+    try:
+        found = read_state(stream)
+    except CkptlintError:
+        return
+    finally:
+        _WATCHING.clear()
+    assert found.refused, stream
+
+
+def gadget(data: bytes) -> bytes:
+    """A pickle around a call: which name, in which way and how deep inside bytes say the first four bytes."""
+    name, way, depth, protocol, *rest = data.ljust(4, b"\0")
+    module, _, name_ = _GADGETS[name % len(_GADGETS)].partition(" ")
+    target = pickle.GLOBAL + f"{module}\n{name_}\n".encode()
+    if protocol % 2:
+        target = pickled(module) + pickled(name_) + pickle.STACK_GLOBAL
+    argument = pickled(bytes(rest).decode("latin-1"))
+    one = argument + pickle.TUPLE1
+    higher = (("torch._tensor", "_rebuild_from_type_v2"), ("copyreg", "_reconstructor"), ("functools", "reduce"))
+    outer = [pickle.GLOBAL + f"{a}\n{b}\n".encode() + pickle.MARK for a, b in higher]
+    ways = (
+        target + one + pickle.REDUCE,
+        pickle.MARK + target + argument + pickle.OBJ,
+        pickle.MARK + argument + pickle.INST + f"{module}\n{name_}\n".encode(),
+        target + argument + pickle.TUPLE1 + pickle.REDUCE + one + pickle.REDUCE,
+        outer[0] + target + pickle.NONE + one + pickle.EMPTY_DICT + pickle.TUPLE + pickle.REDUCE,
+        outer[1] + target + target + argument + pickle.TUPLE + pickle.REDUCE,
+        outer[2] + target + argument + pickle.TUPLE + pickle.REDUCE,
+        pickle.EMPTY_DICT + argument + target + one + pickle.REDUCE + pickle.SETITEM,
+    )
+    made = pickle.PROTO + b"\4" + ways[way % len(ways)] + pickle.STOP
+    for _ in range(depth % 4):
+        inner = pickle.BINBYTES + len(made).to_bytes(4, "little") + made + pickle.TUPLE1
+        made = pickle.PROTO + b"\4" + pickle.GLOBAL + b"torch.storage\n_load_from_bytes\n" + inner + b"R."
+    return made
+
+
+def pickled(value: str) -> bytes:
+    """The opcode that pushes a text."""
+    text = value.encode()
+    return pickle.BINUNICODE + len(text).to_bytes(4, "little") + text
+
+
+_WATCHING: list[bool] = []
+
+
+@cache
+def _watch() -> None:
+    """From now on importing, opening or running anything while `_WATCHING` holds something is an error."""
+    from ckptlint.formats.safe_pickle import read_state
+
+    read_state(pickle.dumps({"what the reader itself imports": b""}, 4))
+
+    def seen(event: str, arguments: tuple[Any, ...]) -> None:
+        if _WATCHING and event.split(".")[0] in ("import", "open", "exec", "compile", "os", "subprocess", "ctypes"):
+            raise AssertionError(f"{event} {arguments!r} while a pickle was read")
+
+    sys.addaudithook(seen)
+
+
+def choices() -> Iterator[bytes]:
+    """Every way to call, for some names."""
+    for name in range(0, len(_GADGETS), 4):
+        for way in range(8):
+            yield bytes([name + way % 4, way, name % 3, way]) + b"id"
 
 
 def archive(data: bytes) -> None:
@@ -437,6 +545,7 @@ TARGETS: dict[str, Target] = {
     "safetensors": Target(header, safetensors_files, 400_000, (*_JSON, "data_offsets", "shape", "dtype", "F8_E4M3")),
     "archive": Target(archive, records, 150_000, ("PK\x01\x02", "PK\x03\x04", "PK\x05\x06", "PK\x06\x06")),
     "state": Target(state, states, 150_000),
+    "calls": Target(calls, choices, 150_000),
     "metadata": Target(metadata, partial(files, ".metadata", "__*.metadata"), 30_000),
     "baseline": Target(baseline, reports, 100_000, _JSON),
     "manifest": Target(partial(expected, "good.json"), manifests, 100_000, _JSON),

@@ -117,7 +117,7 @@ class Finding:
         )
 
 
-Option = bool | int | float | str
+Option = bool | int | float | str | tuple[str, ...]
 """What a rule's option may be."""
 
 After = Literal["", "rules", "all"]

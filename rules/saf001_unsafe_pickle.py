@@ -6,20 +6,24 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import unknown_classes
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _INERT = "they were decoded as inert values and not looked at"
 
 
 @rule("SAF001", "unsafe-pickle", Severity.ERROR, always=True, fixed=True)
-def unsafe_pickle(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A pickle names something that checkpoint data does not need.
+def unsafe_pickle(ckpt: Checkpoint, trusted_modules: tuple[str, ...] = ()) -> Iterator[Finding]:
+    """A pickle names something that checkpoint data does not need, or calls what nobody knows.
 
     What it checks:
         Every name in `.metadata` is one of torch's or Megatron-Core's checkpoint classes. In the common state, where
-        classes of the training code are normal, names known to be dangerous (os, subprocess, importlib, eval, ...) are
-        refused; classes nobody knows are a note. From depth headers on the same holds for every record of the payload.
-        ckptlint resolves and calls none of them.
+        classes of the training code are normal, the call decides: what the stream calls is one of the exact names whose
+        effect is known, and names known to be dangerous (os, subprocess, importlib, eval, ...) or with dots in them are
+        refused, called or not. A class nobody knows that is only made and filled is a note. Pickles inside bytes are
+        read too. From depth headers on the same holds for every record of the payload. ckptlint resolves and calls
+        none of them. `trusted-modules` lists packages of your own training code: neither their classes nor their
+        functions are reported.
     Why it matters:
         torch reads `.metadata` with a plain pickle load, so opening the folder runs what it names.
     Usual causes:
@@ -30,8 +34,18 @@ def unsafe_pickle(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.filesystem.FileSystemReader.read_metadata
     """
     for problem in ckpt.problems_of("unsafe", "note"):
+        strange = tuple(name for name in problem.unknown if not _is_of(name, trusted_modules))
+        if problem.unknown and not strange:
+            continue
+        message = problem.message.replace(unknown_classes(problem.unknown), unknown_classes(strange))
+        told = replace(problem, message=message)
         # the file is what nobody may open, whatever key shows it
-        finding = replace(Finding.of_problem(problem), at=Location(file=problem.file), missing=(problem.message,))
+        finding = replace(Finding.of_problem(told), at=Location(file=problem.file), missing=(message,))
         if problem.kind == "note":
             finding = replace(finding, severity=Severity.INFO, why=problem.why or _INERT)
         yield finding
+
+
+def _is_of(name: str, modules: tuple[str, ...]) -> bool:
+    """Whether a dotted name lies in one of these packages or modules."""
+    return any(name.startswith(f"{module}.") for module in modules)

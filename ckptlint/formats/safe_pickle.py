@@ -2,9 +2,10 @@
 
 `pickle.Unpickler.find_class` is the only way a pickle reaches a name. Here it never resolves one: each (module, name)
 becomes a stand-in that keeps what it was given and does nothing. Names outside the list of `.metadata` are refused:
-they become stand-ins too, so that the rest can still be read, and are reported with their byte offset. The opcodes
-are walked in Python only to explain a refusal. Of a large `.metadata` the regular row runs become columns first
-(`pickle_columns`), and the unpickler reads the rest.
+they become stand-ins too, so that the rest can still be read, and are reported with their byte offset. In a state the
+call decides (`pickle_names`): a stand-in for a name that nobody knows tells when it is called. Pickles inside bytes are
+read by the same reader. The opcodes are walked in Python only to explain a refusal. Of a large `.metadata` the regular
+row runs become columns first (`pickle_columns`), and the unpickler reads the rest.
 
 A crafted stream may still crash, starve or stall the C unpickler, which is why loaders run in a `sandbox`.
 """
@@ -17,20 +18,25 @@ import io
 import pickle
 import pickletools
 import re
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.formats import pickle_names
 from ckptlint.formats.pickle_columns import END, WORTHWHILE, ChunkRows, RecordRows, RowRun, Scan, scan
+from ckptlint.formats.torch_archive import read_pickle_member
 from ckptlint.model.text import printable
 
 SIZE_LIMIT = 2 * 1024**3
 """Largest metadata pickle that is read, in bytes; 10 million chunks take about 1.5 GiB."""
 
 _WALK_LIMIT = 64 * 1024**2
+_NESTED_LIMIT = 8
+_ZIP = b"PK\3\4"
+_INNER_PICKLE = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")  # bytes of protocol 2 are UTF-8, which keeps this order
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # torch.serialization.MAGIC_NUMBER
 
 
 class Node(list[Any]):
@@ -52,6 +58,17 @@ class _Named(type):
 
     module: str
     name: str
+
+
+class _Watched(_Named):
+    """The class of stand-ins for names that are not known, which tell with what arguments they are called."""
+
+    told: Callable[[tuple[Any, ...]], None]
+    __getinitargs__ = None  # with it OBJ and INST without arguments are a call here too, as they are of a function
+
+    def __call__(cls, *args: Any) -> Any:
+        cls.told(args)
+        return super().__call__(*args)
 
 
 class Opaque(metaclass=_Named):
@@ -117,12 +134,16 @@ class Refused:
         position: byte offset of the opcode that names it; -1 when it lies too far into the file to be looked for.
         called: whether an opcode would call it.
         trace: the opcodes concerned, one line each.
+        unknown: whether it is refused because it is called and nobody knows what it does.
+        nested: whether it stands in a pickle inside bytes; the position counts from the start of that one.
     """
 
     target: str
     position: int
     called: bool
     trace: tuple[str, ...]
+    unknown: bool = False
+    nested: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +153,8 @@ class Unpickled:
     Attributes:
         root: the object, made of built-in values and stand-ins; None when a refusal left nothing. In a list of chunks
             and among the keys of storage_data, a `RowRun` may stand for many rows, with `END` behind it.
-        refused: names that must not be there.
-        unknown: names of classes nobody here knows, decoded as inert values.
+        refused: names that must not be there, and names nobody knows that are called.
+        unknown: names of classes nobody here knows, only made or filled, decoded as inert values.
     """
 
     root: Any
@@ -145,8 +166,10 @@ class Unpickled:
 class _Names:
     """The names met while one pickle is read."""
 
-    refused: dict[tuple[str, str], type[Opaque]] = field(default_factory=dict)
-    unknown: dict[tuple[str, str], type[Opaque]] = field(default_factory=dict)
+    refused: dict[tuple[str, str], None] = field(default_factory=dict)
+    unknown: dict[tuple[str, str], None] = field(default_factory=dict)
+    called: dict[tuple[str, str], None] = field(default_factory=dict)
+    loaded: list[bytes] = field(default_factory=list)
 
 
 # ---------------------------------------------------------------- the names
@@ -191,8 +214,6 @@ _PATHS = {
     for module in ("pathlib", "pathlib._local")  # the second on Python 3.13
     for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
 }
-_BUILTINS = ("builtins", "__builtin__")
-_DTYPE = re.compile(r"(b?float|complex|u?int|bits|q?u?int)\d[\w]*|bool|half|float|double|short|int|long|cfloat|cdouble")
 _DTYPE_ALIASES = {
     "half": "float16",
     "float": "float32",
@@ -204,70 +225,8 @@ _DTYPE_ALIASES = {
     "cdouble": "complex128",
     "chalf": "complex32",
 }
-
-# what the common state and the records of healthy checkpoints hold (formats: argparse, torch, numpy, Megatron-Core)
-_CONTAINERS = {
-    *((module, name) for module in _BUILTINS for name in ("set", "frozenset", "bytearray", "complex", "list", "dict")),
-    ("_codecs", "encode"),  # bytes in protocol 2
-}
-_KNOWN_INERT = _CONTAINERS | {
-    ("_io", "BytesIO"),
-    ("argparse", "Namespace"),
-    ("types", "SimpleNamespace"),
-    ("signal", "Signals"),
-    ("functools", "partial"),
-    ("copyreg", "_reconstructor"),
-    ("copy_reg", "_reconstructor"),
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("torch._utils", "_rebuild_tensor_v3"),
-    ("torch._utils", "_rebuild_parameter"),
-    ("torch.storage", "UntypedStorage"),
-    ("torch.storage", "_load_from_bytes"),
-    ("torch", "Generator"),
-    ("torch._C", "Generator"),
-    ("torch", "device"),
-    ("numpy", "ndarray"),
-    ("numpy", "dtype"),
-    *((f"numpy.{core}.multiarray", name) for core in ("core", "_core") for name in ("_reconstruct", "scalar")),
-}
-_KNOWN_INERT_PREFIXES = ("megatron.core.", "transformer_engine.common.recipe.", "numpy.dtypes.")
-
-# in the common state a class of the standard library is refused unless it is one of these
-_HARMLESS_STDLIB = frozenset({"collections", "datetime", "decimal", "enum", "fractions", "numbers", "uuid", "zoneinfo"})
-_HARMLESS_BUILTINS = frozenset({"range", "slice", "object", "int", "float", "str", "bytes", "bool", "tuple"})
-_OLD_STDLIB = frozenset({"__builtin__", "commands", "copy_reg", "imp", "popen2", "urllib2", "distutils", "asyncore"})
-_DANGEROUS_PACKAGES = frozenset({"cffi", "cloudpickle", "dill", "jinja2", "joblib", "numba", "pip", "psutil"})
-_DANGEROUS_PACKAGES |= {"pkg_resources", "requests", "setuptools", "urllib3", "_testcapi", "_xxsubinterpreters"}
-_DANGEROUS_PREFIXES = (
-    "numpy.ctypeslib",
-    "numpy.DataSource",
-    "numpy.distutils",
-    "numpy.f2py",
-    "numpy.from",
-    "numpy.genfromtxt",
-    "numpy.lib",
-    "numpy.load",
-    "numpy.memmap",
-    "numpy.save",
-    "numpy.testing",
-    "pandas.",
-    "torch._dynamo",
-    "torch._inductor",
-    "torch.classes",
-    "torch.distributed.",
-    "torch.fx",
-    "torch.hub",
-    "torch.jit",
-    "torch.multiprocessing",
-    "torch.ops",
-    "torch.package",
-    "torch.testing",
-    "torch.utils",
-)
-_TORCH_VALUES = re.compile(
-    r"torch\.(strided|jagged|_mkldnn|sparse_\w+|per_\w+_affine\w*|channels_last\w*|\w+_format|device)|torch\._utils\._rebuild_\w+|"
-    r"torch\._tensor\._rebuild_\w+|torch\.nn\.parameter\.\w+"
-)
+_LOAD_FROM_BYTES = ("torch.storage", "_load_from_bytes")
+_ENCODE = ("_codecs", "encode")
 
 
 def _opaque(module: str, name: str, new: Callable[..., Any] | None = None) -> type[Opaque]:
@@ -279,13 +238,53 @@ def _opaque(module: str, name: str, new: Callable[..., Any] | None = None) -> ty
     return made
 
 
-copyreg.pickle(_Named, lambda cls: (_opaque, (cls.module, cls.name)))
+def _watched(module: str, name: str, called: dict[tuple[str, str], None]) -> type[Opaque]:
+    """A stand-in class that notes its name in `called` when it is called as more than a class that is made.
+
+    NEWOBJ makes an object without a call; with arguments, a name in lower case is a class written in C, whose
+    constructor does the work.
+    """
+
+    def told(args: tuple[Any, ...]) -> None:
+        if pickle_names.is_function_call(module, name, args):
+            called[module, name] = None
+
+    def new(cls: type[Opaque], *args: Any) -> Opaque:
+        if args and name[:1].islower():
+            called[module, name] = None
+        return Opaque.__new__(cls, *args)
+
+    body: dict[str, Any] = {"__slots__": (), "module": module, "name": name, "told": told, "__new__": new}
+    made: type[Opaque] = _Watched("Opaque", (Opaque,), body)  # type: ignore[assignment]
+    return made
+
+
+for _kind in (_Named, _Watched):
+    copyreg.pickle(_kind, lambda cls: (_opaque, (cls.module, cls.name)))
 
 
 def _layout(name: Any) -> str:
     if not isinstance(name, str):
         raise pickle.UnpicklingError("torch.serialization._get_layout was given no name")
     return name.removeprefix("torch.")
+
+
+def _raw(value: Any) -> bytes | None:
+    """The bytes that a stand-in for bytes or a bytearray means; None where it is neither."""
+    if isinstance(value, bytes):
+        return value
+    if not isinstance(value, Opaque):
+        return None
+    key, args = (value.module, value.name), value.args
+    if key[0] in pickle_names.BUILTINS and key[1] == "bytearray" and len(args) == 1:
+        return _raw(args[0])
+    encodes = key == _ENCODE or key[1] == "bytearray"
+    if encodes and len(args) == 2 and isinstance(args[0], str) and args[1] in ("latin1", "latin-1"):
+        try:
+            return args[0].encode("latin-1")
+        except UnicodeEncodeError:
+            return None
+    return None
 
 
 def _path(*parts: Any) -> str:
@@ -336,20 +335,55 @@ class _Unpickler(pickle.Unpickler):
             return _opaque(module, name, _layout)
         if key in _PATHS:
             return _opaque(module, name, _path)
-        if module == "torch" and _DTYPE.fullmatch(name):
+        if module == "torch" and pickle_names.DTYPE.fullmatch(name):
             return _DTYPE_ALIASES.get(name, name)
         if key == ("collections", "OrderedDict"):
             return _Dict
-        if module in _BUILTINS and name == "getattr":
+        if module in pickle_names.BUILTINS and name == "getattr":
             return self._member_of(module)
-        stand_in = _opaque(module, name)
-        if key in _ENUMS | _CONTAINERS:
-            return stand_in
-        if self._strict or self._is_dangerous(module, name):
-            self.names.refused[key] = stand_in
-        elif not self._is_known(module, name):
-            self.names.unknown[key] = stand_in
-        return stand_in
+        if key in pickle_names.CONTAINERS or (key in _ENUMS and self._strict):
+            return _opaque(module, name)
+        standing = "refused" if self._strict else pickle_names.standing(module, name)
+        if standing == "refused":
+            self.names.refused[key] = None
+            return _opaque(module, name)
+        if standing == "known":
+            return self._known(key)
+        if standing == "unknown":
+            self.names.unknown[key] = None
+        return _watched(module, name, self.names.called)
+
+    def _known(self, key: tuple[str, str]) -> type[Opaque]:
+        """The stand-in of a known name; those that open bytes, or call what they are given, look at it."""
+        plain, at = _opaque(*key), pickle_names.CALLS_ITS_ARGUMENT.get(key)
+
+        def load(data: Any) -> Opaque:
+            raw = _raw(data)
+            if raw is None:
+                self.names.refused[key] = None
+            else:
+                self.names.loaded.append(raw)
+            return plain(data)
+
+        def call(*args: Any) -> Opaque:
+            for given in args[at:][:1]:
+                self._hand_over(key, given)
+            return plain(*args)
+
+        if key == _LOAD_FROM_BYTES:
+            return _opaque(*key, load)
+        return plain if at is None else _opaque(*key, call)
+
+    def _hand_over(self, caller: tuple[str, str], given: Any) -> None:
+        """A known function calls what it is given."""
+        if isinstance(given, _Named) and issubclass(given, Opaque):
+            key = (given.module, given.name)
+            if type(given) is _Watched:
+                self.names.called[key] = None
+            elif key not in self.names.refused and not pickle_names.may_be_called(*key):
+                self.names.refused[caller] = None
+        elif isinstance(given, Opaque):  # a partial, a member: nobody can tell what that would do
+            self.names.refused[caller] = None
 
     def _member_of(self, module: str) -> type[Opaque]:
         """`getattr` on an enum class, which is how Python 3.11.2 pickles enum members; the result cannot be called."""
@@ -358,34 +392,10 @@ class _Unpickler(pickle.Unpickler):
             enum = isinstance(owner, type) and issubclass(owner, Opaque) and isinstance(name, str)
             key = (owner.module, owner.name) if enum else ("", "")
             if not enum or (self._strict and key not in _ENUMS) or key in self.names.refused:
-                self.names.refused[(module, "getattr")] = _opaque(module, "getattr")
+                self.names.refused[(module, "getattr")] = None
             return _opaque(*key)(name)
 
         return _opaque(module, "getattr", member)
-
-    def _is_known(self, module: str, name: str) -> bool:
-        """Whether healthy common state holds it."""
-        dotted = f"{module}.{name}"
-        is_storage = module == "torch" and name.endswith("Storage")
-        is_signal = module == "signal" and name.startswith("SIG")
-        known = (module, name) in _KNOWN_INERT or dotted.startswith(_KNOWN_INERT_PREFIXES)
-        return known or is_storage or is_signal or bool(_TORCH_VALUES.fullmatch(dotted))
-
-    def _is_dangerous(self, module: str, name: str) -> bool:
-        """Whether it is known to do something when called, or may be: functions of torch, most of Python's library."""
-        if self._is_known(module, name):
-            return False
-        dotted = f"{module}.{name}"
-        if not name.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-            return True
-        package = module.partition(".")[0]
-        if package in _BUILTINS:
-            return name not in _HARMLESS_BUILTINS
-        if package in sys.stdlib_module_names or package in _OLD_STDLIB or package == "__main__":
-            return package not in _HARMLESS_STDLIB
-        if package == "torch" and not name[:1].isupper():
-            return True
-        return package in _DANGEROUS_PACKAGES or dotted.startswith(_DANGEROUS_PREFIXES)
 
 
 # ---------------------------------------------------------------- reading
@@ -438,12 +448,27 @@ def _no_extensions() -> Iterator[None]:
             table.update(entries)
 
 
-def _read(data: bytes, strict: bool) -> Unpickled:
-    if len(data) > SIZE_LIMIT:
-        raise LimitError(f"has {len(data):,} bytes, the limit is {SIZE_LIMIT:,}")
-    _check_start(data)
-    if strict and len(data) >= WORTHWHILE and (root := _read_row_runs(data)) is not None:
-        return Unpickled(root)
+def asks_for_names(data: bytes) -> bool:
+    """Whether `pickle.load` would take these bytes for a pickle that reaches a name and calls it, or that is whole.
+
+    For a text that may be a pickle of protocol 0: to be asked in a child process, as every pickle is read.
+    """
+    found = _load(data, strict=True)
+    named = [key for key in found.names.refused if pickle_names.is_importable(*key)]
+    return bool(named) and (found.error is None or any(call for _, call in _walk(data, set(named)).values()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """One pickle after the unpickler: its object, the names it asked for, why it ended early, and its length."""
+
+    root: Any
+    names: _Names
+    error: Exception | None
+    end: int
+
+
+def _load(data: bytes, strict: bool) -> _Loaded:
     stream = io.BytesIO(data)
     unpickler = _Unpickler(stream, strict)
     root, error = None, None
@@ -454,13 +479,102 @@ def _read(data: bytes, strict: bool) -> Unpickled:
         raise LimitError("would take more memory to read than its size explains") from None
     except Exception as caught:  # a crafted stream can make the unpickler raise anything
         error = caught
-    refused = _explain(data, unpickler.names.refused)
-    if error is not None and not refused:
-        raise _unreadable(data, error)
-    if error is None and not refused and (rest := len(data) - stream.tell()):
-        raise UnreadableError(f"has {rest:,} bytes behind the end of its pickle", stream.tell())
-    unknown = tuple(printable(f"{module}.{name}") for module, name in unpickler.names.unknown)
-    return Unpickled(root if error is None else None, refused, unknown)
+    return _Loaded(root if error is None else None, unpickler.names, error, stream.tell())
+
+
+def _read(data: bytes, strict: bool, depth: int = 0) -> Unpickled:
+    if len(data) > SIZE_LIMIT:
+        raise LimitError(f"has {len(data):,} bytes, the limit is {SIZE_LIMIT:,}")
+    if not data:
+        raise UnreadableError("is empty (0 bytes)", 0)
+    if strict and len(data) >= WORTHWHILE and (root := _read_row_runs(data)) is not None:
+        return Unpickled(root)
+    found = _load(data, strict)
+    refused, unknown, error = _judged(data, found, strict, depth)
+    if not refused and found.error is not None:
+        raise _unreadable(data, found.error)
+    if not refused and error is not None:
+        raise error
+    if found.error is None and not refused and (rest := len(data) - found.end):
+        raise UnreadableError(f"has {rest:,} bytes behind the end of its pickle", found.end)
+    return Unpickled(found.root, refused, unknown)
+
+
+def _judged(
+    data: bytes, found: _Loaded, strict: bool, depth: int
+) -> tuple[tuple[Refused, ...], tuple[str, ...], UnreadableError | None]:
+    """What is refused and what is unknown, in the pickles inside its bytes too, and why one of those is unreadable."""
+    names = found.names
+    refused = list(_explain(data, names))
+    unknown = [printable(".".join(key)) for key in names.unknown if key not in names.called]
+    error = None
+    given = dict.fromkeys(names.loaded)
+    kept = dict.fromkeys(_bytes_of(found.root)) if not strict and _INNER_PICKLE.search(data, 2) else {}
+    for raw in given | kept:
+        if depth == _NESTED_LIMIT:
+            raise LimitError(f"holds pickles inside pickles, more than {_NESTED_LIMIT} deep")
+        try:
+            inner = _read_bytes(raw, depth + 1)
+        except LimitError:
+            raise
+        except UnreadableError as caught:
+            if raw in given or _is_whole(raw):
+                error = UnreadableError(f"holds a pickle inside bytes, which {caught}")
+            continue
+        refused += [replace(item, nested=True) for item in inner.refused]
+        unknown += inner.unknown
+    return tuple(dict.fromkeys(refused)), tuple(dict.fromkeys(unknown)), error
+
+
+def _read_bytes(raw: bytes, depth: int) -> Unpickled:
+    """What a pickle inside bytes asks for: an archive, one pickle, or the five in a row of torch's old format.
+
+    Source:
+        torch.serialization._legacy_load
+    """
+    if raw[:4] == _ZIP:
+        return _read(read_pickle_member(io.BytesIO(raw)), False, depth)
+    refused: list[Refused] = []
+    unknown: list[str] = []
+    for number in range(5):
+        found = _load(raw, strict=False)
+        more, names, error = _judged(raw, found, False, depth)
+        refused += more
+        unknown += names
+        if not refused and found.error is not None:
+            raise _unreadable(raw, found.error)
+        if not refused and error is not None:
+            raise error
+        raw = raw[found.end :]
+        if found.error is not None or not raw or (number == 0 and found.root != _LEGACY_MAGIC):
+            break
+    return Unpickled(None, tuple(refused), tuple(unknown))
+
+
+def _bytes_of(root: Any) -> Iterator[bytes]:
+    """The bytes in an object that start as a pickle or an archive does."""
+    stack, seen = [root], set()
+    while stack:
+        value = stack.pop()
+        if (raw := _raw(value)) is not None:
+            if raw[:4] == _ZIP or (raw[:1] == b"\x80" and raw[1:2] in (b"\2", b"\3", b"\4", b"\5")):
+                yield raw
+        elif id(value) not in seen and isinstance(value, (list, tuple, dict, Opaque)):
+            seen.add(id(value))
+            if isinstance(value, Opaque):
+                stack += [value.args, value.state, value.items]
+            else:
+                stack += [part for pair in value.items() for part in pair] if isinstance(value, dict) else value
+
+
+def _is_whole(raw: bytes) -> bool:
+    """Whether bytes are a pickle to its last opcode, or an archive of one, so that somebody will load them."""
+    if raw[:4] == _ZIP:
+        return b"data.pkl" in raw.lower()
+    try:
+        return all(opcode.name != "STOP" or at == len(raw) - 1 for opcode, _, at in pickletools.genops(raw))
+    except (ValueError, UnicodeError):
+        return False
 
 
 def _read_row_runs(data: bytes) -> Any:
@@ -502,22 +616,21 @@ def _state(node: Any, kind: str) -> dict[str, Any]:
     return node[0] if is_kind and isinstance(node[0], dict) else {}
 
 
-def _check_start(data: bytes) -> None:
-    if not data:
-        raise UnreadableError("is empty (0 bytes)", 0)
-    if data[0] == 0x80:
-        return
+def _wrong_start(data: bytes) -> str:
+    """What the first bytes are instead of a pickle's; torch writes no pickle that starts otherwise."""
     if data.startswith(b"version https://git-lfs"):
-        raise UnreadableError("is a Git LFS pointer, not the file itself", 0)
+        return "is a Git LFS pointer, not the file itself"
     if data.lstrip()[:1] in (b"{", b"["):
-        raise UnreadableError("is a JSON text, not a pickle", 0)
+        return "is a JSON text, not a pickle"
     if not data.strip(b"\0"):
-        raise UnreadableError("holds only zero bytes", 0)
-    raise UnreadableError(f"starts with byte 0x{data[0]:02x}, a pickle starts with 0x80", 0)
+        return "holds only zero bytes"
+    return f"starts with byte 0x{data[0]:02x}, a pickle starts with 0x80"
 
 
 def _unreadable(data: bytes, error: Exception) -> UnreadableError:
     """One sentence on why a stream does not decode, with the byte where the opcodes stop making sense."""
+    if data[:1] != b"\x80":
+        return UnreadableError(_wrong_start(data) if data else "is empty (0 bytes)", 0)
     position = 0
     try:
         for opcode, _, at in pickletools.genops(data[:_WALK_LIMIT]):
@@ -539,28 +652,35 @@ def _first_line(error: Exception) -> str:
 # ---------------------------------------------------------------- explaining a refusal
 
 
-def _explain(data: bytes, refused: dict[tuple[str, str], type[Opaque]]) -> tuple[Refused, ...]:
+def _explain(data: bytes, names: _Names) -> tuple[Refused, ...]:
     """Where each refused name stands in the stream and what would call it."""
-    if not refused:
+    wanted = names.refused | names.called
+    if not wanted:
         return ()
-    named, called = _walk(data, set(refused))
-    in_order = sorted(refused, key=lambda key: named.get(key, (len(data), "")))
-    return tuple(_refusal(key, named.get(key), called.get(key)) for key in in_order)
+    found = _walk(data, set(wanted))
+    in_order = sorted(wanted, key=lambda key: found[key][0] if key in found else (len(data), ""))
+    made = []
+    for key in in_order:
+        named, call = found.get(key, (None, None))
+        made.append(_refusal(key, named, call, unknown=key not in names.refused))
+    return tuple(made)
 
 
-def _refusal(key: tuple[str, str], named: tuple[int, str] | None, call: tuple[int, str] | None) -> Refused:
+def _refusal(
+    key: tuple[str, str], named: tuple[int, str] | None, call: tuple[int, str] | None, unknown: bool
+) -> Refused:
     target = printable(f"{key[0]}.{key[1]}")
     trace = []
     if named:
         trace.append(f"0x{named[0]:04x}  {named[1]:<12}  {printable(key[0])} {printable(key[1])}")
     if call:
         trace.append(f"0x{call[0]:04x}  {call[1]:<12}  <- would call it")
-    return Refused(target, named[0] if named else -1, call is not None, tuple(trace))
+    return Refused(target, named[0] if named else -1, unknown or call is not None, tuple(trace), unknown)
 
 
 def _walk(
     data: bytes, wanted: set[tuple[str, str]]
-) -> tuple[dict[tuple[str, str], tuple[int, str]], dict[tuple[str, str], tuple[int, str]]]:
+) -> dict[tuple[str, str], tuple[tuple[int, str], tuple[int, str] | None]]:
     """First position of each wanted name, and of the opcode that would call it, by following the stack symbolically.
 
     Stops as soon as every wanted name was seen called or, failing that, at the end of the stream.
@@ -603,7 +723,7 @@ def _walk(
                 break
     except (ValueError, IndexError, UnicodeError, StopIteration):
         pass  # a damaged stream (StopIteration: no mark where one is needed): what was found up to here still stands
-    return named, called
+    return {key: (place, called.get(key)) for key, place in named.items()}
 
 
 def _pop(stack: list[Any], opcode: pickletools.OpcodeInfo, mark: object) -> list[Any]:

@@ -85,8 +85,11 @@ def configured(rules: Sequence[Rule], tables: Mapping[str, Mapping[str, object]]
                 more = f", did you mean {near[0]}?" if near else f"; it has {', '.join(options) or 'none'}"
                 raise ConfigError(f"{rule.code} {rule.name} has no option {option!r}{more}")
             kind = type(options[option])
+            if kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
+                value = tuple(value)
             if not (type(value) is kind or (kind is float and type(value) is int)):
-                raise ConfigError(f"{option} of {rule.code} {rule.name} takes {kind.__name__}, not {value!r}")
+                wanted = "a list of texts" if kind is tuple else kind.__name__
+                raise ConfigError(f"{option} of {rule.code} {rule.name} takes {wanted}, not {value!r}")
             values.setdefault(rule.code, {})[option.replace("-", "_")] = value
     return tuple(replace(rule, values=values[rule.code]) if rule.code in values else rule for rule in rules)
 

@@ -152,6 +152,8 @@ def _assemble(
         format_ = "dcp-per-rank"
         partial, lost = lost_ranks(folder)
         problems += lost
+    if found.kind == "dcp":
+        problems += _unsafe_beside(folder)
     problems += unread_beside(folder) + leftover_files(folder) + unfinished_marks(folder)
     common, common_problems = read_common(folder, _locations(described, {COMMON_ENTRY, *OWN_ENTRIES}))
     values, object_problems = read_objects(folder, _locations(described, describing_objects(objects)))
@@ -211,6 +213,21 @@ def _read_metadata(folder: Folder, name: str, problems: list[Problem]) -> Unpick
         except UnreadableError as error:
             problems.append(from_error(error, name, why="torch writes a Metadata object there"))
     return unpickled
+
+
+def _unsafe_beside(folder: Folder) -> list[Problem]:
+    """What the metadata of single ranks asks for: torch reads it where `.metadata` is lost.
+
+    One that cannot be read describes nothing, and is the note of a file that belongs to another save.
+    """
+    problems = []
+    for name in rank_files(folder):
+        try:
+            found = read_metadata(folder.read(name, SIZE_LIMIT))
+        except UnreadableError:
+            continue
+        problems += [replace(problem, blocks=False) for problem in from_refusals(found, name)]
+    return problems
 
 
 def _locations(described: Description, wanted: set[str]) -> dict[str, Location]:

@@ -5,8 +5,15 @@ from __future__ import annotations
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import Unpickled
 from ckptlint.model import Problem, ProblemKind
+from ckptlint.model.text import unknown_classes
 
 _SENDER = "do not open this folder with torch.load or dcp.load; report it to whoever gave it to you"
+_VOUCH = (
+    "where this is code of your own, settings name its package in trusted-modules below [rules.unsafe-pickle]; "
+    "where it is not, do not load this file"
+)
+_OPENED = "torch reads this file with a plain pickle load, so opening the folder runs what it names"
+_CALLED = "a plain pickle load calls it, whatever it does"
 
 
 def from_error(error: UnreadableError, file: str, blocks: bool = False, hint: str = "", why: str = "") -> Problem:
@@ -21,20 +28,22 @@ def from_refusals(unpickled: Unpickled, file: str, where: str = "") -> list[Prob
     for refused in unpickled.refused:
         act = "asks to call" if refused.called else "names"
         at = f" at byte {refused.position:,}" if refused.position >= 0 else ""
+        inside = " of a pickle inside its bytes" if at else " in a pickle inside its bytes"
+        end = ", which ckptlint does not know" if refused.unknown else "; ckptlint read the opcodes and did not run it"
         problems.append(
             Problem(
                 "unsafe",
                 file,
-                f"{where}{file} {act} {refused.target}{at}; ckptlint read the opcodes and did not run it",
+                f"{where}{file} {act} {refused.target}{at}{inside if refused.nested else ''}{end}",
                 detail=refused.trace,
-                hint=_SENDER,
-                why="torch reads this file with a plain pickle load, so opening the folder runs what it names",
+                hint=_VOUCH if refused.unknown else _SENDER,
+                why=_CALLED if refused.unknown else _OPENED,
                 blocks=unpickled.root is None,
+                # what could not be read to its end stays a finding, whoever is trusted
+                unknown=(refused.target,) if refused.unknown and unpickled.root is not None else (),
             )
         )
     if unpickled.unknown:
-        names = ", ".join(unpickled.unknown[:8]) + (", ..." if len(unpickled.unknown) > 8 else "")
-        problems.append(
-            Problem("note", file, f"{where}{file} holds {len(unpickled.unknown)} classes unknown to ckptlint: {names}")
-        )
+        sentence = f"{where}{file} holds {unknown_classes(unpickled.unknown)}"
+        problems.append(Problem("note", file, sentence, unknown=unpickled.unknown))
     return problems

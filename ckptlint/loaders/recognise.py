@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
-from ckptlint.errors import CkptlintError, NothingToCheckError
+from ckptlint.errors import CkptlintError, LimitError, NothingToCheckError
+from ckptlint.formats.safe_pickle import asks_for_names
+from ckptlint.formats.sandbox import isolated
 from ckptlint.loaders.safetensors import groups
 from ckptlint.model.facts import fact
 from ckptlint.model.text import printable
@@ -16,6 +19,8 @@ from ckptlint.storage.folder import Folder
 METADATA = ".metadata"
 RANK_METADATA = re.compile(r"__([0-9]{1,9})\.metadata")
 PAYLOAD_RANK = re.compile(r"__([0-9]{1,9})_[0-9]+\.distcp$")
+
+_TEXT_LIMIT = 1024**2
 
 _HINTS = {
     "nanotron": "convert it with nanotron's examples/llama/convert_nanotron_to_hf.py",
@@ -100,7 +105,16 @@ def _is_metadata(folder: Folder) -> bool:
         start.decode()
     except UnicodeDecodeError as error:
         return error.start < len(start) - 4
-    return False
+    return _is_old_pickle(folder)
+
+
+def _is_old_pickle(folder: Folder) -> bool:
+    """Whether a text is a pickle of protocol 0 that would call something; what cannot be told in a child process is."""
+    try:
+        data = folder.read(METADATA, _TEXT_LIMIT)
+        return isolated(partial(asks_for_names, data), len(data))
+    except LimitError:
+        return True
 
 
 def _backend(folder: Folder) -> str | None:

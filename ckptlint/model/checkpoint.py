@@ -134,6 +134,7 @@ class Problem:
         fqn: the key concerned, if one is.
         blocks: whether the description of the tensors, or of a file's tensors, is missing because of it.
         beside: whether the unsupported thing lies beside a checkpoint that is checked.
+        unknown: the names it is about, where a user who knows their packages may vouch for them.
     """
 
     kind: ProblemKind
@@ -145,6 +146,7 @@ class Problem:
     fqn: str | None = None
     blocks: bool = False
     beside: bool = False
+    unknown: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 
 
@@ -110,3 +110,9 @@ def named_ranks(ranks: Iterable[int]) -> str:
     """Ranks in words, as a set."""
     numbers = sorted(set(ranks))
     return f"rank{'s' if len(numbers) != 1 else ''} {ranges(numbers)}"
+
+
+def unknown_classes(names: Sequence[str]) -> str:
+    """How many classes ckptlint does not know, and the first of them."""
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"{len(names)} classes unknown to ckptlint: {shown}"

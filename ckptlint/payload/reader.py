@@ -19,7 +19,7 @@ from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.model import Checkpoint, Damage, Problem, RecordContent, RecordState, Tensor, empty_payload
 from ckptlint.model.layout import IntArray, distinct
-from ckptlint.model.text import printable
+from ckptlint.model.text import printable, unknown_classes
 from ckptlint.payload.identical import find_same
 from ckptlint.payload.integrity import read_integrity
 from ckptlint.payload.members import members_of, scans_of, with_bare_tensors
@@ -283,10 +283,8 @@ class Reader:
             for cls in unpickled.unknown:
                 unknown[cls] = unknown.get(cls, 0) + len(rows)
         if unknown:
-            names = ", ".join(islice(unknown, 8)) + (", ..." if len(unknown) > 8 else "")
-            count = sum(unknown.values())
-            sentence = f"{count:,} records hold {len(unknown)} classes unknown to ckptlint: {names}"
-            self.problems.append(Problem("note", "", sentence))
+            sentence = f"{sum(unknown.values()):,} records hold {unknown_classes(tuple(unknown))}"
+            self.problems.append(Problem("note", "", sentence, unknown=tuple(unknown)))
 
     def _read_blobs(self) -> None:
         """The safetensors headers of files whose tensors lie in one blob."""

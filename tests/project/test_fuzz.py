@@ -28,7 +28,7 @@ def fuzz() -> ModuleType:
     return module
 
 
-READERS = "keys safetensors archive state metadata baseline manifest index config.json yaml toml"
+READERS = "keys safetensors archive state calls metadata baseline manifest index config.json yaml toml"
 FILES = ".metadata torch_dist common.pt payload safetensors config.json run_config metadata.json integrity"
 TARGETS = [*READERS.split(), *(f"check {name}" for name in FILES.split())]
 
