@@ -18,8 +18,10 @@ def unsafe_pickle(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Every name in `.metadata` is one of torch's or Megatron-Core's checkpoint classes. In the common state, where
         classes of the training code are normal, names known to be dangerous (os, subprocess, importlib, eval, ...) are
-        refused; classes nobody knows are a note. From depth headers on the same holds for every record of the payload.
-        ckptlint resolves and calls none of them.
+        refused; classes nobody knows are a note. From depth files on the same holds for the files that a trainer saves
+        beside the tensors (optimizer, scheduler, random state, arguments, samplers, pickled weights), whatever form
+        of torch.save or pickle they have; from depth headers on for every record of the payload. ckptlint resolves and
+        calls none of them.
     Why it matters:
         torch reads `.metadata` with a plain pickle load, so opening the folder runs what it names.
     Usual causes:

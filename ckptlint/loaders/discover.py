@@ -73,7 +73,7 @@ def components(folder: Folder) -> list[Folder]:
     for group in found:
         hidden = {*weights, *described} - {*group.files, group.index}
         parts.append(folder.without(hidden, group.label))
-    return parts
+    return [parts[0], *(part.accounting_for() for part in parts[1:])]
 
 
 def _is_dcp(name: str) -> bool:
@@ -104,7 +104,8 @@ def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
     if found or any(not step.entries for step in unfinished):
         # a newer step without a checkpoint in it is no reason to pass an older one
         return found + unfinished if all_steps else unfinished[:1] or found
-    return _nested(folder)
+    found = _nested(folder)
+    return [found[0].accounting_for(*found[0].accounts_for, folder), *found[1:]] if found else []
 
 
 def _nested(folder: Folder, but: Collection[str] = ()) -> list[Folder]:

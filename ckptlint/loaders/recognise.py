@@ -12,6 +12,7 @@ from ckptlint.loaders.safetensors import groups
 from ckptlint.model.facts import fact
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.step_files import is_litter
 
 METADATA = ".metadata"
 RANK_METADATA = re.compile(r"__([0-9]{1,9})\.metadata")
@@ -54,7 +55,7 @@ def unsupported_hint(name: str) -> str:
 def recognise(folder: Folder) -> Recognised | None:
     """What the folder itself holds, its sub-folders aside; None when nothing here is known."""
     names = folder.files()
-    payload = [name for name in names if name.endswith(".distcp")]
+    payload = [name for name in names if name.endswith(".distcp") and not is_litter(name)]
     if METADATA in names and (payload or _is_metadata(folder)):
         return Recognised("dcp")
     if any(RANK_METADATA.fullmatch(name) for name in names):
