@@ -298,6 +298,14 @@ def _unsupported(folder: Folder, found: Recognised, _look_at_files: bool) -> Che
     return Checkpoint(folder.display, "unsupported", problems=[unsupported_problem(found)], readable=False)
 
 
+def _named_file(folder: Folder, found: Recognised, _look_at_files: bool) -> Checkpoint:
+    """A file that the user named and that belongs to no checkpoint; what it asks for is told with the step files."""
+    sentence = f"{found.evidence} is a file by itself, and no part of a checkpoint that ckptlint checks"
+    hint = "name the folder of the checkpoint"
+    problem = Problem("unsupported", found.evidence, sentence, hint=hint, blocks=True)
+    return Checkpoint(folder.display, "unsupported", problems=[problem], readable=False, metadata_file=found.evidence)
+
+
 def _incomplete(folder: Folder, found: Recognised, _look_at_files: bool) -> Checkpoint:
     payload = [file.name for file in _listed(folder)]
     evidence = f"{len(payload)} payload files" if payload else printable(found.evidence)
@@ -374,5 +382,6 @@ LAYOUTS: Mapping[LayoutKind, LayoutReader] = {
     "safetensors": LayoutReader(_open_safetensors, header_bytes),
     "incomplete": LayoutReader(_incomplete),
     "unsupported": LayoutReader(_unsupported),
+    "file": LayoutReader(_named_file),
 }
 """What reads each kind of folder that `recognise` tells apart."""

@@ -28,7 +28,7 @@ _HINTS = {
     "ByteCheckpoint": "load it with ByteCheckpoint",
 }
 
-LayoutKind = Literal["dcp", "per-rank", "safetensors", "incomplete", "unsupported"]
+LayoutKind = Literal["dcp", "per-rank", "safetensors", "incomplete", "unsupported", "file"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,10 @@ def recognise(folder: Folder) -> Recognised | None:
         return Recognised("incomplete", evidence=known[0])
     if found := groups(folder):
         return Recognised("safetensors", evidence=(found[0].files or [found[0].index])[0])
-    return unsupported(folder)
+    if other := unsupported(folder):
+        return other
+    is_file = folder.part != "" and [*folder.entries] == [folder.part]
+    return Recognised("file", evidence=printable(folder.part)) if is_file else None
 
 
 def unsupported(folder: Folder) -> Recognised | None:

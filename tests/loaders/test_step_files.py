@@ -216,6 +216,65 @@ def test_files_are_not_opened_at_depth_metadata(step: Path) -> None:
     assert report.checkpoints[0].checkpoint.step_files == ()
 
 
+# ---------------------------------------------------------------- parts of a step, steps of runs, files by name
+
+
+def zero_files(folder: Path) -> None:
+    """What DeepSpeed's engine leaves in the step of a Trainer that runs it."""
+    folder.mkdir()
+    torch.save({"module": {}}, folder / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": {}}, folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+def test_a_part_of_a_step_in_a_format_that_is_not_read_is_told_by_its_name(step: Path, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as writer
+
+    zero_files(step / "global_step500")
+    report = ckptlint.check(step)
+    assert found(report, "error", "warning")[0][:2] == ("SAF004", "error")
+    assert [part.checkpoint.path for part in report.checkpoints] == [str(step), str(step / "global_step500")]
+    assert report.exit_code == 1
+    folder = tmp_path / "dcp"
+    writer.save({"w": torch.ones(4)}, checkpoint_id=str(folder), no_dist=True)
+    zero_files(folder / "zero_files")
+    assert codes(ckptlint.check(folder)) == {"SAF004"}
+
+
+def test_several_runs_below_a_path_are_all_judged(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as writer
+
+    for name in ("runA_step1", "runB/step-10", "runC/step-10", "runC/step-20"):
+        writer.save({"w": torch.ones(4)}, checkpoint_id=str(tmp_path / name), no_dist=True)
+    assert ckptlint.check(tmp_path).exit_code == 0
+    (tmp_path / "runB" / "step-10" / ".metadata").write_bytes(b"")
+    report = ckptlint.check(tmp_path)
+    names = [str(Path(part.checkpoint.path).relative_to(tmp_path)) for part in report.checkpoints]
+    assert names == ["runA_step1", "runB/step-10", "runC/step-20"]
+    assert (codes(report), report.exit_code) == ({"SAF002"}, 1)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "ck.tar", "model.pt", "config.json"])
+def test_a_named_file_that_is_no_part_of_a_checkpoint_is_refused_by_its_name(step: Path, name: str) -> None:
+    if not (step / name).exists():
+        torch.save({"w": torch.ones(3)}, step / name)
+    report = ckptlint.check(step / name)
+    ((code, level, sentence),) = found(report)
+    assert (code, level, report.exit_code) == ("SAF004", "error", 1)
+    assert sentence.startswith(name)
+    assert [part.checkpoint.path for part in report.checkpoints] == [str(step / name)]
+
+
+def test_a_named_file_is_opened_by_the_safe_reader(step: Path) -> None:
+    archived(step / "model.pt")
+    assert codes(ckptlint.check(step / "model.pt")) == {"SAF001", "SAF004"}
+
+
+def test_an_adapter_without_tensors_is_no_pass(step: Path) -> None:
+    safetensors.save_file({}, step / "adapter_model.safetensors", metadata={"format": "pt"})
+    assert codes(ckptlint.check(step), "error") == {"COM011"}
+    assert codes(ckptlint.check(step / "adapter_model.safetensors"), "error") == {"COM011"}
+
+
 # ---------------------------------------------------------------- litter
 
 
