@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +25,7 @@ from ckptlint.vocabulary.step_files import Family, family_of, holds_no_state, is
 
 _PLAIN_LIMIT = 64 * 1024**2
 _UNKNOWN_LIMIT = 64  # files of unknown names that are opened, at most
+_TRAINER_STEP = re.compile(r"checkpoint-(\d{1,18})")  # transformers.trainer_utils.PREFIX_CHECKPOINT_DIR
 _RESUME = "a resume from this step reads it"
 _READ_ELSEWHERE = (COMMON_FILE, CONFIG_FILE, RUN_CONFIG, "config.json")
 
@@ -120,7 +122,9 @@ def _state_of(item: _Found, elsewhere: Collection[str]) -> StepFileState:
 
 
 def _told(item: _Found, state: StepFileState, step: int | None = None) -> StepFile:
-    return StepFile(item.label, item.family.name if item.family else "", state, item.size, step)
+    match = _TRAINER_STEP.fullmatch(item.folder.name)
+    folder_step = int(match[1]) if match else None
+    return StepFile(item.label, item.family.name if item.family else "", state, item.size, step, folder_step)
 
 
 def _read_all(found: list[_Found]) -> dict[str, tuple[StepFile, list[Problem]]]:

@@ -127,6 +127,7 @@ class StepFile:
         state: `read` and judged, `known` by its name and not judged, or `unknown`.
         size: bytes.
         step: the step that it says it was saved at, None when it says none.
+        folder_step: the step that the name of its folder must carry as well, None where the name carries none.
     """
 
     name: str
@@ -134,6 +135,7 @@ class StepFile:
     state: StepFileState
     size: int
     step: int | None = None
+    folder_step: int | None = None
 
 
 ProblemKind = Literal[

@@ -216,6 +216,16 @@ def test_files_are_not_opened_at_depth_metadata(step: Path) -> None:
     assert report.checkpoints[0].checkpoint.step_files == ()
 
 
+# ---------------------------------------------------------------- ranks and steps
+
+
+def test_a_lost_random_state_and_a_renamed_folder_are_told(tmp_path: Path) -> None:
+    step = trainer_step(tmp_path / "checkpoint-400", ranks=4)
+    (step / "rng_state_2.pth").unlink()
+    report = ckptlint.check(step)
+    assert [(code, level) for code, level, _ in found(report)] == [("COM002", "warning"), ("COM012", "warning")]
+
+
 # ---------------------------------------------------------------- parts of a step, steps of runs, files by name
 
 
