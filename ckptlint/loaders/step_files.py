@@ -14,7 +14,7 @@ from ckptlint.formats.sandbox import isolated
 from ckptlint.formats.torch_archive import read_pickle_member
 from ckptlint.formats.torch_legacy import PICKLES_LIMIT, START, split_pickles
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
-from ckptlint.loaders.discover import components, newest_readable_step, step_number
+from ckptlint.loaders.discover import COMPONENT, components, newest_readable_step, step_number
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, Recognised, unsupported, unsupported_hint
@@ -37,7 +37,7 @@ class _Found:
     Attributes:
         folder: where it lies.
         name: its name there.
-        label: its path from the checkpoint, printable.
+        label: its path from the checkpoint, printable; of a folder that is not looked into it ends in `/`.
     """
 
     folder: Folder
@@ -90,6 +90,9 @@ def _files_of(folder: Folder) -> Iterator[_Found]:
             sub = place.sub(name)
             if sub.display != folder.display and not components(sub):
                 yield from _listed(sub, f"{prefix}{name}/")
+                deeper = [inner for inner in sub.folders() if not (holds_no_state(inner) or COMPONENT.fullmatch(inner))]
+                for inner in deeper:
+                    yield _Found(sub, inner, printable(f"{prefix}{name}/{inner}/"), None, 0)
 
 
 def _listed(folder: Folder, prefix: str) -> Iterator[_Found]:

@@ -226,6 +226,27 @@ def test_a_lost_random_state_and_a_renamed_folder_are_told(tmp_path: Path) -> No
     assert [(code, level) for code, level, _ in found(report)] == [("COM002", "warning"), ("COM012", "warning")]
 
 
+# ---------------------------------------------------------------- the account
+
+
+def test_each_report_accounts_for_the_folder(step: Path) -> None:
+    (step / "what.xyz").write_bytes(b"1")
+    (step / "stray" / "deeper").mkdir(parents=True)
+    (step / "stray" / "b.xyz").write_bytes(b"1")
+    told = run(step).stdout.replace("\n  ", " ").splitlines()
+    (line,) = [line for line in told if line.startswith("Beside")]
+    assert line == (
+        "Beside the tensors: 7 files read, 5 known and not judged (code, text, tokenizer), 3 unknown (what.xyz, "
+        "stray/b.xyz, stray/deeper/)."
+    )
+    document = json.loads(run(step, "--format", "json").stdout)
+    files = {file["name"]: file for file in document["checkpoints"][0]["step_files"]}
+    assert files["what.xyz"] == {"name": "what.xyz", "family": None, "state": "unknown", "size": 1}
+    assert files["scaler.pt"]["state"] == "read"
+    assert files["merges.txt"]["family"] == "tokenizer"
+    assert "3 unknown (what.xyz" in run(step, "--format", "html").stdout
+
+
 # ---------------------------------------------------------------- parts of a step, steps of runs, files by name
 
 
