@@ -19,7 +19,8 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         `train_state.pt`. The tracker beside it (`latest_checkpointed_iteration.txt` of Megatron-LM, Megatron-Bridge,
         slime and verl, `dlrover_latest.txt`) names a step that is there and was finished, or `release`; a finished step
         newer than the tracked one is a warning, and so is an absent tracked step where one step alone was copied out of
-        a run. The run folder is judged from its newest finished step only, so a step chosen by hand stays silent.
+        a run. The `global_step` of a `trainer_state.json` is the number of its folder `checkpoint-<number>`, or a
+        warning. The run folder is judged from its newest finished step only, so a step chosen by hand stays silent.
     Why it matters:
         A resume takes the tracked step and counts on from the iteration in its common state, whatever the folder is
         called.
@@ -32,8 +33,21 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         megatron.training.checkpointing.read_metadata
     """
     run = ckpt.run
-    if run is None:
+    states = [file for file in ckpt.step_files if file.step is not None and file.folder_step is not None]
+    if run is None and not states:
         raise NotApplicable("the folder's name is no step of a run with a tracker")
+    for file in states:
+        if file.step != file.folder_step:
+            yield Finding(
+                f"the folder is named for step {file.folder_step}, and {file.name} says step {file.step}",
+                at=Location(file=file.name),
+                missing=("global_step", str(file.step)),
+                severity=Severity.WARNING,
+                why="the Trainer finds a step by the number of its folder, and counts on from the number in the file",
+                hint=f"rename the folder to checkpoint-{file.step}, or restore the {file.name} of its step",
+            )
+    if run is None:
+        return
     kept = _stored(ckpt, run)
     stored = kept[0][1] if kept else None
     for source, iteration in kept:

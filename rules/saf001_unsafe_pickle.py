@@ -21,9 +21,11 @@ def unsafe_pickle(ckpt: Checkpoint, trusted_modules: tuple[str, ...] = ()) -> It
         classes of the training code are normal, the call decides: what the stream calls is one of the exact names whose
         effect is known, and names known to be dangerous (os, subprocess, importlib, eval, ...) or with dots in them are
         refused, called or not. A class nobody knows that is only made and filled is a note. Pickles inside bytes are
-        read too. From depth headers on the same holds for every record of the payload. ckptlint resolves and calls
-        none of them. `trusted-modules` lists packages of your own training code: neither their classes nor their
-        functions are reported.
+        read too. From depth files on the same holds for the files that a trainer saves beside the tensors (optimizer,
+        scheduler, random state, arguments, samplers, pickled weights), whatever form of torch.save or pickle they have;
+        from depth headers on for every record of the payload. ckptlint resolves and calls none of them.
+        `trusted-modules` lists packages of your own training code: neither their classes nor their functions are
+        reported.
     Why it matters:
         torch reads `.metadata` with a plain pickle load, so opening the folder runs what it names.
     Usual causes:

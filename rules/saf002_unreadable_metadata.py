@@ -15,9 +15,10 @@ def unreadable_metadata(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         `.metadata` and `__N.metadata` are one whole pickle of a torch Metadata object; `common.pt` is a torch.save
-        archive; `metadata.json` of a Megatron-Core checkpoint is JSON. At depth data, `integrity.json` lists
-        checksums and `ckptlint.seal.json` is a seal. The metadata of single ranks give a tensor one global shape and
-        dtype, unless each of several is whole.
+        archive; `metadata.json` of a Megatron-Core checkpoint is JSON; what a trainer saves beside the tensors
+        (`optimizer.pt`, `scheduler.pt`, `random_states_N.pkl`, `trainer_state.json`, ...) reads. At depth data,
+        `integrity.json` lists checksums and `ckptlint.seal.json` is a seal. The metadata of single ranks give a tensor
+        one global shape and dtype, unless each of several is whole.
     Why it matters:
         Nothing can be loaded, and nothing else can be checked.
     Usual causes:

@@ -23,7 +23,12 @@ from ckptlint.loaders.common_state import (
     read_objects,
 )
 from ckptlint.loaders.dcp import Description, describe, state_of
-from ckptlint.loaders.leftovers import (
+from ckptlint.loaders.megatron import describing_objects, dialect, missing_marks, read_config, read_plans, split_objects
+from ckptlint.loaders.problems import from_error, from_refusals
+from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, LayoutKind, Recognised, recognise
+from ckptlint.loaders.run_folder import read_run, read_train_state
+from ckptlint.loaders.safetensors import header_bytes, read_safetensors
+from ckptlint.loaders.step_files import (
     leftover_files,
     lost_ranks,
     other_step,
@@ -31,17 +36,14 @@ from ckptlint.loaders.leftovers import (
     unfinished_marks,
     unread_beside,
     unsupported_problem,
+    with_step_files,
 )
-from ckptlint.loaders.megatron import describing_objects, dialect, missing_marks, read_config, read_plans, split_objects
-from ckptlint.loaders.problems import from_error, from_refusals
-from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, LayoutKind, Recognised, recognise
-from ckptlint.loaders.run_folder import read_run, read_train_state
-from ckptlint.loaders.safetensors import header_bytes, read_safetensors
 from ckptlint.model import Checkpoint, FileState, Problem, RunFolder, StoredFile
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.mesh import read_topology
+from ckptlint.vocabulary.step_files import is_litter
 
 _RENAMED = "the writer renames a finished file into place, so a short one is a copy that broke off or a full disk"
 _BYTECHECKPOINT = "bytecheckpoint."
@@ -60,6 +62,11 @@ def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
         AccessError: the operating system refused a read; damage and malice become problems instead.
         ReaderError: ckptlint itself made a mistake.
     """
+    ckpt = _open(folder, look_at_files)
+    return with_step_files(folder, ckpt) if look_at_files else ckpt
+
+
+def _open(folder: Folder, look_at_files: bool) -> Checkpoint:
     found = recognise(folder)
     size = _metadata_bytes(folder) if found is None else LAYOUTS[found.kind].input_bytes(folder)
     try:
@@ -263,7 +270,7 @@ def _listed(folder: Folder) -> list[StoredFile]:
     return [
         StoredFile(printable(name), name, entry.size, "ok", False)
         for name, entry in folder.entries.items()
-        if name.endswith(".distcp") and not entry.is_folder
+        if name.endswith(".distcp") and not entry.is_folder and not is_litter(name)
     ]
 
 
@@ -308,8 +315,16 @@ def _unsupported(folder: Folder, found: Recognised, _look_at_files: bool) -> Che
     return Checkpoint(folder.display, "unsupported", problems=[unsupported_problem(found)], readable=False)
 
 
+def _named_file(folder: Folder, found: Recognised, _look_at_files: bool) -> Checkpoint:
+    """A file that the user named and that belongs to no checkpoint; what it asks for is told with the step files."""
+    sentence = f"{found.evidence} is a file by itself, and no part of a checkpoint that ckptlint checks"
+    hint = "name the folder of the checkpoint"
+    problem = Problem("unsupported", found.evidence, sentence, hint=hint, blocks=True)
+    return Checkpoint(folder.display, "unsupported", problems=[problem], readable=False, metadata_file=found.evidence)
+
+
 def _incomplete(folder: Folder, found: Recognised, _look_at_files: bool) -> Checkpoint:
-    payload = [name for name in folder.files() if name.endswith(".distcp")]
+    payload = [file.name for file in _listed(folder)]
     evidence = f"{len(payload)} payload files" if payload else printable(found.evidence)
     if folder.has(".metadata.tmp"):
         evidence += " and .metadata.tmp"
@@ -384,5 +399,6 @@ LAYOUTS: Mapping[LayoutKind, LayoutReader] = {
     "safetensors": LayoutReader(_open_safetensors, header_bytes),
     "incomplete": LayoutReader(_incomplete),
     "unsupported": LayoutReader(_unsupported),
+    "file": LayoutReader(_named_file),
 }
 """What reads each kind of folder that `recognise` tells apart."""

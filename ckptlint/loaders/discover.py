@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 
 from ckptlint.errors import CkptlintError, NothingToCheckError
-from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise
+from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise, unsupported
 from ckptlint.loaders.safetensors import groups
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.locate import folder_at
@@ -73,7 +73,7 @@ def components(folder: Folder) -> list[Folder]:
     for group in found:
         hidden = {*weights, *described} - {*group.files, group.index}
         parts.append(folder.without(hidden, group.label))
-    return parts
+    return [parts[0], *(part.accounting_for() for part in parts[1:])]
 
 
 def _is_dcp(name: str) -> bool:
@@ -83,14 +83,18 @@ def _is_dcp(name: str) -> bool:
 
 def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
     own = components(folder)
-    has_weights = bool(groups(folder))
-    if levels == 0 or (own and not has_weights):
+    if levels == 0 or (own and _is_unsupported(own[0])):
         return own
     numbered = {name: number for name in folder.folders() if (number := step_number(name)) is not None}
     if own:  # a model is what its folder means; the steps of the run that made it lie beside it
-        beside = [part for part in _nested(folder, numbered) if not _is_unsupported(part)]
-        every = sorted(numbered, key=lambda name: numbered[name], reverse=True) if all_steps else []
-        return own + beside + [part for name in every for part in _find(folder.sub(name), all_steps, levels - 1)]
+        told = unsupported(folder)
+        beside = _nested(folder, {*numbered, *([told.evidence] if told else [])})
+        every = sorted(numbered, key=lambda name: numbered[name], reverse=True)
+        for name in every:
+            sub = folder.sub(name)
+            # DeepSpeed writes its part of a step into a folder that is named like a step
+            beside += _find(sub, all_steps, levels - 1) if all_steps or _is_unsupported(sub) else []
+        return own + beside
     steps = sorted(numbered, key=lambda name: numbered[name], reverse=True)
     steps += [name for name in folder.folders() if name == "release"]
     found: list[Folder] = []
@@ -104,11 +108,17 @@ def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
     if found or any(not step.entries for step in unfinished):
         # a newer step without a checkpoint in it is no reason to pass an older one
         return found + unfinished if all_steps else unfinished[:1] or found
-    return _nested(folder)
+    found = _nested(folder, (), all_steps, levels - 1)
+    return [found[0].accounting_for(*found[0].accounts_for, folder), *found[1:]] if found else []
 
 
-def _nested(folder: Folder, but: Collection[str] = ()) -> list[Folder]:
-    """The checkpoints in sub-folders, and one level further in folders that are named like a component."""
+def _nested(folder: Folder, but: Collection[str], all_steps: bool = False, levels: int = 0) -> list[Folder]:
+    """The checkpoints in sub-folders, one level further in folders that are named like a component, and of whole runs.
+
+    Args:
+        but: names of sub-folders that are told otherwise.
+        levels: how deep to look into the runs among the sub-folders.
+    """
     found: list[Folder] = []
     for name in folder.folders():
         if name.startswith(".") or name in but:
@@ -117,8 +127,11 @@ def _nested(folder: Folder, but: Collection[str] = ()) -> list[Folder]:
         inside = components(sub)
         found += inside
         if not inside or groups(sub):
-            further = [name for name in sub.folders() if COMPONENT.fullmatch(name)]
-            found += [part for name in further for part in components(sub.sub(name))]
+            deeper = [sub.sub(inner) for inner in sub.folders() if COMPONENT.fullmatch(inner)]
+            further = [part for inner in deeper for part in components(inner)]
+            found += further
+            if levels and not (inside or further) and any(step_number(inner) is not None for inner in sub.folders()):
+                found += _find(sub, all_steps, levels)
     return found
 
 
@@ -147,7 +160,9 @@ _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
 def find(path: str, all_steps: bool = False) -> list[Folder]:
-    """The checkpoint folders that a path means; a file stands for its folder, safetensors for their own model there.
+    """The checkpoint folders that a path means.
+
+    A file of a checkpoint stands for its folder, safetensors for their own model there, any other file for itself.
 
     Raises:
         NothingToCheckError: there is none.
@@ -157,4 +172,6 @@ def find(path: str, all_steps: bool = False) -> list[Folder]:
     folder, name = folder_at(path)
     if name.endswith(_WEIGHTS) and (own := [part for part in components(folder) if part.has(name)]):
         return own
-    return find_checkpoints(folder, all_steps)
+    if not name or name.endswith(_WEIGHTS) or _is_dcp(name):
+        return find_checkpoints(folder, all_steps)
+    return [folder.without(folder.entries.keys() - {name}, name)]

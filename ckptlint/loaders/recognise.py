@@ -15,6 +15,7 @@ from ckptlint.loaders.safetensors import groups
 from ckptlint.model.facts import fact
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.step_files import is_litter
 
 METADATA = ".metadata"
 RANK_METADATA = re.compile(r"__([0-9]{1,9})\.metadata")
@@ -32,7 +33,7 @@ _HINTS = {
     "ByteCheckpoint": "load it with ByteCheckpoint",
 }
 
-LayoutKind = Literal["dcp", "per-rank", "safetensors", "incomplete", "unsupported"]
+LayoutKind = Literal["dcp", "per-rank", "safetensors", "incomplete", "unsupported", "file"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def unsupported_hint(name: str) -> str:
 def recognise(folder: Folder) -> Recognised | None:
     """What the folder itself holds, its sub-folders aside; None when nothing here is known."""
     names = folder.files()
-    payload = [name for name in names if name.endswith(".distcp")]
+    payload = [name for name in names if name.endswith(".distcp") and not is_litter(name)]
     if METADATA in names and (payload or _is_metadata(folder)):
         return Recognised("dcp")
     if any(RANK_METADATA.fullmatch(name) for name in names):
@@ -69,7 +70,10 @@ def recognise(folder: Folder) -> Recognised | None:
         return Recognised("incomplete", evidence=known[0])
     if found := groups(folder):
         return Recognised("safetensors", evidence=(found[0].files or [found[0].index])[0])
-    return unsupported(folder)
+    if other := unsupported(folder):
+        return other
+    is_file = folder.part != "" and [*folder.entries] == [folder.part]
+    return Recognised("file", evidence=printable(folder.part)) if is_file else None
 
 
 def unsupported(folder: Folder) -> Recognised | None:

@@ -7,6 +7,8 @@ from ckptlint.model.checkpoint import (
     Problem,
     ProblemKind,
     RunFolder,
+    StepFile,
+    StepFileState,
     StepState,
     WeightIndex,
 )
@@ -57,6 +59,8 @@ __all__ = [
     "Seal",
     "SealEntry",
     "ShardedObject",
+    "StepFile",
+    "StepFileState",
     "StepState",
     "StoredFile",
     "Tensor",

@@ -114,6 +114,30 @@ class RunFolder:
         return step if isinstance(step, str) else f"{self.prefix}{step:0{self.digits}d}"
 
 
+StepFileState = Literal["read", "known", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepFile:
+    """A file of the step that is neither metadata nor payload.
+
+    Attributes:
+        name: its path relative to the checkpoint, printable.
+        family: what it holds (`vocabulary.step_files`), "" when its name tells nothing.
+        state: `read` and judged, `known` by its name and not judged, or `unknown`.
+        size: bytes.
+        step: the step that it says it was saved at, None when it says none.
+        folder_step: the step that the name of its folder must carry as well, None where the name carries none.
+    """
+
+    name: str
+    family: str
+    state: StepFileState
+    size: int
+    step: int | None = None
+    folder_step: int | None = None
+
+
 ProblemKind = Literal[
     "unsafe", "unreadable", "limit", "unsupported", "incomplete", "container", "note", "crashed", "unused", "view"
 ]
@@ -165,6 +189,7 @@ class Checkpoint:
         object_values: entry name -> content of the optimizer objects that describe their module (parameter groups,
             sharding type), one for each kind and module.
         run: the run folder that the step lies in; None outside of one.
+        step_files: the files of the step besides metadata and payload; empty where files were not looked at.
         index: what says in which safetensors file each key lies; None without one.
         reference: what the user expects it to hold; None without `--expect`.
         unseen: what could not be looked at without making the verdict incomplete, as sentences.
@@ -189,6 +214,7 @@ class Checkpoint:
     declared: dict[str, Declared] = field(default_factory=dict)
     object_values: dict[str, Any] = field(default_factory=dict)
     run: RunFolder | None = None
+    step_files: tuple[StepFile, ...] = ()
     index: WeightIndex | None = None
     topology: dict[str, AxisSize] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)

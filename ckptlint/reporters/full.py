@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from ckptlint.geometry.chunk_map import draw, make_grid
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Report, worst
-from ckptlint.model import Checkpoint, RecordState
+from ckptlint.model import Checkpoint, RecordState, StepFile
 from ckptlint.model.checkpoint import FORMAT_NAMES
 from ckptlint.model.layout import Box
 from ckptlint.model.text import braces, human_bytes, plural
@@ -14,6 +15,7 @@ from ckptlint.reporters.style import Style, cut, cut_names, inert
 from ckptlint.rule import Finding, Note, Severity
 
 _MORE_LIMIT = 12
+_UNKNOWN_LIMIT = 6
 
 
 def render(report: Report, style: Style) -> str:
@@ -33,7 +35,9 @@ def render(report: Report, style: Style) -> str:
         blocks.append(_details(report, style))
     if not style.quiet:
         unread = [line for text in report.unread for line in style.wrap(text, "  ", "")]
-        blocks.append("\n".join([*unread, *verdict(report, style)]))
+        files = [file for part in report.checkpoints for file in part.checkpoint.step_files]
+        told = style.wrap(account(files), "  ", "") if any(file.state != "read" for file in files) else []
+        blocks.append("\n".join([*unread, *told, *verdict(report, style)]))
     separator = "\n" if _is_clean(report, style) else "\n\n"
     return inert(separator.join(text for text in blocks if text)) + ("\n" if blocks else "")
 
@@ -61,6 +65,22 @@ def facts(ckpt: Checkpoint) -> str:
     if ckpt.total_bytes:
         counts.append(human_bytes(ckpt.total_bytes))
     return "  ".join([name, ", ".join(counts)] if counts else [name])
+
+
+def account(files: Sequence[StepFile]) -> str:
+    """What became of the files beside the tensors: how many were read, which were known or unknown by their names."""
+    read = sum(file.state == "read" for file in files)
+    known = [file for file in files if file.state == "known"]
+    unknown = braces(file.name for file in files if file.state == "unknown")
+    parts = [f"{plural(read, 'file')} read"]
+    if known:
+        families = ", ".join(sorted({file.family for file in known}))
+        parts.append(f"{len(known):,} known and not judged ({families})")
+    if unknown:
+        more = [f"{len(unknown) - _UNKNOWN_LIMIT:,} more"] if len(unknown) > _UNKNOWN_LIMIT else []
+        names = ", ".join([cut(name) for name in unknown[:_UNKNOWN_LIMIT]] + more)
+        parts.append(f"{sum(file.state == 'unknown' for file in files):,} unknown ({names})")
+    return "Beside the tensors: " + ", ".join(parts) + "."
 
 
 def _is_clean(report: Report, style: Style) -> bool:

@@ -54,6 +54,10 @@ def _checkpoint(part: CheckpointReport) -> dict[str, Any]:
             "files": len(ckpt.files),
             "bytes": ckpt.total_bytes,
         },
+        "step_files": [
+            {"name": file.name, "family": file.family or None, "state": file.state, "size": file.size}
+            for file in ckpt.step_files
+        ],
         "unseen": list(ckpt.unseen),
         "reference": _reference(ckpt.reference),
         "topology": {axis: {"size": size.size, "source": size.source} for axis, size in ckpt.topology.items()},

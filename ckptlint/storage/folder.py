@@ -75,6 +75,21 @@ class Folder(ABC):
         return view
 
     @property
+    def accounts_for(self) -> tuple[Folder, ...]:
+        """The folders whose other files are told with this checkpoint: itself, unless `accounting_for` said others."""
+        said: tuple[Folder, ...] | None = self.__dict__.get("_accounts_for")
+        return (self,) if said is None else said
+
+    def accounting_for(self, *folders: Folder) -> Folder:
+        """The same folder; the files of these are told with it.
+
+        Each file of a step is told once: with the first of the checkpoints in a folder, or below it.
+        """
+        view = copy(self)
+        view.__dict__["_accounts_for"] = folders
+        return view
+
+    @property
     @abstractmethod
     def name(self) -> str:
         """The last part of the path."""

@@ -176,7 +176,7 @@ def fsdp1(run: Path) -> list[str]:
 def olmo(run: Path) -> list[str]:
     for step in (100, 200):
         dcp(run / f"step{step}" / "model_and_optim", "model.w", "optim.w.exp_avg")
-        text(run / f"step{step}" / "train" / "rank0.pt")
+        saved(run / f"step{step}" / "train" / "rank0.pt", {"global_step": step})
     return ["step200/model_and_optim"]
 
 

@@ -20,7 +20,7 @@ from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.checkpoint import FORMAT_NAMES
 from ckptlint.model.layout import Box, Layout
 from ckptlint.model.text import human_bytes, plural
-from ckptlint.reporters.full import also, place_of
+from ckptlint.reporters.full import account, also, place_of
 from ckptlint.reporters.html import svg
 from ckptlint.reporters.style import Style, cut
 from ckptlint.rule import SECTIONS, Finding
@@ -167,6 +167,8 @@ def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> 
         facts += [plural(len(ckpt.tensors), "tensor"), *([plural(others, "object")] if others else [])]
     if ckpt.files and ckpt.ranks is None:
         facts += [plural(len(ckpt.files), "file"), human_bytes(ckpt.total_bytes)]
+    if ckpt.step_files:
+        facts.append(account(ckpt.step_files).rstrip("."))
     found = {item.code for item in part.diagnostics}
     return {
         "id": anchor,

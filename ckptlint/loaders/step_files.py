@@ -1,0 +1,267 @@
+"""The files of a step beside its tensors: each is read, known by its name, or named; and what is missing there."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ckptlint.errors import CkptlintError, LimitError, UnreadableError
+from ckptlint.formats.safe_pickle import read_state
+from ckptlint.formats.sandbox import isolated
+from ckptlint.formats.torch_archive import read_pickle_member
+from ckptlint.formats.torch_legacy import PICKLES_LIMIT, START, split_pickles
+from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
+from ckptlint.loaders.discover import COMPONENT, components, newest_readable_step, step_number
+from ckptlint.loaders.megatron import CONFIG_FILE
+from ckptlint.loaders.problems import from_error, from_refusals
+from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, Recognised, unsupported, unsupported_hint
+from ckptlint.model import Checkpoint, Problem, StepFile, StepFileState
+from ckptlint.model.text import printable
+from ckptlint.storage.folder import READABLE, Folder
+from ckptlint.vocabulary.step_files import Family, family_of, holds_no_state, is_litter, may_be_pickle
+
+_PLAIN_LIMIT = 64 * 1024**2
+_UNKNOWN_LIMIT = 64  # files of unknown names that are opened, at most
+_TRAINER_STEP = re.compile(r"checkpoint-(\d{1,18})")  # transformers.trainer_utils.PREFIX_CHECKPOINT_DIR
+_RESUME = "a resume from this step reads it"
+_READ_ELSEWHERE = (COMMON_FILE, CONFIG_FILE, RUN_CONFIG, "config.json")
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A file of the step.
+
+    Attributes:
+        folder: where it lies.
+        name: its name there.
+        label: its path from the checkpoint, printable; of a folder that is not looked into it ends in `/`.
+    """
+
+    folder: Folder
+    name: str
+    label: str
+    family: Family | None
+    size: int
+
+
+def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
+    """The checkpoint with the other files of its step, and what is wrong with them.
+
+    Each is opened in a child process of its own where reading all of them in one breaks a limit.
+
+    Raises:
+        AccessError: the operating system refused a read.
+    """
+    parts = {file.name for file in ckpt.files} | (set() if ckpt.is_safetensors else {METADATA})
+    names = _READ_ELSEWHERE if ckpt.is_safetensors else (*_READ_ELSEWHERE, "train_state.pt")
+    found = [item for item in _files_of(folder) if item.label not in parts]
+    if ckpt.format == "dcp-per-rank":
+        found = [item for item in found if not RANK_METADATA.fullmatch(item.label)]
+    opened = _opened(found, names)
+    read: dict[str, tuple[StepFile, list[Problem]]] = {}
+    try:
+        read = isolated(partial(_read_all, opened), sum(map(_input_bytes, opened)))
+    except LimitError:
+        for item in opened:
+            try:
+                read |= isolated(partial(_read_all, [item]), _input_bytes(item))
+            except LimitError as error:
+                problem = from_error(error, item.label, why=_RESUME)
+                read[item.label] = _told(item, _state_of(item, ())), [problem] if item.family else []
+    files, problems = [], list(ckpt.problems)
+    for item in found:
+        file, own = read.get(item.label) or (_told(item, _state_of(item, names)), [])
+        files.append(file)
+        problems += own
+    return replace(ckpt, step_files=tuple(files), problems=problems)
+
+
+def _files_of(folder: Folder) -> Iterator[_Found]:
+    """The files of the folders that a checkpoint accounts for, and of folders in them that hold no checkpoint."""
+    for place in folder.accounts_for:
+        prefix = "" if place is folder or place.display == folder.display else "../"
+        yield from _listed(place, prefix)
+        for name in place.folders():
+            if holds_no_state(name) or step_number(name) is not None:
+                continue
+            sub = place.sub(name)
+            if sub.display != folder.display and not components(sub):
+                yield from _listed(sub, f"{prefix}{name}/")
+                deeper = [inner for inner in sub.folders() if not (holds_no_state(inner) or COMPONENT.fullmatch(inner))]
+                for inner in deeper:
+                    yield _Found(sub, inner, printable(f"{prefix}{name}/{inner}/"), None, 0)
+
+
+def _listed(folder: Folder, prefix: str) -> Iterator[_Found]:
+    for name in folder.files():
+        if not name.endswith((".distcp", ".safetensors")) and not is_litter(name):
+            yield _Found(folder, name, printable(prefix + name), family_of(name), folder.entries[name].size)
+
+
+def _opened(found: list[_Found], elsewhere: Collection[str]) -> list[_Found]:
+    """Those that the safe reader opens."""
+    unknown = [item for item in found if item.family is None and may_be_pickle(item.name)][:_UNKNOWN_LIMIT]
+    chosen = {item.label for item in unknown}
+    return [
+        item
+        for item in found
+        if item.label not in elsewhere
+        and (item.label in chosen or (item.family is not None and item.family.content != "other"))
+        and item.folder.look_at(item.name)[0] in READABLE
+    ]
+
+
+def _input_bytes(item: _Found) -> int:
+    return min(item.size, _PLAIN_LIMIT)
+
+
+def _state_of(item: _Found, elsewhere: Collection[str]) -> StepFileState:
+    if item.label in elsewhere:
+        return "read"
+    return "known" if item.family is not None else "unknown"
+
+
+def _told(item: _Found, state: StepFileState, step: int | None = None) -> StepFile:
+    match = _TRAINER_STEP.fullmatch(item.folder.name)
+    folder_step = int(match[1]) if match else None
+    return StepFile(item.label, item.family.name if item.family else "", state, item.size, step, folder_step)
+
+
+def _read_all(found: list[_Found]) -> dict[str, tuple[StepFile, list[Problem]]]:
+    return {item.label: _read(item) for item in found}
+
+
+def _read(item: _Found) -> tuple[StepFile, list[Problem]]:
+    """What a file says, and what is wrong with it; one whose name tells nothing need not be a pickle."""
+    try:
+        if item.family is not None and item.family.content == "json":
+            return _told(item, "read", _saved_step(item)), []
+        problems = _pickle_problems(item)
+    except UnreadableError as error:
+        if item.family is None or item.family.content == "perhaps pickle":
+            return _told(item, _state_of(item, ())), []
+        return _told(item, "read"), [from_error(error, item.label, why=_RESUME)]
+    return _told(item, "read"), [replace(problem, blocks=False) for problem in problems]
+
+
+def _pickle_problems(item: _Found) -> list[Problem]:
+    """What the pickles of a file ask for: of an archive of torch.save, of its older form, or of a bare pickle."""
+    head = item.folder.head(item.name, len(START))
+    if head[:4] == b"PK\3\4":
+        with item.folder.open(item.name) as file:
+            return from_refusals(read_state(read_pickle_member(file)), item.label, "data.pkl of ")
+    if head == START:
+        pickles = split_pickles(item.folder.head(item.name, PICKLES_LIMIT))
+        return [problem for data in pickles for problem in from_refusals(read_state(data), item.label)]
+    return from_refusals(read_state(item.folder.read(item.name, _PLAIN_LIMIT)), item.label)
+
+
+def _saved_step(item: _Found) -> int | None:
+    """The step in a `trainer_state.json`.
+
+    Source:
+        transformers.trainer_callback.TrainerState: `global_step`
+    """
+    data = item.folder.read(item.name, _PLAIN_LIMIT)
+    if not data:
+        raise UnreadableError("is empty (0 bytes)", 0)
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"is no JSON ({printable(str(error)[:200])})") from None
+    step = document.get("global_step") if isinstance(document, dict) else None
+    return step if isinstance(step, int) and not isinstance(step, bool) else None
+
+
+# ---------------------------------------------------------------- what is missing, and what else lies there
+
+
+def rank_files(folder: Folder) -> list[str]:
+    numbered = {name: int(match[1]) for name in folder.files() if (match := RANK_METADATA.fullmatch(name))}
+    return sorted(numbered, key=lambda name: numbered[name])
+
+
+def lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
+    """Why per-rank metadata is partial ("" when it is whole) and the problem to report for it."""
+    present = {int(m[1]) for name in folder.files() if (m := RANK_METADATA.fullmatch(name))}
+    payload = {int(m[1]) for name in folder.files() if (m := PAYLOAD_RANK.fullmatch(name))}
+    lost = sorted(set(range(max(present | payload) + 1)) - present)
+    if not lost:
+        return "", []
+    names = ", ".join(f"__{rank}.metadata" for rank in lost[:8]) + (", ..." if len(lost) > 8 else "")
+    problem = Problem(
+        "incomplete",
+        names,
+        f"{names} missing: the other {len(present)} ranks wrote theirs",
+        why="with use_collectives=False each rank describes only its own chunks, so what these ranks held is lost",
+        hint="copy the files again from the node of these ranks, or go back to a complete step",
+    )
+    return f"the metadata of {len(lost)} of {len(lost) + len(present)} ranks is missing", [problem]
+
+
+def leftover_files(folder: Folder) -> list[Problem]:
+    entries, problems = folder.entries, []
+    temporary = ".metadata.tmp"
+    if temporary in entries and METADATA in entries and entries[temporary].mtime > entries[METADATA].mtime:
+        problems.append(
+            Problem(
+                "incomplete",
+                temporary,
+                f"{temporary} is newer than {METADATA}: a later save into this folder did not finish",
+                why="its payload files may have replaced the ones that .metadata describes",
+                hint="use another step, or save again into an empty folder",
+            )
+        )
+    if METADATA in entries and any(RANK_METADATA.fullmatch(name) for name in entries):
+        name = next(name for name in entries if RANK_METADATA.fullmatch(name))
+        problems.append(Problem("note", name, f"{name} lies beside {METADATA} and belongs to another save"))
+    for name in (METADATA, COMMON_FILE):
+        if folder.has(name) and folder.look_at(name)[0] == "link-outside":
+            sentence = f"{name} is a link to a file outside the checkpoint"
+            why = "model caches link to their files; elsewhere it may describe another checkpoint"
+            problems.append(Problem("note", name, sentence, why=why))
+    return problems
+
+
+def unfinished_marks(folder: Folder) -> list[Problem]:
+    """The mark by which NeMo 2 and xtuner say that a save is still running or was broken off.
+
+    Source:
+        nemo.lightning.pytorch.callbacks.ModelCheckpoint (8cfedd72): an empty file `<name>-unfinished` beside the folder
+        `<name>`, removed at the end; xtuner (b934f462): `<name>.incomplete`, renamed at the end
+    """
+    step = folder.parent if folder.name in ("weights", "hf_weights") else folder
+    is_nemo = step is not folder or "=" in folder.name  # `...-step=10-last`; else nothing around it is listed for this
+    beside = step.parent if step is not None and is_nemo else None
+    marker = f"{step.name}-unfinished" if step is not None else ""
+    try:
+        is_marked = beside is not None and beside.has(marker)
+    except CkptlintError:
+        is_marked = False
+    if folder.name.endswith(".incomplete"):
+        is_marked, marker = True, folder.name
+    if not is_marked:
+        return []
+    name = printable(marker)
+    sentence = f"{name} says that this save did not reach its end"
+    hint = other_step(folder) or "wait for the save to end, or use an earlier checkpoint"
+    return [Problem("incomplete", name, sentence, why="the writer removes the mark last", hint=hint)]
+
+
+def unread_beside(folder: Folder) -> list[Problem]:
+    other = unsupported(folder)
+    return [] if other is None else [unsupported_problem(other, beside=True)]
+
+
+def unsupported_problem(found: Recognised, beside: bool = False) -> Problem:
+    sentence = f"{found.evidence} shows a checkpoint of {found.name}, which ckptlint does not check"
+    hint = unsupported_hint(found.name)
+    return Problem("unsupported", found.evidence, sentence, hint=hint, blocks=not beside, beside=beside)
+
+
+def other_step(folder: Folder) -> str:
+    step = newest_readable_step(folder)
+    return f"the newest other step here whose metadata reads is {printable(step)}" if step else ""

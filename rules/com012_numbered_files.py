@@ -1,0 +1,62 @@
+"""COM012: files that each rank or object has are all there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import plural
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.vocabulary.step_files import number_of
+
+_PAYLOAD = re.compile(r"__(\d{1,9})_\d+\.distcp")
+_NAMED = 8
+
+
+@rule("COM012", "numbered-files", Severity.WARNING)
+def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Files that trainers number by rank or by object have gaps.
+
+    What it checks:
+        `rng_state_N.pth` of the Hugging Face Trainer and `random_states_N.pkl` of accelerate, one per rank, and
+        `custom_checkpoint_N.pkl`, one per registered object, go from 0 on without gap, and reach the last rank that
+        wrote payload. Files from some number on, as a node keeps them that shares no file system, are a note, and so is
+        one file of rank 0.
+    Why it matters:
+        A resume goes on with other random numbers on these ranks, or does not find the state of an object.
+    Usual causes:
+        A copy that broke off, a rank or node that was killed in the save.
+    How to fix:
+        Copy the files again from where they were written.
+    See:
+        accelerate.checkpointing.save_accelerator_state
+    """
+    kept: dict[tuple[str, str, str, str], set[int]] = {}
+    for file in ckpt.step_files:
+        folder, slash, name = file.name.rpartition("/")
+        if found := number_of(name):
+            family, number = found
+            pattern = re.sub(r"\d+(?=\.\w+$)", "{}", name)
+            kept.setdefault((family.name, family.counted_by, folder + slash, pattern), set()).add(number)
+    if not kept:
+        raise NotApplicable("no files that are numbered by rank or object")
+    ranks = max((int(match[1]) for file in ckpt.files if (match := _PAYLOAD.search(file.name))), default=-1)
+    for (what, counted_by, folder, pattern), numbers in kept.items():
+        last = max(numbers | ({ranks} if counted_by == "rank" else set()))
+        if last + 1 > 2 * len(numbers) + 1024:  # numbers that are no ranks
+            continue
+        lost = sorted(set(range(last + 1)) - numbers)
+        if not lost:
+            continue
+        names = [folder + pattern.format(number) for number in lost[:_NAMED]] + ["..."] * (len(lost) > _NAMED)
+        # a node that shares no file system keeps the files of its own ranks; a job may save the state of rank 0 alone
+        is_unsure = counted_by == "rank" and (lost == list(range(min(numbers))) or numbers == {0})
+        noun = "rank" if counted_by == "rank" else "object"
+        yield Finding(
+            f"the {what} of {plural(len(lost), noun)} of {last + 1} is missing: {', '.join(names)}",
+            at=Location(file=names[0]),
+            missing=tuple(names),
+            severity=Severity.INFO if is_unsure else None,
+            alike=pattern,
+        )

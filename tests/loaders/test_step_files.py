@@ -1,0 +1,323 @@
+"""The files of a step beside its tensors: written by the real libraries, whole and damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import codes, found, run
+
+import ckptlint
+
+np = pytest.importorskip("numpy")
+torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.torch")
+
+
+class Evil:
+    """Its pickle calls a function of the operating system."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("true",)
+
+
+class Registered:
+    """What a user registers with accelerate."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+def training() -> tuple[Any, Any, Any]:
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+@pytest.fixture(scope="module")
+def accelerate_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `Accelerator.save_state` writes."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    accelerator.prepare(*training())
+    accelerator.register_for_checkpointing(Registered())
+    folder = tmp_path_factory.mktemp("accelerate") / "checkpoint_0"
+    accelerator.save_state(str(folder))
+    return folder
+
+
+def trainer_step(folder: Path, ranks: int = 2) -> Path:
+    """The layout of the Hugging Face Trainer (transformers 5.x), written with its own calls of torch.save."""
+    folder.mkdir(parents=True)
+    model, optimizer, scheduler = training()
+    safetensors.save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    torch.save(scheduler.state_dict(), folder / "scheduler.pt")
+    torch.save(torch.amp.GradScaler("cpu").state_dict(), folder / "scaler.pt")
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.random.get_rng_state()}
+    for rank in range(ranks):
+        torch.save(state, folder / f"rng_state_{rank}.pth")
+    text = {"global_step": 500, "log_history": [{"loss": float("nan")}]}
+    (folder / "trainer_state.json").write_text(json.dumps(text))
+    for name in ("config.json", "tokenizer.json", "README.md", "merges.txt", ".gitattributes", "modeling_llama.py"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    return trainer_step(tmp_path / "checkpoint-500")
+
+
+def copied(step: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(step, folder / "step"))
+
+
+# ---------------------------------------------------------------- healthy
+
+
+def test_what_accelerate_saves_is_read_and_quiet(accelerate_step: Path) -> None:
+    report = ckptlint.check(accelerate_step)
+    assert found(report) == []
+    assert {file.name: file.state for file in report.checkpoints[0].checkpoint.step_files} == {
+        "custom_checkpoint_0.pkl": "read",
+        "optimizer.bin": "read",
+        "random_states_0.pkl": "read",
+        "scheduler.bin": "read",
+    }
+
+
+def test_what_the_trainer_of_hugging_face_saves_is_read_or_known_and_quiet(step: Path) -> None:
+    report = ckptlint.check(step)
+    assert found(report) == []
+    files = report.checkpoints[0].checkpoint.step_files
+    assert {file.name for file in files if file.state == "unknown"} == set()
+    assert {file.name for file in files if file.state == "read"} == {
+        "config.json", "optimizer.pt", "rng_state_0.pth", "rng_state_1.pth", "scaler.pt", "scheduler.pt",
+        "trainer_state.json",
+    }  # fmt: skip
+    assert next(file.step for file in files if file.name == "trainer_state.json") == 500
+
+
+def test_files_in_the_form_before_torch_1_6_are_read(step: Path) -> None:
+    _, optimizer, _ = training()
+    torch.save(optimizer.state_dict(), step / "optimizer.pt", _use_new_zipfile_serialization=False)
+    torch.save({"w": torch.ones(999)}, step / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert found(ckptlint.check(step)) == []
+
+
+# ---------------------------------------------------------------- hostile, empty, cut
+
+
+def archived(path: Path) -> None:
+    torch.save({"state": Evil()}, path)
+
+
+def archived_as_before_1_6(path: Path) -> None:
+    torch.save({"state": Evil()}, path, _use_new_zipfile_serialization=False)
+
+
+def pickled(path: Path) -> None:
+    path.write_bytes(pickle.dumps(Evil()))
+
+
+NAMES = (
+    "random_states_0.pkl", "training_args.bin", "optimizer.pt", "optimizer.bin", "scheduler.pt", "scheduler.bin",
+    "scaler.pt", "pytorch_model.bin", "rng_state_0.pth", "train_state.pt", "sampler.bin", "dl_state_dict.bin",
+    "custom_checkpoint_0.pkl", "mine.pt", "below/mine.pkl", "__0.metadata.bck",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("write", [archived, archived_as_before_1_6, pickled])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_hostile_file_beside_the_weights_is_told(
+    accelerate_step: Path, tmp_path: Path, name: str, write: Callable[[Path], None]
+) -> None:
+    folder = copied(accelerate_step, tmp_path)
+    (folder / name).parent.mkdir(exist_ok=True)
+    write(folder / name)
+    report = ckptlint.check(folder)
+    assert [(item.code, item.finding.at.file) for item in report.diagnostics] == [("SAF001", name)]
+    assert report.exit_code == 1
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 0.99])
+@pytest.mark.parametrize("name", ["optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl"])
+def test_an_empty_or_cut_file_beside_the_weights_is_told(
+    accelerate_step: Path, tmp_path: Path, name: str, share: float
+) -> None:
+    folder = copied(accelerate_step, tmp_path)
+    data = (folder / name).read_bytes()
+    (folder / name).write_bytes(data[: int(len(data) * share)])
+    report = ckptlint.check(folder)
+    assert [(item.code, item.finding.at.file) for item in report.diagnostics] == [("SAF002", name)]
+
+
+def test_a_file_that_breaks_a_limit_is_told_by_its_name_and_hides_no_other(step: Path) -> None:
+    (step / "scheduler.pt").write_bytes(b"\x80\x02}" + b"N" + b"\x85" * 3_000_000 + b"Ns.")  # hashes a deep tuple
+    (step / "scaler.pt").write_bytes(b"")
+    report = json.loads(run("--format", "json", step).stdout)
+    assert {(item["code"], item["file"]) for item in report["checkpoints"][0]["findings"]} == {
+        ("SAF003", "scheduler.pt"),
+        ("SAF002", "scaler.pt"),
+    }
+
+
+def test_metadata_of_a_rank_beside_the_whole_is_read_too(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as writer
+
+    writer.save({"w": torch.ones(4)}, checkpoint_id=str(tmp_path), no_dist=True)
+    pickled(tmp_path / "__0.metadata")
+    report = ckptlint.check(tmp_path)
+    assert found(report, "error")[0][0] == "SAF001"
+
+
+# ---------------------------------------------------------------- around the components of a step
+
+
+def test_files_around_the_components_of_a_step_are_judged_once(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as writer
+
+    step = tmp_path / "checkpoint-500"
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        writer.save({f"{name}.w": torch.ones(4)}, checkpoint_id=str(step / name), no_dist=True)
+    torch.save({"last_epoch": 1}, step / "scheduler.pt")
+    assert codes(ckptlint.check(step), "error", "warning") == set()
+    archived(step / "rng_state_0.pth")
+    report = ckptlint.check(step)
+    assert [(item.code, item.finding.at.file) for item in report.diagnostics] == [("SAF001", "../rng_state_0.pth")]
+    names = [[file.name for file in part.checkpoint.step_files] for part in report.checkpoints]
+    assert names == [["../rng_state_0.pth", "../scheduler.pt"], []]
+
+
+def test_two_models_of_a_folder_tell_its_other_files_once(step: Path) -> None:
+    safetensors.save_file({"lora_A": torch.ones(4, 2)}, step / "adapter_model.safetensors")
+    archived(step / "rng_state_0.pth")
+    report = ckptlint.check(step)
+    assert len(report.checkpoints) == 2
+    assert [item.code for item in report.diagnostics] == ["SAF001"]
+
+
+def test_files_are_not_opened_at_depth_metadata(step: Path) -> None:
+    archived(step / "rng_state_0.pth")
+    report = ckptlint.check(step, depth="metadata")
+    assert found(report) == []
+    assert report.checkpoints[0].checkpoint.step_files == ()
+
+
+# ---------------------------------------------------------------- ranks and steps
+
+
+def test_a_lost_random_state_and_a_renamed_folder_are_told(tmp_path: Path) -> None:
+    step = trainer_step(tmp_path / "checkpoint-400", ranks=4)
+    (step / "rng_state_2.pth").unlink()
+    report = ckptlint.check(step)
+    assert [(code, level) for code, level, _ in found(report)] == [("COM002", "warning"), ("COM012", "warning")]
+
+
+# ---------------------------------------------------------------- the account
+
+
+def test_each_report_accounts_for_the_folder(step: Path) -> None:
+    (step / "what.xyz").write_bytes(b"1")
+    (step / "stray" / "deeper").mkdir(parents=True)
+    (step / "stray" / "b.xyz").write_bytes(b"1")
+    told = run(step).stdout.replace("\n  ", " ").splitlines()
+    (line,) = [line for line in told if line.startswith("Beside")]
+    assert line == (
+        "Beside the tensors: 7 files read, 5 known and not judged (code, text, tokenizer), 3 unknown (what.xyz, "
+        "stray/b.xyz, stray/deeper/)."
+    )
+    document = json.loads(run(step, "--format", "json").stdout)
+    files = {file["name"]: file for file in document["checkpoints"][0]["step_files"]}
+    assert files["what.xyz"] == {"name": "what.xyz", "family": None, "state": "unknown", "size": 1}
+    assert files["scaler.pt"]["state"] == "read"
+    assert files["merges.txt"]["family"] == "tokenizer"
+    assert "3 unknown (what.xyz" in run(step, "--format", "html").stdout
+
+
+# ---------------------------------------------------------------- parts of a step, steps of runs, files by name
+
+
+def zero_files(folder: Path) -> None:
+    """What DeepSpeed's engine leaves in the step of a Trainer that runs it."""
+    folder.mkdir()
+    torch.save({"module": {}}, folder / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": {}}, folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+def test_a_part_of_a_step_in_a_format_that_is_not_read_is_told_by_its_name(step: Path, tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as writer
+
+    zero_files(step / "global_step500")
+    report = ckptlint.check(step)
+    assert found(report, "error", "warning")[0][:2] == ("SAF004", "error")
+    assert [part.checkpoint.path for part in report.checkpoints] == [str(step), str(step / "global_step500")]
+    assert report.exit_code == 1
+    folder = tmp_path / "dcp"
+    writer.save({"w": torch.ones(4)}, checkpoint_id=str(folder), no_dist=True)
+    zero_files(folder / "zero_files")
+    assert codes(ckptlint.check(folder)) == {"SAF004"}
+
+
+def test_several_runs_below_a_path_are_all_judged(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as writer
+
+    for name in ("runA_step1", "runB/step-10", "runC/step-10", "runC/step-20"):
+        writer.save({"w": torch.ones(4)}, checkpoint_id=str(tmp_path / name), no_dist=True)
+    assert ckptlint.check(tmp_path).exit_code == 0
+    (tmp_path / "runB" / "step-10" / ".metadata").write_bytes(b"")
+    report = ckptlint.check(tmp_path)
+    names = [str(Path(part.checkpoint.path).relative_to(tmp_path)) for part in report.checkpoints]
+    assert names == ["runA_step1", "runB/step-10", "runC/step-20"]
+    assert (codes(report), report.exit_code) == ({"SAF002"}, 1)
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "ck.tar", "model.pt", "config.json"])
+def test_a_named_file_that_is_no_part_of_a_checkpoint_is_refused_by_its_name(step: Path, name: str) -> None:
+    if not (step / name).exists():
+        torch.save({"w": torch.ones(3)}, step / name)
+    report = ckptlint.check(step / name)
+    ((code, level, sentence),) = found(report)
+    assert (code, level, report.exit_code) == ("SAF004", "error", 1)
+    assert sentence.startswith(name)
+    assert [part.checkpoint.path for part in report.checkpoints] == [str(step / name)]
+
+
+def test_a_named_file_is_opened_by_the_safe_reader(step: Path) -> None:
+    archived(step / "model.pt")
+    assert codes(ckptlint.check(step / "model.pt")) == {"SAF001", "SAF004"}
+
+
+def test_an_adapter_without_tensors_is_no_pass(step: Path) -> None:
+    safetensors.save_file({}, step / "adapter_model.safetensors", metadata={"format": "pt"})
+    assert codes(ckptlint.check(step), "error") == {"COM011"}
+    assert codes(ckptlint.check(step / "adapter_model.safetensors"), "error") == {"COM011"}
+
+
+# ---------------------------------------------------------------- litter
+
+
+def test_litter_is_neither_payload_nor_a_model(tmp_path: Path, step: Path) -> None:
+    import torch.distributed.checkpoint as writer
+
+    folder = tmp_path / "dcp"
+    writer.save({"w": torch.ones(4)}, checkpoint_id=str(folder), no_dist=True)
+    for name in ("._.metadata", ".___0_0.distcp", ".DS_Store", "Thumbs.db", ".__0_0.distcp.Ab12Cd"):
+        (folder / name).write_bytes(b"\0\5\26\7")
+    (step / "._model.safetensors").write_bytes(b"\0\5\26\7")
+    for path in (folder, step):
+        report = ckptlint.check(path)
+        assert found(report) == []
+        assert len(report.checkpoints) == 1
