@@ -41,6 +41,7 @@ from ckptlint.model import Checkpoint, FileState, Problem, RunFolder, StoredFile
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
+from ckptlint.vocabulary.litter import is_litter
 from ckptlint.vocabulary.mesh import read_topology
 
 _RENAMED = "the writer renames a finished file into place, so a short one is a copy that broke off or a full disk"
@@ -246,7 +247,7 @@ def _listed(folder: Folder) -> list[StoredFile]:
     return [
         StoredFile(printable(name), name, entry.size, "ok", False)
         for name, entry in folder.entries.items()
-        if name.endswith(".distcp") and not entry.is_folder
+        if name.endswith(".distcp") and not entry.is_folder and not is_litter(name)
     ]
 
 
@@ -292,7 +293,7 @@ def _unsupported(folder: Folder, found: Recognised, _look_at_files: bool) -> Che
 
 
 def _incomplete(folder: Folder, found: Recognised, _look_at_files: bool) -> Checkpoint:
-    payload = [name for name in folder.files() if name.endswith(".distcp")]
+    payload = [name for name in folder.files() if name.endswith(".distcp") and not is_litter(name)]
     evidence = f"{len(payload)} payload files" if payload else printable(found.evidence)
     if folder.has(".metadata.tmp"):
         evidence += " and .metadata.tmp"

@@ -12,6 +12,7 @@ from ckptlint.loaders.safetensors import groups
 from ckptlint.model.facts import fact
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.litter import is_litter
 
 METADATA = ".metadata"
 RANK_METADATA = re.compile(r"__([0-9]{1,9})\.metadata")
@@ -53,7 +54,7 @@ def unsupported_hint(name: str) -> str:
 @fact
 def recognise(folder: Folder) -> Recognised | None:
     """What the folder itself holds, its sub-folders aside; None when nothing here is known."""
-    names = folder.files()
+    names = [name for name in folder.files() if not is_litter(name)]
     payload = [name for name in names if name.endswith(".distcp")]
     if METADATA in names and (payload or _is_metadata(folder)):
         return Recognised("dcp")
@@ -69,7 +70,7 @@ def recognise(folder: Folder) -> Recognised | None:
 
 def unsupported(folder: Folder) -> Recognised | None:
     """A known format that ckptlint does not check, or None."""
-    files = [name for name in folder.files() if not name.endswith(".distcp")]  # there may be 100,000 of these
+    files = [name for name in folder.files() if not (name.endswith(".distcp") or is_litter(name))]  # 100,000 or so
     folders = folder.folders()
     marks: list[tuple[str, str | None]] = [
         ("Megatron-LM legacy torch", _first(folders, r"mp_rank_\d\d.*") or _first(files, r"model_optim_rng\.pt")),

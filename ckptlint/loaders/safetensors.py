@@ -33,6 +33,7 @@ from ckptlint.model.layout import IntArray, Layout
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
+from ckptlint.vocabulary.litter import is_litter
 from ckptlint.vocabulary.mesh import read_topology
 
 SHARD = re.compile(r"shard-(?P<rank>\d{5,9})-model-(?P<k>\d{5,9})-of-(?P<n>\d{5,9})\.safetensors")
@@ -75,7 +76,7 @@ def groups(folder: Folder) -> list[ModelFiles]:
     """
     found: dict[str, ModelFiles] = {}
     single: dict[str, str] = {}
-    names = [name for name in folder.files() if not _FRAGMENT.fullmatch(name)]
+    names = [name for name in folder.files() if not (_FRAGMENT.fullmatch(name) or is_litter(name))]
     for name in names:
         if match := SHARD.fullmatch(name):
             found.setdefault("shard-", ModelFiles("shard-*.safetensors", sharded=True)).files.append(name)
