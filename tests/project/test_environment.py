@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import REAL, codes, found
+from support import REAL, codes, found, run
 
 import ckptlint
 from ckptlint.lint import run as pipeline
@@ -154,3 +154,16 @@ def test_an_archive_that_unpacks_to_far_more_is_not_unpacked(real_copy: Copy) ->
 
 def test_the_real_checkpoint_of_these_tests_passes() -> None:
     assert ckptlint.check(REAL / "edit_base", REAL / MEGATRON, depth="data").exit_code == 0
+
+
+# ---------------------------------------------------------------- a working directory that is not one's own
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["."], ["live", "."]])
+def test_nothing_is_imported_from_the_working_directory(real_copy: Copy, arguments: list[str]) -> None:
+    """`python -m` puts it first on the import path."""
+    folder = real_copy("edit_base")
+    for name in ("click", "numpy", "tabulate", "tomllib", "rules", "torch"):
+        (folder / f"{name}.py").write_text("raise SystemExit('code of the checkpoint ran')\n")
+    done = run(*arguments, cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
