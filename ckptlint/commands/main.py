@@ -109,13 +109,20 @@ def _main() -> None:
         error.show()
         sys.exit(2)
     except ConfigError as error:
-        click.echo(f"ckptlint: {error}", err=True)
+        _tell(error)
         sys.exit(2)
     except NothingToCheckError as error:
-        click.echo(f"ckptlint: {error}", err=True)
+        _tell(error)
         sys.exit(3)
     except CkptlintError as error:
-        click.echo(f"ckptlint: {error}", err=True)
+        _tell(error)
         sys.exit(4)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _tell(error: CkptlintError) -> None:
+    """One sentence on standard error, in which no name is a command of a CI runner."""
+    from ckptlint.reporters.style import inert
+
+    click.echo(inert(f"ckptlint: {error}"), err=True)
