@@ -128,7 +128,7 @@ def _universal(folder: Folder) -> str | None:
 def _zarr(folder: Folder) -> str | None:
     for name in folder.folders()[:8]:
         try:
-            if folder.sub(name).has(".zarray"):
+            if not folder.outside(name) and folder.sub(name).has(".zarray"):
                 return f"{name}/.zarray"
         except (CkptlintError, NothingToCheckError):
             continue

@@ -11,7 +11,7 @@ from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.formats.safe_pickle import Opaque, read_state
 from ckptlint.formats.torch_archive import read_pickle_member
 from ckptlint.loaders.common_state import COMMON_FILE
-from ckptlint.loaders.discover import COMPONENT, step_number
+from ckptlint.loaders.discover import COMPONENT, leads_astray, step_number
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise
@@ -52,7 +52,11 @@ def read_run(folder: Folder) -> RunFolder | None:
     if parent is None:
         return RunFolder(step, unseen=_UNSEEN) if prefix == _MEGATRON else None
     try:
-        steps = {int(m[2]): name for name in parent.folders() if (m := _STEP.fullmatch(name)) and m[1] == prefix}
+        steps = {
+            int(m[2]): name
+            for name in parent.folders()
+            if (m := _STEP.fullmatch(name)) and m[1] == prefix and not leads_astray(parent, name)
+        }
         file, tracker = read_tracker(parent)
         if not file and prefix != _MEGATRON:
             return None
