@@ -118,6 +118,7 @@ def check(
         reading=reading,
         ignores=() if said.get("no-ignores") else key_ignores(settings, known),
         baseline=said.get("baseline") if baseline is None else str(baseline),
+        settings=settings.file,
     )
 
 

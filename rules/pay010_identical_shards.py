@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ckptlint.analysis.inventory import inventory_of
+from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.trusted_config import flag, number, trusted, trusted_topology
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
@@ -29,10 +29,13 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         No two chunks of one floating tensor, and no two experts' weights of one layer, agree in length, CRC-32 and in
-        up to 1 KiB of samples. Left out are chunks of one repeated value or of fewer than 64 elements, records without
-        a CRC or with a larger storage than their chunk, flat optimizer buckets, keys and values of attention unless
-        there is one head at least for each tensor-parallel rank, and experts upcycled from a dense model. A note where
-        the model looks untrained: iteration 0, moments or norms of one value each, or all experts seeded alike.
+        up to 1 KiB of samples. Left out are chunks of one repeated value or of fewer than 64 elements, chunks along
+        axis 0 whose own rows are all alike, records without a CRC or with a larger storage than their chunk, flat
+        optimizer buckets, keys and values of attention unless there is one head at least for each tensor-parallel rank,
+        and experts upcycled from a dense model. A note for optimizer state whose parameter has the same chunks, which
+        differ, or no parameter at all. A note where the model looks untrained: iteration 0, moments or norms of one
+        value each, or all experts seeded alike; and where nothing tells (no iteration, moments or norms), unless
+        another weight differs from chunk to chunk.
     Why it matters:
         A trained weight does not repeat itself, so this is a replica that was saved as shards, or one rank that held
         its peer's shard.
@@ -57,7 +60,7 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
         key = parse(tensor.fqn)
         if "gbuf_idx_" in tensor.fqn or _may_repeat(ckpt, key):
             continue
-        if pairs := _pairs(numbers):
+        if pairs := _unexplained(payload, tensor, _pairs(numbers)):
             yield _chunks(ckpt, payload, tensor, pairs)
         elif key.expert is not None:
             experts[key.scope, key.layer, key.role].append((key, tensor, int(numbers.max())))
@@ -81,6 +84,13 @@ def _pairs(numbers: np.ndarray) -> list[tuple[int, int]]:
     return pairs
 
 
+def _unexplained(payload: PayloadTable, tensor: Tensor, pairs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Without chunks that repeat since all rows do: a loss that is a sum, an initialisation row by row (`A_log`)."""
+    alike = payload.rows_alike[tensor.chunks.record]
+    offsets = tensor.layout.offsets
+    return [(a, b) for a, b in pairs if not (alike[a] and (offsets[a, 1:] == offsets[b, 1:]).all())]
+
+
 def _may_repeat(ckpt: Checkpoint, key: Key) -> bool:
     """Whether equal shards are what the model asks for: kv heads that several ranks share, upcycled experts."""
     declared = trusted(ckpt)
@@ -102,7 +112,7 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
     return Finding(
         what,
         at=Location.of(tensor, region=box, rows=(row, earlier), file=ckpt.chunk_file(tensor, row)),
-        severity=_severity(ckpt, payload, tensor),
+        severity=_severity(ckpt, payload, tensor, pairs),
         notes=(_evidence(payload, record), ("chunks", listed + more)),
         hint=_HINTS[parse(tensor.fqn).in_experts],
         alike=f"chunks {pairs}",
@@ -146,19 +156,58 @@ def _evidence(payload: PayloadTable, record: int) -> Note:
     return "evidence", f"{size:,} bytes with CRC-32 {crc:08x} and equal samples in both"
 
 
-# ---------------------------------------------------------------- models without training
+# ---------------------------------------------------------------- what may be so by construction
 
 
-def _severity(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor) -> Severity | None:
-    """A note where the values may be those of the initialisation."""
-    if _iteration(ckpt) == 0:
+def _severity(
+    ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: Sequence[tuple[int, int]] = ()
+) -> Severity | None:
+    """A note where the values may be those of the initialisation, or of an optimizer that saw equal gradients."""
+    iteration = _iteration(ckpt)
+    if iteration == 0:
         return Severity.INFO
-    moments = _moments(ckpt, payload, tensor)
-    if moments is True:
-        return None
-    if moments is False or _norms_are_constant(ckpt, payload) or _all_experts_repeat(ckpt, payload, tensor):
+    if parse(tensor.fqn).kind == "optimizer":
+        return None if _parameter_repeats(ckpt, payload, tensor, pairs) else Severity.INFO
+    if (moments := _moments(ckpt, payload, tensor)) is not None:
+        return None if moments else Severity.INFO
+    norms = _norms_are_constant(ckpt, payload)
+    if norms or _all_experts_repeat(ckpt, payload, tensor):
         return Severity.INFO
-    return None
+    is_told = norms is False or isinstance(iteration, int) or parse(tensor.fqn).in_experts
+    return None if is_told or _others_differ(payload, inventory_of(ckpt).params, tensor) else Severity.INFO
+
+
+def _parameter_repeats(
+    ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: Sequence[tuple[int, int]]
+) -> bool:
+    """Whether the parameter of a state is not known to differ where the state repeats: it does so too, or is unread."""
+    owner = next((state for state in inventory_of(ckpt).states if state.tensor is tensor), None)
+    if owner is None or owner.param is None:
+        return False
+    param = owner.param.tensor
+    numbers = _numbers(payload, param)
+    at = {tensor.layout.box(row): row for row in {row for pair in pairs for row in pair}}
+    rows = {box: i for i in range(len(param.chunks)) if (box := param.layout.box(i)) in at}
+    for row, earlier in pairs:
+        a, b = (rows.get(tensor.layout.box(i)) for i in (row, earlier))
+        if a is None or b is None:
+            return True  # cut otherwise: nothing to compare with
+        if numbers[a] < 0 or numbers[a] != numbers[b]:
+            return False
+    return True
+
+
+def _others_differ(payload: PayloadTable, params: Sequence[Param], tensor: Tensor) -> bool:
+    """Whether another weight is stored in several chunks and none of them repeats: ranks were not seeded alike."""
+    for param in params:
+        records = param.tensor.chunks.record
+        read = records[records >= 0]
+        read = read[(payload.state[read] == 0) & (payload.crc[read] > 0)]
+        if param.tensor is tensor or len(read) < 2 or len(param.own_shape) < 2:
+            continue
+        if not payload.constant[read].any() and (payload.equal_group[read] < 0).all():
+            return True
+    return False
 
 
 def _iteration(ckpt: Checkpoint) -> object:
@@ -180,13 +229,14 @@ def _moments(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor) -> bool | 
     return found
 
 
-def _norms_are_constant(ckpt: Checkpoint, payload: PayloadTable) -> bool:
+def _norms_are_constant(ckpt: Checkpoint, payload: PayloadTable) -> bool | None:
+    """Whether each norm holds one value; None when there are none to look at."""
     norms = []
     for param in inventory_of(ckpt).params:
         if param.key.function == "norm" and param.tensor.fqn.endswith("weight"):
             records = param.tensor.chunks.record
-            norms += [bool(payload.constant[record]) for record in records.tolist() if record >= 0]
-    return bool(norms) and all(norms)
+            norms += [bool(payload.constant[r]) for r in records.tolist() if r >= 0 and payload.state[r] == 0]
+    return all(norms) if norms else None
 
 
 def _all_experts_repeat(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ckptlint.analysis.inventory import inventory_of
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
 from ckptlint.model.layout import IntArray
@@ -14,6 +15,7 @@ from ckptlint.vocabulary.keys import parse
 
 _HARMLESS = ("mask", "min_val", "max_val", "amax")
 _BUFFERS = ("inv_freq", "freqs", "rotary", "running_", "position_ids", "_buffer", "observer", "amax", "scale_inv")
+_WEIGHTS = ("weight", "bias", "scale")
 _SHOWN = 3
 
 
@@ -23,8 +25,9 @@ def non_finite_values(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Every value of every floating tensor, fp8 included, is finite. A note for optimizer state, whose padding may be
-        uninitialised memory, and for buffers. Masks, and tensors that hold nothing but 0 and -Inf, are left out, as are
-        views with gaps between their elements.
+        uninitialised memory, for buffers, and for single values without axes that no optimizer trains (`best = inf`),
+        unless their name is that of a weight, bias or scale. Masks, and tensors that hold nothing but 0 and -Inf, are
+        left out, as are views with gaps between their elements.
     Why it matters:
         The next forward pass spreads them over the whole model.
     Usual causes:
@@ -70,15 +73,20 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntA
     return Finding(
         f"{_counts(payload, records)} in {where}{{of}}{at}",
         at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
-        severity=Severity.INFO if key.kind != "model" or _is_buffer(tensor.fqn) else None,
+        severity=Severity.INFO if key.kind != "model" or _is_beside(ckpt, tensor) else None,
         notes=(("chunks", "; ".join(parts) + more),),
         hint="look for the first step that has them; the loss of that step tells whether the run diverged",
         alike=f"{key.kind} {key.role or key.path.rpartition('.')[2]}",
     )
 
 
-def _is_buffer(fqn: str) -> bool:
-    return any(name in fqn for name in _BUFFERS)
+def _is_beside(ckpt: Checkpoint, tensor: Tensor) -> bool:
+    """Whether it is a buffer, or one value that no optimizer trains: the best loss so far starts as infinity."""
+    if any(name in tensor.fqn for name in _BUFFERS):
+        return True
+    if tensor.global_shape or tensor.fqn.endswith(_WEIGHTS):
+        return False
+    return not any(param.tensor is tensor for state in inventory_of(ckpt).states for param in state.params)
 
 
 def _counts(payload: PayloadTable, records: IntArray) -> str:

@@ -116,6 +116,7 @@ def check(
             ignores=() if no_ignores else ignores,
             baseline=baseline,
             source=click.get_current_context().meta.get(SOURCE),
+            settings=settings.file,
         )
     style = terminal_style(color, ascii_, max_per_rule, quiet, verbose)
     _emit(report, style, "statistics" if statistics else format_, outputs)

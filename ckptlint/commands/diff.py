@@ -20,7 +20,7 @@ from ckptlint.loaders.reference import tensors_of
 from ckptlint.model import Checkpoint, Reference, Tensor
 from ckptlint.model.text import braces, plural
 from ckptlint.reporters.full import header
-from ckptlint.reporters.style import Style, cut
+from ckptlint.reporters.style import JSON_ESCAPE, Style, cut, inert
 from ckptlint.vocabulary.keys import role
 
 SCHEMA = "ckptlint.diff/1"
@@ -112,7 +112,7 @@ def diff(old: str, new: str, layout: bool, format_: str, color: str) -> None:
     """
     found = differences(described(old), described(new), layout)
     style = terminal_style(color, False, 0, 0, False)
-    show_text(as_json(found) if format_ == "json" else as_text(found, style))
+    show_text(inert(as_json(found), JSON_ESCAPE) if format_ == "json" else inert(as_text(found, style)))
     sys.exit(found.exit_code)
 
 

@@ -17,8 +17,10 @@ from ckptlint.commands.show import no_tensor
 from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_graph import axis_graph
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.reporters.style import JSON_ESCAPE, inert
 
 _FILES = 2  # named in a label
+_ENTITY = "&#x{:x};"  # in XML, and in labels of Graphviz and Mermaid
 
 
 @click.command(context_settings=ENVIRONMENT)
@@ -41,7 +43,8 @@ def graph(path: str, fqn: str, axis: int | None, format_: str) -> None:
     holder = next((ckpt for ckpt in checkpoints if fqn in ckpt.tensors), None)
     if holder is None:
         raise ConfigError(no_tensor(checkpoints, fqn))
-    show_text(FORMATS[format_](drawing(holder, holder.tensors[fqn], axis)))
+    text = FORMATS[format_](drawing(holder, holder.tensors[fqn], axis))
+    show_text(inert(text, JSON_ESCAPE if format_ == "json" else _ENTITY))
 
 
 def drawing(ckpt: Checkpoint, tensor: Tensor, axis: int | None) -> nx.DiGraph[str]:

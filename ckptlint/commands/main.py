@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import click
@@ -87,8 +86,6 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line; every error that ckptlint itself raises is one sentence, with the exit code of its kind."""
-    if sys.stdout is None:  # closed by whoever started this: the exit code alone is wanted
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     try:
         _main()
     except OSError as error:  # stdout or stderr lies on a full disk; a file that is read says so where it fails
@@ -112,13 +109,20 @@ def _main() -> None:
         error.show()
         sys.exit(2)
     except ConfigError as error:
-        click.echo(f"ckptlint: {error}", err=True)
+        _tell(error)
         sys.exit(2)
     except NothingToCheckError as error:
-        click.echo(f"ckptlint: {error}", err=True)
+        _tell(error)
         sys.exit(3)
     except CkptlintError as error:
-        click.echo(f"ckptlint: {error}", err=True)
+        _tell(error)
         sys.exit(4)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _tell(error: CkptlintError) -> None:
+    """One sentence on standard error, in which no name is a command of a CI runner."""
+    from ckptlint.reporters.style import inert
+
+    click.echo(inert(f"ckptlint: {error}"), err=True)

@@ -227,7 +227,9 @@ def described(path: str, files: bool = False, partial: bool = False) -> dict[str
     checkpoints = [open_checkpoint(folder, files) for folder in find(path)]
     sentences = [obstacle(replace(ckpt, partial="") if partial else ckpt) for ckpt in checkpoints]
     if any(sentences):
-        click.echo("\n".join(f"ckptlint: {sentence}" for sentence in sentences if sentence), err=True)
+        from ckptlint.reporters.style import inert
+
+        click.echo(inert("\n".join(f"ckptlint: {sentence}" for sentence in sentences if sentence)), err=True)
         sys.exit(1)
     # of text, since a URL is no path; cut back to whole names
     above = os.path.commonprefix([f"{ckpt.path}/" for ckpt in checkpoints]).rpartition("/")[0]  # noqa: RUF071

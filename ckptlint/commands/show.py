@@ -18,7 +18,7 @@ from ckptlint.geometry.chunk_map import draw, make_grid
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import braces, human_bytes, plural, printable, ranges
 from ckptlint.reporters.full import header
-from ckptlint.reporters.style import Style, cut
+from ckptlint.reporters.style import JSON_ESCAPE, Style, cut, inert
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import role
 
@@ -47,7 +47,10 @@ def show(path: str, pattern: str | None, tree: bool, format_: str, color: str, a
         raise click.UsageError("--tree is a form of text")
     checkpoints = list(described(path, files=True, partial=True).values())
     style = terminal_style(color, ascii_only, 0, 0, False)
-    show_text(as_json(checkpoints, pattern) if format_ == "json" else as_text(checkpoints, pattern, tree, style))
+    if format_ == "json":
+        show_text(inert(as_json(checkpoints, pattern), JSON_ESCAPE))
+    else:
+        show_text(inert(as_text(checkpoints, pattern, tree, style)))
 
 
 def matching(ckpt: Checkpoint, pattern: str | None) -> list[Tensor]:

@@ -170,6 +170,7 @@ class Report:
         unreadable: reads that the operating system or network refused.
         seconds: the whole run.
         fixed_since_baseline: the findings of the baseline that no longer occur, as sentences.
+        settings: the settings file that was used, "" without one.
     """
 
     checkpoints: list[CheckpointReport]
@@ -180,6 +181,7 @@ class Report:
     unreadable: tuple[str, ...] = ()
     seconds: float = 0.0
     fixed_since_baseline: tuple[str, ...] = ()
+    settings: str = ""
 
     @property
     def diagnostics(self) -> Iterator[Diagnostic]:

@@ -54,6 +54,7 @@ def run(
     ignores: Sequence[KeyIgnore] = (),
     baseline: str | None = None,
     source: Source | None = None,
+    settings: str = "",
 ) -> Report:
     """Judge every checkpoint under the paths; what could not be found or read is part of the report.
 
@@ -63,6 +64,7 @@ def run(
         ignores: findings that do not count, by key.
         baseline: an earlier JSON report, whose findings do not count.
         source: reads what lies under a path otherwise than `opened` does, which it is called like.
+        settings: the settings file that all this comes from, to be named in the report.
 
     Raises:
         ConfigError: the reference or the baseline cannot be used.
@@ -95,4 +97,4 @@ def run(
     parts = set_aside(parts, rules, ignores, is_whole=not (not_found or unreadable))
     parts, solved = apply_baseline(parts, rules, known)
     seconds = time.perf_counter() - started
-    return Report(parts, judging, depth, fail_on, tuple(not_found), tuple(unreadable), seconds, solved)
+    return Report(parts, judging, depth, fail_on, tuple(not_found), tuple(unreadable), seconds, solved, shown(settings))

@@ -18,7 +18,9 @@ from ckptlint.lint import registry, selection
 from ckptlint.lint.ignores import KeyIgnore
 from ckptlint.lint.options import CHECK_OPTIONS, FORMATS, CheckOption, tokens
 from ckptlint.lint.report import FailOn
+from ckptlint.loaders.run_folder import is_of_a_run
 from ckptlint.rule import Rule
+from ckptlint.storage.local import LocalFolder
 from ckptlint.storage.paths import is_url
 
 FILE, SHARED_FILE = "ckptlint.toml", "pyproject.toml"
@@ -38,7 +40,7 @@ class Settings:
         ignores: (glob of keys, codes or names of rules, reason).
         rule_options: rule -> option -> value.
         plugins: packages to look for rules in.
-        unread: sentences on files that were passed over because they lie inside a checked path.
+        unread: sentences on files that were passed over because they lie inside a checked path or beside its run.
     """
 
     file: str = ""
@@ -64,8 +66,9 @@ class Settings:
 
 
 def find(checked: Iterable[str] = ()) -> Settings:
-    """The settings of the nearest file from the working directory upward, never of one inside a checked path.
+    """The settings of the nearest file from the working directory upward, never of one that came with a checked path.
 
+    Such a file lies inside of the path, or in a folder above it that is a step or holds steps, payload or a tracker.
     In each folder `ckptlint.toml` comes before `pyproject.toml`, which counts when it has a table `[tool.ckptlint]`.
 
     Args:
@@ -87,6 +90,8 @@ def find(checked: Iterable[str] = ()) -> Settings:
                 continue
             if _inside(file, barred):
                 unread.append(f"{file} lies inside a checked path and was not read for settings")
+            elif any(path.is_relative_to(folder) for path in barred) and is_of_a_run(LocalFolder(folder)):
+                unread.append(f"{file} lies in the run of a checked path and was not read: name it with --config FILE")
             elif (table := _table(file)) is not None:
                 return _settings(file, table, tuple(unread))
     return Settings(unread=tuple(unread))
@@ -186,7 +191,7 @@ def _settings(file: Path, table: dict[str, Any], unread: tuple[str, ...]) -> Set
         if key in options:
             options[key] = _anchored(file.parent, options[key])
     if "output" in options:
-        options["output"] = [_output(file.parent, value) for value in options["output"]]
+        options["output"] = [_output(file, value) for value in options["output"]]
     return Settings(
         name,
         options,
@@ -263,9 +268,10 @@ def _anchored(folder: Path, path: str) -> str:
     return path if is_url(path) else os.path.normpath(folder / path)
 
 
-def _output(folder: Path, value: str) -> str:
-    """An `--output`, which may name its format in front."""
+def _output(file: Path, value: str) -> str:
+    """An `--output`, which may name its format in front; it may write below the file's folder alone."""
     name, equals, path = value.partition("=")
-    if equals and name in FORMATS:
-        return f"{name}={_anchored(folder, path)}"
-    return _anchored(folder, value)
+    form, path = (f"{name}=", path) if equals and name in FORMATS else ("", value)
+    if "\0" in path or is_url(path) or not _real(file.parent / path).is_relative_to(_real(file.parent)):
+        raise ConfigError(f"{file}: output {value!r} does not lie below the folder of the file")
+    return form + _anchored(file.parent, path)

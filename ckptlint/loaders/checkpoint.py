@@ -42,8 +42,8 @@ from ckptlint.model import Checkpoint, FileState, Problem, RunFolder, StoredFile
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
+from ckptlint.vocabulary.litter import is_litter
 from ckptlint.vocabulary.mesh import read_topology
-from ckptlint.vocabulary.step_files import is_litter
 
 _RENAMED = "the writer renames a finished file into place, so a short one is a copy that broke off or a full disk"
 _BYTECHECKPOINT = "bytecheckpoint."

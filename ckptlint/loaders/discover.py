@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from pathlib import PurePath
 
-from ckptlint.errors import CkptlintError, NothingToCheckError
+from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
 from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise, unsupported
 from ckptlint.loaders.safetensors import groups
+from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.locate import folder_at
 
@@ -101,6 +103,9 @@ def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
     unfinished: list[Folder] = []
     for name in steps:
         step = folder.sub(name)
+        if leads_astray(folder, name):
+            target = printable(folder.outside(name))
+            raise AccessError(f"{step.display} is a link to {target}, outside of the run, which was not searched")
         inside = _find(step, all_steps, levels - 1)
         (found if inside else unfinished).extend(inside or [step])
         if found and not all_steps:
@@ -110,6 +115,12 @@ def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
         return found + unfinished if all_steps else unfinished[:1] or found
     found = _nested(folder, (), all_steps, levels - 1)
     return [found[0].accounting_for(*found[0].accounts_for, folder), *found[1:]] if found else []
+
+
+def leads_astray(folder: Folder, name: str) -> bool:
+    """Whether a step is a link out of the run that leads to no step, such as `iter_0000099 -> /`."""
+    target = folder.outside(name)
+    return bool(target) and step_number(PurePath(target).name) is None and PurePath(target).name != name
 
 
 def _nested(folder: Folder, but: Collection[str], all_steps: bool = False, levels: int = 0) -> list[Folder]:
@@ -149,7 +160,7 @@ def newest_readable_step(folder: Folder) -> str | None:
         steps = {name: n for name in parent.folders() if (n := step_number(name)) is not None and n != number}
         for name in sorted(steps, key=lambda name: steps[name], reverse=True):
             step = parent.sub(name)
-            if step.has(METADATA) and step.head(METADATA, 1) == b"\x80":
+            if not leads_astray(parent, name) and step.has(METADATA) and step.head(METADATA, 1) == b"\x80":
                 return name
     except CkptlintError:
         return None
@@ -166,7 +177,7 @@ def find(path: str, all_steps: bool = False) -> list[Folder]:
 
     Raises:
         NothingToCheckError: there is none.
-        AccessError: a folder could not be listed.
+        AccessError: a folder could not be listed, or a step is a link out of the run.
         ConfigError: a URL that cannot be read here.
     """
     folder, name = folder_at(path)

@@ -15,7 +15,7 @@ from ckptlint.loaders.safetensors import groups
 from ckptlint.model.facts import fact
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.step_files import is_litter
+from ckptlint.vocabulary.litter import is_litter
 
 METADATA = ".metadata"
 RANK_METADATA = re.compile(r"__([0-9]{1,9})\.metadata")
@@ -59,8 +59,8 @@ def unsupported_hint(name: str) -> str:
 @fact
 def recognise(folder: Folder) -> Recognised | None:
     """What the folder itself holds, its sub-folders aside; None when nothing here is known."""
-    names = folder.files()
-    payload = [name for name in names if name.endswith(".distcp") and not is_litter(name)]
+    names = [name for name in folder.files() if not is_litter(name)]
+    payload = [name for name in names if name.endswith(".distcp")]
     if METADATA in names and (payload or _is_metadata(folder)):
         return Recognised("dcp")
     if any(RANK_METADATA.fullmatch(name) for name in names):
@@ -78,7 +78,7 @@ def recognise(folder: Folder) -> Recognised | None:
 
 def unsupported(folder: Folder) -> Recognised | None:
     """A known format that ckptlint does not check, or None."""
-    files = [name for name in folder.files() if not name.endswith(".distcp")]  # there may be 100,000 of these
+    files = [name for name in folder.files() if not (name.endswith(".distcp") or is_litter(name))]  # 100,000 or so
     folders = folder.folders()
     marks: list[tuple[str, str | None]] = [
         ("Megatron-LM legacy torch", _first(folders, r"mp_rank_\d\d.*") or _first(files, r"model_optim_rng\.pt")),
@@ -145,7 +145,7 @@ def _universal(folder: Folder) -> str | None:
 def _zarr(folder: Folder) -> str | None:
     for name in folder.folders()[:8]:
         try:
-            if folder.sub(name).has(".zarray"):
+            if not folder.outside(name) and folder.sub(name).has(".zarray"):
                 return f"{name}/.zarray"
         except (CkptlintError, NothingToCheckError):
             continue

@@ -11,10 +11,10 @@ from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.formats.safe_pickle import Opaque, read_state
 from ckptlint.formats.torch_archive import read_pickle_member
 from ckptlint.loaders.common_state import COMMON_FILE
-from ckptlint.loaders.discover import COMPONENT
+from ckptlint.loaders.discover import COMPONENT, leads_astray, step_number
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_refusals
-from ckptlint.loaders.recognise import METADATA, RANK_METADATA
+from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise
 from ckptlint.model import Problem, RunFolder, StepState
 from ckptlint.storage.folder import Folder
 
@@ -52,7 +52,11 @@ def read_run(folder: Folder) -> RunFolder | None:
     if parent is None:
         return RunFolder(step, unseen=_UNSEEN) if prefix == _MEGATRON else None
     try:
-        steps = {int(m[2]): name for name in parent.folders() if (m := _STEP.fullmatch(name)) and m[1] == prefix}
+        steps = {
+            int(m[2]): name
+            for name in parent.folders()
+            if (m := _STEP.fullmatch(name)) and m[1] == prefix and not leads_astray(parent, name)
+        }
         file, tracker = read_tracker(parent)
         if not file and prefix != _MEGATRON:
             return None
@@ -86,6 +90,28 @@ def _step_folder(folder: Folder) -> Folder | None:
             return None
         folder = above
     return None
+
+
+def is_of_a_run(folder: Folder) -> bool:
+    """Whether a folder is a step, or holds steps, payload or a tracker; one that cannot be listed counts as such."""
+    try:
+        return (
+            _is_named_step(folder.name)
+            or recognise(folder) is not None
+            or any(folder.has(name) for name in (*TRACKERS, TRAIN_STATE_TRACKER, "latest"))
+            or any(_is_named_step(name) or _is_numbered_step(folder, name) for name in folder.folders())
+        )
+    except CkptlintError:
+        return True
+
+
+def _is_named_step(name: str) -> bool:
+    return step_number(name) is not None and not name.isdecimal()
+
+
+def _is_numbered_step(folder: Folder, name: str) -> bool:
+    """Whether a folder named by a number alone holds a checkpoint: it may be a year."""
+    return step_number(name) is not None and recognise(folder.sub(name)) is not None
 
 
 def read_tracker(parent: Folder) -> tuple[str, int | Literal["release"] | None]:

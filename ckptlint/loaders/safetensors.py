@@ -33,8 +33,8 @@ from ckptlint.model.layout import IntArray, Layout
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
+from ckptlint.vocabulary.litter import is_litter
 from ckptlint.vocabulary.mesh import read_topology
-from ckptlint.vocabulary.step_files import is_litter
 
 SHARD = re.compile(r"shard-(?P<rank>\d{5,9})-model-(?P<k>\d{5,9})-of-(?P<n>\d{5,9})\.safetensors")
 NUMBERED = re.compile(

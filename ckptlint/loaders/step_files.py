@@ -21,7 +21,8 @@ from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, Re
 from ckptlint.model import Checkpoint, Problem, StepFile, StepFileState
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import READABLE, Folder
-from ckptlint.vocabulary.step_files import Family, family_of, holds_no_state, is_litter, may_be_pickle
+from ckptlint.vocabulary.litter import is_litter
+from ckptlint.vocabulary.step_files import Family, family_of, holds_no_state, may_be_pickle
 
 _PLAIN_LIMIT = 64 * 1024**2
 _UNKNOWN_LIMIT = 64  # files of unknown names that are opened, at most
@@ -58,7 +59,7 @@ def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     parts = {file.name for file in ckpt.files} | (set() if ckpt.is_safetensors else {METADATA})
     names = _READ_ELSEWHERE if ckpt.is_safetensors else (*_READ_ELSEWHERE, "train_state.pt")
     found = [item for item in _files_of(folder) if item.label not in parts]
-    if ckpt.format == "dcp-per-rank":
+    if not ckpt.is_safetensors:  # whose metadata a loader has read, that of single ranks too
         found = [item for item in found if not RANK_METADATA.fullmatch(item.label)]
     opened = _opened(found, names)
     read: dict[str, tuple[StepFile, list[Problem]]] = {}

@@ -92,6 +92,7 @@ _ROW = np.dtype(
         ("size", np.int64),
         ("crc", np.int64),
         ("equal_group", np.int32),
+        ("rows_alike", np.bool_),
         ("constant", np.bool_),
         ("scanned", np.bool_),
         ("nan", np.int64),
@@ -128,6 +129,8 @@ class PayloadTable:
         crc: its CRC-32 as recorded, -1 where the writer stored none.
         equal_group: equal for records whose storages hold the same bytes (length, CRC-32 and up to 1 KiB of samples
             agree); -1 for all others. Looked for among the chunks of one tensor and one layer's experts.
+        rows_alike: whether all rows (axis 0) of a record with an `equal_group` hold the same, more than one value, as
+            far as samples tell.
         constant: whether all samples taken hold one value; False where none were taken.
         scanned: whether the values were looked at (depth `data`).
         nan, plus_inf, minus_inf: how many of them.

@@ -19,13 +19,15 @@ _POSITIONS = 16
 _SAMPLE = 64
 _BATCH = 1024
 _NORMS = 512
+_ROWS, _PLACES = 16, 4
 
 
 def find_same(folder: Folder, ckpt: Checkpoint, table: PayloadTable, path: Callable[[int], str]) -> None:
-    """Fill `equal_group` and `constant`.
+    """Fill `equal_group`, `rows_alike` and `constant`.
 
     Up to 1 KiB of each suspect is read: equal length and CRC-32 make a suspect. Where there is one, the norms are
-    sampled too: a model whose norms hold one value each has not been trained.
+    sampled too: a model whose norms hold one value each has not been trained. Of each group of equal records one is
+    looked at row by row, in up to 4 KiB.
 
     Args:
         path: the raw path of a payload file by its number.
@@ -55,6 +57,7 @@ def find_same(folder: Folder, ckpt: Checkpoint, table: PayloadTable, path: Calla
         for equal in by_sample.values():
             if len(equal) > 1:
                 table.equal_group[equal] = number
+                table.rows_alike[equal] = samples.has_equal_rows(equal[0])
                 number += 1
     norms = _norms(ckpt, table)
     for row, sample in samples.of(norms).items():
@@ -122,6 +125,24 @@ class _Samples:
                 for row, part in zip(batch, spans, strict=True):
                     found[row] = b"".join(next(data) for _ in part)
         return found
+
+    def has_equal_rows(self, row: int) -> bool:
+        """Whether the rows (axis 0) of a record hold the same, as far as samples of them tell; not of one value."""
+        content = self.table.contents[int(self.table.content[row])]
+        start, size = int(self.table.start[row]), int(self.table.size[row])
+        count = content.shape[0] if len(content.shape) > 1 else 0
+        if count < 2 or content.strides[0] * count != content.volume:
+            return False
+        length = size // count
+        width = min(_SAMPLE, length)
+        item = size // content.volume
+        places = [place * ((length - width) // (_PLACES - 1)) // item * item for place in range(_PLACES)]
+        rows = np.linspace(0, count - 1, min(count, _ROWS)).astype(int).tolist()
+        spans = [(start + i * length + place, width) for i in rows for place in places]
+        parts = self.folder.ranges(self.path(int(self.ckpt.records.file[row])), spans)
+        first = parts[:_PLACES]
+        is_equal = all(parts[i : i + _PLACES] == first for i in range(0, len(parts), _PLACES))
+        return is_equal and not _is_constant(b"".join(first), self.table, row)
 
     def _spans(self, row: int) -> list[tuple[int, int]]:
         start, size = int(self.table.start[row]), int(self.table.size[row])

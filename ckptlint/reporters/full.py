@@ -190,7 +190,12 @@ def _set_aside(report: Report) -> str:
 
 
 def verdict(report: Report, style: Style) -> list[str]:
-    """The last lines: what was found, by how many rules, and what could not be judged."""
+    """The last lines: what was found, by how many rules, what could not be judged, and whose settings were used."""
+    *lines, last = _verdict(report, style)
+    return [*lines, last + (f" Settings: {report.settings}." if report.settings else "")]
+
+
+def _verdict(report: Report, style: Style) -> list[str]:
     counts = [plural(report.counts[level], level) for level in ("error", "warning") if report.counts[level]]
     remarks = report.counts["info"]
     rules = len(report.rules)

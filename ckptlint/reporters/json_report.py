@@ -26,6 +26,7 @@ def render(report: Report, style: Style) -> str:
             "depth": report.depth,
             "sample": sample(report),
             "rules": [rule.code for rule in report.rules],
+            "settings": report.settings or None,
         },
         "verdict": report.verdict,
         "summary": {**counts, "ignored": hidden["per-key-ignores"], "baselined": hidden["baseline"]},

@@ -11,6 +11,8 @@ from ckptlint.storage.paths import is_safe
 
 _CODES = {"error": "31;1", "warning": "33;1", "info": "36", "good": "32", "dim": "2", "bold": "1"}
 NAME_LIMIT = 200
+JSON_ESCAPE = r"\u{:04x}"
+"""For `inert`, inside the strings of a JSON text."""
 _COMMAND = re.compile(r"^(\s*):(?=:)|##(?=\w*\[)", re.MULTILINE)
 
 

@@ -132,6 +132,10 @@ class Folder(ABC):
         """`look_at` for many files; over a network at the same time."""
         return [self.look_at(relative) for relative in relatives]
 
+    def outside(self, name: str) -> str:
+        """Where a link leads that leaves this folder, or leads back to it; "" for all else."""
+        return ""
+
     def files(self) -> list[str]:
         """Names of the files."""
         return [name for name, entry in self.entries.items() if not entry.is_folder]

@@ -54,6 +54,12 @@ class LocalFolder(Folder):
     def sub(self, name: str) -> Folder:
         return LocalFolder(self.path / name)
 
+    def outside(self, name: str) -> str:
+        if name not in self.entries or not self.entries[name].is_link:
+            return ""
+        here, target = self.path.resolve(), (self.path / name).resolve()
+        return "" if here in target.parents else str(target)
+
     def look_at(self, relative: str) -> tuple[FileState, int | None]:
         if not is_safe(relative):
             return "unsafe-path", None

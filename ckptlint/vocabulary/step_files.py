@@ -80,14 +80,6 @@ FAMILIES = (
     _family("mark", "other", r"_SUCCESS|\.?(done|complete|finished|success)|\.validated|.*-unfinished"),
 )
 
-_LITTER = re.compile(
-    r"\._.+"  # AppleDouble: what macOS keeps beside a file on a file system that has no room for it
-    r"|\.DS_Store|Thumbs\.db|desktop\.ini|\.directory"
-    r"|.+~|\.#.+|#.+#|\..+\.sw[a-p]"
-    r"|\..+\.[A-Za-z0-9]{6}"  # rsync, until a file is whole
-    r"|\.nfs[0-9a-f]{16,}|.+\.(part|partial|crdownload|lock)",
-    re.DOTALL,
-)
 _PICKLES = re.compile(r".+\.(pt|pth|pkl|pickle|bin|ckpt|p|pck|joblib|dill)", re.IGNORECASE | re.DOTALL)
 _FOLDERS = re.compile(
     r"\..+|runs?|logs?|wandb|tensorboard|tb_logs|mlruns|lightning_logs|__pycache__|code|src|assets|images|figures"
@@ -108,15 +100,6 @@ def number_of(name: str) -> tuple[Family, int] | None:
     family = family_of(name)
     match = family.pattern.fullmatch(name) if family is not None and family.counted_by else None
     return None if family is None or match is None else (family, int(match["number"]))
-
-
-def is_litter(name: str) -> bool:
-    """Whether a system, an editor or a copy left the file, and no loader takes it for its own.
-
-    >>> is_litter("._model.safetensors"), is_litter(".metadata")
-    (True, False)
-    """
-    return _LITTER.fullmatch(name) is not None
 
 
 def may_be_pickle(name: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -399,3 +400,24 @@ def test_completion_knows_every_rule() -> None:
     from ckptlint.lint.registry import load_rules
 
     assert dict(rule_names()) == {rule.code: rule.name for rule in load_rules()}
+
+
+@pytest.mark.parametrize("name", ["::stop-commands::x", "##[error]x", "##vso[task.complete]x", "a ::error::x"])
+def test_no_line_of_show_diff_and_graph_is_a_command_of_ci(tmp_path: Path, name: str) -> None:
+    tensors = {key: {"shape": [8], "chunks": ["0:4", "4:8"]} for key in (name, f"layers.0.{name}", "w")}
+    folder = write_checkpoint({"tensors": tensors, "objects": [f"{name}.object"]}, tmp_path / name)
+    other = write_checkpoint({"tensors": {"w": {"shape": [8]}}}, tmp_path / "other")
+    graphs = [["graph", folder, name, "--format", form] for form in ("dot", "mermaid", "graphml", "json")]
+    forms: list[list[str]] = [[], ["--tree"], ["*"], ["--format", "json"]]
+    shows = [["show", folder, *form] for form in forms]
+    diffs = [
+        ["diff", *pair, *form] for pair in ((folder, other), (other, folder)) for form in ([], ["--format", "json"])
+    ]
+    for command in [*graphs, *shows, *diffs, ["graph", folder, "missing"]]:
+        done = run(*command)
+        assert done.returncode in (0, 1, 2), done.stderr
+        assert "Traceback" not in done.stderr
+        text = done.stdout + done.stderr
+        assert not re.search(r"^\s*::|##\w*\[", text, re.MULTILINE), (command, text)
+    document = json.loads(run("show", folder, "--format", "json").stdout)
+    assert name in {tensor["fqn"] for tensor in document["checkpoints"][0]["tensors"]}

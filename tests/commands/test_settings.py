@@ -124,6 +124,54 @@ def test_a_link_inside_a_checked_path_is_not_read_either(here: Path, tmp_path: P
     assert invoke(".").exit_code == 1
 
 
+@pytest.mark.parametrize(
+    ("step", "beside", "is_taken"),
+    [
+        ("step-10", {}, False),
+        ("0000001000", {}, False),
+        ("checkpoint-5/model", {}, False),
+        ("last", {"latest_checkpointed_iteration.txt": "10"}, False),
+        ("last", {".git/HEAD": "", "__0_0.distcp": ""}, False),
+        ("last", {"2024/notes": "", "train.py": ""}, True),
+        ("runs/step-10", {".git/HEAD": ""}, True),
+    ],
+)
+def test_settings_that_came_with_the_run_are_not_read(
+    here: Path, step: str, beside: dict[str, str], is_taken: bool
+) -> None:
+    write_checkpoint({"tensors": {"w": {"shape": [8], "chunks": ["0:4"]}}}, here / step)
+    for name, text in ({"ckptlint.toml": "exit-zero = true"} | beside).items():
+        (here / name).parent.mkdir(exist_ok=True, parents=True)
+        (here / name).write_text(text)
+    above = "/".join(".." for _ in step.split("/")) + "/ckptlint.toml"
+    done = run(".", cwd=here / step)
+    assert (done.returncode, f" Settings: {above}." in done.stdout) == ((0, True) if is_taken else (1, False))
+    unread = f"ckptlint: {above} lies in the run of a checked path and was not read: name it with --config FILE\n"
+    assert done.stderr == ("" if is_taken else unread)
+    assert run(".", "--config", above, cwd=here / step).returncode == 0
+    assert run(GOOD, cwd=here).stderr == ""  # another checkpoint is checked from there: the folder is no run of it
+
+
+def test_each_report_names_its_settings_file(here: Path) -> None:
+    (here / "ckptlint.toml").write_text("strict = true\n")
+    assert invoke(GOOD).output.endswith(" Settings: ckptlint.toml.\n")
+    assert " Settings: ckptlint.toml.\n" in invoke(BAD, "--format", "markdown").output
+    assert "<dt>settings</dt><dd>ckptlint.toml</dd>" in invoke(BAD, "--format", "html").output
+    assert json.loads(invoke(GOOD, "--format", "json").output)["tool"]["settings"] == "ckptlint.toml"
+    assert json.loads(invoke(GOOD, "--format", "json", "--isolated").output)["tool"]["settings"] is None
+
+
+@pytest.mark.parametrize(
+    "value", ["../out.json", "/tmp/out.json", "link/out.json", "json=../out", "https://host/out.json"]
+)
+def test_an_output_of_a_file_stays_below_its_folder(here: Path, value: str) -> None:
+    (here / "link").symlink_to("..")
+    (here / "ckptlint.toml").write_text(f"output = {value!r}\n")
+    result = run(GOOD, cwd=here)
+    assert result.returncode == 2
+    assert result.stderr == f"ckptlint: ckptlint.toml: output {value!r} does not lie below the folder of the file\n"
+
+
 @pytest.mark.parametrize("path", ["loop", "a\0b", "\udcff"], ids=["a loop of links", "a null byte", "no unicode"])
 def test_odd_paths_end_in_a_sentence(here: Path, path: str) -> None:
     (here / "loop").symlink_to("loop")

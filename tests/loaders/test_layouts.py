@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from support import REAL, codes, found
 import ckptlint
 from ckptlint.lint.report import Report
 from ckptlint.loaders.discover import find
-from ckptlint.testing import write_safetensors
+from ckptlint.testing import write_checkpoint, write_safetensors
 
 torch = pytest.importorskip("torch")
 
@@ -326,3 +327,31 @@ def test_what_lies_beside_a_checkpoint_is_no_checkpoint(tmp_path: Path) -> None:
     for name in ("ft-replicat-0/note.txt", "logs/a.txt", "step-20/tokenizer/tokenizer.json", "step-20/.cache/x"):
         text(tmp_path / name)
     assert ckptlint.check(tmp_path).exit_code == 0
+
+
+@pytest.mark.parametrize("target", ["/", "..", ".", "../elsewhere"])
+@pytest.mark.parametrize("options", [{}, {"all_steps": True}])
+def test_a_step_that_is_a_link_out_of_the_run_is_named_and_not_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, options: dict[str, bool]
+) -> None:
+    run_folder = tmp_path / "run"
+    write_checkpoint({"tensors": {"w": {"shape": [4]}}}, run_folder / "iter_0000010")
+    write_checkpoint({"tensors": {"w": {"shape": [4]}}}, tmp_path / "elsewhere" / "iter_0000098")
+    (run_folder / "iter_0000099").symlink_to(target)
+    listed: list[str] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path=".": listed.append(str(path)) or scandir(path))
+    report = ckptlint.check(run_folder, **options)
+    assert report.exit_code == 4
+    assert "iter_0000099 is a link to " in report.unreadable[0]
+    own = (str(run_folder), str(run_folder / "iter_0000010"))
+    assert not [path for path in listed if path == "/" or (Path(path).is_relative_to(tmp_path) and path not in own)]
+    assert ckptlint.check(run_folder / "iter_0000010").exit_code == 0
+
+
+def test_a_step_that_lies_on_another_disk_is_checked(tmp_path: Path) -> None:
+    write_checkpoint({"tensors": {"w": {"shape": [4]}}}, tmp_path / "disk" / "iter_0000099")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "iter_0000099").symlink_to(tmp_path / "disk" / "iter_0000099")
+    (tmp_path / "run" / "iter_0000098").symlink_to("iter_0000099")
+    assert len(ckptlint.check(tmp_path / "run", all_steps=True).checkpoints) == 2

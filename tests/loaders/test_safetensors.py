@@ -705,3 +705,10 @@ def test_the_fixture_of_four_ranks_is_healthy_and_a_lost_rank_is_not(real_copy: 
     for path in folder.glob("shard-00002-*"):
         path.unlink()
     assert "GEO004" in codes(ckptlint.check(folder), "error")
+
+
+def test_what_macos_leaves_beside_a_model_is_no_model(written: Path, tmp_path: Path) -> None:
+    shutil.copy(written / "single" / "model.safetensors", tmp_path)
+    (tmp_path / "._model.safetensors").write_bytes(b"\0\5\x16\7\0\2\0\0Mac OS X        " + bytes(4056))
+    report = ckptlint.check(tmp_path)
+    assert (len(report.checkpoints), loud(report), report.exit_code) == (1, [], 0)

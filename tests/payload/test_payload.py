@@ -223,7 +223,8 @@ def test_a_shard_in_place_of_another_one_shows_as_equal_shards(real_copy: Any) -
 def test_equal_shards_of_a_trained_weight(tmp_path: Path) -> None:
     from ckptlint.testing import write_checkpoint
 
-    table = {"depth": "headers", "tensors": {"w": {"shape": [64, 32], "chunks": ["0:32, :", "32:64, :"]}}}
+    tensors = {"w": {"shape": [64, 32], "chunks": ["0:32, :", "32:64, :"]}}
+    table = {"depth": "headers", "tensors": tensors, "common": {"iteration": 100}}
     folder = write_checkpoint(table, tmp_path / "case")
     (folder / "__1_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes())
     assert codes(ckptlint.check(folder, depth="headers")) == {"PAY010"}

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import REAL, codes, found
+from support import REAL, REPOSITORY, codes, found, run, run_python
 
 import ckptlint
 from ckptlint.lint import run as pipeline
+from ckptlint.lint.options import FORMATS
 from ckptlint.model import Checkpoint
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.local import LocalFolder
@@ -73,7 +77,7 @@ def test_links_in_circles_come_to_an_end(tmp_path: Path) -> None:
     (tmp_path / "step-6").symlink_to("step-6")
     (tmp_path / "step-7").mkdir()
     (tmp_path / "step-7" / "model").symlink_to("..")
-    assert ckptlint.check(tmp_path).exit_code == 3
+    assert ckptlint.check(tmp_path).exit_code == 4  # step-5 leads out of the run, in a manner of speaking
     assert ckptlint.check(tmp_path / "step-6").exit_code == 3
     for all_steps in (False, True):
         assert ckptlint.check(tmp_path, all_steps=all_steps).verdict != "pass"
@@ -154,3 +158,58 @@ def test_an_archive_that_unpacks_to_far_more_is_not_unpacked(real_copy: Copy) ->
 
 def test_the_real_checkpoint_of_these_tests_passes() -> None:
     assert ckptlint.check(REAL / "edit_base", REAL / MEGATRON, depth="data").exit_code == 0
+
+
+# ---------------------------------------------------------------- streams and memory
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(("name", "exit_code"), [("fsdp2_4r", 0), ("fsdp2_4r_hole", 1)])
+def test_closed_streams_do_not_change_the_verdict(tmp_path: Path, closed: str, name: str, exit_code: int) -> None:
+    for options in ("", f"--output {tmp_path}/out.json"):
+        command = f"{sys.executable} -m ckptlint {REAL / name} {options} {closed}"
+        assert subprocess.run(["sh", "-c", command], cwd=REPOSITORY, stdout=-3, check=False).returncode == exit_code
+    assert json.loads((tmp_path / "out.json").read_text())["verdict"] == ("fail" if exit_code else "pass")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_the_encoding_of_the_output_lacks_is_escaped(real_copy: Copy, form: str) -> None:
+    folder = real_copy("edit_base")
+    folder = folder.rename(folder.with_name("\N{SNOWMAN}"))
+    done = run(folder, "--format", form, env={"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert run("show", folder, env={"PYTHONIOENCODING": "ascii"}).stdout.splitlines()[0].endswith("\\u2603")
+
+
+@pytest.mark.parametrize("mebibytes", [60, 100, 130, 180, 200, 1000])
+@pytest.mark.parametrize(("name", "exit_code"), [("fsdp2_4r", 0), ("fsdp2_4r_hole", 1)])
+def test_too_little_memory_is_no_verdict(mebibytes: int, name: str, exit_code: int) -> None:
+    command = f"ulimit -v {mebibytes * 1024} && {sys.executable} -m ckptlint {REAL / name}"
+    done = subprocess.run(["sh", "-c", command], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == (4 if mebibytes < 192 else exit_code)
+    assert (f"ckptlint: `ulimit -v` leaves {mebibytes} MiB of memory" in done.stderr) == (mebibytes < 192)
+
+
+@pytest.mark.parametrize(("error", "sentence"), [("MemoryError()", "not enough memory"), ("OSError()", "a mistake in")])
+def test_a_failure_of_ckptlint_itself_claims_no_findings(error: str, sentence: str) -> None:
+    code = (
+        "import sys, ckptlint.__main__ as entry, ckptlint.commands.main as command\n"
+        f"def fail(): raise {error}\n"
+        "command.main = fail\nsys.argv = ['ckptlint', '.']\nentry.main()"
+    )
+    done = run_python(code)
+    assert done.returncode == 4
+    assert sentence in done.stderr.splitlines()[-1]
+
+
+# ---------------------------------------------------------------- a working directory that is not one's own
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["."], ["live", "."]])
+def test_nothing_is_imported_from_the_working_directory(real_copy: Copy, arguments: list[str]) -> None:
+    """`python -m` puts it first on the import path."""
+    folder = real_copy("edit_base")
+    for name in ("click", "numpy", "tabulate", "tomllib", "rules", "torch"):
+        (folder / f"{name}.py").write_text("raise SystemExit('code of the checkpoint ran')\n")
+    done = run(*arguments, cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -151,6 +151,7 @@ def _totals(report: Report) -> list[tuple[str, str]]:
         ("rules", f"{len(report.rules):,}"),
         ("depth", report.depth),
         ("time", f"{report.seconds:.2f} s"),
+        *([("settings", report.settings)] if report.settings else []),
     ]
 
 

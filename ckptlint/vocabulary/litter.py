@@ -1,0 +1,26 @@
+"""Files that an operating system or a tool leaves in any folder: never part of a checkpoint, and no sign of damage."""
+
+from __future__ import annotations
+
+import re
+
+_LITTER = re.compile(
+    r"""\._.+                       # AppleDouble: what macOS, tar and SMB write beside each file on foreign disks
+    |\.DS_Store|Thumbs\.db|desktop\.ini|\.directory
+    |\.nfs[0-9a-f]{8,}           # deleted on NFS while it was open
+    |\..*\.(metadata|distcp|safetensors|json|pt|pth|bin|pkl|txt|yaml)\.[A-Za-z0-9]{6}  # rsync, until it is whole
+    |\..+\.sw[a-z]|[^.].*~|\#.+\#|\.\#.+  # editors
+    |\.goutputstream-[A-Z0-9]{6}
+    |.+\.(part|partial|crdownload|lock)  # downloads that did not end
+    """,
+    re.VERBOSE,
+)
+
+
+def is_litter(name: str) -> bool:
+    """Whether a file of this name is known to belong to an operating system, a copying tool or an editor.
+
+    >>> [is_litter(name) for name in ("._model.safetensors", ".__0_0.distcp.Xy12Ab", ".metadata.backup")]
+    [True, True, False]
+    """
+    return _LITTER.fullmatch(name) is not None
