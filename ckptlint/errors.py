@@ -35,6 +35,10 @@ class LimitError(UnreadableError):
     """Reading on would exceed a resource limit. Becomes SAF003."""
 
 
+class BudgetError(CkptlintError):
+    """A rule would need more work than it may do to be sure; the verdict is incomplete, exit 4."""
+
+
 class ReaderError(CkptlintError):
     """A loader ended in an error of its own; the verdict is incomplete, exit 4."""
 

@@ -46,7 +46,7 @@ def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
 def _missing_experts(param: Param) -> set[int]:
     """The experts that are missing whole, when nothing else is missing; the layer axis aside."""
     coverage = param.tensor.layout.coverage
-    if not coverage.missing or param.expert_axis is None:
+    if not coverage.missing or not coverage.exact or param.expert_axis is None:
         return set()
     shape = param.tensor.global_shape
     experts: set[int] = set()

@@ -27,7 +27,8 @@ def coverage_fraction_hint(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Add the axis to the placement, and save again.
     """
-    holed = [t for t in ckpt.sound_tensors() if t.layout.coverage.missing_volume and t.layout.live.any()]
+    coverages = [(tensor, tensor.layout.coverage) for tensor in ckpt.sound_tensors() if tensor.layout.live.any()]
+    holed = [tensor for tensor, coverage in coverages if coverage.missing_volume and coverage.exact]
     by_factor: dict[int, list[Tensor]] = defaultdict(list)
     for tensor in holed:
         covered = tensor.volume - tensor.layout.coverage.missing_volume

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.layout import Box, Crossing, Layout
+from ckptlint.model.layout import Box, Coverage, Crossing, Layout
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.keys import role
 
@@ -57,7 +57,7 @@ def _may_judge(tensor: Tensor) -> bool:
     layout = tensor.layout
     if len(layout.shape) < 2 or layout.is_grid or tensor.is_flattened or not layout.live.any():
         return False
-    broken = len(layout.outside) or layout.duplicates or layout.coverage.missing or layout.coverage.doubled
+    broken = len(layout.outside) or layout.duplicates or layout.coverage != Coverage()
     return not broken and not layout.is_row_major
 
 

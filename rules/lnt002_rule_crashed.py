@@ -18,7 +18,8 @@ def rule_crashed(ckpt: Checkpoint) -> Iterator[Finding]:
     Why it matters:
         An unfinished rule must not look like a passed one, so the verdict is incomplete (exit 4).
     Usual causes:
-        A mistake in ckptlint, or a dialect it does not know.
+        A mistake in ckptlint, or a dialect it does not know; or so many tangled chunks that a rule stopped before it
+        was sure.
     How to fix:
         Report it, with the checkpoint's `.metadata` if you may share it; meanwhile leave the rule out by its own code.
     """

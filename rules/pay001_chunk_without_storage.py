@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
@@ -36,6 +37,9 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
             hint="the metadata was rewritten or merged without its storage part; take the original",
         )
         return
+    strays: dict[str, list[int]] = defaultdict(list)
+    for row in np.flatnonzero(~ckpt.records.owned).tolist():
+        strays[ckpt.records.name(row)].append(row)
     for tensor in ckpt.sound_tensors():
         rows = np.flatnonzero((tensor.chunks.record < 0) & tensor.layout.live)
         if not len(rows):
@@ -47,17 +51,13 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{count}{{of}} {'has' if len(rows) == 1 else 'have'} no storage entry",
             at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist())),
             notes=(("stored", "its other chunks are in " + ", ".join(files[:6]) if files else "none of it is stored"),),
-            hint=_filed_elsewhere(ckpt, tensor),
+            hint=_filed_elsewhere(ckpt, strays.get(tensor.fqn, [])),
         )
     unfiled = [o.fqn for o in ckpt.objects if o.record < 0] + [b.fqn for b in ckpt.byte_objects if b.record < 0]
     for fqn in unfiled:
         yield Finding("the bytes{of} have no storage entry", at=Location(fqn))
 
 
-def _filed_elsewhere(ckpt: Checkpoint, tensor: Tensor) -> str:
-    table = ckpt.records
-    if tensor.fqn not in table.fqns:
-        return ""
-    rows = np.flatnonzero((table.fqn == table.fqns.index(tensor.fqn)) & ~table.owned)
-    places = [str(list(table.strays[row] or ())) for row in rows[:3].tolist()]
+def _filed_elsewhere(ckpt: Checkpoint, strays: list[int]) -> str:
+    places = [str(list(ckpt.records.strays[row] or ())) for row in strays[:3]]
     return f"storage_data holds an entry for offset {', '.join(places)}, where no chunk starts" if places else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import product
 
 import numpy as np
@@ -88,3 +89,36 @@ def damaged(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Chunk]]:
         else:
             chunks.append((tuple(draw(st.integers(0, n)) for n in shape), tuple(0 for _ in shape)))
     return shape, draw(st.permutations(chunks))
+
+
+@st.composite
+def tangled(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Chunk]]:
+    """An irregular tiling of 1 to 8 axes, without some boxes, and with others that lie anywhere."""
+    rank = draw(st.integers(1, 8))
+    most = {1: 40, 2: 12, 3: 7, 4: 5}.get(rank, 3 if rank < 7 else 2)
+    shape = tuple(draw(st.integers(1, most)) for _ in range(rank))
+    chunks = cut(draw, (0,) * rank, shape, draw(st.integers(0, 20)))
+    for _ in range(draw(st.integers(0, min(3, len(chunks))))):
+        del chunks[draw(st.integers(0, len(chunks) - 1))]
+    for _ in range(draw(st.integers(0, 4))):
+        low = tuple(draw(st.integers(0, size - 1)) for size in shape)
+        chunks.append((low, tuple(draw(st.integers(1, size - o)) for o, size in zip(low, shape, strict=True))))
+    return shape, draw(st.permutations(chunks))
+
+
+def irregular(count: int, rank: int, seed: int = 0) -> tuple[tuple[int, ...], list[Chunk]]:
+    """A whole tensor cut in two at random places until it has so many chunks: no grid."""
+    rng = random.Random(seed)
+    shape = (2 ** min(40, 60 // rank),) * rank
+    parts: list[Chunk] = [((0,) * rank, shape)]
+    while len(parts) < count:
+        at, axis = rng.randrange(len(parts)), rng.randrange(rank)
+        low, size = parts[at]
+        if size[axis] < 2:
+            continue
+        middle = rng.randrange(1, size[axis])
+        parts[at] = low, (*size[:axis], middle, *size[axis + 1 :])
+        above = (*low[:axis], low[axis] + middle, *low[axis + 1 :])
+        parts.append((above, (*size[:axis], size[axis] - middle, *size[axis + 1 :])))
+    rng.shuffle(parts)
+    return shape, parts

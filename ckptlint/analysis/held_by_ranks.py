@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ckptlint.model import Checkpoint, ChunkTable, RankTable, RecordTable, StoredFile, Tensor
+from ckptlint.model.cover import Budget
 from ckptlint.model.layout import Box, IntArray, Layout
 from ckptlint.model.text import named_ranks
 from ckptlint.rule import Finding, Location, Severity
@@ -149,13 +150,13 @@ def as_checkpoint(table: RankTable, path: str) -> Checkpoint:
 
     Keys whose holders disagree about shape or dtype are left out, as are objects.
     """
-    tensors = {}
+    tensors, budget = {}, Budget()
     for held in holders(table):
         if table.is_object[held.rows[0]] or not agree(table, held.rows):
             continue
         rows = owners(table, held)
         _, dtype, shape = described(table, int(held.rows[0]))
-        layout = Layout(shape, table.offsets[rows, : len(shape)], table.sizes[rows, : len(shape)])
+        layout = Layout(shape, table.offsets[rows, : len(shape)], table.sizes[rows, : len(shape)], budget)
         tensors[held.fqn] = Tensor(held.fqn, dtype, shape, ChunkTable(layout, rows.astype(np.int64)))
     none = np.zeros(len(table), np.int64)
     return Checkpoint(

@@ -17,7 +17,7 @@ from ckptlint.analysis.inventory import MOMENTS, Param, State, inventory_of
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
-from ckptlint.model.layout import Layout
+from ckptlint.model.layout import Coverage, Layout
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.mesh import AXES
 
@@ -182,10 +182,7 @@ def is_whole(layout: Layout) -> bool:
     """Whether the chunks are inside the tensor, none twice, and together all of it: GEO rules have nothing to say."""
     if layout.is_grid:
         return True
-    broken = (
-        len(layout.outside) or layout.duplicates or layout.coverage.missing_volume or layout.coverage.doubled_volume
-    )
-    return not broken
+    return not (len(layout.outside) or layout.duplicates or layout.coverage != Coverage())
 
 
 def _is_plain(dtype: str) -> bool:

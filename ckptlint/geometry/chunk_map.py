@@ -172,8 +172,13 @@ def _fold(cuts: list[int], start: int, stop: int, limit: int) -> list[MapCell]:
 
 
 def _letter(number: int) -> str:
-    letters = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-    return letters[number % 26] if number < 26 else letters[number // 26 - 1] + letters[number % 26]
+    """A to Z, AA to ZZ, and so on.
+
+    >>> _letter(25), _letter(26), _letter(701), _letter(702)
+    ('Z', 'AA', 'ZZ', 'AAA')
+    """
+    rest, place = divmod(number, 26)
+    return (_letter(rest - 1) if rest else "") + "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[place]
 
 
 def _labels(cells: list[MapCell]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import combinations
 
+from ckptlint.errors import BudgetError
 from ckptlint.geometry.chunk_graph import absent_writer_hint, mesh_note, place_of
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box
@@ -13,13 +14,16 @@ from ckptlint.rule import Finding, Location, Note, Severity
 
 _SHOWN = 3
 _PAIR_LIMIT = 64
+_STOPPED = "the search stopped there, the chunks are too tangled to tell all"
 
 
 def overlaps(ckpt: Checkpoint) -> Iterator[Finding]:
     """Chunks of a tensor with different offsets that share elements; one finding for each tensor."""
+    unsure: list[Tensor] = []
     for tensor in ckpt.sound_tensors():
         coverage = tensor.layout.coverage
         if not coverage.doubled:
+            unsure += [tensor] * (not coverage.exact)
             continue
         pairs = list(_pairs(tensor))
         if not pairs:
@@ -30,9 +34,10 @@ def overlaps(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             verb,
             at=Location.of(tensor, region=region, rows=(first, second)),
-            notes=_sizes(ckpt, tensor, first, second, coverage.doubled_volume),
+            notes=_sizes(ckpt, tensor, first, second),
             hint=_odd_one(ckpt, tensor, first, second),
         )
+    _admit(unsure, "overlaps")
 
 
 def holes(ckpt: Checkpoint, padded: str | None = None) -> Iterator[Finding]:
@@ -41,19 +46,34 @@ def holes(ckpt: Checkpoint, padded: str | None = None) -> Iterator[Finding]:
     Args:
         padded: part of the keys whose holes may be padding, which is then a warning.
     """
+    unsure: list[Tensor] = []
     for tensor in ckpt.sound_tensors():
         coverage = tensor.layout.coverage
-        if not coverage.missing or not tensor.layout.live.any():
+        if not coverage.missing_volume or not tensor.layout.live.any():
+            unsure += [tensor] * (not coverage.exact)
             continue
+        severity = Severity.WARNING if padded and padded in tensor.fqn else None
+        if not coverage.missing:
+            lost = coverage.missing_volume
+            message = f"part{{of}} is in no chunk: at least {lost:,} element{'s' if lost > 1 else ''}"
+            yield Finding(message, at=Location.of(tensor), severity=severity, notes=_total(tensor))
         for number, region in enumerate(coverage.missing[:_SHOWN]):
             yield Finding(
                 _sentence(region, tensor.global_shape),
                 at=Location.of(tensor, region=region, rows=_neighbours(tensor, region)),
-                severity=Severity.WARNING if padded and padded in tensor.fqn else None,
+                severity=severity,
                 notes=_total(tensor) if number == 0 else (),
                 explain=partial(_explain, ckpt, tensor, region),
                 alike=place_of(tensor.layout, region),
             )
+    _admit(unsure, "holes")
+
+
+def _admit(unsure: list[Tensor], what: str) -> None:
+    """Say that a search was stopped before it found, or could rule out, what it looked for."""
+    if unsure:
+        names = ", ".join(tensor.fqn for tensor in unsure[:3]) + (", ..." if len(unsure) > 3 else "")
+        raise BudgetError(f"the chunks of {names} are too tangled to tell whether there are {what}")
 
 
 def _pairs(tensor: Tensor) -> Iterator[tuple[Box, int, int]]:
@@ -72,11 +92,15 @@ def _pairs(tensor: Tensor) -> Iterator[tuple[Box, int, int]]:
                 yield common.intersect(whole) or common, *pair
 
 
-def _sizes(ckpt: Checkpoint, tensor: Tensor, first: int, second: int, volume: int) -> tuple[Note, ...]:
+def _sizes(ckpt: Checkpoint, tensor: Tensor, first: int, second: int) -> tuple[Note, ...]:
+    coverage = tensor.layout.coverage
+    volume = f"{coverage.doubled_volume:,} elements"
     boxes = " and ".join(
         f"{tensor.layout.box(row)} in {ckpt.chunk_file(tensor, row) or 'no file'}" for row in (first, second)
     )
-    return (("chunks", f"{boxes}; {volume:,} elements are held more than once"),)
+    if not coverage.exact:
+        return (("chunks", f"{boxes}; at least {volume} are held more than once: {_STOPPED}"),)
+    return (("chunks", f"{boxes}; {volume} are held more than once"),)
 
 
 def _odd_one(ckpt: Checkpoint, tensor: Tensor, *rows: int) -> str:
@@ -116,6 +140,8 @@ def _total(tensor: Tensor) -> tuple[Note, ...]:
     if percent in ("0.0%", "100.0%"):
         percent = "almost all" if covered > 0.5 else "almost none"
     lost = "1 element is" if coverage.missing_volume == 1 else f"{coverage.missing_volume:,} elements are"
+    if not coverage.exact:
+        return (("covered", f"at most {percent} of the tensor; at least {lost} missing{more}: {_STOPPED}"),)
     return (("covered", f"{percent} of the tensor; {lost} missing{more}"),)
 
 

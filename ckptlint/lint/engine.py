@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ckptlint.depth import Depth
+from ckptlint.errors import BudgetError
 from ckptlint.lint.report import CheckpointReport, Diagnostic
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
@@ -55,6 +56,11 @@ def _run(rule: Rule, ckpt: Checkpoint, report: CheckpointReport) -> list[Problem
         report.passed.append(rule.code)
     except NotApplicable as reason:
         report.not_applicable[rule.code] = str(reason)
+    except BudgetError as error:
+        text = printable(str(error))
+        report.failed[rule.code] = text
+        hint = f"--ignore {rule.code} goes on without it"
+        return [Problem("crashed", "", f"{rule.code} {rule.name} cannot tell: {text}", hint=hint, fqn=rule.code)]
     except Exception as error:  # the one place where any error of a rule is caught
         text = printable(f"{type(error).__name__}: {error}"[:300])
         report.failed[rule.code] = text

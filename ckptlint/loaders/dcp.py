@@ -15,6 +15,7 @@ from ckptlint.errors import UnreadableError
 from ckptlint.formats.pickle_columns import END, ChunkRows, RecordRows, RowRun
 from ckptlint.formats.safe_pickle import Node, Opaque
 from ckptlint.model import KEY_LIMIT, RANK_LIMIT, ByteObject, ChunkTable, MalformedChunk, Problem, RecordTable, Tensor
+from ckptlint.model.cover import Budget
 from ckptlint.model.layout import COORDINATE_LIMIT, IntArray, Layout, distinct
 from ckptlint.model.text import printable
 
@@ -132,6 +133,7 @@ def _tensors(
     tensors: dict[str, Tensor] = {}
     byte_names: list[str] = []
     layouts: dict[tuple[Any, ...], Layout] = {}
+    budget = Budget()
     flattened = mcore_data if isinstance(mcore_data, dict) else {}
     for fqn, nodes in entries.items():
         kind = getattr(nodes[0], "kind", "")
@@ -154,7 +156,7 @@ def _tensors(
             offsets, sizes = _without_replicas(offsets, sizes)
             problems += _disagreement(fqn, states, file)
         key = (shape, len(offsets), offsets.tobytes(), sizes.tobytes())  # a scalar's chunks have no bytes
-        layout = layouts.setdefault(key, Layout(shape, offsets, sizes))
+        layout = layouts.setdefault(key, Layout(shape, offsets, sizes, budget))
         reformulated = flattened.get(fqn)
         tensor = Tensor(
             fqn=printable(fqn),

@@ -28,6 +28,7 @@ from ckptlint.model import (
     Tensor,
     WeightIndex,
 )
+from ckptlint.model.cover import Budget
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import IntArray, Layout
 from ckptlint.model.text import printable
@@ -377,7 +378,8 @@ def _tables(chunks: _Chunks, owner: Any) -> tuple[dict[str, Tensor], RecordTable
     for row in np.flatnonzero(owner).tolist():
         rows[chunks.names[row]].append(row)
     layouts: dict[tuple[Any, ...], Layout] = {}
-    tensors = [_tensor(chunks, name, own, layouts) for name, own in rows.items()]
+    budget = Budget()
+    tensors = [_tensor(chunks, name, own, layouts, budget) for name, own in rows.items()]
     none = np.zeros(0, np.int64)
     records = RecordTable(
         fqns=[printable(name) for name in number],
@@ -392,7 +394,9 @@ def _tables(chunks: _Chunks, owner: Any) -> tuple[dict[str, Tensor], RecordTable
     return {tensor.fqn: tensor for tensor in tensors}, records
 
 
-def _tensor(chunks: _Chunks, name: str, rows: list[int], layouts: dict[tuple[Any, ...], Layout]) -> Tensor:
+def _tensor(
+    chunks: _Chunks, name: str, rows: list[int], layouts: dict[tuple[Any, ...], Layout], budget: Budget
+) -> Tensor:
     axes = len(chunks.sizes[rows[0]])
     fitting = [row for row in rows if len(chunks.sizes[row]) == len(chunks.offsets[row]) == axes]
     others = sorted(set(rows) - set(fitting))
@@ -401,7 +405,7 @@ def _tensor(chunks: _Chunks, name: str, rows: list[int], layouts: dict[tuple[Any
     reached = (offsets + sizes).max(axis=0, initial=0)
     shape = chunks.shapes.get(name) or tuple(reached.tolist())
     layout = layouts.setdefault(
-        (shape, len(offsets), offsets.tobytes(), sizes.tobytes()), Layout(shape, offsets, sizes)
+        (shape, len(offsets), offsets.tobytes(), sizes.tobytes()), Layout(shape, offsets, sizes, budget)
     )
     return Tensor(
         fqn=printable(name),

@@ -1,29 +1,26 @@
 """Box arithmetic on the chunks of one tensor: bounds, duplicates, overlaps, holes and crossing cuts.
 
 Everything is vectorised over the chunks. A healthy tensor is recognised by `_is_complete_grid` alone, at the price
-of a few sorts; only what fails is painted cell by cell to name the holes and overlaps.
+of a few sorts; only what fails is searched for its holes and overlaps (`cover`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-_Int = TypeVar("_Int", bound=np.integer[Any])
-IntArray = npt.NDArray[np.int64]
-BoolArray = npt.NDArray[np.bool_]
+from ckptlint.model.cover import BoolArray as BoolArray
+from ckptlint.model.cover import Budget, Span, cover
+from ckptlint.model.cover import IntArray as IntArray
+from ckptlint.model.cover import distinct as distinct
 
 COORDINATE_LIMIT = 2**62
 """Offsets and sizes beyond this are refused by the loaders, so that a sum of two never overflows int64."""
-
-_CELL_LIMIT = 2**22
-_BOX_LIMIT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +65,15 @@ class Coverage:
         missing_volume: elements in no chunk, exact.
         doubled: maximal boxes in two or more chunks, at most 64 of them.
         doubled_volume: elements in two or more chunks, exact; each counts once.
+        exact: whether the search came to its end. Otherwise the volumes are at least so many, and what was not found
+            may be there.
     """
 
     missing: tuple[Box, ...] = ()
     missing_volume: int = 0
     doubled: tuple[Box, ...] = ()
     doubled_volume: int = 0
+    exact: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,14 @@ class Layout:
         shape: the tensor's global shape, in elements; its volume fits int64.
         offsets: int64 [n, d], first index of each chunk on each axis.
         sizes: int64 [n, d], extent of each chunk on each axis; 0 is legal.
+        budget: what the search for holes and overlaps may cost; the tensors of a checkpoint share one.
         facts: what was worked out about it (`fact`).
     """
 
     shape: tuple[int, ...]
     offsets: IntArray
     sizes: IntArray
+    budget: Budget = field(default_factory=Budget, repr=False)
     facts: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def box(self, row: int) -> Box:
@@ -145,21 +147,13 @@ class Layout:
         """The holes and the overlaps inside the tensor; chunks that leave it count as clipped."""
         if prod(self.shape) == 0 or self.is_grid:
             return Coverage()
-        starts, ends = self._clipped()
         if not self.shape:
             count = int(self.live.sum())
             whole = Box((), ())
             return Coverage((whole,) * (count == 0), int(count == 0), (whole,) * (count > 1), int(count > 1))
-        missing: list[Box] = []
-        doubled: list[Box] = []
-        volumes = [0, 0]
-        shape = np.array(self.shape, np.int64)
-        for counts, cuts in _paint(starts, ends, np.zeros_like(shape), shape):
-            for i, (mask, found) in enumerate(((counts == 0, missing), (counts > 1, doubled))):
-                if mask.any():
-                    volumes[i] += _volume(mask, cuts)
-                    found.extend(_maximal_boxes(mask, cuts, _BOX_LIMIT - len(found)))
-        return Coverage(tuple(_merged(missing)), volumes[0], tuple(_merged(doubled)), volumes[1])
+        found = cover(*self._clipped(), self.shape, self.budget)
+        missing, doubled = (tuple(map(_box, spans)) for spans in (found.missing, found.doubled))
+        return Coverage(missing, found.missing_volume, doubled, found.doubled_volume, found.exact)
 
     def touching(self, region: Box) -> list[int]:
         """Rows of the live chunks that share an element with `region`."""
@@ -224,11 +218,9 @@ class Layout:
         return found
 
 
-def distinct(values: npt.NDArray[_Int]) -> npt.NDArray[_Int]:
-    """[k], the distinct values, ascending; `np.unique` would import all of numpy.ma for it."""
-    ordered: npt.NDArray[_Int] = np.sort(values)
-    is_new: BoolArray = np.append(True, ordered[1:] != ordered[:-1])[: len(ordered)]
-    return ordered[is_new]
+def _box(span: Span) -> Box:
+    low, high = span
+    return Box(low, tuple(b - a for a, b in zip(low, high, strict=True)))
 
 
 def _is_complete_grid(starts: IntArray, ends: IntArray, shape: tuple[int, ...]) -> bool:
@@ -245,96 +237,3 @@ def _is_complete_grid(starts: IntArray, ends: IntArray, shape: tuple[int, ...]) 
             return False
         cell = cell * len(lows) + place.reshape(-1)
     return cells == len(starts) == len(distinct(cell))
-
-
-def _paint(
-    starts: IntArray, ends: IntArray, low: IntArray, high: IntArray
-) -> Iterator[tuple[IntArray, list[IntArray]]]:
-    """Yield (chunks per cell, cut points per axis) for parts that together fill [low, high).
-
-    Coordinates are compressed to the cut points. Where that still makes too many cells (cuts that differ everywhere),
-    the region is halved at a cut, so memory stays bounded.
-    """
-    inside = ((starts < high) & (ends > low)).all(axis=1)
-    starts, ends = np.maximum(starts[inside], low), np.minimum(ends[inside], high)
-    cuts = [distinct(np.concatenate([starts[:, a], ends[:, a], [low[a], high[a]]])) for a in range(len(low))]
-    if prod(len(cut) - 1 for cut in cuts) > _CELL_LIMIT:
-        axis = max(range(len(cuts)), key=lambda a: len(cuts[a]))
-        middle = cuts[axis][len(cuts[axis]) // 2]
-        below, above = high.copy(), low.copy()
-        below[axis] = above[axis] = middle
-        yield from _paint(starts, ends, low, below)
-        yield from _paint(starts, ends, above, high)
-        return
-    first = [np.searchsorted(cut, starts[:, a]) for a, cut in enumerate(cuts)]
-    last = [np.searchsorted(cut, ends[:, a]) for a, cut in enumerate(cuts)]
-    active = [a for a, cut in enumerate(cuts) if len(cut) > 2]
-    counts = np.zeros([len(cuts[a]) for a in active], np.int64)
-    if not active:
-        counts = counts + len(starts)
-    elif 2 ** len(active) <= 64:
-        # a summed difference array: each chunk adds +-1 at its corners only, whatever number of cells it spans
-        for corner in range(2 ** len(active)):
-            chosen = [(last if corner >> i & 1 else first)[a] for i, a in enumerate(active)]
-            at = np.ravel_multi_index(chosen, counts.shape)
-            sign = -1 if corner.bit_count() % 2 else 1
-            counts += sign * np.bincount(at, minlength=counts.size).reshape(counts.shape)
-        for i in range(len(active)):
-            np.cumsum(counts, axis=i, out=counts)
-        counts = counts[(slice(-1),) * len(active)]
-    else:
-        counts = counts[(slice(-1),) * len(active)]
-        for row in range(len(starts)):
-            counts[tuple(slice(first[a][row], last[a][row]) for a in active)] += 1
-    yield counts.reshape([len(cut) - 1 for cut in cuts]), cuts
-
-
-def _volume(mask: BoolArray, cuts: list[IntArray]) -> int:
-    volume: IntArray = mask.astype(np.int64)
-    for cut in reversed(cuts):
-        volume = volume @ np.diff(cut)
-    return int(volume)
-
-
-def _maximal_boxes(mask: BoolArray, cuts: list[IntArray], limit: int) -> list[Box]:
-    """Greedy maximal boxes of the true cells; each starts at the first cell left, grown from the last axis on."""
-    boxes: list[Box] = []
-    mask = mask.copy()
-    while len(boxes) < limit and mask.any():
-        low = [int(i) for i in np.unravel_index(int(mask.argmax()), mask.shape)]
-        high = [i + 1 for i in low]
-        for axis in reversed(range(mask.ndim)):
-            block = [slice(a, b) for a, b in zip(low, high, strict=True)]
-            while high[axis] < mask.shape[axis]:
-                block[axis] = slice(high[axis], high[axis] + 1)
-                if not mask[tuple(block)].all():
-                    break
-                high[axis] += 1
-        mask[tuple(slice(a, b) for a, b in zip(low, high, strict=True))] = False
-        starts = tuple(int(cut[i]) for cut, i in zip(cuts, low, strict=True))
-        ends = tuple(int(cut[i]) for cut, i in zip(cuts, high, strict=True))
-        boxes.append(Box(starts, tuple(b - a for a, b in zip(starts, ends, strict=True))))
-    return boxes
-
-
-def _merged(boxes: list[Box]) -> list[Box]:
-    """The boxes with neighbours joined that a halving of `_paint` had cut apart."""
-    if len(boxes) < 2:
-        return boxes
-    for axis in range(len(boxes[0].offsets)):
-        by_rest: dict[tuple[object, ...], list[Box]] = {}
-        for box in boxes:
-            rest = box.offsets[:axis] + box.offsets[axis + 1 :], box.sizes[:axis] + box.sizes[axis + 1 :]
-            by_rest.setdefault(rest, []).append(box)
-        boxes = []
-        for group in by_rest.values():
-            group.sort(key=lambda box: box.offsets[axis])
-            boxes.append(group[0])
-            for box in group[1:]:
-                if boxes[-1].ends[axis] == box.offsets[axis]:
-                    sizes = list(boxes[-1].sizes)
-                    sizes[axis] += box.sizes[axis]
-                    boxes[-1] = Box(boxes[-1].offsets, tuple(sizes))
-                else:
-                    boxes.append(box)
-    return sorted(boxes, key=lambda box: box.offsets)

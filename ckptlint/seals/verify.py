@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckptlint.model import Checkpoint, RecordState, Seal, SealEntry, Tensor
+from ckptlint.model.layout import Coverage
 from ckptlint.seals.digests import ALGORITHM
 from ckptlint.seals.file import SEAL
 
@@ -88,8 +89,7 @@ def _obstacle(tensor: Tensor, entry: SealEntry) -> str:
         return "sealed with another dtype"
     if not tensor.is_sound or len(tensor.layout.outside):
         return "its chunks do not tile it"
-    holes = tensor.layout.coverage
-    if holes.missing_volume or holes.doubled_volume or (tensor.chunks.record[tensor.layout.live] < 0).any():
+    if tensor.layout.coverage != Coverage() or (tensor.chunks.record[tensor.layout.live] < 0).any():
         return "its chunks do not tile it"
     return ""
 

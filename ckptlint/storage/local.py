@@ -8,13 +8,14 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ckptlint.errors import AccessError, NothingToCheckError
 from ckptlint.model import FileState
 from ckptlint.model.text import printable
-from ckptlint.progress import tell
+from ckptlint.progress import is_listened_to, tell
 from ckptlint.storage.folder import BLOCK, Folder, FolderEntry
 from ckptlint.storage.paths import is_safe
 
@@ -43,13 +44,15 @@ class LocalFolder(Folder):
     @cached_property
     def entries(self) -> dict[str, FolderEntry]:
         try:
+            with os.scandir(self.path) as names:
+                total = sum(1 for _ in names) if is_listened_to() else 0
             with os.scandir(self.path) as listing:
-                found = dict(_entries(list(listing)))
+                found = dict(_entries(listing, total))
         except FileNotFoundError:
             raise NothingToCheckError(f"{self.display} does not exist") from None
         except OSError as error:
             raise AccessError(f"{self.display} cannot be listed: {error.strerror}") from None
-        return dict(sorted(found.items()))
+        return {name: found[name] for name in sorted(found)}
 
     def sub(self, name: str) -> Folder:
         return LocalFolder(self.path / name)
@@ -118,18 +121,26 @@ class LocalFolder(Folder):
                 yield block
 
 
-def _entries(listing: list[os.DirEntry[str]]) -> Iterator[tuple[str, FolderEntry]]:
-    """The files and folders of a listing, those of a large one looked at by several threads."""
-    if len(listing) <= _MANY:
-        yield from (found for item in listing if (found := _entry(item)))
+def _entries(listing: Iterator[os.DirEntry[str]], total: int) -> Iterator[tuple[str, FolderEntry]]:
+    """The files and folders of a listing, those of a large one looked at by several threads.
+
+    What the system says of a file takes a kilobyte, so only a few thousand are held at once.
+    """
+    items = list(islice(listing, _MANY))
+    if len(items) < _MANY:
+        yield from (found for item in items if (found := _entry(item)))
         return
     from concurrent.futures import ThreadPoolExecutor
 
-    parts = [listing[start : start + _PART] for start in range(0, len(listing), _PART)]
+    done = 0
     with ThreadPoolExecutor(_THREADS) as pool:
-        for number, part in enumerate(pool.map(lambda part: list(map(_entry, part)), parts)):
-            tell("files", number * _PART, len(listing))
-            yield from (found for found in part if found)
+        while items:
+            parts = [items[start : start + _PART] for start in range(0, len(items), _PART)]
+            for part in pool.map(lambda part: list(map(_entry, part)), parts):
+                yield from (found for found in part if found)
+            done += len(items)
+            tell("files", min(done, total), total)
+            items = list(islice(listing, _PART * _THREADS))
 
 
 def _entry(item: os.DirEntry[str]) -> tuple[str, FolderEntry] | None:

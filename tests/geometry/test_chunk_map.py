@@ -275,3 +275,9 @@ def test_only_shards_are_named_after_a_mesh_axis(rows: int, label: str) -> None:
     ckpt = Checkpoint("here", "dcp", tensors={"w": tensor}, topology={"dp": AxisSize(4, "args")})
     made = make_grid(tensor, None)
     assert made is not None and axis_label(ckpt, made, 0) == label
+
+
+def test_a_place_that_thousands_of_chunks_hold_is_drawn() -> None:
+    made = Layout((4, 4), np.zeros((3000, 2), np.int64), np.full((3000, 2), 4))
+    tensor = Tensor("model.w", "float32", (4, 4), ChunkTable(made, np.full(3000, -1)))
+    assert make_grid(tensor, Box((0, 0), (4, 4))).legend[2999] == "DKJ"

@@ -23,7 +23,8 @@ from ckptlint.formats.safetensors_header import header_length, layout_faults, pa
 from ckptlint.lint.registry import load_rules
 from ckptlint.loaders.dcp import describe
 from ckptlint.model import Checkpoint, ChunkTable, Tensor
-from ckptlint.model.layout import _BOX_LIMIT, Box
+from ckptlint.model.cover import REGION_LIMIT
+from ckptlint.model.layout import Box
 from ckptlint.model.text import printable
 from ckptlint.rule import Finding, Severity
 
@@ -112,7 +113,7 @@ def test_gaps_and_overlaps_of_many_boxes_are_exact(case: Case) -> None:
         assert volume == wanted.sum()
         assert painted.max(initial=0) <= 1, "two boxes share a cell"
         assert not (painted.astype(bool) & ~wanted).any()
-        assert len(boxes) >= _BOX_LIMIT or (painted.astype(bool) == wanted).all()
+        assert len(boxes) >= REGION_LIMIT or (painted.astype(bool) == wanted).all()
 
 
 def inside(box: Box) -> tuple[slice, ...]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import combinations, product
 from math import prod
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tilings import Chunk, box_cells, cells_of, counted, damaged, layout, tilings
+from tilings import Chunk, box_cells, cells_of, counted, damaged, irregular, layout, tangled, tilings
 
-from ckptlint.model import layout as boxes
-from ckptlint.model.layout import COORDINATE_LIMIT, Box, Crossing
+from ckptlint.model import cover as boxes
+from ckptlint.model.layout import COORDINATE_LIMIT, Box, Coverage, Crossing, Layout
 
 
 def assert_exact(found: tuple[Box, ...], volume: int, cells: set[tuple[int, ...]]) -> None:
@@ -19,11 +23,21 @@ def assert_exact(found: tuple[Box, ...], volume: int, cells: set[tuple[int, ...]
     listed = box_cells(found)
     assert volume == len(cells)
     assert len(listed) == len(set(listed)), "boxes share a cell"
-    if len(found) < boxes._BOX_LIMIT:
+    if len(found) < boxes.REGION_LIMIT:
         assert set(listed) == cells
     else:
         assert set(listed) <= cells
     assert all(box.volume > 0 for box in found)
+
+
+@contextmanager
+def searched(few: int, cells: int) -> Iterator[None]:
+    """Nothing is painted as a whole, boxes are compared and cells painted only in so small parts."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boxes, "_CELL_LIMIT", 0)
+        patch.setattr(boxes, "_FEW", few)
+        patch.setattr(boxes, "_CELLS_OF_FEW", cells)
+        yield
 
 
 # ---------------------------------------------------------------- coverage
@@ -46,30 +60,102 @@ def test_holes_and_overlaps_equal_counted_cells(case: tuple[tuple[int, ...], lis
     assert_exact(coverage.doubled, coverage.doubled_volume, {cell for cell, n in counts.items() if n > 1})
 
 
-@settings(max_examples=200)
-@given(damaged(), st.integers(1, 12))
-def test_painting_in_parts_gives_what_painting_at_once_gives(
-    case: tuple[tuple[int, ...], list[Chunk]], limit: int
-) -> None:
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(damaged(), tangled()), st.sampled_from([0, 2, 9]), st.sampled_from([1, 3, 60]))
+def test_searching_gives_what_painting_gives(case: tuple[tuple[int, ...], list[Chunk]], few: int, cells: int) -> None:
     shape, chunks = case
     assume(prod(shape) > 0)
     whole = layout(shape, chunks).coverage
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(boxes, "_CELL_LIMIT", limit)
+    with searched(few, cells):
         parts = layout(shape, chunks).coverage
+    assert parts.exact
     assert (parts.missing_volume, parts.doubled_volume) == (whole.missing_volume, whole.doubled_volume)
     for in_parts, at_once in ((parts.missing, whole.missing), (parts.doubled, whole.doubled)):
-        cells = box_cells(in_parts)
-        assert len(cells) == len(set(cells))
-        if len(in_parts) < boxes._BOX_LIMIT:
-            assert set(cells) == set(box_cells(at_once))
+        cells_of_parts = box_cells(in_parts)
+        assert len(cells_of_parts) == len(set(cells_of_parts))
+        if len(in_parts) < boxes.REGION_LIMIT > len(at_once):
+            assert set(cells_of_parts) == set(box_cells(at_once))
 
 
-def test_one_hole_that_painting_in_parts_cuts_is_one_box_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@settings(max_examples=200, deadline=None)
+@given(st.one_of(damaged(), tangled()), st.integers(0, 6))
+def test_what_a_search_without_budget_says_is_true(case: tuple[tuple[int, ...], list[Chunk]], budget: int) -> None:
+    shape, chunks = case
+    assume(prod(shape) > 0)
+    counts = counted(shape, chunks)
+    with searched(2, 1), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boxes, "_WORK", budget * boxes._WORK_OF_CELL)
+        patch.setattr(boxes, "_WORK_PER_BOX", 0)
+        patch.setattr(boxes, "_WORK_PER_DAMAGED_BOX", 0)
+        found = layout(shape, chunks).coverage
+    for region, volume, wanted in (
+        (found.missing, found.missing_volume, {cell for cell, n in counts.items() if n == 0}),
+        (found.doubled, found.doubled_volume, {cell for cell, n in counts.items() if n > 1}),
+    ):
+        assert set(box_cells(region)) <= wanted
+        assert volume <= len(wanted)
+        assert volume == len(wanted) or not found.exact
+
+
+@pytest.mark.parametrize("count", [1, 300, 3000])
+def test_a_spiral_is_whole_and_one_strip_less_is_a_hole(count: int) -> None:
+    """Two axes, a strip cut off each side in turn: no plane leaves all strips whole."""
+    low, high = [0, 0], [4 * count, 4 * count]
+    chunks: list[Chunk] = []
+    for number in range(count):
+        axis, at_end = number % 2, number % 4 > 1
+        start, stop = list(low), list(high)
+        if at_end:
+            start[axis] = high[axis] = high[axis] - 1
+        else:
+            stop[axis] = low[axis] = low[axis] + 1
+        chunks.append((tuple(start), tuple(b - a for a, b in zip(start, stop, strict=True))))
+    chunks.append((tuple(low), tuple(b - a for a, b in zip(low, high, strict=True))))
+    shape = (4 * count, 4 * count)
+    assert layout(shape, chunks).coverage == Coverage()
+    lost = chunks.pop(count // 2)
+    assert layout(shape, chunks).coverage == Coverage((Box(*lost),), prod(lost[1]))
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3, 4, 6, 8])
+def test_thirty_thousand_irregular_chunks_are_judged_exactly(rank: int) -> None:
+    shape, chunks = irregular(30_000, rank)
+    started = time.process_time()
+    assert layout(shape, chunks).coverage == Coverage()
+    lost = chunks[100:2000:100]
+    kept = [chunk for chunk in chunks if chunk not in lost]
+    holes = layout(shape, kept).coverage
+    assert (holes.missing_volume, holes.doubled, holes.exact) == (sum(prod(size) for _, size in lost), (), True)
+    assert sum(box.volume for box in holes.missing) == holes.missing_volume
+    twice = [((*chunk[0][:-1], chunk[0][-1]), chunk[1]) for chunk in lost]
+    overlaps = layout(shape, chunks + twice).coverage
+    assert (overlaps.doubled_volume, overlaps.missing, overlaps.exact) == (holes.missing_volume, (), True)
+    assert time.process_time() - started < 15
+
+
+@pytest.mark.parametrize("rank", [2, 4, 5, 8])
+def test_boxes_anywhere_are_told_within_the_budget(rank: int) -> None:
+    random = np.random.default_rng(rank)
+    extent = 2 ** (60 // rank)
+    sizes = random.integers(1, extent // 2, (30_000, rank))
+    offsets = (random.random(sizes.shape) * (extent - sizes)).astype(np.int64)
+    started = time.process_time()
+    found = Layout((extent,) * rank, offsets, sizes).coverage
+    assert time.process_time() - started < 5
+    assert found.doubled and found.missing
+    for box in found.doubled:
+        middle = np.array(box.offsets) + np.array(box.sizes) // 2
+        assert ((offsets <= middle) & (offsets + sizes > middle)).all(axis=1).sum() >= 2
+    for box in found.missing:
+        low, high = np.array(box.offsets), np.array(box.ends)
+        assert not ((offsets < high) & (offsets + sizes > low)).all(axis=1).any()
+
+
+def test_one_hole_that_a_plane_cuts_is_one_box_again() -> None:
     chunks = [((0, 0), (2, 8)), ((6, 0), (2, 8)), *(((row, 0), (1, 2)) for row in range(2, 6))]
     whole = layout((8, 8), chunks).coverage
-    monkeypatch.setattr(boxes, "_CELL_LIMIT", 2)
-    assert layout((8, 8), chunks).coverage.missing == whole.missing == (Box((2, 2), (4, 6)),)
+    with searched(2, 1):
+        assert layout((8, 8), chunks).coverage.missing == whole.missing == (Box((2, 2), (4, 6)),)
 
 
 def test_many_axes_are_painted_chunk_by_chunk() -> None:

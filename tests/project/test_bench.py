@@ -34,6 +34,15 @@ def test_a_healthy_kind_passes(generate: ModuleType, tmp_path: Path, kind: str) 
     assert codes(report) == set() and report.exit_code == 0
 
 
+@pytest.mark.parametrize("kind", ["tensors", "chunks", "irregular_chunks", "files", "objects", "layers", "entries"])
+def test_what_grows_healthy_passes(
+    generate: ModuleType, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "bench")
+    __import__("budget").KINDS[kind](tmp_path / "step-1", 84)
+    assert ckptlint.check(tmp_path / "step-1", depth="files").exit_code == 0
+
+
 def test_holes_are_found_one_in_each_tensor(generate: ModuleType, tmp_path: Path) -> None:
     generate.generate("holes", 4096, tmp_path)
     report = ckptlint.check(tmp_path, depth="metadata")
