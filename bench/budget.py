@@ -3,7 +3,7 @@
 Each kind of input grows one dimension, all else stays: tensors, chunks of one tensor, files, objects, findings, groups,
 layers, experts, storage entries of one file. Every rule and the reading is measured in processor time at two sizes, and
 the exponent between them is printed where the larger one takes long enough to tell. The command ends in 1 where an
-exponent is above 1.2 or hard tilings (`tilings.py`, with --tilings) take more than 5 s or 500 MB.
+exponent is above 1.2 or hard tilings (`irregular.py`, with --tilings) take more than 5 s or 500 MB.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def chunks(folder: Path, count: int) -> None:
 
 def irregular_chunks(folder: Path, count: int) -> None:
     """Chunks of one tensor, in no grid, healthy."""
-    from tilings import irregular
+    from irregular import irregular
 
     shape, offsets, sizes = irregular(count, 3, extent=256)
     pairs = zip(map(tuple, offsets.tolist()), map(tuple, sizes.tolist()), strict=True)
@@ -114,7 +114,7 @@ def irregular_chunks(folder: Path, count: int) -> None:
 
 def damaged_chunks(folder: Path, count: int) -> None:
     """Chunks of one tensor, in no grid, one in a hundred lost and one in a hundred grown into its neighbours."""
-    from tilings import irregular, with_holes, with_overlaps
+    from irregular import irregular, with_holes, with_overlaps
 
     shape, offsets, sizes = with_overlaps(with_holes(irregular(count, 3, extent=256), count // 100), count // 100)
     pairs = zip(map(tuple, offsets.tolist()), map(tuple, sizes.tolist()), strict=True)
@@ -354,7 +354,7 @@ def judge_tilings(count: int) -> list[str]:
 
 def hard_tilings(rank: int, count: int) -> list[tuple[str, float, float, bool]]:
     """What is hard in so many dims: name, seconds, peak MB of the process, whether the verdict is exact."""
-    from tilings import anywhere, irregular, spiral, with_holes, with_overlaps
+    from irregular import anywhere, irregular, spiral, with_holes, with_overlaps
 
     from ckptlint.model.layout import Layout
 

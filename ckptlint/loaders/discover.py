@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import PurePath
 
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
-from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise, unsupported
+from ckptlint.loaders.recognise import METADATA, RANK_METADATA, LayoutKind, recognise, unsupported
 from ckptlint.loaders.safetensors import groups
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
@@ -85,17 +85,19 @@ def _is_dcp(name: str) -> bool:
 
 def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
     own = components(folder)
-    if levels == 0 or (own and _is_unsupported(own[0])):
+    if levels == 0 or (own and _is_kind(own[0], "unsupported")):
         return own
     numbered = {name: number for name in folder.folders() if (number := step_number(name)) is not None}
     if own:  # a model is what its folder means; the steps of the run that made it lie beside it
         told = unsupported(folder)
         beside = _nested(folder, {*numbered, *([told.evidence] if told else [])})
+        if not groups(folder):  # the metadata may name payload in sub-folders: these are no saves of their own
+            beside = [part for part in beside if not _is_kind(part, "incomplete")]
         every = sorted(numbered, key=lambda name: numbered[name], reverse=True)
         for name in every:
             sub = folder.sub(name)
             # DeepSpeed writes its part of a step into a folder that is named like a step
-            beside += _find(sub, all_steps, levels - 1) if all_steps or _is_unsupported(sub) else []
+            beside += _find(sub, all_steps, levels - 1) if all_steps or _is_kind(sub, "unsupported") else []
         return own + beside
     steps = sorted(numbered, key=lambda name: numbered[name], reverse=True)
     steps += [name for name in folder.folders() if name == "release"]
@@ -146,9 +148,9 @@ def _nested(folder: Folder, but: Collection[str], all_steps: bool = False, level
     return found
 
 
-def _is_unsupported(folder: Folder) -> bool:
+def _is_kind(folder: Folder, kind: LayoutKind) -> bool:
     found = recognise(folder)
-    return found is not None and found.kind == "unsupported"
+    return found is not None and found.kind == kind
 
 
 def newest_readable_step(folder: Folder) -> str | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ckptlint.errors import CkptlintError, LimitError, UnreadableError
-from ckptlint.formats.safe_pickle import read_state
+from ckptlint.formats.safe_pickle import read_metadata, read_state
 from ckptlint.formats.sandbox import isolated
 from ckptlint.formats.torch_archive import read_pickle_member
 from ckptlint.formats.torch_legacy import PICKLES_LIMIT, START, split_pickles
@@ -157,7 +157,9 @@ def _pickle_problems(item: _Found) -> list[Problem]:
     if head == START:
         pickles = split_pickles(item.folder.head(item.name, PICKLES_LIMIT))
         return [problem for data in pickles for problem in from_refusals(read_state(data), item.label)]
-    return from_refusals(read_state(item.folder.read(item.name, _PLAIN_LIMIT)), item.label)
+    is_metadata = item.family is not None and item.family.name == "metadata of another save"
+    read = read_metadata if is_metadata else read_state
+    return from_refusals(read(item.folder.read(item.name, _PLAIN_LIMIT)), item.label)
 
 
 def _saved_step(item: _Found) -> int | None:

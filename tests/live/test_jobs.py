@@ -24,6 +24,8 @@ def test_ranks_communicate_and_answer_in_order() -> None:
 
 def test_ranks_that_raise_die_or_hang_are_failures() -> None:
     def job(rank: int) -> int:
+        dist.barrier()
+        time.sleep(1)  # until all have left the barrier
         if rank == 1:
             raise ValueError("a rank that raises")
         if rank == 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from ckptlint.errors import UnreadableError
 from ckptlint.formats.safetensors_header import layout_faults, parse_header
 from ckptlint.lint.report import Report
 from ckptlint.model import Checkpoint
-from ckptlint.testing import safetensors_header, write_checkpoint, write_safetensors
+from ckptlint.testing import safetensors_header, torch_archive, write_checkpoint, write_safetensors
 
 Case = dict[str, Any]
 
@@ -634,8 +635,8 @@ def test_an_adapter_is_judged_without_the_configuration_of_its_base(tmp_path: Pa
     table = {"tensors": {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in LORA.items()}}
     write_safetensors(folder / "adapter_model.safetensors", table)
     (folder / "adapter_config.json").write_text('{"r": 16}')
-    (folder / "optimizer.pt").write_bytes(b"PK")
-    (folder / "training_args.bin").write_bytes(b"PK")
+    for name in ("optimizer.pt", "training_args.bin"):
+        (folder / name).write_bytes(torch_archive({"data.pkl": pickle.dumps({}, 2)}))
     report = ckptlint.check(folder)
     assert (report.exit_code, loud(report)) == (0, [])
     parts = {Path(part.checkpoint.path).name: part.checkpoint for part in report.checkpoints}

@@ -120,6 +120,7 @@ def as_json(report: Report) -> dict[str, Any]:
     document = json.loads(REPORTERS["json"](report, Style(False, True, 80, 0, 0, False)))
     for part in document["checkpoints"]:
         part.pop("path")
+        part.pop("step_files")  # what a store lists beside the tensors is its own
         for finding in part["findings"]:
             if finding["file"] and finding["file"].startswith(("s3://", "/")):
                 finding["file"] = finding["file"].rpartition("/")[2]
