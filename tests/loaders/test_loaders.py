@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from support import REAL, SHARED, codes, found, manifest, run_python
@@ -535,3 +535,7 @@ def test_an_error_elsewhere_outweighs_a_refusal(tmp_path: Path, monkeypatch: pyt
     _Refused(monkeypatch).listing(tmp_path / "a")
     assert ckptlint.check(tmp_path / "a", tmp_path / "b").exit_code == 1
     assert ckptlint.check(tmp_path / "a", tmp_path / "nowhere").exit_code == 4
+
+
+def test_every_kind_of_folder_has_a_reader() -> None:
+    assert set(LAYOUTS) == set(get_args(LayoutKind))

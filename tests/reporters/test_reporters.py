@@ -134,6 +134,11 @@ def report(request: pytest.FixtureRequest) -> Report:
     return REPORTS[request.param]()
 
 
+def test_the_schema_knows_every_depth() -> None:
+    text = json.dumps(SCHEMA)
+    assert all(f'"{depth}"' in text for depth in Depth)
+
+
 def test_the_schema_knows_every_format() -> None:
     text = json.dumps(SCHEMA)
     assert all(f'"{name}"' in text for name in FORMAT_NAMES)
