@@ -17,6 +17,8 @@ from support import REAL, SHARED, codes, found, manifest, run_python
 import ckptlint
 from ckptlint.errors import NothingToCheckError
 from ckptlint.lint.report import Report
+from ckptlint.loaders.checkpoint import LAYOUTS
+from ckptlint.loaders.recognise import LayoutKind
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
 from ckptlint.testing import write_checkpoint
