@@ -56,7 +56,7 @@ def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     Raises:
         AccessError: the operating system refused a read.
     """
-    parts = {file.name for file in ckpt.files} | (set() if ckpt.is_safetensors else {METADATA})
+    parts = {file.name for file in ckpt.files} | {METADATA}  # which the loaders read, beside safetensors too
     names = _READ_ELSEWHERE if ckpt.is_safetensors else (*_READ_ELSEWHERE, "train_state.pt")
     found = [item for item in _files_of(folder) if item.label not in parts]
     if not ckpt.is_safetensors:  # whose metadata a loader has read, that of single ranks too
