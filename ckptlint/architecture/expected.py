@@ -1,0 +1,50 @@
+"""The tensors that a configuration implies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+class NoTable(Exception):  # noqa: N818  an answer, not an error
+    """Raised where nothing is known of a configuration's model, with the reason as one sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedTensor:
+    """One tensor of the model.
+
+    Attributes:
+        shape: in elements.
+        needed: whether a load misses it; False for what may be stored or not: a tied head, buffers.
+        dims: how each axis follows from the configuration (`num_key_value_heads * head_dim`), one text per axis.
+        because: the fields that decide whether it exists (`tie_word_embeddings`), in the order of their weight.
+    """
+
+    shape: tuple[int, ...]
+    needed: bool = True
+    dims: tuple[str, ...] = ()
+    because: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expected:
+    """All tensors of the model that a configuration declares, under one of the namings that its writers use.
+
+    Attributes:
+        source: the file that declares it (`config.json`, `args`).
+        model_type: what the table is filed under (`llama`, `megatron gpt`).
+        form: which naming this is (`saved`, `in memory`); words of a report.
+        tensors: key -> what must be stored there.
+        fields: the values that the configuration gives, or that its library takes by default, by name of the field.
+        dtype: of the parameters, torch's name; None where it is not declared.
+        made_with: libraries and versions that the table was made with (`transformers 5.23.0`).
+    """
+
+    source: str
+    model_type: str
+    form: str
+    tensors: Mapping[str, ExpectedTensor]
+    fields: Mapping[str, object]
+    dtype: str | None = None
+    made_with: str = ""
