@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,81 +47,67 @@ class NoPath(click.UsageError):
 @click.command(cls=WithSettings, context_settings=ENVIRONMENT)
 @click.argument("paths", nargs=-1, metavar="PATH...")
 @check_options()
-def check(
-    paths: tuple[str, ...],
-    select: tuple[str, ...],
-    extend_select: tuple[str, ...],
-    ignore: tuple[str, ...],
-    severity: tuple[str, ...],
-    fail_on: str,
-    strict: bool,
-    exit_zero: bool,
-    depth: str,
-    sample: str | None,
-    seed: int | None,
-    jobs: int | None,
-    no_progress: bool,
-    format_: str,
-    output: tuple[str, ...],
-    max_per_rule: int,
-    statistics: bool,
-    color: str,
-    ascii_: bool,
-    all_steps: bool,
-    expect: str | None,
-    baseline: str | None,
-    config: str | None,
-    isolated: bool,
-    no_ignores: bool,
-    quiet: int,
-    verbose: bool,
-) -> None:
+def check(paths: tuple[str, ...], **options: Any) -> None:
     """Check checkpoints: a checkpoint folder, a step folder, or a run folder (its newest step).
 
     `-` reads paths from standard input, one per line.
+    """
+    format_, statistics = options["format_"], options["statistics"]
+    if statistics and format_ != "full":
+        raise click.UsageError(f"--statistics is a text of its own and does not go with --format {format_}")
+    outputs = [_output(value) for value in options["output"]]
+    judge = judging(options)
+    if not paths:
+        raise NoPath("which checkpoint? give a PATH, see `ckptlint --help`")
+    _, checked = click.get_current_context().obj
+    with progress(options["no_progress"]):
+        report = judge(checked, all_steps=options["all_steps"])
+    style = terminal_style(
+        options["color"], options["ascii_"], options["max_per_rule"], options["quiet"], options["verbose"]
+    )
+    _emit(report, style, "statistics" if statistics else format_, outputs)
+    sys.exit(report.exit_code)
+
+
+def judging(options: Mapping[str, Any]) -> Callable[..., Report]:
+    """`lint.run.run` with all that the options of `check` and the settings say, but for the paths and `all_steps`.
+
+    Raises:
+        UsageError, ConfigError: an option or a setting is wrong.
     """
     from ckptlint.lint import run as pipeline
     from ckptlint.lint import selection
     from ckptlint.lint.settings_file import every_rule, key_ignores
 
-    settings, checked = click.get_current_context().obj
+    context = click.get_current_context()
+    settings, checked = context.obj
     level = _level()
-    if statistics and format_ != "full":
-        raise click.UsageError(f"--statistics is a text of its own and does not go with --format {format_}")
     for sentence in settings.unread:
         click.echo(f"ckptlint: {sentence}", err=True)
-    outputs = [_output(value) for value in output]
     known = every_rule(settings, checked)
     ignores = key_ignores(settings, known)
+    depth = Depth(options["depth"])
     rules = selection.select(
         known,
-        chosen=tokens(select),
-        extended=tokens(extend_select),
-        ignored=tokens(ignore),
-        severities=[_pair(value) for value in severity],
-        depth=Depth(depth),
-        has_reference=expect is not None,
+        chosen=tokens(options["select"]),
+        extended=tokens(options["extend_select"]),
+        ignored=tokens(options["ignore"]),
+        severities=[_pair(value) for value in options["severity"]],
+        depth=depth,
+        has_reference=options["expect"] is not None,
     )
-    reading = _reading(Depth(depth), sample, seed, jobs)
-    if not paths:
-        raise NoPath("which checkpoint? give a PATH, see `ckptlint --help`")
-    with progress(no_progress):
-        report = pipeline.run(
-            checked,
-            rules,
-            depth=Depth(depth),
-            fail_on=level,
-            all_steps=all_steps,
-            expect=expect,
-            reading=reading,
-            ignores=() if no_ignores else ignores,
-            baseline=baseline,
-            source=click.get_current_context().meta.get(SOURCE),
-            settings=settings.file,
-        )
-    style = terminal_style(color, ascii_, max_per_rule, quiet, verbose)
-    _emit(report, style, "statistics" if statistics else format_, outputs)
-    sys.exit(report.exit_code)
+    return partial(
+        pipeline.run,
+        rules=rules,
+        depth=depth,
+        fail_on=level,
+        expect=options["expect"],
+        reading=_reading(depth, options["sample"], options["seed"], options["jobs"]),
+        ignores=() if options["no_ignores"] else ignores,
+        baseline=options["baseline"],
+        source=context.meta.get(SOURCE),
+        settings=settings.file,
+    )
 
 
 def _level() -> Any:

@@ -23,7 +23,7 @@ from ckptlint.live.shared_check import joined
     metavar="SECONDS",
     help="Wait so long for all nodes to see the same files.",
 )
-@check_options(but="all-steps")
+@check_options(but=["all-steps"])
 @click.pass_context
 def live(context: click.Context, /, path: str, every_node: bool, digest: bool, settle: float, **options: Any) -> None:
     """Check a checkpoint with all ranks of a job, with the options of `check`: every node must see the same files.

@@ -22,6 +22,8 @@ COMMANDS = {
     "explain": "The page of a rule: what it checks, why, usual causes, how to fix.",
     "graph": "The chunk graph of one tensor: per axis the intervals that chunks occupy, joined where one ends and one "
     "starts.",
+    "latest": "The newest step of a run that passes, with the options of `check`: its path on stdout, and nothing "
+    "else.",
     "live": "Check a checkpoint with all ranks of a job, with the options of `check`: every node must see the same "
     "files.",
     "manifest": "The tensors of a checkpoint as JSON, to compare others with: `ckptlint OTHER --expect FILE`.",

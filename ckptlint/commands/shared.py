@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -36,12 +36,12 @@ _PATIENCE = 1.0  # seconds without a progress bar
 # ---------------------------------------------------------------- options and settings
 
 
-def check_options(but: str = "") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that gives a command the options of `check`, in the order of their table, all but one perhaps."""
+def check_options(but: Collection[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A decorator that gives a command the options of `check`, in the order of their table, all but a few perhaps."""
 
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(CHECK_OPTIONS):  # click reads a stack of decorators upward
-            if option.name != but:
+            if option.name not in but:
                 function = _option(option)(function)
         return function
 

@@ -38,7 +38,7 @@ Sizes = dict[str, tuple[int, float]]
 )
 @click.option("--once", is_flag=True, help="Lint what is finished, and end with the worst exit code.")
 @click.option("--exec", "command", metavar="CMD", help="Run for each step that does not give 0; see below.")
-@check_options(but="all-steps")
+@check_options(but=["all-steps"])
 @click.pass_context
 def watch(
     context: click.Context, /, run_dir: str, interval: float, once: bool, command: str | None, **options: Any

@@ -62,7 +62,7 @@ def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
         AccessError: the operating system refused a read; damage and malice become problems instead.
         ReaderError: ckptlint itself made a mistake.
     """
-    ckpt = _open(folder, look_at_files)
+    ckpt = replace(_open(folder, look_at_files), written=folder.newest)
     return with_step_files(folder, ckpt) if look_at_files else ckpt
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import PurePath
 
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
@@ -33,6 +34,53 @@ def step_number(name: str) -> int | None:
     """
     match = STEP.fullmatch(name)
     return int(match[1] or match[2]) if match else None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step folder of a run.
+
+    Attributes:
+        number: the step that its name carries.
+        run: the folder around it.
+        name: its own name there, raw.
+    """
+
+    number: int
+    run: Folder
+    name: str
+
+    @property
+    def folder(self) -> Folder:
+        """The step's folder."""
+        return self.run.sub(self.name)
+
+
+def steps_of(run: Folder) -> list[Step]:
+    """The steps that lie directly in a folder, the newest first; of two with one number the one that sorts later.
+
+    Raises:
+        AccessError: the folder could not be listed.
+    """
+    steps = [Step(number, run, name) for name in run.folders() if (number := step_number(name)) is not None]
+    return sorted(steps, key=lambda step: (step.number, step.name), reverse=True)
+
+
+def runs_below(folder: Folder, levels: int = 3) -> list[tuple[str, Folder]]:
+    """The folders that hold steps, each with its place below the folder: itself (""), or all below it that do.
+
+    Links out of the folder are not followed.
+
+    Args:
+        levels: how many floors below the folder are looked at.
+    """
+    if steps_of(folder):
+        return [("", folder)]
+    if not levels:
+        return []
+    inner = [name for name in folder.folders() if not name.startswith(".") and not folder.outside(name)]
+    below = [(name, runs_below(folder.sub(name), levels - 1)) for name in inner]
+    return [(f"{name}/{place}".rstrip("/"), run) for name, runs in below for place, run in runs]
 
 
 def find_checkpoints(folder: Folder, all_steps: bool) -> list[Folder]:

@@ -195,6 +195,7 @@ class Checkpoint:
         unseen: what could not be looked at without making the verdict incomplete, as sentences.
         payload: what the records say; None below depth `headers`.
         seal: what the saving job sealed; None without a seal, and below depth `data`.
+        written: when the newest file of its folder was written, seconds since the epoch; 0 where nobody knows.
         metadata_hash: BLAKE2b of `.metadata`, as a seal names it; "" without either.
         ranks: what the ranks of a running job hold; None for files.
         remarks: what the ranks found themselves and the rule that runs has to tell; the engine hands each its own.
@@ -227,6 +228,7 @@ class Checkpoint:
     payload: PayloadTable | None = None
     seal: Seal | None = None
     metadata_hash: str = ""
+    written: float = 0.0
     ranks: RankTable | None = None
     remarks: tuple[Remark, ...] = ()
     facts: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)

@@ -88,6 +88,28 @@ def human_bytes(count: int) -> str:
     raise AssertionError
 
 
+def human_duration(seconds: float) -> str:
+    """A time in its largest whole unit.
+
+    >>> human_duration(42), human_duration(7_300), human_duration(200_000)
+    ('42 s', '2 h', '2 days')
+    """
+    for unit, length in (("day", 86_400), ("h", 3_600), ("min", 60)):
+        if seconds >= length:
+            count = int(seconds // length)
+            return plural(count, unit) if unit == "day" else f"{count} {unit}"
+    return f"{int(seconds)} s"
+
+
+def listed(words: Sequence[str], last: str = "and") -> str:
+    """Words in a row.
+
+    >>> listed(["model", "optimizer", "rng"]), listed(["model"])
+    ('model, optimizer and rng', 'model')
+    """
+    return f" {last} ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
+
+
 def plural(count: int, noun: str) -> str:
     """A count with its noun.
 

@@ -136,6 +136,11 @@ class Folder(ABC):
         """Where a link leads that leaves this folder, or leads back to it; "" for all else."""
         return ""
 
+    @property
+    def newest(self) -> float:
+        """When what lies directly in the folder was last written, seconds since the epoch; 0 where nobody knows."""
+        return max((entry.mtime for entry in self.entries.values()), default=0.0)
+
     def files(self) -> list[str]:
         """Names of the files."""
         return [name for name, entry in self.entries.items() if not entry.is_folder]

@@ -1,0 +1,127 @@
+"""`ckptlint latest`: the newest step of a run that passes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ckptlint.commands.check import judging
+from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress, show_text
+from ckptlint.lint.options import tokens
+from ckptlint.model.text import listed
+from ckptlint.vocabulary.parts import PARTS
+
+if TYPE_CHECKING:
+    from ckptlint.lint.steps import JudgedStep, Search
+
+SCHEMA = "ckptlint.latest/1"
+_OF_REPORTS = (
+    "all-steps", "ascii", "color", "format", "max-per-rule", "output", "quiet", "statistics", "verbose",
+)  # fmt: skip
+
+
+@click.command(cls=WithSettings, context_settings=ENVIRONMENT)
+@click.argument("run_dir")
+@click.option(
+    "--require",
+    multiple=True,
+    metavar="PARTS",
+    help=f"Parts that the step must hold: {', '.join(PARTS)}.  [default: those of the step before it]",
+)
+@click.option("--before", type=click.IntRange(min=0), metavar="STEP", help="Only steps below this number.")
+@click.option("--format", "answer", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@check_options(but=_OF_REPORTS)
+def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: str, **options: Any) -> None:
+    """The newest step of a run that passes, with the options of `check`: its path on stdout, and nothing else.
+
+    Steps are judged from the newest down; what was skipped, and why, goes to stderr. Without --require a step must hold
+    the parts that the finished step before it holds.
+
+    Exit codes: 0 found, 1 no step passes, 2 wrong use, 3 no steps, 4 a newer step could not be judged, or several runs.
+    """
+    required = tokens(require)
+    if unknown := [part for part in required if part not in PARTS]:
+        raise click.UsageError(f"there is no part {unknown[0]!r}: {', '.join(PARTS)}")
+    judge = judging(options)
+    from ckptlint.lint.steps import newest_good, runs_at
+    from ckptlint.reporters.style import JSON_ESCAPE, inert
+
+    runs = runs_at(run_dir)
+    with progress(options["no_progress"]):
+        searches = [newest_good(run, path, lambda step: judge([step]), required, before) for path, run in runs]
+    if answer == "json":
+        show_text(inert(_as_json(searches), JSON_ESCAPE))
+    else:
+        click.echo(inert(_told(searches)), err=True)
+        if len(searches) == 1 and searches[0].exit_code == 0 and searches[0].found is not None:
+            show_text(searches[0].found.path + "\n")
+    sys.exit(_exit_code(searches))
+
+
+def _exit_code(searches: Sequence[Search]) -> int:
+    """The worst; of several runs no one is the answer, whatever they hold."""
+    codes = {search.exit_code for search in searches}
+    if not codes:
+        return 3
+    if len(searches) > 1:
+        codes.add(4)
+    return next((code for code in (4, 1, 3) if code in codes), 0)
+
+
+def _told(searches: Sequence[Search]) -> str:
+    """What was skipped and what was found, a line each; of several runs a table."""
+    if len(searches) == 1:
+        search = searches[0]
+        lines = [f"{step.name} skipped: {step.why}" for step in search.skipped]
+        doubt = next((step.name for step in search.skipped if step.verdict == "not judged"), "")
+        if search.found is None:
+            lines.append(f"no step passes, and {doubt} could not be judged" if doubt else "no step passes")
+        elif doubt:
+            lines.append(f"{search.found.name} passes, and {doubt} may be a newer good step: no answer")
+        else:
+            lines.append(
+                f"{search.found.name} passes (it holds {listed(search.found.parts) or 'no part that has a name'})"
+            )
+        return "\n".join(f"ckptlint: {line}" for line in lines)
+    from tabulate import tabulate
+
+    rows = [
+        (search.run, search.found.name if search.found else "none", "; ".join(_skipped(search))) for search in searches
+    ]
+    table = tabulate(rows, ("run", "newest good step", "newer, and skipped"), disable_numparse=True)
+    return f"{table}\n\nckptlint: {len(searches)} runs lie there: name one of them"
+
+
+def _skipped(search: Search) -> list[str]:
+    return [f"{step.name} {step.verdict}{f' ({step.code})' if step.code else ''}" for step in search.skipped]
+
+
+def _as_json(searches: Sequence[Search]) -> str:
+    runs = [
+        {
+            "run": search.run,
+            "step": _step(search.found) if search.found and search.exit_code == 0 else None,
+            "passes": _step(search.found) if search.found else None,
+            "skipped": [_step(step) for step in search.skipped],
+        }
+        for search in searches
+    ]
+    return json.dumps({"schema": SCHEMA, "exit_code": _exit_code(searches), "runs": runs}, indent=2) + "\n"
+
+
+def _step(step: JudgedStep) -> dict[str, Any]:
+    return {
+        "step": step.number,
+        "name": step.name,
+        "path": step.path,
+        "verdict": step.verdict,
+        "why": step.why or None,
+        "code": step.code or None,
+        "parts": list(step.parts),
+        "bytes": step.size,
+        "written": step.written or None,
+    }

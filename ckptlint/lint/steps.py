@@ -1,0 +1,218 @@
+"""Which step of a run to trust: what the report says of each, and the newest that passes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ckptlint.errors import CkptlintError, NothingToCheckError
+from ckptlint.lint.report import Report
+from ckptlint.loaders.checkpoint import open_checkpoint
+from ckptlint.loaders.discover import Step, find_checkpoints, runs_below, steps_of
+from ckptlint.loaders.run_folder import step_state
+from ckptlint.model import Checkpoint
+from ckptlint.model.checkpoint import ProblemKind
+from ckptlint.model.text import human_duration, listed, plural, printable
+from ckptlint.storage.folder import Folder
+from ckptlint.storage.locate import folder_at
+from ckptlint.storage.paths import shown
+from ckptlint.vocabulary.parts import PARTS, part_of_file, part_of_key
+
+Verdict = Literal["passes", "fails", "unfinished", "lacks parts", "not judged", "gone"]
+"""`not judged`: it may be sound, and could not be read or judged as a whole; `gone`: it vanished meanwhile."""
+
+_DOUBTFUL: tuple[ProblemKind, ...] = (
+    "unsupported",
+    "limit",
+)  # kinds of problems that say nothing about the checkpoint itself
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedStep:
+    """What became of one step.
+
+    Attributes:
+        number: the step that its name carries.
+        name: of its folder, printable.
+        path: as the user would name it.
+        why: what is wrong, one sentence; "" where it passes.
+        code: of the first finding, "" without one.
+        parts: what it holds of `vocabulary.parts.PARTS`.
+        size: bytes of its payload.
+        written: when its newest file was written, seconds since the epoch; 0 where the store does not say.
+    """
+
+    number: int
+    name: str
+    path: str
+    verdict: Verdict
+    why: str = ""
+    code: str = ""
+    parts: tuple[str, ...] = ()
+    size: int = 0
+    written: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The outcome of a search for the newest good step of one run.
+
+    Attributes:
+        run: the folder of the run, as the user would name it.
+        found: the newest step that passes, None without one.
+        skipped: the newer ones, the newest first.
+    """
+
+    run: str
+    found: JudgedStep | None = None
+    skipped: list[JudgedStep] = field(default_factory=list)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether no newer step could be the one."""
+        return all(step.verdict != "not judged" for step in self.skipped)
+
+    @property
+    def exit_code(self) -> int:
+        """0 found, 4 a newer step might be it, 1 none passes, 3 there is none."""
+        if not self.is_certain:
+            return 4
+        if self.found is None:
+            return 1 if self.skipped else 3
+        return 0
+
+
+def runs_at(path: str) -> list[tuple[str, Folder]]:
+    """The runs that a path means, each under the name that the user would give it.
+
+    Raises:
+        NothingToCheckError: nothing lies there, it is a file, or no step lies in or below it.
+        AccessError: a folder could not be listed.
+    """
+    folder, file = folder_at(path)
+    if file:
+        raise NothingToCheckError(f"{shown(path)} is a file: name the run folder around the steps")
+    found = runs_below(folder)
+    if not found:
+        raise NothingToCheckError(
+            f"no step under {shown(path)}: looked for folders such as iter_*, step-*, checkpoint-*"
+        )
+    return [("/".join(filter(None, (path.rstrip("/") or "/", place))), run) for place, run in found]
+
+
+def newest_good(
+    run: Folder, path: str, judge: Callable[[str], Report], required: Sequence[str] = (), before: int | None = None
+) -> Search:
+    """Judge the steps of a run from the newest down to the first that passes.
+
+    Args:
+        path: the run folder as the user would name it.
+        judge: the report on the checkpoint at a path.
+        required: the parts that the step must hold; without any, those that the step before it holds.
+        before: only steps below this number.
+
+    Raises:
+        AccessError: the run folder could not be listed.
+    """
+    steps = [step for step in steps_of(run) if before is None or step.number < before]
+    skipped: list[JudgedStep] = []
+    for position, step in enumerate(steps):
+        judged = _judged(step, f"{path.rstrip('/')}/{step.name}", judge)
+        if judged.verdict == "passes":
+            judged = _with_parts(judged, required, steps[position + 1 :])
+        if judged.verdict == "passes":
+            return Search(path, judged, skipped)
+        skipped.append(judged)
+    return Search(path, None, skipped)
+
+
+def _judged(step: Step, path: str, judge: Callable[[str], Report]) -> JudgedStep:
+    told = JudgedStep(step.number, printable(step.name), path, "not judged")
+    try:
+        told = replace(told, written=step.folder.newest)
+        if step_state(step.folder) == "unfinished":
+            return replace(told, verdict="unfinished", why=_unfinished(told.written))
+        report = judge(path)
+    except NothingToCheckError:
+        return replace(told, verdict="gone", why="it was removed while it was looked at")
+    except CkptlintError as error:
+        return replace(told, why=str(error))
+    if not _is_there(step):
+        return replace(told, verdict="gone", why="it was removed while it was looked at")
+    return replace(verdict_of(report), number=told.number, name=told.name, path=path, written=told.written)
+
+
+def _is_there(step: Step) -> bool:
+    try:
+        return bool(step.folder.entries)
+    except CkptlintError:
+        return False
+
+
+def _unfinished(written: float) -> str:
+    age = time.time() - written
+    when = f"; its newest file is {human_duration(age)} old" if written and age >= 0 else ""
+    return f"its save did not finish{when}"
+
+
+def verdict_of(report: Report) -> JudgedStep:
+    """What a report says of the one step that it is about; names and number are the caller's."""
+    checkpoints = [part.checkpoint for part in report.checkpoints]
+    size = sum(ckpt.total_bytes for ckpt in checkpoints)
+    written = max((ckpt.written for ckpt in checkpoints), default=0.0)
+    told = JudgedStep(0, "", "", "passes", parts=parts_of(checkpoints), size=size, written=written)
+    doubts = [p.message for ckpt in checkpoints if not ckpt.readable for p in ckpt.problems_of(*_DOUBTFUL)]
+    failing = [group for part in report.checkpoints for group in part.groups if report.is_failing(group.lead)]
+    if doubts:
+        return replace(told, verdict="not judged", why=doubts[0])
+    if failing:
+        lead = failing[0].lead
+        more = f" (and {plural(len(failing) - 1, 'more finding')})" if len(failing) > 1 else ""
+        return replace(
+            told, verdict="fails", code=lead.code, why=f"{lead.severity.label} {lead.code} {lead.title}{more}"
+        )
+    if report.is_incomplete:
+        reasons = [reason for part in report.checkpoints for reason in part.failed.values()]
+        return replace(told, verdict="not judged", why=next(iter([*report.unreadable, *reasons]), "it cannot be read"))
+    if report.not_found or not checkpoints:
+        return replace(told, verdict="unfinished", why=next(iter(report.not_found), "it holds no checkpoint"))
+    return told
+
+
+def _with_parts(judged: JudgedStep, required: Sequence[str], older: Sequence[Step]) -> JudgedStep:
+    """The verdict on a step that passes, once the parts that it must hold are compared with those it holds."""
+    asked = "--require asks for them"
+    if not required:
+        before = next(_finished(older), None)
+        if before is None:
+            return judged
+        name, required = before
+        asked = f"{name} before it has them"
+    lacking = [part for part in required if part not in judged.parts]
+    if not lacking:
+        return judged
+    return replace(judged, verdict="lacks parts", why=f"it has no {listed(lacking, 'and no')}; {asked}")
+
+
+def _finished(steps: Iterable[Step]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Name and parts of each step whose save finished and that can be read."""
+    for step in steps:
+        try:
+            if step_state(step.folder) != "unfinished":
+                yield printable(step.name), parts_of(map(open_checkpoint, find_checkpoints(step.folder, False)))
+        except CkptlintError:
+            continue
+
+
+def parts_of(checkpoints: Iterable[Checkpoint]) -> tuple[str, ...]:
+    """The parts that the checkpoints of one step hold together."""
+    found: set[str | None] = set()
+    for ckpt in checkpoints:
+        found |= {part_of_file(file.family) for file in ckpt.step_files}
+        names: set[str] = {entry.fqn for entry in ckpt.byte_objects} | {entry.key for entry in ckpt.objects}
+        if ckpt.common is not None:
+            names |= {key for key in ckpt.common.values if isinstance(key, str)}
+        found |= {part_of_key(name) for name in names.union(ckpt.tensors)}
+    return tuple(part for part in PARTS if part in found)
