@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ckptlint.depth import Depth
-from ckptlint.errors import AccessError, NothingToCheckError, ReaderError
+from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError, ReaderError
 from ckptlint.lint.baseline import apply_baseline, read_baseline
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.ignores import KeyIgnore, set_aside
 from ckptlint.lint.report import CheckpointReport, FailOn, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
+from ckptlint.loaders.run_folder import step_before
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Rule
 from ckptlint.storage.folder import Folder
@@ -24,22 +27,66 @@ if TYPE_CHECKING:
     from ckptlint.payload.reading import Reading
 
 
-Source = Callable[[str, bool, Depth, "Reading | None"], Iterator[tuple[Folder, Checkpoint]]]
+Opened = tuple[Folder, Checkpoint | CkptlintError]
+"""A folder and what lies in it, or why it could not be read."""
+
+Source = Callable[[str, bool, Depth, "Reading | None"], Iterator[Opened]]
+
+_AHEAD = 8  # steps that are read, by processes of their own, while others are judged
 
 
-def opened(path: str, all_steps: bool, depth: Depth, reading: Reading | None) -> Iterator[tuple[Folder, Checkpoint]]:
-    """Each checkpoint under a path, with its payload at depths that read it.
+def opened(path: str, all_steps: bool, depth: Depth, reading: Reading | None) -> Iterator[Opened]:
+    """Each checkpoint under a path, with its payload at depths that read it, and with the step before it.
+
+    Of a step whose older neighbour is not asked for, the neighbour's metadata alone is read.
 
     Raises:
-        NothingToCheckError, AccessError, ReaderError: as `find`, `open_checkpoint` and `read_payload`.
+        NothingToCheckError, AccessError: as `find`.
     """
-    for folder in find(path, all_steps):
-        ckpt = open_checkpoint(folder, depth.looks_at_files)
-        if reading is not None and ckpt.readable:
-            from ckptlint.payload.reader import read_payload
+    folders = find(path, all_steps)
+    asked = {folder.display for folder in folders}
+    reads = _all_read(folders, depth, reading)
+    waiting: list[tuple[Folder, Checkpoint | CkptlintError, Folder | None]] = []
+    read: dict[str, Checkpoint | CkptlintError] = {}
+    for folder in folders:
+        read[folder.display] = ckpt = next(reads)
+        older = step_before(folder) if isinstance(ckpt, Checkpoint) and ckpt.readable else None
+        if older is not None and older.display not in asked:
+            read[older.display] = _read(older, Depth.METADATA, None)
+        waiting.append((folder, ckpt, older))
+        while waiting and (waiting[0][2] is None or waiting[0][2].display in read):
+            folder, ckpt, older = waiting.pop(0)
+            before = None if older is None else read[older.display]
+            if isinstance(ckpt, Checkpoint) and isinstance(before, Checkpoint) and before.readable:
+                ckpt = replace(ckpt, before=before)
+            yield folder, ckpt
 
-            ckpt = read_payload(folder, ckpt, reading)
-        yield folder, ckpt
+
+def _all_read(folders: Sequence[Folder], depth: Depth, reading: Reading | None) -> Iterator[Checkpoint | CkptlintError]:
+    """What lies in each folder, in their order; metadata is read ahead, by several processes."""
+    if reading is not None or len(folders) == 1:
+        yield from (_read(folder, depth, reading) for folder in folders)
+        return
+    with ThreadPoolExecutor(_AHEAD) as pool:
+        going: deque[Future[Checkpoint | CkptlintError]] = deque()
+        for folder in folders:
+            going.append(pool.submit(_read, folder, depth, None))
+            if len(going) == _AHEAD:
+                yield going.popleft().result()
+        while going:
+            yield going.popleft().result()
+
+
+def _read(folder: Folder, depth: Depth, reading: Reading | None) -> Checkpoint | CkptlintError:
+    try:
+        ckpt = open_checkpoint(folder, depth.looks_at_files)
+        if reading is None or not ckpt.readable:
+            return ckpt
+        from ckptlint.payload.reader import read_payload
+
+        return read_payload(folder, ckpt, reading)
+    except CkptlintError as error:
+        return error
 
 
 def run(
@@ -82,19 +129,24 @@ def run(
     for path in paths:
         try:
             for folder, ckpt in (source or opened)(path, all_steps, depth, reading):
+                if not isinstance(ckpt, Checkpoint):
+                    (not_found if isinstance(ckpt, NothingToCheckError) else unreadable).append(_sentence(path, ckpt))
+                    continue
                 if reference is not None:
                     ckpt = replace(ckpt, reference=reference.part(folder.name))
                 parts.append(run_rules(ckpt, rules, depth))
         except NothingToCheckError as error:
             not_found.append(str(error))
-        except AccessError as error:
-            unreadable.append(str(error))
-        except ReaderError as error:
-            unreadable.append(
-                f"{shown(path)} could not be read because of a mistake in ckptlint, please report: {error}"
-            )
+        except (AccessError, ReaderError) as error:
+            unreadable.append(_sentence(path, error))
     judging = tuple(rule for rule in rules if (reference is not None or not rule.expects) and not rule.live)
     parts = set_aside(parts, rules, ignores, is_whole=not (not_found or unreadable))
     parts, solved = apply_baseline(parts, rules, known)
     seconds = time.perf_counter() - started
     return Report(parts, judging, depth, fail_on, tuple(not_found), tuple(unreadable), seconds, solved, shown(settings))
+
+
+def _sentence(path: str, error: CkptlintError) -> str:
+    if isinstance(error, ReaderError):
+        return f"{shown(path)} could not be read because of a mistake in ckptlint, please report: {error}"
+    return str(error)

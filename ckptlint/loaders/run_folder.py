@@ -11,7 +11,7 @@ from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.formats.safe_pickle import Opaque, read_state
 from ckptlint.formats.torch_archive import read_pickle_member
 from ckptlint.loaders.common_state import COMMON_FILE
-from ckptlint.loaders.discover import COMPONENT, leads_astray, step_number
+from ckptlint.loaders.discover import COMPONENT, components, leads_astray, step_number, steps_of
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise
@@ -28,6 +28,7 @@ TRAIN_STATE_TRACKER = "latest_train_state.pt"
 
 _MEGATRON = "iter_"
 _STEP = re.compile(r"(iter_|global_step_|checkpoint-)(\d+)")
+_NUMBERS = re.compile(r"[\d.]+")
 _LEVELS = 3  # verl: global_step_N/actor/dist_ckpt
 _OF_A_STEP = re.compile(rf"{COMPONENT.pattern}|actor|critic")
 
@@ -90,6 +91,43 @@ def _step_folder(folder: Folder) -> Folder | None:
             return None
         folder = above
     return None
+
+
+def step_before(folder: Folder) -> Folder | None:
+    """The folder of the same part in the nearest older finished step of the run; None without one.
+
+    Only steps that are named alike count, and links out of the run lead nowhere.
+    """
+    inner: list[str] = []
+    step = folder
+    while step_number(step.name) is None:
+        above = step.parent
+        if above is None or len(inner) == _LEVELS or not _OF_A_STEP.fullmatch(step.name):
+            return None
+        inner.insert(0, step.name)
+        step = above
+    number, run = step_number(step.name), step.parent
+    if run is None or number is None:
+        return None
+    try:
+        for older in steps_of(run):
+            is_alike = _NUMBERS.sub("", older.name) == _NUMBERS.sub("", step.name)
+            if older.number >= number or not is_alike or leads_astray(run, older.name):
+                continue
+            if step_state(older.folder) != "unfinished" and (found := _part(older.folder, inner, folder.part)):
+                return found
+    except CkptlintError:
+        return None
+    return None
+
+
+def _part(step: Folder, inner: list[str], label: str) -> Folder | None:
+    """The part of a step that lies in these sub-folders and has this label."""
+    for name in inner:
+        if name not in step.folders():
+            return None
+        step = step.sub(name)
+    return next((part for part in components(step) if part.part == label), None)
 
 
 def is_of_a_run(folder: Folder) -> bool:

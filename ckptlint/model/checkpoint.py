@@ -189,6 +189,7 @@ class Checkpoint:
         object_values: entry name -> content of the optimizer objects that describe their module (parameter groups,
             sharding type), one for each kind and module.
         run: the run folder that the step lies in; None outside of one.
+        before: the same part of the nearest older finished step of its run; None without one.
         step_files: the files of the step besides metadata and payload; empty where files were not looked at.
         index: what says in which safetensors file each key lies; None without one.
         reference: what the user expects it to hold; None without `--expect`.
@@ -215,6 +216,7 @@ class Checkpoint:
     declared: dict[str, Declared] = field(default_factory=dict)
     object_values: dict[str, Any] = field(default_factory=dict)
     run: RunFolder | None = None
+    before: Checkpoint | None = None
     step_files: tuple[StepFile, ...] = ()
     index: WeightIndex | None = None
     topology: dict[str, AxisSize] = field(default_factory=dict)

@@ -1,0 +1,175 @@
+"""What changed between two states of one job: keys that went or came, shapes, dtypes and cuts.
+
+Between two steps of a run nothing but values should change. A change that is complete in itself (a module, an
+optimizer, a dtype everywhere) was meant; one that leaves siblings as they were (a layer, one moment) was not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Literal
+
+from ckptlint.analysis.inventory import optimizer_parts, split_state
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import shape_text
+from ckptlint.vocabulary.keys import parse, role
+
+_CORE = ("embedding", "output", "norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What lies under a key.
+
+    Attributes:
+        dtype: of a tensor; what it is otherwise: `object`, `bytes`.
+        shape: of a tensor, in elements.
+        parts: chunks of a tensor, shards of an object.
+    """
+
+    dtype: str
+    shape: tuple[int, ...] = ()
+    parts: int = 1
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor."""
+        return self.dtype not in ("object", "bytes")
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {shape_text(self.shape)}" if self.is_tensor else self.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Keys of one role that changed alike.
+
+    Attributes:
+        kind: the keys are gone, new, or hold another shape, dtype or number of chunks.
+        fqns: the keys, in order.
+        was, now: what the first of them held and holds.
+        is_partial: whether others that should have changed with them did not.
+        rest: what stayed, as a sentence without a verb of its own; "" where nothing did.
+    """
+
+    kind: Literal["gone", "new", "shape", "dtype", "cut"]
+    fqns: tuple[str, ...]
+    was: Holding | None
+    now: Holding | None
+    is_partial: bool
+    rest: str = ""
+
+
+def older_name(ckpt: Checkpoint) -> str:
+    """The name of the step before, from where its path parts from that of the checkpoint; "" without one."""
+    if ckpt.before is None:
+        return ""
+    mine, theirs = ckpt.path.split("/"), ckpt.before.path.split("/")
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=False)))
+    return next(iter(theirs[shared:]), ckpt.before.path)
+
+
+def held_by(ckpt: Checkpoint) -> dict[str, Holding]:
+    """Key -> what lies under it, for the tensors, objects and bytes of a checkpoint."""
+    held = {
+        tensor.fqn: Holding(tensor.dtype, tensor.global_shape, len(tensor.chunks)) for tensor in ckpt.tensors.values()
+    }
+    for entry in ckpt.byte_objects:
+        held[entry.fqn] = Holding("bytes")
+    shards: dict[str, int] = defaultdict(int)
+    for shard in ckpt.objects:
+        shards[shard.key] += 1
+    return held | {key: Holding("object", (), count) for key, count in shards.items()}
+
+
+def changes(was: Mapping[str, Holding], now: Mapping[str, Holding]) -> Iterator[Change]:
+    """What changed, one `Change` for all keys of a role that changed alike."""
+    after: dict[str, list[str]] = defaultdict(list)
+    for fqn in now:
+        after[role(fqn)].append(fqn)
+    yield from _gone(was, now, after)
+    before = {role(fqn) for fqn in was}
+    for name, fqns in _by_role(fqn for fqn in now if fqn not in was).items():
+        yield Change("new", tuple(fqns), None, now[fqns[0]], name in before)
+    yield from _altered(was, now)
+
+
+def _by_role(fqns: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = defaultdict(list)
+    for fqn in fqns:
+        found[role(fqn)].append(fqn)
+    return found
+
+
+def _gone(was: Mapping[str, Holding], now: Mapping[str, Holding], after: Mapping[str, list[str]]) -> Iterator[Change]:
+    kinds = {parse(fqn).kind for fqn in now}
+    states = {state for fqn in now if (state := _state(fqn))}
+    params = {param for _, param in states}
+    lost = [fqn for fqn in was if fqn not in now]
+    modules = {name.rpartition(".")[0] for name in after}
+    for name, fqns in _by_role(lost).items():
+        key, state = parse(fqns[0]), _state(fqns[0])
+        rest = ""
+        if name in after:
+            rest = f"{len(after[name]):,} of the same role stay"
+        elif key.kind not in kinds:
+            rest = ""  # the step holds nothing of the kind any more
+        elif state is not None and state[1] in params:
+            rest = "other states of the same parameters stay"
+        elif key.kind == "model" and role(key.path) in params:
+            rest = "its optimizer state stays"
+        elif key.kind == "runtime" and "optimizer" in kinds:
+            rest = "the optimizer stays, so the job meant to go on"
+        elif key.kind == "model" and (key.function in _CORE or name.rpartition(".")[0] in modules):
+            rest = "the rest of the model stays"
+        yield Change("gone", tuple(fqns), was[fqns[0]], None, bool(rest), rest)
+
+
+def _state(fqn: str) -> tuple[str, str] | None:
+    """Name of an optimizer state and the role of its parameter."""
+    key = parse(fqn)
+    if key.kind != "optimizer":
+        return None
+    _, rest = optimizer_parts(key)
+    found = split_state(rest.removeprefix("state.")) if rest.startswith("state.") else None
+    return None if found is None else (found[0], role(parse(found[1]).path))
+
+
+def _altered(was: Mapping[str, Holding], now: Mapping[str, Holding]) -> Iterator[Change]:
+    shared = [fqn for fqn in was if fqn in now]
+    by_role = _by_role(shared)
+    kind_of = {name: _dtype_family(fqns[0]) for name, fqns in by_role.items()}
+    recast: dict[str, int] = defaultdict(int)  # family -> keys of another dtype
+    total: dict[str, int] = defaultdict(int)
+    for name, fqns in by_role.items():
+        total[kind_of[name]] += len(fqns)
+        recast[kind_of[name]] += sum(was[fqn].dtype != now[fqn].dtype for fqn in fqns)
+    recut = sum(was[fqn].parts != now[fqn].parts for fqn in shared)
+    for name, fqns in by_role.items():
+        shapes = [fqn for fqn in fqns if was[fqn].shape != now[fqn].shape]
+        dtypes = [fqn for fqn in fqns if was[fqn].dtype != now[fqn].dtype]
+        fewer = [fqn for fqn in fqns if was[fqn].parts > now[fqn].parts and fqn not in shapes]
+        if shapes:
+            first = shapes[0]
+            grown = parse(first).function in ("embedding", "output") and was[first].shape[1:] == now[first].shape[1:]
+            rest = _stay(len(fqns) - len(shapes))
+            yield Change("shape", tuple(shapes), was[first], now[first], bool(rest) or not grown, rest)
+        if dtypes:
+            rest = _stay(total[kind_of[name]] - recast[kind_of[name]])
+            yield Change("dtype", tuple(dtypes), was[dtypes[0]], now[dtypes[0]], bool(rest), rest)
+        if fewer and recut * 2 < len(shared):
+            rest = _stay(len(shared) - recut)
+            yield Change("cut", tuple(fewer), was[fewer[0]], now[fewer[0]], len(fewer) < len(fqns), rest)
+
+
+def _stay(count: int) -> str:
+    return f"{count:,} others stay as they were" if count else ""
+
+
+def _dtype_family(fqn: str) -> str:
+    """What changes its dtype together: the model's parameters, or all states of one name."""
+    state = _state(fqn)
+    return parse(fqn).kind if state is None else state[0]

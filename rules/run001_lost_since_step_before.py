@@ -1,0 +1,111 @@
+"""RUN001: a step holds what the step before it held."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from ckptlint.analysis.step_change import Change, changes, held_by, older_name
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import plural
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.vocabulary.keys import parse
+from ckptlint.vocabulary.parts import part_of_file
+
+_PLACE = "compared with the step before"
+_KINDS = {"optimizer": "optimizer", "runtime": "state of the job (random numbers, scheduler, data)"}
+
+
+@rule("RUN001", "lost-since-step-before", Severity.WARNING, whole=True)
+def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Keys or files that the step before this one has are not here.
+
+    What it checks:
+        The nearest older finished step of the same run is the reference: each tensor, object and bytes entry that it
+        has is here too, and each family of files beside the weights. What is gone together with everything of its kind
+        (a module of the model, the whole optimizer) is a note, what is gone while its siblings stay a warning: one
+        layer, one moment, the random state of a step that keeps its optimizer. Where more than half of the model's
+        keys are gone the names changed as a whole, and that is said once.
+    Why it matters:
+        A resume from this step loads without these values, or stops at the first that is missing.
+    Usual causes:
+        A plan that was reused after the structure changed, a save that is incomplete from the second step on, a rank
+        that did not write its part, a rotation that removed files.
+    How to fix:
+        Compare with `ckptlint diff OLDER THIS`, and resume from the older step unless the change was meant.
+    See:
+        pytorch#149785, nvidia-resiliency-ext#359, transformers#31034, Megatron-LM#4378
+    """
+    before = ckpt.before
+    if before is None:
+        raise NotApplicable("there is no older step to compare with")
+    if before.partial:
+        raise NotApplicable(f"the metadata of {before.path} describes only part of its save")
+    was, now = held_by(before), held_by(ckpt)
+    gone = [change for change in changes(was, now) if change.kind == "gone"]
+    kinds = Counter(parse(fqn).kind for fqn in was)
+    kept = {parse(fqn).kind for fqn in now}
+    lost = sum(len(change.fqns) for change in gone if parse(change.fqns[0]).kind == "model")
+    if lost * 2 > kinds["model"]:
+        yield _renamed(ckpt, was, now, lost, kinds["model"])
+    for kind in kinds.keys() - kept - {"model"}:
+        yield Finding(
+            f"nothing of the {_KINDS[kind]} is stored here; {older_name(ckpt)} has {plural(kinds[kind], 'key')} of it",
+            at=Location(label=_PLACE),
+            missing=("kind", kind),
+            severity=Severity.INFO if kind == "optimizer" or "optimizer" not in kept else None,
+        )
+    for change in gone:
+        kind = parse(change.fqns[0]).kind
+        if kind in kept and not (kind == "model" and lost * 2 > kinds["model"]):
+            yield from _findings(ckpt, change)
+    yield from _files(ckpt, keeps_optimizer="optimizer" in kept)
+
+
+def _findings(ckpt: Checkpoint, change: Change) -> Iterator[Finding]:
+    for fqn in change.fqns:
+        yield Finding(
+            f"nothing{{of}} is stored here; {older_name(ckpt)} has {change.was}",
+            at=Location(fqn, label=_PLACE),
+            severity=None if change.is_partial else Severity.INFO,
+            notes=(("because", change.rest),),
+            hint="resume from the older step unless it was left out on purpose" if change.is_partial else "",
+            alike=f"gone {change.fqns[0]}",
+        )
+
+
+def _renamed(ckpt: Checkpoint, was: Mapping[str, object], now: Mapping[str, object], lost: int, model: int) -> Finding:
+    new = [fqn for fqn in now if fqn not in was]
+    paths = {parse(fqn).path for fqn in was if fqn not in now}
+    same = sum(parse(fqn).path in paths for fqn in new)
+    return Finding(
+        f"{lost:,} of the {plural(model, 'key')} of the model in {older_name(ckpt)} are not here",
+        at=Location(label=_PLACE),
+        missing=("renamed", str(lost)),
+        notes=(
+            ("new", f"{plural(len(new), 'key')} that it has not"),
+            ("because", f"{same:,} differ in a wrapper's name alone, such as {new[0]}" if same else ""),
+        ),
+        why="a load by the older names finds none of them",
+        hint="resume with the code that wrote this step, or rename the keys",
+    )
+
+
+def _files(ckpt: Checkpoint, keeps_optimizer: bool) -> Iterator[Finding]:
+    """Families of files that the step before has and this one lacks."""
+    assert ckpt.before is not None
+    here = {file.family for file in ckpt.step_files}
+    names: dict[str, str] = {}
+    for file in ckpt.before.step_files:
+        if file.family not in here and (part_of_file(file.family) or file.family == "trainer state"):
+            names.setdefault(file.family, file.name)
+    is_meant = "optimizer state" in names and not keeps_optimizer
+    for family, name in names.items():
+        yield Finding(
+            f"no {family} lies here; {older_name(ckpt)} has {name}",
+            at=Location(file=name),
+            missing=("family", family),
+            severity=Severity.INFO if is_meant else None,
+            notes=(("because", "the optimizer is not here either: this step may hold the model alone" * is_meant),),
+            hint="" if is_meant else "resume from the older step, or copy the file from where this step was written",
+        )

@@ -1,0 +1,38 @@
+"""RUN002: a step holds nothing that the step before it did not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.analysis.step_change import changes, held_by, older_name
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+
+
+@rule("RUN002", "new-since-step-before", Severity.INFO, whole=True)
+def new_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Keys are here that the step before this one does not have.
+
+    What it checks:
+        Against the nearest older finished step of the same run: tensors, objects and bytes entries under new keys.
+        Always a note, since states appear with the first gradient of their parameter.
+    Why it matters:
+        Code that reads the older step does not know these keys.
+    Usual causes:
+        A module that was added or unfrozen, an optimizer that makes its state with the first step.
+    How to fix:
+        Nothing where the change was meant.
+    """
+    before = ckpt.before
+    if before is None:
+        raise NotApplicable("there is no older step to compare with")
+    if before.partial:
+        raise NotApplicable(f"the metadata of {before.path} describes only part of its save")
+    for change in changes(held_by(before), held_by(ckpt)):
+        if change.kind == "new":
+            for fqn in change.fqns:
+                yield Finding(
+                    f"{change.now}{{of}} is not in {older_name(ckpt)}",
+                    at=Location(fqn, ckpt.tensors.get(fqn)),
+                    alike=f"new {change.fqns[0]}",
+                )

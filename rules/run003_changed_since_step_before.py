@@ -1,0 +1,60 @@
+"""RUN003: shapes, dtypes and cuts are those of the step before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.analysis.step_change import Change, changes, held_by, older_name
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import shape_text
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+
+
+@rule("RUN003", "changed-since-step-before", Severity.WARNING, whole=True)
+def changed_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A tensor has another shape or dtype than in the step before, or is cut into fewer chunks than its siblings.
+
+    What it checks:
+        Against the nearest older finished step of the same run. A dtype that changed everywhere, and a vocabulary that
+        grew in all embeddings, are notes; any other shape, and a dtype that changed for some, are warnings. Fewer
+        chunks count where most tensors kept theirs: another world size cuts all of them anew, and is silent.
+    Why it matters:
+        Nothing but values should change between two steps, so a load into the model of the older step fails or
+        converts.
+    Usual causes:
+        A plan or a placement that was kept after the structure changed, one rank with another configuration, a cast
+        that met some parameters.
+    How to fix:
+        Compare with `ckptlint diff OLDER THIS --layout`, and resume from the older step unless the change was meant.
+    See:
+        pytorch#149785
+    """
+    before = ckpt.before
+    if before is None:
+        raise NotApplicable("there is no older step to compare with")
+    if before.partial:
+        raise NotApplicable(f"the metadata of {before.path} describes only part of its save")
+    for change in changes(held_by(before), held_by(ckpt)):
+        if change.kind in ("shape", "dtype", "cut"):
+            yield from _findings(ckpt, older_name(ckpt), change)
+
+
+def _findings(ckpt: Checkpoint, older: str, change: Change) -> Iterator[Finding]:
+    assert change.was is not None and change.now is not None
+    sentence = {
+        "shape": f"the shape{{of}} is {shape_text(change.now.shape)}, and {shape_text(change.was.shape)} in {older}",
+        "dtype": f"the dtype{{of}} is {change.now.dtype}, and {change.was.dtype} in {older}",
+        "cut": f"the number of chunks{{of}} is {change.now.parts:,}, and {change.was.parts:,} in {older}",
+    }[change.kind]
+    for fqn in change.fqns:
+        if change.kind == "cut" and ckpt.tensors[fqn].layout.coverage.missing_volume:
+            continue  # a chunk is missing: GEO004
+        yield Finding(
+            sentence,
+            at=Location(fqn, ckpt.tensors.get(fqn)),
+            missing=(change.kind,),
+            severity=None if change.is_partial else Severity.INFO,
+            notes=(("because", change.rest),),
+            hint="resume from the older step unless the change was meant" if change.is_partial else "",
+            alike=f"{change.kind} {change.fqns[0]}",
+        )

@@ -1,0 +1,47 @@
+"""RUN004: a step has about as many bytes as the step before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.analysis.step_change import held_by, older_name
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import human_bytes
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+
+
+@rule("RUN004", "smaller-than-step-before", Severity.WARNING, whole=True)
+def smaller_than_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The records hold less than half, or more than twice, the bytes of the step before, under the same keys.
+
+    What it checks:
+        The lengths of all storage entries together, against the nearest older finished step of the same run, where
+        keys, shapes and dtypes are the same and no record went through a stream transform.
+    Why it matters:
+        The same tensors need the same bytes, so one of the two steps holds other data than it says.
+    Usual causes:
+        Storage of views that was saved whole, records that were cut, metadata of one step over the payload of another.
+    How to fix:
+        Read both with `--depth headers`, and resume from the one that passes.
+    """
+    before = ckpt.before
+    if before is None:
+        raise NotApplicable("there is no older step to compare with")
+    if before.partial or ckpt.format != before.format:
+        raise NotApplicable(f"{before.path} is stored otherwise")
+    was, now = held_by(before), held_by(ckpt)
+    tensors = {fqn: (one.dtype, one.shape) for fqn, one in now.items() if one.is_tensor}
+    if tensors != {fqn: (one.dtype, one.shape) for fqn, one in was.items() if one.is_tensor}:
+        raise NotApplicable("other tensors are stored than in the step before")
+    if ckpt.records.transformed.any() or before.records.transformed.any():
+        raise NotApplicable("records went through a stream transform")
+    held, held_before = (int(part.records.byte_length.sum()) for part in (ckpt, before))
+    if not held_before or held_before <= 2 * held <= 4 * held_before:
+        return
+    yield Finding(
+        f"the records hold {human_bytes(held)}, and {human_bytes(held_before)} in {older_name(ckpt)}, under the same keys",
+        at=Location(label="compared with the step before"),
+        missing=("bytes",),
+        notes=(("ratio", f"{held / held_before:.2f}"),),
+        hint="check both with --depth headers",
+    )

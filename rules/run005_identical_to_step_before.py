@@ -1,0 +1,80 @@
+"""RUN005: a step holds other values than the step before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ckptlint.analysis.inventory import MOMENTS, inventory_of
+from ckptlint.analysis.step_change import older_name
+from ckptlint.depth import Depth
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+
+_LEAST = 64  # elements: a smaller tensor may stay as it is by chance
+
+
+@rule("RUN005", "identical-to-step-before", Severity.WARNING, needs=Depth.HEADERS, whole=True)
+def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The weights are bit for bit those of the step before.
+
+    What it checks:
+        The CRC-32s that the records carry, for tensors of 64 elements and more that are cut alike in both steps. All
+        weights and all moments the same is a warning: one save under two names. All weights the same while no moment
+        is compared, or while moments moved, is a note: a learning rate of zero is legal. Frozen weights beside others
+        that moved are silent.
+    Why it matters:
+        The training between the two steps is not in this one.
+    Usual causes:
+        An asynchronous save that staged its data too late, a save that wrote a stale copy of the state.
+    How to fix:
+        Resume from the older step, and look for what the asynchronous save copies and when.
+    See:
+        NVIDIA-NeMo/RL#3312
+    """
+    before = ckpt.before
+    if before is None:
+        raise NotApplicable("there is no older step to compare with")
+    if ckpt.payload is None or before.payload is None:
+        raise NotApplicable("the records of one of the two steps were not read")
+    inventory = inventory_of(ckpt)
+    weights = _compared(ckpt, before, [param.tensor for param in inventory.params])
+    moments = _compared(ckpt, before, [state.tensor for state in inventory.states if state.what in MOMENTS])
+    if not weights or not all(weights):
+        return
+    is_copy = bool(moments) and all(moments)
+    told = "all weights and all moments are" if is_copy else f"all {len(weights):,} weights that can be compared are"
+    yield Finding(
+        f"{told} bit for bit those of {older_name(ckpt)}",
+        at=Location(label="compared with the step before"),
+        missing=("identical",),
+        severity=None if is_copy else Severity.INFO,
+        notes=(("compared", f"{len(weights):,} weights and {len(moments):,} moments, by CRC-32 and length"),),
+        hint="resume from the older step: this one is a copy of it" if is_copy else "",
+    )
+
+
+def _compared(ckpt: Checkpoint, before: Checkpoint, tensors: list[Tensor]) -> list[bool]:
+    """For each tensor that both steps hold, cut alike and with checksums: whether the bytes are the same."""
+    found = []
+    for tensor in tensors:
+        other = before.tensors.get(tensor.fqn)
+        if other is None or tensor.volume < _LEAST or tensor.global_shape != other.global_shape:
+            continue
+        mine, theirs = _sums(ckpt, tensor), _sums(before, other)
+        if mine is not None and theirs is not None and mine.shape == theirs.shape:
+            found.append(bool((mine == theirs).all()))
+    return found
+
+
+def _sums(ckpt: Checkpoint, tensor: Tensor) -> np.ndarray | None:
+    """CRC-32, size and place of each chunk, in the order of their places; None where one has no checksum."""
+    assert ckpt.payload is not None
+    rows = tensor.chunks.record
+    if not len(rows) or (rows < 0).any() or (ckpt.payload.crc[rows] <= 0).any():
+        return None
+    offsets = tensor.layout.offsets
+    columns = [*(offsets[:, axis] for axis in range(offsets.shape[1])), ckpt.payload.crc[rows], ckpt.payload.size[rows]]
+    table = np.stack(columns, axis=1)
+    return table[np.lexsort(table.T[::-1])]
