@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
-from ckptlint.analysis.step_change import Change, changes, held_by, older_name
+from ckptlint.analysis.step_change import KIND_NAMES, Change, changes, held_by, older_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -13,7 +13,6 @@ from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.parts import part_of_file
 
 _PLACE = "compared with the step before"
-_KINDS = {"optimizer": "optimizer", "runtime": "state of the job (random numbers, scheduler, data)"}
 
 
 @rule("RUN001", "lost-since-step-before", Severity.WARNING, whole=True)
@@ -50,7 +49,7 @@ def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _renamed(ckpt, was, now, lost, kinds["model"])
     for kind in kinds.keys() - kept - {"model"}:
         yield Finding(
-            f"nothing of the {_KINDS[kind]} is stored here; {older_name(ckpt)} has {plural(kinds[kind], 'key')} of it",
+            f"nothing of the {KIND_NAMES[kind]} is stored here; {older_name(ckpt)} has {plural(kinds[kind], 'key')} of it",
             at=Location(label=_PLACE),
             missing=("kind", kind),
             severity=Severity.INFO if kind == "optimizer" or "optimizer" not in kept else None,

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.step_change import changes, held_by, older_name
+from ckptlint.analysis.step_change import KIND_NAMES, changes, held_by, older_name
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import braces, plural
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.vocabulary.keys import parse
+
+_SHOWN = 6
 
 
 @rule("RUN002", "new-since-step-before", Severity.INFO, whole=True)
@@ -28,11 +33,16 @@ def new_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("there is no older step to compare with")
     if before.partial:
         raise NotApplicable(f"the metadata of {before.path} describes only part of its save")
-    for change in changes(held_by(before), held_by(ckpt)):
-        if change.kind == "new":
-            for fqn in change.fqns:
-                yield Finding(
-                    f"{change.now}{{of}} is not in {older_name(ckpt)}",
-                    at=Location(fqn, ckpt.tensors.get(fqn)),
-                    alike=f"new {change.fqns[0]}",
-                )
+    new = [fqn for change in changes(held_by(before), held_by(ckpt)) if change.kind == "new" for fqn in change.fqns]
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for fqn in new:
+        kinds[parse(fqn).kind].append(fqn)
+    for kind, fqns in kinds.items():
+        names = braces(fqns)
+        more = [f"{len(names) - _SHOWN:,} more patterns"] if len(names) > _SHOWN else []
+        yield Finding(
+            f"{plural(len(fqns), 'key')} of the {KIND_NAMES[kind]} that {older_name(ckpt)} does not have",
+            at=Location(label="compared with the step before"),
+            missing=(kind,),
+            notes=(("new", ", ".join([*names[:_SHOWN], *more])),),
+        )

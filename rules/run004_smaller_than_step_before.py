@@ -39,7 +39,7 @@ def smaller_than_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     if not held_before or held_before <= 2 * held <= 4 * held_before:
         return
     yield Finding(
-        f"the records hold {human_bytes(held)}, and {human_bytes(held_before)} in {older_name(ckpt)}, under the same keys",
+        f"the records hold {human_bytes(held)}, and {human_bytes(held_before)} in {older_name(ckpt)} for the same keys",
         at=Location(label="compared with the step before"),
         missing=("bytes",),
         notes=(("ratio", f"{held / held_before:.2f}"),),

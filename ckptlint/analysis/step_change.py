@@ -17,6 +17,13 @@ from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.vocabulary.keys import parse, role
 
+KIND_NAMES = {
+    "model": "model",
+    "optimizer": "optimizer",
+    "runtime": "state of the job (random numbers, scheduler, data)",
+}
+"""Kinds of keys in words."""
+
 _CORE = ("embedding", "output", "norm")
 
 

@@ -16,7 +16,7 @@ from ckptlint.model.text import listed
 from ckptlint.vocabulary.parts import PARTS
 
 if TYPE_CHECKING:
-    from ckptlint.lint.steps import JudgedStep, Search
+    from ckptlint.lint.steps import Search
 
 SCHEMA = "ckptlint.latest/1"
 _OF_REPORTS = (
@@ -101,27 +101,15 @@ def _skipped(search: Search) -> list[str]:
 
 
 def _as_json(searches: Sequence[Search]) -> str:
+    from ckptlint.reporters.json_report import step_object
+
     runs = [
         {
             "run": search.run,
-            "step": _step(search.found) if search.found and search.exit_code == 0 else None,
-            "passes": _step(search.found) if search.found else None,
-            "skipped": [_step(step) for step in search.skipped],
+            "step": step_object(search.found) if search.found and search.exit_code == 0 else None,
+            "passes": step_object(search.found) if search.found else None,
+            "skipped": [step_object(step) for step in search.skipped],
         }
         for search in searches
     ]
     return json.dumps({"schema": SCHEMA, "exit_code": _exit_code(searches), "runs": runs}, indent=2) + "\n"
-
-
-def _step(step: JudgedStep) -> dict[str, Any]:
-    return {
-        "step": step.number,
-        "name": step.name,
-        "path": step.path,
-        "verdict": step.verdict,
-        "why": step.why or None,
-        "code": step.code or None,
-        "parts": list(step.parts),
-        "bytes": step.size,
-        "written": step.written or None,
-    }

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ckptlint.errors import CkptlintError, NothingToCheckError
-from ckptlint.lint.report import Report
+from ckptlint.lint.report import CheckpointReport, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
-from ckptlint.loaders.discover import Step, find_checkpoints, runs_below, steps_of
+from ckptlint.loaders.discover import Step, find_checkpoints, runs_below, step_number, steps_of
 from ckptlint.loaders.run_folder import step_state
 from ckptlint.model import Checkpoint
 from ckptlint.model.checkpoint import ProblemKind
@@ -179,6 +179,38 @@ def verdict_of(report: Report) -> JudgedStep:
     if report.not_found or not checkpoints:
         return replace(told, verdict="unfinished", why=next(iter(report.not_found), "it holds no checkpoint"))
     return told
+
+
+def steps_in(report: Report) -> list[JudgedStep]:
+    """The steps that a report tells of, the newest first; [] where it tells of one step or none."""
+    parts: dict[str, list[CheckpointReport]] = {}
+    for part in report.checkpoints:
+        if (step := _step_in(part.checkpoint.path)) is not None:
+            parts.setdefault(step, []).append(part)
+    if len(parts) < 2:
+        return []
+    judged = []
+    for path, members in parts.items():
+        told = verdict_of(replace(report, checkpoints=members, not_found=(), unreadable=()))
+        name = path.rpartition("/")[2]
+        judged.append(replace(told, path=path, name=name, number=step_number(name) or 0))
+    return sorted(judged, key=lambda step: (step.path.rpartition("/")[0], -step.number, step.name))
+
+
+def _step_in(path: str) -> str | None:
+    """The path of the step that a checkpoint is, or lies in."""
+    names = path.split("/")
+    places = [place for place, name in enumerate(names) if step_number(name) is not None]
+    return "/".join(names[: places[-1] + 1]) if places else None
+
+
+def newest_passing(steps: Iterable[JudgedStep]) -> dict[str, JudgedStep | None]:
+    """Run -> the newest of its steps that passes, None where none does."""
+    newest: dict[str, JudgedStep | None] = {}
+    for step in steps:
+        run = step.path.rpartition("/")[0]
+        newest[run] = newest.get(run) or (step if step.verdict == "passes" else None)
+    return newest
 
 
 def _with_parts(judged: JudgedStep, required: Sequence[str], older: Sequence[Step]) -> JudgedStep:

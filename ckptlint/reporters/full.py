@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 
 from ckptlint.geometry.chunk_map import draw, make_grid
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Report, worst
+from ckptlint.lint.steps import JudgedStep, newest_passing, steps_in
 from ckptlint.model import Checkpoint, RecordState, StepFile
 from ckptlint.model.checkpoint import FORMAT_NAMES
 from ckptlint.model.layout import Box
@@ -26,6 +28,8 @@ def render(report: Report, style: Style) -> str:
     for part in report.checkpoints:
         texts = [] if style.quiet else [header(part.checkpoint, style)]
         found = _findings(part, style)
+        if style.quiet and found and len(report.checkpoints) > 1:
+            texts = [style.paint(part.checkpoint.path, "bold")]
         if texts and not found and len(report.checkpoints) > 1 and not part.is_incomplete:
             texts[0] += "\n  " + style.paint("passed", "good")
         texts += found
@@ -38,6 +42,12 @@ def render(report: Report, style: Style) -> str:
         files = [file for part in report.checkpoints for file in part.checkpoint.step_files]
         told = style.wrap(account(files), "  ", "") if any(file.state != "read" for file in files) else []
         blocks.append("\n".join([*unread, *told, *verdict(report, style)]))
+        if steps := steps_in(report):
+            blocks += [
+                "",
+                step_table(steps),
+                *(line for text in step_lines(steps) for line in style.wrap(text, "  ", "")),
+            ]
     separator = "\n" if _is_clean(report, style) else "\n\n"
     return inert(separator.join(text for text in blocks if text)) + ("\n" if blocks else "")
 
@@ -81,6 +91,41 @@ def account(files: Sequence[StepFile]) -> str:
         names = ", ".join([cut(name) for name in unknown[:_UNKNOWN_LIMIT]] + more)
         parts.append(f"{sum(file.state == 'unknown' for file in files):,} unknown ({names})")
     return "Beside the tensors: " + ", ".join(parts) + "."
+
+
+STEP_COLUMNS = ("step", "written", "holds", "payload", "verdict")
+
+
+def step_rows(steps: Sequence[JudgedStep]) -> list[tuple[str, ...]]:
+    """The cells of a table of steps, below `STEP_COLUMNS`."""
+    return [
+        (
+            step.name,
+            time.strftime("%Y-%m-%d %H:%M", time.localtime(step.written)) if step.written else "",
+            ", ".join(step.parts),
+            human_bytes(step.size) if step.size else "",
+            f"{step.verdict} {step.code}".rstrip(),
+        )
+        for step in steps
+    ]
+
+
+def step_table(steps: Sequence[JudgedStep]) -> str:
+    """The steps as a table."""
+    from tabulate import tabulate
+
+    return tabulate(step_rows(steps), STEP_COLUMNS, disable_numparse=True, tablefmt="plain")
+
+
+def step_lines(steps: Sequence[JudgedStep]) -> list[str]:
+    """For each run a sentence with its newest step that passes; a path stands last, so that a reader finds it."""
+    lines = []
+    for run, step in newest_passing(steps).items():
+        if step is None:
+            lines.append(f"No step of {run} passes.")
+        else:
+            lines.append(f"The newest step that passes, and needs no other: {step.path}")
+    return lines
 
 
 def _is_clean(report: Report, style: Style) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from ckptlint._version import __version__
 from ckptlint.geometry.chunk_graph import coordinates
 from ckptlint.lint.report import CheckpointReport, Diagnostic, FindingGroup, Ignored, Report
+from ckptlint.lint.steps import JudgedStep, steps_in
 from ckptlint.model import Reference
 from ckptlint.reporters.style import Style
 
@@ -30,11 +31,27 @@ def render(report: Report, style: Style) -> str:
         },
         "verdict": report.verdict,
         "summary": {**counts, "ignored": hidden["per-key-ignores"], "baselined": hidden["baseline"]},
+        "steps": [step_object(step) for step in steps_in(report)],
         "checkpoints": [_checkpoint(part) for part in report.checkpoints],
         "nothing": list(report.not_found),
         "refused": list(report.unreadable),
     }
     return json.dumps(document, indent=2) + "\n"
+
+
+def step_object(step: JudgedStep) -> dict[str, Any]:
+    """A step and its verdict, in the words of `report.schema.json`."""
+    return {
+        "step": step.number,
+        "name": step.name,
+        "path": step.path,
+        "verdict": step.verdict,
+        "why": step.why or None,
+        "code": step.code or None,
+        "parts": list(step.parts),
+        "bytes": step.size,
+        "written": step.written or None,
+    }
 
 
 def sample(report: Report) -> str | None:

@@ -16,11 +16,12 @@ from ckptlint._version import __version__
 from ckptlint.geometry.chunk_graph import axis_graph, axis_name, rank_of
 from ckptlint.geometry.chunk_map import Grid, make_grid
 from ckptlint.lint.report import CheckpointReport, Diagnostic, FindingGroup, Report
+from ckptlint.lint.steps import steps_in
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.checkpoint import FORMAT_NAMES
 from ckptlint.model.layout import Box, Layout
 from ckptlint.model.text import human_bytes, plural
-from ckptlint.reporters.full import account, also, place_of
+from ckptlint.reporters.full import STEP_COLUMNS, account, also, place_of, step_lines, step_rows
 from ckptlint.reporters.html import svg
 from ckptlint.reporters.style import Style, cut
 from ckptlint.rule import SECTIONS, Finding
@@ -71,6 +72,7 @@ def render(report: Report, style: Style) -> str:
         sentence=_sentence(report),
         counts=[(level, report.counts[level]) for level in ("error", "warning", "info")],
         totals=_totals(report),
+        steps=_steps(report),
         messages=[*report.unreadable, *report.not_found],
         parts=parts,
         version=__version__,
@@ -153,6 +155,12 @@ def _totals(report: Report) -> list[tuple[str, str]]:
         ("time", f"{report.seconds:.2f} s"),
         *([("settings", report.settings)] if report.settings else []),
     ]
+
+
+def _steps(report: Report) -> dict[str, Any]:
+    """The table of steps and the sentences below it."""
+    steps = steps_in(report)
+    return {"columns": STEP_COLUMNS, "rows": step_rows(steps), "lines": step_lines(steps) if steps else []}
 
 
 # ---------------------------------------------------------------- one checkpoint
