@@ -49,7 +49,7 @@ def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _renamed(ckpt, was, now, lost, kinds["model"])
     for kind in kinds.keys() - kept - {"model"}:
         yield Finding(
-            f"nothing of the {KIND_NAMES[kind]} is stored here; {older_name(ckpt)} has {plural(kinds[kind], 'key')} of it",
+            f"nothing of the {KIND_NAMES[kind]} is stored here; {older_name(ckpt)} has {plural(kinds[kind], 'such key')}",
             at=Location(label=_PLACE),
             missing=("kind", kind),
             severity=Severity.INFO if kind == "optimizer" or "optimizer" not in kept else None,

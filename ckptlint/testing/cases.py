@@ -71,6 +71,9 @@ def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:
     depth = Depth(case.table.get("depth", max(rule.needs, Depth.FILES, key=[*Depth].index)))
     ckpt = load_folder(write_checkpoint(case.table, folder), depth)
     ckpt = replace(ckpt, problems=[*ckpt.problems, *(Problem("view", **view) for view in case.table.get("views", ()))])
+    if "before" in case.table:
+        older = write_checkpoint(case.table["before"], folder)
+        ckpt = replace(ckpt, before=load_folder(older, depth))
     if case.table.keys() & {"reference", "reference_config"}:
         place = write_reference(case.table, folder.with_name(f"{folder.name}-expected"))
         ckpt = replace(ckpt, reference=read_reference(str(place)))
