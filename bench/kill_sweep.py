@@ -132,7 +132,6 @@ def megatron_job():
     """One rank of megatron-core on the CPU, where there is no stream to wait for."""
     from megatron.core import parallel_state
 
-
     with single_process():
         parallel_state.initialize_model_parallel()
         try:

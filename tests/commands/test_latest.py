@@ -1,0 +1,139 @@
+"""`ckptlint latest` on runs of real steps: the newest that passes, what was skipped, and what is never answered."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import REAL
+
+GOOD, HOLE = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole"
+
+
+def latest(*arguments: object) -> subprocess.CompletedProcess[str]:
+    """The command as a user runs it."""
+    command = [sys.executable, "-m", "ckptlint", "latest", "--isolated", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A torn newest step, a hole in the one before, a truncated one, and two good ones."""
+    for number in (100, 200, 300, 500):
+        shutil.copytree(GOOD, tmp_path / f"step-{number}")
+    shutil.copytree(HOLE, tmp_path / "step-400")
+    (tmp_path / "step-500" / ".metadata").rename(tmp_path / "step-500" / ".metadata.tmp")
+    os.truncate(tmp_path / "step-300" / "__1_0.distcp", 5_000)
+    return tmp_path
+
+
+def test_the_newest_good_step_alone_is_on_stdout(run: Path) -> None:
+    """What was skipped, and why, is on stderr, the newest first."""
+    answer = latest(run)
+    assert (answer.returncode, answer.stdout) == (0, f"{run}/step-200\n")
+    lines = answer.stderr.splitlines()
+    assert [line.split()[1] for line in lines] == ["step-500", "step-400", "step-300", "step-200"]
+    assert "its save did not finish" in lines[0]
+    assert "error GEO004" in lines[1]
+    assert "error PAY004" in lines[2]
+
+
+def test_json_holds_the_same(run: Path) -> None:
+    """For machines: the step, and each that was skipped with its verdict and code."""
+    document = json.loads(latest(run, "--format", "json").stdout)
+    (search,) = document["runs"]
+    assert document["exit_code"] == 0
+    assert (search["step"]["path"], search["step"]["parts"]) == (f"{run}/step-200", ["model", "optimizer"])
+    assert [(step["name"], step["verdict"], step["code"]) for step in search["skipped"]] == [
+        ("step-500", "unfinished", None),
+        ("step-400", "fails", "GEO004"),
+        ("step-300", "fails", "PAY004"),
+    ]
+
+
+def test_before_and_options_of_check(run: Path) -> None:
+    """Only older steps; a rule that is ignored skips nothing."""
+    assert latest(run, "--before", "200").stdout == f"{run}/step-100\n"
+    assert latest(run, "--ignore", "GEO", "--require", "model").stdout == f"{run}/step-400\n"
+
+
+def test_parts(run: Path) -> None:
+    """A step without the optimizer of the step before is passed over, unless the model alone is asked for."""
+    shutil.rmtree(run / "step-500")
+    assert "it has no optimizer" in latest(run, "--ignore", "GEO").stderr
+    answer = latest(run, "--require", "model,rng")
+    assert (answer.returncode, answer.stdout) == (1, "")
+    assert "it has no rng; --require asks for them" in answer.stderr
+    assert latest(run, "--require", "modle").returncode == 2
+
+
+def test_no_step_passes(tmp_path: Path) -> None:
+    """Exit 1, and nothing on stdout."""
+    shutil.copytree(HOLE, tmp_path / "step-1")
+    answer = latest(tmp_path)
+    assert (answer.returncode, answer.stdout) == (1, "")
+    assert answer.stderr.splitlines()[-1] == "ckptlint: no step passes"
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    """Exit 3 for a folder without steps, for none at all and for a file."""
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "absent", tmp_path / "file"):
+        answer = latest(path)
+        assert (answer.returncode, answer.stdout) == (3, "")
+        assert answer.stderr.count("\n") == 1
+
+
+def test_in_doubt_there_is_no_answer(run: Path) -> None:
+    """A newer step of a format that is not read may be the one: exit 4."""
+    (run / "step-600").mkdir()
+    (run / "step-600" / "mp_rank_00_model_states.pt").write_bytes(b"x")
+    answer = latest(run)
+    assert (answer.returncode, answer.stdout) == (4, "")
+    assert "step-200 passes, and step-600 may be a newer good step: no answer" in answer.stderr
+
+
+def test_a_link_out_of_the_run_is_in_doubt(run: Path) -> None:
+    """It is named and not searched."""
+    (run / "step-700").symlink_to("/")
+    answer = latest(run)
+    assert (answer.returncode, answer.stdout) == (4, "")
+    assert "step-700" in answer.stderr
+
+
+def test_links_in_circles_and_names_that_are_no_steps(run: Path) -> None:
+    """Neither is a step; a tracker of garbage changes nothing."""
+    (run / "step-x").mkdir()
+    (run / "loop").symlink_to(run)
+    (run / "latest_checkpointed_iteration.txt").write_bytes(b"\xff" * 100)
+    assert latest(run).stdout == f"{run}/step-200\n"
+
+
+def test_several_runs(run: Path, tmp_path: Path) -> None:
+    """A table, and no answer: which run was meant?"""
+    both = tmp_path / "both"
+    both.mkdir()
+    shutil.copytree(run / "step-100", both / "a" / "step-1")
+    shutil.copytree(HOLE, both / "b" / "checkpoints" / "step-2")
+    answer = latest(both)
+    assert (answer.returncode, answer.stdout) == (4, "")
+    assert f"{both}/a" in answer.stderr
+    assert "step-2 fails (GEO004)" in answer.stderr
+    document = json.loads(latest(both, "--format", "json").stdout)
+    assert [search["step"] and search["step"]["name"] for search in document["runs"]] == ["step-1", None]
+
+
+def test_megatron_run(tmp_path: Path) -> None:
+    """A step of Megatron-LM holds model, optimizer, scheduler and random state; the last file of a save is missing."""
+    real = REAL / "megatron_tp2_pp2" / "iter_0000010"
+    for number in (10, 20):
+        shutil.copytree(real, tmp_path / f"iter_{number:07}")
+    (tmp_path / "iter_0000020" / "metadata.json").unlink()
+    answer = latest(tmp_path, "--require", "model,optimizer,scheduler,rng")
+    assert (answer.returncode, answer.stdout) == (0, f"{tmp_path}/iter_0000010\n")
+    assert "iter_0000020 skipped: its save did not finish" in answer.stderr
