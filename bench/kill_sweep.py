@@ -350,6 +350,7 @@ def main() -> int:
             except AssertionError as error:
                 rows.append((save.name, str(error), "", "", ""))
                 continue
+        print(f"{save.name}: {tally.killed} killed, {len(tally.wrong)} wrong answers", file=sys.stderr, flush=True)
         rows.append((save.name, tally.killed, tally.refused, tally.whole, len(tally.wrong)))
         wrong += len(tally.wrong)
         for sentence in tally.wrong:

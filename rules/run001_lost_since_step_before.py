@@ -48,8 +48,9 @@ def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     if lost * 2 > kinds["model"]:
         yield _renamed(ckpt, was, now, lost, kinds["model"])
     for kind in kinds.keys() - kept - {"model"}:
+        count = plural(kinds[kind], "such key")
         yield Finding(
-            f"nothing of the {KIND_NAMES[kind]} is stored here; {older_name(ckpt)} has {plural(kinds[kind], 'such key')}",
+            f"nothing of the {KIND_NAMES[kind]} is stored here; {older_name(ckpt)} has {count}",
             at=Location(label=_PLACE),
             missing=("kind", kind),
             severity=Severity.INFO if kind == "optimizer" or "optimizer" not in kept else None,

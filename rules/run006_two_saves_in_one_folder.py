@@ -1,0 +1,82 @@
+"""RUN006: all files of a step come from one save."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ckptlint.analysis.inventory import State, inventory_of
+from ckptlint.depth import Depth
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import listed
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+
+_LARGEST = 2_000_000
+_FORMS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
+
+
+@rule("RUN006", "two-saves-in-one-folder", Severity.WARNING, needs=Depth.HEADERS)
+def two_saves_in_one_folder(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The optimizer's step differs from file to file: payload of two saves lies in one folder.
+
+    What it checks:
+        The 0-d `step` that Adam keeps for each parameter, by the CRC-32 of its record. Each file has one value, two
+        files have different ones, and parameters of one layer (or outside of layers) are among both. Parameters that
+        lag, since they got no gradient, were frozen or were reset, differ within files or layer by layer: silent.
+    Why it matters:
+        The tensors of the two files belong to different moments of the training; a load mixes them without an error.
+    Usual causes:
+        A save into a folder that held an older step, a copy that broke off over an older one, a rank that staged late.
+    How to fix:
+        Resume from another step; copy the files again from where they were written.
+    See:
+        torch.optim.Adam: `step` is a tensor for each parameter
+    """
+    payload = ckpt.payload
+    if payload is None:
+        raise NotApplicable("the records were not read")
+    steps = [state for state in inventory_of(ckpt).states if state.what == "step" and state.tensor.volume == 1]
+    found = [(state, int(state.tensor.chunks.record[0])) for state in steps if len(state.tensor.chunks) == 1]
+    known = [(state, row, int(payload.crc[row])) for state, row in found if row >= 0 and payload.crc[row] > 0]
+    if not known:
+        raise NotApplicable("no step of a parameter is stored with a checksum")
+    by_file: dict[int, set[int]] = defaultdict(set)
+    by_layer: dict[object, set[int]] = defaultdict(set)
+    lead: dict[int, tuple[State, int]] = {}
+    for state, row, crc in known:
+        by_file[int(ckpt.records.file[row])].add(crc)
+        key = state.param.key if state.param else None
+        by_layer[(key.scope, key.block, key.layer) if key else None].add(crc)
+        lead.setdefault(crc, (state, int(ckpt.records.file[row])))
+    if len(lead) < 2 or any(len(values) > 1 for values in by_file.values()):
+        return
+    if all(len(values) == 1 for values in by_layer.values()):
+        return
+    files: dict[int, list[str]] = defaultdict(list)
+    for file, values in by_file.items():
+        files[next(iter(values))].append(ckpt.files[file].name)
+    told = sorted(files.items(), key=lambda pair: -len(pair[1]))
+    crc, names = told[-1]
+    yield Finding(
+        f"the optimizer is at another step in {listed(sorted(names)[:4])} than in the other files",
+        at=Location(file=sorted(names)[0]),
+        missing=("steps",),
+        notes=tuple(("step", f"{_value(lead[c][0].tensor.dtype, c)} in {_some(group)}") for c, group in told[:4]),
+        hint="resume from another step, or copy these files again",
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
+    return ", ".join(sorted(names)[:3]) + more
+
+
+def _value(dtype: str, crc: int) -> str:
+    """The whole number whose bytes have this checksum, as text."""
+    form = _FORMS.get(dtype)
+    for number in range(_LARGEST) if form else ():
+        if zlib.crc32(struct.pack(form or "", number)) == crc:
+            return f"{number:,}"
+    return "another value"
