@@ -180,7 +180,7 @@ def _severity(
 def _parameter_repeats(
     ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: Sequence[tuple[int, int]]
 ) -> bool:
-    """Whether the parameter of a state is not known to differ where the state repeats: it does so too, or is unread."""
+    """Whether the parameter of a state, cut as the state is, repeats where the state does."""
     owner = next((state for state in inventory_of(ckpt).states if state.tensor is tensor), None)
     if owner is None or owner.param is None:
         return False
@@ -191,7 +191,7 @@ def _parameter_repeats(
     for row, earlier in pairs:
         a, b = (rows.get(tensor.layout.box(i)) for i in (row, earlier))
         if a is None or b is None:
-            return True  # cut otherwise: nothing to compare with
+            return False  # cut otherwise: nothing to compare with, and OPT002 and PAY009 tell it
         if numbers[a] < 0 or numbers[a] != numbers[b]:
             return False
     return True
