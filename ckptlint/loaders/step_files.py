@@ -14,7 +14,7 @@ from ckptlint.formats.sandbox import isolated
 from ckptlint.formats.torch_archive import read_pickle_member
 from ckptlint.formats.torch_legacy import PICKLES_LIMIT, START, split_pickles
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
-from ckptlint.loaders.discover import COMPONENT, components, newest_readable_step, step_number
+from ckptlint.loaders.discover import COMPONENT, components, newest_readable_step, step_number, sub_folder
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, Recognised, unsupported, unsupported_hint
@@ -88,8 +88,10 @@ def _files_of(folder: Folder) -> Iterator[_Found]:
         for name in place.folders():
             if holds_no_state(name) or step_number(name) is not None:
                 continue
-            sub = place.sub(name)
-            if sub.display != folder.display and not components(sub):
+            sub = sub_folder(place, name)
+            if sub is None:
+                yield _Found(place, name, printable(f"{prefix}{name}/"), None, 0)
+            elif sub.display != folder.display and not components(sub):
                 yield from _listed(sub, f"{prefix}{name}/")
                 deeper = [inner for inner in sub.folders() if not (holds_no_state(inner) or COMPONENT.fullmatch(inner))]
                 for inner in deeper:
