@@ -174,10 +174,9 @@ def _optimizer(root: Any) -> OptimizerFile | None:
     states, groups = (root.get("state"), root.get("param_groups")) if isinstance(root, dict) else (None, None)
     if not isinstance(states, dict) or not isinstance(groups, list):
         return None
-    listed = [group.get("params") for group in groups if isinstance(group, dict)]
-    if len(listed) < len(groups) or not all(isinstance(params, list) for params in listed):
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
         return None
-    params = [param for params in listed for param in params]
+    params = [param for group in groups for param in group["params"]]
     if not all(isinstance(param, (int, str)) for param in (*params, *states)):
         return None
     shapes = {
