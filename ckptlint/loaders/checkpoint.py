@@ -66,7 +66,7 @@ def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
     if folder.linked_to:
         sentence = f"{printable(folder.name)} is a link to {folder.linked_to}, outside of the run"
         note = Problem(
-            "note", ckpt.metadata_file, sentence, why="what lies there may be changed or removed with another"
+            "note", ckpt.metadata_file, sentence, why="who cleans up there, or saves anew, changes this step"
         )
         ckpt = replace(ckpt, problems=[*ckpt.problems, note])
     ckpt = replace(ckpt, unseen=(*ckpt.unseen, *folder.strays))
