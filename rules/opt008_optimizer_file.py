@@ -92,8 +92,8 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
     told = ", ".join(f"{[*shape]}" for shape in list(odd)[:_NAMED])
     is_one_to_one = odd.total() == left.total() and 2 * odd.total() < len(moments)
     yield (
-        f"the moments of {odd.total()} of {plural(len(moments), 'parameter')} in {file} have shapes that the tensors do "
-        f"not have as often: {told}",
+        f"the moments of {odd.total()} of {plural(len(moments), 'parameter')} in {file} have shapes that the tensors "
+        f"do not have as often: {told}",
         f"shapes {told}",
         not is_one_to_one,
     )
