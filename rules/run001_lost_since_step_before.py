@@ -24,7 +24,7 @@ def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         has is here too, and each family of files beside the weights. What is gone together with everything of its kind
         (a module of the model, the whole optimizer) is a note, what is gone while its siblings stay a warning: one
         layer, one moment, the random state of a step that keeps its optimizer. Where more than half of the model's
-        keys are gone the names changed as a whole, and that is said once.
+        keys are gone that is said once, and is a note where all of them are: the names changed as a whole.
     Why it matters:
         A resume from this step loads without these values, or stops at the first that is missing.
     Usual causes:
@@ -75,13 +75,14 @@ def _findings(ckpt: Checkpoint, change: Change) -> Iterator[Finding]:
 
 
 def _renamed(ckpt: Checkpoint, was: Mapping[str, object], now: Mapping[str, object], lost: int, model: int) -> Finding:
-    new = [fqn for fqn in now if fqn not in was]
+    new = [fqn for fqn in now if fqn not in was and parse(fqn).kind == "model"]
     paths = {parse(fqn).path for fqn in was if fqn not in now}
     same = sum(parse(fqn).path in paths for fqn in new)
     return Finding(
         f"{lost:,} of the {plural(model, 'key')} of the model in {older_name(ckpt)} are not here",
         at=Location(label=_PLACE),
         missing=("renamed", str(lost)),
+        severity=Severity.INFO if lost == model and new else None,
         notes=(
             ("new", f"{plural(len(new), 'key')} that it has not"),
             ("because", f"{same:,} differ in a wrapper's name alone, such as {new[0]}" if same else ""),

@@ -58,7 +58,8 @@ def opened(path: str, all_steps: bool, depth: Depth, reading: Reading | None) ->
             folder, ckpt, older = waiting.pop(0)
             before = None if older is None else read[older.display]
             if isinstance(ckpt, Checkpoint) and isinstance(before, Checkpoint) and before.readable:
-                ckpt = replace(ckpt, before=before)
+                # an export beside the saves of a run has names of its own
+                ckpt = replace(ckpt, before=before if before.format == ckpt.format else None)
             yield folder, ckpt
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 from ckptlint.errors import CkptlintError, NothingToCheckError
 from ckptlint.lint.report import CheckpointReport, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
-from ckptlint.loaders.discover import Step, find_checkpoints, leads_astray, runs_below, step_number, steps_of
+from ckptlint.loaders.discover import Step, find_checkpoints, runs_below, step_number, steps_of
 from ckptlint.loaders.run_folder import step_state
 from ckptlint.model import Checkpoint
 from ckptlint.model.checkpoint import ProblemKind
@@ -130,8 +130,6 @@ def newest_good(
 
 def _judged(step: Step, path: str, judge: Callable[[str], Report]) -> JudgedStep:
     told = JudgedStep(step.number, printable(step.name), path, "not judged")
-    if leads_astray(step.run, step.name):
-        return replace(told, why=f"it is a link to {printable(step.run.outside(step.name))}, which was not searched")
     try:
         told = replace(told, written=step.folder.newest)
         if step_state(step.folder) == "unfinished":

@@ -11,7 +11,7 @@ from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.formats.safe_pickle import Opaque, read_state
 from ckptlint.formats.torch_archive import read_pickle_member
 from ckptlint.loaders.common_state import COMMON_FILE
-from ckptlint.loaders.discover import COMPONENT, components, leads_astray, step_number, steps_of
+from ckptlint.loaders.discover import COMPONENT, components, step_number, steps_of, sub_folder
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise
@@ -56,7 +56,7 @@ def read_run(folder: Folder) -> RunFolder | None:
         steps = {
             int(m[2]): name
             for name in parent.folders()
-            if (m := _STEP.fullmatch(name)) and m[1] == prefix and not leads_astray(parent, name)
+            if (m := _STEP.fullmatch(name)) and m[1] == prefix and sub_folder(parent, name) is not None
         }
         file, tracker = read_tracker(parent)
         if not file and prefix != _MEGATRON:
@@ -112,9 +112,10 @@ def step_before(folder: Folder) -> Folder | None:
     try:
         for older in steps_of(run):
             is_alike = _NUMBERS.sub("", older.name) == _NUMBERS.sub("", step.name)
-            if older.number >= number or not is_alike or leads_astray(run, older.name):
+            there = sub_folder(run, older.name) if older.number < number and is_alike else None
+            if there is None or step_state(there) == "unfinished":
                 continue
-            if step_state(older.folder) != "unfinished" and (found := _part(older.folder, inner, folder.part)):
+            if found := _part(there, inner, folder.part):
                 return found
     except CkptlintError:
         return None
@@ -124,9 +125,10 @@ def step_before(folder: Folder) -> Folder | None:
 def _part(step: Folder, inner: list[str], label: str) -> Folder | None:
     """The part of a step that lies in these sub-folders and has this label."""
     for name in inner:
-        if name not in step.folders():
+        below = sub_folder(step, name) if name in step.folders() else None
+        if below is None:
             return None
-        step = step.sub(name)
+        step = below
     return next((part for part in components(step) if part.part == label), None)
 
 
@@ -182,8 +184,8 @@ def step_state(step: Folder, levels: int = 2) -> StepState:
         return "unknown"
     if COMMON_FILE in names or any(name.endswith(".distcp") for name in names) or not step.entries:
         return "unfinished"
-    parts = [name for name in step.folders() if _OF_A_STEP.fullmatch(name)] if levels else []
-    states = {step_state(step.sub(name), levels - 1) for name in parts}
+    parts = [sub_folder(step, name) for name in step.folders() if _OF_A_STEP.fullmatch(name)] if levels else []
+    states = {step_state(part, levels - 1) for part in parts if part is not None}
     if "unfinished" in states:
         return "unfinished"
     return "complete" if "complete" in states else "unknown"
