@@ -41,7 +41,7 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
             kept.setdefault((family.name, family.counted_by, folder + slash, pattern), set()).add(number)
     if not kept:
         raise NotApplicable("no files that are numbered by rank or object")
-    ranks = max((int(match[1]) for file in ckpt.files if (match := _PAYLOAD.search(file.name))), default=-1)
+    ranks = max((int(match[1]) for name in ckpt.files.names if (match := _PAYLOAD.search(name))), default=-1)
     for (what, counted_by, folder, pattern), numbers in kept.items():
         last = max(numbers | ({ranks} if counted_by == "rank" else set()))
         if last + 1 > 2 * len(numbers) + 1024:  # numbers that are no ranks
