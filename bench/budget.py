@@ -6,9 +6,9 @@ the exponent between them is printed where the larger one takes long enough to t
 measured again, twice at most, and the shortest time of each size counts: a neighbour on the machine slows one of them.
 
 With --tilings it is hard tilings instead (`irregular.py`), of 30,000 and 100,000 chunks in 1 to 8 dims; with --files
-the whole command on a folder of N payload files: processor time, and memory of its processes together, in which what they
-share counts twice. The tables are Markdown, as in docs/benchmarks.md. The command ends in 1 where an exponent is above
-1.2, a tiling takes more than 5 s, or a tiling or folder more than 500 MB.
+the whole command on a folder of N payload files: processor time, and memory of its processes together, in which what
+they share counts twice. The tables are Markdown, as in docs/benchmarks.md. The command ends in 1 where an exponent is
+above 1.2, a tiling takes more than 5 s, or a tiling or folder more than 500 MB.
 """
 
 from __future__ import annotations
