@@ -174,7 +174,7 @@ class Problem:
     unknown: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Checkpoint:
     """One checkpoint folder as the rules see it.
 
@@ -231,6 +231,10 @@ class Checkpoint:
     ranks: RankTable | None = None
     remarks: tuple[Remark, ...] = ()
     facts: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __repr__(self) -> str:
+        """One line: findings hold their checkpoint, and a traceback or a failed assertion prints every one of them."""
+        return f"<Checkpoint {self.path}: {self.format}, {len(self.tensors)} tensors, {len(self.files)} files>"
 
     @property
     def is_megatron(self) -> bool:

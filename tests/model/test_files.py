@@ -8,7 +8,7 @@ import tracemalloc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptlint.model import FILE_STATES, FileTable, StoredFile
+from ckptlint.model import FILE_STATES, Checkpoint, FileTable, StoredFile
 from ckptlint.model.text import printable
 
 NAMES = st.text(max_size=6).map(printable)
@@ -42,3 +42,8 @@ def test_a_file_takes_few_bytes() -> None:
     held, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert held < 60 * count and len(pickle.dumps(table, 5)) < 60 * count
+
+
+def test_a_checkpoint_prints_as_one_line() -> None:
+    files = FileTable.of([StoredFile("__0_0.distcp", "__0_0.distcp", 5, "ok", True)])
+    assert repr(Checkpoint("run/step", "dcp", files=files)) == "<Checkpoint run/step: dcp, 0 tensors, 1 files>"
