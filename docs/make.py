@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from ckptlint.lint.registry import load_rules
@@ -87,7 +88,15 @@ def _printed(match: re.Match[str]) -> str:
     return f"{block}\n\n```mermaid\n{output}\n```" if "--format mermaid" in command else block
 
 
-if __name__ == "__main__":
-    for path, text in pages().items():
+def write(made: Mapping[Path, str], docs: Path = DOCS) -> None:
+    """Write every generated page, and remove the pages of rules that are gone."""
+    for path, text in made.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
+    for path in (docs / "rules").glob("*.md"):
+        if path not in made:
+            path.unlink()
+
+
+if __name__ == "__main__":
+    write(pages())

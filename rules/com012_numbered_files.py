@@ -11,6 +11,7 @@ from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.step_files import number_of
 
 _PAYLOAD = re.compile(r"__(\d{1,9})_\d+\.distcp")
+_DATALOADER = re.compile(r"((?:.+\.)?dataloader\.dp_rank_)(\d{1,9})(?:\..*)?")
 _NAMED = 8
 
 
@@ -22,7 +23,7 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
         `rng_state_N.pth` of the Hugging Face Trainer and `random_states_N.pkl` of accelerate, one per rank, and
         `custom_checkpoint_N.pkl`, one per registered object, go from 0 on without gap, and reach the last rank that
         wrote payload. Files from some number on, as a node keeps them that shares no file system, are a note, and so is
-        one file of rank 0.
+        one file of rank 0. So do the entries `dataloader.dp_rank_N` of torchtitan, one per data-parallel rank.
     Why it matters:
         A resume goes on with other random numbers on these ranks, or does not find the state of an object.
     Usual causes:
@@ -39,17 +40,26 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
             family, number = found
             pattern = re.sub(r"\d+(?=\.\w+$)", "{}", name)
             kept.setdefault((family.name, family.counted_by, folder + slash, pattern), set()).add(number)
-    if not kept:
-        raise NotApplicable("no files that are numbered by rank or object")
+    entries = _dataloaders(ckpt) if not ckpt.partial else {}
+    if not kept and not entries:
+        raise NotApplicable("no files or entries that are numbered by rank or object")
+    for prefix, numbers in entries.items():
+        if lost := _lost(numbers, max(numbers)):
+            names = _names(prefix + "{}", lost)
+            yield Finding(
+                f"the dataloader state of {plural(len(lost), 'rank')} of {max(numbers) + 1} is missing: "
+                f"{', '.join(names)}",
+                at=Location(names[0]),
+                missing=tuple(names),
+                alike=prefix,
+            )
     ranks = max((int(match[1]) for name in ckpt.files.names if (match := _PAYLOAD.search(name))), default=-1)
     for (what, counted_by, folder, pattern), numbers in kept.items():
         last = max(numbers | ({ranks} if counted_by == "rank" else set()))
-        if last + 1 > 2 * len(numbers) + 1024:  # numbers that are no ranks
-            continue
-        lost = sorted(set(range(last + 1)) - numbers)
+        lost = _lost(numbers, last)
         if not lost:
             continue
-        names = [folder + pattern.format(number) for number in lost[:_NAMED]] + ["..."] * (len(lost) > _NAMED)
+        names = _names(folder + pattern, lost)
         # a node that shares no file system keeps the files of its own ranks; a job may save the state of rank 0 alone
         is_unsure = counted_by == "rank" and (lost == list(range(min(numbers))) or numbers == {0})
         noun = "rank" if counted_by == "rank" else "object"
@@ -60,3 +70,25 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
             severity=Severity.INFO if is_unsure else None,
             alike=pattern,
         )
+
+
+def _dataloaders(ckpt: Checkpoint) -> dict[str, set[int]]:
+    """The ranks whose dataloader has an entry, by what their keys have in common.
+
+    Source:
+        torchtitan.components.dataloader.ParallelAwareDataloader.state_dict
+    """
+    found: dict[str, set[int]] = {}
+    for entry in ckpt.byte_objects:
+        if match := _DATALOADER.fullmatch(entry.fqn):
+            found.setdefault(match[1], set()).add(int(match[2]))
+    return found
+
+
+def _lost(numbers: set[int], last: int) -> list[int]:
+    """The numbers up to the last one that are missing; none where they are too scattered to be ranks."""
+    return sorted(set(range(last + 1)) - numbers) if last + 1 <= 2 * len(numbers) + 1024 else []
+
+
+def _names(pattern: str, lost: list[int]) -> list[str]:
+    return [pattern.replace("{}", str(number)) for number in lost[:_NAMED]] + ["..."] * (len(lost) > _NAMED)

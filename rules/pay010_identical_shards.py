@@ -33,10 +33,11 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
         up to 1 KiB of samples. Left out are chunks of one repeated value or of fewer than 64 elements, chunks along
         axis 0 whose own rows are all alike, records without a CRC or with a larger storage than their chunk, flat
         optimizer buckets, keys and values of attention unless there is one head at least for each tensor-parallel rank,
-        and experts upcycled from a dense model. A note for optimizer state whose parameter has the same chunks, which
-        differ, or no parameter at all. A note where the model looks untrained: iteration 0, moments or norms of one
-        value each, or all experts seeded alike; and where nothing tells (no iteration, moments or norms), unless
-        another weight differs from chunk to chunk.
+        experts upcycled from a dense model, and optimizer state of another shape than its parameter. A note for
+        optimizer state whose parameter is cut otherwise or has the same chunks, which differ, or no parameter at all. A
+        note where the model looks untrained: iteration 0, moments or norms of one value each, or all experts seeded
+        alike; and where nothing tells (no iteration, moments or norms), unless another weight differs from chunk to
+        chunk.
     Why it matters:
         A trained weight does not repeat itself, so this is a replica that was saved as shards, or one rank that held
         its peer's shard.
@@ -59,7 +60,7 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
         if not (numbers >= 0).any():
             continue
         key = parse(tensor.fqn)
-        if "gbuf_idx_" in tensor.fqn or _may_repeat(ckpt, key):
+        if "gbuf_idx_" in tensor.fqn or _may_repeat(ckpt, key) or _is_misshapen(ckpt, tensor):
             continue
         if pairs := _unexplained(payload, tensor, _pairs(numbers)):
             yield _chunks(ckpt, payload, tensor, pairs)
@@ -179,10 +180,22 @@ def _severity(
     return None if is_told or len(differing) > (tensor.fqn in differing) else Severity.INFO
 
 
+@fact
+def _parameters(ckpt: Checkpoint) -> dict[str, Tensor]:
+    """Key of an optimizer state -> its parameter, where it is that of one."""
+    return {state.tensor.fqn: state.param.tensor for state in inventory_of(ckpt).states if state.param is not None}
+
+
+def _is_misshapen(ckpt: Checkpoint, tensor: Tensor) -> bool:
+    """Whether it is a state of another shape than its parameter: its axes are not the parameter's, as others tell."""
+    param = _parameters(ckpt).get(tensor.fqn)
+    return param is not None and param.global_shape != tensor.global_shape
+
+
 def _parameter_repeats(
     ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: Sequence[tuple[int, int]]
 ) -> bool:
-    """Whether the parameter of a state is not known to differ where the state repeats: it does so too, or is unread."""
+    """Whether the parameter of a state, cut as the state is, repeats where the state does."""
     param = _parameters(ckpt).get(tensor.fqn)
     if param is None:
         return False
@@ -192,16 +205,10 @@ def _parameter_repeats(
     for row, earlier in pairs:
         a, b = (rows.get(tensor.layout.box(i)) for i in (row, earlier))
         if a is None or b is None:
-            return True  # cut otherwise: nothing to compare with
+            return False  # cut otherwise: nothing to compare with
         if numbers[a] < 0 or numbers[a] != numbers[b]:
             return False
     return True
-
-
-@fact
-def _parameters(ckpt: Checkpoint) -> dict[str, Tensor]:
-    """Key of an optimizer state -> the tensor of its parameter, where it is known."""
-    return {state.tensor.fqn: state.param.tensor for state in inventory_of(ckpt).states if state.param is not None}
 
 
 @fact

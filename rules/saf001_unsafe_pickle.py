@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import unknown_classes
-from ckptlint.rule import Finding, Location, Severity, rule
+from ckptlint.rule import Finding, Severity, rule
 
 _INERT = "they were decoded as inert values and not looked at"
 
@@ -40,9 +40,7 @@ def unsafe_pickle(ckpt: Checkpoint, trusted_modules: tuple[str, ...] = ()) -> It
         if problem.unknown and not strange:
             continue
         message = problem.message.replace(unknown_classes(problem.unknown), unknown_classes(strange))
-        told = replace(problem, message=message)
-        # the file is what nobody may open, whatever key shows it
-        finding = replace(Finding.of_problem(told), at=Location(file=problem.file), missing=(message,))
+        finding = replace(Finding.of_problem(problem), message=message, missing=(message,))
         if problem.kind == "note":
             finding = replace(finding, severity=Severity.INFO, why=problem.why or _INERT)
         yield finding

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Location, Severity, rule
+from ckptlint.rule import Finding, Severity, rule
 
 
 @rule("SAF002", "unreadable-metadata", Severity.ERROR, always=True, fixed=True)
@@ -28,6 +27,4 @@ def unreadable_metadata(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.filesystem.FileSystemWriter.finish
     """
-    for problem in ckpt.problems_of("unreadable"):
-        # the file is what cannot be read, whatever key shows it
-        yield replace(Finding.of_problem(problem), at=Location(file=problem.file))
+    yield from map(Finding.of_problem, ckpt.problems_of("unreadable"))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Location, Severity, rule
+from ckptlint.rule import Finding, Severity, rule
 
 
 @rule("SAF003", "resource-limit", Severity.ERROR, always=True, fixed=True)
@@ -24,7 +24,7 @@ def resource_limit(ckpt: Checkpoint) -> Iterator[Finding]:
         Take the file from where it was written; if it is honest, report it as a limit that is too low.
     """
     for problem in ckpt.problems_of("limit"):
-        tensor = ckpt.tensors.get(problem.fqn) if problem.fqn else None
-        at = Location(problem.fqn, tensor, file=problem.file)
+        finding = Finding.of_problem(problem)
+        at = replace(finding.at, tensor=ckpt.tensors.get(problem.fqn or ""))
         # the sentence names the record, and its other keys are no help
-        yield replace(Finding.of_problem(problem), at=at, missing=(problem.message,), detail=())
+        yield replace(finding, at=at, missing=(problem.message,), detail=())

@@ -180,12 +180,18 @@ def _output(value: str) -> tuple[str, Path]:
     return SUFFIXES[suffix], Path(value)
 
 
+_WITHOUT_SETTINGS = ("concise", "gitlab")
+"""Formats that have no place for the name of the settings file, each line or item of theirs being a finding."""
+
+
 def _emit(report: Report, style: Style, format_: str, outputs: list[tuple[str, Path]]) -> None:
     from ckptlint.reporters import REPORTERS
 
     whole = replace(style, color=False, quiet=0)  # a file is whole, whatever -q says
     if text := REPORTERS[format_](report, style):
         show_text(text)
+    if report.settings and format_ in _WITHOUT_SETTINGS and not style.quiet:
+        click.echo(f"ckptlint: settings from {report.settings}", err=True)
     for name, path in outputs:
         write_file(path, REPORTERS[name](report, whole))
 

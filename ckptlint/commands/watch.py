@@ -18,9 +18,9 @@ import click
 
 from ckptlint.commands.check import NoPath, check
 from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options
-from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
+from ckptlint.errors import AccessError, CkptlintError, ConfigError, NothingToCheckError
 from ckptlint.formats.sandbox import isolated
-from ckptlint.loaders.discover import components, find_checkpoints, step_number
+from ckptlint.loaders.discover import astray, components, find_checkpoints, step_number, sub_folder
 from ckptlint.loaders.run_folder import read_tracker, step_state
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.locate import folder_at
@@ -185,10 +185,13 @@ def _look(path: str, memory: _Memory) -> list[Event]:
         if name in memory.finished:
             continue
         try:
-            sizes = dict(_sizes(run.sub(name)))
+            step = sub_folder(run, name)
+            if step is None:
+                raise AccessError(astray(run, name))
+            sizes = dict(_sizes(step))
             if memory.sizes.get(name) == sizes:
                 still.add(name)
-                if _is_finished(run.sub(name), number, tracker):
+                if _is_finished(step, number, tracker):
                     found.append(Event("finished", name, files=frozenset(sizes)))
             memory.sizes[name] = sizes
             memory.trouble.pop(name, None)
@@ -229,8 +232,8 @@ def _sizes(folder: Folder, levels: int = _LEVELS, prefix: str = "") -> Iterator[
     for name, entry in folder.entries.items():
         if not entry.is_folder:
             yield prefix + name, (entry.size, entry.mtime)
-        elif levels > 1:
-            yield from _sizes(folder.sub(name), levels - 1, f"{prefix}{name}/")
+        elif levels > 1 and (sub := sub_folder(folder, name)) is not None:
+            yield from _sizes(sub, levels - 1, f"{prefix}{name}/")
 
 
 def _is_finished(step: Folder, number: int, tracker: int | Literal["release"] | None) -> bool:

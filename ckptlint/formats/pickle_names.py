@@ -119,7 +119,8 @@ CLASSES = frozenset[Pair]().union(
     _of("torch.nn.modules.batchnorm", "_BatchNorm"),
     _of("torch.distributed._mesh_layout", "_FlatLayout _MeshLayout"),
     _of("torch.distributed._shard.metadata", "ShardMetadata"),
-    _of("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
+    # the second: a class inside the first, which protocol 2 asks for by `getattr`
+    _of("torch.distributed._shard.sharded_tensor.api", "ShardedTensor ShardedTensor.ProcessGroupState"),
     _of(
         "torch.distributed._shard.sharded_tensor.metadata",
         "MEM_FORMAT_ENCODING ShardedTensorMetadata TensorProperties",
@@ -171,6 +172,7 @@ CLASSES = frozenset[Pair]().union(
     ),
     _of("transformers.debug_utils", "DebugOption"),
     _of("transformers.trainer_pt_utils", "AcceleratorConfig"),
+    _of("transformers.integrations.deepspeed", "HfDeepSpeedConfig HfTrainerDeepSpeedConfig"),
     _of("transformers.utils.generic", "PaddingStrategy TensorType"),
     _of("accelerate.state", "PartialState"),
     _of(

@@ -209,6 +209,7 @@ _ENUMS = {
     (f"{_OLD}.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
     (f"{_CHECKPOINT}.planner", "WriteItemType"),
 }
+_CLASS_NAME = re.compile(r"[A-Z]\w*[a-z]\w*")
 _PATHS = {
     (module, name)
     for module in ("pathlib", "pathlib._local")  # the second on Python 3.13
@@ -386,16 +387,32 @@ class _Unpickler(pickle.Unpickler):
             self.names.refused[caller] = None
 
     def _member_of(self, module: str) -> type[Opaque]:
-        """`getattr` on an enum class, which is how Python 3.11.2 pickles enum members; the result cannot be called."""
+        """`getattr` on a class: a class inside it, or a member of an enum, which cannot be called.
 
-        def member(owner: Any, name: Any) -> Opaque:
-            enum = isinstance(owner, type) and issubclass(owner, Opaque) and isinstance(name, str)
-            key = (owner.module, owner.name) if enum else ("", "")
-            if not enum or (self._strict and key not in _ENUMS) or key in self.names.refused:
+        Up to protocol 3 classes in classes are pickled so, and on Python 3.11.2 the members of enums. By their names
+        the first are told from the second.
+        """
+
+        def member(owner: Any, name: Any) -> Any:
+            is_class = isinstance(owner, type) and issubclass(owner, Opaque) and isinstance(name, str)
+            key = (owner.module, owner.name) if is_class else ("", "")
+            if not is_class or (self._strict and key not in _ENUMS) or key in self.names.refused:
                 self.names.refused[(module, "getattr")] = None
+            elif type(owner) is _Watched and _CLASS_NAME.fullmatch(name):
+                return self._inner_class(key[0], f"{key[1]}.{name}")
             return _opaque(*key)(name)
 
         return _opaque(module, "getattr", member)
+
+    def _inner_class(self, module: str, name: str) -> type[Opaque]:
+        """The stand-in of a class inside another one, by its name with a dot."""
+        key = (module, name)
+        if key not in self._stand_ins:
+            if key not in pickle_names.CLASSES:
+                self.names.unknown[key] = None
+            self._stand_ins[key] = _watched(module, name, self.names.called)
+        made: type[Opaque] = self._stand_ins[key]
+        return made
 
 
 # ---------------------------------------------------------------- reading

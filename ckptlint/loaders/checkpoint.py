@@ -66,6 +66,13 @@ def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
         ReaderError: ckptlint itself made a mistake.
     """
     ckpt = _open(folder, look_at_files)
+    if folder.linked_to:
+        sentence = f"{printable(folder.name)} is a link to {folder.linked_to}, outside of the run"
+        note = Problem(
+            "note", ckpt.metadata_file, sentence, why="who cleans up there, or saves anew, changes this step"
+        )
+        ckpt = replace(ckpt, problems=[*ckpt.problems, note])
+    ckpt = replace(ckpt, unseen=(*ckpt.unseen, *folder.strays))
     return with_step_files(folder, ckpt) if look_at_files else ckpt
 
 

@@ -192,7 +192,7 @@ def _disagreement(fqn: str, states: list[Any], file: str) -> list[Problem]:
     whole = " and ".join(f"{dtype} {_short(shape)}" for shape, dtype in islice(listed, 4))
     sentence = f"{file}: ranks that hold {printable(fqn)} say that the whole is {whole}"
     why = "each rank reads the whole from its own metadata, so what it loads depends on the rank"
-    return [Problem("unreadable", file, sentence, why=why, hint="save again from the job", fqn=printable(fqn))]
+    return [Problem("unreadable", file, sentence, why=why, hint="save again from the job")]
 
 
 def _volume(listed: list[Any], shape: tuple[int, ...]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 from collections.abc import Collection
 from pathlib import PurePath
 
@@ -10,8 +11,9 @@ from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
 from ckptlint.loaders.recognise import METADATA, RANK_METADATA, LayoutKind, recognise, unsupported
 from ckptlint.loaders.safetensors import groups
 from ckptlint.model.text import printable
-from ckptlint.storage.folder import Folder
+from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.locate import folder_at
+from ckptlint.vocabulary.step_files import holds_no_state
 
 STEP = re.compile(
     r"(?:iter_|iteration_|step[-_]?|global_step_?|checkpoint[-_]|epoch_\d+_step_|ep\d+-ba|(?:.*-)?step=)(\d+)"
@@ -23,6 +25,13 @@ COMPONENT = re.compile(
     r"optimizer(_\d+)?|pytorch_model_fsdp_\d+"
 )
 """Folders that hold one part of a step: of torch, accelerate, Automodel, NeMo, OLMo-core, prime-rl, verl, xtuner."""
+
+
+_DESCRIBES = (
+    METADATA, "__0.metadata", "common.pt", "model.safetensors", "model.safetensors.index.json",
+    "adapter_model.safetensors",
+)  # fmt: skip
+_DEPTH_LIMIT, _FOLDERS_LIMIT = 4, 64  # how deep, and how many folders of a step are listed for formats not read
 
 
 def step_number(name: str) -> int | None:
@@ -95,34 +104,66 @@ def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
             beside = [part for part in beside if not _is_kind(part, "incomplete")]
         every = sorted(numbered, key=lambda name: numbered[name], reverse=True)
         for name in every:
-            sub = folder.sub(name)
+            sub = sub_folder(folder, name)
             # DeepSpeed writes its part of a step into a folder that is named like a step
-            beside += _find(sub, all_steps, levels - 1) if all_steps or _is_kind(sub, "unsupported") else []
-        return own + beside
+            if sub is not None and (all_steps or _is_kind(sub, "unsupported")):
+                beside += _find(sub, all_steps, _levels(sub, levels))
+        return own + beside + _unread_below(folder, own + beside)
     steps = sorted(numbered, key=lambda name: numbered[name], reverse=True)
     steps += [name for name in folder.folders() if name == "release"]
     found: list[Folder] = []
     unfinished: list[Folder] = []
+    strays: list[str] = []
     for name in steps:
-        step = folder.sub(name)
-        if leads_astray(folder, name):
-            target = printable(folder.outside(name))
-            raise AccessError(f"{step.display} is a link to {target}, outside of the run, which was not searched")
-        inside = _find(step, all_steps, levels - 1)
+        step = sub_folder(folder, name)
+        if step is None:
+            strays.append(astray(folder, name))
+            if not all_steps:  # the newest step is what the folder means, and an older one is no answer
+                break
+            continue
+        inside = _find(step, all_steps, _levels(step, levels))
         (found if inside else unfinished).extend(inside or [step])
         if found and not all_steps:
             break
     if found or any(not step.entries for step in unfinished):
         # a newer step without a checkpoint in it is no reason to pass an older one
-        return found + unfinished if all_steps else unfinished[:1] or found
+        found = found + unfinished if all_steps else unfinished[:1] or found
+        return [found[0].beside(strays), *found[1:]]
+    if strays:
+        raise AccessError("; ".join(strays))
     found = _nested(folder, (), all_steps, levels - 1)
-    return [found[0].accounting_for(*found[0].accounts_for, folder), *found[1:]] if found else []
+    if not found:
+        return []
+    found += _unread_below(folder, found) if step_number(folder.name) is not None else []
+    return [found[0].accounting_for(*found[0].accounts_for, folder), *found[1:]]
 
 
-def leads_astray(folder: Folder, name: str) -> bool:
-    """Whether a step is a link out of the run that leads to no step, such as `iter_0000099 -> /`."""
+def _levels(sub: Folder, levels: int) -> int:
+    """How deep to look into a step: behind a link to a folder of another name into none of its sub-folders."""
+    return 0 if sub.linked_to and step_number(PurePath(sub.linked_to).name) is None else levels - 1
+
+
+def sub_folder(folder: Folder, name: str) -> Folder | None:
+    """A sub-folder; None for a link out of the folder that leads to no checkpoint, such as `iter_0000099 -> /`.
+
+    Steps and components that lie on another disk are links to a folder that is called so there too, or that has
+    metadata itself. For metadata only its names are looked for: what else lies outside is never listed.
+    """
     target = folder.outside(name)
-    return bool(target) and step_number(PurePath(target).name) is None and PurePath(target).name != name
+    if not target:
+        return folder.sub(name)
+    is_step = PurePath(target).name == name or (
+        step_number(name) is not None and step_number(PurePath(target).name) is not None
+    )
+    if is_step or any(folder.look_at(f"{name}/{mark}")[0] in READABLE for mark in _DESCRIBES):
+        return folder.sub(name).behind_link(printable(target))
+    return None
+
+
+def astray(folder: Folder, name: str) -> str:
+    """What is said of a link that `sub_folder` does not follow."""
+    link = f"{folder.display.rstrip('/')}/{printable(name)}"
+    return f"{link} is a link to {printable(folder.outside(name))}, outside of the run, which was not searched"
 
 
 def _nested(folder: Folder, but: Collection[str], all_steps: bool = False, levels: int = 0) -> list[Folder]:
@@ -136,16 +177,36 @@ def _nested(folder: Folder, but: Collection[str], all_steps: bool = False, level
     for name in folder.folders():
         if name.startswith(".") or name in but:
             continue
-        sub = folder.sub(name)
+        sub = sub_folder(folder, name)
+        if sub is None:
+            continue
         inside = components(sub)
         found += inside
         if not inside or groups(sub):
-            deeper = [sub.sub(inner) for inner in sub.folders() if COMPONENT.fullmatch(inner)]
-            further = [part for inner in deeper for part in components(inner)]
+            deeper = [sub_folder(sub, inner) for inner in sub.folders() if COMPONENT.fullmatch(inner)]
+            further = [part for inner in deeper if inner is not None for part in components(inner)]
             found += further
             if levels and not (inside or further) and any(step_number(inner) is not None for inner in sub.folders()):
                 found += _find(sub, all_steps, levels)
     return found
+
+
+def _unread_below(step: Folder, found: list[Folder]) -> list[Folder]:
+    """The folders of formats that are not read, wherever they lie in a step, without those that were found before."""
+    known = {part.display for part in found} | {step.display}
+    strange: list[Folder] = []
+    places = deque([(step, 0)])
+    for _ in range(_FOLDERS_LIMIT):
+        if not places:
+            break
+        place, depth = places.popleft()
+        if depth and place.display not in known and _is_kind(place, "unsupported"):
+            strange.append(place)
+        elif depth < _DEPTH_LIMIT and (depth == 0 or place.display not in known):
+            inner = [name for name in place.folders() if not holds_no_state(name) and not place.outside(name)]
+            # steps beside a model are others of its run
+            places += [(place.sub(name), depth + 1) for name in inner if depth or step_number(name) is None]
+    return strange
 
 
 def _is_kind(folder: Folder, kind: LayoutKind) -> bool:
@@ -161,8 +222,8 @@ def newest_readable_step(folder: Folder) -> str | None:
     try:
         steps = {name: n for name in parent.folders() if (n := step_number(name)) is not None and n != number}
         for name in sorted(steps, key=lambda name: steps[name], reverse=True):
-            step = parent.sub(name)
-            if not leads_astray(parent, name) and step.has(METADATA) and step.head(METADATA, 1) == b"\x80":
+            step = sub_folder(parent, name)
+            if step is not None and step.has(METADATA) and step.head(METADATA, 1) == b"\x80":
                 return name
     except CkptlintError:
         return None

@@ -11,7 +11,7 @@ from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.formats.safe_pickle import Opaque, read_state
 from ckptlint.formats.torch_archive import read_pickle_member
 from ckptlint.loaders.common_state import COMMON_FILE
-from ckptlint.loaders.discover import COMPONENT, leads_astray, step_number
+from ckptlint.loaders.discover import COMPONENT, step_number, sub_folder
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise
@@ -55,7 +55,7 @@ def read_run(folder: Folder) -> RunFolder | None:
         steps = {
             int(m[2]): name
             for name in parent.folders()
-            if (m := _STEP.fullmatch(name)) and m[1] == prefix and not leads_astray(parent, name)
+            if (m := _STEP.fullmatch(name)) and m[1] == prefix and sub_folder(parent, name) is not None
         }
         file, tracker = read_tracker(parent)
         if not file and prefix != _MEGATRON:
@@ -145,8 +145,8 @@ def step_state(step: Folder, levels: int = 2) -> StepState:
     has_payload = len(step.entries.payload) > 0 or any(name.endswith(".distcp") for name in names)
     if COMMON_FILE in names or has_payload or not step.entries:
         return "unfinished"
-    parts = [name for name in step.folders() if _OF_A_STEP.fullmatch(name)] if levels else []
-    states = {step_state(step.sub(name), levels - 1) for name in parts}
+    parts = [sub_folder(step, name) for name in step.folders() if _OF_A_STEP.fullmatch(name)] if levels else []
+    states = {step_state(part, levels - 1) for part in parts if part is not None}
     if "unfinished" in states:
         return "unfinished"
     return "complete" if "complete" in states else "unknown"

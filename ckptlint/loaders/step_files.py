@@ -7,18 +7,19 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 from ckptlint.errors import CkptlintError, LimitError, UnreadableError
-from ckptlint.formats.safe_pickle import read_metadata, read_state
+from ckptlint.formats.safe_pickle import Opaque, Unpickled, read_metadata, read_state
 from ckptlint.formats.sandbox import isolated
 from ckptlint.formats.torch_archive import read_pickle_member
 from ckptlint.formats.torch_legacy import PICKLES_LIMIT, START, split_pickles
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
-from ckptlint.loaders.discover import COMPONENT, components, newest_readable_step, step_number
+from ckptlint.loaders.discover import COMPONENT, components, newest_readable_step, step_number, sub_folder
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, Recognised, unsupported, unsupported_hint
-from ckptlint.model import Checkpoint, Problem, StepFile, StepFileState
+from ckptlint.model import Checkpoint, OptimizerFile, Problem, StepFile, StepFileState
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.litter import is_litter
@@ -27,6 +28,7 @@ from ckptlint.vocabulary.step_files import Family, family_of, holds_no_state, ma
 _PLAIN_LIMIT = 64 * 1024**2
 _UNKNOWN_LIMIT = 64  # files of unknown names that are opened, at most
 _TRAINER_STEP = re.compile(r"checkpoint-(\d{1,18})")  # transformers.trainer_utils.PREFIX_CHECKPOINT_DIR
+_ARCHIVE = b"PK\3\4"
 _RESUME = "a resume from this step reads it"
 _READ_ELSEWHERE = (COMMON_FILE, CONFIG_FILE, RUN_CONFIG, "config.json")
 
@@ -89,8 +91,10 @@ def _files_of(folder: Folder) -> Iterator[_Found]:
         for name in place.folders():
             if holds_no_state(name) or step_number(name) is not None:
                 continue
-            sub = place.sub(name)
-            if sub.display != folder.display and not components(sub):
+            sub = sub_folder(place, name)
+            if sub is None:
+                yield _Found(place, name, printable(f"{prefix}{name}/"), None, 0)
+            elif sub.display != folder.display and not components(sub):
                 yield from _listed(sub, f"{prefix}{name}/")
                 deeper = [inner for inner in sub.folders() if not (holds_no_state(inner) or COMPONENT.fullmatch(inner))]
                 for inner in deeper:
@@ -141,26 +145,55 @@ def _read(item: _Found) -> tuple[StepFile, list[Problem]]:
     try:
         if item.family is not None and item.family.content == "json":
             return _told(item, "read", _saved_step(item)), []
-        problems = _pickle_problems(item)
+        pickles = _pickles(item)
     except UnreadableError as error:
         if item.family is None or item.family.content == "perhaps pickle":
             return _told(item, _state_of(item, ())), []
         return _told(item, "read"), [from_error(error, item.label, why=_RESUME)]
-    return _told(item, "read"), [replace(problem, blocks=False) for problem in problems]
+    where = "data.pkl of " if item.folder.head(item.name, 4) == _ARCHIVE else ""
+    problems = [problem for found in pickles for problem in from_refusals(found, item.label, where)]
+    optimizers = (_optimizer(found.root) for found in pickles if item.family and item.family.name == "optimizer state")
+    told = replace(_told(item, "read"), optimizer=next(filter(None, optimizers), None))
+    return told, [replace(problem, blocks=False) for problem in problems]
 
 
-def _pickle_problems(item: _Found) -> list[Problem]:
-    """What the pickles of a file ask for: of an archive of torch.save, of its older form, or of a bare pickle."""
+def _pickles(item: _Found) -> list[Unpickled]:
+    """The pickles of a file: of an archive of torch.save, of its older form, or the file itself."""
     head = item.folder.head(item.name, len(START))
-    if head[:4] == b"PK\3\4":
+    if head[:4] == _ARCHIVE:
         with item.folder.open(item.name) as file:
-            return from_refusals(read_state(read_pickle_member(file)), item.label, "data.pkl of ")
+            return [read_state(read_pickle_member(file))]
     if head == START:
-        pickles = split_pickles(item.folder.head(item.name, PICKLES_LIMIT))
-        return [problem for data in pickles for problem in from_refusals(read_state(data), item.label)]
+        return [read_state(data) for data in split_pickles(item.folder.head(item.name, PICKLES_LIMIT))]
     is_metadata = item.family is not None and item.family.name == "metadata of another save"
     read = read_metadata if is_metadata else read_state
-    return from_refusals(read(item.folder.read(item.name, _PLAIN_LIMIT)), item.label)
+    return [read(item.folder.read(item.name, _PLAIN_LIMIT))]
+
+
+def _optimizer(root: Any) -> OptimizerFile | None:
+    """The state dict of an optimizer, its tensors by their shapes; None for what has another form."""
+    states, groups = (root.get("state"), root.get("param_groups")) if isinstance(root, dict) else (None, None)
+    if not isinstance(states, dict) or not isinstance(groups, list):
+        return None
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+        return None
+    params = [param for group in groups for param in group["params"]]
+    if not all(isinstance(param, (int, str)) for param in (*params, *states)):
+        return None
+    shapes = {
+        param: {str(name): shape for name, value in own.items() if (shape := _shape(value)) is not None}
+        for param, own in states.items()
+        if isinstance(own, dict)
+    }
+    return OptimizerFile(tuple(params), frozenset(str(name) for group in groups for name in group), shapes)
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """The shape of a tensor in a `data.pkl`: `_rebuild_tensor_v2(storage, offset, shape, ...)`."""
+    if not isinstance(value, Opaque) or value.name != "_rebuild_tensor_v2" or len(value.args) < 3:
+        return None
+    shape = value.args[2]
+    return shape if isinstance(shape, tuple) and all(isinstance(size, int) for size in shape) else None
 
 
 def _saved_step(item: _Found) -> int | None:

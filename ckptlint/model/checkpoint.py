@@ -119,6 +119,24 @@ StepFileState = Literal["read", "known", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
+class OptimizerFile:
+    """What an optimizer's state dict beside the tensors says.
+
+    Attributes:
+        params: the parameters that its groups list, in order, by number or by name.
+        settings: the names of what its groups set.
+        shapes: parameter -> name of each of its states that is a tensor -> shape.
+
+    Source:
+        torch.optim.Optimizer.state_dict; names in place of numbers: FullyShardedDataParallel.optim_state_dict
+    """
+
+    params: tuple[int | str, ...]
+    settings: frozenset[str]
+    shapes: dict[int | str, dict[str, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, slots=True)
 class StepFile:
     """A file of the step that is neither metadata nor payload.
 
@@ -129,6 +147,7 @@ class StepFile:
         size: bytes.
         step: the step that it says it was saved at, None when it says none.
         folder_step: the step that the name of its folder must carry as well, None where the name carries none.
+        optimizer: the state of an optimizer that it holds, None where it holds none or one of another form.
     """
 
     name: str
@@ -137,6 +156,7 @@ class StepFile:
     size: int
     step: int | None = None
     folder_step: int | None = None
+    optimizer: OptimizerFile | None = None
 
 
 ProblemKind = Literal[

@@ -279,7 +279,7 @@ class Reader:
             if not any(problem.kind == "unsafe" and problem.file == name for problem in self.ckpt.problems):
                 more = f" and {len(rows) - 1:,} more records" if len(rows) > 1 else ""
                 refused = from_refusals(replace(unpickled, unknown=()), f"{file}{more}", f"data.pkl of {name} in ")
-                self.problems += [replace(p, file=file, fqn=name, why=_LOADED, blocks=False) for p in refused]
+                self.problems += [replace(p, file=file, why=_LOADED, blocks=False) for p in refused]
             for cls in unpickled.unknown:
                 unknown[cls] = unknown.get(cls, 0) + len(rows)
         if unknown:

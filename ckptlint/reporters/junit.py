@@ -28,6 +28,7 @@ def render(report: Report, style: Style) -> str:
             root, "testsuite", name=_legal(part.checkpoint.path), time=_time(sum(part.seconds.values()))
         )
         facts = [("depth", report.depth), ("sample", sample(report) or "all")]
+        facts += [("settings", report.settings)] if report.settings else []
         facts += [("not known", sentence) for sentence in part.checkpoint.unseen]
         properties = ET.SubElement(suite, "properties")
         for name, value in facts:

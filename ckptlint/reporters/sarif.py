@@ -50,7 +50,12 @@ def render(report: Report, style: Style) -> str:
         "originalUriBaseIds": {_ROOT: root, **bases},
         "artifacts": _artifacts(report, results),
         "results": results,
-        "properties": {"depth": report.depth, "sample": sample(report), "verdict": report.verdict},
+        "properties": {
+            "depth": report.depth,
+            "sample": sample(report),
+            "verdict": report.verdict,
+            "settings": report.settings or None,
+        },
     }
     return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"
 

@@ -44,6 +44,8 @@ class Folder(ABC):
     Attributes:
         unseen: what cannot be known about it, as a sentence; "" when its listing is complete.
         part: the name of the part that a view of the folder shows.
+        linked_to: where the link leads, out of its run, by which the folder was found; "" otherwise.
+        strays: sentences on the links beside it that were not followed.
 
     Raises:
         AccessError: the operating system, a store or the network refused; every method may raise it.
@@ -51,6 +53,8 @@ class Folder(ABC):
 
     unseen = ""
     part = ""
+    linked_to = ""
+    strays: tuple[str, ...] = ()
 
     @property
     @abstractmethod
@@ -88,6 +92,18 @@ class Folder(ABC):
         """
         view = copy(self)
         view.__dict__["_accounts_for"] = folders
+        return view
+
+    def behind_link(self, target: str) -> Folder:
+        """The same folder, found by a link out of its run that leads to `target`."""
+        view = copy(self)
+        view.linked_to = target
+        return view
+
+    def beside(self, strays: Sequence[str]) -> Folder:
+        """The same folder, beside which links were not followed."""
+        view = copy(self)
+        view.strays = (*self.strays, *strays)
         return view
 
     @property

@@ -6,7 +6,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -17,7 +17,7 @@ from ckptlint.seals.digests import ALGORITHM
 from ckptlint.seals.file import SCHEMA, SEAL, metadata_hash
 from ckptlint.storage.local import LocalFolder
 from ckptlint.storage.paths import is_safe
-from ckptlint.testing.pickles import Call, Enum, Name, Pickler, Stub, archive, tensor_record
+from ckptlint.testing.pickles import Call, Enum, Name, Pickler, Storage, Stub, archive, tensor_record
 from ckptlint.vocabulary.dtypes import ITEM_BITS, SAFETENSORS
 
 FRAMING = 1577
@@ -53,6 +53,8 @@ def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
         (folder / "common.pt").write_bytes(archive("common", table.get("common", {})))
     for name, values in table.get("archives", {}).items():
         (folder / name).write_bytes(archive(Path(name).stem, values))
+    for name, optimizer in table.get("optimizers", {}).items():
+        (folder / name).write_bytes(archive(Path(name).stem, optimizer_state(**optimizer)))
     for name, size in (files | table.get("files", {})).items():
         if is_safe(name):
             _write_file(folder, name, size, table.get("links", {}).get(name))
@@ -101,6 +103,25 @@ def write_reference(table: dict[str, Any], place: Path) -> Path:
     if entries:
         (place / "model.safetensors").write_bytes(safetensors_header(entries))
     return place
+
+
+def optimizer_state(groups: Sequence[Mapping[str, Any]], states: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict of an optimizer as torch.optim has it.
+
+    Args:
+        groups: the parameter groups.
+        states: parameter, a number or a name, -> name of a state -> its shape.
+    """
+    rebuild, storage = Name("torch._utils", "_rebuild_tensor_v2"), Name("torch", "FloatStorage")
+
+    def tensor(shape: Sequence[int]) -> Call:
+        return Call(rebuild, (Storage(storage, "0", prod(shape)), 0, tuple(shape), (1,) * len(shape), False, {}))
+
+    held = {
+        int(param) if param.isdecimal() else param: {name: tensor(shape) for name, shape in own.items()}
+        for param, own in states.items()
+    }
+    return {"state": held, "param_groups": [dict(group) for group in groups]}
 
 
 def write_safetensors(path: Path, table: Mapping[str, Any]) -> Path:

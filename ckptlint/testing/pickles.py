@@ -32,7 +32,7 @@ class Stub:
         self.cls, self.state = Name(module, name), state
 
 
-class _Storage:
+class Storage:
     """The data of a tensor, pickled as torch's persistent id of it."""
 
     def __init__(self, cls: Name, key: str, count: int) -> None:
@@ -78,7 +78,7 @@ class Pickler(pickle._Pickler):
             self.save(obj.name)
             super().save(obj.arguments)
             self.write(pickle.REDUCE)
-        elif isinstance(obj, _Storage):
+        elif isinstance(obj, Storage):
             super().save(obj.pid)
             self.write(pickle.BINPERSID)
         elif isinstance(obj, Enum):
@@ -100,10 +100,13 @@ class Pickler(pickle._Pickler):
 
 def archive(stem: str, values: Any) -> bytes:
     """A torch.save archive of the values; text stands for the bytes of its `data.pkl`."""
-    file = io.BytesIO()
+    file, data = io.BytesIO(), io.BytesIO()
+    if isinstance(values, str):
+        data.write(values.encode("latin-1"))
+    else:
+        Pickler(data, 2).dump(values)
     with zipfile.ZipFile(file, "w") as archive:
-        data = values.encode("latin-1") if isinstance(values, str) else pickle.dumps(values, 2)
-        archive.writestr(f"{stem}/data.pkl", data)
+        archive.writestr(f"{stem}/data.pkl", data.getvalue())
         archive.writestr(f"{stem}/version", "3\n")
     return file.getvalue()
 
@@ -144,7 +147,7 @@ def _tensor_pickle(dtype: str, shape: list[int], count: int, table: Mapping[str,
     module, name = ("torch", cls) if cls else ("torch.storage", "UntypedStorage")
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
     size = count if cls else count * ITEM_BITS.get(dtype, 8) // 8
-    arguments: tuple[Any, ...] = (_Storage(Name(module, name), "0", size), 0, tuple(shape), strides, False, {})
+    arguments: tuple[Any, ...] = (Storage(Name(module, name), "0", size), 0, tuple(shape), strides, False, {})
     version = "v2" if cls else "v3"
     rebuild = Name("torch._utils", f"_rebuild_tensor_{version}")
     whole: tuple[Any, ...] = arguments if cls else (*arguments, Name("torch", dtype))

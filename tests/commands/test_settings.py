@@ -158,6 +158,15 @@ def test_each_report_names_its_settings_file(here: Path) -> None:
     assert " Settings: ckptlint.toml.\n" in invoke(BAD, "--format", "markdown").output
     assert "<dt>settings</dt><dd>ckptlint.toml</dd>" in invoke(BAD, "--format", "html").output
     assert json.loads(invoke(GOOD, "--format", "json").output)["tool"]["settings"] == "ckptlint.toml"
+    (sarif,) = json.loads(invoke(GOOD, "--format", "sarif").output)["runs"]
+    assert sarif["properties"]["settings"] == "ckptlint.toml"
+    assert '<property name="settings" value="ckptlint.toml" />' in invoke(GOOD, "--format", "junit").output
+    assert invoke(GOOD, "--format", "github").stdout.endswith(" Settings: ckptlint.toml.\n")
+    assert invoke(GOOD, "--statistics").stdout.endswith(" Settings: ckptlint.toml.\n")
+    for format_ in ("concise", "gitlab"):  # whose every line or item is a finding
+        done = invoke(GOOD, "--format", format_)
+        assert ("ckptlint.toml" in done.stdout, done.stderr) == (False, "ckptlint: settings from ckptlint.toml\n")
+        assert invoke(GOOD, "--format", format_, "-q").stderr == ""
     assert json.loads(invoke(GOOD, "--format", "json", "--isolated").output)["tool"]["settings"] is None
 
 
@@ -455,7 +464,7 @@ def test_ignored_findings_do_not_count_and_are_kept(here: Path) -> None:
     assert "GEO004" not in result.output
     assert "(2 findings ignored by config)" in result.output.splitlines()[-1]
     assert 'rank 2 "was" lost' in invoke(BAD, "-v").output
-    assert invoke(BAD, "--format", "concise").output == ""
+    assert invoke(BAD, "--format", "concise").stdout == ""
     document = json.loads(invoke(BAD, "--format", "json").output)
     jsonschema.validate(document, SCHEMA)
     assert document["verdict"] == "pass"

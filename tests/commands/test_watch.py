@@ -104,6 +104,23 @@ def test_the_newest_unfinished_step_is_not_told(tmp_path: Path) -> None:
     assert look(tmp_path, nothing, nothing) == [("finished", "step-1")]
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
+def test_a_step_that_is_a_link_out_of_the_run_is_told_once_and_not_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "run" / "step-1")()
+    (tmp_path / "run" / "step-1" / "model").symlink_to("/")
+    (tmp_path / "run" / "step-2").symlink_to("/")
+    save(tmp_path / "disk" / "weights")()
+    (tmp_path / "run" / "step-3").symlink_to(tmp_path / "disk" / "weights")
+    listed: list[str] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path=".": listed.append(str(path)) or scandir(path))
+    told = look(tmp_path / "run", nothing, nothing)
+    assert told == [("unread", "step-2"), ("finished", "step-1"), ("finished", "step-3")]
+    assert not [path for path in listed if path == "/" or path.endswith(("step-2", "model"))]
+
+
 def test_megatron_needs_metadata_json_and_the_tracker(tmp_path: Path) -> None:
     step = Path(shutil.copytree(REAL / "megatron_0.10" / "iter_0000010", tmp_path / "iter_0000010"))
     tracker = tmp_path / "latest_checkpointed_iteration.txt"

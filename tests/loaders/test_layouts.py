@@ -342,11 +342,66 @@ def test_a_step_that_is_a_link_out_of_the_run_is_named_and_not_searched(
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path=".": listed.append(str(path)) or scandir(path))
     report = ckptlint.check(run_folder, **options)
-    assert report.exit_code == 4
-    assert "iter_0000099 is a link to " in report.unreadable[0]
+    if options:  # the others are judged, and the link is named
+        assert [part.checkpoint.path for part in report.checkpoints] == [str(run_folder / "iter_0000010")]
+        assert (report.exit_code, report.unreadable) == (0, ())
+        (told,) = report.checkpoints[0].checkpoint.unseen
+    else:  # the newest step was asked for, and nobody can tell what that is
+        assert report.exit_code == 4
+        (told,) = report.unreadable
+    assert "iter_0000099 is a link to " in told
     own = (str(run_folder), str(run_folder / "iter_0000010"))
     assert not [path for path in listed if path == "/" or (Path(path).is_relative_to(tmp_path) and path not in own)]
     assert ckptlint.check(run_folder / "iter_0000010").exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["iter_0000099", "checkpoint-99"])
+def test_a_step_that_is_a_link_to_a_checkpoint_of_any_name_is_checked_and_told(tmp_path: Path, name: str) -> None:
+    target = tmp_path / "disk" / "weights"
+    write_checkpoint({"tensors": {"w": {"shape": [4]}}}, target)
+    write_checkpoint({"tensors": {"w": {"shape": [4]}}}, target / "other")  # one level, and no further
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(target)
+    report = ckptlint.check(tmp_path / "run")
+    assert [part.checkpoint.path for part in report.checkpoints] == [str(tmp_path / "run" / name)]
+    assert report.exit_code == 0
+    assert [(code, level) for code, level, _ in found(report)] == [("SAF001", "info")]
+    assert found(report)[0][2] == f"{name} is a link to {target}, outside of the run"
+    (target / ".metadata").write_bytes(b"")
+    assert ckptlint.check(tmp_path / "run").exit_code == 1
+
+
+@pytest.mark.parametrize("target", ["/", "../..", "../../elsewhere"])
+def test_a_component_or_any_folder_of_a_step_that_is_a_link_out_is_named_and_not_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    step = tmp_path / "run" / "checkpoint-10"
+    write_checkpoint({"tensors": {"w": {"shape": [4]}}}, step / "pytorch_model_fsdp_0")
+    (tmp_path / "elsewhere" / "pytorch_model_fsdp_0").mkdir(parents=True)
+    for name in ("optimizer_0", "stray"):
+        (step / name).symlink_to(target)
+    listed: list[str] = []
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path=".": listed.append(str(path)) or scandir(path))
+    report = ckptlint.check(step)
+    (part,) = report.checkpoints
+    unknown = [file.name for file in part.checkpoint.step_files if file.state == "unknown"]
+    assert unknown == ["../optimizer_0/", "../stray/"]
+    assert "/" not in listed
+    assert [path for path in listed if path.endswith(("optimizer_0", "stray"))] == []
+    (step / "stray").unlink()
+    write_checkpoint({"tensors": {"w": {"shape": [4]}}}, tmp_path / "elsewhere")
+    assert len(ckptlint.check(step).checkpoints) == 1 + (target == "../../elsewhere")
+
+
+def test_a_format_that_is_not_read_is_told_wherever_it_lies_in_a_step(tmp_path: Path) -> None:
+    write_checkpoint({"tensors": {"w": {"shape": [4]}}}, tmp_path / "step-10")
+    text(tmp_path / "step-10" / "a" / "b" / "global_step10" / "mp_rank_00_model_states.pt")
+    text(tmp_path / "step-10" / "logs" / "b" / "mp_rank_00_model_states.pt")  # no state of the step
+    report = ckptlint.check(tmp_path)
+    paths = [str(Path(part.checkpoint.path).relative_to(tmp_path)) for part in report.checkpoints]
+    assert paths == ["step-10", "step-10/a/b/global_step10"]
+    assert (codes(report, "error"), report.exit_code) == ({"SAF004"}, 1)
 
 
 def test_a_step_that_lies_on_another_disk_is_checked(tmp_path: Path) -> None:

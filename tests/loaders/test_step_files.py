@@ -226,6 +226,48 @@ def test_a_lost_random_state_and_a_renamed_folder_are_told(tmp_path: Path) -> No
     assert [(code, level) for code, level, _ in found(report)] == [("COM002", "warning"), ("COM012", "warning")]
 
 
+# ---------------------------------------------------------------- the optimizer against the model
+
+
+def with_optimizer(step: Path, model: Any, edit: Callable[[dict[str, Any]], None] = lambda state: None) -> Path:
+    """A step of another model, with the state of AdamW for it as torch writes it."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = optimizer.state_dict()
+    edit(state)
+    safetensors.save_file(dict(model.named_parameters()), step / "model.safetensors", metadata={"format": "pt"})
+    torch.save(state, step / "optimizer.pt")
+    return step
+
+
+def layers(rows: int = 12) -> Any:
+    return torch.nn.Sequential(torch.nn.Embedding(rows, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 4))
+
+
+def test_an_optimizer_that_contradicts_the_weights_beside_it_is_told(step: Path) -> None:
+    assert found(ckptlint.check(with_optimizer(step, layers()))) == []
+    resized = {"0.weight": torch.ones(16, 8), **dict(list(layers().named_parameters())[1:])}
+    safetensors.save_file(resized, step / "model.safetensors", metadata={"format": "pt"})
+    assert [(code, level) for code, level, _ in found(ckptlint.check(step))] == [("OPT008", "warning")]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda state: state["state"].clear(),
+        lambda state: state["param_groups"][0]["params"].pop(),
+        lambda state: state["param_groups"][0]["params"].append(0),
+        lambda state: state["state"][1].update(exp_avg_sq=torch.ones(3)),
+    ],
+    ids=["no state", "unlisted", "twice", "two shapes"],
+)
+def test_an_optimizer_that_contradicts_itself_is_told(step: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    report = ckptlint.check(with_optimizer(step, layers(), edit))
+    assert [(code, level) for code, level, _ in found(report)] == [("OPT008", "warning")]
+
+
 # ---------------------------------------------------------------- the account
 
 

@@ -32,6 +32,15 @@ def test_generated_pages_are_fresh_and_small(make: ModuleType) -> None:
     assert sum(len(text.encode()) for text in pages.values()) < LIMIT
 
 
+def test_the_page_of_a_rule_that_is_gone_goes_too(make: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "rules").mkdir()
+    (tmp_path / "rules" / "GEO999.md").write_text("# a rule that was removed")
+    (tmp_path / "by-hand.md").write_text("stays")
+    make.write({tmp_path / "rules" / "GEO001.md": "new"}, tmp_path)
+    left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.md")}
+    assert left == {"by-hand.md", "rules/GEO001.md"}
+
+
 def test_pages_keep_the_whole_text_of_a_rule(make: ModuleType) -> None:
     assert "what \\_\\_N.metadata and `a_b` say" in make._plain("what __N.metadata and `a_b` say")
     text = read(DOCS / "rules" / "GEO004.md")

@@ -778,3 +778,29 @@ def test_odd_names_stay_inside_the_folder_on_a_web_server(web: Server, tmp_path:
 def test_every_healthy_checkpoint_is_in_the_manifest() -> None:
     runs = {"megatron_tp2_pp2", "megatron_fsdp_dtensor_tp2_dp2"}
     assert set(SAME) - runs <= {row["path"] for row in manifest(REAL)}
+
+
+# ---------------------------------------------------------------- the files of a step
+
+
+def test_the_files_of_a_step_are_read_by_ranges_and_few_requests(
+    s3: Server, put: Callable[..., str], tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    safetensors = pytest.importorskip("safetensors.torch")
+    step = tmp_path / "checkpoint-500"
+    step.mkdir()
+    safetensors.save_file({"w": torch.ones(1_000, 2_000)}, step / "model.safetensors", metadata={"format": "pt"})
+    moments = {"exp_avg": torch.rand(1_000, 2_000), "exp_avg_sq": torch.rand(1_000, 2_000)}
+    torch.save({"state": {0: moments}, "param_groups": [{"params": [0]}]}, step / "optimizer.pt")
+    for rank in range(32):
+        torch.save({"cpu": torch.random.get_rng_state()}, step / f"rng_state_{rank}.pth")
+    url = put(step, "checkpoint-500")
+    s3.asked.clear()
+    before = s3.sent
+    report = ckptlint.check(url)
+    assert found(report) == []
+    files = report.checkpoints[0].checkpoint.step_files
+    assert [file.name for file in files if file.state != "read"] == []
+    assert len(s3.asked) <= 3 * len(files) + 20, len(s3.asked)
+    assert s3.sent - before < 2_000_000  # of 24 MB

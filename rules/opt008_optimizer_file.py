@@ -1,0 +1,104 @@
+"""OPT008: the optimizer's file beside the weights is that of these weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from math import prod
+
+from ckptlint.model import Checkpoint, OptimizerFile
+from ckptlint.model.text import plural, printable
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.vocabulary.dtypes import FLOATS
+
+_ELEMENTWISE = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+_PROJECTED = "rank"  # GaLore, APOLLO: moments of fewer rows than their parameters
+_NAMED = 6
+
+
+@rule("OPT008", "optimizer-file", Severity.WARNING)
+def optimizer_file(ckpt: Checkpoint) -> Iterator[Finding]:
+    """What `optimizer.pt` or `optimizer.bin` says contradicts itself or the weights beside it.
+
+    What it checks:
+        Groups list each parameter once, and each one that has state. `exp_avg` and `exp_avg_sq` of a parameter have one
+        shape. Groups of an optimizer with `betas` have state where `trainer_state.json` says a step above 0. Where
+        moments go by names, they have the shapes of the tensors of these names; where they go by numbers, as many have
+        each shape as tensors do. There it is a warning if all others match one to one, a note otherwise: weights may be
+        saved in another form than trained. Tied and frozen parameters, adapters, factored states and projected ones
+        (GaLore) are no findings.
+    Why it matters:
+        A resume fails at the first step, or goes on with the moments of other parameters.
+    Usual causes:
+        A file of another run or step, an embedding that was resized after the step, groups that were built anew.
+    How to fix:
+        Restore the optimizer of this step, or resume without one.
+    See:
+        torch.optim.Optimizer.load_state_dict
+    """
+    files = [(file.name, file.optimizer) for file in ckpt.step_files if file.optimizer is not None]
+    if not files:
+        raise NotApplicable("no optimizer in a file of its own")
+    step = max((file.step for file in ckpt.step_files if file.step is not None), default=0)
+    for name, optimizer in files:
+        for sentence, identity, is_unsure in _odd(ckpt, name, optimizer, step, is_alone=len(files) == 1):
+            severity = Severity.INFO if is_unsure else None
+            yield Finding(sentence, at=Location(file=name), missing=(identity,), severity=severity, alike=sentence)
+
+
+def _odd(
+    ckpt: Checkpoint, file: str, optimizer: OptimizerFile, step: int, is_alone: bool
+) -> Iterator[tuple[str, str, bool]]:
+    """(sentence, what identifies it, whether it is unsure) for each contradiction."""
+    listed, shapes = Counter(optimizer.params), optimizer.shapes
+    if twice := [param for param, count in listed.items() if count > 1]:
+        yield f"the groups of {file} list {plural(len(twice), 'parameter')} twice: {_some(twice)}", "twice", False
+    if unlisted := [param for param in shapes if param not in listed]:
+        yield f"{file} has state for {_some(unlisted)}, which no group of it lists", "unlisted", False
+    if listed and not shapes and step and "betas" in optimizer.settings:
+        yield f"{file} has no state for its {plural(len(listed), 'parameter')}, at step {step}", "empty", False
+    pairs = {param: (own.get("exp_avg"), own.get("exp_avg_sq")) for param, own in shapes.items()}
+    for param, (first, second) in pairs.items():
+        if first is not None and second is not None and first != second:
+            both = f"the shapes {[*first]} and {[*second]}"
+            yield f"exp_avg and exp_avg_sq of {_some([param])} in {file} have {both}", f"pair {param}", False
+    if is_alone and ckpt.format == "safetensors" and ckpt.tensors and ckpt.is_sound and not ckpt.partial:
+        yield from _against_model(ckpt, file, optimizer)
+
+
+def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Iterator[tuple[str, str, bool]]:
+    moments = {
+        param: shape
+        for param, own in optimizer.shapes.items()
+        if (shape := next((own[name] for name in _ELEMENTWISE if own.get(name)), None))
+    }
+    tensors = {key: tensor.global_shape for key, tensor in ckpt.tensors.items() if tensor.dtype in FLOATS}
+    if _PROJECTED in optimizer.settings or not moments or len(tensors) < len(ckpt.tensors):
+        return
+    for param, shape in moments.items():
+        own = tensors.get(param) if isinstance(param, str) else None
+        if own is not None and own != shape:
+            yield (
+                f"the moments of {printable(str(param))} in {file} are {[*shape]}, the tensor is {[*own]}",
+                str(param),
+                False,
+            )
+    if any(isinstance(param, str) for param in moments):
+        return
+    wanted, there = Counter(moments.values()), Counter(tensors.values())
+    odd, left = wanted - there, there - wanted
+    if not odd or sum(map(prod, moments.values())) == sum(map(prod, tensors.values())):
+        return  # the second: parts that were trained as one
+    told = ", ".join(f"{[*shape]}" for shape in list(odd)[:_NAMED])
+    is_one_to_one = odd.total() == left.total() and 2 * odd.total() < len(moments)
+    yield (
+        f"the moments of {odd.total()} of {plural(len(moments), 'parameter')} in {file} have shapes that the tensors "
+        f"do not have as often: {told}",
+        f"shapes {told}",
+        not is_one_to_one,
+    )
+
+
+def _some(params: list[int | str]) -> str:
+    shown = [printable(str(param)) for param in params[:_NAMED]] + ["..."] * (len(params) > _NAMED)
+    return f"{'parameters' if len(params) > 1 else 'parameter'} {', '.join(shown)}"
