@@ -1,9 +1,14 @@
-"""How the work of every rule grows with its input: python bench/budget.py [--only KIND ...].
+"""How the work of every rule grows with its input: python bench/budget.py [--only KIND ...] [--tilings] [--files N].
 
 Each kind of input grows one dimension, all else stays: tensors, chunks of one tensor, files, objects, findings, groups,
 layers, experts, storage entries of one file. Every rule and the reading is measured in processor time at two sizes, and
-the exponent between them is printed where the larger one takes long enough to tell. The command ends in 1 where an
-exponent is above 1.2 or hard tilings (`irregular.py`, with --tilings) take more than 5 s or 500 MB.
+the exponent between them is printed where the larger one takes long enough to tell. What seems to grow too fast is
+measured again, twice at most, and the shortest time of each size counts: a neighbour on the machine slows one of them.
+
+With --tilings it is hard tilings instead (`irregular.py`), of 30,000 and 100,000 chunks in 1 to 8 dims; with --files
+the whole command on a folder of N payload files: processor time, and memory of its processes together, in which what
+they share counts twice. The tables are Markdown, as in docs/benchmarks.md. The command ends in 1 where an exponent is
+above 1.2, a tiling takes more than 5 s, or a tiling or folder more than 500 MB.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import json
 import math
 import pickle
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,6 +27,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 MOST_EXPONENT, MOST_SECONDS, MOST_MB = 1.2, 5.0, 500
+HERE = Path(__file__).parent
+_AGAIN = 2
 LONG = 0.25
 """Seconds below which start-up and noise hide how a rule grows."""
 
@@ -313,24 +321,53 @@ def in_child(folder: Path) -> dict[str, float]:
 
 def grow(kind: str, small: int, factor: int, folder: Path) -> list[str]:
     """One row of the table for each thing that takes long enough; what grows too fast is returned."""
-    taken = []
-    for size in (small, small * factor):
-        place = folder / f"{kind}-{size}" / "step-1"
+    places = [folder / f"{kind}-{size}" / "step-1" for size in (small, small * factor)]
+    for place, size in zip(places, (small, small * factor), strict=True):
         subprocess.run(
             [sys.executable, __file__, "--write", str(place), "--only", kind, "--small", str(size)], check=True
         )
-        taken.append(in_child(place))
+    fasts, slows = map(in_child, places)
+    for _ in range(_AGAIN):
+        long = [name for name, slow in slows.items() if slow >= LONG and name != "peak MB"]
+        if all(_exponent(fasts[name], slows[name], factor) <= MOST_EXPONENT for name in long):
+            break
+        again = [in_child(place) for place in places]
+        fasts, slows = ({name: min(a[name], b[name]) for name in a} for a, b in zip((fasts, slows), again, strict=True))
+    for place in places:
+        shutil.rmtree(place)
     steep = []
-    peak = taken[1].pop("peak MB")
-    for name, slow in taken[1].items():
-        fast = max(taken[0][name], 1e-4)
+    peak = slows.pop("peak MB")
+    for name, slow in slows.items():
         if slow < LONG:
             continue
-        exponent = math.log(slow / fast) / math.log(factor)
+        fast, exponent = fasts[name], _exponent(fasts[name], slow, factor)
         print(f"| {kind} | {name} | {fast:.2f} | {slow:.2f} | {exponent:.2f} | {peak:.0f} |", flush=True)
         if exponent > MOST_EXPONENT:
             steep.append(f"{kind}: {name} {exponent:.2f}")
     return steep
+
+
+def _exponent(fast: float, slow: float, factor: int) -> float:
+    return math.log(slow / max(fast, 1e-4)) / math.log(factor)
+
+
+def judge_files(count: int, folder: Path) -> list[str]:
+    """The whole command on a folder of so many payload files, one chunk in each."""
+    from speed import resident
+
+    subprocess.run([sys.executable, str(HERE / "generate.py"), "files", str(count), str(folder)], check=True)
+    held = sum(1 for path in folder.iterdir() if path.suffix == ".distcp")
+    for depth in ("metadata", "files"):
+        before, peak = resource.getrusage(resource.RUSAGE_CHILDREN), 0.0
+        command = [sys.executable, "-m", "ckptlint", "check", str(folder), "--isolated", "--depth", depth, "-qq"]
+        process = subprocess.Popen(command)
+        while process.poll() is None:
+            peak = max(peak, resident(process.pid) / 1e6)
+            time.sleep(0.01)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        print(f"| {held:,} | {depth} | {seconds:.2f} | {peak:.0f} |", flush=True)
+    return [f"{held:,} files: {peak:.0f} MB"] if peak > MOST_MB else []
 
 
 def judge_tilings(count: int) -> list[str]:
@@ -385,6 +422,7 @@ def main() -> None:
     parser.add_argument("--factor", type=int, default=4)
     parser.add_argument("--only", nargs="*", choices=sorted(KINDS), default=list(KINDS))
     parser.add_argument("--tilings", action="store_true")
+    parser.add_argument("--files", type=int, help="a folder of so many payload files")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--tiling", type=int, help=argparse.SUPPRESS)
@@ -401,6 +439,10 @@ def main() -> None:
     if arguments.tilings:
         print("| chunks | dims | s | peak MB | exact |\n|---|---|---|---|---|")
         broken = judge_tilings(30_000) + judge_tilings(100_000)
+    elif arguments.files:
+        print("| files | depth | s | peak MB |\n|---|---|---|---|")
+        with tempfile.TemporaryDirectory() as temporary:
+            broken = judge_files(arguments.files, Path(temporary) / "step-1")
     else:
         small, large = arguments.small, arguments.small * arguments.factor
         print(f"| grows | what | {small:,}: s | {large:,}: s | exponent | peak MB |\n|---|---|---|---|---|---|")

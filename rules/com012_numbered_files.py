@@ -53,7 +53,7 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
                 missing=tuple(names),
                 alike=prefix,
             )
-    ranks = max((int(match[1]) for file in ckpt.files if (match := _PAYLOAD.search(file.name))), default=-1)
+    ranks = max((int(match[1]) for name in ckpt.files.names if (match := _PAYLOAD.search(name))), default=-1)
     for (what, counted_by, folder, pattern), numbers in kept.items():
         last = max(numbers | ({ranks} if counted_by == "rank" else set()))
         lost = _lost(numbers, last)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from itertools import islice
 
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, Severity, rule
 
-_SHOWN = 64
+_SHOWN, _NAMED, _ROWS = 64, 3, 15
 
 
 @rule("GEO007", "duplicate-chunk", Severity.ERROR)
@@ -26,16 +28,22 @@ def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.metadata.MetadataIndex
     """
     for tensor in ckpt.sound_tensors():
-        pairs = tensor.layout.duplicates
-        for first, second in pairs[:_SHOWN]:
-            place = f"both are filed under one entry, in {ckpt.chunk_file(tensor, first) or 'no file'}"
-            if (first, second) == pairs[0] and len(pairs) > 1:
-                place += f"; {len(pairs):,} chunks repeat an earlier one"
-            boxes = tensor.layout.box(first), tensor.layout.box(second)
-            what = f"sizes {list(boxes[0].sizes)}" if boxes[0] == boxes[1] else f"{boxes[0]} and {boxes[1]}"
+        at_place: dict[int, list[int]] = defaultdict(list)
+        for first, other in tensor.layout.duplicates:
+            at_place[first].append(other)
+        for first, others in islice(at_place.items(), _SHOWN):
+            place = f"{'both' if len(others) == 1 else 'all'} are filed under one entry, in "
+            place += ckpt.chunk_file(tensor, first) or "no file"
+            if len(at_place) > 1 and first == next(iter(at_place)):
+                place += f"; chunks repeat at {len(at_place):,} places"
+            boxes = [tensor.layout.box(row) for row in (first, *others[:_NAMED])]
+            same = (tensor.layout.sizes[others] == tensor.layout.sizes[first]).all()
+            more = f" and {len(others) - _NAMED:,} more" if len(others) > _NAMED else ""
+            what = f"sizes {list(boxes[0].sizes)}" if same else " and ".join(map(str, boxes)) + more
+            count = "two" if len(others) == 1 else f"{len(others) + 1:,}"
             yield Finding(
-                f"two chunks{{of}} start at {list(boxes[0].offsets)}: {what}",
-                at=Location.of(tensor, region=boxes[0].intersect(boxes[1]), rows=(first, second)),
+                f"{count} chunks{{of}} start at {list(boxes[0].offsets)}: {what}",
+                at=Location.of(tensor, region=boxes[0].intersect(boxes[1]), rows=(first, *others[:_ROWS])),
                 notes=(("where", place),),
                 hint="find the two writers of this key; one of their tensors is lost",
             )

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 import numpy as np
 
 from ckptlint.depth import Depth
-from ckptlint.geometry.chunk_graph import rank_of
-from ckptlint.model import Checkpoint, FileState
+from ckptlint.geometry.chunk_graph import rank_of, ranks_of_files
+from ckptlint.model import FILE_STATES, Checkpoint, FileState
+from ckptlint.model.layout import IntArray, distinct
 from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, Location, Severity, rule
 
@@ -43,17 +43,17 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.filesystem.FileSystemReader
     """
     table = ckpt.records
-    entries = Counter(table.file.tolist())
-    by_state: dict[FileState, list[int]] = defaultdict(list)
-    for number, file in enumerate(ckpt.files):
-        if file.state in _SENTENCES and entries[number]:
-            by_state[file.state].append(number)
-    for state, numbers in by_state.items():
-        names = [ckpt.files[number].name or '""' for number in numbers]
+    used = distinct(table.file)
+    states = ckpt.files.state[used]
+    for state in dict.fromkeys(FILE_STATES[number] for number in states.tolist()):
+        if state not in _SENTENCES:
+            continue
+        numbers = used[states == FILE_STATES.index(state)]
+        names = [ckpt.files.names[number] or '""' for number in numbers.tolist()]
         rows = np.flatnonzero(np.isin(table.file, numbers))
         filed, lost = len(rows), sum(length for length in table.byte_length[rows].tolist() if length > 0)
         keys = list(dict.fromkeys(table.name(row) for row in rows.tolist()))
-        count = names[0] if len(names) == 1 else f"{len(names)} of {len(entries)} payload files"
+        count = names[0] if len(names) == 1 else f"{len(names)} of {len(used)} payload files"
         verb = "is" if len(names) == 1 else "are"
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         yield Finding(
@@ -67,17 +67,16 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _instead(ckpt: Checkpoint, numbers: list[int]) -> str:
+def _instead(ckpt: Checkpoint, numbers: IntArray) -> str:
     """What lies there in place of the files."""
-    sentences = list(dict.fromkeys(filter(None, (ckpt.files[number].instead for number in numbers))))
+    sentences = list(dict.fromkeys(filter(None, map(ckpt.files.instead.get, numbers.tolist()))))
     return "; ".join(sentences[:3]) + (f"; and {len(sentences) - 3} more like that" if len(sentences) > 3 else "")
 
 
 def _pattern(ckpt: Checkpoint, names: list[str]) -> str:
     """What the numbers of the missing files have in common."""
     lost = {rank for name in names if (rank := rank_of(name)) is not None}
-    there = {rank for f in ckpt.files if f.state == "ok" and (rank := rank_of(f.name)) is not None}
-    lost -= there
+    lost -= set(ranks_of_files(ckpt)[ckpt.files.are("ok")].tolist())
     if not lost:
         return ""
     low, high = min(lost), max(lost)

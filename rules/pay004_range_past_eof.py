@@ -38,8 +38,7 @@ def range_past_eof(ckpt: Checkpoint) -> Iterator[Finding]:
     if not ckpt.locates_bytes:
         yield from _smaller_than_tensors(ckpt)
         return
-    sizes = np.array([-1 if file.size is None else file.size for file in ckpt.files] or [0], np.int64)
-    size = sizes[table.file]
+    size = ckpt.files.size[table.file]
     negative = (table.byte_offset < 0) | (table.byte_length < 0)
     beyond = (size >= 0) & (table.byte_length > size - table.byte_offset)
     for rows in _by_file(table, beyond & ~negative):

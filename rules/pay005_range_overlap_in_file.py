@@ -52,7 +52,7 @@ def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
         first, second = int(order[other]), int(order[hit])
         names = table.name(first), table.name(second)
         shared = int(min(stop[hit], stop[other]) - start[hit])
-        place = ckpt.files[int(file[hit])].name
+        place = ckpt.files.names[int(file[hit])]
         spans = [f"[{int(start[i]):,}, {int(stop[i]):,}) {name}" for i, name in ((other, names[0]), (hit, names[1]))]
         more = f" (the first of {len(hits):,} such pairs)" if hit == hits[0] and len(hits) > 1 else ""
         yield Finding(

@@ -11,6 +11,7 @@ from ckptlint.analysis.save_plans import duplicates, planned_by
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
+from ckptlint.model.layout import IntArray
 from ckptlint.model.text import human_bytes
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 
@@ -42,14 +43,11 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
     """
     table, least = ckpt.records, max(min_bytes, 1 if ckpt.locates_bytes else _HEADER_ALONE)
     repeaters = _repeaters(ckpt)
-    damaged = set(table.file[(table.byte_offset < 0) | (table.byte_length < 0)].tolist())
     order = np.lexsort((table.byte_offset, table.file))
     bounds = np.searchsorted(table.file[order], np.arange(len(ckpt.files) + 1))
-    for number, file in enumerate(ckpt.files):
-        if file.state != "ok" or not file.size or not file.name.endswith(".distcp") or number in damaged:
-            continue
-        rows = order[bounds[number] : bounds[number + 1]]
-        if len(rows) and not ckpt.locates_bytes:
+    for number in _suspects(ckpt, order, least).tolist():
+        file, rows = ckpt.files[number], order[bounds[number] : bounds[number + 1]]
+        if not file.size or not file.name.endswith(".distcp") or (len(rows) and not ckpt.locates_bytes):
             continue
         gaps = _gaps(table.byte_offset[rows], table.byte_length[rows], file.size, least)
         total = sum(stop - start for start, stop in gaps)
@@ -88,10 +86,29 @@ def _repeaters(ckpt: Checkpoint) -> set[int]:
     return {rank for duplicate in duplicates(plans) for rank in duplicate.ranks}
 
 
-def _gaps(starts: np.ndarray, lengths: np.ndarray, size: int, least: int) -> list[tuple[int, int]]:
+def _suspects(ckpt: Checkpoint, order: IntArray, least: int) -> IntArray:
+    """The files with room between two entries that follow each other, or after the last one."""
+    table, files = ckpt.records, ckpt.files
+    file, start = table.file[order], table.byte_offset[order]
+    stop = _ends(start, table.byte_length[order])
+    before = np.concatenate([[0], stop[:-1]])
+    before[1:][file[1:] != file[:-1]] = 0
+    end = np.zeros(len(files), np.int64)
+    np.maximum.at(end, file, stop)
+    has_room = files.size - end >= least
+    has_room[file[start - before >= least]] = True
+    has_room[file[(start < 0) | (table.byte_length[order] < 0)]] = False
+    return np.flatnonzero(has_room & files.are("ok"))
+
+
+def _ends(starts: IntArray, lengths: IntArray) -> IntArray:
+    stops: IntArray = starts + np.minimum(lengths, np.iinfo(np.int64).max - np.maximum(starts, 0))
+    return stops
+
+
+def _gaps(starts: IntArray, lengths: IntArray, size: int, least: int) -> list[tuple[int, int]]:
     """The [start, stop) of at least so many bytes between sorted ranges and up to the end of the file."""
-    stops = starts + np.minimum(lengths, np.iinfo(np.int64).max - starts)
-    reached = np.maximum.accumulate(np.concatenate([[0], stops]))
+    reached = np.maximum.accumulate(np.concatenate([[0], _ends(starts, lengths)]))
     nexts = np.concatenate([starts, [size]])
     wide = np.flatnonzero(nexts - reached >= least)
     return [(int(reached[i]), int(nexts[i])) for i in wide.tolist()]

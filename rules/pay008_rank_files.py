@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.depth import Depth
-from ckptlint.geometry.chunk_graph import rank_of
+from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import distinct
 from ckptlint.model.text import ranges
@@ -30,8 +30,8 @@ def rank_files(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.filesystem.FileSystemWriter
     """
     table = ckpt.records
-    used = {ckpt.files[n].name for n in distinct(table.file[table.byte_length > 0]).tolist()}
-    present = {rank for name in used if (rank := rank_of(name)) is not None}
+    ranks = distinct(ranks_of_files(ckpt)[distinct(table.file[table.byte_length > 0])])
+    present = set(ranks[ranks >= 0].tolist())
     if not present:
         raise NotApplicable("no payload file carries a rank number")
     planning = set(distinct(ckpt.save_plans.rank).tolist()) if ckpt.save_plans else None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ckptlint.analysis.inventory import Param, inventory_of
+from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.trusted_config import flag, number, trusted, trusted_topology
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
@@ -173,10 +173,11 @@ def _severity(
     if (moments := _moments(ckpt, payload, tensor)) is not None:
         return None if moments else Severity.INFO
     norms = _norms_are_constant(ckpt, payload)
-    if norms or _all_experts_repeat(ckpt, payload, tensor):
+    if norms or tensor.fqn in _experts_seeded_alike(ckpt, payload):
         return Severity.INFO
     is_told = norms is False or isinstance(iteration, int) or parse(tensor.fqn).in_experts
-    return None if is_told or _others_differ(payload, inventory_of(ckpt).params, tensor) else Severity.INFO
+    differing = _differing(ckpt, payload)
+    return None if is_told or len(differing) > (tensor.fqn in differing) else Severity.INFO
 
 
 @fact
@@ -210,17 +211,29 @@ def _parameter_repeats(
     return True
 
 
-def _others_differ(payload: PayloadTable, params: Sequence[Param], tensor: Tensor) -> bool:
-    """Whether another weight is stored in several chunks and none of them repeats: ranks were not seeded alike."""
-    for param in params:
+@fact
+def _states(ckpt: Checkpoint) -> dict[str, list[Tensor]]:
+    """Key of a parameter -> the tensors of its moments."""
+    found: dict[str, list[Tensor]] = defaultdict(list)
+    for state in inventory_of(ckpt).states:
+        if state.param is not None and state.what.startswith(("exp_avg", "momentum")):
+            found[state.param.tensor.fqn].append(state.tensor)
+    return found
+
+
+@fact
+def _differing(ckpt: Checkpoint, payload: PayloadTable) -> frozenset[str]:
+    """The weights that are stored in several chunks of which none repeats: ranks were not seeded alike."""
+    found = set()
+    for param in inventory_of(ckpt).params:
         records = param.tensor.chunks.record
         read = records[records >= 0]
         read = read[(payload.state[read] == 0) & (payload.crc[read] > 0)]
-        if param.tensor is tensor or len(read) < 2 or len(param.own_shape) < 2:
+        if len(read) < 2 or len(param.own_shape) < 2:
             continue
         if not payload.constant[read].any() and (payload.equal_group[read] < 0).all():
-            return True
-    return False
+            found.add(param.tensor.fqn)
+    return frozenset(found)
 
 
 def _iteration(ckpt: Checkpoint) -> object:
@@ -232,16 +245,16 @@ def _iteration(ckpt: Checkpoint) -> object:
 def _moments(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor) -> bool | None:
     """Whether the parameter's moments hold more than one value; None when there are none to look at."""
     found = None
-    for state in inventory_of(ckpt).states:
-        if state.param is not None and state.param.tensor is tensor and state.what.startswith(("exp_avg", "momentum")):
-            records = state.tensor.chunks.record
-            read = records[(records >= 0)]
-            read = read[payload.state[read] == 0]
-            if len(read):
-                found = bool(found) or not payload.constant[read].all()
+    for state in _states(ckpt).get(tensor.fqn, ()):
+        records = state.chunks.record
+        read = records[(records >= 0)]
+        read = read[payload.state[read] == 0]
+        if len(read):
+            found = bool(found) or not payload.constant[read].all()
     return found
 
 
+@fact
 def _norms_are_constant(ckpt: Checkpoint, payload: PayloadTable) -> bool | None:
     """Whether each norm holds one value; None when there are none to look at."""
     norms = []
@@ -252,9 +265,9 @@ def _norms_are_constant(ckpt: Checkpoint, payload: PayloadTable) -> bool | None:
     return all(norms) if norms else None
 
 
-def _all_experts_repeat(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor) -> bool:
-    """Whether every weight of every routed expert is held twice: then their initialisation was seeded alike."""
+@fact
+def _experts_seeded_alike(ckpt: Checkpoint, payload: PayloadTable) -> frozenset[str]:
+    """The weights of all routed experts, where each is held twice: their initialisation was seeded alike."""
     weights = [param.tensor for param in inventory_of(ckpt).params if param.key.in_experts and len(param.own_shape) > 1]
-    if tensor not in weights:
-        return False
-    return all((_numbers(payload, weight) >= 0).all() for weight in weights)
+    is_all = all((_numbers(payload, weight) >= 0).all() for weight in weights)
+    return frozenset(weight.fqn for weight in weights) if is_all else frozenset()

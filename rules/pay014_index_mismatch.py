@@ -44,8 +44,9 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     if not ckpt.is_safetensors:
         raise NotApplicable("the folder holds no safetensors")
     names, held = ckpt.records.fqns, defaultdict[str, set[str]](set)
+    files = list(ckpt.files.names)
     for key, file in zip(ckpt.records.fqn.tolist(), ckpt.records.file.tolist(), strict=True):
-        held[ckpt.files[file].name].add(names[key])
+        held[files[file]].add(names[key])
     if ckpt.index is not None:
         yield from _misplaced(ckpt.index, held)
         yield from _unlisted(ckpt.index, held)
@@ -159,8 +160,8 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
 def _numbers(ckpt: Checkpoint) -> Iterator[Finding]:
     """Numbers k of the names `<stem>-<k>-of-<N>` that no file has."""
     by_total: dict[int, set[int]] = defaultdict(set)
-    for file in ckpt.files:
-        if match := _NUMBERS.fullmatch(file.name):
+    for name in ckpt.files.names:
+        if match := _NUMBERS.fullmatch(name):
             by_total[int(match[2])].add(int(match[1]))
     for total, present in by_total.items():
         first = 0 if 0 in present else 1

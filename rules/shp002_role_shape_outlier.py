@@ -8,7 +8,7 @@ from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.layer_outliers import Outlier, dtype_outliers, local_factor, shape_outliers
 from ckptlint.analysis.projections import swap_factor
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import ranges, shape_text
+from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 
@@ -51,14 +51,14 @@ def _shape(item: Outlier, usual: tuple[int, ...]) -> Finding:
 
 
 def _finding(item: Outlier, sentence: str, usual: str, notes: tuple[Note, ...]) -> Finding:
-    number = len(set(item.agreeing))
+    number = item.others
     return Finding(
         f"{sentence}, and {usual} in {number} other layer{'s' if number > 1 else ''}",
         at=Location.of(item.param.tensor),
         severity=Severity.INFO if item.changed > 1 else None,
         notes=(
             *notes,
-            ("siblings", f"{usual} in layers {ranges(item.agreeing)}"),
+            ("siblings", f"{usual} in layers {item.agreeing}"),
             ("layer", f"{item.changed} of its modules differ" if item.changed > 1 else ""),
         ),
         hint=""

@@ -25,7 +25,6 @@ from ckptlint.analysis.projections import (
 from ckptlint.analysis.trusted_config import knows_mesh, mesh_axes, number, trusted
 from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import is_adapter, module_path
@@ -295,7 +294,7 @@ def _from_siblings(ckpt: Checkpoint) -> Iterator[Local]:
         found = local_factor(ckpt, item)
         if found is not None:
             axis, k = found
-            basis = f"layers {ranges(item.agreeing)}"
+            basis = f"layers {item.agreeing}"
             size = item.param.tensor.global_shape[axis]
             cause = f"{k} is the size of {' and '.join(mesh_axes(ckpt, k))}"
             yield Local(item.param, axis, k * size, basis, cause)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import importlib.util
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import ckptlint
@@ -94,3 +96,13 @@ def run_python(code: str, *arguments: str | Path, **options: Any) -> subprocess.
     command = [sys.executable, "-c", code, *map(str, arguments)]
     defaults: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "cwd": REPOSITORY}
     return subprocess.run(command, encoding="utf-8", check=False, **(defaults | options))
+
+
+def bench(name: str) -> ModuleType:
+    """A module of `bench/`."""
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "bench" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module

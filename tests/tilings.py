@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import product
 
 import numpy as np
@@ -104,21 +103,3 @@ def tangled(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Chunk]]:
         low = tuple(draw(st.integers(0, size - 1)) for size in shape)
         chunks.append((low, tuple(draw(st.integers(1, size - o)) for o, size in zip(low, shape, strict=True))))
     return shape, draw(st.permutations(chunks))
-
-
-def irregular(count: int, rank: int, seed: int = 0) -> tuple[tuple[int, ...], list[Chunk]]:
-    """A whole tensor cut in two at random places until it has so many chunks: no grid."""
-    rng = random.Random(seed)
-    shape = (2 ** min(40, 60 // rank),) * rank
-    parts: list[Chunk] = [((0,) * rank, shape)]
-    while len(parts) < count:
-        at, axis = rng.randrange(len(parts)), rng.randrange(rank)
-        low, size = parts[at]
-        if size[axis] < 2:
-            continue
-        middle = rng.randrange(1, size[axis])
-        parts[at] = low, (*size[:axis], middle, *size[axis + 1 :])
-        above = (*low[:axis], low[axis] + middle, *low[axis + 1 :])
-        parts.append((above, (*size[:axis], size[axis] - middle, *size[axis + 1 :])))
-    rng.shuffle(parts)
-    return shape, parts

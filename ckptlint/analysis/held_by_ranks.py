@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ckptlint.model import Checkpoint, ChunkTable, RankTable, RecordTable, StoredFile, Tensor
+from ckptlint.model import Checkpoint, ChunkTable, FileTable, RankTable, RecordTable, StoredFile, Tensor
 from ckptlint.model.cover import Budget
 from ckptlint.model.layout import Box, IntArray, Layout
 from ckptlint.model.text import named_ranks
@@ -166,7 +166,9 @@ def as_checkpoint(table: RankTable, path: str) -> Checkpoint:
         records=RecordTable(
             table.fqns, table.fqn, table.rank, none, none, np.zeros(len(table), bool), np.ones(len(table), bool), {}
         ),
-        files=[StoredFile(f"rank {rank}", None, None, "unchecked", True) for rank in range(table.world_size)],
+        files=FileTable.of(
+            StoredFile(f"rank {rank}", None, None, "unchecked", True) for rank in range(table.world_size)
+        ),
         readable=not any(remark.voids == "check" for remark in table.remarks),
         metadata_file="state dict",
         ranks=table,

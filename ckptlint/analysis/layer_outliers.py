@@ -10,6 +10,7 @@ from ckptlint.analysis.inventory import Param, Shape, inventory_of
 from ckptlint.analysis.trusted_config import mesh_axes
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
+from ckptlint.model.text import ranges
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import is_adapter, module_path, parse
 
@@ -23,13 +24,15 @@ class Outlier:
 
     Attributes:
         usual: the shape (axes of layers and experts left out) or dtype that the siblings share.
-        agreeing: the layers that have it, one number per sibling.
+        agreeing: the layers that have it, as ranges.
+        others: how many these are.
         changed: how many modules of its layer differ likewise; two or more are a layer of another width.
     """
 
     param: Param
     usual: Shape | str
-    agreeing: tuple[int, ...]
+    agreeing: str
+    others: int
     changed: int = 1
 
 
@@ -104,5 +107,6 @@ def _outliers(members: list[Param], values: list[Shape] | list[str]) -> list[Out
     is_run = layers[-1] - layers[0] == len(layers) - 1
     if len(odd) > 1 and (len(counts) > 2 or not is_run or len(odd) > _FEW_OUTLIERS * len(members)):
         return []
-    others = tuple(m.key.layer or 0 for m, value in zip(members, values, strict=True) if value == usual)
-    return [Outlier(member, usual, others) for member in odd]
+    others = {m.key.layer or 0 for m, value in zip(members, values, strict=True) if value == usual}
+    text = ranges(others)  # once: a run of outliers may be long
+    return [Outlier(member, usual, text, len(others)) for member in odd]

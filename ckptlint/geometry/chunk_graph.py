@@ -193,14 +193,26 @@ def absent_writer(ckpt: Checkpoint, tensor: Tensor, region: Box) -> int | None:
     return rank if rank >= 0 and abs(missing - rank) < 1e-6 else None
 
 
+@fact
+def ranks_of_files(ckpt: Checkpoint) -> IntArray:
+    """int64 [n], `rank_of` each payload file; -1 where the name tells none."""
+    ranks = (rank_of(name) for name in ckpt.files.names)
+    return np.fromiter((-1 if rank is None else rank for rank in ranks), np.int64, len(ckpt.files))
+
+
+@fact
+def _ranks_with_entries(ckpt: Checkpoint) -> frozenset[int]:
+    """The ranks in whose files an entry lies."""
+    return frozenset(distinct(ranks_of_files(ckpt)[distinct(ckpt.records.file)]).tolist())
+
+
 def absent_writer_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
     """What the file of the rank that should have written a region tells; "" when the rank is not known."""
     rank = absent_writer(ckpt, tensor, region)
     if rank is None:
         return ""
-    numbers = [i for i, file in enumerate(ckpt.files) if rank_of(file.name) == rank]
     file = f"shard-{rank + 1:05d}-*.safetensors" if ckpt.is_safetensors else f"__{rank}_0.distcp"
     named = f"rank {rank} ({file}) should hold it"
-    if any(ckpt.files[i].referenced and (ckpt.records.file == i).any() for i in numbers):
+    if rank in _ranks_with_entries(ckpt):
         return f"{named}; it stored other tensors, so its save did finish: its state dict lacked this part"
     return f"{named}, and no entry names a file of rank {rank}: it did not save, or its files are lost from the map"

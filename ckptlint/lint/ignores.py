@@ -85,7 +85,7 @@ def _problem(ignore: KeyIgnore, parts: Sequence[CheckpointReport]) -> Problem:
         keys |= dict.fromkeys(ckpt.tensors)
         keys |= dict.fromkeys(name for item in ckpt.objects for name in (item.fqn, item.key))
         keys |= dict.fromkeys(item.fqn for item in ckpt.byte_objects)
-        keys |= dict.fromkeys(file.name for file in ckpt.files)
+        keys |= dict.fromkeys(ckpt.files.names)
         keys |= dict.fromkeys(ckpt.reference.tensors if ckpt.reference else ())
     glob = re.compile(fnmatch.translate(ignore.pattern))
     codes = ", ".join(sorted(ignore.codes))

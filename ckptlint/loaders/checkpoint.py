@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import PurePosixPath
@@ -38,9 +38,12 @@ from ckptlint.loaders.step_files import (
     unsupported_problem,
     with_step_files,
 )
-from ckptlint.model import Checkpoint, FileState, Problem, RunFolder, StoredFile
+from ckptlint.model import FILE_STATES, Checkpoint, FileTable, Problem, RunFolder, StoredFile
+from ckptlint.model.files import Names
+from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
+from ckptlint.storage.listing import is_plain
 from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.litter import is_litter
 from ckptlint.vocabulary.mesh import read_topology
@@ -104,7 +107,9 @@ def read_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
 
 def _metadata_bytes(folder: Folder) -> int:
     """Bytes of the pickles that describe a DCP checkpoint."""
-    inputs = [name for name in folder.files() if name in (METADATA, COMMON_FILE) or RANK_METADATA.fullmatch(name)]
+    inputs = [
+        name for name in folder.files_beside() if name in (METADATA, COMMON_FILE) or RANK_METADATA.fullmatch(name)
+    ]
     return sum(min(folder.entries[name].size, SIZE_LIMIT) for name in inputs)
 
 
@@ -198,13 +203,13 @@ def _assemble(
         partial=partial,
         locates_bytes=locates,
         metadata_file=label,
-        unseen=_unseen(folder, run, files if look_at_files else []),
+        unseen=_unseen(folder, run, files if look_at_files else FileTable.of([])),
     )
 
 
-def _unseen(folder: Folder, run: RunFolder | None, files: list[StoredFile]) -> tuple[str, ...]:
+def _unseen(folder: Folder, run: RunFolder | None, files: FileTable) -> tuple[str, ...]:
     """What could not be looked at and would be no finding if it could."""
-    unchecked = sum(file.state == "unchecked" for file in files)
+    unchecked = int(files.are("unchecked").sum())
     sizes = f"the server does not tell the size of {unchecked} of {len(files)} payload files" if unchecked else ""
     return tuple(sentence for sentence in (folder.unseen, run.unseen if run else "", sizes) if sentence)
 
@@ -258,27 +263,40 @@ def _locations(described: Description, wanted: set[str]) -> dict[str, Location]:
     }
 
 
-def _files(folder: Folder, described: Description, look: bool) -> tuple[list[StoredFile], bool]:
+def _files(folder: Folder, described: Description, look: bool) -> tuple[FileTable, bool]:
     """The payload files, in the order of `RecordTable.file` and then those nobody names; and `locates_bytes`."""
     paths = described.paths
-    looks: list[tuple[FileState, int | None]] = folder.looks_at(paths) if look else [("unchecked", None)] * len(paths)
-    files = []
-    for path, (state, size) in zip(paths, looks, strict=True):
-        instead = folder.instead(path) if state in ("absent", "other-case") else ""
-        files.append(StoredFile(printable(path), path if is_safe(path) else None, size, state, True, instead))
-    known = {path if "/" not in path else str(PurePosixPath(path)) for path in paths}
-    known |= {path.casefold() for path, (state, _) in zip(paths, looks, strict=True) if state == "other-case"}
-    others = _listed(folder) if look else []
-    files += [file for file in others if not {file.path, (file.path or "").casefold()} & known]
-    return files, not _shares_offsets(folder, described, look)
+    raw = {row: path if is_safe(path) else None for row, path in enumerate(paths) if not is_plain(path)}
+    names = list(paths)
+    for row in raw:
+        names[row] = printable(paths[row])
+    unchecked = np.full(len(paths), FILE_STATES.index("unchecked"), np.uint8)
+    named = FileTable(Names.of(names), np.full(len(paths), -1, np.int64), unchecked, np.ones(len(paths), bool), raw, {})
+    if not look:
+        return named, True
+    found = folder.looks_at(paths)
+    named = replace(named, state=found.state, size=found.size)
+    elsewhere = [paths[row] for row in np.flatnonzero(found.at < 0).tolist()]
+    known = {str(PurePosixPath(path)) if "/" in path else path for path in elsewhere}
+    for row in np.flatnonzero(named.are("absent", "other-case")).tolist():
+        known.add(folder.other_case(paths[row]) or "")
+        if instead := folder.instead(paths[row]):
+            named.instead[row] = instead
+    others = _listed(folder, known, found.at[found.at >= 0])
+    return named.followed_by(others), not _shares_offsets(folder, described, look)
 
 
-def _listed(folder: Folder) -> list[StoredFile]:
-    return [
+def _listed(folder: Folder, known: Collection[str] = (), rows: IntArray | None = None) -> FileTable:
+    """The payload files that lie in the folder, but for those known by name, or by row in the listing's payload."""
+    listing = folder.entries.without(known, rows)
+    others = [
         StoredFile(printable(name), name, entry.size, "ok", False)
-        for name, entry in folder.entries.items()
+        for name, entry in listing.others.items()
         if name.endswith(".distcp") and not entry.is_folder and not is_litter(name)
     ]
+    names = listing.payload_names()
+    none, flags = np.zeros(len(names), np.uint8), np.zeros(len(names), bool)
+    return FileTable(Names.of(names), listing.size, none, flags, {}, {}).followed_by(FileTable.of(others))
 
 
 def _shares_offsets(folder: Folder, described: Description, look: bool) -> bool:
@@ -331,8 +349,8 @@ def _named_file(folder: Folder, found: Recognised, _look_at_files: bool) -> Chec
 
 
 def _incomplete(folder: Folder, found: Recognised, _look_at_files: bool) -> Checkpoint:
-    payload = [file.name for file in _listed(folder)]
-    evidence = f"{len(payload)} payload files" if payload else printable(found.evidence)
+    payload = len(_listed(folder))
+    evidence = f"{payload} payload files" if payload else printable(found.evidence)
     if folder.has(".metadata.tmp"):
         evidence += " and .metadata.tmp"
     state = _NO_METADATA.get(folder.look_at(METADATA)[0], "is missing")

@@ -135,7 +135,7 @@ def components(folder: Folder) -> list[Folder]:
     parts = [rest] if other is not None and other.kind != "unsupported" else []
     if not parts and len(found) == 1:
         return [folder]
-    described = [name for name in folder.files() if parts and _is_dcp(name)]
+    described = [name for name in (folder.files() if parts else ()) if _is_dcp(name)]
     for group in found:
         hidden = {*weights, *described} - {*group.files, group.index}
         parts.append(folder.without(hidden, group.label))

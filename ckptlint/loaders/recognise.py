@@ -59,8 +59,9 @@ def unsupported_hint(name: str) -> str:
 @fact
 def recognise(folder: Folder) -> Recognised | None:
     """What the folder itself holds, its sub-folders aside; None when nothing here is known."""
-    names = [name for name in folder.files() if not is_litter(name)]
-    payload = [name for name in names if name.endswith(".distcp")]
+    names = [name for name in folder.files_beside() if not is_litter(name)]
+    plain = folder.entries.payload[:1].tolist()
+    payload = [name.decode() for name in plain] or [name for name in names if name.endswith(".distcp")]
     if METADATA in names and (payload or _is_metadata(folder)):
         return Recognised("dcp")
     if any(RANK_METADATA.fullmatch(name) for name in names):
@@ -78,7 +79,7 @@ def recognise(folder: Folder) -> Recognised | None:
 
 def unsupported(folder: Folder) -> Recognised | None:
     """A known format that ckptlint does not check, or None."""
-    files = [name for name in folder.files() if not (name.endswith(".distcp") or is_litter(name))]  # 100,000 or so
+    files = [name for name in folder.files_beside() if not (name.endswith(".distcp") or is_litter(name))]
     folders = folder.folders()
     marks: list[tuple[str, str | None]] = [
         ("Megatron-LM legacy torch", _first(folders, r"mp_rank_\d\d.*") or _first(files, r"model_optim_rng\.pt")),

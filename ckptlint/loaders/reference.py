@@ -161,7 +161,8 @@ def _is_model_folder(folder: Folder) -> bool:
 
 def _safetensors(folder: Folder) -> list[str]:
     """The files of a model; `model.safetensors` alone where a copy in another layout lies beside it."""
-    names = [name for name in folder.files() if name.endswith(".safetensors") and folder.look_at(name)[0] in READABLE]
+    weights = [name for name in folder.files_beside() if name.endswith(".safetensors")]
+    names = [name for name in weights if folder.look_at(name)[0] in READABLE]
     return ["model.safetensors"] if "model.safetensors" in names else names
 
 

@@ -174,15 +174,16 @@ def step_state(step: Folder, levels: int = 2) -> StepState:
     step of Megatron-Core >= 0.19 without `metadata.json` this says `complete`: only its keys would tell. The index of
     a Hugging Face model is written after its files.
     """
-    names = step.files()
+    names = step.files_beside()
     if METADATA in names:
         whole = step.head(METADATA, 1) == b"\x80" and (CONFIG_FILE in names or COMMON_FILE not in names)
         return "complete" if whole else "unfinished"
     if any(name.endswith(".safetensors.index.json") for name in names):
         return "complete"
-    if any(RANK_METADATA.fullmatch(name) or name.startswith("mp_rank_") for name in step.entries):
+    if any(RANK_METADATA.fullmatch(name) or name.startswith("mp_rank_") for name in step.entries.others):
         return "unknown"
-    if COMMON_FILE in names or any(name.endswith(".distcp") for name in names) or not step.entries:
+    has_payload = len(step.entries.payload) > 0 or any(name.endswith(".distcp") for name in names)
+    if COMMON_FILE in names or has_payload or not step.entries:
         return "unfinished"
     parts = [sub_folder(step, name) for name in step.folders() if _OF_A_STEP.fullmatch(name)] if levels else []
     states = {step_state(part, levels - 1) for part in parts if part is not None}

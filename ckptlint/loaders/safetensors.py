@@ -21,6 +21,7 @@ from ckptlint.model import (
     Checkpoint,
     ChunkTable,
     FileState,
+    FileTable,
     MalformedChunk,
     Problem,
     RecordTable,
@@ -77,7 +78,7 @@ def groups(folder: Folder) -> list[ModelFiles]:
     """
     found: dict[str, ModelFiles] = {}
     single: dict[str, str] = {}
-    names = [name for name in folder.files() if not _FRAGMENT.fullmatch(name) and not is_litter(name)]
+    names = [name for name in folder.files_beside() if not _FRAGMENT.fullmatch(name) and not is_litter(name)]
     for name in names:
         if match := SHARD.fullmatch(name):
             found.setdefault("shard-", ModelFiles("shard-*.safetensors", sharded=True)).files.append(name)
@@ -146,7 +147,7 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
     problems: list[Problem] = []
     places, total = _read_index(folder, group, problems)
     named = list(dict.fromkeys((places or {}).values()))
-    names = [*group.files, *(name for name in named if name not in set(group.files))]
+    names = list(dict.fromkeys((*group.files, *named)))
     chunks = _Chunks()
     files: list[StoredFile] = []
     unread: list[str] = []
@@ -189,7 +190,7 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
         writer="torch >= 2.8" if chunks.by_dcp else "",
         tensors=tensors,
         records=records,
-        files=files,
+        files=FileTable.of(files),
         declared=declared,
         index=None if places is None else _weight_index(printable(group.index), places, total, absent, unread),
         topology=read_topology(declared, [], None, ranks),

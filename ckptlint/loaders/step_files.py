@@ -58,7 +58,8 @@ def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     Raises:
         AccessError: the operating system refused a read.
     """
-    parts = {file.name for file in ckpt.files} | {METADATA}  # which the loaders read, beside safetensors too
+    # what the loaders read, beside safetensors too; `_listed` leaves out payload files
+    parts = {name for name in ckpt.files.names if not name.endswith(".distcp")} | {METADATA}
     names = _READ_ELSEWHERE if ckpt.is_safetensors else (*_READ_ELSEWHERE, "train_state.pt")
     found = [item for item in _files_of(folder) if item.label not in parts]
     if not ckpt.is_safetensors:  # whose metadata a loader has read, that of single ranks too
@@ -101,7 +102,7 @@ def _files_of(folder: Folder) -> Iterator[_Found]:
 
 
 def _listed(folder: Folder, prefix: str) -> Iterator[_Found]:
-    for name in folder.files():
+    for name in folder.files_beside():
         if not name.endswith((".distcp", ".safetensors")) and not is_litter(name):
             yield _Found(folder, name, printable(prefix + name), family_of(name), folder.entries[name].size)
 
@@ -216,13 +217,13 @@ def _saved_step(item: _Found) -> int | None:
 
 
 def rank_files(folder: Folder) -> list[str]:
-    numbered = {name: int(match[1]) for name in folder.files() if (match := RANK_METADATA.fullmatch(name))}
+    numbered = {name: int(match[1]) for name in folder.files_beside() if (match := RANK_METADATA.fullmatch(name))}
     return sorted(numbered, key=lambda name: numbered[name])
 
 
 def lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
     """Why per-rank metadata is partial ("" when it is whole) and the problem to report for it."""
-    present = {int(m[1]) for name in folder.files() if (m := RANK_METADATA.fullmatch(name))}
+    present = {int(m[1]) for name in folder.files_beside() if (m := RANK_METADATA.fullmatch(name))}
     payload = {int(m[1]) for name in folder.files() if (m := PAYLOAD_RANK.fullmatch(name))}
     lost = sorted(set(range(max(present | payload) + 1)) - present)
     if not lost:
@@ -251,8 +252,8 @@ def leftover_files(folder: Folder) -> list[Problem]:
                 hint="use another step, or save again into an empty folder",
             )
         )
-    if METADATA in entries and any(RANK_METADATA.fullmatch(name) for name in entries):
-        name = next(name for name in entries if RANK_METADATA.fullmatch(name))
+    if METADATA in entries and (others := [name for name in entries.others if RANK_METADATA.fullmatch(name)]):
+        name = others[0]
         problems.append(Problem("note", name, f"{name} lies beside {METADATA} and belongs to another save"))
     for name in (METADATA, COMMON_FILE):
         if folder.has(name) and folder.look_at(name)[0] == "link-outside":

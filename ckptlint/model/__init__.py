@@ -13,6 +13,7 @@ from ckptlint.model.checkpoint import (
     StepState,
     WeightIndex,
 )
+from ckptlint.model.files import FILE_STATES, FileState, FileTable, StoredFile
 from ckptlint.model.payload import Damage, PayloadTable, RecordContent, RecordState, empty_payload
 from ckptlint.model.plans import SavePlans
 from ckptlint.model.ranks import RankTable, Remark
@@ -22,17 +23,16 @@ from ckptlint.model.tensors import (
     RANK_LIMIT,
     ByteObject,
     ChunkTable,
-    FileState,
     MalformedChunk,
     RecordTable,
     ShardedObject,
-    StoredFile,
     Tensor,
     empty_records,
 )
 from ckptlint.model.text import printable
 
 __all__ = [
+    "FILE_STATES",
     "KEY_LIMIT",
     "RANK_LIMIT",
     "AxisSize",
@@ -43,6 +43,7 @@ __all__ = [
     "Damage",
     "Declared",
     "FileState",
+    "FileTable",
     "Format",
     "MalformedChunk",
     "OptimizerFile",

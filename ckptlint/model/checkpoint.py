@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from ckptlint.model.files import FileTable
 from ckptlint.model.payload import PayloadTable
 from ckptlint.model.plans import SavePlans
 from ckptlint.model.ranks import RankTable, Remark
 from ckptlint.model.reference import AxisSize, Declared, Reference, Seal
-from ckptlint.model.tensors import ByteObject, RecordTable, ShardedObject, StoredFile, Tensor, empty_records
+from ckptlint.model.tensors import ByteObject, RecordTable, ShardedObject, Tensor, empty_records
 
 Format = Literal[
     "dcp",
@@ -193,7 +194,7 @@ class Problem:
     unknown: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Checkpoint:
     """One checkpoint folder as the rules see it.
 
@@ -230,7 +231,7 @@ class Checkpoint:
     objects: list[ShardedObject] = field(default_factory=list)
     byte_objects: list[ByteObject] = field(default_factory=list)
     records: RecordTable = field(default_factory=lambda: empty_records())
-    files: list[StoredFile] = field(default_factory=list)
+    files: FileTable = field(default_factory=lambda: FileTable.of([]))
     save_plans: SavePlans | None = None
     common: CommonState | None = None
     declared: dict[str, Declared] = field(default_factory=dict)
@@ -254,6 +255,10 @@ class Checkpoint:
     ranks: RankTable | None = None
     remarks: tuple[Remark, ...] = ()
     facts: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    def __repr__(self) -> str:
+        """One line: findings hold their checkpoint, and a traceback or a failed assertion prints every one of them."""
+        return f"<Checkpoint {self.path}: {self.format}, {len(self.tensors)} tensors, {len(self.files)} files>"
 
     @property
     def is_megatron(self) -> bool:
@@ -281,14 +286,14 @@ class Checkpoint:
     def chunk_file(self, tensor: Tensor, row: int) -> str:
         """Name of the file that holds a chunk, or "" without a storage entry."""
         record = int(tensor.chunks.record[row])
-        return "" if record < 0 else self.files[int(self.records.file[record])].name
+        return "" if record < 0 else self.files.names[int(self.records.file[record])]
 
     def byte_range_of(self, record: int) -> tuple[str, int, int]:
         """File name, byte offset and byte length of a record."""
         table = self.records
-        return self.files[int(table.file[record])].name, int(table.byte_offset[record]), int(table.byte_length[record])
+        return self.files.names[int(table.file[record])], int(table.byte_offset[record]), int(table.byte_length[record])
 
     @cached_property
     def total_bytes(self) -> int:
         """Bytes of all payload files that were looked at."""
-        return sum(file.size or 0 for file in self.files)
+        return sum(self.files.size[self.files.size > 0].tolist())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -157,34 +156,6 @@ class RecordTable:
     def name(self, row: int) -> str:
         """The entry name of a record."""
         return self.fqns[int(self.fqn[row])]
-
-
-FileState = Literal[
-    "ok", "absent", "unsafe-path", "not-a-file", "link-outside", "dangling-link", "other-case", "unchecked"
-]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """A payload file that the metadata names or that lies in the folder.
-
-    Attributes:
-        name: path relative to the checkpoint, printable.
-        path: the same, raw; None when it must not be opened.
-        size: bytes; None when the file was not looked at.
-        state: what was found. `unsafe-path` is absolute or leaves the folder and was not opened; `link-outside` is a
-            link to a regular file elsewhere, `dangling-link` leads nowhere; `other-case` lies there under a name of
-            another case, which the file system ignores; `unchecked` when depth or storage did not allow a look.
-        referenced: whether a storage entry names it.
-        instead: what lies there in its place, as a sentence.
-    """
-
-    name: str
-    path: str | None
-    size: int | None
-    state: FileState
-    referenced: bool
-    instead: str = ""
 
 
 def empty_records() -> RecordTable:

@@ -553,8 +553,9 @@ def _told_already(ckpt: Checkpoint, needed: IntArray) -> np.ndarray:
 
 def _file_sizes(ckpt: Checkpoint) -> IntArray:
     """Bytes of each file, -1 for one that is not to be opened."""
-    sizes = [f.size if f.size is not None and f.path is not None and f.state in READABLE else -1 for f in ckpt.files]
-    return np.array(sizes or [-1], np.int64)
+    sizes = np.where(ckpt.files.are(*READABLE), ckpt.files.size, -1)
+    sizes[[row for row, path in ckpt.files.paths.items() if path is None]] = -1
+    return sizes if len(sizes) else np.array([-1])
 
 
 def _by_file(rows: IntArray, file: np.ndarray, offset: IntArray) -> dict[int, IntArray]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from ckptlint.errors import LimitError
-from ckptlint.model import FileState
+from ckptlint.model import FILE_STATES, FileState
+from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
+from ckptlint.storage.listing import Listing
 
 READABLE: tuple[FileState, ...] = ("ok", "link-outside", "other-case")
 """The states of a file that can be opened; a model cache keeps its files elsewhere and links to them."""
@@ -20,21 +24,18 @@ BLOCK = 8 * 1024**2
 _GAP = 16 * 1024  # a request or a seek costs more than reading this much for nothing
 
 
-@dataclass(frozen=True, slots=True)
-class FolderEntry:
-    """One name in a folder.
+class Looks(NamedTuple):
+    """What a look at many files found.
 
     Attributes:
-        size: bytes of a file, links followed; 0 for a folder.
-        is_folder: whether it is a folder, links followed.
-        mtime: seconds since the epoch; 0 on a store, which knows only when a file was uploaded.
-        is_link: whether the name is a link.
+        state: uint8 [n], position in `FILE_STATES`.
+        size: int64 [n], bytes; -1 where there is no such file, or nobody tells its size.
+        at: int64 [n], place in the payload of the folder's listing; -1 for a file elsewhere.
     """
 
-    size: int
-    is_folder: bool
-    mtime: float = 0.0
-    is_link: bool = False
+    state: npt.NDArray[np.uint8]
+    size: IntArray
+    at: IntArray
 
 
 class Folder(ABC):
@@ -75,7 +76,7 @@ class Folder(ABC):
         view.part = part
         view.__dict__.pop("facts", None)
         # each kind of folder keeps its listing as a cached property
-        view.__dict__["entries"] = {name: entry for name, entry in self.entries.items() if name not in hidden}
+        view.__dict__["entries"] = self.entries.without(hidden)
         return view
 
     @property
@@ -117,7 +118,7 @@ class Folder(ABC):
 
     @property
     @abstractmethod
-    def entries(self) -> dict[str, FolderEntry]:
+    def entries(self) -> Listing:
         """What lies directly in the folder, by name, in order. Links that lead nowhere are left out.
 
         Raises:
@@ -144,9 +145,21 @@ class Folder(ABC):
     def blocks(self, name: str, size: int = BLOCK) -> Iterator[bytes]:
         """The whole file in order, in blocks of `size` bytes; memory for a few of them."""
 
-    def looks_at(self, relatives: Sequence[str]) -> list[tuple[FileState, int | None]]:
-        """`look_at` for many files; over a network at the same time."""
-        return [self.look_at(relative) for relative in relatives]
+    def looks_at(self, relatives: Sequence[str]) -> Looks:
+        """`look_at` for many files. Plain payload files are known from the listing."""
+        at = self.entries.positions(relatives)
+        listed = at >= 0
+        state, size = np.zeros(len(at), np.uint8), np.full(len(at), -1, np.int64)
+        size[listed] = self.entries.size[at[listed]]
+        others = np.flatnonzero(~listed).tolist()
+        for row, (found, count) in zip(others, self._looks([relatives[row] for row in others]), strict=True):
+            state[row] = FILE_STATES.index(found)
+            size[row] = -1 if count is None else count
+        return Looks(state, size, at)
+
+    def _looks(self, relatives: Sequence[str]) -> Iterator[tuple[FileState, int | None]]:
+        """`look_at` for each of them; where a look is a round trip, for many at the same time."""
+        return map(self.look_at, relatives)
 
     def outside(self, name: str) -> str:
         """Where a link leads that leaves this folder, or leads back to it; "" for all else."""
@@ -159,11 +172,15 @@ class Folder(ABC):
 
     def files(self) -> list[str]:
         """Names of the files."""
-        return [name for name, entry in self.entries.items() if not entry.is_folder]
+        return sorted([*self.entries.payload_names(), *self.files_beside()])
+
+    def files_beside(self) -> list[str]:
+        """Names of the files but for plain payload: of these there may be a million."""
+        return [name for name, entry in self.entries.others.items() if not entry.is_folder]
 
     def folders(self) -> list[str]:
         """Names of the folders."""
-        return [name for name, entry in self.entries.items() if entry.is_folder]
+        return [name for name, entry in self.entries.others.items() if entry.is_folder]
 
     def has(self, name: str) -> bool:
         """Whether a file of this name lies directly in the folder."""
@@ -175,7 +192,7 @@ class Folder(ABC):
 
     def instead(self, relative: str) -> str:
         """What lies there in place of an absent file, as a sentence; "" for nothing."""
-        other = self._other_case(relative)
+        other = self.other_case(relative)
         return f"{printable(other)} is there: the case of its name was changed" if other else ""
 
     def read(self, name: str, limit: int) -> bytes:
@@ -214,16 +231,11 @@ class Folder(ABC):
                 found[i] = whole[offset - start : offset - start + length]
         return found
 
-    def _other_case(self, relative: str) -> str | None:
-        """A file of the folder whose name differs from an absent one by case alone."""
+    def other_case(self, relative: str) -> str | None:
+        """A name of the folder whose name differs from an absent one by case alone."""
         if relative in self.entries or "/" in relative:
             return None
-        return self._folded.get(relative.casefold())
-
-    @cached_property
-    def _folded(self) -> dict[str, str]:
-        """The names of the folder by what is equal in them apart from case."""
-        return {name.casefold(): name for name in reversed(self.entries)}
+        return self.entries.of_other_case(relative)
 
 
 def coalesced(

@@ -6,9 +6,10 @@ import errno
 import io
 import os
 import stat
+import time
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -16,10 +17,12 @@ from ckptlint.errors import AccessError, NothingToCheckError
 from ckptlint.model import FileState
 from ckptlint.model.text import printable
 from ckptlint.progress import is_listened_to, tell
-from ckptlint.storage.folder import BLOCK, Folder, FolderEntry
+from ckptlint.storage.folder import BLOCK, Folder
+from ckptlint.storage.listing import FolderEntry, Listing
 from ckptlint.storage.paths import is_safe
 
 _MANY, _PART, _THREADS = 1024, 256, 16  # files that are looked at at once: on a network each look is a round trip
+_SLOW = 1e-4  # seconds for a look that is one
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
@@ -42,17 +45,16 @@ class LocalFolder(Folder):
         return LocalFolder(self.path.absolute().parent)
 
     @cached_property
-    def entries(self) -> dict[str, FolderEntry]:
+    def entries(self) -> Listing:
         try:
             with os.scandir(self.path) as names:
                 total = sum(1 for _ in names) if is_listened_to() else 0
             with os.scandir(self.path) as listing:
-                found = dict(_entries(listing, total))
+                return Listing.of(_entries(listing, total))
         except FileNotFoundError:
             raise NothingToCheckError(f"{self.display} does not exist") from None
         except OSError as error:
             raise AccessError(f"{self.display} cannot be listed: {error.strerror}") from None
-        return {name: found[name] for name in sorted(found)}
 
     def sub(self, name: str) -> Folder:
         return LocalFolder(self.path / name)
@@ -79,20 +81,21 @@ class LocalFolder(Folder):
         is_inside = listed is not None and not listed.is_link  # what a name and no link stands for needs no resolving
         if not is_inside and not path.resolve().is_relative_to(self.path.resolve()):
             return "link-outside", status.st_size
-        return ("other-case" if self._other_case(relative) else "ok"), status.st_size
+        return ("other-case" if self.other_case(relative) else "ok"), status.st_size
 
-    def looks_at(self, relatives: Sequence[str]) -> list[tuple[FileState, int | None]]:
+    def _looks(self, relatives: Sequence[str]) -> Iterator[tuple[FileState, int | None]]:
         if len(relatives) <= _MANY:
-            return super().looks_at(relatives)
+            yield from super()._looks(relatives)
+            return
         from concurrent.futures import ThreadPoolExecutor
 
         parts = [relatives[start : start + _PART] for start in range(0, len(relatives), _PART)]
-        found: list[tuple[FileState, int | None]] = []
+        done = 0
         with ThreadPoolExecutor(_THREADS) as pool:
-            for part in pool.map(super().looks_at, parts):
-                found += part
-                tell("files", len(found), len(relatives))
-        return found
+            for part in pool.map(lambda part: list(map(self.look_at, part)), parts):
+                yield from part
+                done += len(part)
+                tell("files", done, len(relatives))
 
     def open(self, name: str) -> BinaryIO:
         try:
@@ -122,25 +125,29 @@ class LocalFolder(Folder):
 
 
 def _entries(listing: Iterator[os.DirEntry[str]], total: int) -> Iterator[tuple[str, FolderEntry]]:
-    """The files and folders of a listing, those of a large one looked at by several threads.
+    """The files and folders of a listing, looked at by several threads where that is slow, as on a network.
 
     What the system says of a file takes a kilobyte, so only a few thousand are held at once.
     """
-    items = list(islice(listing, _MANY))
-    if len(items) < _MANY:
-        yield from (found for item in items if (found := _entry(item)))
-        return
-    from concurrent.futures import ThreadPoolExecutor
+    done, is_slow, pool = 0, False, None
+    try:
+        while items := list(islice(listing, _PART * _THREADS if is_slow else _MANY)):
+            if is_slow:
+                from concurrent.futures import ThreadPoolExecutor
 
-    done = 0
-    with ThreadPoolExecutor(_THREADS) as pool:
-        while items:
-            parts = [items[start : start + _PART] for start in range(0, len(items), _PART)]
-            for part in pool.map(lambda part: list(map(_entry, part)), parts):
-                yield from (found for found in part if found)
+                pool = pool or ThreadPoolExecutor(_THREADS)
+                parts = [items[start : start + _PART] for start in range(0, len(items), _PART)]
+                found = chain.from_iterable(pool.map(lambda part: list(map(_entry, part)), parts))
+            else:
+                found = chain(map(_entry, items))
+            started = time.perf_counter()
+            yield from filter(None, found)
+            is_slow = is_slow or time.perf_counter() - started > _SLOW * len(items)
             done += len(items)
             tell("files", min(done, total), total)
-            items = list(islice(listing, _PART * _THREADS))
+    finally:
+        if pool:
+            pool.shutdown()
 
 
 def _entry(item: os.DirEntry[str]) -> tuple[str, FolderEntry] | None:

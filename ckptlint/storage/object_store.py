@@ -8,7 +8,8 @@ from typing import Any
 from ckptlint.errors import AccessError, NothingToCheckError
 from ckptlint.model import FileState
 from ckptlint.model.text import printable
-from ckptlint.storage.folder import Folder, FolderEntry
+from ckptlint.storage.folder import Folder
+from ckptlint.storage.listing import FolderEntry, Listing
 from ckptlint.storage.paths import is_safe, shown
 from ckptlint.storage.remote_folder import RemoteFolder
 from ckptlint.storage.requests import attempted, filesystem, is_absent, reason
@@ -68,7 +69,7 @@ class ObjectFolder(RemoteFolder):
         return only.get("type") == "file" and only["name"].endswith("/" + self.name)
 
     @cached_property
-    def entries(self) -> dict[str, FolderEntry]:
+    def entries(self) -> Listing:
         found = {}
         for info in self._infos:
             inside = info["name"].startswith(self.path + "/")
@@ -81,7 +82,7 @@ class ObjectFolder(RemoteFolder):
                 if info["size"] is None and not is_folder:
                     raise AccessError(f"{printable(name)} in {self.display} has no known size")
                 found[name] = FolderEntry(0 if is_folder else int(info["size"]), is_folder)
-        return dict(sorted(found.items()))
+        return Listing.of(found.items())
 
     @property
     def _has_nameless(self) -> bool:

@@ -60,8 +60,8 @@ class RemoteFolder(Folder):
     def open(self, name: str) -> BinaryIO:
         return io.BufferedReader(_Reader(partial(self._bytes, name), self.size(name)), _PAGE)
 
-    def looks_at(self, relatives: Sequence[str]) -> list[tuple[FileState, int | None]]:
-        return list(pool(self.protocol).map(self.look_at, relatives))
+    def _looks(self, relatives: Sequence[str]) -> Iterator[tuple[FileState, int | None]]:
+        return pool(self.protocol).map(self.look_at, relatives)
 
     def _bytes(self, name: str, start: int, stop: int) -> bytes:
         if start >= stop:

@@ -9,7 +9,8 @@ from urllib.parse import quote, unquote, urlsplit
 from ckptlint.errors import AccessError
 from ckptlint.model import FileState
 from ckptlint.model.text import printable
-from ckptlint.storage.folder import Folder, FolderEntry
+from ckptlint.storage.folder import Folder
+from ckptlint.storage.listing import FolderEntry, Listing
 from ckptlint.storage.paths import is_safe, shown
 from ckptlint.storage.remote_folder import RemoteFolder
 from ckptlint.storage.requests import RangesError, attempted, filesystem, is_absent, pool, reason
@@ -63,7 +64,7 @@ class WebFolder(RemoteFolder):
         return WebFolder(f"{self.url}/{quote(name)}", self.query)
 
     @cached_property
-    def entries(self) -> dict[str, FolderEntry]:
+    def entries(self) -> Listing:
         names = (_NEVER_THERE, *ASKED)
         answers = dict(zip(names, pool(self.protocol).map(self._ask, names), strict=True))
         if answers[_NEVER_THERE] is not False:
@@ -74,7 +75,7 @@ class WebFolder(RemoteFolder):
                 raise AccessError(f"{printable(name)} in {self.display} has no known size")
             if size is not False:
                 found[name] = FolderEntry(size, is_folder=False)
-        return found
+        return Listing.of(found.items())
 
     def has(self, name: str) -> bool:
         return name in self.entries if name in ASKED else self._ask(name) is not False

@@ -21,7 +21,7 @@ from ckptlint.commands import main as cli
 from ckptlint.commands.diff import differences
 from ckptlint.commands.graph import FORMATS, as_dot, as_mermaid, drawing
 from ckptlint.errors import ConfigError
-from ckptlint.model import Checkpoint
+from ckptlint.model import Checkpoint, FileTable
 from ckptlint.testing import write_checkpoint
 
 HEALTHY = [row["path"] for row in manifest(REAL) if row["verdict"] == "healthy"]
@@ -311,7 +311,7 @@ def hostile(folder: Path) -> Checkpoint:
     written(folder, **{HOSTILE: {"shape": [8], "chunks": ["0:2", "4:8"]}})
     loaded = ckptlint.load(folder)
     assert isinstance(loaded, Checkpoint)
-    return replace(loaded, files=[replace(file, name=f"{HOSTILE}.distcp") for file in loaded.files])
+    return replace(loaded, files=FileTable.of(replace(file, name=f"{HOSTILE}.distcp") for file in loaded.files))
 
 
 def test_names_are_escaped_in_every_format(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tilings import Chunk, box_cells, cells_of, counted, damaged, irregular, layout, tangled, tilings
+from support import bench
+from tilings import Chunk, box_cells, cells_of, counted, damaged, layout, tangled, tilings
 
 from ckptlint.model import cover as boxes
 from ckptlint.model.layout import COORDINATE_LIMIT, Box, Coverage, Crossing, Layout
@@ -119,7 +120,8 @@ def test_a_spiral_is_whole_and_one_strip_less_is_a_hole(count: int) -> None:
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 6, 8])
 def test_thirty_thousand_irregular_chunks_are_judged_exactly(rank: int) -> None:
-    shape, chunks = irregular(30_000, rank)
+    shape, *columns = bench("irregular").irregular(30_000, rank)
+    chunks = list(zip(*(map(tuple, column.tolist()) for column in columns), strict=True))
     started = time.process_time()
     assert layout(shape, chunks).coverage == Coverage()
     lost = chunks[100:2000:100]

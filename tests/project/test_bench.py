@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from support import REPOSITORY, codes
+from support import REPOSITORY, bench, codes
 
 import ckptlint
 from ckptlint.formats import safe_pickle as unpickle
@@ -19,12 +17,7 @@ pytest.importorskip("torch")
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
     """`bench/generate.py` as a module."""
-    spec = importlib.util.spec_from_file_location("generate", REPOSITORY / "bench" / "generate.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["generate"] = module
-    spec.loader.exec_module(module)
-    return module
+    return bench("generate")
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "tp-fsdp", "flat", "mcore", "objects", "files"])

@@ -277,8 +277,20 @@ def test_a_file_that_vanishes_after_the_listing_is_an_incomplete_verdict(
     assert f"{name} cannot be read" in refused(ckptlint.check(folder))
 
 
-def test_a_payload_that_vanishes_after_the_listing_is_missing(real_copy: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_payload_that_vanishes_after_the_listing_is_an_incomplete_verdict_once_it_is_opened(
+    real_copy: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = real_copy("edit_base")
+    raising(monkeypatch, "open", folder / "__1_0.distcp", errno.ENOENT)
+    assert "__1_0.distcp cannot be read" in refused(ckptlint.check(folder, depth="headers"))
+
+
+def test_a_payload_behind_a_link_that_vanishes_after_the_listing_is_missing(
+    real_copy: Copy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = real_copy("edit_base")
+    (folder / "__1_0.distcp").rename(folder / "one")
+    (folder / "__1_0.distcp").symlink_to("one")
     raising(monkeypatch, "stat", folder / "__1_0.distcp", errno.ENOENT)
     assert codes(ckptlint.check(folder), "error") == {"PAY003"}
 
@@ -392,14 +404,15 @@ def test_many_files_are_looked_at_as_few_are(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "outside.distcp").symlink_to(tmp_path.parent)
     names = [*(f"__{number}_0.distcp" for number in range(42)), "link.distcp", "dangling.distcp", "../escape"]
     few = LocalFolder(tmp_path)
-    expected = few.entries, few.looks_at(names)
+    expected = few.entries, [column.tolist() for column in few.looks_at(names)]
     monkeypatch.setattr(local, "_MANY", 4)
     monkeypatch.setattr(local, "_PART", 3)
+    monkeypatch.setattr(local, "_SLOW", 0)
     told: list[tuple[str, int, int]] = []
     with progress.listening(lambda *far: told.append(far)):
         many = LocalFolder(tmp_path)
-        assert (many.entries, many.looks_at(names)) == expected
-    assert told[-1] == ("files", len(names), len(names))
+        assert (many.entries, [column.tolist() for column in many.looks_at(names)]) == expected
+    assert told[-1] == ("files", 5, 5)  # those that the listing does not tell
 
 
 def test_a_child_tells_how_far_it_is() -> None:

@@ -1,0 +1,151 @@
+"""What lies in a folder: columns for its payload files, of which there may be a million, and objects for all else."""
+
+from __future__ import annotations
+
+import re
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptlint.model.layout import IntArray
+
+_PLAIN = re.compile(r"\w[\w.-]{0,112}\.distcp", re.ASCII)
+_LONGEST = 120
+_PART = 65536  # names that are turned into a column at once
+
+
+class FolderEntry(NamedTuple):
+    """One name in a folder.
+
+    Attributes:
+        size: bytes of a file, links followed; 0 for a folder.
+        is_folder: whether it is a folder, links followed.
+        mtime: seconds since the epoch; 0 on a store, which knows only when a file was uploaded.
+        is_link: whether the name is a link.
+    """
+
+    size: int
+    is_folder: bool
+    mtime: float = 0.0
+    is_link: bool = False
+
+
+class Listing(Mapping[str, FolderEntry]):
+    """What lies directly in a folder, by name, in order.
+
+    Attributes:
+        payload: bytes [n], in order, the names of the plain payload files (`__0_0.distcp`): no links, and the name is
+            safe to open, printable as it is, and no litter.
+        size, mtime: int64 [n] and float64 [n], their bytes and times.
+        others: all else.
+    """
+
+    def __init__(
+        self, payload: npt.NDArray[Any], size: IntArray, mtime: npt.NDArray[Any], others: dict[str, FolderEntry]
+    ) -> None:
+        self.payload = payload
+        self.size = size
+        self.mtime = mtime
+        self.others = others
+
+    @classmethod
+    def of(cls, found: Iterable[tuple[str, FolderEntry]]) -> Listing:
+        """A listing of these names, which may come in any order."""
+        parts: list[npt.NDArray[Any]] = [np.zeros(0, "S1")]
+        names: list[str] = []
+        size, mtime, others = array("q"), array("d"), {}
+        for name, entry in found:
+            if entry.is_folder or entry.is_link or not _PLAIN.fullmatch(name):
+                others[name] = entry
+                continue
+            names.append(name)
+            size.append(entry.size)
+            mtime.append(entry.mtime)
+            if len(names) == _PART:
+                parts.append(np.array(names, "S"))
+                names = []
+        payload = np.concatenate([*parts, np.array(names, "S")])
+        order = np.argsort(payload)
+        sizes, mtimes = np.frombuffer(size, np.int64), np.frombuffer(mtime, np.float64)
+        return cls(payload[order], sizes[order], mtimes[order], {name: others[name] for name in sorted(others)})
+
+    def without(self, hidden: Collection[str], rows: IntArray | None = None) -> Listing:
+        """The listing without some names, and without some rows of `payload`."""
+        kept = np.ones(len(self.payload) + 1, bool)  # the last one for names that lie elsewhere
+        kept[self.positions([*hidden])] = False
+        if rows is not None:
+            kept[rows] = False
+        kept = kept[:-1]
+        others = {name: entry for name, entry in self.others.items() if name not in hidden}
+        return Listing(self.payload[kept], self.size[kept], self.mtime[kept], others)
+
+    def positions(self, names: Sequence[str]) -> IntArray:
+        """int64 [n], where each name is in `payload`; -1 for all others."""
+        found = np.full(len(names), -1, np.int64)
+        for start in range(0, len(names) if len(self.payload) else 0, _PART):
+            wanted = _encoded(names[start : start + _PART])
+            at = np.minimum(np.searchsorted(self.payload, wanted), len(self.payload) - 1)
+            found[start : start + _PART] = np.where(self.payload[at] == wanted, at, -1)
+        return found
+
+    def __getitem__(self, name: str) -> FolderEntry:
+        if name in self.others:
+            return self.others[name]
+        at = int(self.positions([name])[0]) if _PLAIN.fullmatch(name) else -1
+        if at < 0:
+            raise KeyError(name)
+        return FolderEntry(int(self.size[at]), False, float(self.mtime[at]))
+
+    def __iter__(self) -> Iterator[str]:
+        yield from sorted([*self.payload_names(), *self.others])
+
+    def __len__(self) -> int:
+        return len(self.payload) + len(self.others)
+
+    def payload_names(self) -> list[str]:
+        """`payload` as text."""
+        return [name.decode() for name in self.payload.tolist()]
+
+    def of_other_case(self, name: str) -> str | None:
+        """The first name that differs from an absent one by case alone."""
+        folded = name.casefold()
+        found = [self._folded[folded]] if folded in self._folded else []
+        names, order = self._lower
+        if _PLAIN.fullmatch(folded) and len(names):
+            at = int(np.searchsorted(names, folded.encode()))
+            if at < len(names) and names[at] == folded.encode():
+                found.append(self.payload[order[at]].decode())
+        return min(found, default=None)
+
+    @cached_property
+    def _folded(self) -> dict[str, str]:
+        """The other names by what is equal in them apart from case."""
+        return {name.casefold(): name for name in reversed(self.others)}
+
+    @cached_property
+    def _lower(self) -> tuple[npt.NDArray[Any], IntArray]:
+        """The names of the payload in lower case, in order, and where each comes from."""
+        lower = np.char.lower(self.payload)
+        order = np.argsort(lower, kind="stable")
+        return lower[order], order
+
+
+def is_plain(name: str) -> bool:
+    """Whether a name is one of a plain payload file: safe to open, printable as it is, and no litter.
+
+    >>> [is_plain(name) for name in ("__0_0.distcp", "._0_0.distcp", "a/__0_0.distcp")]
+    [True, False, False]
+    """
+    return _PLAIN.fullmatch(name) is not None
+
+
+def _encoded(names: Sequence[str]) -> npt.NDArray[Any]:
+    """bytes [n], the names; empty for those that no plain payload file can have, if there are any."""
+    text = "".join(names)
+    if not text.isascii() or "\0" in text or max(map(len, names)) > _LONGEST:
+        names = [name if is_plain(name) else "" for name in names]
+    return np.array(names, "S")
