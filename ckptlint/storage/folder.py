@@ -168,7 +168,7 @@ class Folder(ABC):
     @property
     def newest(self) -> float:
         """When what lies directly in the folder was last written, seconds since the epoch; 0 where nobody knows."""
-        return max((entry.mtime for entry in self.entries.values()), default=0.0)
+        return self.entries.newest
 
     def files(self) -> list[str]:
         """Names of the files."""

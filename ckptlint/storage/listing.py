@@ -92,6 +92,11 @@ class Listing(Mapping[str, FolderEntry]):
             found[start : start + _PART] = np.where(self.payload[at] == wanted, at, -1)
         return found
 
+    @property
+    def newest(self) -> float:
+        """The latest of all times; 0 without any."""
+        return max([float(self.mtime.max(initial=0.0)), *(entry.mtime for entry in self.others.values())])
+
     def __getitem__(self, name: str) -> FolderEntry:
         if name in self.others:
             return self.others[name]

@@ -27,10 +27,14 @@ ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 class LocalFolder(Folder):
-    """A folder on a file system."""
+    """A folder on a file system.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Attributes:
+        above: the folder that it was reached from, which is listed once for all that lies in it.
+    """
+
+    def __init__(self, path: Path, above: LocalFolder | None = None) -> None:
+        self.path, self.above = path, above
 
     @property
     def display(self) -> str:
@@ -42,7 +46,7 @@ class LocalFolder(Folder):
 
     @property
     def parent(self) -> Folder | None:
-        return LocalFolder(self.path.absolute().parent)
+        return self.above or LocalFolder(self.path.absolute().parent)
 
     @cached_property
     def entries(self) -> Listing:
@@ -57,7 +61,7 @@ class LocalFolder(Folder):
             raise AccessError(f"{self.display} cannot be listed: {error.strerror}") from None
 
     def sub(self, name: str) -> Folder:
-        return LocalFolder(self.path / name)
+        return LocalFolder(self.path / name, self)
 
     def outside(self, name: str) -> str:
         if name not in self.entries or not self.entries[name].is_link:
