@@ -5,7 +5,7 @@ from __future__ import annotations
 import tracemalloc
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptlint.model.text import printable
@@ -21,6 +21,7 @@ NAMES = st.one_of(
 ENTRIES = st.builds(FolderEntry, st.integers(0, 2**40), st.booleans(), st.floats(0, 2**31), st.booleans())
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(NAMES, ENTRIES), st.lists(NAMES), st.sets(NAMES))
 def test_it_is_a_mapping_in_order_of_name(entries: dict[str, FolderEntry], asked: list[str], hidden: set[str]) -> None:
     listing = Listing.of(entries.items())
