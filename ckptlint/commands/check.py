@@ -106,6 +106,7 @@ def judging(options: Mapping[str, Any]) -> Callable[..., Report]:
         ignores=() if options["no_ignores"] else ignores,
         baseline=options["baseline"],
         source=context.meta.get(SOURCE),
+        jobs=options["jobs"],
         settings=settings.file,
     )
 

@@ -98,7 +98,7 @@ CHECK_OPTIONS = (
     ),
     CheckOption("sample", "Read a random part of the records, at depths headers and data.", metavar="P%"),
     CheckOption("seed", "Of --sample; printed when not given.", minimum=0),
-    CheckOption("jobs", "Threads that read files.  [default: min(8, CPUs)]", minimum=1),
+    CheckOption("jobs", "Threads that read files, and steps read at once.  [default: min(8, CPUs)]", minimum=1),
     CheckOption("no-progress", "No progress bar on a terminal.", is_flag=True),
     CheckOption("format", "What goes to stdout.", default="full", choices=tuple(FORMATS)),
     CheckOption(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptlint.depth import Depth
@@ -32,20 +34,24 @@ Opened = tuple[Folder, Checkpoint | CkptlintError]
 
 Source = Callable[[str, bool, Depth, "Reading | None"], Iterator[Opened]]
 
-_AHEAD = 8  # steps that are read, by processes of their own, while others are judged
 
-
-def opened(path: str, all_steps: bool, depth: Depth, reading: Reading | None) -> Iterator[Opened]:
+def opened(
+    path: str, all_steps: bool, depth: Depth, reading: Reading | None, jobs: int | None = None
+) -> Iterator[Opened]:
     """Each checkpoint under a path, with its payload at depths that read it, and with the step before it.
 
     Of a step whose older neighbour is not asked for, the neighbour's metadata alone is read.
+
+    Args:
+        jobs: checkpoints that are read at the same time, in processes of their own; one per processor, 8 at most, if
+            nobody says.
 
     Raises:
         NothingToCheckError, AccessError: as `find`.
     """
     folders = find(path, all_steps)
     asked = {folder.display for folder in folders}
-    reads = _all_read(folders, depth, reading)
+    reads = _all_read(folders, depth, reading, jobs or min(8, os.cpu_count() or 1))
     waiting: list[tuple[Folder, Checkpoint | CkptlintError, Folder | None]] = []
     read: dict[str, Checkpoint | CkptlintError] = {}
     for folder in folders:
@@ -63,16 +69,18 @@ def opened(path: str, all_steps: bool, depth: Depth, reading: Reading | None) ->
             yield folder, ckpt
 
 
-def _all_read(folders: Sequence[Folder], depth: Depth, reading: Reading | None) -> Iterator[Checkpoint | CkptlintError]:
+def _all_read(
+    folders: Sequence[Folder], depth: Depth, reading: Reading | None, jobs: int
+) -> Iterator[Checkpoint | CkptlintError]:
     """What lies in each folder, in their order; metadata is read ahead, by several processes."""
-    if reading is not None or len(folders) == 1:
+    if reading is not None or len(folders) == 1 or jobs == 1:
         yield from (_read(folder, depth, reading) for folder in folders)
         return
-    with ThreadPoolExecutor(_AHEAD) as pool:
+    with ThreadPoolExecutor(jobs) as pool:
         going: deque[Future[Checkpoint | CkptlintError]] = deque()
         for folder in folders:
             going.append(pool.submit(_read, folder, depth, None))
-            if len(going) == _AHEAD:
+            if len(going) > jobs:
                 yield going.popleft().result()
         while going:
             yield going.popleft().result()
@@ -102,6 +110,7 @@ def run(
     ignores: Sequence[KeyIgnore] = (),
     baseline: str | None = None,
     source: Source | None = None,
+    jobs: int | None = None,
     settings: str = "",
 ) -> Report:
     """Judge every checkpoint under the paths; what could not be found or read is part of the report.
@@ -111,6 +120,7 @@ def run(
         reading: how to read the payload, at depths `headers` and `data`.
         ignores: findings that do not count, by key.
         baseline: an earlier JSON report, whose findings do not count.
+        jobs: as `opened` has it.
         source: reads what lies under a path otherwise than `opened` does, which it is called like.
         settings: the settings file that all this comes from, to be named in the report.
 
@@ -129,7 +139,7 @@ def run(
     unreadable: list[str] = []
     for path in paths:
         try:
-            for folder, ckpt in (source or opened)(path, all_steps, depth, reading):
+            for folder, ckpt in (source or partial(opened, jobs=jobs))(path, all_steps, depth, reading):
                 if not isinstance(ckpt, Checkpoint):
                     (not_found if isinstance(ckpt, NothingToCheckError) else unreadable).append(_sentence(path, ckpt))
                     continue

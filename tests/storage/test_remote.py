@@ -15,6 +15,7 @@ from loopback import BUCKET, CREDENTIALS, PAGE, Handler, Server, client, files_o
 from support import REAL, codes, found, manifest, run
 
 import ckptlint
+from ckptlint.commands.main import cli
 from ckptlint.errors import AccessError, ConfigError
 from ckptlint.lint.report import Report
 from ckptlint.reporters import REPORTERS
@@ -197,6 +198,20 @@ def test_runs_steps_and_trackers_are_found(s3: Server, put: Callable[..., str], 
     unfinished = ckptlint.check(url)
     assert "COM001" in codes(unfinished, "error")
     assert unfinished.checkpoints[0].checkpoint.path == f"{url}/iter_0000010"
+
+
+def test_latest_of_a_run_in_an_object_store(
+    s3: Server, put: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = put(REAL / "fsdp2_4r", "run/step-100")[: -len("/step-100")]
+    put(REAL / "fsdp2_4r_hole", "run/step-200")
+    put(REAL / "metadata_missing", "run/step-300")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["latest", "--isolated", url], standalone_mode=False)
+    answer = capsys.readouterr()
+    assert (ended.value.code, answer.out) == (0, f"{url}/step-100\n")
+    assert "step-300 skipped: its save did not finish" in answer.err
+    assert "step-200 skipped: error GEO004" in answer.err
 
 
 def test_components_are_found(s3: Server, put: Callable[..., str]) -> None:
