@@ -27,7 +27,9 @@ _QUANTISED = re.compile(
 )
 _QUANTISATION = ("quantization_config", "compression_config", "quantization")
 _COMPUTED = frozenset(
-    ["inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "freqs_cis", "position_ids", "token_type_ids", "masked_bias", "num_batches_tracked", "running_mean", "running_var", "relative_position_index", "_extra_state", "attn_mask", "causal_mask", "embed_positions.weights", "num_updates"]
+    {"inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "freqs_cis", "position_ids", "token_type_ids"}
+    | {"masked_bias", "attn_mask", "causal_mask", "relative_position_index", "embed_positions.weights", "_extra_state"}
+    | {"num_batches_tracked", "running_mean", "running_var", "num_updates"}
 )
 _LABELS = frozenset({"id2label"})  # of a classifier, which says itself how many it has
 _WIDE = 8
@@ -365,7 +367,7 @@ def other_dtypes(ckpt: Checkpoint, fit: Fit) -> list[Widened]:
 
 
 def explains_bytes(ckpt: Checkpoint, size: int) -> bool:
-    """Whether a size in bytes is that of the declared model, and findings on its tensors tell what is stored instead."""
+    """Whether a size in bytes is that of the declared model, and findings on its tensors tell of the difference."""
     fit = config_fit(ckpt)
     if isinstance(fit, str) or not (fit.missing or fit.shapes or other_dtypes(ckpt, fit)):
         return False

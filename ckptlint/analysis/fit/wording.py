@@ -57,10 +57,8 @@ def _braced(numbers: Iterable[int]) -> str:
 def field_text(fit: Fit, name: str) -> str:
     """A field with its value: `tie_word_embeddings false`."""
     value = fit.expected.fields.get(name)
-    shown = {True: "true", False: "false", None: "not given"}.get(value) if not isinstance(value, int) else None
-    if isinstance(value, bool):
-        shown = str(value).lower()
-    return f"{name} {shown or printable(str(value))[:40]}"
+    shown = str(value).lower() if isinstance(value, bool) else "not given" if value is None else str(value)
+    return f"{name} {printable(shown)[:40]}"
 
 
 def core_note(fit: Fit) -> Note:
