@@ -138,4 +138,6 @@ def _hint(fit: Fit, because: tuple[str, ...]) -> str:
         return "the names of another version of the model were saved: map them to those of this one, and export again"
     if because == ("tie_word_embeddings",):
         return "if the head is the embedding, set tie_word_embeddings to true; otherwise export again with the head"
+    if not fit.is_export:
+        return "list the keys that each rank passes to save and look for the rank or stage that held these"
     return "export again from the training checkpoint, and compare the number of tensors with that of the model"

@@ -82,7 +82,8 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
     source, count = fit.expected.source, len(items)
     name = lead.tensor.fqn
     notes: tuple[Note, ...] = ()
-    hint = "gather the whole tensor before the save, and export again"
+    again = f"{'export' if fit.is_export else 'save'} again"
+    hint = f"gather the whole tensor before the save, and {again}"
     if _is_empty(lead):
         subject = f"{name} is {shape_text(stored)}" if count == 1 else f"{plural(count, 'tensor')} hold nothing"
         message = f"{subject}: a size of 0, where {source} makes {'it' if count == 1 else name} {shape_text(expected)}"
@@ -96,7 +97,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
     elif _is_transposed(lead):
         subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} are transposed: {name} is"
         message = f"{subject} {shape_text(stored)}, and {source} makes it {shape_text(expected)}"
-        hint = "transpose them in the export, as the model's own class stores them"
+        hint = f"store them as the model's own class does, and {again}"
     else:
         message = _sizes(source, items)
         ratio = Fraction(stored[lead.axes[0]], expected[lead.axes[0]] or 1)
