@@ -86,6 +86,12 @@ class Fit:
         """The naming of the model that was taken."""
         return self.pairing.expected
 
+    def shown(self, name: str) -> str:
+        """An expected key under the name that it would have among the stored ones."""
+        if self.pairing.base:
+            return name.removeprefix(f"{self.pairing.base}.")
+        return name if self.is_export else self.pairing.prefix + name
+
     @property
     def place(self) -> str:
         """What the tensors were held against, for a label."""
@@ -166,6 +172,7 @@ class _Judge:
         self.renamed_modules = {name.rpartition(".")[0] for name in self.unknown} if self.is_quantised else set()
 
     def fit(self) -> Fit:
+        self._take_odd_apart()
         missing = [
             name
             for name, tensor in self.tensors.items()
@@ -192,6 +199,12 @@ class _Judge:
             self.is_quantised,
         )
 
+    def _take_odd_apart(self) -> None:
+        """In a training checkpoint a key without the prefix of all others is not the one that its loader looks for."""
+        if not self.ckpt.is_safetensors:
+            for name in self.pairing.odd:
+                self.unknown.append(self.pairing.stored.pop(name))
+
     def _is_excused(self, name: str) -> bool:
         """Whether a load does without it: the head of a base model, a weight that was quantised."""
         if self.pairing.base and not name.startswith(f"{self.pairing.base}."):
@@ -217,12 +230,16 @@ class _Judge:
                 layers[match["home"]].add(int(match["number"]))
             weights.add(name.rpartition(".")[0])
         gaps = {_module(name) for name in missing}
+        tails = {name.partition(".")[2] for name in missing} | set(missing)
         roles = {role(name) for name in self.tensors}
         has_mtp = any(self.config.get(name) for name in _MTP) or any(
             isinstance(part, Mapping) and any(part.get(name) for name in _MTP) for part in self.config.values()
         )
         beyond, instead, foreign = [], [], []
         for name in self.unknown:
+            if name in tails:
+                instead.append(name)
+                continue
             match = _LAYERS.fullmatch(name)
             is_new_layer = match and layers.get(match["home"]) and int(match["number"]) not in layers[match["home"]]
             if is_new_layer and (has_mtp or "mtp" in name):

@@ -25,11 +25,12 @@ def listed(fit: Fit, names: Collection[str]) -> str:
     parts = []
     for block, numbers in whole.items():
         count = sum(1 for name in lost if (at := numbered_layer(name)) and at == (block, numbers[0]))
-        parts.append(f"{block}.{_braced(numbers)}.* ({count} each)" if len(numbers) > 1 else f"{block}.{numbers[0]}.*")
+        shown = fit.shown(block)
+        parts.append(f"{shown}.{_braced(numbers)}.* ({count} each)" if len(numbers) > 1 else f"{shown}.{numbers[0]}.*")
     gone = {(block, number) for block, numbers in whole.items() for number in numbers}
     rest = [name for name in names if numbered_layer(name) not in gone]
-    parts = [*braces(n for n in rest if numbered_layer(n) is None), *parts]
-    parts += braces(n for n in rest if numbered_layer(n) is not None)
+    parts = [*braces(fit.shown(n) for n in rest if numbered_layer(n) is None), *parts]
+    parts += braces(fit.shown(n) for n in rest if numbered_layer(n) is not None)
     more = f", and {len(parts) - _SHOWN:,} more patterns" if len(parts) > _SHOWN else ""
     return ", ".join(parts[:_SHOWN]) + more
 
