@@ -17,6 +17,7 @@ from ckptlint.vocabulary.mesh import axes_of_size
 _MOST = 100_000
 _SHOWN = 4
 _GROUPS = 6
+_SMALL = 8  # kernels, channels of an image and the like
 
 
 @rule("CFG003", "shape-not-of-config", Severity.ERROR)
@@ -26,7 +27,8 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         The number of dims and the size of each, as the fields of the `config.json` beside the files give them. Tensors
         that differ in the same way are one finding. An info where embedding and head hold more rows than the declared
-        vocabulary, alike; and where the configuration names code of its own or leaves fields open. Weights that were
+        vocabulary, alike; where the configuration names code of its own or leaves fields open; and where the expected
+        size is a plain number and follows from no field. Weights that were
         quantised are left out.
     Why it matters:
         A load fails on another shape, or fills a part of the tensor and leaves the rest as it was in memory.
@@ -72,6 +74,13 @@ def _is_transposed(item: ShapeDifference) -> bool:
     return len(item.axes) == 2 and len(set(expected)) > 1 and sorted(stored) == sorted(expected)
 
 
+def _is_constant(item: ShapeDifference) -> bool:
+    """Whether no field tells the sizes that differ: another version of the library may take other numbers."""
+    if _is_empty(item) or not item.axes or not item.expected.dims:
+        return False
+    return all(_dim(item, axis).isdecimal() and int(_dim(item, axis)) > _SMALL for axis in item.axes)
+
+
 def _dim(item: ShapeDifference, axis: int) -> str:
     return item.expected.dims[axis] if axis < len(item.expected.dims) else ""
 
@@ -108,7 +117,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
         message,
         at=Location.of(lead.tensor, label=f"{ckpt.metadata_file}, held against {fit.place}"),
         missing=tuple(item.tensor.fqn for item in items[:_MOST]),
-        severity=Severity.INFO if fit.doubt else None,
+        severity=Severity.INFO if fit.doubt or _is_constant(lead) else None,
         why=_consequence(fit),
         notes=(doubt_note(fit), ("tensors", _listed(items)), *notes, ("fields", _fields(fit, lead))),
         hint=hint,
