@@ -11,7 +11,7 @@ from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _LEAST = 0.5
-_LEADING = {"module", "base_model"}
+_LEADING = frozenset({"module", "base_model"})
 
 
 @rule("CFG004", "renamed-keys", Severity.ERROR)
@@ -70,10 +70,10 @@ def _likely(ckpt: Checkpoint) -> Iterator[Finding]:
             yield _finding(ckpt, f"{word}.", count, len(ckpt.tensors), ckpt.metadata_file, first, Severity.WARNING)
 
 
-def _words(name: str) -> set[str]:
+def _words(name: str) -> frozenset[str]:
     """The words of wrappers in a name: some anywhere, others only where they stand first."""
     parts = name.split(".")
-    return INNER_WORDS.intersection(parts) | {parts[0]} & _LEADING
+    return INNER_WORDS.intersection(parts) | _LEADING.intersection(parts[:1])
 
 
 def _finding(
