@@ -355,32 +355,38 @@ def _grown_vocabulary(shapes: list[ShapeDifference]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Widened:
+class OtherDtype:
     """The tensors that are stored in another float dtype than the configuration declares.
 
     Attributes:
         names: stored keys.
-        extra: bytes that they take more than declared; negative where they are narrower.
+        declared: bytes that they would take as declared.
+        extra: bytes that they take more than that; negative where they are narrower.
     """
 
     dtype: str
     names: tuple[str, ...]
+    declared: int
     extra: int
 
 
-def other_dtypes(ckpt: Checkpoint, fit: Fit) -> list[Widened]:
+def other_dtypes(ckpt: Checkpoint, fit: Fit) -> list[OtherDtype]:
     """Per float dtype other than the declared one, the tensors that have it; [] where dtypes say nothing."""
     declared = fit.expected.dtype
     if declared not in FLOATS or fit.is_quantised or not fit.is_export:
         return []
     found: dict[str, list[str]] = defaultdict(list)
-    extra: dict[str, int] = defaultdict(int)
+    elements: dict[str, int] = defaultdict(int)
     for name in fit.pairing.stored.values():
         tensor = ckpt.tensors[name]
         if tensor.dtype != declared and _is_wide_float(tensor.dtype):
             found[tensor.dtype].append(name)
-            extra[tensor.dtype] += tensor.volume * (ITEM_BITS[tensor.dtype] - ITEM_BITS[declared]) // 8
-    return [Widened(dtype, tuple(names), extra[dtype]) for dtype, names in found.items()]
+            elements[tensor.dtype] += tensor.volume
+    bits = ITEM_BITS[declared]
+    return [
+        OtherDtype(dtype, tuple(names), count * bits // 8, count * (ITEM_BITS[dtype] - bits) // 8)
+        for (dtype, names), count in zip(found.items(), elements.values(), strict=True)
+    ]
 
 
 def explains_bytes(ckpt: Checkpoint, size: int) -> bool:
