@@ -22,8 +22,8 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         The float dtype of each tensor of an export is the `dtype` (or `torch_dtype`) of the `config.json` beside it. A
         warning where wider tensors take a quarter more bytes than the model has; an info for a few of them, such as
-        routers kept in float32, and for narrower ones, from a hundredth of the bytes on. Quantised models and training checkpoints are left
-        out.
+        routers kept in float32, and for narrower ones, from a hundredth of the bytes on. Quantised models and training
+        checkpoints are left out.
     Why it matters:
         The files are larger than the model, and a loader that takes the declared dtype converts every tensor.
     Usual causes:
