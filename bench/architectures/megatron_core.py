@@ -12,6 +12,7 @@ import argparse
 import importlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import json
 import random
 import sys
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+sys.path[:] = [folder for folder in sys.path if folder != str(Path(__file__).parent)]  # where megatron.py lies
 sys.path.insert(0, str(Path(__file__).parents[2] / "fixtures" / "make"))
 warnings.simplefilter("ignore")
 
@@ -31,15 +33,18 @@ warnings.simplefilter("ignore")
 
 
 class _Norm(torch.nn.Module):
-    def __init__(self, hidden_size: int, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, normalized_shape: int | None = None, *args: Any, hidden_size: int | None = None, **kwargs: Any
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.weight = torch.nn.Parameter(torch.empty(hidden_size))
+        self.size = normalized_shape or hidden_size
+        self.weight = torch.nn.Parameter(torch.empty(self.size))
 
 
 class _LayerNorm(_Norm):
-    def __init__(self, hidden_size: int, *args: Any, **kwargs: Any) -> None:
-        super().__init__(hidden_size)
-        self.bias = torch.nn.Parameter(torch.empty(hidden_size))
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bias = torch.nn.Parameter(torch.empty(self.size))
 
 
 class _Linear(torch.nn.Module):
@@ -53,6 +58,9 @@ class _Linear(torch.nn.Module):
         rows = out_features // (tp_size if parallel_mode == "column" else 1)
         columns = in_features // (tp_size if parallel_mode == "row" else 1)
         self._add(rows, columns, bias)
+
+    fp8, fp8_calibration = False, False
+    fp8_meta: dict[str, Any] = {"fp8_checkpoint": False}  # noqa: RUF012  nobody changes it
 
     def get_extra_state(self) -> torch.Tensor:
         """What fp8 training would need."""
@@ -90,8 +98,11 @@ class _Plain(torch.nn.Module):
         super().__init__()
 
 
-class _GatedNorm(_Norm):
-    """mamba_ssm's gated RMSNorm."""
+class _Operations(types.ModuleType):
+    """Transformer Engine's fusible operations, of which nothing is built."""
+
+    def __getattr__(self, name: str) -> Any:
+        return _Plain
 
 
 _MODULES: dict[str, dict[str, Any]] = {
@@ -109,9 +120,9 @@ _MODULES: dict[str, dict[str, Any]] = {
         "LayerNorm": _LayerNorm,
         "RMSNorm": _Norm,
         "DotProductAttention": _Plain,
-        "ops": types.SimpleNamespace(Sequential=_Plain, FusibleOperation=_Plain),
+        "ops": _Operations("ops"),
     },
-    "transformer_engine.pytorch.fp8": {"FP8GlobalStateManager": _Plain, "fp8_autocast": _Plain},
+    "transformer_engine.pytorch.fp8": {"FP8GlobalStateManager": _Plain, "fp8_autocast": _Plain, "fp8_model_init": _Plain},
     "transformer_engine.pytorch.distributed": {
         "CudaRNGStatesTracker": object,
         "activation_recompute_forward": None,
@@ -130,12 +141,11 @@ _MODULES: dict[str, dict[str, Any]] = {
     "mamba_ssm": {"__version__": "2.2.4"},
     "mamba_ssm.ops": {},
     "mamba_ssm.ops.triton": {},
-    "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": _GatedNorm},
+    "mamba_ssm.ops.triton.layernorm_gated": {"RMSNorm": _Norm},
     "mamba_ssm.ops.triton.selective_state_update": {"selective_state_update": None},
-    "mamba_ssm.ops.triton.ssd_combined": {
-        "mamba_chunk_scan_combined": None,
-        "mamba_split_conv1d_scan_combined": None,
-    },
+    "mamba_ssm.ops.triton.ssd_combined": dict.fromkeys(
+        ("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"), lambda: None
+    ),
     "causal_conv1d": {"__version__": "1.5.0", "causal_conv1d_fn": None, "causal_conv1d_update": None},
     "causal_conv1d.causal_conv1d_varlen": {"causal_conv1d_varlen_states": None},
 }
@@ -170,7 +180,7 @@ megatron_cpu.use_cpu()
 
 from megatron.core import package_info, parallel_state  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories  # noqa: E402
-from megatron.core.dist_checkpointing.utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.moe import experts  # noqa: E402
@@ -289,6 +299,7 @@ def shapes(args: dict[str, Any], engine: bool, metadata: dict[str, Any], tp: int
     for rank in range(world):
         with _job(rank, world, tp, pp, ep), CudaToCpu():
             parallel = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
+            parallel |= {"sequence_parallel": tp > 1 and ep > 1}  # which these together ask for
             config = _config(args, expert_model_parallel_size=ep, expert_tensor_parallel_size=1, **parallel)
             for model in _stages(args, engine, config):
                 state = model.sharded_state_dict(metadata=_filled(metadata))
@@ -330,8 +341,17 @@ class _job:  # noqa: N801
 # ---------------------------------------------------------------- random arguments
 
 
+_KNOWN = frozenset(inspect.signature(MLATransformerConfig.__init__).parameters)
+_MAYBE = frozenset({"moe_shared_expert_gate", "moe_latent_size", "attention_output_gate", "add_qkv_bias"})
+_MAYBE |= {"mamba_num_heads"}
+
+
 def arguments(rng: random.Random, family: str) -> dict[str, Any]:
-    """Arguments of a small model of a family (`gpt`, `hybrid`), sizes apart from each other."""
+    """Arguments of a small model of a family (`gpt`, `hybrid`), as far as this version knows them."""
+    return {name: value for name, value in _arguments(rng, family).items() if name in _KNOWN or name not in _MAYBE}
+
+
+def _arguments(rng: random.Random, family: str) -> dict[str, Any]:
     # sizes that divide by 4 in two ways only where parallelism asks for it: heads, groups, experts
     sizes = rng.sample([20, 28, 44, 52, 68, 76, 92, 116, 124, 148, 164, 172], 6)
     groups = rng.choice([2, 4])
@@ -355,27 +375,30 @@ def arguments(rng: random.Random, family: str) -> dict[str, Any]:
         "qk_layernorm": rng.random() < 0.5,
     }
     if rng.random() < 0.6 or family == "hybrid":
+        args["add_bias_linear"] &= rng.random() < 0.5  # which versions before 0.15 refuse
         args |= {
             "num_experts": rng.choice([4, 6, 8]),
             "moe_ffn_hidden_size": sizes[3],
             "moe_grouped_gemm": rng.random() < 0.5,
             "moe_router_enable_expert_bias": rng.random() < 0.5,
             "moe_shared_expert_intermediate_size": rng.choice([None, sizes[4]]) if not args["add_bias_linear"] else None,
-            "moe_layer_freq": rng.choice([1, 2, [int(rng.random() < 0.6) for _ in range(args["num_layers"])]]),
+            "moe_layer_freq": rng.choice([1, 1, 2, [int(rng.random() < 0.6) for _ in range(args["num_layers"])]]),
         }
         args["moe_shared_expert_gate"] = bool(args["moe_shared_expert_intermediate_size"]) and rng.random() < 0.5
+        args["moe_latent_size"] = rng.choice([None, None, None, 38])
     if family == "hybrid":
-        symbols = [rng.choice("MMM*-E") for _ in range(args["num_layers"] + 4)]
+        symbols = [rng.choice("MMM*-E" if "moe_latent_size" in _KNOWN else "MM*-") for _ in range(args["num_layers"] + 4)]
         args |= {
             "num_layers": len(symbols),
+            "hidden_size": rng.choice([32, 48, 64, 80, 96]),
             "hybrid_override_pattern": "".join(symbols),
             "is_hybrid_model": True,
             "mamba_state_dim": rng.choice([6, 10, 14]),
-            "mamba_head_dim": rng.choice([8, 12]),
+            "mamba_head_dim": rng.choice([4, 8]),
             "mamba_num_groups": rng.choice([2, 4]),
             "moe_layer_freq": 1,
         }
-        args["mamba_num_heads"] = args["mamba_num_groups"] * rng.choice([1, 3])
+        args["mamba_num_heads"] = rng.choice([None, args["mamba_num_groups"] * rng.choice([1, 3])])
         return args
     if rng.random() < 0.35:
         args |= {
@@ -388,7 +411,9 @@ def arguments(rng: random.Random, family: str) -> dict[str, Any]:
             "group_query_attention": False,
             "position_embedding_type": "rope",
         }
-    if rng.random() < 0.3:
+    else:
+        args["attention_output_gate"] = rng.random() < 0.2
+    if rng.random() < 0.4:
         args["mtp_num_layers"] = rng.choice([1, 2])
         if args["position_embedding_type"] != "rope":
             args["position_embedding_type"] = "rope"
@@ -417,29 +442,40 @@ def main() -> None:
         args = arguments(rng, family)
         for engine in (True,) if family == "hybrid" else (False, True):
             for naming, metadata in NAMINGS.items():
+                if naming == "split" and not engine and args.get("moe_grouped_gemm"):
+                    continue  # all experts of a layer under one key, another one at each size of pp (0.16.1)
+                if naming == "stacked" and args.get("moe_layer_freq", 1) != 1:
+                    continue  # layers that differ are numbered
                 try:
                     one = shapes(args, engine, metadata)
                 except Exception as error:
                     text = f"{type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
                     refused[text] = refused.get(text, 0) + 1
                     continue
-                meshes = [(2, 1, 1), (1, 2, 1), (2, 2, 1), *[(1, 1, 2), (2, 1, 2)] * bool(args.get("num_experts"))]
+                probe = {"family": family, "engine": engine, "naming": naming, "args": args, "shapes": one}
+                probes.append(probe)
+                if number % 3:
+                    continue
+                meshes = [(2, 1, 1), (1, 2, 1), (2, 2, 1), *[(1, 1, 2)] * bool(args.get("num_experts"))]
+                meshes += [(2, 1, 2)] * (engine and bool(args.get("num_experts")))
                 mesh = rng.choice(meshes)
                 try:
                     many = shapes(args, engine, metadata, *mesh)
                 except Exception as error:
                     text = f"{mesh} {type(error).__name__}: {str(error).splitlines()[0][:120] if str(error) else ''}"
                     refused[text] = refused.get(text, 0) + 1
-                    many = one
-                probe = {"version": VERSION, "family": family, "engine": engine, "naming": naming, "args": args}
-                probes.append({**probe, "mesh": mesh, "same": one == many, "shapes": one})
+                    continue
+                probe["mesh"] = mesh
                 if one != many:
-                    only = [{k: v for k, v in a.items() if b.get(k) != v} for a, b in ((one, many), (many, one))]
-                    probes[-1]["differs"] = only
+                    probe["differs"] = [
+                        {key: shape for key, shape in some.items() if other.get(key) != shape}
+                        for some, other in ((one, many), (many, one))
+                    ]
     options.out.write_text(json.dumps({"version": VERSION, "probes": probes, "refused": refused}))
-    print(VERSION, len(probes), "probes,", sum(not p["same"] for p in probes), "differ by mesh; refused:")
+    meshed = [one for one in probes if "mesh" in one]
+    print(f"{VERSION}: {len(probes)} probes, {len(meshed)} also in parallel, {sum('differs' in o for o in meshed)} differ")
     for text, count in sorted(refused.items(), key=lambda item: -item[1]):
-        print(f"  {count:4} {text}")
+        print(f"  refused {count:4} {text}")
 
 
 if __name__ == "__main__":

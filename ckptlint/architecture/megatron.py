@@ -1,0 +1,271 @@
+"""What the arguments of a Megatron job say every tensor of its model must be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckptlint.architecture.expected import Expected, NoTable
+from ckptlint.architecture.expressions import ExpressionError
+from ckptlint.architecture.tables import MOST_KEYS, entry, expand, rows_of
+from ckptlint.model.text import printable
+
+FILE = "megatron.json"
+"""The data file: `""` -> what it was made with; `gpt`, `hybrid` -> ranges, rows, forms (bench/architectures)."""
+
+_BRIDGE = {
+    "num_moe_experts": "num_experts",
+    "gated_linear_unit": "swiglu",
+    "seq_length": "max_position_embeddings",
+}
+"""Names of Megatron-Bridge's providers -> Megatron-LM's; `share_embeddings_and_output_weights` is turned as well."""
+
+_SIZES: Mapping[str, int | None] = {
+    "num_layers": None,
+    "hidden_size": None,
+    "num_attention_heads": None,
+    "num_experts": 0,
+    "moe_shared_expert_intermediate_size": 0,
+    "moe_latent_size": 0,
+    "q_lora_rank": 0,
+    "kv_lora_rank": 32,
+    "qk_head_dim": 128,
+    "qk_pos_emb_head_dim": 64,
+    "v_head_dim": 128,
+    "mtp_num_layers": 0,
+    "mamba_state_dim": 128,
+    "mamba_head_dim": 64,
+    "mamba_num_groups": 8,
+    "mamba_num_heads": 0,
+}
+"""Sizes and what Megatron-LM takes without them, 0 for none; None where there is no model without them.
+
+Source:
+    megatron.training.arguments, megatron.core.transformer.TransformerConfig (0.19)
+"""
+
+_FLAGS: Mapping[str, bool] = {
+    "swiglu": False,
+    "add_bias_linear": True,
+    "add_qkv_bias": False,
+    "untie_embeddings_and_output_weights": False,
+    "qk_layernorm": False,
+    "multi_latent_attention": False,
+    "moe_shared_expert_gate": False,
+    "moe_router_enable_expert_bias": False,
+    "attention_output_gate": False,
+}
+
+_TEXTS: Mapping[str, tuple[str, frozenset[str]]] = {
+    "normalization": ("LayerNorm", frozenset({"LayerNorm", "RMSNorm"})),
+    "position_embedding_type": ("learned_absolute", frozenset({"learned_absolute", "rope", "mrope", "yarn", "none"})),
+    "softmax_type": ("vanilla", frozenset({"vanilla"})),
+}
+
+_OTHER_MODELS = (
+    "heterogeneous_layers_config_path",
+    "heterogeneous_layers_config_encoded_json",
+    "heterogeneous_block_specs",
+    "block_configs",
+    "experimental_attention_variant",
+    "linear_attention_type",
+    "linear_attention_freq",
+    "decoder_num_layers",
+    "retro_add_retriever",
+    "retro_project_dir",
+    "use_legacy_models",
+    "moe_use_upcycling",
+    "export_kd_teacher_load",
+    "export_te_mcore_model",
+    "use_kitchen",
+    "language_model_type",
+    "vision_model_type",
+    "vision_config",
+    "hybrid_attention_ratio",
+    "hybrid_mlp_ratio",
+    "mtp_hybrid_override_pattern",
+    "mtp_use_repeated_layer",
+    "mla_down_proj_fusion",
+    "moe_single_grouped_weight",
+    "moe_single_grouped_bias",
+    "use_grouped_gemm_for_dense_mlp",
+    "use_grouped_gemm_for_shared_expert",
+    "use_transformer_engine_op_fuser",
+    "peft",
+    "lora_dim",
+    "lora_rank",
+)
+"""What makes another model, or other names of its tensors, and was not varied by the probes."""
+
+_SPECS = ("mamba_stack_spec", "default_layer_spec", "transformer_engine_layer_spec", "local_layer_spec")
+_LONGEST = 20_000  # layers of a list or a pattern
+
+
+def expected_models(
+    args: Mapping[str, object], source: str = "args", at_most: int = MOST_KEYS
+) -> tuple[Expected, ...]:
+    """The model that the arguments of a Megatron job declare, once for each naming of its checkpoints.
+
+    Keys are those of torch_dist without a prefix of the module. Layers are stacked on the first axis, or numbered, with
+    the halves of gated projections and the experts under keys of their own or together; with Transformer Engine and
+    with the local implementation, whose norms have other names. Forms that do not differ for these arguments are one.
+
+    Args:
+        args: by name, untrusted: Megatron-LM's arguments, or the `model` section of Megatron-Bridge's run_config.yaml.
+        source: where they are from, in a report.
+        at_most: tensors; arguments that imply more are refused before any work.
+
+    Raises:
+        NoTable: the arguments describe no model, or one that the table does not know; the reason in one sentence.
+
+    Source:
+        megatron-core; the versions are in `Expected.made_with`.
+    """
+    try:
+        values = fields(args)
+        kind = "hybrid" if values["hybrid_layer_pattern"] else "gpt"
+        table = entry(FILE, kind)
+        rows = list(rows_of(table["rows"]))
+        found: list[Expected] = []
+        for form in table["forms"]:
+            if form["stacked"] and not values["is_homogeneous"]:
+                continue
+            tensors = expand([rows[number] for number in form["rows"]], table["ranges"], values, at_most)
+            if all(tensors != other.tensors for other in found):
+                found.append(
+                    Expected(
+                        source, f"megatron {kind}", form["name"], tensors, values, made_with=entry(FILE, "")["made_with"]
+                    )
+                )
+    except (NoTable, ExpressionError) as error:
+        raise NoTable(f"{source} of Megatron: {error}") from None
+    return tuple(found)
+
+
+def fields(args: Mapping[str, object]) -> dict[str, object]:
+    """The values that the table asks for: as declared, or what Megatron-LM takes where they are left out.
+
+    Sizes that are absent are 0, `moe_layer_freq` holds 0 or 1 for every layer, `hybrid_layer_pattern` the symbol of
+    every layer, and `num_query_groups` counts the heads where queries are not grouped.
+
+    Raises:
+        NoTable: a value is of another kind, or makes a model that the table does not know.
+
+    Source:
+        megatron.training.arguments.validate_args, core_transformer_config_from_args (0.19)
+    """
+    given = _megatron_names(args)
+    for name in _OTHER_MODELS:
+        if given.get(name):
+            raise NoTable(f"no table for models with {name}")
+    if spec := given.get("spec", given.get("transformer_layer_spec", given.get("mamba_stack_spec"))):
+        if not any(word in str(spec)[:1000] for word in _SPECS):
+            raise NoTable(f"no table for the layers of {printable(str(spec)[:60])}")
+    values: dict[str, object] = {name: _size(given, name, default) for name, default in _SIZES.items()}
+    values |= {name: _flag(given, name, default) for name, default in _FLAGS.items()}
+    for name, (default, known) in _TEXTS.items():
+        value = given.get(name)
+        values[name] = default if value is None else value
+        if values[name] not in known:
+            raise NoTable(f"no table for {name} {printable(str(value)[:40])}")
+    hidden, heads = _number(values, "hidden_size"), _number(values, "num_attention_heads")
+    values["kv_channels"] = _size(given, "kv_channels", 0) or hidden // max(heads, 1)
+    narrow = int(4 * hidden * 2 / 3) // 64 * 64 if values["swiglu"] else 4 * hidden
+    values["ffn_hidden_size"] = _size(given, "ffn_hidden_size", 0) or narrow
+    values["moe_ffn_hidden_size"] = _size(given, "moe_ffn_hidden_size", 0) or values["ffn_hidden_size"]
+    grouped = _flag(given, "group_query_attention", "group_query_attention" not in given)
+    values["num_query_groups"] = (_size(given, "num_query_groups", 0) if grouped else 0) or heads
+    values["max_position_embeddings"] = (
+        _size(given, "max_position_embeddings", None) if values["position_embedding_type"] == "learned_absolute" else 0
+    )
+    values["padded_vocab_size"] = _vocabulary(given)
+    values["hybrid_layer_pattern"] = _pattern(given)
+    if values["hybrid_layer_pattern"]:
+        values["num_layers"] = len(str(values["hybrid_layer_pattern"]))
+    layers, freq = _number(values, "num_layers"), given.get("moe_layer_freq", 1)
+    if layers > _LONGEST:
+        raise NoTable(f"it implies {layers:,} layers")
+    values["is_homogeneous"] = not values["hybrid_layer_pattern"] and freq in (None, 1)
+    values["moe_layer_freq"] = _moe_layers(freq, layers) if values["num_experts"] else [0] * layers
+    return values
+
+
+def _megatron_names(args: Mapping[str, object]) -> dict[str, Any]:
+    """The arguments under Megatron-LM's names."""
+    given = dict(args)
+    for name, own in _BRIDGE.items():
+        if own not in given and name in given:
+            given[own] = given[name]
+    if "untie_embeddings_and_output_weights" not in given:
+        tied = given.get("share_embeddings_and_output_weights")
+        given["untie_embeddings_and_output_weights"] = tied is False
+    return given
+
+
+def _size(given: Mapping[str, object], name: str, default: int | None) -> int:
+    value = given.get(name)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise NoTable(f"{name} is {printable(repr(value)[:40])}, and no size")
+    return value
+
+
+def _flag(given: Mapping[str, object], name: str, default: bool) -> bool:
+    value = given.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise NoTable(f"{name} is {printable(repr(value)[:40])}, and no flag")
+    return value
+
+
+def _number(values: Mapping[str, object], name: str) -> int:
+    value = values[name]
+    return value if isinstance(value, int) else 0
+
+
+def _vocabulary(given: Mapping[str, object]) -> int:
+    """Rows of the embedding.
+
+    Source:
+        megatron.training.vocab_utils.calculate_padded_vocab_size; GPTModelProvider of Megatron-Bridge, which pads where
+        `should_pad_vocab` says so
+    """
+    if given.get("padded_vocab_size") is not None:
+        return _size(given, "padded_vocab_size", None)
+    size = _size(given, "vocab_size", None)
+    if "should_pad_vocab" in given and not _flag(given, "should_pad_vocab", False):
+        return size
+    step = _size(given, "make_vocab_size_divisible_by", 128) * _size(given, "tensor_model_parallel_size", 1)
+    return -(-size // max(step, 1)) * max(step, 1)
+
+
+def _pattern(given: Mapping[str, object]) -> str:
+    """The symbol of every layer of a hybrid model; "" for others.
+
+    Source:
+        megatron.core.ssm.mamba_hybrid_layer_allocation; `|` ends a pipeline stage
+    """
+    pattern = given.get("hybrid_layer_pattern") or given.get("hybrid_override_pattern") or ""
+    if not isinstance(pattern, str) or len(pattern) > _LONGEST:
+        raise NoTable("its hybrid pattern is no short text")
+    if not pattern and given.get("is_hybrid_model"):
+        raise NoTable("no table for a hybrid model without a pattern")
+    pattern = pattern.replace("|", "")
+    if others := set(pattern) - set("M*-E"):
+        raise NoTable(f"no table for layers {printable(' '.join(sorted(others))[:40])} of a hybrid model")
+    return pattern
+
+
+def _moe_layers(freq: object, layers: int) -> list[int]:
+    """0 or 1 for every layer.
+
+    Source:
+        megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_layer_specs: every n-th layer from the first one on
+    """
+    if isinstance(freq, int) and not isinstance(freq, bool) and freq > 0:
+        return [int(layer % freq == 0) for layer in range(layers)]
+    if isinstance(freq, list) and len(freq) == layers and all(one in (0, 1) for one in freq):
+        return [int(one) for one in freq]
+    raise NoTable(f"moe_layer_freq is {printable(repr(freq)[:40])} for {layers} layers")
