@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptlint.architecture import megatron
+from ckptlint.architecture.expected import NoTable
 from ckptlint.architecture.expressions import ExpressionError, parse
 from ckptlint.architecture.tables import Row, expand
 
@@ -37,10 +38,10 @@ _MAMBA = "(mamba_num_heads * mamba_head_dim if mamba_num_heads else 2 * hidden_s
 
 SIZES = [
     "hidden_size",
-    "num_layers",
     "padded_vocab_size",
     "max_position_embeddings",
     "num_experts",
+    "num_layers",
     "1",
     "4",
     "2 * hidden_size",
@@ -59,6 +60,7 @@ SIZES = [
     "moe_latent_size",
     "moe_latent_size if moe_latent_size else hidden_size",
     "num_attention_heads * v_head_dim",
+    "num_attention_heads * (v_head_dim if multi_latent_attention else kv_channels)",
     "num_attention_heads * (qk_head_dim + v_head_dim)",
     "num_attention_heads * (qk_head_dim + qk_pos_emb_head_dim)",
     "kv_lora_rank",
@@ -121,6 +123,10 @@ def pattern(key: str) -> tuple[str, int]:
     return re.sub(r"experts\.\d+\.", "experts.{expert}.", key), layer
 
 
+class Contradiction(Exception):  # noqa: N818
+    """Raised where probes agree with no size or condition."""
+
+
 class Form:
     """What several probes of one version, implementation and naming have in common."""
 
@@ -132,29 +138,55 @@ class Form:
             for key, shape in one["shapes"].items():
                 name, layer = pattern(key)
                 known = self.found[name].setdefault((number, layer), tuple(shape))
-                assert known == tuple(shape), (key, known, shape)
+                if known != tuple(shape):
+                    raise Contradiction(f"{key}: {known} and {shape}")
 
     def rows(self) -> list[Row]:
         """A row for every name."""
-        return [
-            Row(name, self._dims(units), self._exists(name, units))
-            for name, units in sorted(self.found.items())
-        ]
+        rows: dict[str, Row] = {}
+        for name, units in sorted(self.found.items()):
+            twin = self._twin(name, rows)
+            rows[name] = Row(name, self._dims(name, units, twin), self._exists(name, units, twin))
+        return list(rows.values())
+
+    def _twin(self, name: str, rows: Mapping[str, Row]) -> Row | None:
+        """What the last layer of the decoder has in place of a tensor of a layer for multi-token prediction.
+
+        The one is built as the other; where the probes do not say otherwise it is taken for the same.
+        """
+        inner = re.match(r"mtp\.layers\.\{mtp\}\.(?:transformer_layer|mtp_model_layer)\.(.+)", name)
+        if inner is None:
+            return None
+        if row := rows.get(f"decoder.layers.{{layer}}.{inner[1]}"):
+            return Row(name, row.dims, row.exists.replace("[layer]", "[num_layers - 1]"))
+        row = rows.get(f"decoder.layers.{inner[1]}")
+        return Row(name, row.dims[1:], row.exists) if row else None
 
     def _at(self, unit: Unit) -> dict[str, object]:
         return {**self.values[unit[0]], "layer": unit[1]}
 
-    def _dims(self, units: dict[Unit, tuple[int, ...]]) -> tuple[str, ...]:
-        (axes,) = {len(shape) for shape in units.values()}
-        return tuple(self._size({unit: shape[axis] for unit, shape in units.items()}) for axis in range(axes))
+    def _dims(self, name: str, units: dict[Unit, tuple[int, ...]], twin: Row | None) -> tuple[str, ...]:
+        if twin and all(shape == tuple(_value(d, self._at(u)) for d in twin.dims) for u, shape in units.items()):
+            return twin.dims
+        ranks = {len(shape) for shape in units.values()}
+        if len(ranks) > 1:
+            raise Contradiction(f"{ranks} dims")
+        (axes,) = ranks
+        return tuple(self._size(name, {unit: shape[axis] for unit, shape in units.items()}) for axis in range(axes))
 
-    def _size(self, sizes: dict[Unit, int]) -> str:
+    def _size(self, name: str, sizes: dict[Unit, int]) -> str:
         for text in SIZES:
             if all(_value(text, self._at(unit)) == size for unit, size in sizes.items()):
                 return text
-        raise SystemExit(f"no size for {[(self.probes[u[0]]['args'], s) for u, s in list(sizes.items())[:3]]}")
+        shown = []
+        for text in SIZES:
+            wrong = [unit for unit, size in sizes.items() if _value(text, self._at(unit)) != size]
+            shown.append((len(wrong), text, wrong[0], sizes[wrong[0]]))
+        count, text, unit, size = min(shown)
+        args = self.probes[unit[0]]["args"]
+        raise Contradiction(f"{name} has no size; {text} is not {size} in {count} of {len(sizes)}: {args}")
 
-    def _exists(self, name: str, units: dict[Unit, tuple[int, ...]]) -> str:
+    def _exists(self, name: str, units: dict[Unit, tuple[int, ...]], twin: Row | None) -> str:
         if "{layer}" in name:
             every = [(n, layer) for n, v in enumerate(self.values) for layer in range(int(str(v["num_layers"])))]
             flags = FLAGS + IN_LAYER[self.kind]
@@ -165,12 +197,18 @@ class Form:
             every = [unit for unit in every if self.values[unit[0]]["mtp_num_layers"]]
         if "{expert}" in name:
             every = [unit for unit in every if self.values[unit[0]]["num_experts"]]
+        if twin and all(
+            (not twin.exists or bool(_value(twin.exists, self._at(unit)))) is (unit in units) for unit in every
+        ):
+            return twin.exists
         truth = {unit: tuple(bool(_value(flag, self._at(unit))) for flag in flags) for unit in every}
         yes = {truth[unit] for unit in units}
         no = {truth[unit] for unit in every if unit not in units}
         if both := yes & no:
-            raise SystemExit(f"{name} depends on something else: {dict(zip(flags, next(iter(both)), strict=True))}")
-        return " or ".join(_spelled(term, flags) for term in _terms(yes, no, len(flags)))
+            raise Contradiction(f"{name} depends on something else: {dict(zip(flags, next(iter(both)), strict=True))}")
+        words = set(re.split(r"[^a-z]+", name.lower()))
+        rank = [len(words & set(re.split(r"[^a-z]+", flag.lower()))) for flag in flags]
+        return " or ".join(_spelled(term, flags) for term in _terms(yes, no, rank))
 
 
 def _value(text: str, values: Mapping[str, object]) -> object:
@@ -183,31 +221,36 @@ def _value(text: str, values: Mapping[str, object]) -> object:
 Term = tuple[tuple[int, bool], ...]
 
 
-def _terms(yes: set[tuple[bool, ...]], no: set[tuple[bool, ...]], flags: int) -> list[Term]:
-    """The fewest conjunctions that hold for all of the first and none of the second, each as short as it can be."""
-    if term := _term(yes, no, flags):
+def _terms(yes: set[tuple[bool, ...]], no: set[tuple[bool, ...]], rank: list[int]) -> list[Term]:
+    """The fewest conjunctions that hold for all of the first and none of the second, each as short as it can be.
+
+    Args:
+        rank: how well each flag goes with the tensor's name; of two that would do, the better one stays.
+    """
+    if term := _term(yes, no, rank):
         return [] if term == ((-1, True),) else [term]
     best: list[Term] | None = None
-    for flag in range(flags):
+    for flag in range(len(rank)):
         halves = [{one for one in yes if one[flag] is value} for value in (True, False)]
-        if all(halves) and all(terms := [_term(half, no, flags) for half in halves]):
+        if all(halves) and all(terms := [_term(half, no, rank) for half in halves]):
             if best is None or sum(map(len, terms)) < sum(map(len, best)):
                 best = terms
     if best is None:
-        raise SystemExit("no condition of two parts")
+        raise Contradiction("no condition of two parts")
     return best
 
 
-def _term(yes: set[tuple[bool, ...]], no: set[tuple[bool, ...]], flags: int) -> Term:
+def _term(yes: set[tuple[bool, ...]], no: set[tuple[bool, ...]], rank: list[int]) -> Term:
     """() where none holds; ((-1, True),) where nothing is asked for."""
-    common = [(flag, value) for flag in range(flags) for value in (True, False) if all(one[flag] is value for one in yes)]
+    literals = [(flag, value) for flag in range(len(rank)) for value in (True, False)]
+    common = [(flag, value) for flag, value in literals if all(one[flag] is value for one in yes)]
 
     def admits(term: list[tuple[int, bool]]) -> bool:
         return any(all(one[flag] is value for flag, value in term) for one in no)
 
     if admits(common):
         return ()
-    for literal in sorted(common, key=lambda item: (item[1], -item[0])):  # "not" goes first, then what is listed last
+    for literal in sorted(common, key=lambda item: (item[1], rank[item[0]], -item[0])):  # "not" goes first
         without = [other for other in common if other != literal]
         if not admits(without):
             common = without
@@ -226,23 +269,35 @@ def _spelled(term: Term, flags: list[str]) -> str:
 # ---------------------------------------------------------------- all of them
 
 
-def forms(folder: Path) -> Iterator[tuple[str, str, bool, str, list[dict[str, Any]]]]:
-    """Kind, naming, whether Transformer Engine's, version and probes."""
+Probes = list[dict[str, Any]]
+
+
+def forms(folder: Path) -> dict[tuple[str, str, bool], dict[str, Probes]]:
+    """Kind, naming and whether it is Transformer Engine's -> version -> probes."""
+    found: dict[tuple[str, str, bool], dict[str, Probes]] = defaultdict(lambda: defaultdict(list))
     for path in sorted(folder.glob("*.json"), key=lambda path: [int(part) for part in path.stem.split(".")]):
-        groups: dict[tuple[str, str, bool], list[dict[str, Any]]] = defaultdict(list)
         for one in json.loads(path.read_text())["probes"]:
             assert "differs" not in one, f"{path}: {one['mesh']} changes {one['differs']}"
-            groups[one["family"], one["naming"], one["engine"]].append(one)
-        for (kind, naming, engine), probes in groups.items():
-            if naming == "stacked":  # layers that differ are numbered whatever the naming
-                probes = [one for one in probes if megatron.fields(one["args"])["is_homogeneous"]]
-            if probes:
-                yield kind, naming, engine, path.stem, probes
+            try:
+                megatron.fields(one["args"])
+            except NoTable:
+                continue
+            found[one["family"], one["naming"], one["engine"]][path.stem].append(one)
+    return found
 
 
-def held_out(number: int) -> bool:
-    """Whether a probe is kept for the proof."""
-    return number % 5 == 4
+def alike(kind: str, by_version: Mapping[str, Probes]) -> Iterator[list[str]]:
+    """Versions in a row that one set of rows can describe, as long as possible."""
+    group: list[str] = []
+    for version in by_version:
+        try:
+            Form(kind, [one for v in [*group, version] for one in by_version[v]]).rows()
+        except Contradiction as reason:
+            print(f"  {version} differs: {str(reason)[:150]}")
+            yield group
+            group = []
+        group = [*group, version]
+    yield group
 
 
 def check(rows: list[Row], probes: list[dict[str, Any]], what: str) -> int:
@@ -265,37 +320,30 @@ def fit(folder: Path) -> None:
     tables: dict[str, Any] = {}
     versions: set[str] = set()
     proven = 0
-    for kind, naming, engine, version, probes in forms(folder):
-        versions.add(version)
-        what = f"{version} {kind} {naming} {'engine' if engine else 'local'}"
-        known = [one for number, one in enumerate(probes) if not held_out(number)]
-        rows = Form(kind, known).rows()
-        proven += check(rows, [one for number, one in enumerate(probes) if held_out(number)], what)
-        table = tables.setdefault(kind, {"rows": [], "forms": []})
-        numbers = []
-        for row in rows:
-            line = [row.name, list(row.dims), *[row.exists] * bool(row.exists)]
-            if line not in table["rows"]:
-                table["rows"].append(line)
-            numbers.append(table["rows"].index(line))
+    for (kind, naming, engine), by_version in forms(folder).items():
+        versions |= by_version.keys()
         layers = {"stacked": "stacked layers", "numbered": "numbered layers", "split": "layers, experts and halves apart"}
-        name = f"{layers[naming]}, {'Transformer Engine' if engine else 'local'}"
-        if kind == "hybrid":
-            name = layers[naming]
-        same = next((form for form in table["forms"] if form["name"] == name and form["rows"] == numbers), None)
-        if same is None:
-            same = {"name": name, "stacked": naming == "stacked" and kind == "gpt", "rows": numbers, "versions": []}
-            table["forms"].append(same)
-        same["versions"].append(version)
-        print(f"{what}: {len(probes)} probes, {len(rows)} rows")
+        name = layers[naming] if kind == "hybrid" else f"{layers[naming]}, {'Transformer Engine' if engine else 'local'}"
+        table = tables.setdefault(kind, {"ranges": RANGES, "rows": [], "forms": []})
+        for group in alike(kind, by_version):
+            probes = [one for version in group for one in by_version[version]]
+            rows = Form(kind, [one for number, one in enumerate(probes) if number % 5 != 4]).rows()
+            held = probes[4::5]
+            proven += check(rows, held, f"{kind} {name} {group}")
+            numbers = []
+            for row in rows:
+                line = [row.name, list(row.dims), *[row.exists] * bool(row.exists)]
+                if line not in table["rows"]:
+                    table["rows"].append(line)
+                numbers.append(table["rows"].index(line))
+            stacked = naming == "stacked" and kind == "gpt"
+            table["forms"].append({"name": name, "stacked": stacked, "versions": group, "rows": numbers})
+            print(f"{kind}, {name} ({', '.join(group)}): {len(probes)} probes, {len(rows)} rows")
     made = {"made_with": "megatron-core " + ", ".join(sorted(versions, key=lambda v: [int(p) for p in v.split(".")]))}
-    lines = [("", made), *((kind, {"ranges": RANGES, **table}) for kind, table in sorted(tables.items()))]
+    lines = [("", made), *sorted(tables.items())]
     body = ",\n".join(f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in lines)
     TABLE.write_text(f"{{\n{body}\n}}\n")
     print(f"{TABLE.name}: {TABLE.stat().st_size:,} bytes; {proven} probes held out, all as predicted")
-    for kind, table in tables.items():
-        for form in table["forms"]:
-            print(f"  {kind}: {form['name']} ({', '.join(form['versions'])}): {len(form['rows'])} rows")
 
 
 def main() -> None:

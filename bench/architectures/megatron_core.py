@@ -385,7 +385,7 @@ def _arguments(rng: random.Random, family: str) -> dict[str, Any]:
             "moe_layer_freq": rng.choice([1, 1, 2, [int(rng.random() < 0.6) for _ in range(args["num_layers"])]]),
         }
         args["moe_shared_expert_gate"] = bool(args["moe_shared_expert_intermediate_size"]) and rng.random() < 0.5
-        args["moe_latent_size"] = rng.choice([None, None, None, 38])
+        args["moe_latent_size"] = rng.choice([None, None, 38]) if not args["add_bias_linear"] else None
     if family == "hybrid":
         symbols = [rng.choice("MMM*-E" if "moe_latent_size" in _KNOWN else "MM*-") for _ in range(args["num_layers"] + 4)]
         args |= {
@@ -434,6 +434,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--probes", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=NAMINGS, help="one naming")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     probes, refused = [], {}
@@ -444,6 +445,8 @@ def main() -> None:
             for naming, metadata in NAMINGS.items():
                 if naming == "split" and not engine and args.get("moe_grouped_gemm"):
                     continue  # all experts of a layer under one key, another one at each size of pp (0.16.1)
+                if options.only not in (None, naming):
+                    continue
                 if naming == "stacked" and args.get("moe_layer_freq", 1) != 1:
                     continue  # layers that differ are numbered
                 try:

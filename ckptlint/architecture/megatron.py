@@ -168,6 +168,8 @@ def fields(args: Mapping[str, object]) -> dict[str, object]:
         values[name] = default if value is None else value
         if values[name] not in known:
             raise NoTable(f"no table for {name} {printable(str(value)[:40])}")
+    if values["moe_latent_size"] and values["add_bias_linear"]:
+        raise NoTable("no table for moe_latent_size with add_bias_linear")
     hidden, heads = _number(values, "hidden_size"), _number(values, "num_attention_heads")
     values["kv_channels"] = _size(given, "kv_channels", 0) or hidden // max(heads, 1)
     narrow = int(4 * hidden * 2 / 3) // 64 * 64 if values["swiglu"] else 4 * hidden
