@@ -309,7 +309,7 @@ def _item(values: _Node, at: _Node) -> _Node:
 
 
 def _length(values: list[Value]) -> int:
-    if not isinstance(values[0], (list, tuple, str)):
+    if not isinstance(values[0], (list, tuple, dict, str)):
         raise ExpressionError(f"{_shown(values[0])} has no length")
     return len(values[0])
 

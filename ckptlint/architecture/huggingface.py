@@ -178,7 +178,7 @@ def _is_kind(value: object, kind: str) -> bool:
 
 def _default(default: object, values: Mapping[str, object]) -> object:
     """A default as the table gives it: a value, `{"=": expression}`, or a list `{"each": count, "=": expression}`."""
-    if not isinstance(default, dict):
+    if not isinstance(default, dict) or "=" not in default:
         return default
     rule = parse(default["="])
     if "each" not in default:
