@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
+from ckptlint.analysis.fit.judgement import judges
 from ckptlint.analysis.trusted_config import Contradiction, LayerCount, contradictions, layer_counts
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import ranges
+from ckptlint.model.text import gaps, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -24,6 +25,7 @@ def layer_count(ckpt: Checkpoint) -> Iterator[Finding]:
         prediction and hybrid patterns are counted in. More layers than declared are a warning. When two or more
         declared sizes (layers, hidden size, experts, mesh axes, world size) contradict what is stored, that is said
         once, as a warning, or as a note when only the mesh differs, and every other rule ignores what was declared.
+        Where every layer is known from a configuration (CFG001) its number is not compared.
     Why it matters:
         Whole stages are absent or hidden under the names of another stage, so their layers load with the values that
         were in memory.
@@ -41,6 +43,8 @@ def layer_count(ckpt: Checkpoint) -> Iterator[Finding]:
     if len(foreign) >= 2:
         yield _foreign(ckpt, foreign)
         return
+    if judges(ckpt):
+        raise NotApplicable("CFG001 and CFG002 hold every layer against the configuration")
     counts = layer_counts(ckpt)
     if not counts:
         raise NotApplicable("no declared number of layers belongs to a block here")
@@ -55,8 +59,8 @@ def _finding(ckpt: Checkpoint, count: LayerCount) -> Finding:
     if count.stages:
         notes.append(("stages", f"{', '.join(map(str, count.stages))} layers under {len(count.stages)} prefixes"))
     elif count.numbers:
-        lost = sorted(set(range(declared)) - set(count.numbers))
-        notes.append(("layers", f"{ranges(count.numbers)} stored" + (f", {ranges(lost)} missing" if lost else "")))
+        lost = gaps(count.numbers, declared)
+        notes.append(("layers", f"{ranges(count.numbers)} stored" + (f", {lost} missing" if lost else "")))
     else:
         notes.append(("layers", f"{count.found} stacked on dim 0 of {count.lead.key.fqn}"))
     ratio = Fraction(count.found, declared)

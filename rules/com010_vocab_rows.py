@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptlint.analysis.fit.judgement import judged_shapes
 from ckptlint.analysis.inventory import Param
 from ckptlint.analysis.trusted_config import main_params, number, trusted, trusted_topology
 from ckptlint.model import Checkpoint
@@ -40,7 +41,9 @@ def vocab_rows(ckpt: Checkpoint) -> Iterator[Finding]:
     tp = axis.size if axis is not None else 1
     divisor = number(declared, "vocab_divisor")
     base = padded or _rounded(vocab or 0, (divisor or 1) * tp)
+    known = judged_shapes(ckpt)
     tables = [p for p in main_params(ckpt) if not p.key.block and _TABLES & set(p.key.path.split("."))]
+    tables = [param for param in tables if param.tensor.fqn not in known]
     for param in tables:
         if param.key.function in ("embedding", "output") and len(param.own_shape) == 2:
             rows = param.own_shape[0]

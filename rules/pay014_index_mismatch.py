@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from ckptlint.analysis.fit.judgement import explains_bytes
 from ckptlint.model import Checkpoint, WeightIndex
 from ckptlint.model.text import braces, human_bytes, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -30,7 +31,8 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         `model-<k>-of-<N>.safetensors` is missing (in the shards of torch's writer a warning: a number may belong to
         keys that the job does not have; beside an index a note). Keys that the index lacks or has in another file, and
         keys that two files hold without an index, are a warning. So is a `total_size` more than 1 % away from the bytes
-        that are stored, where tied weights do not explain it; smaller differences are common, and a note.
+        that are stored, where tied weights do not explain it; smaller differences are common, and a note. Where it is
+        what the configuration implies, CFG001 and CFG005 tell the difference.
     Why it matters:
         A loader that follows the index misses tensors, and one that takes every file reads stale ones.
     Usual causes:
@@ -112,6 +114,8 @@ def _total(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
         nbytes(tensor.dtype, tensor.volume) for tensor in ckpt.tensors.values() if parse(tensor.fqn).function in _TIED
     }  # an index that was made before one of the two was dropped counts it
     difference = index.total_size - stored
+    if explains_bytes(ckpt, index.total_size):
+        return
     is_close = abs(difference) <= _SLACK * stored or difference in tied
     yield Finding(
         f"{index.file} says {index.total_size:,} bytes in all, and {stored:,} are stored",

@@ -167,7 +167,7 @@ def _assemble(
     problems += common_problems + object_problems
     plans = read_plans(described.extras.get("all_local_plans"))
     files, locates = _files(folder, described, look_at_files)
-    declared, config_problems = read_configs(folder, common)
+    declared, model_config, config_problems = read_configs(folder, common)
     saved, state_problems = read_train_state(folder)
     problems += config_problems + state_problems
     run = read_run(folder)
@@ -184,6 +184,7 @@ def _assemble(
         save_plans=plans,
         common=common,
         declared=declared,
+        config=model_config,
         object_values=values,
         run=None if run is None else replace(run, saved=saved),
         topology=read_topology(declared, objects, plans, ranks),

@@ -46,6 +46,7 @@ NUMBERED = re.compile(
 _INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(?P<variant>\.[^.]+)?\.json")
 _FRAGMENT = re.compile(r"model_(?:weight|bias)(?:_pp-rank-.*)?\.safetensors")  # nanotron: one file per module
 _ADAPTER = re.compile(r"adapter[_-].*")
+_LOADED = re.compile(r"model[-.]|pytorch_model[-.]|shard-")  # what a library loads by the config.json beside it
 _DIGITS = re.compile(r"\d+")
 _AT_HAND = ("ok", "link-outside")  # a model cache keeps the files elsewhere and links to them
 _INFO = "DCP_SHARDING_INFO"
@@ -181,7 +182,7 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
         note = f"{len(chunks.unknown)} tensors have a dtype that torch has no name for: {shown_keys}"
         problems.append(Problem("note", label, note))
     is_model = not any(_ADAPTER.fullmatch(name) for name in names)  # beside an adapter lies its base model's config
-    declared, config_problems = read_configs(folder, None) if is_model else ({}, [])
+    declared, config, config_problems = read_configs(folder, None) if is_model else ({}, None, [])
     ranks = {int(match["rank"]) - 1 for name in group.files if (match := SHARD.fullmatch(name))}
     return Checkpoint(
         path=folder.display,
@@ -191,6 +192,7 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
         records=records,
         files=files,
         declared=declared,
+        config=config if all(_LOADED.match(name) for name in names) else None,
         index=None if places is None else _weight_index(printable(group.index), places, total, absent, unread),
         topology=read_topology(declared, [], None, ranks),
         problems=problems + config_problems,
