@@ -144,16 +144,22 @@ class Form:
     def rows(self) -> list[Row]:
         """A row for every name."""
         rows: dict[str, Row] = {}
-        for name, units in sorted(self.found.items()):
+        for name, units in sorted(self.found.items(), key=lambda item: item[0].replace("bias", "~")):
             twin = self._twin(name, rows)
             rows[name] = Row(name, self._dims(name, units, twin), self._exists(name, units, twin))
         return list(rows.values())
 
     def _twin(self, name: str, rows: Mapping[str, Row]) -> Row | None:
-        """What the last layer of the decoder has in place of a tensor of a layer for multi-token prediction.
+        """The row that a tensor most likely has, by what it stands beside; it counts where the probes allow for it.
 
-        The one is built as the other; where the probes do not say otherwise it is taken for the same.
+        A layer for multi-token prediction is built as the last layer of the decoder; a LayerNorm has a bias beside its
+        weight, and so have the linear layers where all of them do.
         """
+        if "bias" in name and (row := rows.get(re.sub(r"bias(?=(_[wv])?$)", "weight", name))):
+            is_norm = "norm" in name
+            flag = "normalization != 'RMSNorm'" if is_norm else "add_bias_linear"
+            exists = " or ".join(f"{part} and {flag}" if part else flag for part in row.exists.split(" or "))
+            return Row(name, row.dims if is_norm else row.dims[:-1], exists)
         inner = re.match(r"mtp\.layers\.\{mtp\}\.(?:transformer_layer|mtp_model_layer)\.(.+)", name)
         if inner is None:
             return None
@@ -282,7 +288,8 @@ def forms(folder: Path) -> dict[tuple[str, str, bool], dict[str, Probes]]:
                 megatron.fields(one["args"])
             except NoTable:
                 continue
-            found[one["family"], one["naming"], one["engine"]][path.stem].append(one)
+            if one["family"] == "gpt" or one["naming"] != "stacked":  # layers that differ are never stacked
+                found[one["family"], one["naming"], one["engine"]][path.stem].append(one)
     return found
 
 
@@ -298,6 +305,17 @@ def alike(kind: str, by_version: Mapping[str, Probes]) -> Iterator[list[str]]:
             group = []
         group = [*group, version]
     yield group
+
+
+def runs(numbers: list[int]) -> str:
+    """Numbers of rows as `0-4 7`."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return " ".join(f"{first}-{last}" if last > first else str(first) for first, last in found)
 
 
 def check(rows: list[Row], probes: list[dict[str, Any]], what: str) -> int:
@@ -322,23 +340,20 @@ def fit(folder: Path) -> None:
     proven = 0
     for (kind, naming, engine), by_version in forms(folder).items():
         versions |= by_version.keys()
-        layers = {"stacked": "stacked layers", "numbered": "numbered layers", "split": "layers, experts and halves apart"}
-        name = layers[naming] if kind == "hybrid" else f"{layers[naming]}, {'Transformer Engine' if engine else 'local'}"
         table = tables.setdefault(kind, {"ranges": RANGES, "rows": [], "forms": []})
         for group in alike(kind, by_version):
+            what = f"{kind}, {naming}, {'Transformer Engine' if engine else 'local'} ({', '.join(group)})"
             probes = [one for version in group for one in by_version[version]]
             rows = Form(kind, [one for number, one in enumerate(probes) if number % 5 != 4]).rows()
-            held = probes[4::5]
-            proven += check(rows, held, f"{kind} {name} {group}")
+            proven += check(rows, probes[4::5], what)
             numbers = []
             for row in rows:
                 line = [row.name, list(row.dims), *[row.exists] * bool(row.exists)]
                 if line not in table["rows"]:
                     table["rows"].append(line)
                 numbers.append(table["rows"].index(line))
-            stacked = naming == "stacked" and kind == "gpt"
-            table["forms"].append({"name": name, "stacked": stacked, "versions": group, "rows": numbers})
-            print(f"{kind}, {name} ({', '.join(group)}): {len(probes)} probes, {len(rows)} rows")
+            table["forms"].append({"naming": naming, "engine": engine, "versions": group, "rows": runs(numbers)})
+            print(f"{what}: {len(probes)} probes, {len(rows)} rows")
     made = {"made_with": "megatron-core " + ", ".join(sorted(versions, key=lambda v: [int(p) for p in v.split(".")]))}
     lines = [("", made), *sorted(tables.items())]
     body = ",\n".join(f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in lines)

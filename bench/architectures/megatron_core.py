@@ -247,15 +247,17 @@ def _stages(args: dict[str, Any], engine: bool, config: Any) -> Iterator[torch.n
         "post_process": parallel_state.is_pipeline_last_stage(),
     }
     if args.get("hybrid_override_pattern"):
-        from megatron.core.models.mamba import MambaModel
-        from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+        pattern = args["hybrid_override_pattern"]
+        try:  # MambaModel until 0.17
+            from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+            from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-        pattern = {"hybrid_override_pattern": args["hybrid_override_pattern"]}
-        pattern |= {"hybrid_layer_pattern": args["hybrid_override_pattern"]}
-        known = accepted(MambaModel.__init__, pattern)
-        if "hybrid_layer_pattern" in known:
-            known.pop("hybrid_override_pattern", None)
-        yield MambaModel(mamba_stack_spec=mamba_stack_spec, **known, **common)
+            yield HybridModel(hybrid_stack_spec=hybrid_stack_spec, hybrid_layer_pattern=pattern, **common)
+        except ImportError:
+            from megatron.core.models.mamba import MambaModel
+            from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+
+            yield MambaModel(mamba_stack_spec=mamba_stack_spec, hybrid_override_pattern=pattern, **common)
         return
     specs = gpt_layer_specs
     if args.get("num_experts"):
@@ -435,11 +437,12 @@ def main() -> None:
     parser.add_argument("--probes", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", choices=NAMINGS, help="one naming")
+    parser.add_argument("--family", choices=("gpt", "hybrid"), help="one family; three of four are gpt otherwise")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     probes, refused = [], {}
     for number in range(options.probes):
-        family = "hybrid" if number % 4 == 3 else "gpt"
+        family = options.family or ("hybrid" if number % 4 == 3 else "gpt")
         args = arguments(rng, family)
         for engine in (True,) if family == "hybrid" else (False, True):
             for naming, metadata in NAMINGS.items():

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 from ckptlint.architecture.expected import Expected, NoTable
 from ckptlint.architecture.expressions import ExpressionError
-from ckptlint.architecture.tables import MOST_KEYS, entry, expand, rows_of
+from ckptlint.architecture.tables import MOST_KEYS, Row, entry, expand, rows_of
 from ckptlint.model.text import printable
+
+Naming = Literal["stacked", "numbered", "split"]
+"""How the layers are named: one key for all of them, a key each, or a key for each expert and half of a projection."""
+
+_NAMINGS: Mapping[Naming, str] = {
+    "stacked": "stacked layers",
+    "numbered": "numbered layers",
+    "split": "numbered layers, experts and halves apart",
+}
+_STACKED = re.compile(r"decoder\.layers\.\D")
+_SPLIT = re.compile(r"experts\.\d+\.|linear_fc1\.(?:weight|bias)_[wv]$")
 
 FILE = "megatron.json"
 """The data file: `""` -> what it was made with; `gpt`, `hybrid` -> ranges, rows, forms (bench/architectures)."""
@@ -102,17 +114,20 @@ _LONGEST = 20_000  # layers of a list or a pattern
 
 
 def expected_models(
-    args: Mapping[str, object], source: str = "args", at_most: int = MOST_KEYS
+    args: Mapping[str, object],
+    source: str = "args",
+    naming: Naming | None = None,
+    at_most: int = MOST_KEYS,
 ) -> tuple[Expected, ...]:
-    """The model that the arguments of a Megatron job declare, once for each naming of its checkpoints.
+    """The model that the arguments of a Megatron job declare, once for each way in which its checkpoints name it.
 
-    Keys are those of torch_dist without a prefix of the module. Layers are stacked on the first axis, or numbered, with
-    the halves of gated projections and the experts under keys of their own or together; with Transformer Engine and
-    with the local implementation, whose norms have other names. Forms that do not differ for these arguments are one.
+    Keys are those of torch_dist without the prefix of a module. The names of norms are those of Transformer Engine, or
+    those of the local implementation, and some changed with the version. Forms that do not differ here are one.
 
     Args:
         args: by name, untrusted: Megatron-LM's arguments, or the `model` section of Megatron-Bridge's run_config.yaml.
         source: where they are from, in a report.
+        naming: that of the checkpoint, where it is known: there are as many keys as layers and experts in others.
         at_most: tensors; arguments that imply more are refused before any work.
 
     Raises:
@@ -126,20 +141,56 @@ def expected_models(
         kind = "hybrid" if values["hybrid_layer_pattern"] else "gpt"
         table = entry(FILE, kind)
         rows = list(rows_of(table["rows"]))
-        found: list[Expected] = []
+        found: dict[str, Expected] = {}
         for form in table["forms"]:
-            if form["stacked"] and not values["is_homogeneous"]:
+            if naming not in (None, form["naming"]) or (form["naming"] == "stacked" and not values["is_homogeneous"]):
                 continue
-            tensors = expand([rows[number] for number in form["rows"]], table["ranges"], values, at_most)
-            if all(tensors != other.tensors for other in found):
-                found.append(
-                    Expected(
-                        source, f"megatron {kind}", form["name"], tensors, values, made_with=entry(FILE, "")["made_with"]
-                    )
-                )
+            tensors = expand(_picked(rows, form["rows"]), table["ranges"], values, at_most)
+            if any(tensors == other.tensors for other in found.values()):
+                continue
+            name = f"{_NAMINGS[form['naming']]}, {'Transformer Engine' if form['engine'] else 'local'}"
+            if name in found:
+                name = f"{name}, megatron-core {form['versions'][0]}"
+            made = entry(FILE, "")["made_with"]
+            found[name] = Expected(
+                source, f"megatron {kind}", name, tensors, values, made_with=made, ignored=_ignored(values)
+            )
     except (NoTable, ExpressionError) as error:
         raise NoTable(f"{source} of Megatron: {error}") from None
-    return tuple(found)
+    return tuple(found.values())
+
+
+def naming_of(names: Iterable[str]) -> Naming:
+    """How a checkpoint names its layers.
+
+    >>> naming_of(["decoder.layers.mlp.linear_fc1.weight"]), naming_of(["decoder.layers.0.mlp.linear_fc1.weight_w"])
+    ('stacked', 'split')
+    """
+    found: Naming = "numbered"
+    for name in names:
+        if _SPLIT.search(name):
+            return "split"
+        if _STACKED.match(name):
+            found = "stacked"
+    return found
+
+
+def _ignored(values: Mapping[str, object]) -> tuple[str, ...]:
+    """Patterns of keys that may be stored besides the model's own.
+
+    Source:
+        megatron-core 0.10 and 0.11, whose local implementation made a LayerNorm of what was declared an RMSNorm
+    """
+    return (r"norm[._]bias$",) if values["normalization"] == "RMSNorm" else ()
+
+
+def _picked(rows: Sequence[Row], numbers: str) -> list[Row]:
+    """The rows of one form, which lists them as `0-4 7`."""
+    picked: list[Row] = []
+    for run in numbers.split():
+        first, _, last = run.partition("-")
+        picked += rows[int(first) : int(last or first) + 1]
+    return picked
 
 
 def fields(args: Mapping[str, object]) -> dict[str, object]:
