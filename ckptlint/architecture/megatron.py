@@ -209,21 +209,21 @@ def fields(args: Mapping[str, object]) -> dict[str, object]:
     for name in _OTHER_MODELS:
         if given.get(name):
             raise NoTable(f"no table for models with {name}")
-    if spec := given.get("spec", given.get("transformer_layer_spec", given.get("mamba_stack_spec"))):
-        if not any(word in str(spec)[:1000] for word in _SPECS):
-            raise NoTable(f"no table for the layers of {printable(str(spec)[:60])}")
+    spec = given.get("spec", given.get("transformer_layer_spec", given.get("mamba_stack_spec")))
+    if spec and not any(word in str(spec)[:1000] for word in _SPECS):
+        raise NoTable(f"no table for the layers of {printable(str(spec)[:60])}")
     values: dict[str, object] = {name: _size(given, name, default) for name, default in _SIZES.items()}
     values |= {name: _flag(given, name, default) for name, default in _FLAGS.items()}
     for name, (default, known) in _TEXTS.items():
         value = given.get(name)
         values[name] = default if value is None else value
-        if values[name] not in known:
+        if not isinstance(values[name], str) or values[name] not in known:
             raise NoTable(f"no table for {name} {printable(str(value)[:40])}")
     if values["moe_latent_size"] and values["add_bias_linear"]:
         raise NoTable("no table for moe_latent_size with add_bias_linear")
     hidden, heads = _number(values, "hidden_size"), _number(values, "num_attention_heads")
     values["kv_channels"] = _size(given, "kv_channels", 0) or hidden // max(heads, 1)
-    narrow = int(4 * hidden * 2 / 3) // 64 * 64 if values["swiglu"] else 4 * hidden
+    narrow = 8 * hidden // 192 * 64 if values["swiglu"] else 4 * hidden
     values["ffn_hidden_size"] = _size(given, "ffn_hidden_size", 0) or narrow
     values["moe_ffn_hidden_size"] = _size(given, "moe_ffn_hidden_size", 0) or values["ffn_hidden_size"]
     grouped = _flag(given, "group_query_attention", "group_query_attention" not in given)
