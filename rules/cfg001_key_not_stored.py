@@ -22,7 +22,8 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Every tensor of the model that the `config.json` beside the files declares is stored, by its type, its class
-        and its fields; which tensors these are stands in tables made from transformers. Tied heads, buffers, scales of
+        and its fields, or the arguments of a Megatron job (`args` in the common state, `run_config.yaml`); which
+        tensors these are stands in tables made from transformers and from megatron-core. Tied heads, buffers, scales of
         quantised weights, layers for multi-token prediction and adapters may be there or not, and so may all that a
         model without its head lacks. An info where a whole tower of a model of several is absent, and where the
         configuration names code of its own or leaves fields open.
@@ -87,7 +88,9 @@ def _finding(ckpt: Checkpoint, fit: Fit) -> Finding:
             ("instead", _instead(fit)),
             core_note(fit) if len(names) > 1 else ("declared", ""),
         ),
-        hint=_hint(fit, because),
+        hint=_hint(fit, because)
+        if fit.is_export
+        else "compare with the keys of an earlier step, and save again from the job",
     )
 
 

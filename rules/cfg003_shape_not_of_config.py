@@ -24,8 +24,9 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
     """Tensors have another shape than the configuration of the model implies.
 
     What it checks:
-        The number of dims and the size of each, as the fields of the `config.json` beside the files give them. Tensors
-        that differ in the same way are one finding. An info where embedding and head hold more rows than the declared
+        The number of dims and the size of each, as the fields of the `config.json` beside the files give them, or the
+        arguments of a Megatron job (`args` in the common state, `run_config.yaml`). Tensors that differ in the same way
+        are one finding. An info where embedding and head hold more rows than the declared
         vocabulary, alike; and where the configuration names code of its own or leaves fields open. Weights that were
         quantised are left out.
     Why it matters:
@@ -94,6 +95,8 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
     name = lead.tensor.fqn
     notes: tuple[Note, ...] = ()
     hint = "gather the whole tensor before the save, and export again"
+    if not fit.is_export:
+        hint = "find out which of the two is wrong; where it is the step, save it again from the job"
     if _is_empty(lead):
         subject = f"{name} is {shape_text(stored)}" if count == 1 else f"{plural(count, 'tensor')} hold nothing"
         message = f"{subject}: a size of 0, where {source} makes {'it' if count == 1 else name} {shape_text(expected)}"
@@ -166,7 +169,7 @@ def _relation(ckpt: Checkpoint, dim: str, ratio: Fraction) -> tuple[Note, ...]:
     what = "one rank's part stands for the whole" if ratio < 1 else "copies of a replica count as shards"
     if dim == "padded_vocab_size" and ratio > 1:
         return (("relation", f"rows that were padded already were padded or multiplied once more{mesh}"),)
-    if dim.startswith("(2 if swiglu") and ratio == Fraction(1, 2) and "tp" not in axes:
+    if dim.startswith("(1 + swiglu)") and ratio == Fraction(1, 2) and "tp" not in axes:
         return (("relation", "one of the two halves of a gated projection"),)
     return (("relation", f"{what}, as from {factor} ranks{mesh}"),)
 

@@ -3,7 +3,7 @@
     python megatron.py probe --core 0.16.1=FOLDER ... --probes 100 --out PROBES   # pip install --target FOLDER
     python megatron.py fit PROBES
 
-`probe` runs megatron_core.py once for each version. `fit` takes every fifth set of arguments away, finds for every
+`probe` runs megatron_probes.py once for each version. `fit` takes every fifth set of arguments away, finds for every
 tensor which of the sizes and conditions below agree with all the others, and refuses to write a table that does not say
 exactly what megatron-core said about those that were taken away. The values of the fields are those that ckptlint
 itself reads from arguments.
@@ -31,9 +31,9 @@ TABLE = Path(megatron.__file__).with_name(megatron.FILE)
 
 RANGES = {"layer": "num_layers", "mtp": "mtp_num_layers", "expert": "num_experts"}
 
-_GATED = "(2 if swiglu else 1) * "
-_QUERY = "(2 * num_attention_heads if attention_output_gate else num_attention_heads)"
-_QKV = f"({_QUERY} + 2 * num_query_groups) * kv_channels"
+_GATED = "(1 + swiglu) * "
+_QUERIES = "(2 * num_attention_heads if attention_output_gate else num_attention_heads)"
+_QKV = f"({_QUERIES} + 2 * num_query_groups) * kv_channels"
 _MAMBA = "(mamba_num_heads * mamba_head_dim if mamba_num_heads else 2 * hidden_size)"
 
 SIZES = [
@@ -58,7 +58,7 @@ SIZES = [
     "moe_shared_expert_intermediate_size",
     f"{_GATED}moe_shared_expert_intermediate_size",
     "moe_latent_size",
-    "moe_latent_size if moe_latent_size else hidden_size",
+    "(moe_latent_size if moe_latent_size else hidden_size)",
     "num_attention_heads * v_head_dim",
     "num_attention_heads * (v_head_dim if multi_latent_attention else kv_channels)",
     "num_attention_heads * (qk_head_dim + v_head_dim)",
@@ -104,7 +104,7 @@ def probe(cores: Mapping[str, str], count: int, out: Path) -> None:
     """Run every version, a process each."""
     out.mkdir(exist_ok=True)
     for version, folder in cores.items():
-        script = Path(__file__).with_name("megatron_core.py")
+        script = Path(__file__).with_name("megatron_probes.py")
         path = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, str(script), str(out / f"{version}.json"), "--probes", str(count)]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"})
@@ -354,7 +354,8 @@ def fit(folder: Path) -> None:
                 numbers.append(table["rows"].index(line))
             table["forms"].append({"naming": naming, "engine": engine, "versions": group, "rows": runs(numbers)})
             print(f"{what}: {len(probes)} probes, {len(rows)} rows")
-    made = {"made_with": "megatron-core " + ", ".join(sorted(versions, key=lambda v: [int(p) for p in v.split(".")]))}
+    order = sorted(versions, key=lambda version: [int(part) for part in version.split(".")])
+    made = {"made_with": f"megatron-core {order[0]} to {order[-1]}", "versions": order}
     lines = [("", made), *sorted(tables.items())]
     body = ",\n".join(f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in lines)
     TABLE.write_text(f"{{\n{body}\n}}\n")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from ckptlint.architecture.expected import Expected, NoTable
-from ckptlint.architecture.expressions import ExpressionError
+from ckptlint.architecture.expressions import LARGEST, ExpressionError
 from ckptlint.architecture.tables import MOST_KEYS, Row, entry, expand, rows_of
 from ckptlint.model.text import printable
 
@@ -19,6 +20,8 @@ _NAMINGS: Mapping[Naming, str] = {
     "numbered": "numbered layers",
     "split": "numbered layers, experts and halves apart",
 }
+_CLASSES = {"gpt": "Megatron's GPTModel", "hybrid": "Megatron's hybrid model"}
+_CHOICE = re.compile(r"\(([^()]+) if (\w+) else ([^()]+)\)")
 _STACKED = re.compile(r"decoder\.layers\.\D")
 _SPLIT = re.compile(r"experts\.\d+\.|linear_fc1\.(?:weight|bias)_[wv]$")
 
@@ -145,15 +148,21 @@ def expected_models(
         for form in table["forms"]:
             if naming not in (None, form["naming"]) or (form["naming"] == "stacked" and not values["is_homogeneous"]):
                 continue
-            tensors = expand(_picked(rows, form["rows"]), table["ranges"], values, at_most)
+            tensors = expand(_resolved(_picked(rows, form["rows"]), values), table["ranges"], values, at_most)
             if any(tensors == other.tensors for other in found.values()):
                 continue
             name = f"{_NAMINGS[form['naming']]}, {'Transformer Engine' if form['engine'] else 'local'}"
             if name in found:
                 name = f"{name}, megatron-core {form['versions'][0]}"
-            made = entry(FILE, "")["made_with"]
             found[name] = Expected(
-                source, f"megatron {kind}", name, tensors, values, made_with=made, ignored=_ignored(values)
+                source,
+                f"megatron {kind}",
+                name,
+                tensors,
+                values,
+                made_with=entry(FILE, "")["made_with"],
+                model_class=_CLASSES[kind],
+                ignored=_ignored(values),
             )
     except (NoTable, ExpressionError) as error:
         raise NoTable(f"{source} of Megatron: {error}") from None
@@ -184,6 +193,24 @@ def _ignored(values: Mapping[str, object]) -> tuple[str, ...]:
     return (r"norm[._]bias$",) if values["normalization"] == "RMSNorm" else ()
 
 
+def _resolved(rows: Iterable[Row], values: Mapping[str, object]) -> list[Row]:
+    """Rows whose sizes are those of these values alone, as a report shows them."""
+    return [replace(row, dims=tuple(_plain(dim, values) for dim in row.dims)) for row in rows]
+
+
+def _plain(dim: str, values: Mapping[str, object]) -> str:
+    """A size for these values of the flags.
+
+    >>> _plain("(2 if swiglu else 1) * ffn_hidden_size", {"swiglu": True})
+    '2 * ffn_hidden_size'
+    """
+    while match := _CHOICE.search(dim):
+        then, flag, otherwise = match.groups()
+        chosen = then if values.get(flag) else otherwise
+        dim = f"{dim[: match.start()]}{chosen}{dim[match.end() :]}".removeprefix("1 * ")
+    return dim
+
+
 def _picked(rows: Sequence[Row], numbers: str) -> list[Row]:
     """The rows of one form, which lists them as `0-4 7`."""
     picked: list[Row] = []
@@ -209,16 +236,16 @@ def fields(args: Mapping[str, object]) -> dict[str, object]:
     for name in _OTHER_MODELS:
         if given.get(name):
             raise NoTable(f"no table for models with {name}")
-    spec = given.get("spec", given.get("transformer_layer_spec", given.get("mamba_stack_spec")))
-    if spec and not any(word in str(spec)[:1000] for word in _SPECS):
-        raise NoTable(f"no table for the layers of {printable(str(spec)[:60])}")
+    spec = _words(given.get("spec", given.get("transformer_layer_spec", given.get("mamba_stack_spec"))))
+    if spec and not any(word in spec for word in _SPECS):
+        raise NoTable(f"no table for the layers of {printable(spec[:60])}")
     values: dict[str, object] = {name: _size(given, name, default) for name, default in _SIZES.items()}
     values |= {name: _flag(given, name, default) for name, default in _FLAGS.items()}
     for name, (default, known) in _TEXTS.items():
         value = given.get(name)
         values[name] = default if value is None else value
         if not isinstance(values[name], str) or values[name] not in known:
-            raise NoTable(f"no table for {name} {printable(str(value)[:40])}")
+            raise NoTable(f"no table for {name} {_shown(value)}")
     if values["moe_latent_size"] and values["add_bias_linear"]:
         raise NoTable("no table for moe_latent_size with add_bias_linear")
     hidden, heads = _number(values, "hidden_size"), _number(values, "num_attention_heads")
@@ -255,12 +282,18 @@ def _megatron_names(args: Mapping[str, object]) -> dict[str, Any]:
     return given
 
 
+def _words(spec: object) -> str:
+    """A specification of layers as one text: module and name, a path in a mapping, or a class."""
+    parts = spec.values() if isinstance(spec, dict) else spec if isinstance(spec, (list, tuple)) else [spec]
+    return " ".join(part for part in list(parts)[:10] if isinstance(part, str))[:1000] or ("it" if spec else "")
+
+
 def _size(given: Mapping[str, object], name: str, default: int | None) -> int:
     value = given.get(name)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise NoTable(f"{name} is {printable(repr(value)[:40])}, and no size")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < LARGEST:
+        raise NoTable(f"{name} is {_shown(value)}, and no size")
     return value
 
 
@@ -269,7 +302,7 @@ def _flag(given: Mapping[str, object], name: str, default: bool) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise NoTable(f"{name} is {printable(repr(value)[:40])}, and no flag")
+        raise NoTable(f"{name} is {_shown(value)}, and no flag")
     return value
 
 
@@ -321,4 +354,13 @@ def _moe_layers(freq: object, layers: int) -> list[int]:
         return [int(layer % freq == 0) for layer in range(layers)]
     if isinstance(freq, list) and len(freq) == layers and all(one in (0, 1) for one in freq):
         return [int(one) for one in freq]
-    raise NoTable(f"moe_layer_freq is {printable(repr(freq)[:40])} for {layers} layers")
+    raise NoTable(f"moe_layer_freq is {_shown(freq)} for {layers:,} layers")
+
+
+def _shown(value: object) -> str:
+    """A value in few words, however large it is."""
+    if isinstance(value, (list, dict, tuple)):
+        return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value):,}"
+    if isinstance(value, int) and not -LARGEST < value < LARGEST:
+        return "a number of 2**62 or more"
+    return printable(repr(value)[:40])

@@ -124,17 +124,18 @@ def test_a_provider_of_megatron_bridge_has_names_of_its_own() -> None:
         ({"num_layers": -1}, "num_layers is -1, and no size"),
         ({"num_layers": 10**9}, "it implies 1,000,000,000 layers"),
         ({"num_layers": True}, "num_layers is True, and no size"),
-        ({"hidden_size": 10**400}, "a number of 2\\*\\*62"),
+        ({"hidden_size": 10**5000}, "hidden_size is a number of 2\\*\\*62 or more, and no size"),
+        ({"num_layers": [1] * 9}, "num_layers is a list of 9, and no size"),
         ({"swiglu": "yes"}, "swiglu is 'yes', and no flag"),
-        ({"normalization": "Other"}, "no table for normalization Other"),
-        ({"softmax_type": "learnable"}, "no table for softmax_type learnable"),
+        ({"normalization": "Other"}, "no table for normalization 'Other'"),
+        ({"softmax_type": "learnable"}, "no table for softmax_type 'learnable'"),
         ({"heterogeneous_layers_config_path": "x.json"}, "no table for models with heterogeneous_layers_config_path"),
         ({"experimental_attention_variant": "dsa"}, "no table for models with experimental_attention_variant"),
-        ({"spec": ["my.module", "my_spec"]}, "no table for the layers of"),
+        ({"spec": ["my.module", "my_spec"]}, "no table for the layers of my.module my_spec"),
         ({"is_hybrid_model": True}, "no table for a hybrid model without a pattern"),
         ({"hybrid_override_pattern": "MG"}, "no table for layers G of a hybrid model"),
         ({"hybrid_override_pattern": "M" * 10**6}, "its hybrid pattern is no short text"),
-        ({"num_experts": 4, "moe_layer_freq": [1]}, "moe_layer_freq is \\[1\\] for 2 layers"),
+        ({"num_experts": 4, "moe_layer_freq": [1]}, "moe_layer_freq is a list of 1 for 2 layers"),
         ({"num_experts": 10**9, "num_layers": 10**4}, "more than|2\\*\\*62"),
     ],
 )
@@ -146,7 +147,7 @@ def test_what_the_probes_did_not_vary_has_no_table(given: dict[str, object], rea
 @pytest.mark.ci
 def test_megatron_core_says_the_same(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", reason="needs megatron-core, which is in the ci extra")
-    script = Path(__file__).parents[2] / "bench" / "architectures" / "megatron_core.py"
+    script = Path(__file__).parents[2] / "bench" / "architectures" / "megatron_probes.py"
     out = tmp_path / "probes.json"
     command = [sys.executable, str(script), str(out), "--probes", "10", "--seed", "31"]
     subprocess.run(command, check=True, capture_output=True, timeout=300)

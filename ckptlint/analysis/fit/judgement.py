@@ -28,9 +28,28 @@ _QUANTISED = re.compile(
 )
 _QUANTISATION = ("quantization_config", "compression_config", "quantization")
 _COMPUTED = frozenset(
-    ["inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "freqs_cis", "position_ids", "token_type_ids", "masked_bias", "num_batches_tracked", "running_mean", "running_var", "relative_position_index", "_extra_state", "attn_mask", "causal_mask", "embed_positions.weights", "num_updates"]
+    [
+        "inv_freq",
+        "original_inv_freq",
+        "cos_cached",
+        "sin_cached",
+        "freqs_cis",
+        "position_ids",
+        "token_type_ids",
+        "masked_bias",
+        "num_batches_tracked",
+        "running_mean",
+        "running_var",
+        "relative_position_index",
+        "_extra_state",
+        "attn_mask",
+        "causal_mask",
+        "embed_positions.weights",
+        "num_updates",
+    ]
 )
 _LABELS = frozenset({"id2label"})  # of a classifier, which says itself how many it has
+_FEW = 1000
 _WIDE = 8
 _LAYERS = re.compile(r"(?P<home>.*?)\.?(?:layers|h|blocks?|layer)\.(?P<number>\d+)\..+")
 _MTP = ("num_nextn_predict_layers", "mtp_num_layers", "mtp_num_hidden_layers", "num_mtp_layers")
@@ -125,7 +144,8 @@ def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
     values, source = ckpt.config.values, ckpt.config.file
     try:
         if ckpt.is_megatron:
-            return megatron.expected_models(values, source, megatron.naming_of(ckpt.tensors))
+            most = 4 * len(ckpt.tensors) + _FEW  # other arguments are not those of this model
+            return megatron.expected_models(values, source, megatron.naming_of(ckpt.tensors), most)
         return huggingface.expected_models(values, source)
     except NoTable as reason:
         return str(reason)
@@ -370,7 +390,7 @@ def _module(name: str) -> str:
 
 
 def _is_vocabulary(item: ShapeDifference) -> bool:
-    """Whether rows of a vocabulary are all that differs; arguments of Megatron give them with their padding."""
+    """Whether rows of the vocabulary are all that differs, where they are not declared with their padding."""
     dim = (item.expected.dims or ("",) * 9)[item.axes[0]] if len(item.axes) == 1 else ""
     return "vocab_size" in dim and dim != "padded_vocab_size"
 

@@ -18,7 +18,6 @@ import random
 import sys
 import types
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +121,11 @@ _MODULES: dict[str, dict[str, Any]] = {
         "DotProductAttention": _Plain,
         "ops": _Operations("ops"),
     },
-    "transformer_engine.pytorch.fp8": {"FP8GlobalStateManager": _Plain, "fp8_autocast": _Plain, "fp8_model_init": _Plain},
+    "transformer_engine.pytorch.fp8": {
+        "FP8GlobalStateManager": _Plain,
+        "fp8_autocast": _Plain,
+        "fp8_model_init": _Plain,
+    },
     "transformer_engine.pytorch.distributed": {
         "CudaRNGStatesTracker": object,
         "activation_recompute_forward": None,
@@ -197,7 +200,7 @@ Shapes = dict[str, list[int]]
 # ---------------------------------------------------------------- a model of Megatron-LM's arguments
 
 
-def _config(args: dict[str, Any], **parallel: Any) -> Any:
+def config_of(args: dict[str, Any], **parallel: Any) -> Any:
     """The TransformerConfig that megatron.training.arguments.core_transformer_config_from_args makes of arguments."""
     mla = args.get("multi_latent_attention", False)
     kind = MLATransformerConfig if mla else TransformerConfig
@@ -235,8 +238,8 @@ def _config(args: dict[str, Any], **parallel: Any) -> Any:
     return kind(**accepted(kind.__init__, values))
 
 
-def _stages(args: dict[str, Any], engine: bool, config: Any) -> Iterator[torch.nn.Module]:
-    """The model of this rank, as gpt_builders.py and mamba_builders.py of Megatron-LM build it."""
+def model_of(args: dict[str, Any], engine: bool, config: Any) -> torch.nn.Module:
+    """The part of the model of this rank, as gpt_builders.py and mamba_builders.py of Megatron-LM build it."""
     common = {
         "config": config,
         "vocab_size": args["padded_vocab_size"],
@@ -252,13 +255,12 @@ def _stages(args: dict[str, Any], engine: bool, config: Any) -> Iterator[torch.n
             from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
             from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-            yield HybridModel(hybrid_stack_spec=hybrid_stack_spec, hybrid_layer_pattern=pattern, **common)
+            return HybridModel(hybrid_stack_spec=hybrid_stack_spec, hybrid_layer_pattern=pattern, **common)
         except ImportError:
             from megatron.core.models.mamba import MambaModel
             from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
 
-            yield MambaModel(mamba_stack_spec=mamba_stack_spec, hybrid_override_pattern=pattern, **common)
-        return
+            return MambaModel(mamba_stack_spec=mamba_stack_spec, hybrid_override_pattern=pattern, **common)
     specs = gpt_layer_specs
     if args.get("num_experts"):
         layer = specs.get_gpt_decoder_block_spec(
@@ -285,10 +287,12 @@ def _stages(args: dict[str, Any], engine: bool, config: Any) -> Iterator[torch.n
             elif not layer.layer_specs:
                 spec = None
         mtp = {"mtp_block_spec": specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=engine)}
-    yield GPTModel(transformer_layer_spec=layer, **mtp, **common)
+    return GPTModel(transformer_layer_spec=layer, **mtp, **common)
 
 
-def shapes(args: dict[str, Any], engine: bool, metadata: dict[str, Any], tp: int = 1, pp: int = 1, ep: int = 1) -> Shapes:
+def shapes(
+    args: dict[str, Any], engine: bool, metadata: dict[str, Any], tp: int = 1, pp: int = 1, ep: int = 1
+) -> Shapes:
     """Key -> global shape of every tensor that the ranks of a job would save.
 
     The ranks are played one after the other, in a group that exchanges nothing.
@@ -302,18 +306,18 @@ def shapes(args: dict[str, Any], engine: bool, metadata: dict[str, Any], tp: int
         with _job(rank, world, tp, pp, ep), CudaToCpu():
             parallel = {"tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp}
             parallel |= {"sequence_parallel": tp > 1 and ep > 1}  # which these together ask for
-            config = _config(args, expert_model_parallel_size=ep, expert_tensor_parallel_size=1, **parallel)
-            for model in _stages(args, engine, config):
-                state = model.sharded_state_dict(metadata=_filled(metadata))
-                apply_factories(state)
-                for tensor in nested_values(state):
-                    if isinstance(tensor, ShardedTensor):
-                        shape = list(tensor.global_shape)
-                        assert found.setdefault(tensor.key, shape) == shape, (tensor.key, found[tensor.key], shape)
+            config = config_of(args, expert_model_parallel_size=ep, expert_tensor_parallel_size=1, **parallel)
+            state = model_of(args, engine, config).sharded_state_dict(metadata=filled(metadata))
+            apply_factories(state)
+            for tensor in nested_values(state):
+                if isinstance(tensor, ShardedTensor):
+                    shape = list(tensor.global_shape)
+                    assert found.setdefault(tensor.key, shape) == shape, (tensor.key, found[tensor.key], shape)
     return found
 
 
-def _filled(metadata: dict[str, Any]) -> dict[str, Any] | None:
+def filled(metadata: dict[str, Any]) -> dict[str, Any]:
+    """Content metadata with the group that newer versions ask it for."""
     return {**metadata, "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
 
 
@@ -383,13 +387,17 @@ def _arguments(rng: random.Random, family: str) -> dict[str, Any]:
             "moe_ffn_hidden_size": sizes[3],
             "moe_grouped_gemm": rng.random() < 0.5,
             "moe_router_enable_expert_bias": rng.random() < 0.5,
-            "moe_shared_expert_intermediate_size": rng.choice([None, sizes[4]]) if not args["add_bias_linear"] else None,
+            "moe_shared_expert_intermediate_size": rng.choice([None, sizes[4]])
+            if not args["add_bias_linear"]
+            else None,
             "moe_layer_freq": rng.choice([1, 1, 2, [int(rng.random() < 0.6) for _ in range(args["num_layers"])]]),
         }
         args["moe_shared_expert_gate"] = bool(args["moe_shared_expert_intermediate_size"]) and rng.random() < 0.5
         args["moe_latent_size"] = rng.choice([None, None, 38]) if not args["add_bias_linear"] else None
     if family == "hybrid":
-        symbols = [rng.choice("MMM*-E" if "moe_latent_size" in _KNOWN else "MM*-") for _ in range(args["num_layers"] + 4)]
+        symbols = [
+            rng.choice("MMM*-E" if "moe_latent_size" in _KNOWN else "MM*-") for _ in range(args["num_layers"] + 4)
+        ]
         args |= {
             "num_layers": len(symbols),
             "hidden_size": rng.choice([32, 48, 64, 80, 96]),
@@ -479,7 +487,9 @@ def main() -> None:
                     ]
     options.out.write_text(json.dumps({"version": VERSION, "probes": probes, "refused": refused}))
     meshed = [one for one in probes if "mesh" in one]
-    print(f"{VERSION}: {len(probes)} probes, {len(meshed)} also in parallel, {sum('differs' in o for o in meshed)} differ")
+    print(
+        f"{VERSION}: {len(probes)} probes, {len(meshed)} also in parallel, {sum('differs' in o for o in meshed)} differ"
+    )
     for text, count in sorted(refused.items(), key=lambda item: -item[1]):
         print(f"  refused {count:4} {text}")
 
