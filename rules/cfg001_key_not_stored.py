@@ -56,7 +56,7 @@ def _finding(ckpt: Checkpoint, fit: Fit) -> Finding:
     in_layers = sum(len(numbers) for numbers in whole.values())
     reasons = {tensors[name].because for name in missing}
     because = reasons.pop() if len(reasons) == 1 else ()
-    names = braces(missing)
+    names = braces(map(fit.shown, missing))
     one = len(missing) == 1
     verb = "is" if one else "are"
     if because and len(names) == 1:
@@ -70,15 +70,16 @@ def _finding(ckpt: Checkpoint, fit: Fit) -> Finding:
         message = f"{names[0]} {verb} not stored, and {model_name(fit)} has {'it' if one else 'them'}"
     elif len(whole) == 1 and len(names) == _roles(fit, whole):
         ((block, numbers),) = whole.items()
-        layers = f"layer {numbers[0]} of {block} is" if in_layers == 1 else f"layers {ranges(numbers)} of {block} are"
+        home = fit.shown(block)
+        layers = f"layer {numbers[0]} of {home} is" if in_layers == 1 else f"layers {ranges(numbers)} of {home} are"
         message = f"{layers} not stored, and {fit.expected.source} declares {_layers_field(fit)}"
     else:
         message = f"{len(missing):,} of the {plural(needed, 'tensor')} of {model_name(fit)} {verb} not stored"
     lost = implied_bytes(fit, missing)
     return Finding(
         message,
-        at=Location(missing[0], label=f"{ckpt.metadata_file}, held against {fit.place}"),
-        missing=tuple(missing[:_MOST]),
+        at=Location(fit.shown(missing[0]), label=f"{ckpt.metadata_file}, held against {fit.place}"),
+        missing=tuple(map(fit.shown, missing[:_MOST])),
         severity=Severity.INFO if fit.doubt else None,
         why=_consequence(fit, one),
         notes=(
@@ -88,9 +89,7 @@ def _finding(ckpt: Checkpoint, fit: Fit) -> Finding:
             ("instead", _instead(fit)),
             core_note(fit) if len(names) > 1 else ("declared", ""),
         ),
-        hint=_hint(fit, because)
-        if fit.is_export
-        else "compare with the keys of an earlier step, and save again from the job",
+        hint=_hint(fit, because),
     )
 
 
@@ -133,12 +132,16 @@ def _instead(fit: Fit) -> str:
         return ""
     names = braces(fit.instead)
     more = f" and {len(names) - _SHOWN} more patterns" if len(names) > _SHOWN else ""
-    return f"stored in the same modules: {', '.join(names[:_SHOWN])}{more}"
+    return f"stored there or alike: {', '.join(names[:_SHOWN])}{more}"
 
 
 def _hint(fit: Fit, because: tuple[str, ...]) -> str:
+    if fit.instead and not fit.is_export:
+        return "give these keys the names that all others of the model follow, and save again"
     if fit.instead:
         return "the names of another version of the model were saved: map them to those of this one, and export again"
     if because == ("tie_word_embeddings",):
         return "if the head is the embedding, set tie_word_embeddings to true; otherwise export again with the head"
+    if not fit.is_export:
+        return "list the keys that each rank passes to save and look for the rank or stage that held these"
     return "export again from the training checkpoint, and compare the number of tensors with that of the model"

@@ -17,6 +17,7 @@ from ckptlint.vocabulary.mesh import axes_of_size
 _MOST = 100_000
 _SHOWN = 4
 _GROUPS = 6
+_SMALL = 8  # kernels, channels of an image and the like
 
 
 @rule("CFG003", "shape-not-of-config", Severity.ERROR)
@@ -26,9 +27,9 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         The number of dims and the size of each, as the fields of the `config.json` beside the files give them, or the
         arguments of a Megatron job (`args` in the common state, `run_config.yaml`). Tensors that differ in the same way
-        are one finding. An info where embedding and head hold more rows than the declared
-        vocabulary, alike; and where the configuration names code of its own or leaves fields open. Weights that were
-        quantised are left out.
+        are one finding. An info where embedding and head hold more rows than the declared vocabulary, alike; where the
+        configuration names code of its own or leaves fields open; and where the expected size is a plain number and
+        follows from no field. Weights that were quantised are left out.
     Why it matters:
         A load fails on another shape, or fills a part of the tensor and leaves the rest as it was in memory.
     Usual causes:
@@ -84,6 +85,13 @@ def _is_transposed(item: ShapeDifference) -> bool:
     return len(item.axes) == 2 and len(set(expected)) > 1 and sorted(stored) == sorted(expected)
 
 
+def _is_constant(item: ShapeDifference) -> bool:
+    """Whether no field tells the sizes that differ: another version of the library may take other numbers."""
+    if _is_empty(item) or not item.axes or not item.expected.dims:
+        return False
+    return all(_dim(item, axis).isdecimal() and int(_dim(item, axis)) > _SMALL for axis in item.axes)
+
+
 def _dim(item: ShapeDifference, axis: int) -> str:
     return item.expected.dims[axis] if axis < len(item.expected.dims) else ""
 
@@ -94,9 +102,8 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
     source, count = fit.expected.source, len(items)
     name = lead.tensor.fqn
     notes: tuple[Note, ...] = ()
-    hint = "gather the whole tensor before the save, and export again"
-    if not fit.is_export:
-        hint = "find out which of the two is wrong; where it is the step, save it again from the job"
+    again = f"{'export' if fit.is_export else 'save'} again"
+    hint = f"gather the whole tensor before the save, and {again}"
     if _is_empty(lead):
         subject = f"{name} is {shape_text(stored)}" if count == 1 else f"{plural(count, 'tensor')} hold nothing"
         message = f"{subject}: a size of 0, where {source} makes {'it' if count == 1 else name} {shape_text(expected)}"
@@ -110,7 +117,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
     elif _is_transposed(lead):
         subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} are transposed: {name} is"
         message = f"{subject} {shape_text(stored)}, and {source} makes it {shape_text(expected)}"
-        hint = "transpose them in the export, as the model's own class stores them"
+        hint = f"store them as the model's own class does, and {again}"
     else:
         message = _sizes(source, items)
         ratio = Fraction(stored[lead.axes[0]], expected[lead.axes[0]] or 1)
@@ -121,7 +128,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
         message,
         at=Location.of(lead.tensor, label=f"{ckpt.metadata_file}, held against {fit.place}"),
         missing=tuple(item.tensor.fqn for item in items[:_MOST]),
-        severity=Severity.INFO if fit.doubt else None,
+        severity=Severity.INFO if fit.doubt or _is_constant(lead) else None,
         why=_consequence(fit),
         notes=(doubt_note(fit), ("tensors", _listed(items)), *notes, ("fields", _fields(fit, lead))),
         hint=hint,

@@ -10,7 +10,7 @@ import operator
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any
 
 Env = dict[str, Any]
@@ -20,7 +20,8 @@ DIVISORS = (2, 3, 4, 8, 16, 32)
 
 
 def _cost(text: str) -> tuple[int, int, str]:
-    return (text.count("*") + text.count("+") + text.count("-") + text.count("//") + text.count(" if "), len(text), text)
+    signs = sum(text.count(sign) for sign in ("*", "+", " - ", "//", " if ", " == ", " != ", "<", ">", "%"))
+    return (signs, len(text), text)
 
 
 class Samples:
@@ -66,6 +67,11 @@ class Samples:
                     for i in (0, 1, 2, 3, -1):
                         if all(-len(v) <= i < len(v) for v in values):
                             add([v[i] for v in values], f"{name}[{i}]".replace("-1", f"len({name}) - 1"))
+        for (v, a), (w, b) in permutations(list(found.items()), 2):
+            if a.rpartition(".")[0] == b.rpartition(".")[0] and all(
+                y > 1 and x % y == 0 for x, y in zip(v, w, strict=True)
+            ):
+                add([x // y for x, y in zip(v, w, strict=True)], f"({a} // {b})")
         return found
 
     @cached_property
@@ -114,20 +120,20 @@ class Samples:
             pairs.append((product, f"{a} * {b}"))
             for c in (2, 3, 4):
                 add(tuple(c * x for x in product), f"{c} * {a} * {b}")
-        for (v, a) in base:
-            for (w, b) in base:
+        for v, a in base:
+            for w, b in base:
                 if a != b and all(w):
                     quotient = tuple(x // y for x, y in zip(v, w, strict=True))
                     add(quotient, f"{a} // {b}")
                     if a.rpartition(".")[0] == b.rpartition(".")[0]:
                         add(tuple(x * x for x in quotient), f"({a} // {b}) * ({a} // {b})")
-        for (v, a) in pairs:
-            for (w, b) in base:
+        for v, a in pairs:
+            for w, b in base:
                 if all(w):
                     add(tuple(x // y for x, y in zip(v, w, strict=True)), f"{a} // {b}")
                 if len(base) <= 40:
                     add(tuple(x * y for x, y in zip(v, w, strict=True)), f"{a} * {b}")
-                for (u, c) in base if len(base) <= 12 else ():
+                for u, c in base if len(base) <= 12 else ():
                     add(tuple(x * y * z for x, y, z in zip(v, w, u, strict=True)), f"{a} * {b} * {c}")
         return found
 
@@ -166,21 +172,23 @@ class Samples:
                     best.append(f"({text} + {c - 1}) // {c} * {c}")
         return min(best, key=_cost) if best else None
 
-    def split_size(self, target: Sequence[int]) -> str | None:
-        """As `size`, or one of two expressions, as a condition decides."""
+    def split_size(self, target: Sequence[int], deeper: int = 1) -> str | None:
+        """As `size`, or one of several expressions, as conditions decide."""
         if text := self.size(target):
             return text
         choices = sorted(self._atoms.items(), key=lambda item: _cost(item[1]))
-        for mask, condition in [choice for choice in choices if " > " not in choice[1] and " <= " not in choice[1]][:60]:
+        for mask, condition in [choice for choice in choices if " > " not in choice[1] and " <= " not in choice[1]][
+            :60
+        ]:
             sides = [[i for i in range(len(target)) if bool(mask >> i & 1) is side] for side in (True, False)]
             if any(len(side) < 3 for side in sides):
                 continue
-            texts = []
-            for side in sides:
-                part = Samples([self.envs[i] for i in side], self.fields, self.indices)
-                texts.append(part.size([target[i] for i in side]))
-                if texts[-1] is None:
-                    break
+            parts = [Samples([self.envs[i] for i in side], self.fields, self.indices) for side in sides]
+            goals = [[target[i] for i in side] for side in sides]
+            texts = [part.size(goal) for part, goal in zip(parts, goals, strict=True)]
+            if deeper and texts.count(None) == 1:
+                at = texts.index(None)
+                texts[at] = parts[at].split_size(goals[at], deeper - 1)
             if None not in texts:
                 return f"({texts[0]}) if {condition} else ({texts[1]})"
         return None
@@ -211,7 +219,7 @@ class Samples:
                 for text in sorted({v for v in values if isinstance(v, str)}):
                     add([v == text for v in values], f"{name} == '{text}'", f"{name} != '{text}'")
             if kinds == {int} and len(set(values)) < len(values):
-                for number in sorted(set(values))[:6]:
+                for number in {0, 1, 2} & set(values):
                     add([v == number for v in values], f"{name} == {number}", f"{name} != {number}")
                     add([v > number for v in values], f"{name} > {number}", f"{name} <= {number}")
             for index in self.indices:
@@ -296,9 +304,7 @@ class Samples:
 
         found = [text((m, n)) for (m, _), (n, _) in combinations(around, 2) if m & n == goal]
         if not found:
-            found = [
-                text((m, n, o)) for (m, _), (n, _), (o, _) in combinations(around[:60], 3) if m & n & o == goal
-            ]
+            found = [text((m, n, o)) for (m, _), (n, _), (o, _) in combinations(around[:60], 3) if m & n & o == goal]
         return min(found, key=_cost) if found else None
 
 

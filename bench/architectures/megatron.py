@@ -238,9 +238,9 @@ def _terms(yes: set[tuple[bool, ...]], no: set[tuple[bool, ...]], rank: list[int
     best: list[Term] | None = None
     for flag in range(len(rank)):
         halves = [{one for one in yes if one[flag] is value} for value in (True, False)]
-        if all(halves) and all(terms := [_term(half, no, rank) for half in halves]):
-            if best is None or sum(map(len, terms)) < sum(map(len, best)):
-                best = terms
+        terms = [_term(half, no, rank) for half in halves] if all(halves) else [()]
+        if all(terms) and (best is None or sum(map(len, terms)) < sum(map(len, best))):
+            best = terms
     if best is None:
         raise Contradiction("no condition of two parts")
     return best

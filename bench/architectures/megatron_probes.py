@@ -182,8 +182,8 @@ from megatron_cpu import CudaToCpu, accepted  # noqa: E402
 megatron_cpu.use_cpu()
 
 from megatron.core import package_info, parallel_state  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories  # noqa: E402
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories  # noqa: E402
 from megatron.core.models.gpt import GPTModel, gpt_layer_specs  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.moe import experts  # noqa: E402
@@ -204,13 +204,37 @@ def config_of(args: dict[str, Any], **parallel: Any) -> Any:
     """The TransformerConfig that megatron.training.arguments.core_transformer_config_from_args makes of arguments."""
     mla = args.get("multi_latent_attention", False)
     kind = MLATransformerConfig if mla else TransformerConfig
-    same = (
-        "num_layers hidden_size ffn_hidden_size num_attention_heads kv_channels add_bias_linear add_qkv_bias "
-        "normalization qk_layernorm moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size "
-        "moe_shared_expert_gate moe_grouped_gemm moe_router_enable_expert_bias mtp_num_layers q_lora_rank "
-        "kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mamba_state_dim mamba_head_dim mamba_num_groups "
-        "mamba_num_heads multi_latent_attention moe_latent_size attention_output_gate is_hybrid_model"
-    ).split()
+    same = [
+        "num_layers",
+        "hidden_size",
+        "ffn_hidden_size",
+        "num_attention_heads",
+        "kv_channels",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "normalization",
+        "qk_layernorm",
+        "moe_ffn_hidden_size",
+        "moe_layer_freq",
+        "moe_shared_expert_intermediate_size",
+        "moe_shared_expert_gate",
+        "moe_grouped_gemm",
+        "moe_router_enable_expert_bias",
+        "mtp_num_layers",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_head_dim",
+        "qk_pos_emb_head_dim",
+        "v_head_dim",
+        "mamba_state_dim",
+        "mamba_head_dim",
+        "mamba_num_groups",
+        "mamba_num_heads",
+        "multi_latent_attention",
+        "moe_latent_size",
+        "attention_output_gate",
+        "is_hybrid_model",
+    ]
     values = {name: args[name] for name in same if name in args}
     values |= {
         "num_query_groups": args["num_query_groups"] if args["group_query_attention"] else args["num_attention_heads"],

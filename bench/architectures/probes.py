@@ -40,7 +40,9 @@ GROUPS = re.compile(r"^(num_key_value_heads|num_kv_heads|n_head_kv|linear_num_ke
 HIDDEN = re.compile(r"^(hidden_size|n_embd|d_model|dim|embed_dim|hidden_dim|embedding_size|word_embed_proj_dim)$")
 HEAD_DIM = re.compile(r"^(.*head_dim|d_kv|kv_channels|mamba_d_head|linear_(key|value)_head_dim|attention_head_size)$")
 RANK = re.compile(r"^(.*lora_rank|.*lora_dim)$")
-WIDTH = re.compile(r"^(.*intermediate_size.*|.*ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|.*out_hidden_size|projection_dim)$")
+WIDTH = re.compile(
+    r"^(.*intermediate_size.*|.*ffn_dim|d_ff|n_inner|mlp_dim|ffn_hidden_size|.*out_hidden_size|projection_dim)$"
+)
 VOCABULARY = re.compile(r"^(.*vocab_size.*)$")
 EXPERTS = re.compile(r"^(num_local_experts|num_experts|n_routed_experts|moe_num_experts|num_moe_experts)$")
 LAYER_TYPES = re.compile(r"^(layer_types|layers_block_type|mlp_layer_types|block_types|layer_block_types)$")
@@ -79,13 +81,16 @@ class Kind:
         fixed: field -> value in every probe.
         choices: field -> the values that probes take.
         equal: field -> the field that it must equal.
-        multiple: field -> a factor of every value.
+        extra: fields that the class does not declare, found by `huggingface.undeclared`.
+        known: what was found to matter for the first class.
     """
 
     model_type: str
     fixed: Flat = field(default_factory=dict)
     choices: dict[str, list[Any]] = field(default_factory=dict)
     equal: dict[str, str] = field(default_factory=dict)
+    extra: list[str] = field(default_factory=list)
+    known: dict[str, list[Any]] = field(default_factory=dict)
 
     def config(self, values: Flat) -> Any:
         """The configuration that a config.json with these values gives."""
@@ -103,6 +108,9 @@ class Kind:
         """Values for all fields whose name tells what they count, and for these lists with an item per layer."""
         defaults = self.defaults()
         values: Flat = self.sections() | self.fixed
+        for name, value in defaults.items():  # ids within the smallest vocabulary
+            if name.endswith(("token_id", "padding_idx", "token_index")) and type(value) is int and value > 200:
+                values[name] = 7
         by_section: dict[str, list[str]] = {}
         for name in defaults:
             by_section.setdefault(name.rpartition(".")[0], []).append(name)
@@ -203,7 +211,14 @@ def alternatives(name: str, value: Any, kind: Kind) -> Iterator[Any]:
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
-        yield from (value + 1, value * 2, value + 2, value * 3, *([value - 1] if value > 1 else ()), *([value // 2] if value > 3 else ()))
+        yield from (
+            value + 1,
+            value * 2,
+            value + 2,
+            value * 3,
+            *([value - 1] if value > 1 else ()),
+            *([value // 2] if value > 3 else ()),
+        )
         yield from ([0] if value == 1 else [])
         yield None
     elif isinstance(value, float):

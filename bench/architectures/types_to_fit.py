@@ -20,19 +20,18 @@ _MAPPINGS = (
 _OF_ENCODERS = (auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES)
 
 ALL = """
-llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 gpt2 gpt_neo gpt_neox gptj opt bloom falcon mpt stablelm starcoder2
-olmo olmo2 olmo3 cohere cohere2 granite smollm3 glm glm4 exaone4 nemotron ernie4_5 gpt_bigcode codegen biogpt xglm seed_oss
-hunyuan_v1_dense arcee apertus helium diffllama lfm2 ministral3 persimmon
-mixtral qwen2_moe qwen3_moe deepseek_v2 deepseek_v3 olmoe granitemoe phimoe dbrx glm4_moe gpt_oss ernie4_5_moe dots1 minimax
-minimax_m2 hunyuan_v1_moe flex_olmo jetmoe longcat_flash lfm2_moe glm4_moe_lite
-jamba bamba zamba zamba2 falcon_h1 nemotron_h granitemoehybrid qwen3_next mamba mamba2 falcon_mamba rwkv recurrent_gemma xlstm
-t5 mt5 umt5 bart mbart pegasus marian m2m_100 whisper blenderbot switch_transformers longt5 led speech_to_text
-bert roberta xlm-roberta distilbert deberta deberta-v2 electra albert modernbert camembert mpnet esm nomic_bert eurobert
-vit deit beit dinov2 clip clip_text_model clip_vision_model siglip siglip_text_model siglip_vision_model
-wav2vec2 hubert
-llava llava_next llava_onevision qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe internvl mllama paligemma gemma3 gemma3n idefics2 idefics3
-smolvlm mistral3 llama4 llama4_text aya_vision pixtral video_llava vipllava qwen2_audio blip-2 kimi_k25 glm4v qwen3_5 qwen3_5_moe
-gemma4 gemma4_text qwen3_5_text qwen3_5_moe_text qwen2_vl_text qwen2_5_vl_text qwen3_vl_text mllama_text_model
+qwen2_vl mixtral phi falcon mistral3 gemma3 qwen3_vl smollm3 qwen3_5 qwen3_5_moe_text qwen3_5_moe qwen3_next qwen2_5_vl
+t5 bart whisper bert roberta distilbert vit clip siglip modernbert stablelm starcoder2 olmo2 olmoe cohere granitemoe gpt_oss
+glm4_moe bamba jamba mamba mamba2 nemotron_h zamba2 falcon_h1 granitemoehybrid deepseek_v2 phimoe dbrx
+llava llava_next llava_onevision internvl mllama paligemma idefics3 smolvlm llama4 qwen3_vl_moe
+clip_text_model clip_vision_model siglip_text_model siglip_vision_model llama4_text
+mbart pegasus marian m2m_100 mt5 electra deberta deberta-v2 xlm-roberta albert
+gpt_neo gptj mpt olmo olmo3 cohere2 granite glm glm4 exaone4 nemotron ernie4_5 gpt_bigcode codegen
+biogpt seed_oss hunyuan_v1_dense arcee apertus lfm2 ministral3 ernie4_5_moe dots1 minimax minimax_m2 lfm2_moe glm4_moe_lite
+falcon_mamba rwkv recurrent_gemma
+gemma3n gemma4 gemma4_text qwen3_5_text
+switch_transformers led speech_to_text camembert mpnet esm deit dinov2 pixtral glm4v video_llava qwen2_audio wav2vec2
+llama mistral qwen2 qwen3 gpt2 gpt_neox gemma gemma2 gemma3_text phi3 opt qwen2_moe qwen3_moe deepseek_v3 bloom
 """.split()
 
 
@@ -52,9 +51,30 @@ def CLASSES(model_type: str) -> list[str]:
     return found
 
 
-KINDS: dict[str, Kind] = {kind.model_type: kind for kind in (
-    Kind("qwen3_moe", choices={"mlp_only_layers": [[], [0], [1], [0, 2]], "decoder_sparse_step": [1, 2]}),
-    Kind("qwen2_moe", choices={"mlp_only_layers": [[], [0], [1], [0, 2]], "decoder_sparse_step": [1, 2]}),
-    Kind("deepseek_v3", choices={"first_k_dense_replace": [0, 1, 2], "n_group": [1], "topk_group": [1], "num_experts_per_tok": [2], "q_lora_rank": [None, 11, 13, 17]}),
-    Kind("deepseek_v2", choices={"first_k_dense_replace": [0, 1, 2], "n_group": [1], "topk_group": [1], "num_experts_per_tok": [2], "q_lora_rank": [None, 11, 13, 17]}),
-)}
+KINDS: dict[str, Kind] = {
+    kind.model_type: kind
+    for kind in (
+        Kind("qwen3_moe", choices={"mlp_only_layers": [[], [0], [1], [0, 2]], "decoder_sparse_step": [1, 2]}),
+        Kind("qwen2_moe", choices={"mlp_only_layers": [[], [0], [1], [0, 2]], "decoder_sparse_step": [1, 2]}),
+        Kind(
+            "deepseek_v3",
+            choices={
+                "first_k_dense_replace": [0, 1, 2],
+                "n_group": [1],
+                "topk_group": [1],
+                "num_experts_per_tok": [2],
+                "q_lora_rank": [None, 11, 13, 17],
+            },
+        ),
+        Kind(
+            "deepseek_v2",
+            choices={
+                "first_k_dense_replace": [0, 1, 2],
+                "n_group": [1],
+                "topk_group": [1],
+                "num_experts_per_tok": [2],
+                "q_lora_rank": [None, 11, 13, 17],
+            },
+        ),
+    )
+}

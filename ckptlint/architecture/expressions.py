@@ -79,7 +79,7 @@ def whole(expression: Expression, fields: Mapping[str, Value]) -> int:
         ExpressionError: it is something else.
     """
     value = expression.value(fields)
-    if not isinstance(value, int) or value < 0:
+    if not isinstance(value, int) or not 0 <= value < LARGEST:
         raise ExpressionError(f"{expression.text} is {_shown(value)}, and no size")
     return int(value)
 

@@ -60,27 +60,64 @@ def expected_models(
     if reason := _renaming_quantisation(config):
         raise NoTable(f"{source} declares {reason}, which renames or reshapes tensors")
     try:
-        values = {} if not table["fields"] else _values(config, table)
-        forms = [
-            Expected(
-                source=source,
-                model_type=model_type,
-                form=form,
-                tensors=expand(_rows(table, rows), table["ranges"], values, at_most),
-                fields=values,
-                dtype=_dtype(config),
-                made_with=entry(FILE, "")["made_with"],
-                model_class=name,
-                ignored=tuple(table.get("ignored", ())),
-                remote_code="auto_map" in config,
+        values = _values(config, table)
+        mounted = _mounted(config, table, values)
+        forms = []
+        for form, rows in table["models"][name].items():
+            prefixes = table.get("mounts", {}).get(name, {}).get(form, {})
+            if any(section not in prefixes for section in mounted):
+                raise NoTable(f"its {next(section for section in mounted if section not in prefixes)} is another model")
+            own = [row for row in _rows(table, rows) if not row.name.startswith(tuple(prefixes[s] for s in mounted))]
+            tensors = expand(own, table["ranges"], values, at_most)
+            for section, (part, part_values) in mounted.items():
+                base = part["models"][part["base"]]
+                part_rows = _rows(part, base.get(form, base["saved"]))
+                found = expand(part_rows, part["ranges"], part_values, at_most - len(tensors))
+                tensors |= {prefixes[section] + key: tensor for key, tensor in found.items()}
+            forms.append(
+                Expected(
+                    source=source,
+                    model_type=model_type,
+                    form=form,
+                    tensors=tensors,
+                    fields=values,
+                    dtype=_dtype(config),
+                    made_with=entry(FILE, "")["made_with"],
+                    model_class=name,
+                    ignored=tuple(table.get("ignored", ())),
+                    remote_code="auto_map" in config,
+                )
             )
-            for form, rows in table["models"][name].items()
-        ]
     except NoTable as error:
         raise NoTable(f"{source} of model_type {model_type}: {error}") from None
     except ExpressionError as error:
         raise NoTable(f"{source} of model_type {model_type} describes no model: {error}") from None
     return tuple(forms)
+
+
+def _mounted(
+    config: Mapping[str, object], table: Mapping[str, Any], values: dict[str, object]
+) -> dict[str, tuple[Mapping[str, Any], dict[str, object]]]:
+    """The sections whose model is of another type than in the table: section -> the table and the values of that type.
+
+    Their values replace those of the section in `values`.
+
+    Raises:
+        NoTable: no table was proven to fit in there.
+    """
+    found = {}
+    for section, usual in table.get("sections", {}).items():
+        declared = next(_at(config, section), None)
+        model_type = declared.get("model_type", usual) if isinstance(declared, dict) else usual
+        if model_type == usual:
+            continue
+        if _text(model_type) not in table.get("others", {}).get(section, ()):
+            raise NoTable(f"no table with a {section} of model_type {printable(_text(model_type))}")
+        part = entry(FILE, str(model_type))
+        part_values = _values(declared, part)  # type: ignore[arg-type]  # no other value has a model_type
+        values.update({f"{section}.{name}": value for name, value in part_values.items()})
+        found[section] = (part, part_values)
+    return found
 
 
 def _class_of(config: Mapping[str, object], table: Mapping[str, Any], model_type: str) -> str:

@@ -1,4 +1,4 @@
-"""Models of Megatron-Core beside their arguments: a model that does not fit them is named once, a healthy one passes."""
+"""Models of Megatron-Core beside their arguments: one that does not fit them is named once, a healthy one passes."""
 
 from __future__ import annotations
 

@@ -28,25 +28,9 @@ _QUANTISED = re.compile(
 )
 _QUANTISATION = ("quantization_config", "compression_config", "quantization")
 _COMPUTED = frozenset(
-    [
-        "inv_freq",
-        "original_inv_freq",
-        "cos_cached",
-        "sin_cached",
-        "freqs_cis",
-        "position_ids",
-        "token_type_ids",
-        "masked_bias",
-        "num_batches_tracked",
-        "running_mean",
-        "running_var",
-        "relative_position_index",
-        "_extra_state",
-        "attn_mask",
-        "causal_mask",
-        "embed_positions.weights",
-        "num_updates",
-    ]
+    {"inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "freqs_cis", "position_ids", "token_type_ids"}
+    | {"masked_bias", "attn_mask", "causal_mask", "relative_position_index", "embed_positions.weights", "_extra_state"}
+    | {"num_batches_tracked", "running_mean", "running_var", "num_updates"}
 )
 _LABELS = frozenset({"id2label"})  # of a classifier, which says itself how many it has
 _FEW = 1000
@@ -103,6 +87,12 @@ class Fit:
     def expected(self) -> Expected:
         """The naming of the model that was taken."""
         return self.pairing.expected
+
+    def shown(self, name: str) -> str:
+        """An expected key under the name that it would have among the stored ones."""
+        if self.pairing.base:
+            return name.removeprefix(f"{self.pairing.base}.")
+        return name if self.is_export else self.pairing.prefix + name
 
     @property
     def place(self) -> str:
@@ -235,6 +225,7 @@ class _Judge:
         self.renamed_modules = {name.rpartition(".")[0] for name in self.unknown} if self.is_quantised else set()
 
     def fit(self) -> Fit:
+        self._take_odd_apart()
         missing = [
             name
             for name, tensor in self.tensors.items()
@@ -261,6 +252,12 @@ class _Judge:
             self.is_quantised,
         )
 
+    def _take_odd_apart(self) -> None:
+        """In a training checkpoint a key without the prefix of all others is not the one that its loader looks for."""
+        if not self.ckpt.is_safetensors:
+            for name in self.pairing.odd:
+                self.unknown.append(self.pairing.stored.pop(name))
+
     def _is_excused(self, name: str) -> bool:
         """Whether a load does without it: the head of a base model, a weight that was quantised."""
         if self.pairing.base and not name.startswith(f"{self.pairing.base}."):
@@ -286,12 +283,16 @@ class _Judge:
                 layers[match["home"]].add(int(match["number"]))
             weights.add(name.rpartition(".")[0])
         gaps = {_module(name) for name in missing}
+        tails = {name.partition(".")[2] for name in missing} | set(missing)
         roles = {role(name) for name in self.tensors}
         has_mtp = any(self.config.get(name) for name in _MTP) or any(
             isinstance(part, Mapping) and any(part.get(name) for name in _MTP) for part in self.config.values()
         )
         beyond, instead, foreign = [], [], []
         for name in self.unknown:
+            if name in tails:
+                instead.append(name)
+                continue
             match = _LAYERS.fullmatch(name)
             is_new_layer = match and layers.get(match["home"]) and int(match["number"]) not in layers[match["home"]]
             if is_new_layer and (has_mtp or "mtp" in name):
@@ -437,7 +438,7 @@ def other_dtypes(ckpt: Checkpoint, fit: Fit) -> list[Widened]:
 
 
 def explains_bytes(ckpt: Checkpoint, size: int) -> bool:
-    """Whether a size in bytes is that of the declared model, and findings on its tensors tell what is stored instead."""
+    """Whether a size in bytes is that of the declared model, and findings on its tensors tell of the difference."""
     fit = config_fit(ckpt)
     if isinstance(fit, str) or not (fit.missing or fit.shapes or other_dtypes(ckpt, fit)):
         return False

@@ -29,6 +29,8 @@ class Pairing:
         unknown: the stored keys that stand for none.
         carried: what keys carry besides their expected name (`_orig_mod.`) -> how many do.
         base: what the expected keys begin with and no stored one does: a model saved without its head.
+        prefix: what stands before the expected name in most of the stored ones, as they have it.
+        odd: expected keys that are stored without that prefix.
     """
 
     expected: Expected
@@ -36,6 +38,8 @@ class Pairing:
     unknown: list[str]
     carried: Counter[str] = field(default_factory=Counter)
     base: str = ""
+    prefix: str = ""
+    odd: tuple[str, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -70,16 +74,18 @@ def _paired(form: Expected, names: Sequence[str]) -> Pairing:
             carried.update(f"{part}." for part in dict.fromkeys(parts) if part in INNER_WORDS)
         else:
             unknown.append(name)
-    base = ""
+    base = words = ""
+    odd: tuple[str, ...] = ()
     if unknown and len(stored) < len(wanted):
         prefix, words = _prefix(form, unknown, stored)
         if prefix:
+            odd = tuple(stored)
             unknown = _strip(form, unknown, stored, prefix)
             carried[words] += len(rest) - len(unknown)
         else:
             base = _base(form, unknown, stored)
             unknown = _join(form, unknown, stored, base)
-    return Pairing(form, stored, unknown, carried, base)
+    return Pairing(form, stored, unknown, carried, base, words, odd)
 
 
 def _bare(name: str) -> list[str]:

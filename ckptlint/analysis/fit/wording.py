@@ -25,11 +25,12 @@ def listed(fit: Fit, names: Collection[str]) -> str:
     parts = []
     for block, numbers in whole.items():
         count = sum(1 for name in lost if (at := numbered_layer(name)) and at == (block, numbers[0]))
-        parts.append(f"{block}.{_braced(numbers)}.* ({count} each)" if len(numbers) > 1 else f"{block}.{numbers[0]}.*")
+        shown = fit.shown(block)
+        parts.append(f"{shown}.{_braced(numbers)}.* ({count} each)" if len(numbers) > 1 else f"{shown}.{numbers[0]}.*")
     gone = {(block, number) for block, numbers in whole.items() for number in numbers}
     rest = [name for name in names if numbered_layer(name) not in gone]
-    parts = [*braces(n for n in rest if numbered_layer(n) is None), *parts]
-    parts += braces(n for n in rest if numbered_layer(n) is not None)
+    parts = [*braces(fit.shown(n) for n in rest if numbered_layer(n) is None), *parts]
+    parts += braces(fit.shown(n) for n in rest if numbered_layer(n) is not None)
     more = f", and {len(parts) - _SHOWN:,} more patterns" if len(parts) > _SHOWN else ""
     return ", ".join(parts[:_SHOWN]) + more
 
@@ -57,10 +58,8 @@ def _braced(numbers: Iterable[int]) -> str:
 def field_text(fit: Fit, name: str) -> str:
     """A field with its value: `tie_word_embeddings false`."""
     value = fit.expected.fields.get(name)
-    shown = {True: "true", False: "false", None: "not given"}.get(value) if not isinstance(value, int) else None
-    if isinstance(value, bool):
-        shown = str(value).lower()
-    return f"{name} {shown or printable(str(value))[:40]}"
+    shown = str(value).lower() if isinstance(value, bool) else "not given" if value is None else str(value)
+    return f"{name} {printable(shown)[:40]}"
 
 
 def core_note(fit: Fit) -> Note:
