@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from ckptlint.architecture.expected import Expected, NoTable
+from ckptlint.architecture.expected import Expected, ExpectedTensor, NoTable
 from ckptlint.architecture.expressions import LARGEST, ExpressionError
 from ckptlint.architecture.tables import MOST_KEYS, Row, entry, expand, rows_of
 from ckptlint.model.text import printable
@@ -149,7 +149,7 @@ def expected_models(
             if naming not in (None, form["naming"]) or (form["naming"] == "stacked" and not values["is_homogeneous"]):
                 continue
             tensors = expand(_resolved(_picked(rows, form["rows"]), values), table["ranges"], values, at_most)
-            if any(tensors == other.tensors for other in found.values()):
+            if any(_are_alike(tensors, other.tensors) for other in found.values()):
                 continue
             name = f"{_NAMINGS[form['naming']]}, {'Transformer Engine' if form['engine'] else 'local'}"
             if name in found:
@@ -167,6 +167,11 @@ def expected_models(
     except (NoTable, ExpressionError) as error:
         raise NoTable(f"{source} of Megatron: {error}") from None
     return tuple(found.values())
+
+
+def _are_alike(some: Mapping[str, ExpectedTensor], others: Mapping[str, ExpectedTensor]) -> bool:
+    """Whether the keys and shapes are the same."""
+    return some.keys() == others.keys() and all(tensor.shape == others[key].shape for key, tensor in some.items())
 
 
 def naming_of(names: Iterable[str]) -> Naming:

@@ -155,6 +155,8 @@ def _held(ckpt: Checkpoint) -> Fit | str:
     forms = expectations(ckpt)
     if isinstance(forms, str):
         return forms
+    if ckpt.is_megatron and ckpt.partial:
+        return "the metadata describes a part of a save"
     if len(contradictions(ckpt)) >= 2:
         return f"{forms[0].source} belongs to another model (COM008)"
     names = [name for name in ckpt.tensors if ckpt.is_safetensors or parse(name).kind == "model"]
