@@ -121,7 +121,12 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
     else:
         message = _sizes(source, items)
         ratio = Fraction(stored[lead.axes[0]], expected[lead.axes[0]] or 1)
-        notes = _relation(ckpt, _dim(lead, lead.axes[0]), ratio) if len(lead.axes) == 1 else ()
+        dim = _dim(lead, lead.axes[0])
+        notes = _relation(ckpt, dim, ratio) if len(lead.axes) == 1 else ()
+        if ratio.denominator == 1:
+            hint = f"save one of the copies and not all of them, and {again}"
+        if dim == "padded_vocab_size" and ratio > 1:
+            hint = f"pad the vocabulary once, for all ranks together, and {again}"
         if ratio.numerator != 1 and ratio.denominator != 1:
             hint = "compare the fields of the configuration with those of the job that trained the model"
     return Finding(

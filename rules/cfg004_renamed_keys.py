@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 from ckptlint.analysis.fit.judgement import Fit, config_fit
-from ckptlint.analysis.fit.pairing import WRAPPER_WORDS
+from ckptlint.analysis.fit.pairing import INNER_WORDS, WRAPPER_WORDS
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _LEAST = 0.5
+_LEADING = frozenset({"module", "base_model"})
 
 
 @rule("CFG004", "renamed-keys", Severity.ERROR)
@@ -31,12 +32,12 @@ def renamed_keys(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.state_dict.get_model_state_dict
     """
-    if ckpt.format != "safetensors":
-        raise NotApplicable("the folder is no export of safetensors")
+    if ckpt.format != "safetensors" or ckpt.config is None:
+        raise NotApplicable("these are no files that a library loads by a configuration")
     fit = config_fit(ckpt)
     if isinstance(fit, Fit):
         yield from _certain(ckpt, fit)
-    elif ckpt.config is not None or "adapter" not in ckpt.metadata_file:
+    else:
         yield from _likely(ckpt)
 
 
@@ -57,15 +58,22 @@ def _certain(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
             and not any(name.startswith(words) for name in fit.expected.tensors)
         )
         if not is_base:  # a base model takes the names of a model with a head as well
-            yield _finding(ckpt, words, count, total, f"{ckpt.metadata_file}, held against {fit.place}", shown)
+            label = f"{ckpt.metadata_file}, held against {fit.place}"
+            yield _finding(ckpt, words, count, total, label, shown, Severity.WARNING if fit.doubt else None)
 
 
 def _likely(ckpt: Checkpoint) -> Iterator[Finding]:
-    counts = Counter(word for name in ckpt.tensors for word in WRAPPER_WORDS.intersection(name.split(".")))
+    counts = Counter(word for name in ckpt.tensors for word in _words(name))
     for word, count in counts.most_common(1):
         if count > _LEAST * len(ckpt.tensors) and count > 1:
-            first = next(name for name in ckpt.tensors if word in name.split("."))
+            first = next(name for name in ckpt.tensors if word in _words(name))
             yield _finding(ckpt, f"{word}.", count, len(ckpt.tensors), ckpt.metadata_file, first, Severity.WARNING)
+
+
+def _words(name: str) -> frozenset[str]:
+    """The words of wrappers in a name: some anywhere, others only where they stand first."""
+    parts = name.split(".")
+    return INNER_WORDS.intersection(parts) | _LEADING.intersection(parts[:1])
 
 
 def _finding(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.fit.judgement import Fit, Widened, implied_bytes, judged, other_dtypes
+from ckptlint.analysis.fit.judgement import Fit, OtherDtype, implied_bytes, judged, other_dtypes
 from ckptlint.analysis.fit.wording import doubt_note
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces, human_bytes, plural
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _SHARE = 0.25
+_LEAST = 0.01  # biases and norms that a library keeps in float32
 _SHOWN = 4
 
 
@@ -21,8 +22,8 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         The float dtype of each tensor of an export is the `dtype` (or `torch_dtype`) of the `config.json` beside it. A
         warning where wider tensors take a quarter more bytes than the model has; an info for a few of them, such as
-        routers and norms kept in float32, and for narrower ones. Quantised models and training checkpoints are left
-        out.
+        routers kept in float32, and for narrower ones, from a hundredth of the bytes on. Quantised models and training
+        checkpoints are left out.
     Why it matters:
         The files are larger than the model, and a loader that takes the declared dtype converts every tensor.
     Usual causes:
@@ -36,10 +37,11 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
     if fit.expected.dtype is None or not fit.is_export:
         raise NotApplicable("no dtype is declared for these files")
     for item in other_dtypes(ckpt, fit):
-        yield _finding(ckpt, fit, item)
+        if item.declared >= _LEAST * implied_bytes(fit):
+            yield _finding(ckpt, fit, item)
 
 
-def _finding(ckpt: Checkpoint, fit: Fit, item: Widened) -> Finding:
+def _finding(ckpt: Checkpoint, fit: Fit, item: OtherDtype) -> Finding:
     size = implied_bytes(fit)
     is_large = item.extra >= _SHARE * size and not fit.doubt
     names = braces(item.names)

@@ -56,8 +56,12 @@ def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     Raises:
         AccessError: the operating system refused a read.
     """
-    parts = {file.name for file in ckpt.files} | {METADATA}  # which the loaders read, beside safetensors too
+    parts = {file.name for file in ckpt.files} | {
+        METADATA,
+        ckpt.index.file if ckpt.index else "",
+    }  # which the loaders read, beside safetensors too
     names = _READ_ELSEWHERE if ckpt.is_safetensors else (*_READ_ELSEWHERE, "train_state.pt")
+    names = (*names, *([ckpt.config.file] if ckpt.config is not None else []))
     found = [item for item in _files_of(folder) if item.label not in parts]
     if not ckpt.is_safetensors:  # whose metadata a loader has read, that of single ranks too
         found = [item for item in found if not RANK_METADATA.fullmatch(item.label)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from ckptlint.analysis.fit.judgement import Fit, config_fit, expectations
 from ckptlint.analysis.fit.pairing import best_pairing
 from ckptlint.architecture.expected import Expected, ExpectedTensor
 from ckptlint.model import Checkpoint, ModelConfig
+from ckptlint.rule import Severity
 from ckptlint.testing import write_safetensors
 
 LAYER = {"attn.q_proj.weight": (8, 4), "attn.k_proj.weight": (2, 4), "mlp.up.weight": (6, 4), "norm.weight": (4,)}
@@ -168,3 +170,70 @@ def test_no_value_of_a_field_breaks_the_judgement(tmp_path: Path, field: str, va
     report = ckptlint.check(tmp_path)
     assert not any(part.failed for part in report.checkpoints)
     assert not report.unreadable
+
+
+@pytest.mark.parametrize(
+    ("place", "file"),
+    [("", "config.json"), ("huggingface", "huggingface/config.json"), (".hf_metadata", ".hf_metadata/config.json")],
+)
+def test_the_configuration_of_a_training_checkpoint_is_found(tmp_path: Path, place: str, file: str) -> None:
+    folder = shutil.copytree(REAL / "exports" / "ok_dcp", tmp_path / "step")
+    text = (folder / "huggingface" / "config.json").read_text()
+    shutil.rmtree(folder / "huggingface")
+    (folder / place).mkdir(exist_ok=True)
+    (folder / place / "config.json").write_text(text)
+    ckpt = ckptlint.load(folder)
+    assert ckpt.config is not None
+    assert ckpt.config.file == file
+    assert fit_of(ckpt).pairing.prefix == "model."
+
+
+@pytest.mark.parametrize("name", ["consolidated.safetensors", "embeddings.safetensors", "adapter_model.safetensors"])
+def test_weights_that_no_library_loads_by_the_configuration_are_not_held_against_it(tmp_path: Path, name: str) -> None:
+    export = REAL / "exports" / "R02_head_lost"
+    shutil.copy(export / "config.json", tmp_path)
+    shutil.copy(export / "model.safetensors", tmp_path / name)
+    assert ckptlint.load(tmp_path).config is None
+    assert not [item for item in ckptlint.check(tmp_path).diagnostics if item.code.startswith("CFG")]
+
+
+def test_a_large_configuration_is_not_read(tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "model.safetensors", {"tensors": {"w": {"dtype": "float32", "shape": [2]}}})
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(100 * 1024**2)
+    started = time.process_time()
+    (item,) = ckptlint.check(tmp_path).diagnostics
+    assert item.title.startswith("config.json cannot be read (")
+    assert time.process_time() - started < 2
+
+
+def test_the_total_of_an_index_is_not_told_twice(tmp_path: Path) -> None:
+    """What the configuration implies is what the index says, and CFG001 names what is lost."""
+    export = shutil.copytree(REAL / "exports" / "ok_llama_sharded", tmp_path / "export")
+    index = export / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    lost = export / document["weight_map"].pop("model.norm.weight")
+    for key in [key for key, file in document["weight_map"].items() if file == lost.name]:
+        del document["weight_map"][key]
+    lost.unlink()
+    index.write_text(json.dumps(document))
+    loud = [item.code for item in ckptlint.check(export).diagnostics if item.severity > Severity.INFO]
+    assert loud == ["CFG001"]
+
+
+def test_rules_that_infer_leave_it_to_the_configuration() -> None:
+    """One cause, one finding: experts, layers and shapes are known here."""
+    report = ckptlint.check(REAL / "exports" / "R06_experts_lost")
+    assert [item.code for item in report.diagnostics] == ["CFG001"]
+    assert {"SHP001", "EXP001", "EXP002", "COM008"} <= report.checkpoints[0].not_applicable.keys()
+
+
+def test_a_key_without_the_prefix_of_all_others_is_missing(tmp_path: Path) -> None:
+    form = expected()
+    names = {f"model.{name}": shape for name, shape in shapes(form).items()}
+    names["model.norm.weight"] = names.pop("model.model.norm.weight")
+    ckpt = replace(stored(names, tmp_path), format="dcp")
+    ckpt.facts[(expectations.__wrapped__,)] = (form,)
+    fit = fit_of(ckpt)
+    assert (fit.missing, fit.instead) == (["model.norm.weight"], ["model.norm.weight"])
+    assert fit.shown("model.norm.weight") == "model.model.norm.weight"

@@ -222,7 +222,9 @@ class _Judge:
         self.unknown = [
             name
             for name in self.unknown
-            if not _QUANTISED.fullmatch(name) and not any(pattern.search(name) for pattern in ignored)
+            if not _QUANTISED.fullmatch(name)
+            and not self._is_value_head(name)
+            and not any(pattern.search(name) for pattern in ignored)
         ]
         self.renamed_modules = {name.rpartition(".")[0] for name in self.unknown} if self.is_quantised else set()
 
@@ -313,7 +315,7 @@ class _Judge:
         found = []
         for name, stored in self.pairing.stored.items():
             tensor, expected = self.ckpt.tensors[stored], self.tensors[name]
-            if tensor.global_shape == expected.shape or tensor.is_flattened:
+            if tensor.global_shape == expected.shape or tensor.is_flattened or self._is_value_head(name):
                 continue
             if self.is_quantised and (self._is_quantised(name) or not _is_wide_float(tensor.dtype)):
                 continue
@@ -321,6 +323,11 @@ class _Judge:
             axes = [i for i, (a, b) in enumerate(zip(tensor.global_shape, expected.shape, strict=False)) if a != b]
             found.append(ShapeDifference(name, tensor, expected, tuple(axes) if same else ()))
         return found
+
+    def _is_value_head(self, name: str) -> bool:
+        """Whether a key is of an output layer of one row, as a critic or a reward model has it instead of its own."""
+        head = self.ckpt.tensors.get("output_layer.weight") if self.ckpt.is_megatron else None
+        return name.startswith("output_layer.") and head is not None and head.global_shape[:1] == (1,)
 
     def _is_quantised(self, name: str) -> bool:
         return bool({name, name.rpartition(".")[0]} & self.quantised)
@@ -411,32 +418,38 @@ def _grown_vocabulary(shapes: list[ShapeDifference]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Widened:
+class OtherDtype:
     """The tensors that are stored in another float dtype than the configuration declares.
 
     Attributes:
         names: stored keys.
-        extra: bytes that they take more than declared; negative where they are narrower.
+        declared: bytes that they would take as declared.
+        extra: bytes that they take more than that; negative where they are narrower.
     """
 
     dtype: str
     names: tuple[str, ...]
+    declared: int
     extra: int
 
 
-def other_dtypes(ckpt: Checkpoint, fit: Fit) -> list[Widened]:
+def other_dtypes(ckpt: Checkpoint, fit: Fit) -> list[OtherDtype]:
     """Per float dtype other than the declared one, the tensors that have it; [] where dtypes say nothing."""
     declared = fit.expected.dtype
     if declared not in FLOATS or fit.is_quantised or not fit.is_export:
         return []
     found: dict[str, list[str]] = defaultdict(list)
-    extra: dict[str, int] = defaultdict(int)
+    elements: dict[str, int] = defaultdict(int)
     for name in fit.pairing.stored.values():
         tensor = ckpt.tensors[name]
         if tensor.dtype != declared and _is_wide_float(tensor.dtype):
             found[tensor.dtype].append(name)
-            extra[tensor.dtype] += tensor.volume * (ITEM_BITS[tensor.dtype] - ITEM_BITS[declared]) // 8
-    return [Widened(dtype, tuple(names), extra[dtype]) for dtype, names in found.items()]
+            elements[tensor.dtype] += tensor.volume
+    bits = ITEM_BITS[declared]
+    return [
+        OtherDtype(dtype, tuple(names), count * bits // 8, count * (ITEM_BITS[dtype] - bits) // 8)
+        for (dtype, names), count in zip(found.items(), elements.values(), strict=True)
+    ]
 
 
 def explains_bytes(ckpt: Checkpoint, size: int) -> bool:
