@@ -22,7 +22,8 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Every tensor of the model that the `config.json` beside the files declares is stored, by its type, its class
-        and its fields; which tensors these are stands in tables made from transformers. Tied heads, buffers, scales of
+        and its fields, or the arguments of a Megatron job (`args` in the common state, `run_config.yaml`); which
+        tensors these are stands in tables made from transformers and from megatron-core. Tied heads, buffers, scales of
         quantised weights, layers for multi-token prediction and adapters may be there or not, and so may all that a
         model without its head lacks. An info where a whole tower of a model of several is absent, and where the
         configuration names code of its own or leaves fields open.

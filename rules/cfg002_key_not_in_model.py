@@ -20,10 +20,11 @@ def key_not_in_model(ckpt: Checkpoint) -> Iterator[Finding]:
     """Tensors are stored that the model of the configuration does not have.
 
     What it checks:
-        Every stored tensor is one of the model that the `config.json` beside it declares. A warning for layers and
-        experts beyond the declared number and for biases of weights that have none; an info for whole modules that the
-        model does not know, such as a head of one's own. Buffers, scales of quantised weights, adapters, second copies
-        and layers for multi-token prediction are left out, and so are names that stand where CFG001 misses others.
+        Every stored tensor is one of the model that the `config.json` beside it declares, or the arguments of a
+        Megatron job. A warning for layers and experts beyond the declared number and for biases of weights that have
+        none; an info for whole modules that the model does not know, such as a head of one's own. Buffers, scales of
+        quantised weights, adapters, second copies and layers for multi-token prediction are left out, and so are names
+        that stand where CFG001 misses others.
     Why it matters:
         A loader leaves out what its model does not have, so that part of what was trained has no effect.
     Usual causes:

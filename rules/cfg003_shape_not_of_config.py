@@ -25,11 +25,11 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
     """Tensors have another shape than the configuration of the model implies.
 
     What it checks:
-        The number of dims and the size of each, as the fields of the `config.json` beside the files give them. Tensors
-        that differ in the same way are one finding. An info where embedding and head hold more rows than the declared
-        vocabulary, alike; where the configuration names code of its own or leaves fields open; and where the expected
-        size is a plain number and follows from no field. Weights that were
-        quantised are left out.
+        The number of dims and the size of each, as the fields of the `config.json` beside the files give them, or the
+        arguments of a Megatron job (`args` in the common state, `run_config.yaml`). Tensors that differ in the same way
+        are one finding. An info where embedding and head hold more rows than the declared vocabulary, alike; where the
+        configuration names code of its own or leaves fields open; and where the expected size is a plain number and
+        follows from no field. Weights that were quantised are left out.
     Why it matters:
         A load fails on another shape, or fills a part of the tensor and leaves the rest as it was in memory.
     Usual causes:
@@ -43,7 +43,7 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
     fit = judged(ckpt)
     groups: dict[tuple[object, ...], list[ShapeDifference]] = defaultdict(list)
     for item in fit.shapes:
-        groups[_cause(item)].append(item)
+        groups[_cause(ckpt, item)].append(item)
     if len(groups) > _GROUPS:
         yield _many(ckpt, fit)
     else:
@@ -53,8 +53,8 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _grown(ckpt, fit)
 
 
-def _cause(item: ShapeDifference) -> tuple[object, ...]:
-    """What tensors share that differ in the same way."""
+def _cause(ckpt: Checkpoint, item: ShapeDifference) -> tuple[object, ...]:
+    """What tensors share that differ in the same way: a size, or the axis of the mesh of which they hold one part."""
     stored, expected = item.tensor.global_shape, item.expected.shape
     if _is_empty(item):
         return ("empty",)
@@ -62,7 +62,18 @@ def _cause(item: ShapeDifference) -> tuple[object, ...]:
         return ("axes", len(stored), len(expected), len(stored) == 1)
     if _is_transposed(item):
         return ("transposed",)
+    if part := _part(ckpt, item):
+        return ("part", part)
     return tuple((_dim(item, axis), expected[axis], stored[axis]) for axis in item.axes)
+
+
+def _part(ckpt: Checkpoint, item: ShapeDifference) -> int:
+    """The size of the parallel axis of which one rank's part is stored; 0 where there is none."""
+    stored, expected = item.tensor.global_shape, item.expected.shape
+    if len(item.axes) != 1 or not ckpt.is_megatron or _dim(item, item.axes[0]) == "num_layers":
+        return 0
+    ratio = Fraction(stored[item.axes[0]], expected[item.axes[0]] or 1)
+    return ratio.denominator if ratio.numerator == 1 and axes_of_size(ckpt.topology, ratio.denominator) else 0
 
 
 def _is_empty(item: ShapeDifference) -> bool:
@@ -110,9 +121,12 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
     else:
         message = _sizes(source, items)
         ratio = Fraction(stored[lead.axes[0]], expected[lead.axes[0]] or 1)
-        notes = _relation(ckpt, ratio) if len(lead.axes) == 1 else ()
+        dim = _dim(lead, lead.axes[0])
+        notes = _relation(ckpt, dim, ratio) if len(lead.axes) == 1 else ()
         if ratio.denominator == 1:
             hint = f"save one of the copies and not all of them, and {again}"
+        if dim == "padded_vocab_size" and ratio > 1:
+            hint = f"pad the vocabulary once, for all ranks together, and {again}"
         if ratio.numerator != 1 and ratio.denominator != 1:
             hint = "compare the fields of the configuration with those of the job that trained the model"
     return Finding(
@@ -123,7 +137,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
         why=_consequence(fit),
         notes=(doubt_note(fit), ("tensors", _listed(items)), *notes, ("fields", _fields(fit, lead))),
         hint=hint,
-        alike=f"shape {_cause(lead)}",
+        alike=f"shape {_cause(ckpt, lead)}",
     )
 
 
@@ -135,6 +149,11 @@ def _sizes(source: str, items: list[ShapeDifference]) -> str:
     dim = _dim(lead, axis)
     wanted = f"{dim} = {expected[axis]:,}" if dim and dim != str(expected[axis]) else f"{expected[axis]:,}"
     ratio = _times(Fraction(stored[axis], expected[axis] or 1))
+    if len({_dim(item, item.axes[0]) for item in items}) > 1:
+        return (
+            f"{plural(len(items), 'tensor')} have {ratio} of the size that {source} gives: {lead.tensor.fqn} is "
+            f"{shape_text(stored)} for {shape_text(expected)}"
+        )
     if len(items) == 1 or len(lead.axes) > 1:
         dims = f" [{', '.join(lead.expected.dims)}]" if lead.expected.dims else ""
         more = f", and {plural(len(items) - 1, 'other')} like it" if len(items) > 1 else ""
@@ -152,14 +171,18 @@ def _times(ratio: Fraction) -> str:
     return str(ratio) if ratio.denominator < 1000 else f"{float(ratio):.4f}"
 
 
-def _relation(ckpt: Checkpoint, ratio: Fraction) -> tuple[Note, ...]:
+def _relation(ckpt: Checkpoint, dim: str, ratio: Fraction) -> tuple[Note, ...]:
     """What a whole ratio usually comes from."""
     factor = max(ratio.numerator, ratio.denominator)
-    if min(ratio.numerator, ratio.denominator) != 1:
+    if min(ratio.numerator, ratio.denominator) != 1 or dim == "num_layers":
         return ()
     axes = axes_of_size(ckpt.topology, factor)
     mesh = f"; {' and '.join(axes)} {'has' if len(axes) == 1 else 'have'} size {factor}" if axes else ""
     what = "one rank's part stands for the whole" if ratio < 1 else "copies of a replica count as shards"
+    if dim == "padded_vocab_size" and ratio > 1:
+        return (("relation", f"rows that were padded already were padded or multiplied once more{mesh}"),)
+    if dim.startswith("(1 + swiglu)") and ratio == Fraction(1, 2) and "tp" not in axes:
+        return (("relation", "one of the two halves of a gated projection"),)
     return (("relation", f"{what}, as from {factor} ranks{mesh}"),)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
-from ckptlint.analysis.fit.judgement import judges
+from ckptlint.analysis.fit.judgement import foreign_sizes, judges
 from ckptlint.analysis.trusted_config import Contradiction, LayerCount, contradictions, layer_counts
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import gaps, ranges
@@ -24,7 +24,8 @@ def layer_count(ckpt: Checkpoint) -> Iterator[Finding]:
         `run_config.yaml` or `config.json` say; encoder and decoder have numbers of their own, layers for multi-token
         prediction and hybrid patterns are counted in. More layers than declared are a warning. When two or more
         declared sizes (layers, hidden size, experts, mesh axes, world size) contradict what is stored, that is said
-        once, as a warning, or as a note when only the mesh differs, and every other rule ignores what was declared.
+        once, as a warning, or as a note when only the mesh differs, and every other rule ignores what was declared;
+        so are two sizes of any kind where all tensors of a Megatron model are known from its arguments (CFG003).
         Where every layer is known from a configuration (CFG001) its number is not compared.
     Why it matters:
         Whole stages are absent or hidden under the names of another stage, so their layers load with the values that
@@ -39,10 +40,10 @@ def layer_count(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     if not ckpt.declared:
         raise NotApplicable("no configuration declares a number of layers")
-    foreign = contradictions(ckpt)
-    if len(foreign) >= 2:
-        yield _foreign(ckpt, foreign)
-        return
+    for foreign in (contradictions(ckpt), foreign_sizes(ckpt)):
+        if len(foreign) >= 2:
+            yield _foreign(ckpt, foreign)
+            return
     if judges(ckpt):
         raise NotApplicable("CFG001 and CFG002 hold every layer against the configuration")
     counts = layer_counts(ckpt)
@@ -87,7 +88,7 @@ def _finding(ckpt: Checkpoint, count: LayerCount) -> Finding:
 
 def _foreign(ckpt: Checkpoint, foreign: tuple[Contradiction, ...]) -> Finding:
     sources = sorted({item.declared.source for item in foreign})
-    of_model = [item for item in foreign if item.name in _MODEL_SIZES]
+    of_model = [item for item in foreign if item.name in _MODEL_SIZES or item in foreign_sizes(ckpt)]
     whose = "another model" if of_model else "a job with another mesh"
     shown = ", ".join(f"{item.name} {item.declared.value} (stored: {item.found})" for item in foreign)
     return Finding(

@@ -15,7 +15,7 @@ from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.model import CommonState, Declared, ModelConfig, Problem
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import READABLE, Folder
-from ckptlint.vocabulary.config_fields import read_declared
+from ckptlint.vocabulary.config_fields import attributes, read_declared
 
 COMMON_FILE = "common.pt"
 COMMON_ENTRY = "common_state/shard_0_1"
@@ -92,7 +92,7 @@ def read_configs(
 
     Declared is what the arguments of the common state say, `run_config.yaml`, and the `config.json` of the folder
     itself. Where that folder has none, the model's configuration may lie in one of the folders below it that frameworks
-    keep it in.
+    keep it in. Before it go the arguments that Megatron builds its model from.
 
     Source:
         `args` of megatron.training.checkpointing; `run_config.yaml` of Megatron-Bridge; `config.json` of transformers;
@@ -117,7 +117,16 @@ def read_configs(
             break
     if config is not None and config.file == MODEL_CONFIG:
         sources.append((MODEL_CONFIG, config.values))
-    return read_declared(sources), config, problems
+    return read_declared(sources), _of_megatron(common, sources) or config, problems
+
+
+def _of_megatron(common: CommonState | None, sources: list[tuple[str, Any]]) -> ModelConfig | None:
+    """The arguments that Megatron builds the model from, None where there are none."""
+    found = dict(sources)
+    if common is not None and attributes(found.get("args")):
+        return ModelConfig(common.source, attributes(found["args"]))
+    model = attributes(attributes(found.get("run_config")).get("model"))
+    return ModelConfig(RUN_CONFIG, model) if model else None
 
 
 def _unread(name: str, error: Exception) -> Problem:

@@ -6,13 +6,14 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 from math import prod
 
 from ckptlint.analysis.fit.pairing import Pairing, best_pairing
-from ckptlint.analysis.trusted_config import contradictions
+from ckptlint.analysis.trusted_config import Contradiction, contradictions
+from ckptlint.architecture import huggingface, megatron
 from ckptlint.architecture.expected import Expected, ExpectedTensor, NoTable
-from ckptlint.architecture.huggingface import expected_models
-from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model import Checkpoint, Declared, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.rule import NotApplicable
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
@@ -32,6 +33,7 @@ _COMPUTED = frozenset(
     | {"num_batches_tracked", "running_mean", "running_var", "num_updates"}
 )
 _LABELS = frozenset({"id2label"})  # of a classifier, which says itself how many it has
+_FEW = 1000
 _WIDE = 8
 _LAYERS = re.compile(r"(?P<home>.*?)\.?(?:layers|h|blocks?|layer)\.(?P<number>\d+)\..+")
 _MTP = ("num_nextn_predict_layers", "mtp_num_layers", "mtp_num_hidden_layers", "num_mtp_layers")
@@ -129,8 +131,12 @@ def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
     """What the configuration of a checkpoint implies, in each naming; or why that is not known."""
     if ckpt.config is None:
         return "no configuration of a model lies with these tensors"
+    values, source = ckpt.config.values, ckpt.config.file
     try:
-        return expected_models(ckpt.config.values, ckpt.config.file)
+        if ckpt.is_megatron:
+            most = 4 * len(ckpt.tensors) + _FEW  # other arguments are not those of this model
+            return megatron.expected_models(values, source, megatron.naming_of(ckpt.tensors), most)
+        return huggingface.expected_models(values, source)
     except NoTable as reason:
         return str(reason)
 
@@ -138,16 +144,65 @@ def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
 @fact
 def config_fit(ckpt: Checkpoint) -> Fit | str:
     """How a checkpoint differs from what its configuration implies, or why that cannot be told."""
+    fit = _held(ckpt)
+    if not isinstance(fit, str) and len(foreign_sizes(ckpt)) >= 2:
+        return f"{fit.expected.source} belongs to another model (COM008)"
+    return fit
+
+
+@fact
+def _held(ckpt: Checkpoint) -> Fit | str:
     forms = expectations(ckpt)
     if isinstance(forms, str):
         return forms
+    if ckpt.is_megatron and ckpt.partial:
+        return "the metadata describes a part of a save"
     if len(contradictions(ckpt)) >= 2:
         return f"{forms[0].source} belongs to another model (COM008)"
     names = [name for name in ckpt.tensors if ckpt.is_safetensors or parse(name).kind == "model"]
     pairing = best_pairing(forms, names)
-    if not pairing.fits:
+    if not (_is_whole(pairing) if ckpt.is_megatron else pairing.fits):
         return f"the names here are not those of model_type {forms[0].model_type} in {forms[0].source}"
     return _Judge(ckpt, pairing).fit()
+
+
+def _is_whole(pairing: Pairing) -> bool:
+    """Whether three of four roles on either side are in the other.
+
+    A Megatron job may build its layers from a specification of its own, which its arguments do not name.
+    """
+    paired = {role(name) for name in pairing.stored}
+    wanted = {role(name) for name in pairing.expected.tensors}
+    unknown = {role(name) for name in pairing.unknown if not _may_lie_beside(name)}
+    return bool(paired) and 4 * len(paired) >= 3 * max(len(wanted), len(paired | unknown))
+
+
+@fact
+def foreign_sizes(ckpt: Checkpoint) -> tuple[Contradiction, ...]:
+    """The sizes that arguments of Megatron give and every tensor which has them contradicts, in the same way.
+
+    Sizes of which one rank's part is stored count once, however many they are. Two contradictions mean that the
+    arguments belong to another model.
+    """
+    fit = _held(ckpt)
+    if isinstance(fit, str) or not ckpt.is_megatron or not fit.shapes:
+        return ()
+    seen: dict[str, set[int]] = defaultdict(set)
+    declared: dict[str, int] = {}
+    shown: dict[str, str] = {}
+    for name, stored in fit.pairing.stored.items():
+        shape, expected = ckpt.tensors[stored].global_shape, fit.expected.tensors[name]
+        for dim, size, wanted in zip(expected.dims, shape, expected.shape, strict=False):
+            seen[dim].add(size)
+            declared[dim], shown[dim] = wanted, stored
+    found: dict[str, Contradiction] = {}
+    for dim, sizes in seen.items():
+        if len(sizes) == 1 and (size := sizes.pop()) != declared[dim]:
+            ratio = Fraction(size, declared[dim] or 1)
+            is_part = ratio.numerator == 1 and dim not in ("hidden_size", "num_layers")
+            item = Contradiction(dim, Declared(declared[dim], fit.expected.source), size, shown[dim])
+            found.setdefault(f"1/{ratio.denominator}" if is_part else dim, item)
+    return tuple(found.values())
 
 
 # ---------------------------------------------------------------- the judgement
@@ -167,7 +222,9 @@ class _Judge:
         self.unknown = [
             name
             for name in self.unknown
-            if not _QUANTISED.fullmatch(name) and not any(pattern.search(name) for pattern in ignored)
+            if not _QUANTISED.fullmatch(name)
+            and not self._is_value_head(name)
+            and not any(pattern.search(name) for pattern in ignored)
         ]
         self.renamed_modules = {name.rpartition(".")[0] for name in self.unknown} if self.is_quantised else set()
 
@@ -258,7 +315,7 @@ class _Judge:
         found = []
         for name, stored in self.pairing.stored.items():
             tensor, expected = self.ckpt.tensors[stored], self.tensors[name]
-            if tensor.global_shape == expected.shape or tensor.is_flattened:
+            if tensor.global_shape == expected.shape or tensor.is_flattened or self._is_value_head(name):
                 continue
             if self.is_quantised and (self._is_quantised(name) or not _is_wide_float(tensor.dtype)):
                 continue
@@ -266,6 +323,11 @@ class _Judge:
             axes = [i for i, (a, b) in enumerate(zip(tensor.global_shape, expected.shape, strict=False)) if a != b]
             found.append(ShapeDifference(name, tensor, expected, tuple(axes) if same else ()))
         return found
+
+    def _is_value_head(self, name: str) -> bool:
+        """Whether a key is of an output layer of one row, as a critic or a reward model has it instead of its own."""
+        head = self.ckpt.tensors.get("output_layer.weight") if self.ckpt.is_megatron else None
+        return name.startswith("output_layer.") and head is not None and head.global_shape[:1] == (1,)
 
     def _is_quantised(self, name: str) -> bool:
         return bool({name, name.rpartition(".")[0]} & self.quantised)
@@ -278,7 +340,7 @@ class _Judge:
         expected = self.pairing.expected
         if expected.remote_code:
             return f"{expected.source} names code of its own (auto_map), whose model may differ from the library's"
-        if "transformers_version" in self.config or self.ckpt.config is None:
+        if "transformers_version" in self.config or self.ckpt.config is None or self.ckpt.is_megatron:
             return ""
         given = set(self.config) | {inner for part in self.config.values() if isinstance(part, dict) for inner in part}
         named = (name for name in expected.fields if name not in _LABELS)
@@ -338,8 +400,9 @@ def _module(name: str) -> str:
 
 
 def _is_vocabulary(item: ShapeDifference) -> bool:
-    """Whether rows of the vocabulary are all that differs."""
-    return len(item.axes) == 1 and "vocab_size" in (item.expected.dims or ("",) * 9)[item.axes[0]]
+    """Whether rows of the vocabulary are all that differs, where they are not declared with their padding."""
+    dim = (item.expected.dims or ("",) * 9)[item.axes[0]] if len(item.axes) == 1 else ""
+    return "vocab_size" in dim and dim != "padded_vocab_size"
 
 
 def _grown_vocabulary(shapes: list[ShapeDifference]) -> int:
