@@ -6,6 +6,7 @@ of files, told from their names alone, and judged by itself.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,6 +23,7 @@ from ckptlint.model import (
     ChunkTable,
     FileState,
     MalformedChunk,
+    ModelConfig,
     Problem,
     RecordTable,
     StoredFile,
@@ -46,7 +48,9 @@ NUMBERED = re.compile(
 _INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(?P<variant>\.[^.]+)?\.json")
 _FRAGMENT = re.compile(r"model_(?:weight|bias)(?:_pp-rank-.*)?\.safetensors")  # nanotron: one file per module
 _ADAPTER = re.compile(r"adapter[_-].*")
+_MISTRAL = re.compile(r"consolidated[-.].*")
 _DIGITS = re.compile(r"\d+")
+_CONFIG_LIMIT = 1024**2
 _AT_HAND = ("ok", "link-outside")  # a model cache keeps the files elsewhere and links to them
 _INFO = "DCP_SHARDING_INFO"
 
@@ -182,6 +186,7 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
         problems.append(Problem("note", label, note))
     is_model = not any(_ADAPTER.fullmatch(name) for name in names)  # beside an adapter lies its base model's config
     declared, config_problems = read_configs(folder, None) if is_model else ({}, [])
+    config, own_problems = _own_config(folder, names)
     ranks = {int(match["rank"]) - 1 for name in group.files if (match := SHARD.fullmatch(name))}
     return Checkpoint(
         path=folder.display,
@@ -191,9 +196,10 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
         records=records,
         files=files,
         declared=declared,
+        config=config,
         index=None if places is None else _weight_index(printable(group.index), places, total, absent, unread),
         topology=read_topology(declared, [], None, ranks),
-        problems=problems + config_problems,
+        problems=problems + config_problems + own_problems,
         readable=readable,
         partial=partial,
         metadata_file=label,
@@ -202,6 +208,30 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
 
 def _is_numbered(group: ModelFiles) -> bool:
     return all(NUMBERED.fullmatch(name) for name in group.files)
+
+
+def _own_config(folder: Folder, files: list[str]) -> tuple[ModelConfig | None, list[Problem]]:
+    """What an adapter, or a model in Mistral's own format, keeps beside it in place of `config.json`.
+
+    Source:
+        peft `adapter_config.json`; mistral-inference `params.json`, beside `consolidated*.safetensors`
+    """
+    kinds = ((_ADAPTER, "adapter_config.json"), (_MISTRAL, "params.json"))
+    name = next((name for kind, name in kinds if files and all(map(kind.fullmatch, files))), "")
+    if not name or not folder.has(name):
+        return None, []
+    try:
+        values = json.loads(folder.read(name, _CONFIG_LIMIT))
+        if not isinstance(values, dict):
+            raise UnreadableError("holds no JSON object")
+    except UnreadableError as error:
+        damage = error
+    except (ValueError, RecursionError) as error:
+        damage = UnreadableError(f"is no JSON ({printable(str(error))[:120]})")
+    else:
+        return ModelConfig(name, values), []
+    hint = "restore it from where the files were written"
+    return None, [from_error(damage, name, why="a load starts with it, so it fails", hint=hint)]
 
 
 # ---------------------------------------------------------------- the index

@@ -58,6 +58,7 @@ def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     """
     parts = {file.name for file in ckpt.files} | {METADATA}  # which the loaders read, beside safetensors too
     names = _READ_ELSEWHERE if ckpt.is_safetensors else (*_READ_ELSEWHERE, "train_state.pt")
+    names = names if ckpt.config is None else (*names, ckpt.config.file)
     found = [item for item in _files_of(folder) if item.label not in parts]
     if not ckpt.is_safetensors:  # whose metadata a loader has read, that of single ranks too
         found = [item for item in found if not RANK_METADATA.fullmatch(item.label)]

@@ -15,7 +15,7 @@ from ckptlint.model.checkpoint import (
 from ckptlint.model.payload import Damage, PayloadTable, RecordContent, RecordState, empty_payload
 from ckptlint.model.plans import SavePlans
 from ckptlint.model.ranks import RankTable, Remark
-from ckptlint.model.reference import AxisSize, Declared, Reference, ReferenceKind, Seal, SealEntry
+from ckptlint.model.reference import AxisSize, Declared, ModelConfig, Reference, ReferenceKind, Seal, SealEntry
 from ckptlint.model.tensors import (
     KEY_LIMIT,
     RANK_LIMIT,
@@ -44,6 +44,7 @@ __all__ = [
     "FileState",
     "Format",
     "MalformedChunk",
+    "ModelConfig",
     "PayloadTable",
     "Problem",
     "ProblemKind",
