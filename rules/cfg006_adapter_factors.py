@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from math import prod
 
 from ckptlint.analysis.inventory import inventory_of
-from ckptlint.architecture.adapters import Factors, Part, adapter_factors, read_adapter_config
+from ckptlint.architecture.adapters import Factors, Part, factors_of, read_adapter_config
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import braces, plural, ranges, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -19,7 +19,7 @@ _LEAST = 3
 
 
 @rule("CFG006", "adapter-factors", Severity.ERROR, whole=True)
-def adapter_factors_fit(ckpt: Checkpoint) -> Iterator[Finding]:
+def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
     """The two factors of a low-rank adapter do not fit each other, or one is missing.
 
     What it checks:
@@ -39,7 +39,7 @@ def adapter_factors_fit(ckpt: Checkpoint) -> Iterator[Finding]:
         peft.utils.save_and_load.set_peft_model_state_dict
     """
     tensors = {param.tensor.fqn: param.tensor for param in inventory_of(ckpt).params}
-    modules = adapter_factors(tensors)
+    modules = factors_of(tensors)
     if not any({"A", "B"} & factors.keys.keys() for factors in modules):
         raise NotApplicable("no low-rank adapters")
     keys = [key for factors in modules for key in factors.keys.values()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.architecture.adapters import PREFIX, AdapterConfig, adapter_factors, endings, read_adapter_config
+from ckptlint.architecture.adapters import PREFIX, AdapterConfig, endings, factors_of, read_adapter_config
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces, plural, printable
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -52,7 +52,7 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable(
             f"its type is {printable(config.kind[:_LONGEST]) or 'not given'}; LORA is what is known here"
         )
-    modules = {factors.module: factors for factors in adapter_factors(ckpt.tensors)}
+    modules = {factors.module: factors for factors in factors_of(ckpt.tensors)}
     if not modules:
         yield _finding(
             f"{CONFIG} says LORA, and none of {plural(len(ckpt.tensors), 'tensor')} is a factor of it", "factors"
@@ -80,7 +80,7 @@ def _names(ckpt: Checkpoint) -> Iterator[Finding]:
     """Names under which peft does not look; told once, since one save names all keys alike."""
     keys = list(ckpt.tensors)
     wrapped = [key for key in keys if WRAPPING.intersection(key.split("."))]
-    named = sorted({factors.adapter for factors in adapter_factors(keys)} - {""})
+    named = sorted({factors.adapter for factors in factors_of(keys)} - {""})
     if wrapped:
         word = next(part for part in wrapped[0].split(".") if part in WRAPPING)
         yield _finding(
@@ -106,8 +106,8 @@ def _names(ckpt: Checkpoint) -> Iterator[Finding]:
             "name",
             Severity.WARNING,
             notes=_listed("keys", braces(keys)),
-            why="peft puts the name there itself: release 0.21 finds the keys under this name alone, release 0.17 under "
-            "none; what a load does not find keeps its initial values",
+            why="peft puts the name there itself: release 0.21 finds the keys under this name alone, 0.17 under none; "
+            "what a load does not find keeps its initial values",
             hint="take the name out of the keys, or save with save_pretrained",
         )
 
@@ -115,7 +115,7 @@ def _names(ckpt: Checkpoint) -> Iterator[Finding]:
 def _ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
     """Modules of another rank than the configuration gives them, one finding for each rank."""
     odd: dict[tuple[int, tuple[int, ...]], list[str]] = {}
-    for factors in adapter_factors(ckpt.tensors):
+    for factors in factors_of(ckpt.tensors):
         shape = ckpt.tensors[factors.keys["A"]].global_shape if "A" in factors.keys else ()
         expected = config.ranks_of(factors.module)
         if len(shape) < 2 or 0 in shape or not expected or shape[0] in expected:
@@ -127,9 +127,9 @@ def _ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
             continue
         odd.setdefault((shape[0], tuple(sorted(expected))), []).append(factors.keys["A"])
     for (rank, expected_ranks), keys in odd.items():
-        wanted = " or ".join(map(str, expected_ranks))
+        wanted, verb = " or ".join(map(str, expected_ranks)), "have" if len(keys) > 1 else "has"
         yield _finding(
-            f"{plural(len(keys), 'module')} {'have' if len(keys) > 1 else 'has'} rank {rank}, and {CONFIG} says {wanted}",
+            f"{plural(len(keys), 'module')} {verb} rank {rank}, and {CONFIG} says {wanted}",
             f"rank {rank}",
             at=Location.of(ckpt.tensors[keys[0]]),
             notes=(
@@ -143,7 +143,7 @@ def _ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
 
 def _magnitudes(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
     """DoRA has a magnitude for every module, and plain LoRA for none."""
-    modules = [f for f in adapter_factors(ckpt.tensors) if not config.holds_parameters(f.module)]
+    modules = [f for f in factors_of(ckpt.tensors) if not config.holds_parameters(f.module)]
     with_one = [f for f in modules if "magnitude" in f.keys]
     if config.magnitudes and len(with_one) < len(modules):
         keys = [next(iter(f.keys.values())) for f in modules if "magnitude" not in f.keys]
@@ -168,14 +168,13 @@ def _targets(modules: set[str], config: AdapterConfig) -> Iterator[Finding]:
     """Names in `target_modules` that no stored module has."""
     stored = {end for module in modules for end in endings(module)}
     lost = [name for name in config.targets if name not in stored and name not in config.saved]
-    proven = [
-        name for name in lost if (_PROVEN_BY.get(name, frozenset()) & stored) or any(map(str.isdigit, name.split(".")))
-    ]
-    for names, severity in ((proven, Severity.WARNING), ([n for n in lost if n not in set(proven)], Severity.INFO)):
+    proven = {name for name in lost if _PROVEN_BY.get(name, frozenset()) & stored or _has_number(name)}
+    surely, perhaps = [n for n in lost if n in proven], [n for n in lost if n not in proven]
+    for names, severity in ((surely, Severity.WARNING), (perhaps, Severity.INFO)):
         if names:
-            is_sure = severity is Severity.WARNING
+            is_sure, them = severity is Severity.WARNING, "it" if len(names) == 1 else "them"
             yield _finding(
-                f"target_modules names {_quoted(names)}, and no adapter of {'it' if len(names) == 1 else 'them'} is stored",
+                f"target_modules names {_quoted(names)}, and no adapter of {them} is stored",
                 "target_modules",
                 severity,
                 why="peft warns that the keys are missing and keeps the initial values: the adapter does nothing there"
@@ -183,6 +182,11 @@ def _targets(modules: set[str], config: AdapterConfig) -> Iterator[Finding]:
                 else "the base model may have no such module; if it has one, its adapter is lost",
                 hint="take them from an earlier save, or save again" if is_sure else "",
             )
+
+
+def _has_number(name: str) -> bool:
+    """Whether it names one layer, as no list does that was made for several models."""
+    return any(part.isdigit() for part in name.split("."))
 
 
 def _saved(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:

@@ -44,10 +44,10 @@ class Factors:
     keys: dict[Part, str] = field(default_factory=dict)
 
 
-def adapter_factors(keys: Iterable[str]) -> list[Factors]:
+def factors_of(keys: Iterable[str]) -> list[Factors]:
     """The factors that these keys hold, one entry for each module and adapter, in order.
 
-    >>> [(f.module, f.adapter, list(f.keys)) for f in adapter_factors(["h.0.q.lora_A.weight", "h.0.q.lora_B.weight"])]
+    >>> [(f.module, f.adapter, list(f.keys)) for f in factors_of(["h.0.q.lora_A.weight", "h.0.q.lora_B.weight"])]
     [('h.0.q', '', ['A', 'B'])]
     """
     found: dict[tuple[str, str], Factors] = {}
