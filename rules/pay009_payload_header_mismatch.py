@@ -40,10 +40,10 @@ def payload_header_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         The header inside each record names the dtype of the tensor and the shape of the chunk, and its storage is large
-        enough for them; in the SAFETENSORS mode of torch's FileSystemWriter it also names the chunk's
-        offsets. A warning where all chunks of a tensor agree on the other dtype and its values fit the one in
-        the metadata; a note for subclasses of tensors and
-        records with several storages. Records that went through a stream transform are not opened.
+        enough for them; in the SAFETENSORS mode of torch's FileSystemWriter it also names the chunk's offsets. A
+        warning where all chunks of a tensor agree on the other dtype and no value changes when it is converted to that
+        of the metadata; a note for subclasses of tensors and records with several storages. Records that went through a
+        stream transform are not opened.
     Why it matters:
         torch takes sizes and dtype from the first rank's plan, so what another rank really wrote shows only here; a
         wrong dtype loads silently, a wrong shape fails or fills part of the chunk.
