@@ -27,6 +27,7 @@ PREFIX = "base_model.model."
 
 _LITERAL = re.compile(r"[\w.\-]+")
 _DEPTH = 32
+_SAVED = 100  # each is looked for in all keys
 
 
 @dataclass(slots=True, eq=False)
@@ -141,7 +142,7 @@ def read_adapter_config(values: Mapping[str, Any]) -> AdapterConfig:
         perhaps=frozenset(rank for name, rank in patterns if name is None),
         targets=_names(targets),
         parameters=frozenset(name.rpartition(".")[0] for name in _names(values.get("target_parameters"))),
-        saved=tuple(name for name in _names(values.get("modules_to_save")) if _LITERAL.fullmatch(name)),
+        saved=tuple(name for name in _names(values.get("modules_to_save"))[:_SAVED] if _LITERAL.fullmatch(name)),
         is_explicit=bool(exclude) or layers not in (None, []) or (isinstance(targets, str) and targets != "all-linear"),
         magnitudes=values.get("use_dora") is True,
     )

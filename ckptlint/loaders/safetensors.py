@@ -51,6 +51,7 @@ _ADAPTER = re.compile(r"adapter[_-].*")
 _MISTRAL = re.compile(r"consolidated[-.].*")
 _DIGITS = re.compile(r"\d+")
 _CONFIG_LIMIT = 1024**2
+_NESTED = 3
 _AT_HAND = ("ok", "link-outside")  # a model cache keeps the files elsewhere and links to them
 _INFO = "DCP_SHARDING_INFO"
 
@@ -229,9 +230,18 @@ def _own_config(folder: Folder, files: list[str]) -> tuple[ModelConfig | None, l
     except (ValueError, RecursionError) as error:
         damage = UnreadableError(f"is no JSON ({printable(str(error))[:120]})")
     else:
-        return ModelConfig(name, values), []
+        return ModelConfig(name, _shallow(values, _NESTED)), []
     hint = "restore it from where the files were written"
     return None, [from_error(damage, name, why="a load starts with it, so it fails", hint=hint)]
+
+
+def _shallow(value: Any, levels: int) -> Any:
+    """A value without what is nested deeper than any field that is looked at."""
+    if isinstance(value, dict):
+        return {name: _shallow(inner, levels - 1) for name, inner in value.items()} if levels else {}
+    if isinstance(value, list):
+        return [_shallow(inner, levels - 1) for inner in value] if levels else []
+    return value
 
 
 # ---------------------------------------------------------------- the index

@@ -102,6 +102,13 @@ def test_a_configuration_that_cannot_be_used_is_one_sentence(text: str, tmp_path
     assert codes(report) <= {"SAF002", "SAF003"}
 
 
+def test_what_is_nested_too_deep_for_a_field_is_left_out(tmp_path: Path) -> None:
+    folder = _edited(tmp_path / "a")
+    text = (folder / "adapter_config.json").read_text().rstrip()[:-1]
+    (folder / "adapter_config.json").write_text(f'{text}, "more": {"[" * 300 + "]" * 300}}}')
+    assert found(ckptlint.check(folder)) == []
+
+
 def test_an_adapter_alone_is_a_note(tmp_path: Path) -> None:
     shutil.copytree(ADAPTERS / "lora", tmp_path / "a")
     (tmp_path / "a" / "adapter_config.json").unlink()
