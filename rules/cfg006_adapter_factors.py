@@ -149,12 +149,16 @@ def _gaps(ckpt: Checkpoint, modules: list[Factors]) -> Iterator[Finding]:
         if key.layer is not None and not key.in_experts:
             depth = len(key.path.split(".")) - len(lead.removeprefix(f"{factors.module}.").split("."))
             layers[factors.adapter, ".".join(key.role.split(".")[:depth])][key.layer] = lead
-    homes: dict[tuple[str, str], set[int]] = defaultdict(set)
+    homes: dict[tuple[str, str], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for (adapter, role), stored in layers.items():
-        homes[adapter, role.rpartition(".")[0]].update(stored)
+        for layer in stored:
+            homes[adapter, role.rpartition(".")[0]][layer].add(role)
     for (adapter, role), stored in layers.items():
-        lost = sorted(homes[adapter, role.rpartition(".")[0]] - stored.keys())
-        is_run = bool(lost) and lost[-1] - lost[0] == len(lost) - 1
+        home = homes[adapter, role.rpartition(".")[0]]
+        lost = sorted(home.keys() - stored.keys())
+        usual = set().union(*(home[layer] for layer in stored))
+        # a layer that has modules of its own as well is of another kind
+        is_run = bool(lost) and lost[-1] - lost[0] == len(lost) - 1 and all(home[layer] <= usual for layer in lost)
         if is_run and len(stored) >= _LEAST and _FEW * len(lost) <= len(stored) + len(lost):
             lead = next(iter(stored.values()))
             name = role.rpartition("*.")[2]

@@ -123,7 +123,7 @@ def _ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
         module = factors.module
         while module.endswith(".base_layer"):
             module = module.removesuffix(".base_layer")
-        if config.holds_parameters(module) and any(shape[0] % rank == 0 for rank in expected):
+        if any(shape[0] % rank == 0 for rank in config.ranks_of_experts(module)):
             continue
         odd.setdefault((shape[0], tuple(sorted(expected))), []).append(factors.keys["A"])
     for (rank, expected_ranks), keys in odd.items():
@@ -143,7 +143,7 @@ def _ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
 
 def _magnitudes(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
     """DoRA has a magnitude for every module, and plain LoRA for none."""
-    modules = [f for f in factors_of(ckpt.tensors) if not config.holds_parameters(f.module)]
+    modules = [f for f in factors_of(ckpt.tensors) if not config.ranks_of_experts(f.module)]
     with_one = [f for f in modules if "magnitude" in f.keys]
     if config.magnitudes and len(with_one) < len(modules):
         keys = [next(iter(f.keys.values())) for f in modules if "magnitude" not in f.keys]

@@ -99,7 +99,8 @@ class AdapterConfig:
         ranks: ending of a name -> the rank that `rank_pattern` gives these modules.
         perhaps: the ranks in it that belong to regular expressions, which may match any module.
         targets: the names of modules in `target_modules`; empty where it is a regular expression.
-        parameters: the modules that `target_parameters` lie in, whose factors are as wide as their experts together.
+        parameters: the modules that `target_parameters` lie in, whose factors are as wide as their experts together;
+            "" where any module may hold one of them.
         saved: the names in `modules_to_save`.
         is_explicit: whether the layers are chosen by a list of numbers, by exclusion or by a regular expression.
         magnitudes: `use_dora`.
@@ -120,9 +121,14 @@ class AdapterConfig:
         named = next((self.ranks[end] for end in endings(module) if end in self.ranks), self.rank)
         return {*self.perhaps, *([named] if named is not None else [])}
 
-    def holds_parameters(self, module: str) -> bool:
-        """Whether a module's factors may serve many experts at once."""
-        return any(end in self.parameters for end in endings(module))
+    def ranks_of_experts(self, module: str) -> set[int]:
+        """The ranks of which a multiple is right, where a module's factors may serve many experts at once.
+
+        The patterns for such a module name its parameters, so each of them may be meant.
+        """
+        names = set(endings(module))
+        may_hold = bool(names & self.parameters) or ("" in self.parameters and not names.intersection(self.targets))
+        return {*self.ranks.values(), *self.perhaps, *([self.rank] if self.rank else [])} if may_hold else set()
 
 
 def read_adapter_config(values: Mapping[str, Any]) -> AdapterConfig:
