@@ -29,10 +29,10 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         Each key of `*.safetensors.index.json` lies in the file that the index names. Without an index no number of
         `model-<k>-of-<N>.safetensors` is missing (in the shards of torch's writer and beside an index a warning: a
         number may belong to keys that were left out on purpose). Several such files without an index are a warning,
-        since transformers refuses them; a note in Mistral's own format, and for names without `-of-`. Keys that the
-        index lacks or has in another file, and keys that two files hold without an index, are a warning. So is a
-        `total_size` more than 1 % away from the bytes that are stored, where tied weights do not explain it; smaller
-        differences are common, and a note.
+        since transformers refuses them; a note in Mistral's own format, from torch's writer, and for names without
+        `-of-`. Keys that the index lacks or has in another file, and keys that two files hold without an index, are a
+        warning. So is a `total_size` more than 1 % away from the bytes that are stored, where tied weights do not
+        explain it; smaller differences are common, and a note.
     Why it matters:
         A loader that follows the index misses tensors, and one that takes every file reads stale ones.
     Usual causes:
@@ -151,7 +151,11 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
         )
     elif not ckpt.partial:
         # what is numbered is read by an index; without all its files the index is no cause of its own
-        is_read_by_index = all(_is_shard(file.name) for file in ckpt.files) and not _lost_numbers(ckpt)
+        is_read_by_index = (
+            not ckpt.writer  # torch's own, whose reader takes every file
+            and all(_is_shard(file.name) for file in ckpt.files)
+            and not _lost_numbers(ckpt)
+        )
         yield Finding(
             f"the model lies in {len(ckpt.files)} files without an index",
             missing=("index",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from ckptlint.analysis.inventory import Param, inventory_of
@@ -16,6 +17,7 @@ from ckptlint.vocabulary.keys import module_path
 _HALVES = (("gate_proj", "up_proj"), ("w1", "w3"))
 _UNTRANSPOSED = frozenset({"w1", "w2"})
 _LEAST_HEAD = 8
+_SCALES = re.compile(r".*(scale|zero|g_idx|absmax|norm).*")  # of a quantised weight, shaped by its blocks
 
 Misfit = tuple[Param, int, Param, int, str]
 """A weight and its inner axis, its partner and that one's, and what is wrong."""
@@ -68,6 +70,11 @@ def _finding(family: ProjectionFamily, odd: Param, partner: Param, text: str) ->
     )
 
 
+def _weights(family: ProjectionFamily, function: str) -> list[Param]:
+    members = family.weights.get(function, [])
+    return [param for param in members if not _SCALES.fullmatch(param.key.path.rpartition(".")[2])]
+
+
 def _inner(param: Param, hidden: int) -> int | None:
     """The one axis that is not as long as hidden; None where both are, or neither is."""
     axes = [axis for axis, size in enumerate(param.own_shape) if size != hidden]
@@ -77,7 +84,7 @@ def _inner(param: Param, hidden: int) -> int | None:
 def _mlp(family: ProjectionFamily) -> Iterator[Misfit]:
     assert family.hidden is not None
     hidden = family.hidden.size
-    firsts, seconds = family.weights.get("mlp_in", []), family.weights.get("mlp_out", [])
+    firsts, seconds = _weights(family, "mlp_in"), _weights(family, "mlp_out")
     names = {module_path(param.key)[-1]: param for param in (*firsts, *seconds)}
     if any(param.key.in_experts and param.key.expert is None for param in firsts) and _UNTRANSPOSED & names.keys():
         return
@@ -111,7 +118,7 @@ def _mlp(family: ProjectionFamily) -> Iterator[Misfit]:
 def _attention(family: ProjectionFamily) -> Iterator[Misfit]:
     assert family.hidden is not None
     hidden = family.hidden.size
-    found = [family.weights.get(function, []) for function in ("q", "k", "v", "attn_out")]
+    found = [_weights(family, function) for function in ("q", "k", "v", "attn_out")]
     if any(len(members) != 1 for members in found):
         return
     query, key, value, out = (members[0] for members in found)
