@@ -25,7 +25,7 @@ CONFIG_LIMIT = 64 * 1024**2
 OWN_ENTRIES = ("args", "checkpoint_version", "iteration")
 
 _OBJECT_LIMIT = 16 * 1024**2
-_MODEL_CONFIG_LIMIT = 2 * 1024**2  # labels of 20,000 classes, twice, are 1.5 MB
+MODEL_CONFIG_LIMIT = 2 * 1024**2  # labels of 20,000 classes, twice, are 1.5 MB
 _CONTAINERS_LIMIT = 50_000  # lists and objects, each of which takes up to 232 bytes
 _NESTED_LIMIT = 12
 _MODEL_FOLDERS = ("huggingface", ".hf_metadata")
@@ -111,7 +111,7 @@ def read_configs(
     for place, name in places:
         if place.has(MODEL_CONFIG):
             try:
-                config = ModelConfig(name, _model_config(place.read(MODEL_CONFIG, _MODEL_CONFIG_LIMIT)))
+                config = ModelConfig(name, model_config(place.read(MODEL_CONFIG, MODEL_CONFIG_LIMIT)))
             except (ValueError, RecursionError, LimitError) as error:
                 problems.append(_unread(name, error))
             break
@@ -134,7 +134,7 @@ def _unread(name: str, error: Exception) -> Problem:
     return Problem("note", name, f"{name} cannot be read ({reason}); what it declares is not used")
 
 
-def _model_config(text: bytes) -> dict[str, Any]:
+def model_config(text: bytes) -> dict[str, Any]:
     """The fields of a model's configuration; it may say NaN or a name twice, as the library that reads it allows.
 
     Raises:

@@ -11,7 +11,7 @@ from math import prod
 
 from ckptlint.analysis.fit.pairing import Pairing, best_pairing
 from ckptlint.analysis.trusted_config import Contradiction, contradictions
-from ckptlint.architecture import huggingface, megatron
+from ckptlint.architecture import huggingface, megatron, mistral
 from ckptlint.architecture.expected import Expected, ExpectedTensor, NoTable
 from ckptlint.model import Checkpoint, Declared, Tensor
 from ckptlint.model.facts import fact
@@ -136,6 +136,10 @@ def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
         if ckpt.is_megatron:
             most = 4 * len(ckpt.tensors) + _FEW  # other arguments are not those of this model
             return megatron.expected_models(values, source, megatron.naming_of(ckpt.tensors), most)
+        if source == "params.json":
+            return mistral.expected_models(values, source)
+        if source == "adapter_config.json":
+            return "beside an adapter lies the configuration of the adapter, which CFG006 and CFG007 judge"
         return huggingface.expected_models(values, source)
     except NoTable as reason:
         return str(reason)
