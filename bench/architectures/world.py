@@ -68,7 +68,11 @@ def explanation(model: Expected, keys: dict[str, int], stored: set[str], size: i
     if not parts and total and size != total:
         wide = {name: size * width / BYTES.get(model.dtype or "float32", 4) for name, width in BYTES.items()}
         fits = [name for name, bytes_ in wide.items() if bytes_ == total]
-        parts.append(f"stored as {fits[0]}, declared {model.dtype}" if fits else f"bytes differ by {total - size:,}")
+        parts.append(
+            f"stored as {fits[0]}, declared {model.dtype or 'no dtype'}"
+            if fits
+            else f"bytes differ by {total - size:,}"
+        )
     if extra := [key for key in stored if key in model.tensors and not model.tensors[key].needed]:
         parts.append(f"stored though not needed: {', '.join(sorted(extra)[:2])}")
     return "; ".join(parts)
