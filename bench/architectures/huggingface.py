@@ -686,18 +686,8 @@ def with_parts(model_type: str) -> tuple[str, dict[str, Any]]:
     return model_type, table
 
 
-OTHERS = [  # what published vision-language models hold
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "gemma2",
-    "phi3",
-    "clip_vision_model",
-    "siglip_vision_model",
-    "pixtral",
-]
+OTHERS = ["llama", "mistral", "qwen2", "qwen3", "clip_vision_model", "siglip_vision_model"]
+"""What published vision-language models hold."""
 
 
 def words_of(kind: Kind, table: dict[str, Any]) -> dict[str, list[str]]:
