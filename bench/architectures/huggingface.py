@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -726,12 +726,10 @@ def is_flat(kind: Kind) -> bool:
 def is_free(kind: Kind, section: str) -> bool:
     """Whether the type of a section is for the configuration to say."""
     types = set()
-    for other in ("llama", "mistral", "clip_vision_model"):
-        try:
+    for other in ("llama", "mistral", "gemma2", "clip_vision_model", "siglip_vision_model"):
+        with suppress(Exception):
             types.add(type(getattr(kind.config({f"{section}.model_type": other}), section)))
-        except Exception:
-            continue
-    return len(types) > 1
+    return len(types) != 1  # none: the class refuses these, which says that it looks at the type
 
 
 def prefix_of(part: Any, model_type: str, section: dict[str, Any], form: str, tensors: Form) -> str | None:
