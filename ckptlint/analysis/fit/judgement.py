@@ -33,6 +33,7 @@ _COMPUTED = frozenset(
 )
 _LABELS = frozenset({"id2label"})  # of a classifier, which says itself how many it has
 _WIDE = 8
+_FEW, _MORE = 20_000, 50  # a configuration may imply so many tensors, or so many for each that is stored
 _LAYERS = re.compile(r"(?P<home>.*?)\.?(?:layers|h|blocks?|layer)\.(?P<number>\d+)\..+")
 _MTP = ("num_nextn_predict_layers", "mtp_num_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
@@ -130,7 +131,7 @@ def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
     if ckpt.config is None:
         return "no configuration of a model lies with these tensors"
     try:
-        return expected_models(ckpt.config.values, ckpt.config.file)
+        return expected_models(ckpt.config.values, ckpt.config.file, max(_FEW, _MORE * len(ckpt.tensors)))
     except NoTable as reason:
         return str(reason)
 
