@@ -287,12 +287,11 @@ class Samples:
         for (m, a), (n, b) in combinations(atoms, 2):
             if m & n and not m & n & ~goal and m & n not in inside:
                 inside[m & n] = f"({a} and {b})"
-        best = min(
+        return min(
             (f"{a} or {b}" for (m, a), (n, b) in _pairs(inside, goal)),
             key=_cost,
             default=None,
         )
-        return best
 
     def _joined(self, goal: int, full: int, joint: str) -> str | None:
         """Two or three simple conditions that hold together on the goal alone; for `or`, their opposites do."""

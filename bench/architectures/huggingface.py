@@ -1,10 +1,11 @@
-"""Makes ckptlint/architecture/huggingface.json from transformers: `python bench/architectures/huggingface.py [TYPE ...]`.
+"""Makes ckptlint/architecture/huggingface.json: `python bench/architectures/huggingface.py [TYPE ...] [--parts]`.
 
-For each model type and each of its usual classes: which fields of the configuration change a tensor, a dozen probes that
-vary all of these together, expressions fitted to the shapes seen, and more configurations that the finished table must
-predict exactly, through the same function that ckptlint uses. A class that it does not is left out and named.
+For each model type and each of its usual classes: which fields of the configuration change a tensor, probes that vary
+all of these together, expressions fitted to the shapes seen, and more configurations that the finished table must
+predict exactly, through the same function that ckptlint uses. A class that it does not is left out and named. Then:
+which other models the sections of a vision-language model may hold, and numbers for the tests.
 
-With types it renews the lines of these alone. Needs the extra `tables`.
+With types it renews the lines of these alone, with `--parts` it fits nothing anew. Needs the extra `tables`.
 """
 
 from __future__ import annotations
@@ -17,35 +18,37 @@ import re
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import torch
 import transformers
 from fit import Env, Samples
 from probes import IRRELEVANT, Flat, Form, Kind, alternatives, flat, forms, in_memory, model, nested
 from transformers.models.auto import modeling_auto as auto
-from types_to_fit import ALL, CLASSES, KINDS
+from types_to_fit import ALL, KINDS, classes_of
 
 from ckptlint.architecture import huggingface, tables
 from ckptlint.architecture.expected import NoTable
 
 OUT = Path(tables.__file__).parent / huggingface.FILE
 COUNTS = Path(__file__).parents[2] / "tests" / "architecture" / "counts.json"
-PROBES, HELD_OUT, WORKERS = 18, 4, 4
+PROBES, MOST_PROBES, FEWEST, HELD_OUT, WORKERS = 18, 150, 4, 4, 6
 
 Probe = tuple[Flat, Env, dict[str, Form]]
 """What was declared, the resolved configuration, and the tensors of the model."""
 
 
-class NotFitted(Exception):
+class NotFitted(Exception):  # noqa: N818  an answer, not an error
     """Raised where the search ends without a table."""
+
+
+class TooFew(NotFitted):
+    """Raised where more probes would tell."""
 
 
 # ---------------------------------------------------------------- probes
@@ -54,6 +57,7 @@ class NotFitted(Exception):
 def build(kind: Kind, name: str, values: Flat, tensors: Any = forms) -> Probe | None:
     """None where the library refuses the values."""
     try:
+        values = kind.consistent(values)
         config = kind.config(values)
         env = flat(config.to_dict())
         built = model(name, config)
@@ -70,8 +74,8 @@ LAST_ERROR: dict[str, str] = {}
 
 
 def first_probe(kind: Kind, name: str, seed: int = 0) -> Probe:
-    for seed in range(seed, seed + 60):
-        if probe := build(kind, name, kind.draw(random.Random(seed))):
+    for turn in range(60):
+        if probe := build(kind, name, kind.draw(random.Random(seed + turn))):
             return probe
     raise NotFitted(f"no configuration builds ({LAST_ERROR.get(kind.model_type)})")
 
@@ -93,7 +97,7 @@ def relevant(kind: Kind, name: str, base: Probe) -> dict[str, list[Any]]:
                 if "Classification" in name:
                     fields[field] = []
                 continue
-            if field in fields or IRRELEVANT.search(last) or field in kind.fixed or field in kind.equal:
+            if field in fields or IRRELEVANT.search(last) or field in kind.fixed or field in kind.derived:
                 continue
             works, matters = [], False
             for other in alternatives(field, value, kind):
@@ -148,7 +152,7 @@ def probes(kind: Kind, name: str, base: Probe, fields: dict[str, list[Any]], cou
                 value = rng.choice([base[1][field], *others, *others])
                 if (
                     isinstance(value, list)
-                    and not isinstance(base[1][field], list | None) is False
+                    and isinstance(base[1][field], list | None) is not False
                     and rng.random() < 0.5
                 ):
                     value = sorted(rng.sample(range(3), rng.randint(1, 2)))
@@ -198,7 +202,7 @@ def fit_form(
             if len(set(every)) == 1 and len(every[0]) <= 12:
                 decided[prefix] = None
                 continue
-            outer = [name for name in _INDEX.findall(prefix)]
+            outer = _INDEX.findall(prefix)
             samples, target = [], []
             for p, by_outer in enumerate(sets):
                 for indices, numbers in by_outer.items():
@@ -256,6 +260,8 @@ def fit_form(
         exists = _exists(at_all[outer], domain, present, envs, fields)
         if exists is None:
             raise NotFitted(f"{form}: when {pattern} exists")
+        if 0 < len({p for (p, _, _), here in zip(domain, present, strict=True) if here}) < FEWEST:
+            raise TooFew(f"{form}: {pattern} was seen too rarely")
         inside = [(p, indices, env) for (p, indices, env), here in zip(domain, present, strict=True) if here]
         shapes = [seen_at[p][indices][0] for p, indices, _ in inside]
         states = [seen_at[p][indices][1] for p, indices, _ in inside]
@@ -484,7 +490,7 @@ def table_of(model_type: str) -> tuple[str, dict[str, Any] | None, list[str]]:
     table: dict[str, Any] = {"usual": "", "fields": {}, "ranges": {}, "rows": [], "models": {}}
     names: dict[tuple[str, str, str], str] = {}
     numbers: dict[str, int] = {}
-    for name in CLASSES(model_type):
+    for name in classes_of(model_type):
         began = time.process_time()
         snapshot = json.dumps(table), dict(names), dict(numbers)
         try:
@@ -507,17 +513,32 @@ def table_of(model_type: str) -> tuple[str, dict[str, Any] | None, list[str]]:
 def add_class(kind: Kind, name: str, table: dict[str, Any], names: dict[Any, str], numbers: dict[str, int]) -> None:
     base = first_probe(kind, name)
     labels: dict[str, list[Any]] = {"id2label": []} if "Classification" in name else {}
-    decoder = bool(kind.known) and "MaskedLM" not in table["usual"]
+    decoder = bool(kind.known) and table["usual"].endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
+    decoder &= name.endswith(("Model", "ForSequenceClassification"))
     fields = kind.known | labels if decoder else relevant(kind, name, base)
     kind.known = kind.known or fields
-    found = probes(kind, name, base, fields, PROBES, 1)
     asked = sorted(fields, key=lambda f: (f.count("."), f))
-    entries: dict[str, str] = {}
-    OVER.clear()
-    for form in sorted({form for probe in found for form in probe[2]}, reverse=True):
-        ranges, rows = fit_form(found, form, asked, names)
-        table["ranges"] |= ranges
-        entries[form] = runs([numbers.setdefault(json.dumps(row), len(numbers)) for row in rows])
+    count = PROBES
+    while True:
+        found = probes(kind, name, base, fields, count, 1)
+        tried_names, tried_ranges = dict(names), {}
+        forms_seen: dict[str, list[list[Any]]] = {}
+        OVER.clear()
+        try:
+            for form in sorted({form for probe in found for form in probe[2]}, reverse=True):
+                ranges, forms_seen[form] = fit_form(found, form, asked, tried_names)
+                tried_ranges |= ranges
+            break
+        except TooFew:
+            count *= 2
+            if count > MOST_PROBES:
+                raise
+    names |= tried_names
+    table["ranges"] |= tried_ranges
+    entries = {
+        form: runs([numbers.setdefault(json.dumps(row), len(numbers)) for row in rows])
+        for form, rows in forms_seen.items()
+    }
     table["rows"] = [json.loads(row) for row in numbers]
     table["models"][name] = entries
     used = {n for text in texts(table) for n in tables.parse(text).names}
@@ -537,23 +558,22 @@ def add_class(kind: Kind, name: str, table: dict[str, Any], names: dict[Any, str
         }
         todo = sorted(asked_by_defaults - set(mine))
     table["fields"] = in_order(mine)
-    aliases = {}
-    for section, cls in [("", kind.config(found[0][0]))]:
-        for alias, field in getattr(cls, "attribute_map", {}).items():
-            if field in table["fields"] and alias not in table["fields"]:
-                aliases.setdefault(field, []).append(alias)
-    for part in {f.rpartition(".")[0] for f in table["fields"]} - {""}:
-        cls = kind.config(found[0][0])
-        for step in part.split("."):
-            cls = getattr(cls, step)
-        for alias, field in getattr(cls, "attribute_map", {}).items():
-            if f"{part}.{field}" in table["fields"]:
-                aliases.setdefault(f"{part}.{field}", []).append(f"{part}.{alias}")
+    aliases: dict[str, list[str]] = {}
+    for section in sorted({f.rpartition(".")[0] for f in table["fields"]}):
+        part = kind.config(found[0][0])
+        for step in section.split(".") if section else ():
+            part = getattr(part, step)
+        prefix = f"{section}." if section else ""
+        for alias, field in sorted(getattr(part, "attribute_map", {}).items()):
+            if prefix + field in table["fields"] and prefix + alias not in table["fields"]:
+                aliases.setdefault(prefix + field, []).append(prefix + alias)
     if aliases:
         table["aliases"] = aliases
     built = model(name, kind.config(found[0][0]))
     if patterns := sorted(built._keys_to_ignore_on_load_unexpected or ()):
         table["ignored"] = sorted({*table.get("ignored", ()), *patterns})
+    if is_tied_by_text(kind):
+        table["tied_by"] = "text_config.tie_word_embeddings"
     check(kind, name, table, found[:3] + probes(kind, name, base, fields, HELD_OUT, 2))
 
 
@@ -620,24 +640,34 @@ def check(kind: Kind, name: str, table: dict[str, Any], held_out: list[Probe]) -
 # ---------------------------------------------------------------- models within models
 
 
-def with_parts(model_type: str, lines: dict[str, Any]) -> None:
-    """Adds to a table which model types its sections may hold, each tried with transformers.
+def with_parts(model_type: str) -> tuple[str, dict[str, Any]]:
+    """A table with the model types that its sections may hold, each tried with transformers.
 
     `sections`: section -> the type that the rows are of, where a configuration may name another; `mounts`: class ->
-    form -> section -> what stands before the names of that model; `others`: the types proven to fit in there.
+    form -> section -> what stands before the names of that model; `others`: the types proven to fit in there; `flat`:
+    the section whose fields older configurations give at the top.
     """
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity(60)
+    lines: dict[str, Any] = json.loads(OUT.read_text(encoding="utf-8"))
     table = lines[model_type]
     kind = KINDS.get(model_type, Kind(model_type))
     sections = {name.removesuffix(".model_type"): usual for name, usual in kind.sections().items()}
     free = {s: usual for s, usual in sections.items() if "." not in s and is_free(kind, s)}
-    for key in ("sections", "mounts", "others"):
+    for key in ("sections", "mounts", "others", "flat", "tied_by", "words"):
         table.pop(key, None)
+    if "tie_word_embeddings" in table["fields"] and is_tied_by_text(kind):
+        table["tied_by"] = "text_config.tie_word_embeddings"
+    if words := words_of(kind, table):
+        table["words"] = words
+    if "text_config" in sections and is_flat(kind):
+        table["flat"] = "text_config"
     if not free:
-        return
+        return model_type, table
     table["sections"] = free
     mounts: dict[str, Any] = {}
     for name in table["models"]:
-        declared, env, found = first_probe(kind, name, 200)
+        declared, _, found = first_probe(kind, name, 200)
         document = kind.config(declared).to_dict()
         for form, tensors in found.items():
             for section, usual in free.items():
@@ -653,20 +683,53 @@ def with_parts(model_type: str, lines: dict[str, Any]) -> None:
                 if not fits(kind, table, section, other):
                     others[section].remove(other)
             table["others"] = others
+    return model_type, table
 
 
-OTHERS = "llama mistral qwen2 qwen3 gemma gemma2 phi3 clip_vision_model siglip_vision_model pixtral".split()
+OTHERS = ["llama", "mistral", "qwen2", "qwen3", "clip_vision_model", "siglip_vision_model"]
+"""What published vision-language models hold."""
+
+
+def words_of(kind: Kind, table: dict[str, Any]) -> dict[str, list[str]]:
+    """List of a word per layer -> the words that the table knows; older configurations use others."""
+    conditions = " ".join([text for row in table["rows"] for text in (*row[1], *row[2:])])
+    found = {}
+    for field, (form, *_) in table["fields"].items():
+        if form == "list":
+            usual = kind.defaults().get(field)
+            words = {item for item in usual if isinstance(item, str)} if isinstance(usual, list) else set()
+            words |= set(re.findall(rf"{re.escape(field)}\[\w+\] [!=]= '([^']*)'", conditions))
+            if words:
+                found[field] = sorted(words)
+    return found
+
+
+def is_tied_by_text(kind: Kind) -> bool:
+    """Whether a head is tied too where the section `text_config` alone says so."""
+    try:
+        return bool(
+            kind.config({"tie_word_embeddings": False, "text_config.tie_word_embeddings": True}).tie_word_embeddings
+        )
+    except Exception:
+        return False
+
+
+def is_flat(kind: Kind) -> bool:
+    """Whether a configuration without the section `text_config` gives its fields beside the other sections."""
+    try:
+        given = kind.config({"hidden_size": 840, "num_hidden_layers": 3, "vocab_size": 777}).text_config
+    except Exception:
+        return False
+    return (given.hidden_size, given.num_hidden_layers, given.vocab_size) == (840, 3, 777)
 
 
 def is_free(kind: Kind, section: str) -> bool:
     """Whether the type of a section is for the configuration to say."""
     types = set()
-    for other in ("llama", "mistral", "clip_vision_model"):
-        try:
+    for other in ("llama", "mistral", "gemma2", "clip_vision_model", "siglip_vision_model"):
+        with suppress(Exception):
             types.add(type(getattr(kind.config({f"{section}.model_type": other}), section)))
-        except Exception:
-            continue
-    return len(types) > 1
+    return len(types) != 1  # none: the class refuses these, which says that it looks at the type
 
 
 def prefix_of(part: Any, model_type: str, section: dict[str, Any], form: str, tensors: Form) -> str | None:
@@ -731,8 +794,8 @@ def main() -> None:
     wanted = [a for a in sys.argv[1:] if not a.startswith("-")]
     lines: dict[str, Any] = json.loads(OUT.read_text(encoding="utf-8")) if wanted or "--parts" in sys.argv else {}
     left_out = 0
-    if "--parts" not in sys.argv:
-        with ProcessPoolExecutor(WORKERS) as pool:
+    with ProcessPoolExecutor(WORKERS) as pool:
+        if "--parts" not in sys.argv:
             for job in as_completed([pool.submit(table_of, model_type) for model_type in wanted or ALL]):
                 model_type, table, left = job.result()
                 lines.pop(model_type, None)
@@ -743,34 +806,37 @@ def main() -> None:
                     print("  left out:", line, flush=True)
                 left_out += len(left)
                 write(lines)
-    for model_type in sorted(lines):
-        base = auto.MODEL_MAPPING_NAMES.get(model_type)
-        if base in lines[model_type].get("models", ()):
-            lines[model_type]["base"] = base
-    for model_type in sorted(lines):
-        if model_type and (not wanted or model_type in wanted):
-            with_parts(model_type, lines)
-            write(lines)
-    write_counts(lines)
+        for model_type, table in lines.items():
+            base = auto.MODEL_MAPPING_NAMES.get(model_type)
+            if base in table.get("models", ()):
+                table["base"] = base
+        write(lines)
+        types = [model_type for model_type in sorted(lines) if model_type]
+        for model_type, table in pool.map(with_parts, types):
+            lines[model_type] = table
+        write(lines)
+        cases = [case for cases in pool.map(counts_of, types) for case in cases]
+        COUNTS.write_text("[\n" + ",\n".join(cases) + "\n]\n", encoding="utf-8")
     classes = sum(len(table["models"]) for key, table in lines.items() if key)
     print(f"{len(lines) - 1} model types, {classes} classes, {left_out} left out")
 
 
-def write_counts(lines: dict[str, Any]) -> None:
-    """One more configuration of every class with the numbers that transformers gives, for the tests."""
+def counts_of(model_type: str) -> list[str]:
+    """One more configuration of the first two classes of a type with the numbers that transformers gives."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity(60)
+    kind = KINDS.get(model_type, Kind(model_type))
     cases = []
-    for model_type in sorted(lines):
-        kind = KINDS.get(model_type, Kind(model_type))
-        for name in lines[model_type].get("models", ()):
-            probe = first_probe(kind, name, 300)
-            config = json.loads(kind.config(probe[0]).to_json_string(use_diff=True))
-            config |= {"model_type": model_type, "architectures": [name]}
-            forms = {
-                form: [len(tensors), sum(math.prod(shape) for shape, _ in tensors.values())]
-                for form, tensors in probe[2].items()
-            }
-            cases.append(json.dumps({"config": config, "forms": forms}, sort_keys=True))
-    COUNTS.write_text("[\n" + ",\n".join(cases) + "\n]\n", encoding="utf-8")
+    for name in list(tables.entry(huggingface.FILE, model_type)["models"])[:2]:
+        probe = first_probe(kind, name, 300)
+        config = json.loads(kind.config(probe[0]).to_json_string(use_diff=True))
+        config |= {"model_type": model_type, "architectures": [name]}
+        forms = {
+            form: [len(tensors), sum(math.prod(shape) for shape, _ in tensors.values())]
+            for form, tensors in probe[2].items()
+        }
+        cases.append(json.dumps({"config": config, "forms": forms}, sort_keys=True))
+    return cases
 
 
 def write(lines: dict[str, Any]) -> None:

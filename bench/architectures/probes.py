@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import transformers
+from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 Flat = dict[str, Any]
@@ -80,7 +81,7 @@ class Kind:
         model_type: of its configuration class.
         fixed: field -> value in every probe.
         choices: field -> the values that probes take.
-        equal: field -> the field that it must equal.
+        derived: field -> what it must be for the others.
         extra: fields that the class does not declare, found by `huggingface.undeclared`.
         known: what was found to matter for the first class.
     """
@@ -88,7 +89,7 @@ class Kind:
     model_type: str
     fixed: Flat = field(default_factory=dict)
     choices: dict[str, list[Any]] = field(default_factory=dict)
-    equal: dict[str, str] = field(default_factory=dict)
+    derived: dict[str, Callable[[Flat], Any]] = field(default_factory=dict)
     extra: list[str] = field(default_factory=list)
     known: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -96,6 +97,10 @@ class Kind:
         """The configuration that a config.json with these values gives."""
         document = nested(values) | {"model_type": self.model_type}
         return transformers.CONFIG_MAPPING[self.model_type].from_dict(document)
+
+    def consistent(self, values: Flat) -> Flat:
+        """The values with those that follow from others."""
+        return values | {name: follow(values) for name, follow in self.derived.items()}
 
     def sections(self) -> Flat:
         """The model types of its sections, as its class has them by default."""
@@ -118,8 +123,6 @@ class Kind:
             values |= self._section(rng, names, defaults, values)
         for name, options in self.choices.items():
             values[name] = rng.choice(options)
-        for name, other in self.equal.items():
-            values[name] = values[other]
         layers = {name.rpartition(".")[0]: v for name, v in values.items() if LAYERS.match(name.rpartition(".")[2])}
         for name, value in defaults.items():
             section, _, last = name.rpartition(".")
@@ -190,7 +193,22 @@ def forms(built: Any) -> dict[str, Form]:
 
     saved = {k: (tuple(v.shape), why(k, weights_saved, untied_saved)) for k, v in all_saved.items()}
     memory = {k: (tuple(v.shape), why(k, weights, untied)) for k, v in state.items()}
-    return {"saved": saved} if memory == saved else {"saved": saved, "in memory": memory}
+    found = {"saved": saved} | ({"in memory": memory} if memory != saved else {})
+    if type(built).__name__.endswith("ForConditionalGeneration") and (renamed := older_names(built, all_saved)):
+        found["saved by older versions"] = {renamed[key]: value for key, value in saved.items()}
+    return found
+
+
+def older_names(built: Any, saved: dict[str, Any]) -> dict[str, str]:
+    """Key of save_pretrained -> the key that files of older versions hold; {} where they are the same.
+
+    A model that was loaded from such a file is saved in its names again.
+    """
+    built._weight_conversions = get_model_conversion_mapping(built, add_legacy=False) or None
+    before = list(_saved(built, dict(built.state_dict())))
+    del built._weight_conversions
+    renamed = dict(zip(saved, before, strict=True)) if len(before) == len(saved) else {}
+    return renamed if set(before) != set(saved) and len(set(before)) == len(before) else {}
 
 
 def in_memory(built: Any) -> dict[str, Form]:

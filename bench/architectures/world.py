@@ -28,7 +28,9 @@ def row(folder: Path) -> tuple[str, ...] | None:
         return None
     stored = set(index["weight_map"])
     total = (index.get("metadata") or {}).get("total_size")
-    cells = (folder.name.replace("+", "/", 1), str(config.get("model_type")))
+    published = str(config.get("_name_or_path"))
+    name = published if re.fullmatch(r"[A-Z][\w-]*/[\w.-]+", published) else folder.name.replace("+", "/", 1)
+    cells = (name, str(config.get("model_type")))
     try:
         models = expected_models(config)
     except NoTable as reason:
@@ -68,7 +70,11 @@ def explanation(model: Expected, keys: dict[str, int], stored: set[str], size: i
     if not parts and total and size != total:
         wide = {name: size * width / BYTES.get(model.dtype or "float32", 4) for name, width in BYTES.items()}
         fits = [name for name, bytes_ in wide.items() if bytes_ == total]
-        parts.append(f"stored as {fits[0]}, declared {model.dtype}" if fits else f"bytes differ by {total - size:,}")
+        parts.append(
+            f"stored as {fits[0]}, declared {model.dtype or 'no dtype'}"
+            if fits
+            else f"bytes differ by {total - size:,}"
+        )
     if extra := [key for key in stored if key in model.tensors and not model.tensors[key].needed]:
         parts.append(f"stored though not needed: {', '.join(sorted(extra)[:2])}")
     return "; ".join(parts)
@@ -79,10 +85,13 @@ def main() -> None:
     print("| model | model_type | keys predicted / stored | bytes predicted / total_size | difference |")
     print("|---|---|--:|--:|---|")
     for cells in rows:
-        print(f"| {' | '.join(cells)} |")
+        if not cells[2].startswith("-"):
+            print(f"| {' | '.join(cells)} |")
     known = [cells for cells in rows if not cells[2].startswith("-")]
     equal = [cells for cells in known if not cells[4]]
-    print(f"\n{len(rows)} models, {len(known)} with a table, {len(equal)} equal to the byte.")
+    print(f"\n{len(rows)} models, {len(known)} with a table, {len(equal)} equal to the byte. Not judged:\n")
+    for reason, count in Counter(cells[4] for cells in rows if cells[2].startswith("-")).most_common():
+        print(f"- {reason}{f' ({count})' if count > 1 else ''}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Sizes and conditions of a table as text, `num_key_value_heads * head_dim`: parsed and evaluated here, never by Python.
+"""Sizes and conditions of a table as text, `num_key_value_heads * head_dim`: evaluated here, never by Python.
 
-Numbers, texts in single quotes, names of fields (with dots into sections), `+ - * // %`, comparisons, `in`, `and`, `or`,
-`not`, `a if condition else b`, an item of a list `layer_types[layer]`, and `max`, `min`, `len`, `int`. Nothing grows
-without bound: texts are short, nesting is shallow, and no result reaches 2**62.
+Numbers, texts in single quotes, names of fields (with dots into sections), `+ - * // %`, comparisons, `in`, `and`,
+`or`, `not`, `a if condition else b`, an item of a list `layer_types[layer]`, and `max`, `min`, `len`, `int`. Nothing
+grows without bound: texts are short, nesting is shallow, and no result reaches 2**62.
 """
 
 from __future__ import annotations

@@ -178,10 +178,13 @@ def _values(config: Mapping[str, object], table: Mapping[str, Any]) -> dict[str,
         ExpressionError: a default that follows from other fields has no value.
     """
     values: dict[str, object] = {}
+    section = table.get("flat", "")
+    flat = f"{section}." if section and section not in config else ""
     for name, (kind, *defaults) in table["fields"].items():
-        declared = [value for path in (name, *table.get("aliases", {}).get(name, ())) for value in _at(config, path)]
-        if not declared and table.get("flat") and "." in name:
-            declared = list(_at(config, name.partition(".")[2]))
+        paths = (name, *table.get("aliases", {}).get(name, ()))
+        declared = [value for path in paths for value in _at(config, path)]
+        if flat and not declared:
+            declared = [value for path in paths if path.startswith(flat) for value in _at(config, path[len(flat) :])]
         value = declared[0] if declared else None
         if value is not None and not _is_kind(value, kind):
             raise NoTable(f"{name} is {printable(repr(value)[:60])}, and no {kind}")
@@ -189,7 +192,12 @@ def _values(config: Mapping[str, object], table: Mapping[str, Any]) -> dict[str,
             raise NoTable(f"it does not give {name}")
         if value is None and defaults and (not declared or len(defaults) > 1):
             value = _default(defaults[-1 if declared else 0], values)
+        known = table.get("words", {}).get(name)
+        if known and isinstance(value, list) and not all(word in known for word in value):
+            raise NoTable(f"{name} holds another word than {', '.join(known)}")
         values[name] = value
+    if "tied_by" in table and next(_at(config, table["tied_by"]), None) is True:
+        values["tie_word_embeddings"] = True
     return values
 
 

@@ -71,7 +71,8 @@ def test_names_are_listed_once_in_their_order() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", " ", "1 +", "* 2", "2 ** 3", "a b", "a(1)", "max(1)", "len(a, b)", "(1", "1)", "a[1", "'open", "a.1", "a..b",
-     "1 if a",      "__import__('os')", "lambda: 1", "a = 1", "a; b", "a.b()", "[1]", "in", "0x10", "1e9", "1_000", "a < b < c", "\0"],
+     "1 if a", "__import__('os')", "lambda: 1", "a = 1", "a; b", "a.b()", "[1]", "in", "0x10", "1e9", "1_000",
+     "a < b < c", "\0"],
 )  # fmt: skip
 def test_what_is_no_expression_is_refused(text: str) -> None:
     with pytest.raises(ExpressionError):
