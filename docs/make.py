@@ -1,4 +1,7 @@
-"""Writes the generated pages: `docs/rules/`, and what the commands of `docs/tour.md` and `docs/recipes.md` print. Run it from anywhere."""
+"""Writes the generated pages: `docs/rules/`, and what the commands of the tour and the recipes print.
+
+Run it from anywhere.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.fit.judgement import Fit, implied_bytes, judged
+from ckptlint.analysis.fit.judgement import Fit, implied_bytes, judged, numbered_layer
 from ckptlint.analysis.fit.wording import core_note, doubt_note, field_text, listed, model_name, whole_layers
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces, human_bytes, plural, ranges
@@ -111,8 +111,8 @@ def _experts(fit: Fit) -> str:
 
 def _roles(fit: Fit, whole: dict[str, list[int]]) -> int:
     """How many patterns the tensors of whole layers fold into."""
-    gone = {f"{block}.{number}." for block, numbers in whole.items() for number in numbers}
-    return len(braces(name for name in fit.missing if any(name.startswith(start) for start in gone)))
+    gone = {(block, number) for block, numbers in whole.items() for number in numbers}
+    return len(braces(name for name in fit.missing if numbered_layer(name) in gone))
 
 
 def _layers_field(fit: Fit) -> str:

@@ -33,8 +33,8 @@ _COMPUTED = frozenset(
     | {"num_batches_tracked", "running_mean", "running_var", "num_updates"}
 )
 _LABELS = frozenset({"id2label"})  # of a classifier, which says itself how many it has
-_FEW = 1000
 _WIDE = 8
+_FEW, _MORE = 20_000, 50  # a configuration may imply so many tensors, or so many for each that is stored
 _LAYERS = re.compile(r"(?P<home>.*?)\.?(?:layers|h|blocks?|layer)\.(?P<number>\d+)\..+")
 _MTP = ("num_nextn_predict_layers", "mtp_num_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
@@ -133,14 +133,14 @@ def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
         return "no configuration of a model lies with these tensors"
     values, source = ckpt.config.values, ckpt.config.file
     try:
+        most = max(_FEW, _MORE * len(ckpt.tensors))  # more is another model's
         if ckpt.is_megatron:
-            most = 4 * len(ckpt.tensors) + _FEW  # other arguments are not those of this model
             return megatron.expected_models(values, source, megatron.naming_of(ckpt.tensors), most)
         if source == "params.json":
             return mistral.expected_models(values, source)
         if source == "adapter_config.json":
             return "beside an adapter lies the configuration of the adapter, which CFG006 and CFG007 judge"
-        return huggingface.expected_models(values, source)
+        return huggingface.expected_models(values, source, most)
     except NoTable as reason:
         return str(reason)
 
