@@ -9,6 +9,7 @@ from ckptlint.analysis.fit.judgement import Fit, config_fit
 from ckptlint.analysis.fit.pairing import INNER_WORDS, WRAPPER_WORDS
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.vocabulary.config_fields import MODEL_CONFIG
 
 _LEAST = 0.5
 _LEADING = frozenset({"module", "base_model"})
@@ -32,7 +33,7 @@ def renamed_keys(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.state_dict.get_model_state_dict
     """
-    if ckpt.format != "safetensors" or ckpt.config is None:
+    if ckpt.format != "safetensors" or ckpt.config is None or ckpt.config.file != MODEL_CONFIG:
         raise NotApplicable("these are no files that a library loads by a configuration")
     fit = config_fit(ckpt)
     if isinstance(fit, Fit):

@@ -8,9 +8,9 @@ from ckptlint.architecture.adapters import PREFIX, AdapterConfig, endings, facto
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces, plural, printable
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG
 from ckptlint.vocabulary.keys import WRAPPING
 
-CONFIG = "adapter_config.json"
 _SHOWN = 6
 _LONGEST = 60
 _ALTERNATIVES = (frozenset({"classifier", "score"}), frozenset({"embed_tokens", "lm_head"}))
@@ -44,7 +44,7 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
     if not ckpt.is_safetensors or not ckpt.metadata_file.startswith("adapter_model"):
         raise NotApplicable("no adapter as peft saves them")
     if ckpt.config is None:
-        if ckpt.tensors and not any(problem.file == CONFIG for problem in ckpt.problems):
+        if ckpt.tensors and not any(problem.file == ADAPTER_CONFIG for problem in ckpt.problems):
             yield _without_config(ckpt)
         return
     config = read_adapter_config(ckpt.config.values)
@@ -55,7 +55,8 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
     modules = {factors.module: factors for factors in factors_of(ckpt.tensors)}
     if not modules:
         yield _finding(
-            f"{CONFIG} says LORA, and none of {plural(len(ckpt.tensors), 'tensor')} is a factor of it", "factors"
+            f"{ADAPTER_CONFIG} says LORA, and none of {plural(len(ckpt.tensors), 'tensor')} is a factor of it",
+            "factors",
         )
         return
     yield from _names(ckpt)
@@ -67,9 +68,9 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _without_config(ckpt: Checkpoint) -> Finding:
     return Finding(
-        f"{ckpt.metadata_file} lies here without {CONFIG}",
+        f"{ckpt.metadata_file} lies here without {ADAPTER_CONFIG}",
         at=Location(file=ckpt.metadata_file),
-        missing=(CONFIG,),
+        missing=(ADAPTER_CONFIG,),
         severity=Severity.INFO,
         why="peft cannot load it, and the factor that scales it (lora_alpha / r) is known nowhere else",
         hint="copy it from where the adapter was written",
@@ -129,7 +130,7 @@ def _ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
     for (rank, expected_ranks), keys in odd.items():
         wanted, verb = " or ".join(map(str, expected_ranks)), "have" if len(keys) > 1 else "has"
         yield _finding(
-            f"{plural(len(keys), 'module')} {verb} rank {rank}, and {CONFIG} says {wanted}",
+            f"{plural(len(keys), 'module')} {verb} rank {rank}, and {ADAPTER_CONFIG} says {wanted}",
             f"rank {rank}",
             at=Location.of(ckpt.tensors[keys[0]]),
             notes=(
@@ -137,7 +138,7 @@ def _ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
                 *_listed("keys", braces(keys)),
             ),
             why="peft builds the adapter with the declared rank and stops with a size mismatch",
-            hint=f"set r or rank_pattern of {CONFIG} as the run had it; lora_alpha belongs to it",
+            hint=f"set r or rank_pattern of {ADAPTER_CONFIG} as the run had it; lora_alpha belongs to it",
         )
 
 
@@ -160,7 +161,7 @@ def _magnitudes(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
             "use_dora",
             Severity.WARNING,
             why="peft then builds no magnitudes and ignores these, so the adapter is another one than was trained",
-            hint=f"set use_dora in {CONFIG} as the run had it",
+            hint=f"set use_dora in {ADAPTER_CONFIG} as the run had it",
         )
 
 
@@ -219,7 +220,7 @@ def _finding(
 ) -> Finding:
     return Finding(
         message,
-        at=at or Location(file=CONFIG),
+        at=at or Location(file=ADAPTER_CONFIG),
         missing=(what,),
         severity=severity,
         notes=notes,

@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from ckptlint.analysis.fit.judgement import explains_bytes
+from ckptlint.analysis.fit.judgement import explains_bytes, judges
 from ckptlint.model import Checkpoint, WeightIndex
 from ckptlint.model.text import braces, human_bytes, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -193,6 +193,8 @@ def _lost_numbers(ckpt: Checkpoint) -> list[tuple[int, set[int], set[int]]]:
 def _numbers(ckpt: Checkpoint) -> Iterator[Finding]:
     """Numbers k of the names `<stem>-<k>-of-<N>` that no file has."""
     is_listed = ckpt.index is not None
+    if is_listed and judges(ckpt):
+        return  # CFG001 tells what the lost files held
     for total, present, missing in _lost_numbers(ckpt):
         yield Finding(
             f"{'file' if len(missing) == 1 else 'files'} {ranges(missing)} of {total} "

@@ -15,12 +15,11 @@ from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.model import CommonState, Declared, ModelConfig, Problem
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import READABLE, Folder
-from ckptlint.vocabulary.config_fields import attributes, read_declared
+from ckptlint.vocabulary.config_fields import MODEL_CONFIG, attributes, read_declared
 
 COMMON_FILE = "common.pt"
 COMMON_ENTRY = "common_state/shard_0_1"
 RUN_CONFIG = "run_config.yaml"
-MODEL_CONFIG = "config.json"
 CONFIG_LIMIT = 64 * 1024**2
 OWN_ENTRIES = ("args", "checkpoint_version", "iteration")
 

@@ -36,6 +36,7 @@ from ckptlint.model.layout import IntArray, Layout
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
+from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG
 from ckptlint.vocabulary.litter import is_litter
 from ckptlint.vocabulary.mesh import read_topology
 
@@ -216,7 +217,7 @@ def _own_config(folder: Folder, files: list[str]) -> tuple[ModelConfig | None, l
     Source:
         peft `adapter_config.json`; mistral-inference `params.json`, beside `consolidated*.safetensors`
     """
-    kinds = ((_ADAPTER, "adapter_config.json"), (_MISTRAL, "params.json"))
+    kinds = ((_ADAPTER, ADAPTER_CONFIG), (_MISTRAL, MISTRAL_CONFIG))
     name = next((name for kind, name in kinds if files and all(map(kind.fullmatch, files))), "")
     if not name or not folder.has(name):
         return None, []

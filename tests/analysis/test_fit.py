@@ -194,7 +194,8 @@ def test_weights_that_no_library_loads_by_the_configuration_are_not_held_against
     shutil.copy(export / "config.json", tmp_path)
     shutil.copy(export / "model.safetensors", tmp_path / name)
     assert ckptlint.load(tmp_path).config is None
-    assert not [item for item in ckptlint.check(tmp_path).diagnostics if item.code.startswith("CFG")]
+    loud = {"CFG001", "CFG002", "CFG003", "CFG004", "CFG005"}
+    assert not [item for item in ckptlint.check(tmp_path).diagnostics if item.code in loud]
 
 
 def test_a_large_configuration_is_not_read(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ def test_no_regular_expression_of_a_file_is_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[1]", "[" * 100_000, '{"r": ' + "9" * 10_000 + "}", "\x00\xff", '{"a": "' + "x" * 1024**2 + '"}'],
+    ["", "{", "[1]", "[" * 100_000, '{"r": ' + "9" * 10_000 + "}", "\x00\xff", '{"a": "' + "x" * 3 * 1024**2 + '"}'],
     ids=["empty", "cut", "list", "deep", "digits", "noise", "large"],
 )
 def test_a_configuration_that_cannot_be_used_is_one_sentence(text: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from ckptlint.architecture.expected import Expected, ExpectedTensor, NoTable
 from ckptlint.model import Checkpoint, Declared, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.rule import NotApplicable
+from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import COPIES, is_adapter, parse, role
 
@@ -136,9 +137,9 @@ def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
         most = max(_FEW, _MORE * len(ckpt.tensors))  # more is another model's
         if ckpt.is_megatron:
             return megatron.expected_models(values, source, megatron.naming_of(ckpt.tensors), most)
-        if source == "params.json":
+        if source == MISTRAL_CONFIG:
             return mistral.expected_models(values, source)
-        if source == "adapter_config.json":
+        if source == ADAPTER_CONFIG:
             return "beside an adapter lies the configuration of the adapter, which CFG006 and CFG007 judge"
         return huggingface.expected_models(values, source, most)
     except NoTable as reason:
