@@ -1,4 +1,7 @@
-"""Writes the generated pages: `docs/rules/`, and what the commands of `docs/tour.md` print. Run it from anywhere."""
+"""Writes the generated pages: `docs/rules/`, and what the commands of the tour and the recipes print.
+
+Run it from anywhere.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ def pages() -> dict[Path, str]:
     rules = load_rules()
     found = {DOCS / "rules" / f"{rule.code}.md": rule_page(rule) for rule in rules}
     found[DOCS / "rules" / "README.md"] = rule_list(rules)
-    found[DOCS / "tour.md"] = tour((DOCS / "tour.md").read_text(encoding="utf-8"))
+    for name in ("tour.md", "recipes.md"):
+        found[DOCS / name] = printed((DOCS / name).read_text(encoding="utf-8"))
     return found
 
 
@@ -66,8 +70,8 @@ def rule_list(rules: tuple[Rule, ...]) -> str:
     return f"# Rules\n\nOne page per rule, made from its docstring and its fixture by `docs/make.py`.\n\n{table}\n"
 
 
-def tour(text: str) -> str:
-    """The tour with what its commands print now; a graph for mermaid is drawn below its text."""
+def printed(text: str) -> str:
+    """A page with what its commands print now; a graph for mermaid is drawn below its text."""
     return _CONSOLE.sub(_printed, _MERMAID.sub("", text))
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fractions import Fraction
 
+from ckptlint.analysis.fit.judgement import foreign_sizes, judges
 from ckptlint.analysis.trusted_config import Contradiction, LayerCount, contradictions, layer_counts
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import ranges
+from ckptlint.model.text import gaps, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -23,7 +24,9 @@ def layer_count(ckpt: Checkpoint) -> Iterator[Finding]:
         `run_config.yaml` or `config.json` say; encoder and decoder have numbers of their own, layers for multi-token
         prediction and hybrid patterns are counted in. More layers than declared are a warning. When two or more
         declared sizes (layers, hidden size, experts, mesh axes, world size) contradict what is stored, that is said
-        once, as a warning, or as a note when only the mesh differs, and every other rule ignores what was declared.
+        once, as a warning, or as a note when only the mesh differs, and every other rule ignores what was declared;
+        so are two sizes of any kind where all tensors of a Megatron model are known from its arguments (CFG003).
+        Where every layer is known from a configuration (CFG001) its number is not compared.
     Why it matters:
         Whole stages are absent or hidden under the names of another stage, so their layers load with the values that
         were in memory.
@@ -37,10 +40,12 @@ def layer_count(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     if not ckpt.declared:
         raise NotApplicable("no configuration declares a number of layers")
-    foreign = contradictions(ckpt)
-    if len(foreign) >= 2:
-        yield _foreign(ckpt, foreign)
-        return
+    for foreign in (contradictions(ckpt), foreign_sizes(ckpt)):
+        if len(foreign) >= 2:
+            yield _foreign(ckpt, foreign)
+            return
+    if judges(ckpt):
+        raise NotApplicable("CFG001 and CFG002 hold every layer against the configuration")
     counts = layer_counts(ckpt)
     if not counts:
         raise NotApplicable("no declared number of layers belongs to a block here")
@@ -55,8 +60,8 @@ def _finding(ckpt: Checkpoint, count: LayerCount) -> Finding:
     if count.stages:
         notes.append(("stages", f"{', '.join(map(str, count.stages))} layers under {len(count.stages)} prefixes"))
     elif count.numbers:
-        lost = sorted(set(range(declared)) - set(count.numbers))
-        notes.append(("layers", f"{ranges(count.numbers)} stored" + (f", {ranges(lost)} missing" if lost else "")))
+        lost = gaps(count.numbers, declared)
+        notes.append(("layers", f"{ranges(count.numbers)} stored" + (f", {lost} missing" if lost else "")))
     else:
         notes.append(("layers", f"{count.found} stacked on dim 0 of {count.lead.key.fqn}"))
     ratio = Fraction(count.found, declared)
@@ -83,7 +88,7 @@ def _finding(ckpt: Checkpoint, count: LayerCount) -> Finding:
 
 def _foreign(ckpt: Checkpoint, foreign: tuple[Contradiction, ...]) -> Finding:
     sources = sorted({item.declared.source for item in foreign})
-    of_model = [item for item in foreign if item.name in _MODEL_SIZES]
+    of_model = [item for item in foreign if item.name in _MODEL_SIZES or item in foreign_sizes(ckpt)]
     whose = "another model" if of_model else "a job with another mesh"
     shown = ", ".join(f"{item.name} {item.declared.value} (stored: {item.found})" for item in foreign)
     return Finding(

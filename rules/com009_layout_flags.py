@@ -8,18 +8,23 @@ from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.optimizer_records import content_metadata
 from ckptlint.analysis.trusted_config import flag, trusted
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import printable
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
+_BACKEND = "torch_dist"
+_FSDP_RECORD = "optimizer.param_to_group_meta."
 
-@rule("COM009", "layout-flags", Severity.WARNING)
+
+@rule("COM009", "layout-flags", Severity.ERROR)
 def layout_flags(ckpt: Checkpoint) -> Iterator[Finding]:
     """A flag says that keys are laid out in one way, and they are laid out in the other.
 
     What it checks:
         In the `content_metadata` of Megatron-Core: singleton_local_shards goes with keys `_w` and `_v` instead of one
         fused weight, non_homogeneous_layers with numbered instead of stacked layers, chained_optim_avoid_prefix with
-        states that have no prefix `chained_<i>.`; a flag that is not there is not judged. Flattened optimizer states,
-        which newer versions refuse, are a note.
+        states that have no prefix `chained_<i>.` (all warnings); a flag that is not there is not judged. The backend in
+        `metadata.json` is the one whose files lie here. Flattened optimizer states, which newer versions refuse, are a
+        note.
     Why it matters:
         The loader asks for keys of the form that the flag names, and finds none.
     Usual causes:
@@ -29,6 +34,7 @@ def layout_flags(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.training.checkpointing._build_sharded_state_dict_metadata
     """
+    yield from _backend(ckpt)
     if not ckpt.is_megatron:
         raise NotApplicable("only Megatron-Core's torch_dist declares its layout")
     yield from _flattened(ckpt)
@@ -59,8 +65,33 @@ def _finding(ckpt: Checkpoint, name: str, value: bool, keys: list[str], found: s
         f"{name} is {value}, and {len(keys):,} keys are {found}",
         at=Location(file=source, label=f"{source}: content_metadata"),
         missing=(name, str(value)),
+        severity=Severity.WARNING,
         notes=(("expected", wanted), ("keys", ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else ""))),
         hint=f"load with {name}={not value}, or find out which of the two the writer meant",
+    )
+
+
+def _backend(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The backend that Megatron-Core chooses its reader by, against what a DCP folder can be.
+
+    Source:
+        megatron.core.dist_checkpointing.core.CheckpointingConfig: `torch_dist` or, up to 0.15, `zarr`
+    """
+    declared = ckpt.declared.get("sharded_backend")
+    if declared is None:
+        return
+    is_fsdp = any(entry.fqn.startswith(_FSDP_RECORD) for entry in ckpt.byte_objects)
+    if declared.value == _BACKEND and not is_fsdp:
+        return
+    found = "fsdp_dtensor, which has no such file" if is_fsdp else _BACKEND
+    yield Finding(
+        f"{declared.source} says sharded_backend {printable(str(declared.value))}, and what lies here is {found}",
+        at=Location(file=declared.source),
+        missing=("sharded_backend",),
+        why="Megatron-Core chooses its reader by it, and that one does not find what it reads",
+        hint=f"delete {declared.source}"
+        if is_fsdp
+        else f"restore {declared.source} from another step of the job, or set {_BACKEND} there",
     )
 
 

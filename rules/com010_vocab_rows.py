@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptlint.analysis.fit.judgement import judged_shapes
 from ckptlint.analysis.inventory import Param
 from ckptlint.analysis.trusted_config import main_params, number, trusted, trusted_topology
 from ckptlint.model import Checkpoint
@@ -16,13 +17,15 @@ _ADDED_TOKENS = 4096
 
 @rule("COM010", "vocab-rows", Severity.ERROR)
 def vocab_rows(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The embedding or the output layer has a multiple of the declared vocabulary's rows.
+    """The embedding or the output layer has a multiple of the declared vocabulary's rows, or of the other one's.
 
     What it checks:
         The rows are vocab_size, padded_vocab_size, or vocab_size rounded up to make_vocab_size_divisible_by times any
         tensor-parallel size. TP times the padded size, TP > 1, is an error; another whole multiple, or the rows of a
         single tensor-parallel rank, are a warning; other numbers far above the padded size are a note. A few thousand
-        rows more are tokens that were added.
+        rows more are tokens that were added. Where that finds nothing, or nothing is declared: embedding and output
+        layer have equal rows (a warning), in Megatron's formats exactly, elsewhere up to a factor that is no whole
+        number, since some models have a vocabulary for each.
     Why it matters:
         The load fails with a size mismatch, or the tail of the table is rows that were never trained.
     Usual causes:
@@ -32,20 +35,54 @@ def vocab_rows(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.training.tokenizer.tokenizer._vocab_size_with_padding
     """
+    tables = [p for p in main_params(ckpt) if not p.key.block and _TABLES & set(p.key.path.split("."))]
+    tables = [p for p in tables if p.key.function in ("embedding", "output") and len(p.own_shape) == 2]
+    if not tables:
+        raise NotApplicable("there is neither an embedding nor an output layer")
+    known = judged_shapes(ckpt)  # CFG003 tells of these
+    tables = [param for param in tables if param.tensor.fqn not in known]
+    found = list(_against_declared(ckpt, tables))
+    yield from found or _unequal(ckpt, tables)
+
+
+def _against_declared(ckpt: Checkpoint, tables: list[Param]) -> Iterator[Finding]:
     declared = trusted(ckpt)
     vocab, padded = number(declared, "vocab"), number(declared, "padded_vocab")
     if vocab is None and padded is None:
-        raise NotApplicable("no configuration declares a vocabulary that may be trusted")
+        return
     axis = trusted_topology(ckpt).get("tp")
     tp = axis.size if axis is not None else 1
     divisor = number(declared, "vocab_divisor")
     base = padded or _rounded(vocab or 0, (divisor or 1) * tp)
-    tables = [p for p in main_params(ckpt) if not p.key.block and _TABLES & set(p.key.path.split("."))]
     for param in tables:
-        if param.key.function in ("embedding", "output") and len(param.own_shape) == 2:
-            rows = param.own_shape[0]
-            if rows not in (vocab, base) and not _is_rounded(rows, vocab, divisor):
-                yield from _judged(ckpt, param, rows, base, tp, padded is not None)
+        rows = param.own_shape[0]
+        if rows not in (vocab, base) and not _is_rounded(rows, vocab, divisor):
+            yield from _judged(ckpt, param, rows, base, tp, padded is not None)
+
+
+def _unequal(ckpt: Checkpoint, tables: list[Param]) -> Iterator[Finding]:
+    """The one embedding and the one output layer of a model, where their rows exclude each other."""
+    names = [p.key.path for p in main_params(ckpt) if not p.key.block and len(p.own_shape) == 2]
+    if sum("embed" in name and "position" not in name for name in names) > 1:
+        return  # of text and of audio, of images: tables of other vocabularies
+    embeddings, outputs = ([p for p in tables if p.key.function == name] for name in ("embedding", "output"))
+    if len(embeddings) != 1 or len(outputs) != 1 or embeddings[0].own_shape[1] != outputs[0].own_shape[1]:
+        return
+    few, many = sorted((embeddings[0], outputs[0]), key=lambda param: param.own_shape[0])
+    rows, more = few.own_shape[0], many.own_shape[0]
+    times, rest = divmod(more, rows) if rows else (0, 1)
+    if rows == more or times > _TP_LIMIT or (rest and not ckpt.format.startswith("torch_")):
+        return  # the output of a value head has one row
+    yield Finding(
+        f"{more:,} rows{{of}} are {more - rows:,} more than those of {few.tensor.fqn}"
+        if rest
+        else f"{more:,} rows{{of}} are {times} times those of {few.tensor.fqn}",
+        at=Location.of(many.tensor),
+        severity=Severity.WARNING,
+        notes=(("rows", f"{rows:,} of {few.tensor.fqn}, {more:,} of {many.tensor.fqn}"),),
+        why="both are tables of one vocabulary, so one of them was padded twice or cut",
+        hint="compare with vocab_size and its padding in the job's configuration",
+    )
 
 
 def _judged(ckpt: Checkpoint, param: Param, rows: int, base: int, tp: int, is_padded: bool) -> Iterator[Finding]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.analysis.experts import ExpertRole, MoeLayer, moe_layers
+from ckptlint.analysis.fit.judgement import judges
 from ckptlint.analysis.trusted_config import mesh_axes, number, trusted
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges
@@ -37,6 +38,8 @@ def experts_vs_router(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint._dedup_save_plans.dedup_save_plans
     """
+    if judges(ckpt):
+        raise NotApplicable("CFG001 holds every expert against the configuration")
     layers = [layer for layer in moe_layers(ckpt) if layer.rows is not None]
     if not layers:
         raise NotApplicable("there are no routed experts with a router")

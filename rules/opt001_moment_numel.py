@@ -6,13 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from math import prod
 
-from ckptlint.analysis.inventory import Param, State, inventory_of
+from ckptlint.analysis.inventory import MASTER_COPIES, Param, State, inventory_of
 from ckptlint.analysis.optimizer_fit import PAIR, StateMismatch, elementwise_states, moment_pairs, state_mismatches
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import ranges, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _FILES = 4
+_MADE_LIKE = frozenset((*PAIR, "max_exp_avg_sq", *MASTER_COPIES))
 
 
 @rule("OPT001", "moment-numel", Severity.ERROR)
@@ -23,7 +24,8 @@ def moment_numel(ckpt: Checkpoint) -> Iterator[Finding]:
         exp_avg, exp_avg_sq, momentum_buffer, the master weights and the like have as many elements as their parameter,
         in whatever shape; the halves of a fused weight together. A warning where the shape alone differs at equal
         number of axes. Left out are scalars, factored and quantised states, flat parameters and buckets; a note is what
-        all parameters of one shape share, since it looks like an optimizer that is not known here.
+        all parameters of one shape share, since it looks like an optimizer that is not known here; moments of Adam and
+        master weights, which are made like their parameter, stay a warning when all of them are transposed.
     Why it matters:
         DCP loads a state of the recorded size without comparing it with the parameter, so a part of the moments, or
         those of other elements, are applied.
@@ -98,9 +100,10 @@ def _transposed(ckpt: Checkpoint) -> Iterator[Finding]:
         if (param := state.param) is not None and not (state.what in PAIR and param in split):
             members[param.tensor.global_shape, state.what].append((state, param))
     shapes = Counter((param, state.tensor.global_shape) for found in members.values() for state, param in found)
-    for (expected, _), found in members.items():
+    for (expected, what), found in members.items():
         odd = [(state, param) for state, param in found if _is_reshaped(state.tensor, expected)]
-        pattern = len(odd) == len(found) and len(odd) > 1
+        # Adam makes its moments like the parameter; of other states nothing says in which shape they are kept
+        pattern = len(odd) == len(found) and len(odd) > 1 and what not in _MADE_LIKE
         for state, param in odd:
             shape = state.tensor.global_shape
             word = "transposed" if shape == expected[::-1] else "of another shape"

@@ -31,7 +31,8 @@ def moment_siblings(ckpt: Checkpoint) -> Iterator[Finding]:
         The two have one shape, and one of them alone is stored only where the same parameter of other layers has one
         alone too. A warning where only the chunks differ and both are whole, or where other roles alone say that both
         belong there. Left out are parameters that OPT001 speaks about, holes (GEO004), scalars, factored and quantised
-        states; a note is what all parameters of one shape or one role share.
+        states; a warning is a shape, and a note are chunks or one moment alone, that all parameters of one shape or
+        one role share.
     Why it matters:
         Both are created and sharded together, so a difference shows that one of them is wrong and a resume goes on with
         moments of other elements or from zero.
@@ -66,7 +67,7 @@ def _shapes(pairs: list[MomentPair]) -> Iterator[Finding]:
             yield Finding(
                 f"moment{{of}} is {has}, its sibling {right.what} is {other}",
                 at=Location.of(wrong.tensor),
-                severity=Severity.INFO if pattern else None,
+                severity=Severity.WARNING if pattern else None,
                 notes=(
                     _parameter(pair.param, agrees),
                     ("chunks", f"{_count(wrong.tensor)} of {wrong.what}, {_count(right.tensor)} of {right.what}"),

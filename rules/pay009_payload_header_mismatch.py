@@ -14,7 +14,7 @@ from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.dtypes import ITEM_BITS, nbytes
+from ckptlint.vocabulary.dtypes import ITEM_BITS, loses, nbytes
 
 _PACKED = 2
 
@@ -40,9 +40,10 @@ def payload_header_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         The header inside each record names the dtype of the tensor and the shape of the chunk, and its storage is large
-        enough for them; in the SAFETENSORS mode of torch's FileSystemWriter it also names the chunk's
-        offsets. A warning where all chunks of a tensor agree on the other dtype; a note for subclasses of tensors and
-        records with several storages. Records that went through a stream transform are not opened.
+        enough for them; in the SAFETENSORS mode of torch's FileSystemWriter it also names the chunk's offsets. A
+        warning where all chunks of a tensor agree on the other dtype and no value changes when it is converted to that
+        of the metadata; a note for subclasses of tensors and records with several storages. Records that went through a
+        stream transform are not opened.
     Why it matters:
         torch takes sizes and dtype from the first rank's plan, so what another rank really wrote shows only here; a
         wrong dtype loads silently, a wrong shape fails or fills part of the chunk.
@@ -121,7 +122,8 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, found: lis
     which = f"the record of chunk {box}{{of}} holds" if len(found) == 1 else f"{len(found):,} records{{of}} hold"
     read = [row for row in range(len(tensor.chunks)) if payload.of(int(tensor.chunks.record[row])) is not None]
     agreed = first.what == "dtype" and len(found) == len(read) and len({hit.text for hit in found}) == 1
-    severity = Severity.INFO if all(hit.weak for hit in found) else Severity.WARNING if agreed else None
+    is_harmless = agreed and not loses(first.text, tensor.dtype)
+    severity = Severity.INFO if all(hit.weak for hit in found) else Severity.WARNING if is_harmless else None
     content = payload.of(record)
     stored = f"{content.dtype} {list(content.shape)}" if content and content.form != "object" else first.text
     notes: list[Note] = [
@@ -130,6 +132,9 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, found: lis
     ]
     if first.what == "dtype" and not agreed:
         notes += _ranks(ckpt, payload, tensor, read)
+    if agreed:
+        cost = "every value is converted" if is_harmless else "values change as they are converted"
+        notes.append(("load", f"a reader that makes the tensor from the metadata, such as dcp_to_torch_save: {cost}"))
     return Finding(
         f"{which} {first.text} where the metadata says {expected}",
         at=Location.of(

@@ -6,6 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from ckptlint.analysis.fit.judgement import explains_bytes, judges
 from ckptlint.model import Checkpoint, WeightIndex
 from ckptlint.model.text import braces, human_bytes, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -27,10 +28,13 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Each key of `*.safetensors.index.json` lies in the file that the index names. Without an index no number of
-        `model-<k>-of-<N>.safetensors` is missing (in the shards of torch's writer a warning: a number may belong to
-        keys that the job does not have; beside an index a note). Keys that the index lacks or has in another file, and
-        keys that two files hold without an index, are a warning. So is a `total_size` more than 1 % away from the bytes
-        that are stored, where tied weights do not explain it; smaller differences are common, and a note.
+        `model-<k>-of-<N>.safetensors` is missing (in the shards of torch's writer and beside an index a warning: a
+        number may belong to keys that were left out on purpose). Several such files without an index are a warning,
+        since transformers refuses them; a note in Mistral's own format, from torch's writer, and for names without
+        `-of-`. Keys that the index lacks or has in another file, and keys that two files hold without an index, are a
+        warning. So is a `total_size` more than 1 % away from the bytes that are stored, where tied weights do not
+        explain it; smaller differences are common, and a note. Where it is what the configuration implies, CFG001 and
+        CFG005 tell the difference.
     Why it matters:
         A loader that follows the index misses tensors, and one that takes every file reads stale ones.
     Usual causes:
@@ -113,6 +117,8 @@ def _total(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
         nbytes(tensor.dtype, tensor.volume) for tensor in ckpt.tensors.values() if parse(tensor.fqn).function in _TIED
     }  # an index that was made before one of the two was dropped counts it
     difference = index.total_size - stored
+    if explains_bytes(ckpt, index.total_size):
+        return
     is_close = abs(difference) <= _SLACK * stored or difference in tied
     yield Finding(
         f"{index.file} says {index.total_size:,} bytes in all, and {stored:,} are stored",
@@ -149,38 +155,59 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
             hint="files of an earlier export may have been left in the folder",
         )
     elif not ckpt.partial:
+        # what is numbered is read by an index; without all its files the index is no cause of its own
+        is_read_by_index = (
+            not ckpt.writer  # torch's own, whose reader takes every file
+            and all(_is_shard(file.name) for file in ckpt.files)
+            and not _lost_numbers(ckpt)
+        )
         yield Finding(
             f"the model lies in {len(ckpt.files)} files without an index",
             missing=("index",),
-            severity=Severity.INFO,
-            why="transformers needs it to load more than one file; other loaders take every file",
+            severity=Severity.WARNING if is_read_by_index else Severity.INFO,
+            why="transformers refuses to load more than one file without it; other loaders take every file",
+            hint="write the index from the headers of the files, or copy it from where the model was written",
         )
 
 
-def _numbers(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Numbers k of the names `<stem>-<k>-of-<N>` that no file has."""
+def _is_shard(name: str) -> bool:
+    """Whether a file is named as a part of a model that transformers or diffusers loads by an index."""
+    return _NUMBERS.fullmatch(name) is not None and not name.startswith("consolidated")
+
+
+def _lost_numbers(ckpt: Checkpoint) -> list[tuple[int, set[int], set[int]]]:
+    """Totals N of the names `<stem>-<k>-of-<N>`, the numbers that files have, and those that none has."""
     by_total: dict[int, set[int]] = defaultdict(set)
     for name in ckpt.files.names:
         if match := _NUMBERS.fullmatch(name):
             by_total[int(match[2])].add(int(match[1]))
+    lost = []
     for total, present in by_total.items():
         first = 0 if 0 in present else 1
-        lost = total - len(present & set(range(first, min(first + total, _MOST))))
-        if lost <= 0:
-            continue
         missing = set(range(first, min(first + total, _MOST))) - present
-        severity = None
-        if ckpt.index is not None:
-            severity = Severity.INFO
-        elif ckpt.format == "dcp-safetensors":
-            severity = Severity.WARNING
+        if missing:
+            lost.append((total, present, missing))
+    return lost
+
+
+def _numbers(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Numbers k of the names `<stem>-<k>-of-<N>` that no file has."""
+    is_listed = ckpt.index is not None
+    if is_listed and judges(ckpt):
+        return  # CFG001 tells what the lost files held
+    for total, present, missing in _lost_numbers(ckpt):
         yield Finding(
-            f"{'file' if lost == 1 else 'files'} {ranges(missing)} of {total} {'is' if lost == 1 else 'are'} missing",
+            f"{'file' if len(missing) == 1 else 'files'} {ranges(missing)} of {total} "
+            f"{'is' if len(missing) == 1 else 'are'} missing",
             at=Location(label=f"{len(present)} of {total} files are there"),
-            missing=tuple(f"{number}-of-{total}" for number in sorted(missing)[:_MOST]),
-            severity=severity,
-            why="the index names no key in them" if ckpt.index is not None else "",
-            hint="" if ckpt.index is not None else "copy the missing files again from where the model was written",
+            missing=tuple(f"{number}-of-{total}" for number in sorted(missing)),
+            severity=Severity.WARNING if is_listed or ckpt.format == "dcp-safetensors" else None,
+            why="the index names no key in them, so nothing loads from them: it was made from the files that were there"
+            if is_listed
+            else "",
+            hint="if the model is whole without them, number the files again"
+            if is_listed
+            else "copy the missing files again from where the model was written",
         )
 
 

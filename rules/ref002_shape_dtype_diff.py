@@ -7,6 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import prod
 
+from ckptlint.analysis.fit.judgement import judges
 from ckptlint.analysis.key_matching import KeyComparison, KeyPair, Shape, match_keys
 from ckptlint.analysis.trusted_config import contradictions, main_params, number
 from ckptlint.model import Checkpoint, Declared, Reference
@@ -52,8 +53,16 @@ def shape_dtype_diff(ckpt: Checkpoint) -> Iterator[Finding]:
             yield _shape_finding(ckpt, reference, pair)
         if None not in (pair.expected.dtype, pair.stored.dtype) and pair.expected.dtype != pair.stored.dtype:
             yield _dtype_finding(ckpt, reference, pair)
-    if not other_shapes:
+    if not other_shapes and not _is_own(ckpt, reference):
         yield from _counts(ckpt, reference, found)
+
+
+def _is_own(ckpt: Checkpoint, reference: Reference) -> bool:
+    """Whether the reference declares what the checkpoint's own configuration does, against which CFG rules hold it."""
+    shared = [name for name in reference.declared if name in _WORDS]
+    return judges(ckpt) and all(
+        name in ckpt.declared and ckpt.declared[name].value == reference.declared[name].value for name in shared
+    )
 
 
 def _distinct(pairs: list[KeyPair]) -> Iterator[KeyPair]:

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
+from ckptlint.analysis.fit.judgement import judges
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
@@ -20,6 +21,7 @@ _NEEDED = frozenset({"q", "qkv", "attn_out", "mlp_in", "mlp_out"})
 
 _COMPLETE = 3
 _MOST = 0.8
+_LIMIT = 100_000  # no model has as many layers, but a key may claim any number
 
 
 @rule("SHP001", "layer-gap", Severity.ERROR, whole=True)
@@ -41,6 +43,8 @@ def layer_gap(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.transformer.transformer_layer.get_transformer_layer_offset
     """
+    if judges(ckpt):
+        raise NotApplicable("CFG001 holds every key against the configuration")
     blocks: dict[Block, Layers] = defaultdict(lambda: defaultdict(list))
     for param in inventory_of(ckpt).params:
         if param.key.layer is not None and not is_adapter(param.key):
@@ -72,7 +76,7 @@ def _is_stack_of_blocks(layers: Layers) -> bool:
 
 def _gaps(ckpt: Checkpoint, block: Block, numbers: dict[Block, set[int]]) -> Iterator[Finding]:
     present = sorted(numbers[block])
-    missing = set(range(present[-1] + 1)) - numbers[block]
+    missing = set(range(min(present[-1], _LIMIT) + 1)) - numbers[block]
     for other, others in numbers.items():  # split models: each block has numbers of its own
         if other != block and other[0] == block[0] and not numbers[block] & others:
             missing -= others

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.analysis.inventory import inventory_of
+from ckptlint.analysis.key_matching import is_confirmed
 from ckptlint.analysis.layer_outliers import Outlier, dtype_outliers, local_factor, shape_outliers
 from ckptlint.analysis.projections import swap_factor
 from ckptlint.model import Checkpoint
@@ -32,8 +33,10 @@ def role_shape_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
     if "heterogeneous" not in ckpt.declared:
         for item in shape_outliers(ckpt):
             expected = item.usual
+            if not isinstance(expected, tuple) or is_confirmed(ckpt, item.param):
+                continue
             # SHP003 and SHP004 say more about these
-            if isinstance(expected, tuple) and not swap_factor(item.param, expected) and not local_factor(ckpt, item):
+            if not swap_factor(item.param, expected) and not local_factor(ckpt, item):
                 yield _shape(item, expected)
     for item in dtype_outliers(ckpt):
         yield _finding(item, f"dtype{{of}} is {item.param.tensor.dtype}", str(item.usual), ())

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.key_matching import is_confirmed
 from ckptlint.analysis.layer_outliers import shape_outliers
-from ckptlint.analysis.projections import ProjectionFamily, axis_factor, families, short_name
-from ckptlint.analysis.trusted_config import knows_mesh, mesh_axes
+from ckptlint.analysis.projections import ProjectionFamily, families, is_rank_part, short_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -51,21 +50,6 @@ def fused_component_sum(ckpt: Checkpoint) -> Iterator[Finding]:
 Found = tuple[Finding, tuple[Param, ...]]
 
 
-def _is_local(ckpt: Checkpoint, first: tuple[Param, int], second: tuple[Param, int], by_cuts: bool = False) -> bool:
-    """Whether one of two axes looks like a rank's part of the other, which SHP004 reports.
-
-    Args:
-        by_cuts: whether the cuts must show the factor even where an axis of this size is known.
-    """
-    (small, own), (large, other) = sorted((first, second), key=lambda item: item[0].own_shape[item[1]])
-    size = small.own_shape[own]
-    k, rest = divmod(large.own_shape[other], size) if size else (0, 1)
-    if rest:
-        return False
-    shows = axis_factor(large.tensor, large.own_axes[other]) == k * axis_factor(small.tensor, small.own_axes[own])
-    return (bool(mesh_axes(ckpt, k)) and (shows or not by_cuts)) or (shows and not knows_mesh(ckpt))
-
-
 # ---------------------------------------------------------------- gated projections
 
 
@@ -93,7 +77,7 @@ def _is_short_half(ckpt: Checkpoint, param: Param, other: Param) -> bool:
     differing = [axis for axis, (a, b) in enumerate(pairs) if a != b]
     if len(param.own_shape) != len(other.own_shape) or differing != [0]:
         return False
-    return _is_local(ckpt, (param, 0), (other, 0))
+    return is_rank_part(ckpt, (param, 0), (other, 0))
 
 
 def _lone_half(param: Param, wanted: str) -> Finding:
@@ -132,7 +116,7 @@ def _components(ckpt: Checkpoint) -> Iterator[Found]:
             homes[key.scope, module[:-1], what][module[-1], key.component] = param
     for parts in homes.values():
         pairs = [*_unlike(parts)]
-        if not pairs or any(_is_local(ckpt, (a, 0), (b, 0)) for a, b in pairs):
+        if not pairs or any(is_rank_part(ckpt, (a, 0), (b, 0)) for a, b in pairs):
             continue
         # the component that disagrees most often; of two the shorter one
         involved = [param for pair in pairs for param in pair]
@@ -216,5 +200,5 @@ def _is_left_to_shp004(ckpt: Checkpoint, family: ProjectionFamily) -> bool:
     (query,), (key,), (value,) = (family.weights[cls] for cls in ("q", "k", "v"))
     pairs = [((key, 0), (value, 0)), *(((query, 0), (out, 1)) for out in family.weights.get("attn_out", []))]
     return family.hidden is not None and any(
-        a[0].own_shape[a[1]] != b[0].own_shape[b[1]] and _is_local(ckpt, a, b, by_cuts=True) for a, b in pairs
+        a[0].own_shape[a[1]] != b[0].own_shape[b[1]] and is_rank_part(ckpt, a, b, by_cuts=True) for a, b in pairs
     )

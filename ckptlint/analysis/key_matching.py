@@ -14,6 +14,7 @@ from math import prod
 from pathlib import PurePath
 from typing import Literal
 
+from ckptlint.analysis.fit.judgement import judged_shapes
 from ckptlint.analysis.inventory import MASTER_COPIES, Param, optimizer_parts, split_state
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.facts import fact
@@ -379,5 +380,6 @@ def reference_shapes(ckpt: Checkpoint) -> dict[str, Shape]:
 
 
 def is_confirmed(ckpt: Checkpoint, param: Param) -> bool:
-    """Whether the reference gives the tensor the shape that it has."""
-    return reference_shapes(ckpt).get(param.tensor.fqn) == param.tensor.global_shape
+    """Whether the reference gives the tensor the shape that it has, or the configuration gives it one (CFG003)."""
+    name = param.tensor.fqn
+    return reference_shapes(ckpt).get(name) == param.tensor.global_shape or name in judged_shapes(ckpt)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ckptlint.analysis.hidden_size import Hidden, hidden_sizes
 from ckptlint.analysis.inventory import Param, Shape, inventory_of, is_weight
+from ckptlint.analysis.trusted_config import knows_mesh, mesh_axes
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import distinct
@@ -100,6 +101,21 @@ def short_name(param: Param) -> str:
     tail = inside_layer(param.key)
     start = next((i + 1 for i, part in enumerate(tail) if part in ("experts", "local_experts")), 0)
     return ".".join(tail[start:] if len(tail) > start else tail).lstrip("0123456789.")
+
+
+def is_rank_part(ckpt: Checkpoint, first: tuple[Param, int], second: tuple[Param, int], by_cuts: bool = False) -> bool:
+    """Whether one of two axes looks like a rank's part of the other, which SHP004 reports.
+
+    Args:
+        by_cuts: whether the cuts must show the factor even where an axis of this size is known.
+    """
+    (small, own), (large, other) = sorted((first, second), key=lambda item: item[0].own_shape[item[1]])
+    size = small.own_shape[own]
+    k, rest = divmod(large.own_shape[other], size) if size else (0, 1)
+    if rest:
+        return False
+    shows = axis_factor(large.tensor, large.own_axes[other]) == k * axis_factor(small.tensor, small.own_axes[own])
+    return (bool(mesh_axes(ckpt, k)) and (shows or not by_cuts)) or (shows and not knows_mesh(ckpt))
 
 
 def swap_factor(param: Param, expected: Shape) -> tuple[int, int, int] | None:

@@ -39,6 +39,9 @@ class Expected:
         fields: the values that the configuration gives, or that its library takes by default, by name of the field.
         dtype: of the parameters, torch's name; None where it is not declared.
         made_with: libraries and versions that the table was made with (`transformers 5.23.0`).
+        model_class: the class that it was made from (`LlamaForCausalLM`); "" where there is none.
+        ignored: patterns of keys that the loader passes over without a word, as its class names them.
+        remote_code: whether the configuration names code of its own, which may be another model of the same name.
     """
 
     source: str
@@ -48,3 +51,6 @@ class Expected:
     fields: Mapping[str, object]
     dtype: str | None = None
     made_with: str = ""
+    model_class: str = ""
+    ignored: tuple[str, ...] = ()
+    remote_code: bool = False

@@ -23,7 +23,15 @@ from ckptlint.loaders.common_state import (
     read_objects,
 )
 from ckptlint.loaders.dcp import Description, describe, state_of
-from ckptlint.loaders.megatron import describing_objects, dialect, missing_marks, read_config, read_plans, split_objects
+from ckptlint.loaders.megatron import (
+    CONFIG_FILE,
+    describing_objects,
+    dialect,
+    missing_marks,
+    read_config,
+    read_plans,
+    split_objects,
+)
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, LayoutKind, Recognised, recognise
 from ckptlint.loaders.run_folder import read_run, read_train_state
@@ -38,7 +46,7 @@ from ckptlint.loaders.step_files import (
     unsupported_problem,
     with_step_files,
 )
-from ckptlint.model import FILE_STATES, Checkpoint, FileTable, Problem, RunFolder, StoredFile
+from ckptlint.model import FILE_STATES, Checkpoint, Declared, FileTable, Problem, RunFolder, StoredFile
 from ckptlint.model.files import Names
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
@@ -179,7 +187,9 @@ def _assemble(
     problems += common_problems + object_problems
     plans = read_plans(described.extras.get("all_local_plans"))
     files, locates = _files(folder, described, look_at_files)
-    declared, config_problems = read_configs(folder, common)
+    declared, model_config, config_problems = read_configs(folder, common)
+    if config and isinstance(backend := config.get("sharded_backend"), str):
+        declared["sharded_backend"] = Declared(backend, CONFIG_FILE)
     saved, state_problems = read_train_state(folder)
     problems += config_problems + state_problems
     run = read_run(folder)
@@ -196,6 +206,7 @@ def _assemble(
         save_plans=plans,
         common=common,
         declared=declared,
+        config=model_config,
         object_values=values,
         run=None if run is None else replace(run, saved=saved),
         topology=read_topology(declared, objects, plans, ranks),

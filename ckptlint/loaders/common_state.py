@@ -12,10 +12,10 @@ from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import Unpickled, read_state
 from ckptlint.formats.torch_archive import PICKLE_LIMIT, read_pickle_member
 from ckptlint.loaders.problems import from_error, from_refusals
-from ckptlint.model import CommonState, Declared, Problem
+from ckptlint.model import CommonState, Declared, ModelConfig, Problem
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import READABLE, Folder
-from ckptlint.vocabulary.config_fields import read_declared
+from ckptlint.vocabulary.config_fields import MODEL_CONFIG, attributes, read_declared
 
 COMMON_FILE = "common.pt"
 COMMON_ENTRY = "common_state/shard_0_1"
@@ -24,6 +24,10 @@ CONFIG_LIMIT = 64 * 1024**2
 OWN_ENTRIES = ("args", "checkpoint_version", "iteration")
 
 _OBJECT_LIMIT = 16 * 1024**2
+MODEL_CONFIG_LIMIT = 2 * 1024**2  # labels of 20,000 classes, twice, are 1.5 MB
+_CONTAINERS_LIMIT = 50_000  # lists and objects, each of which takes up to 232 bytes
+_NESTED_LIMIT = 12
+_MODEL_FOLDERS = ("huggingface", ".hf_metadata")
 
 Location = tuple[str, int, int]
 """Raw file path, byte offset and byte length of a record."""
@@ -80,23 +84,76 @@ def read_objects(folder: Folder, entries: dict[str, Location]) -> tuple[dict[str
     return values, problems
 
 
-def read_configs(folder: Folder, common: CommonState | None) -> tuple[dict[str, Declared], list[Problem]]:
-    """What the job declared: in the arguments of the common state, in `run_config.yaml`, in `config.json`.
+def read_configs(
+    folder: Folder, common: CommonState | None
+) -> tuple[dict[str, Declared], ModelConfig | None, list[Problem]]:
+    """What the job declared, and the configuration of its model as it stands in `config.json`.
+
+    Declared is what the arguments of the common state say, `run_config.yaml`, and the `config.json` of the folder
+    itself. Where that folder has none, the model's configuration may lie in one of the folders below it that frameworks
+    keep it in. Before it go the arguments that Megatron builds its model from.
 
     Source:
-        `args` of megatron.training.checkpointing; `run_config.yaml` of Megatron-Bridge; `config.json` of transformers
+        `args` of megatron.training.checkpointing; `run_config.yaml` of Megatron-Bridge; `config.json` of transformers;
+        `huggingface/` of verl's FSDP checkpoints; `.hf_metadata/` of NeMo Automodel
     """
     sources: list[tuple[str, Any]] = [("args", common.values.get("args"))] if common else []
     problems: list[Problem] = []
-    for source, name, decode in (("run_config", RUN_CONFIG, _yaml), ("config.json", "config.json", json.loads)):
-        if not folder.has(name):
-            continue
+    if folder.has(RUN_CONFIG):
         try:
-            sources.append((source, decode(folder.read(name, CONFIG_LIMIT).decode())))
+            sources.append(("run_config", _yaml(folder.read(RUN_CONFIG, CONFIG_LIMIT).decode())))
         except (ValueError, RecursionError, LimitError) as error:
-            reason = printable(str(error).splitlines()[0][:200]) if str(error) else type(error).__name__
-            problems.append(Problem("note", name, f"{name} cannot be read ({reason}); what it declares is not used"))
-    return read_declared(sources), problems
+            problems.append(_unread(RUN_CONFIG, error))
+    config = None
+    places = [(folder, MODEL_CONFIG)]
+    places += [(folder.sub(name), f"{name}/{MODEL_CONFIG}") for name in _MODEL_FOLDERS if name in folder.folders()]
+    for place, name in places:
+        if place.has(MODEL_CONFIG):
+            try:
+                config = ModelConfig(name, model_config(place.read(MODEL_CONFIG, MODEL_CONFIG_LIMIT)))
+            except (ValueError, RecursionError, LimitError) as error:
+                problems.append(_unread(name, error))
+            break
+    if config is not None and config.file == MODEL_CONFIG:
+        sources.append((MODEL_CONFIG, config.values))
+    return read_declared(sources), _of_megatron(common, sources) or config, problems
+
+
+def _of_megatron(common: CommonState | None, sources: list[tuple[str, Any]]) -> ModelConfig | None:
+    """The arguments that Megatron builds the model from, None where there are none."""
+    found = dict(sources)
+    if common is not None and attributes(found.get("args")):
+        return ModelConfig(common.source, attributes(found["args"]))
+    model = attributes(attributes(found.get("run_config")).get("model"))
+    return ModelConfig(RUN_CONFIG, model) if model else None
+
+
+def _unread(name: str, error: Exception) -> Problem:
+    reason = printable(str(error).splitlines()[0][:200]) if str(error) else type(error).__name__
+    return Problem("note", name, f"{name} cannot be read ({reason}); what it declares is not used")
+
+
+def model_config(text: bytes) -> dict[str, Any]:
+    """The fields of a model's configuration; it may say NaN or a name twice, as the library that reads it allows.
+
+    Raises:
+        ValueError, RecursionError: it is no JSON object.
+        LimitError: it has more lists and objects than a configuration needs.
+    """
+    if text.count(b"[") + text.count(b"{") > _CONTAINERS_LIMIT:
+        raise LimitError(f"it has more than {_CONTAINERS_LIMIT:,} lists and objects")
+    values = json.loads(text.decode())
+    if not isinstance(values, dict):
+        raise ValueError("it holds no JSON object")
+    return {name: _shallow(value, _NESTED_LIMIT) for name, value in values.items()}
+
+
+def _shallow(value: Any, levels: int) -> Any:
+    if isinstance(value, dict):
+        return {name: _shallow(inner, levels - 1) for name, inner in value.items()} if levels else {}
+    if isinstance(value, list):
+        return [_shallow(inner, levels - 1) for inner in value] if levels else []
+    return value
 
 
 def _yaml(text: str) -> Any:

@@ -83,11 +83,11 @@ def dialect(
     described: Description, root_name: str, config: dict[str, Any] | None, folder: Folder, objects: list[ShardedObject]
 ) -> Format:
     """Which writer's key scheme a folder with readable `.metadata` follows."""
-    if config and config.get("sharded_backend") == "torch_dist":
-        return "torch_dist"
     keys = described.tensors.keys() | {entry.fqn for entry in described.byte_objects}
     if any(key.startswith("optimizer.param_to_group_meta.") for key in keys):
         return "fsdp_dtensor"
+    if config and config.get("sharded_backend") == "torch_dist":
+        return "torch_dist"
     run_entries = {"args", "checkpoint_version"} <= keys
     if run_entries and any(key.startswith("model.module.") for key in keys):
         return "fsdp_dtensor"

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from ckptlint.architecture.built import built_model
+from ckptlint.architecture.expected import NoTable
+from ckptlint.architecture.huggingface import expected_models
 from ckptlint.errors import AccessError, CkptlintError, ConfigError, NothingToCheckError, UnreadableError
 from ckptlint.formats.safetensors_header import HEADER_LIMIT, read_header
 from ckptlint.formats.sandbox import isolated
@@ -28,6 +32,7 @@ from ckptlint.vocabulary.config_fields import read_declared
 MANIFEST_SCHEMA = "ckptlint.manifest/1"
 _INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
+_MOST_IMPLIED = 500_000  # tensors of a model that is known by its configuration alone
 _POINTER = b"version https://git-lfs"
 
 Tensors = dict[str, tuple[str | None, tuple[int, ...] | None]]
@@ -51,6 +56,9 @@ def read_reference(path: str) -> Reference:
         raise ConfigError(f"the reference {source} cannot be read: {error}") from None
     try:
         reference = _from_file(folder, name, path, source) if name else _from_folder(folder, path, source)
+        if reference.kind == "Hugging Face folder" and not reference.tensors:
+            config = isolated(partial(_json, folder, _CONFIG), folder.size(_CONFIG))
+            reference = replace(reference, tensors=_implied(config))
     except ConfigError:
         raise
     except (CkptlintError, OSError) as error:
@@ -153,6 +161,20 @@ def _model_folder(folder: Folder, source: str) -> Reference:
             tensors |= header
     config = _json(folder, _CONFIG) if folder.has(_CONFIG) else {}
     return Reference(source, "Hugging Face folder", tensors, declared=read_declared([("config.json", config)]))
+
+
+def _implied(config: Mapping[str, Any]) -> Tensors:
+    """The tensors that a configuration implies, from a table or as the installed transformers builds them; {} where
+    neither knows its model. Tied heads and buffers are left out, and so are the dtypes, which an export may change."""
+    try:
+        saved = next(model for model in expected_models(config, at_most=_MOST_IMPLIED) if model.form == "saved")
+        return {fqn: (None, tensor.shape) for fqn, tensor in saved.tensors.items() if tensor.needed}
+    except NoTable:
+        pass
+    try:
+        return {printable(fqn): (None, shape) for fqn, shape in built_model(config).items()}
+    except NoTable:
+        return {}
 
 
 def _is_model_folder(folder: Folder) -> bool:

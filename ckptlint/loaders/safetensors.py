@@ -15,7 +15,7 @@ import numpy as np
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.safetensors_header import HEADER_LIMIT, Header, layout_faults, read_header
 from ckptlint.formats.strict_json import checked_key, is_size, json_object
-from ckptlint.loaders.common_state import read_configs
+from ckptlint.loaders.common_state import MODEL_CONFIG_LIMIT, model_config, read_configs
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import (
     Checkpoint,
@@ -23,6 +23,7 @@ from ckptlint.model import (
     FileState,
     FileTable,
     MalformedChunk,
+    ModelConfig,
     Problem,
     RecordTable,
     StoredFile,
@@ -35,6 +36,7 @@ from ckptlint.model.layout import IntArray, Layout
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
+from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG
 from ckptlint.vocabulary.litter import is_litter
 from ckptlint.vocabulary.mesh import read_topology
 
@@ -47,6 +49,8 @@ NUMBERED = re.compile(
 _INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(?P<variant>\.[^.]+)?\.json")
 _FRAGMENT = re.compile(r"model_(?:weight|bias)(?:_pp-rank-.*)?\.safetensors")  # nanotron: one file per module
 _ADAPTER = re.compile(r"adapter[_-].*")
+_LOADED = re.compile(r"model[-.]|pytorch_model[-.]|shard-")  # what a library loads by the config.json beside it
+_MISTRAL = re.compile(r"consolidated[-.].*")
 _DIGITS = re.compile(r"\d+")
 _AT_HAND = ("ok", "link-outside")  # a model cache keeps the files elsewhere and links to them
 _INFO = "DCP_SHARDING_INFO"
@@ -182,7 +186,8 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
         note = f"{len(chunks.unknown)} tensors have a dtype that torch has no name for: {shown_keys}"
         problems.append(Problem("note", label, note))
     is_model = not any(_ADAPTER.fullmatch(name) for name in names)  # beside an adapter lies its base model's config
-    declared, config_problems = read_configs(folder, None) if is_model else ({}, [])
+    declared, config, config_problems = read_configs(folder, None) if is_model else ({}, None, [])
+    own, own_problems = _own_config(folder, names)
     ranks = {int(match["rank"]) - 1 for name in group.files if (match := SHARD.fullmatch(name))}
     return Checkpoint(
         path=folder.display,
@@ -192,9 +197,10 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
         records=records,
         files=FileTable.of(files),
         declared=declared,
+        config=own or (config if all(_LOADED.match(name) for name in names) else None),
         index=None if places is None else _weight_index(printable(group.index), places, total, absent, unread),
         topology=read_topology(declared, [], None, ranks),
-        problems=problems + config_problems,
+        problems=problems + config_problems + own_problems,
         readable=readable,
         partial=partial,
         metadata_file=label,
@@ -203,6 +209,26 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
 
 def _is_numbered(group: ModelFiles) -> bool:
     return all(NUMBERED.fullmatch(name) for name in group.files)
+
+
+def _own_config(folder: Folder, files: list[str]) -> tuple[ModelConfig | None, list[Problem]]:
+    """What an adapter, or a model in Mistral's own format, keeps beside it in place of `config.json`.
+
+    Source:
+        peft `adapter_config.json`; mistral-inference `params.json`, beside `consolidated*.safetensors`
+    """
+    kinds = ((_ADAPTER, ADAPTER_CONFIG), (_MISTRAL, MISTRAL_CONFIG))
+    name = next((name for kind, name in kinds if files and all(map(kind.fullmatch, files))), "")
+    if not name or not folder.has(name):
+        return None, []
+    try:
+        return ModelConfig(name, model_config(folder.read(name, MODEL_CONFIG_LIMIT))), []
+    except LimitError as error:
+        damage: UnreadableError = error
+    except (ValueError, RecursionError) as error:
+        damage = UnreadableError(f"is no JSON object ({printable(str(error))[:120]})")
+    hint = "restore it from where the files were written"
+    return None, [from_error(damage, name, why="a load starts with it, so it fails", hint=hint)]
 
 
 # ---------------------------------------------------------------- the index

@@ -17,7 +17,7 @@ from ckptlint.model.files import FILE_STATES, FileState, FileTable, StoredFile
 from ckptlint.model.payload import Damage, PayloadTable, RecordContent, RecordState, empty_payload
 from ckptlint.model.plans import SavePlans
 from ckptlint.model.ranks import RankTable, Remark
-from ckptlint.model.reference import AxisSize, Declared, Reference, ReferenceKind, Seal, SealEntry
+from ckptlint.model.reference import AxisSize, Declared, ModelConfig, Reference, ReferenceKind, Seal, SealEntry
 from ckptlint.model.tensors import (
     KEY_LIMIT,
     RANK_LIMIT,
@@ -46,6 +46,7 @@ __all__ = [
     "FileTable",
     "Format",
     "MalformedChunk",
+    "ModelConfig",
     "OptimizerFile",
     "PayloadTable",
     "Problem",

@@ -11,7 +11,7 @@ from ckptlint.model.files import FileTable
 from ckptlint.model.payload import PayloadTable
 from ckptlint.model.plans import SavePlans
 from ckptlint.model.ranks import RankTable, Remark
-from ckptlint.model.reference import AxisSize, Declared, Reference, Seal
+from ckptlint.model.reference import AxisSize, Declared, ModelConfig, Reference, Seal
 from ckptlint.model.tensors import ByteObject, RecordTable, ShardedObject, Tensor, empty_records
 
 Format = Literal[
@@ -207,6 +207,7 @@ class Checkpoint:
         locates_bytes: whether offset and length of a record say where its bytes lie; not in the SAFETENSORS mode of
             torch's FileSystemWriter (>= 2.8), where all tensors of a file share one offset.
         declared: what the job said about itself, by canonical name (`config_fields.read_declared`).
+        config: the configuration that a library builds the model from; None where none lies with these tensors.
         object_values: entry name -> content of the optimizer objects that describe their module (parameter groups,
             sharding type), one for each kind and module.
         run: the run folder that the step lies in; None outside of one.
@@ -235,6 +236,7 @@ class Checkpoint:
     save_plans: SavePlans | None = None
     common: CommonState | None = None
     declared: dict[str, Declared] = field(default_factory=dict)
+    config: ModelConfig | None = None
     object_values: dict[str, Any] = field(default_factory=dict)
     run: RunFolder | None = None
     before: Checkpoint | None = None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,19 @@ class Declared:
 
     value: int | float | str
     source: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelConfig:
+    """The configuration of the model that lies with a checkpoint, as it stands there.
+
+    Attributes:
+        file: its path relative to the checkpoint (`config.json`).
+        values: field -> value, as JSON has it; what is nested deeper than any field of a model is left out.
+    """
+
+    file: str
+    values: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

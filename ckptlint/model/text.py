@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from math import prod
 
 
@@ -40,6 +41,21 @@ def ranges(values: Iterable[int]) -> str:
         else:
             parts.append([value, value])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def gaps(values: Iterable[int], count: int) -> str:
+    """The numbers from 0 below a count that are not among some, as ranges; the count may be as large as it likes.
+
+    >>> gaps([0, 1, 3], 1_000_000_000), gaps([0, 1], 2)
+    ('2,4-999999999', '')
+    """
+    present = sorted({value for value in values if 0 <= value < count})
+    parts = [
+        str(before + 1) if after == before + 2 else f"{before + 1}-{after - 1}"
+        for before, after in pairwise([-1, *present, count])
+        if after > before + 1
+    ]
+    return ",".join(parts)
 
 
 def braces(fqns: Iterable[str]) -> list[str]:

@@ -7,6 +7,9 @@ from typing import Any
 
 from ckptlint.model import Declared
 
+MODEL_CONFIG, ADAPTER_CONFIG, MISTRAL_CONFIG = "config.json", "adapter_config.json", "params.json"
+"""What transformers, peft and mistral-inference keep beside the weights that it describes."""
+
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "tp": ("tensor_model_parallel_size",),
     "pp": ("pipeline_model_parallel_size",),

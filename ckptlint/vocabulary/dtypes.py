@@ -98,5 +98,40 @@ def nbytes(dtype: str, elements: int) -> int | None:
     return None if bits is None else elements * bits // 8
 
 
+_EXACT: Mapping[str, tuple[int, int]] = {
+    "float8_e4m3fn": (4, 4),
+    "float8_e5m2": (3, 5),
+    "float8_e4m3fnuz": (4, 4),
+    "float8_e5m2fnuz": (3, 5),
+    "float8_e8m0fnu": (1, 8),
+    "bfloat16": (8, 8),
+    "float16": (11, 5),
+    "float32": (24, 8),
+    "float64": (53, 11),
+}
+"""Bits of precision and of the exponent."""
+
+
+def loses(stored: str, target: str) -> bool:
+    """Whether values of one dtype change when they are converted to another; False where a dtype is not known.
+
+    >>> loses("bfloat16", "float32"), loses("float32", "bfloat16"), loses("float32", "int64"), loses("int8", "int64")
+    (False, True, True, False)
+    """
+    if stored == target or stored not in ITEM_BITS or target not in ITEM_BITS:
+        return False
+    if stored.startswith("complex") or target.startswith("complex"):
+        return stored.startswith("complex") and ITEM_BITS[target] < ITEM_BITS[stored]
+    if stored in _EXACT and target in _EXACT:
+        return any(own > other for own, other in zip(_EXACT[stored], _EXACT[target], strict=True))
+    if stored in _EXACT or target == "bool":
+        return True
+    bits = {"bool": 1}.get(stored, ITEM_BITS[stored] - (not stored.startswith("uint")))
+    if target in _EXACT:
+        return bits > _EXACT[target][0]
+    is_signed = stored not in ("bool",) and not stored.startswith("uint")
+    return bits > ITEM_BITS[target] - (not target.startswith("uint")) or (is_signed and target.startswith("uint"))
+
+
 FLOATS = frozenset(dtype for dtype in ITEM_BITS if "float" in dtype)
 """Dtypes whose tensors have the shape of the weight; packed and quantised ones have another."""

@@ -53,7 +53,9 @@ WRAPPERS = frozenset({"app", "state", "model", "module"})
 COPIES = frozenset({"ema", "ema_model", "model_ema", "teacher", "ref_model", "target"})
 """Leading parts of a second copy of the model."""
 
-_INNER_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+WRAPPING = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+"""Parts that a wrapper puts into the names of what it wraps."""
+
 _STAGE = re.compile(r"model\d+|model_pp\d+|chained_\d+")
 _LAYER_WORDS = frozenset({"layers", "h", "blocks", "block", "layer"})
 _EXPERT_WORDS = frozenset({"experts", "local_experts"})
@@ -140,7 +142,7 @@ class Key:
 @lru_cache(maxsize=1 << 17)
 def parse(fqn: str) -> Key:
     """A name taken apart; names of optimizer states are only recognised, `inventory` maps them to parameters."""
-    parts = [part for part in fqn.split(".") if part not in _INNER_WRAPPERS]
+    parts = [part for part in fqn.split(".") if part not in WRAPPING]
     scope: list[str] = []
     while len(parts) > 1:
         if parts[0] == "mimo" and len(parts) > 2:

@@ -544,3 +544,44 @@ def test_the_reference_is_not_judged_and_may_have_holes() -> None:
     assert not loud(REAL / "edit_base", REAL / "gap_middle")
     holes = ckptlint.check(REAL / "fsdp2_4r_hole", expect=REAL / "fsdp2_4r_hole")
     assert codes(holes, "error", "warning") == {"GEO004"}
+
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 32,
+    "tie_word_embeddings": True,
+}
+
+
+def test_a_configuration_alone_names_every_tensor_that_it_implies(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    for path in (tmp_path, tmp_path / "config.json"):
+        reference = read_reference(str(path))
+        assert len(reference.tensors) == 2 + 2 * 9  # a tied head is not expected
+        assert reference.tensors["model.layers.1.mlp.down_proj.weight"] == (None, (8, 12))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"model_type": "no_such", "architectures": None}))
+    assert not read_reference(str(tmp_path)).tensors
+
+
+@pytest.mark.ci
+def test_a_type_without_a_table_is_built_where_transformers_is_installed(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers (extra tables)")
+    config = {
+        "model_type": "xlm",
+        "architectures": ["XLMModel"],
+        "emb_dim": 8,
+        "n_layers": 1,
+        "n_heads": 2,
+        "n_words": 32,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = read_reference(str(tmp_path)).tensors
+    assert tensors["embeddings.weight"] == (None, (32, 8))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["os"]}))
+    with pytest.raises(ConfigError):
+        read_reference(str(tmp_path))

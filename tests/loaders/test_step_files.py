@@ -203,6 +203,7 @@ def test_files_around_the_components_of_a_step_are_judged_once(tmp_path: Path) -
 
 def test_two_models_of_a_folder_tell_its_other_files_once(step: Path) -> None:
     safetensors.save_file({"lora_A": torch.ones(4, 2)}, step / "adapter_model.safetensors")
+    (step / "adapter_config.json").write_text("{}")
     archived(step / "rng_state_0.pth")
     report = ckptlint.check(step)
     assert len(report.checkpoints) == 2

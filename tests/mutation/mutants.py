@@ -100,7 +100,7 @@ def saves() -> list[Save]:
     """Every healthy checkpoint, and what torch consolidates from the safetensors shards among them."""
     kinds: dict[str, Kind] = {".metadata": "metadata", "__0.metadata": "ranks", "shard-00001-*": "headers"}
     found = []
-    for folder in (REAL, REAL / "lookalikes", REAL / "bugs"):
+    for folder in (REAL, REAL / "lookalikes", REAL / "bugs", REAL / "exports"):
         for row in manifest(folder):
             steps = ((next((folder / row["path"]).rglob(name), None), kind) for name, kind in kinds.items())
             step, kind = next(((path.parent, kind) for path, kind in steps if path is not None), (None, "metadata"))

@@ -22,7 +22,8 @@ OPERATORS: list[Operator] = []
 
 HOLES = "GEO004 GEO005 GEO006 EXP003 PAY006"
 SHAPES = (
-    "SHP001 SHP002 SHP003 SHP004 SHP005 SHP008 EXP001 EXP002 EXP004 OPT001 OPT002 OPT005 OPT006 COM008 COM010 NAM001"
+    "CFG001 CFG003 SHP001 SHP002 SHP003 SHP004 SHP005 SHP008 SHP009 EXP001 EXP002 EXP004 EXP005 OPT001 OPT002 OPT005 "
+    "OPT006 COM008 COM010 NAM001"
 )
 FILES = "PAY003 PAY004 PAY006 PAY008 PAY009 PAY013 SAF002 COM001 COM004"
 
@@ -442,7 +443,7 @@ def numbered(save: Save, pattern: re.Pattern[str]) -> dict[str, dict[int, set[st
     return found
 
 
-@operator("drop a layer", "metadata", "SHP001 SHP008 COM008 OPT003 OBJ002 PAY006")
+@operator("drop a layer", "metadata", "CFG001 SHP001 SHP008 COM008 OPT003 OBJ002 PAY006")
 def drop_layer(save: Save) -> Iterator[Mutant]:
     for block, layers in numbered(save, _LAYER).items():
         for number, keys in sorted(layers.items())[:-1] if len(layers) > 1 else ():
@@ -454,14 +455,14 @@ def drop_layer(save: Save) -> Iterator[Mutant]:
             yield Mutant(f"layer {number} of {block}", names, without(keys), unseen=unseen)
 
 
-@operator("drop an expert", "metadata", "EXP001 EXP002 EXP004 OPT003 PAY006")
+@operator("drop an expert", "metadata", "CFG001 EXP001 EXP002 EXP004 OPT003 PAY006")
 def drop_expert(save: Save) -> Iterator[Mutant]:
     for block, experts in numbered(save, _EXPERT).items():
         for number, keys in sorted(experts.items()) if len(experts) > 1 else ():
             yield Mutant(f"expert {number} of {block}", (block, *keys), without(keys))
 
 
-@operator("drop the experts of the last EP rank", "metadata", f"EXP001 EXP002 EXP004 OPT003 {HOLES}")
+@operator("drop the experts of the last EP rank", "metadata", f"CFG001 EXP001 EXP002 EXP004 OPT003 {HOLES}")
 def drop_ep_rank(save: Save) -> Iterator[Mutant]:
     blocks = numbered(save, _EXPERT)
     gone = {key for e in blocks.values() if len(e) > 1 for n, keys in e.items() if n >= len(e) / 2 for key in keys}
@@ -527,7 +528,7 @@ def drop_object(save: Save) -> Iterator[Mutant]:
             yield Mutant(fqn, names, without({fqn}), unseen=unseen)
 
 
-@operator("a key without its prefix", "metadata", "NAM001 OPT003 SHP001 SHP005 SHP008 COM008")
+@operator("a key without its prefix", "metadata", "CFG001 NAM001 OPT003 SHP001 SHP005 SHP008 COM008")
 def lost_prefix(save: Save) -> Iterator[Mutant]:
     for fqn in save.tensors:
         short = fqn.partition(".")[2]

@@ -72,8 +72,8 @@ Shell = Callable[..., tuple[int, list[str], str]]
 
 
 def test_every_shell_block_is_run_here() -> None:
-    known = ["Before an upload", "Slurm", "Beside a running job"]
-    assert RECIPES.count("```sh\n") == sum(len(blocks(heading, "sh")) for heading in known) == 6
+    known = ["Before an upload", "Does my export fit its config?", "Slurm", "Beside a running job"]
+    assert RECIPES.count("```sh\n") == sum(len(blocks(heading, "sh")) for heading in known) == 7
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -84,6 +84,13 @@ def test_an_upload_happens_for_a_healthy_checkpoint_alone(shell: Shell, number: 
     assert noted == [f"aws s3 cp --recursive {GOOD} s3://bucket/fsdp2_4r", f"hf upload org/model {GOOD}"][number:][:1]
     assert shell(recipe, CKPT=BAD)[:2] == (1, [])
     assert shell(recipe, CKPT=NOTHING)[:2] == (3, [])
+
+
+def test_an_export_that_does_not_fit_its_config_is_not_uploaded(shell: Shell) -> None:
+    (recipe,) = blocks("Does my export fit its config?", "sh")
+    fits, lost = REAL / "exports" / "ok_llama", REAL / "exports" / "R01_shards_lost"
+    assert shell(recipe, EXPORT=fits)[:2] == (0, [f"hf upload org/model {fits}"])
+    assert shell(recipe, EXPORT=lost)[:2] == (1, [])
 
 
 def run_folder(tmp_path: Path, *steps: Path) -> Path:

@@ -392,7 +392,7 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> Report:
     tensors = {"model.embed.weight": {"shape": [1024, 64], "chunks": whole}}
     for layer in range(100):
         tensors[f"model.layers.{layer}.mlp.w1.weight"] = {"shape": [1024, 64], "chunks": hole}
-        tensors[f"model.layers.{layer}.mlp.w2.weight"] = {"shape": [1024, 64], "chunks": whole}
+        tensors[f"model.layers.{layer}.mlp.w2.weight"] = {"shape": [64, 1024]}
     return ckptlint.check(write_checkpoint({"tensors": tensors}, tmp_path_factory.mktemp("layers") / "step"))
 
 

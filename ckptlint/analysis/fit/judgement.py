@@ -1,0 +1,473 @@
+"""How a checkpoint differs from what its own configuration implies, sorted by what may and what may not differ."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from math import prod
+
+from ckptlint.analysis.fit.pairing import Pairing, best_pairing
+from ckptlint.analysis.trusted_config import Contradiction, contradictions
+from ckptlint.architecture import huggingface, megatron, mistral
+from ckptlint.architecture.expected import Expected, ExpectedTensor, NoTable
+from ckptlint.model import Checkpoint, Declared, Tensor
+from ckptlint.model.facts import fact
+from ckptlint.rule import NotApplicable
+from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG
+from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
+from ckptlint.vocabulary.keys import COPIES, is_adapter, parse, role
+
+Shape = tuple[int, ...]
+
+_QUANTISED = re.compile(
+    r"(?P<weight>.+?)(?:_(?:scale|scale_inv|scales|amax|zero_point|zp|g_idx|packed|blocks|shape|global_scale|bias_scale)"
+    r"|\.(?:scales?|scale_inv|biases|qweight|qzeros|g_idx|SCB|weight_format|absmax|quant_map|nested_absmax"
+    r"|nested_quant_map|quant_state\..+|weight_packed|W_q|meta|input_amax|amax|zeros))"
+)
+_QUANTISATION = ("quantization_config", "compression_config", "quantization")
+_COMPUTED = frozenset(
+    {"inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "freqs_cis", "position_ids", "token_type_ids"}
+    | {"masked_bias", "attn_mask", "causal_mask", "relative_position_index", "embed_positions.weights", "_extra_state"}
+    | {"num_batches_tracked", "running_mean", "running_var", "num_updates"}
+)
+_LABELS = frozenset({"id2label"})  # of a classifier, which says itself how many it has
+_WIDE = 8
+_FEW, _MORE = 20_000, 50  # a configuration may imply so many tensors, or so many for each that is stored
+_LAYERS = re.compile(r"(?P<home>.*?)\.?(?:layers|h|blocks?|layer)\.(?P<number>\d+)\..+")
+_MTP = ("num_nextn_predict_layers", "mtp_num_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShapeDifference:
+    """A tensor of another shape than the configuration implies.
+
+    Attributes:
+        name: the expected key.
+        axes: those that differ, where the number of axes is right.
+    """
+
+    name: str
+    tensor: Tensor
+    expected: ExpectedTensor
+    axes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fit:
+    """A checkpoint beside what its configuration implies.
+
+    Attributes:
+        pairing: which stored key is which tensor of the model.
+        missing: expected keys that are needed and not stored, in the model's order.
+        absent_towers: parts of a model of several (`model.vision_tower`) of which nothing is stored.
+        beyond: stored layers and experts that the model has not, biases of weights that have none: stored keys.
+        foreign: other stored keys that are no tensor of the model: a head, a module of one's own.
+        instead: stored keys that lie in a module of which expected ones are missing.
+        shapes: tensors of another shape.
+        grown: the rows of embedding and head, where they hold more than the declared vocabulary; 0 otherwise.
+        doubt: why the configuration may mean another model than the table, "" where it cannot.
+        is_export: whether a library loads the files as they are, by these names.
+    """
+
+    pairing: Pairing
+    missing: list[str] = field(default_factory=list)
+    absent_towers: tuple[str, ...] = ()
+    beyond: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    instead: list[str] = field(default_factory=list)
+    shapes: list[ShapeDifference] = field(default_factory=list)
+    grown: int = 0
+    doubt: str = ""
+    is_export: bool = True
+    is_quantised: bool = False
+
+    @property
+    def expected(self) -> Expected:
+        """The naming of the model that was taken."""
+        return self.pairing.expected
+
+    def shown(self, name: str) -> str:
+        """An expected key under the name that it would have among the stored ones."""
+        if self.pairing.base:
+            return name.removeprefix(f"{self.pairing.base}.")
+        return name if self.is_export else self.pairing.prefix + name
+
+    @property
+    def place(self) -> str:
+        """What the tensors were held against, for a label."""
+        made = f", {self.expected.made_with}" if self.expected.made_with else ""
+        return f"{self.expected.source} (model_type {self.expected.model_type}{made})"
+
+
+def judged(ckpt: Checkpoint) -> Fit:
+    """How a checkpoint differs from what its configuration implies.
+
+    Raises:
+        NotApplicable: nothing is known of its model, or the configuration belongs to another one.
+    """
+    fit = config_fit(ckpt)
+    if isinstance(fit, str):
+        raise NotApplicable(fit)
+    return fit
+
+
+def judges(ckpt: Checkpoint) -> bool:
+    """Whether names and shapes are held against a configuration: what else infers them then has nothing to add."""
+    fit = config_fit(ckpt)
+    return not isinstance(fit, str) and not fit.doubt
+
+
+@fact
+def judged_shapes(ckpt: Checkpoint) -> Collection[str]:
+    """The stored keys whose shape a configuration gives."""
+    fit = config_fit(ckpt)
+    return frozenset(fit.pairing.stored.values()) if not isinstance(fit, str) and not fit.doubt else frozenset()
+
+
+@fact
+def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
+    """What the configuration of a checkpoint implies, in each naming; or why that is not known."""
+    if ckpt.config is None:
+        return "no configuration of a model lies with these tensors"
+    values, source = ckpt.config.values, ckpt.config.file
+    try:
+        most = max(_FEW, _MORE * len(ckpt.tensors))  # more is another model's
+        if ckpt.is_megatron:
+            return megatron.expected_models(values, source, megatron.naming_of(ckpt.tensors), most)
+        if source == MISTRAL_CONFIG:
+            return mistral.expected_models(values, source)
+        if source == ADAPTER_CONFIG:
+            return "beside an adapter lies the configuration of the adapter, which CFG006 and CFG007 judge"
+        return huggingface.expected_models(values, source, most)
+    except NoTable as reason:
+        return str(reason)
+
+
+@fact
+def config_fit(ckpt: Checkpoint) -> Fit | str:
+    """How a checkpoint differs from what its configuration implies, or why that cannot be told."""
+    fit = _held(ckpt)
+    if not isinstance(fit, str) and len(foreign_sizes(ckpt)) >= 2:
+        return f"{fit.expected.source} belongs to another model (COM008)"
+    return fit
+
+
+@fact
+def _held(ckpt: Checkpoint) -> Fit | str:
+    forms = expectations(ckpt)
+    if isinstance(forms, str):
+        return forms
+    if ckpt.is_megatron and ckpt.partial:
+        return "the metadata describes a part of a save"
+    if len(contradictions(ckpt)) >= 2:
+        return f"{forms[0].source} belongs to another model (COM008)"
+    names = [name for name in ckpt.tensors if ckpt.is_safetensors or parse(name).kind == "model"]
+    pairing = best_pairing(forms, names)
+    if not (_is_whole(pairing) if ckpt.is_megatron else pairing.fits):
+        return f"the names here are not those of model_type {forms[0].model_type} in {forms[0].source}"
+    return _Judge(ckpt, pairing).fit()
+
+
+def _is_whole(pairing: Pairing) -> bool:
+    """Whether three of four roles on either side are in the other.
+
+    A Megatron job may build its layers from a specification of its own, which its arguments do not name.
+    """
+    paired = {role(name) for name in pairing.stored}
+    wanted = {role(name) for name in pairing.expected.tensors}
+    unknown = {role(name) for name in pairing.unknown if not _may_lie_beside(name)}
+    return bool(paired) and 4 * len(paired) >= 3 * max(len(wanted), len(paired | unknown))
+
+
+@fact
+def foreign_sizes(ckpt: Checkpoint) -> tuple[Contradiction, ...]:
+    """The sizes that arguments of Megatron give and every tensor which has them contradicts, in the same way.
+
+    Sizes of which one rank's part is stored count once, however many they are. Two contradictions mean that the
+    arguments belong to another model.
+    """
+    fit = _held(ckpt)
+    if isinstance(fit, str) or not ckpt.is_megatron or not fit.shapes:
+        return ()
+    seen: dict[str, set[int]] = defaultdict(set)
+    declared: dict[str, int] = {}
+    shown: dict[str, str] = {}
+    for name, stored in fit.pairing.stored.items():
+        shape, expected = ckpt.tensors[stored].global_shape, fit.expected.tensors[name]
+        for dim, size, wanted in zip(expected.dims, shape, expected.shape, strict=False):
+            seen[dim].add(size)
+            declared[dim], shown[dim] = wanted, stored
+    found: dict[str, Contradiction] = {}
+    for dim, sizes in seen.items():
+        if len(sizes) == 1 and (size := sizes.pop()) != declared[dim]:
+            ratio = Fraction(size, declared[dim] or 1)
+            is_part = ratio.numerator == 1 and dim not in ("hidden_size", "num_layers")
+            item = Contradiction(dim, Declared(declared[dim], fit.expected.source), size, shown[dim])
+            found.setdefault(f"1/{ratio.denominator}" if is_part else dim, item)
+    return tuple(found.values())
+
+
+# ---------------------------------------------------------------- the judgement
+
+
+class _Judge:
+    """What is worked out once about a pairing."""
+
+    def __init__(self, ckpt: Checkpoint, pairing: Pairing) -> None:
+        self.ckpt, self.pairing = ckpt, pairing
+        self.tensors = pairing.expected.tensors
+        self.config: Mapping[str, object] = ckpt.config.values if ckpt.config is not None else {}
+        self.unknown = [name for name in pairing.unknown if not _may_lie_beside(name)]
+        self.quantised = {stem for name in pairing.unknown if (stem := _quantised_weight(name))}
+        self.is_quantised = any(name in self.config for name in _QUANTISATION) or bool(self.quantised)
+        ignored = [re.compile(pattern) for pattern in pairing.expected.ignored]
+        self.unknown = [
+            name
+            for name in self.unknown
+            if not _QUANTISED.fullmatch(name)
+            and not self._is_value_head(name)
+            and not any(pattern.search(name) for pattern in ignored)
+        ]
+        self.renamed_modules = {name.rpartition(".")[0] for name in self.unknown} if self.is_quantised else set()
+
+    def fit(self) -> Fit:
+        self._take_odd_apart()
+        missing = [
+            name
+            for name, tensor in self.tensors.items()
+            if tensor.needed and name not in self.pairing.stored and not self._is_excused(name)
+        ]
+        towers = self._absent_towers(missing)
+        missing = [name for name in missing if _tower(name, towers) is None]
+        beyond, instead, foreign = self._sorted_unknown(missing)
+        shapes = self._shapes()
+        grown = _grown_vocabulary(shapes)
+        if grown:
+            shapes = [item for item in shapes if not _is_vocabulary(item)]
+        return Fit(
+            self.pairing,
+            missing,
+            towers,
+            beyond,
+            foreign,
+            instead,
+            shapes,
+            grown,
+            self._doubt(),
+            self.ckpt.is_safetensors,
+            self.is_quantised,
+        )
+
+    def _take_odd_apart(self) -> None:
+        """In a training checkpoint a key without the prefix of all others is not the one that its loader looks for."""
+        if not self.ckpt.is_safetensors:
+            for name in self.pairing.odd:
+                self.unknown.append(self.pairing.stored.pop(name))
+
+    def _is_excused(self, name: str) -> bool:
+        """Whether a load does without it: the head of a base model, a weight that was quantised."""
+        if self.pairing.base and not name.startswith(f"{self.pairing.base}."):
+            return True
+        module = name.rpartition(".")[0]
+        return bool({name, module} & self.quantised) or module in self.renamed_modules
+
+    def _absent_towers(self, missing: list[str]) -> tuple[str, ...]:
+        """Parts of a model with layers of their own of which nothing is stored, where others are."""
+        homes = {match["home"] for name in self.tensors if (match := _LAYERS.fullmatch(name))}
+        if len(homes) < 2:
+            return ()
+        held = {_tower(name, homes) for name in self.pairing.stored}
+        lost = {_tower(name, homes) for name in missing} - held
+        return tuple(sorted(home for home in lost if home is not None)) if held - {None} else ()
+
+    def _sorted_unknown(self, missing: list[str]) -> tuple[list[str], list[str], list[str]]:
+        """The unknown keys that go beyond the model, that stand where others are missing, and the rest."""
+        layers: dict[str, set[int]] = defaultdict(set)
+        weights = set()
+        for name in self.tensors:
+            if match := _LAYERS.fullmatch(name):
+                layers[match["home"]].add(int(match["number"]))
+            weights.add(name.rpartition(".")[0])
+        gaps = {_module(name) for name in missing}
+        tails = {name.partition(".")[2] for name in missing} | set(missing)
+        roles = {role(name) for name in self.tensors}
+        has_mtp = any(self.config.get(name) for name in _MTP) or any(
+            isinstance(part, Mapping) and any(part.get(name) for name in _MTP) for part in self.config.values()
+        )
+        beyond, instead, foreign = [], [], []
+        for name in self.unknown:
+            if name in tails:
+                instead.append(name)
+                continue
+            match = _LAYERS.fullmatch(name)
+            is_new_layer = match and layers.get(match["home"]) and int(match["number"]) not in layers[match["home"]]
+            if is_new_layer and (has_mtp or "mtp" in name):
+                continue
+            if is_new_layer or role(name) in roles:
+                beyond.append(name)
+            elif _module(name) in gaps:
+                instead.append(name)
+            elif name.endswith(".bias") and name.rpartition(".")[0] in weights:
+                beyond.append(name)
+            else:
+                foreign.append(name)
+        return beyond, instead, foreign
+
+    def _shapes(self) -> list[ShapeDifference]:
+        found = []
+        for name, stored in self.pairing.stored.items():
+            tensor, expected = self.ckpt.tensors[stored], self.tensors[name]
+            if tensor.global_shape == expected.shape or tensor.is_flattened or self._is_value_head(name):
+                continue
+            if self.is_quantised and (self._is_quantised(name) or not _is_wide_float(tensor.dtype)):
+                continue
+            same = len(tensor.global_shape) == len(expected.shape)
+            axes = [i for i, (a, b) in enumerate(zip(tensor.global_shape, expected.shape, strict=False)) if a != b]
+            found.append(ShapeDifference(name, tensor, expected, tuple(axes) if same else ()))
+        return found
+
+    def _is_value_head(self, name: str) -> bool:
+        """Whether a key is of an output layer of one row, as a critic or a reward model has it instead of its own."""
+        head = self.ckpt.tensors.get("output_layer.weight") if self.ckpt.is_megatron else None
+        return name.startswith("output_layer.") and head is not None and head.global_shape[:1] == (1,)
+
+    def _is_quantised(self, name: str) -> bool:
+        return bool({name, name.rpartition(".")[0]} & self.quantised)
+
+    def _doubt(self) -> str:
+        """Why the configuration may mean another model than its table: code of its own, or fields that it leaves open.
+
+        A library writes all fields of a model that are not at their default, with its own version.
+        """
+        expected = self.pairing.expected
+        if expected.remote_code:
+            return f"{expected.source} names code of its own (auto_map), whose model may differ from the library's"
+        if "transformers_version" in self.config or self.ckpt.config is None or self.ckpt.is_megatron:
+            return ""
+        given = set(self.config) | {inner for part in self.config.values() if isinstance(part, dict) for inner in part}
+        named = (name for name in expected.fields if name not in _LABELS)
+        open_ = [name for name in named if name.rpartition(".")[2] not in given]
+        more = f" and {len(open_) - 3} more" if len(open_) > 3 else ""
+        return f"{expected.source} does not give {', '.join(open_[:3])}{more}: defaults were taken" if open_ else ""
+
+
+def _may_lie_beside(name: str) -> bool:
+    """Whether a key that the model does not know is none of its parameters: buffers, copies, adapters."""
+    parts = name.split(".")
+    if _COMPUTED & {parts[-1], ".".join(parts[-2:])} or "rotary_emb" in parts:
+        return True
+    if name.endswith((".attn.bias", ".attention.bias")) and parts[-3:-2] and parts[-3].isdecimal():
+        return True  # the causal mask of GPT-2 and GPT-NeoX
+    key = parse(name)
+    return key.kind != "model" or bool(COPIES & set(key.scope)) or is_adapter(key)
+
+
+def _quantised_weight(name: str) -> str:
+    """The weight or module that a scale, a block or a code belongs to; "" for what is none of these.
+
+    >>> _quantised_weight("layers.0.q_proj.weight_scale_inv"), _quantised_weight("layers.0.q_proj.weight.absmax")
+    ('layers.0.q_proj.weight', 'layers.0.q_proj.weight')
+    """
+    match = _QUANTISED.fullmatch(name)
+    return match["weight"] if match else ""
+
+
+def _is_wide_float(dtype: str) -> bool:
+    return dtype in FLOATS and ITEM_BITS[dtype] > _WIDE
+
+
+def _tower(name: str, homes: Iterable[str]) -> str | None:
+    """The part of a model that a key belongs to, by the longest home of layers that it lies in."""
+    found = [home for home in homes if home and name.startswith(f"{home}.")]
+    return max(found, key=len, default=None)
+
+
+def numbered_layer(name: str) -> tuple[str, int] | None:
+    """The block of layers that a key lies in and the layer's number; None outside of layers.
+
+    >>> numbered_layer("model.layers.3.mlp.up_proj.weight"), numbered_layer("lm_head.weight")
+    (('model.layers', 3), None)
+    """
+    match = _LAYERS.fullmatch(name)
+    return None if match is None else (name[: match.start("number") - 1], int(match["number"]))
+
+
+def _module(name: str) -> str:
+    """The module of a layer that a key lies in, two levels below the layer's number; its parent outside of layers."""
+    match = _LAYERS.fullmatch(name)
+    if match is None:
+        return name.rpartition(".")[0]
+    start = match.end("number") + 1
+    return name[:start] + name[start:].partition(".")[0]
+
+
+def _is_vocabulary(item: ShapeDifference) -> bool:
+    """Whether rows of the vocabulary are all that differs, where they are not declared with their padding."""
+    dim = (item.expected.dims or ("",) * 9)[item.axes[0]] if len(item.axes) == 1 else ""
+    return "vocab_size" in dim and dim != "padded_vocab_size"
+
+
+def _grown_vocabulary(shapes: list[ShapeDifference]) -> int:
+    """The rows of embedding and head, where both have as many and more than declared: tokens were added, or padding."""
+    tables = [item for item in shapes if _is_vocabulary(item)]
+    sizes = {item.tensor.global_shape[item.axes[0]] for item in tables}
+    if len(sizes) != 1 or any(size <= item.expected.shape[item.axes[0]] for item in tables for size in sizes):
+        return 0
+    return sizes.pop()
+
+
+# ---------------------------------------------------------------- dtypes and bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OtherDtype:
+    """The tensors that are stored in another float dtype than the configuration declares.
+
+    Attributes:
+        names: stored keys.
+        declared: bytes that they would take as declared.
+        extra: bytes that they take more than that; negative where they are narrower.
+    """
+
+    dtype: str
+    names: tuple[str, ...]
+    declared: int
+    extra: int
+
+
+def other_dtypes(ckpt: Checkpoint, fit: Fit) -> list[OtherDtype]:
+    """Per float dtype other than the declared one, the tensors that have it; [] where dtypes say nothing."""
+    declared = fit.expected.dtype
+    if declared not in FLOATS or fit.is_quantised or not fit.is_export:
+        return []
+    found: dict[str, list[str]] = defaultdict(list)
+    elements: dict[str, int] = defaultdict(int)
+    for name in fit.pairing.stored.values():
+        tensor = ckpt.tensors[name]
+        if tensor.dtype != declared and _is_wide_float(tensor.dtype):
+            found[tensor.dtype].append(name)
+            elements[tensor.dtype] += tensor.volume
+    bits = ITEM_BITS[declared]
+    return [
+        OtherDtype(dtype, tuple(names), count * bits // 8, count * (ITEM_BITS[dtype] - bits) // 8)
+        for (dtype, names), count in zip(found.items(), elements.values(), strict=True)
+    ]
+
+
+def explains_bytes(ckpt: Checkpoint, size: int) -> bool:
+    """Whether a size in bytes is that of the declared model, and findings on its tensors tell of the difference."""
+    fit = config_fit(ckpt)
+    if isinstance(fit, str) or not (fit.missing or fit.shapes or other_dtypes(ckpt, fit)):
+        return False
+    every = implied_bytes(fit, fit.expected.tensors)
+    return implied_bytes(fit) <= size <= every
+
+
+def implied_bytes(fit: Fit, names: Iterable[str] | None = None) -> int:
+    """Bytes of expected tensors in the declared dtype, or else in 16 bits: all that are needed, or these."""
+    bits = ITEM_BITS.get(fit.expected.dtype or "", 16)
+    chosen = (n for n, t in fit.expected.tensors.items() if t.needed) if names is None else names
+    return sum(prod(fit.expected.tensors[name].shape) for name in chosen) * bits // 8

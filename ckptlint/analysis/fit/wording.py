@@ -1,0 +1,78 @@
+"""How tensors of a model and the fields that decide over them read in a sentence."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+
+from ckptlint.analysis.fit.judgement import Fit, numbered_layer
+from ckptlint.model.text import braces, printable, ranges
+from ckptlint.rule import Note
+
+_SHOWN = 6
+_CORE = (
+    ("num_hidden_layers", "n_layer", "num_layers"),
+    ("hidden_size", "n_embd", "d_model"),
+    ("num_experts", "num_local_experts", "n_routed_experts"),
+    ("vocab_size",),
+)
+
+
+def listed(fit: Fit, names: Collection[str]) -> str:
+    """Expected keys in few words: whole layers first, then what lies outside of layers, then roles."""
+    lost = set(names)
+    whole = whole_layers(fit, lost)
+    parts = []
+    for block, numbers in whole.items():
+        count = sum(1 for name in lost if (at := numbered_layer(name)) and at == (block, numbers[0]))
+        shown = fit.shown(block)
+        parts.append(f"{shown}.{_braced(numbers)}.* ({count} each)" if len(numbers) > 1 else f"{shown}.{numbers[0]}.*")
+    gone = {(block, number) for block, numbers in whole.items() for number in numbers}
+    rest = [name for name in names if numbered_layer(name) not in gone]
+    parts = [*braces(fit.shown(n) for n in rest if numbered_layer(n) is None), *parts]
+    parts += braces(fit.shown(n) for n in rest if numbered_layer(n) is not None)
+    more = f", and {len(parts) - _SHOWN:,} more patterns" if len(parts) > _SHOWN else ""
+    return ", ".join(parts[:_SHOWN]) + more
+
+
+def whole_layers(fit: Fit, lost: Collection[str]) -> dict[str, list[int]]:
+    """Block of layers (`model.layers`) -> the numbers of those of which every tensor is among some keys."""
+    needed: dict[tuple[str, int], int] = defaultdict(int)
+    missing: dict[tuple[str, int], int] = defaultdict(int)
+    for name, tensor in fit.expected.tensors.items():
+        at = numbered_layer(name)
+        if at is not None and tensor.needed:
+            needed[at] += 1
+            missing[at] += name in lost
+    found: dict[str, list[int]] = defaultdict(list)
+    for (block, number), count in needed.items():
+        if count > 1 and missing[block, number] == count:
+            found[block].append(number)
+    return dict(found)
+
+
+def _braced(numbers: Iterable[int]) -> str:
+    return "{" + ranges(numbers) + "}"
+
+
+def field_text(fit: Fit, name: str) -> str:
+    """A field with its value: `tie_word_embeddings false`."""
+    value = fit.expected.fields.get(name)
+    shown = str(value).lower() if isinstance(value, bool) else "not given" if value is None else str(value)
+    return f"{name} {printable(shown)[:40]}"
+
+
+def core_note(fit: Fit) -> Note:
+    """The fields that a model's size is known by."""
+    named = [next((n for n in names if n in fit.expected.fields), "") for names in _CORE]
+    return ("declared", ", ".join(field_text(fit, name) for name in named if name))
+
+
+def doubt_note(fit: Fit) -> Note:
+    """Why a finding is only an info, where the configuration leaves a doubt."""
+    return ("because", fit.doubt)
+
+
+def model_name(fit: Fit) -> str:
+    """What the model is called: its class, or else its type."""
+    return fit.expected.model_class or fit.expected.model_type

@@ -1,0 +1,162 @@
+"""The low-rank factors of adapters: which keys belong together, and which rank a configuration gives them.
+
+Source:
+    peft 0.21 (tuners.lora.layer, tuners.tuners_utils, utils.save_and_load); kohya-ss sd-scripts for `lora_down`
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Part = Literal["A", "B", "magnitude"]
+
+_PARTS: Mapping[str, Part] = {
+    "lora_A": "A",
+    "lora_B": "B",
+    "lora_embedding_A": "A",
+    "lora_embedding_B": "B",
+    "lora_down": "A",
+    "lora_up": "B",
+    "lora_magnitude_vector": "magnitude",
+}
+PREFIX = "base_model.model."
+"""What peft puts before the names of the base model."""
+
+_LITERAL = re.compile(r"[\w.\-]+")
+_DEPTH = 32
+_SAVED = 100  # each is looked for in all keys
+
+
+@dataclass(slots=True, eq=False)
+class Factors:
+    """The low-rank factors of one module.
+
+    Attributes:
+        module: its path, as the keys have it.
+        adapter: the name that the adapter has in memory, where it is part of the keys; "" in files that peft writes.
+        keys: part -> the key that holds it.
+    """
+
+    module: str
+    adapter: str
+    keys: dict[Part, str] = field(default_factory=dict)
+
+
+def factors_of(keys: Iterable[str]) -> list[Factors]:
+    """The factors that these keys hold, one entry for each module and adapter, in order.
+
+    >>> [(f.module, f.adapter, list(f.keys)) for f in factors_of(["h.0.q.lora_A.weight", "h.0.q.lora_B.weight"])]
+    [('h.0.q', '', ['A', 'B'])]
+    """
+    found: dict[tuple[str, str], Factors] = {}
+    for key in keys:
+        parts = key.split(".")
+        at = next((i for i in range(len(parts) - 1, 0, -1) if parts[i] in _PARTS), 0)
+        behind = parts[at + 1 :]
+        if behind and behind[-1] == "weight":
+            behind = behind[:-1]
+        if not at or len(behind) > 1 or "bias" in behind:
+            continue
+        home = ".".join(parts[:at]), "".join(behind)
+        found.setdefault(home, Factors(*home)).keys[_PARTS[parts[at]]] = key
+    return list(found.values())
+
+
+def endings(name: str) -> Iterator[str]:
+    """What a name in a configuration may say of this module: its last parts, from all of them to the last one.
+
+    >>> list(endings("layers.0.q_proj"))
+    ['layers.0.q_proj', '0.q_proj', 'q_proj']
+    """
+    parts = name.split(".")[-_DEPTH:]
+    for start in range(len(parts)):
+        yield ".".join(parts[start:])
+
+
+def plain_text(pattern: str) -> str | None:
+    r"""The text that names end with where a pattern of `rank_pattern` matches; None where it is no plain text.
+
+    Such a pattern is a regular expression for the last parts of a name. None is ever run: whoever wrote the file chose
+    it, and may have chosen one that never ends.
+
+    >>> plain_text(r".*\.layers\.0\.q_proj"), plain_text(r"layers\.[0-3]\..*")
+    ('layers.0.q_proj', None)
+    """
+    text = pattern.removeprefix(".*\\.").removesuffix("$").replace("\\.", ".").replace("\\-", "-").replace("\\_", "_")
+    return text if _LITERAL.fullmatch(text) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterConfig:
+    """What `adapter_config.json` says of the factors; what has another type than peft gives it counts as not said.
+
+    Attributes:
+        kind: `peft_type` in capitals; "" where it is not given.
+        rank: `r`; None where it is no rank.
+        ranks: ending of a name -> the rank that `rank_pattern` gives these modules.
+        perhaps: the ranks in it that belong to regular expressions, which may match any module.
+        targets: the names of modules in `target_modules`; empty where it is a regular expression.
+        parameters: the modules that `target_parameters` lie in, whose factors are as wide as their experts together;
+            "" where any module may hold one of them.
+        saved: the names in `modules_to_save`.
+        is_explicit: whether the layers are chosen by a list of numbers, by exclusion or by a regular expression.
+        magnitudes: `use_dora`.
+    """
+
+    kind: str = ""
+    rank: int | None = None
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    perhaps: frozenset[int] = frozenset()
+    targets: tuple[str, ...] = ()
+    parameters: frozenset[str] = frozenset()
+    saved: tuple[str, ...] = ()
+    is_explicit: bool = False
+    magnitudes: bool = False
+
+    def ranks_of(self, module: str) -> set[int]:
+        """The ranks that a module may have: one, or several where a regular expression decides."""
+        named = next((self.ranks[end] for end in endings(module) if end in self.ranks), self.rank)
+        return {*self.perhaps, *([named] if named is not None else [])}
+
+    def ranks_of_experts(self, module: str) -> set[int]:
+        """The ranks of which a multiple is right, where a module's factors may serve many experts at once.
+
+        The patterns for such a module name its parameters, so each of them may be meant.
+        """
+        names = set(endings(module))
+        may_hold = bool(names & self.parameters) or ("" in self.parameters and not names.intersection(self.targets))
+        return {*self.ranks.values(), *self.perhaps, *([self.rank] if self.rank else [])} if may_hold else set()
+
+
+def read_adapter_config(values: Mapping[str, Any]) -> AdapterConfig:
+    """The fields of an `adapter_config.json` that fix names and shapes of the factors."""
+    targets, exclude = values.get("target_modules"), values.get("exclude_modules")
+    kind, pattern = values.get("peft_type"), values.get("rank_pattern")
+    layers = values.get("layers_to_transform")
+    patterns = [
+        (plain_text(name), rank)
+        for name, value in (pattern.items() if isinstance(pattern, dict) else ())
+        if (rank := _rank(value)) is not None
+    ]
+    return AdapterConfig(
+        kind=kind.upper() if isinstance(kind, str) else "",
+        rank=_rank(values.get("r")),
+        ranks={name: rank for name, rank in reversed(patterns) if name is not None},  # the first one decides
+        perhaps=frozenset(rank for name, rank in patterns if name is None),
+        targets=_names(targets),
+        parameters=frozenset(name.rpartition(".")[0] for name in _names(values.get("target_parameters"))),
+        saved=tuple(name for name in _names(values.get("modules_to_save"))[:_SAVED] if _LITERAL.fullmatch(name)),
+        is_explicit=bool(exclude) or layers not in (None, []) or (isinstance(targets, str) and targets != "all-linear"),
+        magnitudes=values.get("use_dora") is True,
+    )
+
+
+def _rank(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31 else None
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    return tuple(name for name in value if isinstance(name, str) and name) if isinstance(value, list) else ()

@@ -1,0 +1,234 @@
+"""What a config.json of transformers says every tensor of its model must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptlint.architecture.expected import Expected, NoTable
+from ckptlint.architecture.expressions import ExpressionError, parse, whole
+from ckptlint.architecture.tables import MOST_KEYS, Row, entry, expand, rows_of
+from ckptlint.model.text import printable
+
+FILE = "huggingface.json"
+"""The data file: `""` -> what it was made with; model type -> fields, ranges, rows, models (bench/architectures)."""
+
+_KEEP_NAMES = frozenset({"fp8", "fbgemm_fp8"})
+"""Quantisations that keep the name and the shape of every weight and add scales beside it."""
+
+_LONGEST_TEXT = 10_000
+_LONGEST_LIST = 20_000
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "flag": (bool,),
+    "number": (int, float),
+    "text": (str,),
+    "list": (list, tuple, str),
+    "mapping": (dict,),
+    "any": (bool, int, float, str, list, tuple),
+}
+
+
+def expected_models(
+    config: Mapping[str, object], source: str = "config.json", at_most: int = MOST_KEYS
+) -> tuple[Expected, ...]:
+    """The model that a configuration declares, once for each naming that its writers use.
+
+    Returns:
+        `saved`: as save_pretrained writes it. `in memory`: as state_dict names it, where that differs (fused experts of
+        transformers 5); DCP saves of a training job hold these.
+
+    Args:
+        config: a parsed config.json, untrusted.
+        source: its name in a report.
+        at_most: tensors; a configuration that implies more is refused before any work.
+
+    Raises:
+        NoTable: nothing is known of the model, or the configuration describes none; the reason in one sentence.
+
+    Source:
+        transformers; the version is in `Expected.made_with`.
+    """
+    model_type = _text(config.get("model_type"))
+    if not model_type:
+        raise NoTable(f"{source} has no model_type")
+    table = entry(FILE, model_type)
+    if table is None or not model_type.isidentifier():
+        raise NoTable(f"no table for model_type {printable(model_type)}")
+    name = _class_of(config, table, model_type)
+    if reason := _renaming_quantisation(config):
+        raise NoTable(f"{source} declares {reason}, which renames or reshapes tensors")
+    try:
+        values = _values(config, table)
+        mounted = _mounted(config, table, values)
+        forms = []
+        for form, rows in table["models"][name].items():
+            prefixes = table.get("mounts", {}).get(name, {}).get(form, {})
+            if any(section not in prefixes for section in mounted):
+                raise NoTable(f"its {next(section for section in mounted if section not in prefixes)} is another model")
+            own = [row for row in _rows(table, rows) if not row.name.startswith(tuple(prefixes[s] for s in mounted))]
+            tensors = expand(own, table["ranges"], values, at_most)
+            for section, (part, part_values) in mounted.items():
+                base = part["models"][part["base"]]
+                part_rows = _rows(part, base.get(form, base["saved"]))
+                found = expand(part_rows, part["ranges"], part_values, at_most - len(tensors))
+                tensors |= {prefixes[section] + key: tensor for key, tensor in found.items()}
+            forms.append(
+                Expected(
+                    source=source,
+                    model_type=model_type,
+                    form=form,
+                    tensors=tensors,
+                    fields=values,
+                    dtype=_dtype(config),
+                    made_with=entry(FILE, "")["made_with"],
+                    model_class=name,
+                    ignored=tuple(table.get("ignored", ())),
+                    remote_code="auto_map" in config,
+                )
+            )
+    except NoTable as error:
+        raise NoTable(f"{source} of model_type {model_type}: {error}") from None
+    except ExpressionError as error:
+        raise NoTable(f"{source} of model_type {model_type} describes no model: {error}") from None
+    return tuple(forms)
+
+
+def _mounted(
+    config: Mapping[str, object], table: Mapping[str, Any], values: dict[str, object]
+) -> dict[str, tuple[Mapping[str, Any], dict[str, object]]]:
+    """The sections whose model is of another type than in the table: section -> the table and the values of that type.
+
+    Their values replace those of the section in `values`.
+
+    Raises:
+        NoTable: no table was proven to fit in there.
+    """
+    found = {}
+    for section, usual in table.get("sections", {}).items():
+        declared = next(_at(config, section), None)
+        model_type = declared.get("model_type", usual) if isinstance(declared, dict) else usual
+        if model_type == usual:
+            continue
+        if _text(model_type) not in table.get("others", {}).get(section, ()):
+            raise NoTable(f"no table with a {section} of model_type {printable(_text(model_type))}")
+        part = entry(FILE, str(model_type))
+        part_values = _values(declared, part)  # type: ignore[arg-type]  # no other value has a model_type
+        values.update({f"{section}.{name}": value for name, value in part_values.items()})
+        found[section] = (part, part_values)
+    return found
+
+
+def _class_of(config: Mapping[str, object], table: Mapping[str, Any], model_type: str) -> str:
+    """The class that `architectures` names first, the usual one of the type where there is none.
+
+    Raises:
+        NoTable: the table knows no such class.
+    """
+    named = config.get("architectures")
+    if not named:
+        return str(table["usual"])
+    name = _text(named[0]) if isinstance(named, list) else ""
+    if name not in table["models"]:
+        raise NoTable(f"no table for {printable(name) or 'these architectures'} of model_type {model_type}")
+    return name
+
+
+def _renaming_quantisation(config: Mapping[str, object]) -> str:
+    """The quantisation that stores the weights under other names or in other shapes; "" for none."""
+    declared = config.get("quantization_config") or config.get("compression_config")
+    if not declared:
+        return ""
+    method = _text(declared.get("quant_method")) if isinstance(declared, dict) else ""
+    return "" if method in _KEEP_NAMES else f"quantisation {printable(method) or 'of an unknown method'}"
+
+
+def _dtype(config: Mapping[str, object]) -> str | None:
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        for field in ("dtype", "torch_dtype"):
+            if name := _text(part.get(field)):
+                return printable(name.removeprefix("torch."))
+    return None
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) and len(value) <= 200 else ""
+
+
+def _rows(table: Mapping[str, Any], numbers: str) -> list[Row]:
+    """The rows of one form, which lists them as `0-4 7`."""
+    rows = list(rows_of(table["rows"]))
+    picked = []
+    for run in numbers.split():
+        first, _, last = run.partition("-")
+        picked += rows[int(first) : int(last or first) + 1]
+    return picked
+
+
+# ---------------------------------------------------------------- the values of the fields
+
+
+def _values(config: Mapping[str, object], table: Mapping[str, Any]) -> dict[str, object]:
+    """The value of every field that the table asks for: as declared, or what the library takes where it is left out.
+
+    Raises:
+        NoTable: a field has a value of another kind, or is missing and the library has no default for it.
+        ExpressionError: a default that follows from other fields has no value.
+    """
+    values: dict[str, object] = {}
+    section = table.get("flat", "")
+    flat = f"{section}." if section and section not in config else ""
+    for name, (kind, *defaults) in table["fields"].items():
+        paths = (name, *table.get("aliases", {}).get(name, ()))
+        declared = [value for path in paths for value in _at(config, path)]
+        if flat and not declared:
+            declared = [value for path in paths if path.startswith(flat) for value in _at(config, path[len(flat) :])]
+        value = declared[0] if declared else None
+        if value is not None and not _is_kind(value, kind):
+            raise NoTable(f"{name} is {printable(repr(value)[:60])}, and no {kind}")
+        if not declared and not defaults:
+            raise NoTable(f"it does not give {name}")
+        if value is None and defaults and (not declared or len(defaults) > 1):
+            value = _default(defaults[-1 if declared else 0], values)
+        known = table.get("words", {}).get(name)
+        if known and isinstance(value, list) and not all(word in known for word in value):
+            raise NoTable(f"{name} holds another word than {', '.join(known)}")
+        values[name] = value
+    if "tied_by" in table and next(_at(config, table["tied_by"]), None) is True:
+        values["tie_word_embeddings"] = True
+    return values
+
+
+def _at(config: Mapping[str, object], path: str) -> Iterator[object]:
+    """What a configuration holds under a path of sections, if anything."""
+    found: object = config
+    for part in path.split("."):
+        if not isinstance(found, dict) or part not in found:
+            return
+        found = found[part]
+    yield found
+
+
+def _is_kind(value: object, kind: str) -> bool:
+    if isinstance(value, bool) and kind not in ("flag", "any"):
+        return False
+    if isinstance(value, (str, list, dict)) and len(value) > (
+        _LONGEST_TEXT if isinstance(value, str) else _LONGEST_LIST
+    ):
+        return False
+    return isinstance(value, _KINDS[kind])
+
+
+def _default(default: object, values: Mapping[str, object]) -> object:
+    """A default as the table gives it: a value, `{"=": expression}`, or a list `{"each": count, "=": expression}`."""
+    if not isinstance(default, dict) or "=" not in default:
+        return default
+    rule = parse(default["="])
+    if "each" not in default:
+        return rule.value(values)
+    count = whole(parse(default["each"]), values)
+    if count > _LONGEST_LIST:
+        raise NoTable(f"{default['each']} is {count:,}")
+    return [rule.value({**values, "layer": layer}) for layer in range(count)]

@@ -1,0 +1,170 @@
+"""Models in Mistral's own format: what `params.json` says every tensor of `consolidated*.safetensors` must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckptlint.architecture.expected import Expected, ExpectedTensor, NoTable
+
+_MADE_WITH = "mistral-inference 1.6.0"
+_KEY_LIMIT = 100_000
+_SIZE_LIMIT = 2**31
+
+_SIZES = ("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "n_kv_heads", "vocab_size")
+_MOE = ("num_experts", "num_experts_per_tok")
+_VISION = (
+    "hidden_size",
+    "num_channels",
+    "image_size",
+    "patch_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+_POSITIONS = {"rope_theta", "rope_scaling", "yarn", "llama_4_scaling", "max_seq_len", "max_position_embeddings"}
+_RUN = {"norm_eps", "max_batch_size", "sliding_window", "_sliding_window", "causal", "model_type"}
+_ELSEWHERE = {*_POSITIONS, *_RUN, "use_biases", "tied_embeddings", "moe", "vision_encoder", "lora"}
+_IMAGES = {"rope_theta", "image_token_id", "image_break_token_id", "image_end_token_id", "max_image_size"}
+_PROJECTOR = {"adapter_bias", "spatial_merge_size", "add_pre_mm_projector_layer_norm", "mm_projector_id"}
+"""Fields that give no tensor its size, or that are looked at on their own; any other may change the model."""
+
+Named = Iterator[tuple[str, ExpectedTensor]]
+
+
+def expected_models(params: Mapping[str, Any], source: str = "params.json") -> tuple[Expected, ...]:
+    """The tensors of the model that a `params.json` declares, under the one naming there is.
+
+    Raises:
+        NoTable: a field that decides about tensors is missing, has no size as its value, or is not known here.
+
+    Source:
+        mistral_inference 1.6 (transformer.Transformer, transformer_layers, moe, vision_encoder); `tied_embeddings` as
+        vLLM reads it
+    """
+    if params.get("model_type", "transformer") != "transformer" or params.get("lora") or params.get("use_biases"):
+        raise NoTable(f"{source} describes a model other than a plain transformer")
+    _refuse_unknown(params, {*_SIZES, *_ELSEWHERE}, source)
+    sizes = _read(params, _SIZES, source)
+    moe, vision = params.get("moe"), params.get("vision_encoder")
+    experts = 0
+    if moe is not None:
+        _refuse_unknown(moe, set(_MOE), f"{source}: moe")
+        experts = _read(moe, _MOE, f"{source}: moe")["num_experts"]
+    keys = sizes["n_layers"] * (6 + (1 + 3 * experts if experts else 3))
+    if vision is not None:
+        _refuse_unknown(vision, {*_VISION, *_IMAGES, *_PROJECTOR}, f"{source}: vision_encoder")
+        towers = _read(vision, _VISION, f"{source}: vision_encoder")
+        keys += towers["num_hidden_layers"] * 9
+    if keys > _KEY_LIMIT:
+        raise NoTable(f"{source} describes {keys:,} tensors, more than the {_KEY_LIMIT:,} that are looked at")
+    tensors = dict(_language(sizes, experts, params.get("tied_embeddings") is True))
+    if vision is not None:
+        tensors |= dict(_vision(vision, towers, sizes["dim"]))
+    fields = {**sizes, "tied_embeddings": params.get("tied_embeddings", False)}
+    fields |= {f"moe.{name}": moe[name] for name in _MOE} if moe is not None else {}
+    fields |= {f"vision_encoder.{name}": size for name, size in towers.items()} if vision is not None else {}
+    return (Expected(source, "mistral", "saved", tensors, fields, made_with=_MADE_WITH),)
+
+
+def _language(sizes: Mapping[str, int], experts: int, tied: bool) -> Named:
+    table = _tensor(sizes, "vocab_size", "dim")
+    yield "tok_embeddings.weight", table
+    for layer in range(sizes["n_layers"]):
+        home = f"layers.{layer}."
+        for name, rows, columns in (
+            ("wq", "n_heads * head_dim", "dim"),
+            ("wk", "n_kv_heads * head_dim", "dim"),
+            ("wv", "n_kv_heads * head_dim", "dim"),
+            ("wo", "dim", "n_heads * head_dim"),
+        ):
+            yield f"{home}attention.{name}.weight", _tensor(sizes, rows, columns, because=("n_layers",))
+        for name in ("attention_norm", "ffn_norm"):
+            yield f"{home}{name}.weight", _tensor(sizes, "dim", because=("n_layers",))
+        because: tuple[str, ...] = ("n_layers",)
+        mlps = [f"{home}feed_forward."]
+        if experts:
+            because = ("moe.num_experts", "n_layers")
+            gate = ExpectedTensor((experts, sizes["dim"]), dims=("moe.num_experts", "dim"), because=("moe", "n_layers"))
+            yield f"{home}feed_forward.gate.weight", gate
+            mlps = [f"{home}feed_forward.experts.{expert}." for expert in range(experts)]
+        for mlp in mlps:
+            for name, rows, columns in (
+                ("w1", "hidden_dim", "dim"),
+                ("w2", "dim", "hidden_dim"),
+                ("w3", "hidden_dim", "dim"),
+            ):
+                yield f"{mlp}{name}.weight", _tensor(sizes, rows, columns, because=because)
+    yield "norm.weight", _tensor(sizes, "dim")
+    yield "output.weight", ExpectedTensor(table.shape, not tied, table.dims, ("tied_embeddings",))
+
+
+def _vision(vision: Mapping[str, Any], sizes: Mapping[str, int], dim: int) -> Named:
+    both = {**{f"vision_encoder.{name}": size for name, size in sizes.items()}, "dim": dim}
+    hidden, inner = "vision_encoder.hidden_size", "vision_encoder.intermediate_size"
+    patch = "vision_encoder.patch_size"
+    because = ("vision_encoder",)
+    yield (
+        "vision_encoder.patch_conv.weight",
+        _tensor(both, hidden, "vision_encoder.num_channels", patch, patch, because=because),
+    )
+    yield "vision_encoder.ln_pre.weight", _tensor(both, hidden, because=because)
+    for layer in range(sizes["num_hidden_layers"]):
+        home = f"vision_encoder.transformer.layers.{layer}."
+        number = ("vision_encoder.num_hidden_layers",)
+        for name in ("wq", "wk", "wv", "wo"):
+            yield f"{home}attention.{name}.weight", _tensor(both, hidden, hidden, because=number)
+        for name in ("attention_norm", "ffn_norm"):
+            yield f"{home}{name}.weight", _tensor(both, hidden, because=number)
+        for name, rows, columns in (("w1", inner, hidden), ("w2", hidden, inner), ("w3", inner, hidden)):
+            yield f"{home}feed_forward.{name}.weight", _tensor(both, rows, columns, because=number)
+    yield "vision_language_adapter.w_in.weight", _tensor(both, "dim", hidden, because=because)
+    yield "vision_language_adapter.w_out.weight", _tensor(both, "dim", "dim", because=because)
+    if vision.get("adapter_bias", True):
+        for name in ("w_in", "w_out"):
+            yield (
+                f"vision_language_adapter.{name}.bias",
+                _tensor(both, "dim", because=("vision_encoder.adapter_bias",)),
+            )
+    if vision.get("add_pre_mm_projector_layer_norm"):
+        reason = ("vision_encoder.add_pre_mm_projector_layer_norm",)
+        yield "pre_mm_projector_norm.weight", _tensor(both, hidden, because=reason)
+    if vision.get("mm_projector_id") == "patch_merge":
+        merge = _read(vision, ("spatial_merge_size",), "vision_encoder")["spatial_merge_size"]
+        width = sizes["hidden_size"]
+        yield (
+            "patch_merger.merging_layer.weight",
+            ExpectedTensor(
+                (width, width * merge * merge),
+                dims=(hidden, " * ".join((hidden, *["vision_encoder.spatial_merge_size"] * 2))),
+                because=("vision_encoder.mm_projector_id",),
+            ),
+        )
+
+
+def _tensor(sizes: Mapping[str, int], *dims: str, because: tuple[str, ...] = ()) -> ExpectedTensor:
+    """A tensor whose axes are fields, or products of two."""
+    shape = []
+    for dim in dims:
+        first, _, second = dim.partition(" * ")
+        shape.append(sizes[first] * (sizes[second] if second else 1))
+    return ExpectedTensor(tuple(shape), True, dims, because)
+
+
+def _read(params: Any, names: tuple[str, ...], source: str) -> dict[str, int]:
+    """The values of fields that are sizes."""
+    found = {}
+    for name in names:
+        value = params.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _SIZE_LIMIT:
+            raise NoTable(f"{source} gives no size for {name}")
+        found[name] = value
+    return found
+
+
+def _refuse_unknown(params: Any, known: set[str], source: str) -> None:
+    if not isinstance(params, Mapping):
+        raise NoTable(f"{source} holds no fields")
+    unknown = sorted(str(name)[:60] for name, value in params.items() if name not in known and value is not None)
+    if unknown:
+        raise NoTable(f"{source} has the field {unknown[0]!r}, which the table does not know")

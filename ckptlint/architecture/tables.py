@@ -1,0 +1,167 @@
+"""The tables of a data file: names of tensors with their sizes as expressions, expanded for given fields.
+
+A data file is one JSON object with one entry per line, so that a reader parses the line that it needs and no other. A
+name holds indices in braces, `model.layers.{layer}.mlp.experts.{expert}.up_proj.weight`; how far each one counts is an
+expression too, which may use the indices before it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Any
+
+from ckptlint.architecture.expected import ExpectedTensor, NoTable
+from ckptlint.architecture.expressions import Expression, ExpressionError, parse, true, whole
+
+MOST_KEYS = 2_000_000
+"""Keys of the largest model that is expanded."""
+
+_INDEX = re.compile(r"\{(\w+)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The tensors of one kind.
+
+    Attributes:
+        name: with indices in braces.
+        dims: the size of each axis.
+        exists: when the tensor is part of the model; "" for always. May use the indices.
+        optional: when the tensor need not be stored although it is part of the model (`tie_word_embeddings`); "" for
+            never, `true` for a buffer that the model makes itself.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    exists: str = ""
+    optional: str = ""
+
+
+def entry(file: str, key: str) -> Any:
+    """What a data file of this room says under a key; None where it has no such key.
+
+    Args:
+        file: its name (`huggingface.json`): one JSON object, written with one entry per line.
+    """
+    line = _lines(file).get(key)
+    return None if line is None else json.loads(line)
+
+
+@lru_cache(maxsize=4)
+def _lines(file: str) -> dict[str, str]:
+    """Key -> the JSON of its value, not parsed."""
+    text = resources.files("ckptlint.architecture").joinpath(file).read_text(encoding="utf-8")
+    pairs = (line.split('":', 1) for line in text.splitlines() if line.startswith('"'))
+    return {key[1:]: value.strip().rstrip(",") for key, value in pairs}
+
+
+def keys(file: str) -> tuple[str, ...]:
+    """The keys of a data file."""
+    return tuple(_lines(file))
+
+
+def rows_of(entries: Iterable[Sequence[Any]]) -> Iterator[Row]:
+    """The rows that a data file holds as `[name, dims]`, `[name, dims, exists]` or `[name, dims, exists, optional]`."""
+    for name, dims, *rest in entries:
+        yield Row(name, tuple(dims), *rest)
+
+
+def expand(
+    rows: Iterable[Row], ranges: Mapping[str, str], fields: Mapping[str, object], at_most: int = MOST_KEYS
+) -> dict[str, ExpectedTensor]:
+    """The tensors that rows mean for given values of the fields.
+
+    Args:
+        rows: of one form of a model.
+        ranges: index -> how far it counts from 0 (`layer` -> `num_hidden_layers`).
+        fields: name of a field, with dots into sections -> its value, as untrusted as the file that it is from.
+        at_most: keys, beyond which the configuration is refused before any work.
+
+    Raises:
+        NoTable: the values lead to no model, or to one of more keys.
+    """
+    at_most = min(at_most, MOST_KEYS)
+    found: dict[str, ExpectedTensor] = {}
+    plans = []
+    steps = 0
+    try:
+        for row in rows:
+            plan = _Plan(row, ranges)
+            if not plan.everywhere or true(plan.everywhere, fields):
+                steps += plan.steps(fields, at_most)
+                plans.append(plan)
+            if steps > 8 * at_most:
+                raise NoTable(f"it implies more than {at_most:,} tensors")
+        for plan in plans:
+            plan.fill(found, fields, at_most)
+    except ExpressionError as error:
+        raise NoTable(f"it describes no model: {error}") from None
+    return found
+
+
+class _Plan:
+    """One row, taken apart."""
+
+    def __init__(self, row: Row, ranges: Mapping[str, str]) -> None:
+        parts = _INDEX.split(row.name)
+        self.row = row
+        self.texts, self.indices = parts[::2], parts[1::2]
+        self.ranges = [parse(ranges[index]) for index in self.indices]
+        self.dims = [parse(dim) for dim in row.dims]
+        exists = parse(row.exists) if row.exists else None
+        self.optional = parse(row.optional) if row.optional else None
+        self.here = exists if exists and self._depends(exists) else None  # asked for every index
+        self.everywhere = None if self.here else exists  # asked once
+        self.because = tuple(
+            name
+            for condition in (exists, self.optional)
+            if condition
+            for name in condition.names
+            if name not in self.indices
+        )
+
+    def _depends(self, expression: Expression) -> bool:
+        return any(name in self.indices for name in expression.names)
+
+    def steps(self, fields: Mapping[str, object], at_most: int) -> int:
+        """How many tensors the ranges lead to, conditions left aside; a range within a range counts as far as its
+        first one."""
+        values = dict(fields)
+        total = 1
+        for index, count in zip(self.indices, self.ranges, strict=True):
+            values[index] = 0
+            size = whole(count, values) if total else 0
+            total *= size
+            if total > 8 * at_most:
+                raise NoTable(f"{count.text} is {size:,}, which implies more than {at_most:,} tensors")
+        return total
+
+    def fill(self, found: dict[str, ExpectedTensor], fields: Mapping[str, object], at_most: int) -> None:
+        """Adds the tensors of this row, all in all no more than so many."""
+        same = not any(self._depends(dim) for dim in self.dims)
+        tensor = None
+        for step, (name, values) in enumerate(self._names(0, self.texts[0], dict(fields))):
+            if len(found) >= at_most or step > 8 * at_most:
+                raise NoTable(f"it implies more than {at_most:,} tensors")
+            if self.here and not true(self.here, values):
+                continue
+            if tensor is None or not same:
+                shape = tuple(whole(dim, values) for dim in self.dims)
+                needed = not (self.optional and true(self.optional, values))
+                tensor = ExpectedTensor(shape, needed, self.row.dims, self.because)
+            found[name] = tensor
+
+    def _names(self, at: int, name: str, values: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
+        """Every name of the row from the index at this place on, with the fields and the indices that it stands for."""
+        if at == len(self.indices):
+            yield name, values
+            return
+        after = self.texts[at + 1]
+        for number in range(whole(self.ranges[at], values)):
+            values[self.indices[at]] = number
+            yield from self._names(at + 1, f"{name}{number}{after}", values)

@@ -1,0 +1,147 @@
+"""CFG001: every tensor that the configuration implies is stored."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ckptlint.analysis.fit.judgement import Fit, implied_bytes, judged, numbered_layer
+from ckptlint.analysis.fit.wording import core_note, doubt_note, field_text, listed, model_name, whole_layers
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import braces, human_bytes, plural, ranges
+from ckptlint.rule import Finding, Location, Severity, rule
+from ckptlint.vocabulary.keys import parse
+
+_MOST = 100_000
+_SHOWN = 4
+
+
+@rule("CFG001", "key-not-stored", Severity.ERROR, whole=True)
+def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Tensors that the configuration of the model implies are not stored.
+
+    What it checks:
+        Every tensor of the model that the `config.json` beside the files declares is stored, by its type, its class
+        and its fields, or the arguments of a Megatron job (`args` in the common state, `run_config.yaml`); which
+        tensors these are stands in tables made from transformers and from megatron-core. Tied heads, buffers, scales of
+        quantised weights, layers for multi-token prediction and adapters may be there or not, and so may all that a
+        model without its head lacks. An info where a whole tower of a model of several is absent, and where the
+        configuration names code of its own or leaves fields open.
+    Why it matters:
+        A load that is not strict leaves absent parameters at their initial values and raises nothing.
+    Usual causes:
+        An export that lost some of its shards and wrote its index from the others, a save of one rank's part, a filter
+        or a map of names that dropped a role, a head taken for tied that is not.
+    How to fix:
+        Export again from the training checkpoint, and compare; or correct the field of the configuration that is wrong.
+    See:
+        transformers.PreTrainedModel.from_pretrained (output_loading_info)
+    """
+    fit = judged(ckpt)
+    if fit.missing:
+        yield _finding(ckpt, fit)
+    for tower in fit.absent_towers:
+        yield Finding(
+            f"nothing of {tower} is stored, which is a part of {model_name(fit)}",
+            at=Location(tower, label=f"{ckpt.metadata_file}, held against {fit.place}"),
+            severity=Severity.INFO,
+            why="parts of a model of several are saved alone as well",
+        )
+
+
+def _finding(ckpt: Checkpoint, fit: Fit) -> Finding:
+    missing, tensors = fit.missing, fit.expected.tensors
+    needed = sum(tensor.needed for tensor in tensors.values())
+    whole = whole_layers(fit, set(missing))
+    in_layers = sum(len(numbers) for numbers in whole.values())
+    reasons = {tensors[name].because for name in missing}
+    because = reasons.pop() if len(reasons) == 1 else ()
+    names = braces(map(fit.shown, missing))
+    one = len(missing) == 1
+    verb = "is" if one else "are"
+    if because and len(names) == 1:
+        said = f"and {fit.expected.source} says {' and '.join(field_text(fit, name) for name in because)}"
+        if because == ("tie_word_embeddings",):
+            said = f"and {fit.expected.source} does not tie it ({field_text(fit, because[0])})"
+        message = f"{names[0]} {verb} not stored, {said}"
+    elif experts := _experts(fit):
+        message = experts
+    elif len(names) == 1:
+        message = f"{names[0]} {verb} not stored, and {model_name(fit)} has {'it' if one else 'them'}"
+    elif len(whole) == 1 and len(names) == _roles(fit, whole):
+        ((block, numbers),) = whole.items()
+        home = fit.shown(block)
+        layers = f"layer {numbers[0]} of {home} is" if in_layers == 1 else f"layers {ranges(numbers)} of {home} are"
+        message = f"{layers} not stored, and {fit.expected.source} declares {_layers_field(fit)}"
+    else:
+        message = f"{len(missing):,} of the {plural(needed, 'tensor')} of {model_name(fit)} {verb} not stored"
+    lost = implied_bytes(fit, missing)
+    return Finding(
+        message,
+        at=Location(fit.shown(missing[0]), label=f"{ckpt.metadata_file}, held against {fit.place}"),
+        missing=tuple(map(fit.shown, missing[:_MOST])),
+        severity=Severity.INFO if fit.doubt else None,
+        why=_consequence(fit, one),
+        notes=(
+            doubt_note(fit),
+            ("missing", listed(fit, missing) if len(names) > 1 else ""),
+            ("bytes", f"{human_bytes(lost)} of {human_bytes(implied_bytes(fit))} that the model has"),
+            ("instead", _instead(fit)),
+            core_note(fit) if len(names) > 1 else ("declared", ""),
+        ),
+        hint=_hint(fit, because),
+    )
+
+
+def _experts(fit: Fit) -> str:
+    """The sentence where numbered experts are all that is missing, and the same ones in every layer."""
+    lost: dict[int, set[int]] = defaultdict(set)
+    for key in map(parse, fit.missing):
+        if key.layer is None or key.expert is None:
+            return ""
+        lost[key.layer].add(key.expert)
+    if len(set(map(frozenset, lost.values()))) != 1:
+        return ""
+    numbers = next(iter(lost.values()))
+    count = 1 + max(key.expert for key in map(parse, fit.expected.tensors) if key.expert is not None)
+    some, layers = "s" * (len(numbers) > 1), "s" * (len(lost) > 1)
+    verb = "are" if some else "is"
+    return f"expert{some} {ranges(numbers)} of {count} {verb} not stored in layer{layers} {ranges(lost)}"
+
+
+def _roles(fit: Fit, whole: dict[str, list[int]]) -> int:
+    """How many patterns the tensors of whole layers fold into."""
+    gone = {(block, number) for block, numbers in whole.items() for number in numbers}
+    return len(braces(name for name in fit.missing if numbered_layer(name) in gone))
+
+
+def _layers_field(fit: Fit) -> str:
+    name = next((n for n in fit.expected.fields if n.endswith(("num_hidden_layers", "n_layer", "num_layers"))), "")
+    return field_text(fit, name) if name else "them"
+
+
+def _consequence(fit: Fit, one: bool) -> str:
+    if not fit.is_export:
+        return ""
+    them = "it" if one else "them"
+    return f"from_pretrained fills {them} with random values, and says so in a warning alone"
+
+
+def _instead(fit: Fit) -> str:
+    if not fit.instead:
+        return ""
+    names = braces(fit.instead)
+    more = f" and {len(names) - _SHOWN} more patterns" if len(names) > _SHOWN else ""
+    return f"stored there or alike: {', '.join(names[:_SHOWN])}{more}"
+
+
+def _hint(fit: Fit, because: tuple[str, ...]) -> str:
+    if fit.instead and not fit.is_export:
+        return "give these keys the names that all others of the model follow, and save again"
+    if fit.instead:
+        return "the names of another version of the model were saved: map them to those of this one, and export again"
+    if because == ("tie_word_embeddings",):
+        return "if the head is the embedding, set tie_word_embeddings to true; otherwise export again with the head"
+    if not fit.is_export:
+        return "list the keys that each rank passes to save and look for the rank or stage that held these"
+    return "export again from the training checkpoint, and compare the number of tensors with that of the model"

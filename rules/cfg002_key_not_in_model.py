@@ -1,0 +1,65 @@
+"""CFG002: every tensor that is stored is one of the model that the configuration declares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.analysis.fit.judgement import Fit, judged
+from ckptlint.analysis.fit.wording import core_note, doubt_note, model_name
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import braces, human_bytes, plural
+from ckptlint.rule import Finding, Location, Severity, rule
+from ckptlint.vocabulary.dtypes import nbytes
+
+_MOST = 100_000
+_SHOWN = 4
+
+
+@rule("CFG002", "key-not-in-model", Severity.WARNING, whole=True)
+def key_not_in_model(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Tensors are stored that the model of the configuration does not have.
+
+    What it checks:
+        Every stored tensor is one of the model that the `config.json` beside it declares, or the arguments of a
+        Megatron job. A warning for layers and experts beyond the declared number and for biases of weights that have
+        none; an info for whole modules that the model does not know, such as a head of one's own. Buffers, scales of
+        quantised weights, adapters, second copies and layers for multi-token prediction are left out, and so are names
+        that stand where CFG001 misses others.
+    Why it matters:
+        A loader leaves out what its model does not have, so that part of what was trained has no effect.
+    Usual causes:
+        A configuration that was kept from another run, a field that was changed by hand, a fused or added module that
+        the class in use does not have.
+    How to fix:
+        Correct the field that decides over these tensors, or load with the class that has them.
+    See:
+        transformers.PreTrainedModel.from_pretrained (output_loading_info)
+    """
+    fit = judged(ckpt)
+    if fit.beyond:
+        yield _finding(ckpt, fit, fit.beyond, is_beyond=True)
+    if fit.foreign:
+        yield _finding(ckpt, fit, fit.foreign, is_beyond=False)
+
+
+def _finding(ckpt: Checkpoint, fit: Fit, names: list[str], is_beyond: bool) -> Finding:
+    folded = braces(names)
+    size = sum(nbytes(t.dtype, t.volume) or 0 for t in map(ckpt.tensors.__getitem__, names))
+    subject = f"{folded[0]} is" if len(names) == 1 else f"{plural(len(names), 'tensor')} are"
+    more = f", and {len(folded) - _SHOWN:,} more patterns" if len(folded) > _SHOWN else ""
+    return Finding(
+        f"{subject} stored that {model_name(fit)} does not have",
+        at=Location(names[0], label=f"{ckpt.metadata_file}, held against {fit.place}"),
+        missing=tuple(names[:_MOST]),
+        severity=None if is_beyond and not fit.doubt else Severity.INFO,
+        why="from_pretrained leaves them out, and says so in a warning alone" if fit.is_export else "",
+        notes=(
+            doubt_note(fit),
+            ("keys", ", ".join(folded[:_SHOWN]) + more if len(names) > 1 else ""),
+            ("bytes", f"{human_bytes(size)} have no place in the model"),
+            core_note(fit),
+        ),
+        hint="compare the fields of the configuration with those of the job that trained the model"
+        if is_beyond
+        else "",
+    )

@@ -1,0 +1,230 @@
+"""CFG003: every tensor has the shape that the configuration implies."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from fractions import Fraction
+from math import prod
+
+from ckptlint.analysis.fit.judgement import Fit, ShapeDifference, judged
+from ckptlint.analysis.fit.wording import doubt_note, field_text
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import braces, plural, shape_text
+from ckptlint.rule import Finding, Location, Note, Severity, rule
+from ckptlint.vocabulary.mesh import axes_of_size
+
+_MOST = 100_000
+_SHOWN = 4
+_GROUPS = 6
+_SMALL = 8  # kernels, channels of an image and the like
+
+
+@rule("CFG003", "shape-not-of-config", Severity.ERROR)
+def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Tensors have another shape than the configuration of the model implies.
+
+    What it checks:
+        The number of dims and the size of each, as the fields of the `config.json` beside the files give them, or the
+        arguments of a Megatron job (`args` in the common state, `run_config.yaml`). Tensors that differ in the same way
+        are one finding. An info where embedding and head hold more rows than the declared vocabulary, alike; where the
+        configuration names code of its own or leaves fields open; and where the expected size is a plain number and
+        follows from no field. Weights that were quantised are left out.
+    Why it matters:
+        A load fails on another shape, or fills a part of the tensor and leaves the rest as it was in memory.
+    Usual causes:
+        ZeRO-3 or FSDP left one rank's part, or nothing, in the place of the whole tensor; replicas were joined as if
+        they were shards; padding was kept; the configuration belongs to another model.
+    How to fix:
+        Gather the tensors before the save, and export again; or correct the field that is wrong.
+    See:
+        `ckptlint explain SHP004`
+    """
+    fit = judged(ckpt)
+    groups: dict[tuple[object, ...], list[ShapeDifference]] = defaultdict(list)
+    for item in fit.shapes:
+        groups[_cause(ckpt, item)].append(item)
+    if len(groups) > _GROUPS:
+        yield _many(ckpt, fit)
+    else:
+        for items in groups.values():
+            yield _finding(ckpt, fit, items)
+    if fit.grown:
+        yield _grown(ckpt, fit)
+
+
+def _cause(ckpt: Checkpoint, item: ShapeDifference) -> tuple[object, ...]:
+    """What tensors share that differ in the same way: a size, or the axis of the mesh of which they hold one part."""
+    stored, expected = item.tensor.global_shape, item.expected.shape
+    if _is_empty(item):
+        return ("empty",)
+    if not item.axes:
+        return ("axes", len(stored), len(expected), len(stored) == 1)
+    if _is_transposed(item):
+        return ("transposed",)
+    if part := _part(ckpt, item):
+        return ("part", part)
+    return tuple((_dim(item, axis), expected[axis], stored[axis]) for axis in item.axes)
+
+
+def _part(ckpt: Checkpoint, item: ShapeDifference) -> int:
+    """The size of the parallel axis of which one rank's part is stored; 0 where there is none."""
+    stored, expected = item.tensor.global_shape, item.expected.shape
+    if len(item.axes) != 1 or not ckpt.is_megatron or _dim(item, item.axes[0]) == "num_layers":
+        return 0
+    ratio = Fraction(stored[item.axes[0]], expected[item.axes[0]] or 1)
+    return ratio.denominator if ratio.numerator == 1 and axes_of_size(ckpt.topology, ratio.denominator) else 0
+
+
+def _is_empty(item: ShapeDifference) -> bool:
+    return not prod(item.tensor.global_shape) and prod(item.expected.shape) > 0
+
+
+def _is_transposed(item: ShapeDifference) -> bool:
+    stored, expected = item.tensor.global_shape, item.expected.shape
+    return len(item.axes) == 2 and len(set(expected)) > 1 and sorted(stored) == sorted(expected)
+
+
+def _is_constant(item: ShapeDifference) -> bool:
+    """Whether no field tells the sizes that differ: another version of the library may take other numbers."""
+    if _is_empty(item) or not item.axes or not item.expected.dims:
+        return False
+    return all(_dim(item, axis).isdecimal() and int(_dim(item, axis)) > _SMALL for axis in item.axes)
+
+
+def _dim(item: ShapeDifference, axis: int) -> str:
+    return item.expected.dims[axis] if axis < len(item.expected.dims) else ""
+
+
+def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Finding:
+    lead = items[0]
+    stored, expected = lead.tensor.global_shape, lead.expected.shape
+    source, count = fit.expected.source, len(items)
+    name = lead.tensor.fqn
+    notes: tuple[Note, ...] = ()
+    again = f"{'export' if fit.is_export else 'save'} again"
+    hint = f"gather the whole tensor before the save, and {again}"
+    if _is_empty(lead):
+        subject = f"{name} is {shape_text(stored)}" if count == 1 else f"{plural(count, 'tensor')} hold nothing"
+        message = f"{subject}: a size of 0, where {source} makes {'it' if count == 1 else name} {shape_text(expected)}"
+        hint = "ZeRO-3 leaves such placeholders: gather the parameters before the save (stage3_gather_16bit_weights)"
+    elif not lead.axes:
+        subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} have another number of dims: {name} is"
+        message = f"{subject} {shape_text(stored)}, and {source} makes it {shape_text(expected)}"
+        part = Fraction(prod(stored), prod(expected) or 1)
+        if part != 1:
+            notes = (("ratio", f"{prod(stored):,} elements for {prod(expected):,} = {_times(part)}"),)
+    elif _is_transposed(lead):
+        subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} are transposed: {name} is"
+        message = f"{subject} {shape_text(stored)}, and {source} makes it {shape_text(expected)}"
+        hint = f"store them as the model's own class does, and {again}"
+    else:
+        message = _sizes(source, items)
+        ratio = Fraction(stored[lead.axes[0]], expected[lead.axes[0]] or 1)
+        dim = _dim(lead, lead.axes[0])
+        notes = _relation(ckpt, dim, ratio) if len(lead.axes) == 1 else ()
+        if ratio.denominator == 1:
+            hint = f"save one of the copies and not all of them, and {again}"
+        if dim == "padded_vocab_size" and ratio > 1:
+            hint = f"pad the vocabulary once, for all ranks together, and {again}"
+        if ratio.numerator != 1 and ratio.denominator != 1:
+            hint = "compare the fields of the configuration with those of the job that trained the model"
+    return Finding(
+        message,
+        at=Location.of(lead.tensor, label=f"{ckpt.metadata_file}, held against {fit.place}"),
+        missing=tuple(item.tensor.fqn for item in items[:_MOST]),
+        severity=Severity.INFO if fit.doubt or _is_constant(lead) else None,
+        why=_consequence(fit),
+        notes=(doubt_note(fit), ("tensors", _listed(items)), *notes, ("fields", _fields(fit, lead))),
+        hint=hint,
+        alike=f"shape {_cause(ckpt, lead)}",
+    )
+
+
+def _sizes(source: str, items: list[ShapeDifference]) -> str:
+    """The sentence where sizes of some axes differ."""
+    lead = items[0]
+    stored, expected = lead.tensor.global_shape, lead.expected.shape
+    axis = lead.axes[0]
+    dim = _dim(lead, axis)
+    wanted = f"{dim} = {expected[axis]:,}" if dim and dim != str(expected[axis]) else f"{expected[axis]:,}"
+    ratio = _times(Fraction(stored[axis], expected[axis] or 1))
+    if len({_dim(item, item.axes[0]) for item in items}) > 1:
+        return (
+            f"{plural(len(items), 'tensor')} have {ratio} of the size that {source} gives: {lead.tensor.fqn} is "
+            f"{shape_text(stored)} for {shape_text(expected)}"
+        )
+    if len(items) == 1 or len(lead.axes) > 1:
+        dims = f" [{', '.join(lead.expected.dims)}]" if lead.expected.dims else ""
+        more = f", and {plural(len(items) - 1, 'other')} like it" if len(items) > 1 else ""
+        tail = f": {ratio}" if len(lead.axes) == 1 else ""
+        return (
+            f"{lead.tensor.fqn} is {shape_text(stored)}, and {source} makes it {shape_text(expected)}"
+            f"{' =' + dims if dims and any(not d.isdecimal() for d in lead.expected.dims) else ''}{tail}{more}"
+        )
+    return f"{plural(len(items), 'tensor')} have {stored[axis]:,} where {source} makes it {wanted}: {ratio}"
+
+
+def _times(ratio: Fraction) -> str:
+    if ratio.denominator == 1:
+        return f"{ratio} times"
+    return str(ratio) if ratio.denominator < 1000 else f"{float(ratio):.4f}"
+
+
+def _relation(ckpt: Checkpoint, dim: str, ratio: Fraction) -> tuple[Note, ...]:
+    """What a whole ratio usually comes from."""
+    factor = max(ratio.numerator, ratio.denominator)
+    if min(ratio.numerator, ratio.denominator) != 1 or dim == "num_layers":
+        return ()
+    axes = axes_of_size(ckpt.topology, factor)
+    mesh = f"; {' and '.join(axes)} {'has' if len(axes) == 1 else 'have'} size {factor}" if axes else ""
+    what = "one rank's part stands for the whole" if ratio < 1 else "copies of a replica count as shards"
+    if dim == "padded_vocab_size" and ratio > 1:
+        return (("relation", f"rows that were padded already were padded or multiplied once more{mesh}"),)
+    if dim.startswith("(1 + swiglu)") and ratio == Fraction(1, 2) and "tp" not in axes:
+        return (("relation", "one of the two halves of a gated projection"),)
+    return (("relation", f"{what}, as from {factor} ranks{mesh}"),)
+
+
+def _fields(fit: Fit, item: ShapeDifference) -> str:
+    """The values of the fields that the shape follows from."""
+    words = {word for dim in item.expected.dims for word in dim.replace("(", " ").replace(")", " ").split()}
+    return ", ".join(field_text(fit, name) for name in fit.expected.fields if name in words)
+
+
+def _consequence(fit: Fit) -> str:
+    return "from_pretrained refuses a tensor of another size" if fit.is_export else ""
+
+
+def _listed(items: list[ShapeDifference]) -> str:
+    if len(items) == 1:
+        return ""
+    names = braces(item.tensor.fqn for item in items)
+    return ", ".join(names[:_SHOWN]) + (f", and {len(names) - _SHOWN:,} more patterns" if len(names) > _SHOWN else "")
+
+
+def _many(ckpt: Checkpoint, fit: Fit) -> Finding:
+    lead = fit.shapes[0]
+    compared = len(fit.pairing.stored)
+    return Finding(
+        f"{len(fit.shapes):,} of {plural(compared, 'tensor')} have other shapes than {fit.expected.source} gives: "
+        f"{lead.tensor.fqn} is {shape_text(lead.tensor.global_shape)} for {shape_text(lead.expected.shape)}",
+        at=Location.of(lead.tensor, label=f"{ckpt.metadata_file}, held against {fit.place}"),
+        missing=tuple(item.tensor.fqn for item in fit.shapes[:_MOST]),
+        severity=Severity.INFO if fit.doubt else None,
+        why=_consequence(fit),
+        notes=(doubt_note(fit), ("tensors", _listed(fit.shapes))),
+        hint="the configuration may belong to another model: take that of the job that wrote the tensors",
+    )
+
+
+def _grown(ckpt: Checkpoint, fit: Fit) -> Finding:
+    declared = fit.expected.fields.get("vocab_size")
+    return Finding(
+        f"the embedding has {fit.grown:,} rows, and {fit.expected.source} declares a vocabulary of {declared}",
+        at=Location(label=f"{ckpt.metadata_file}, held against {fit.place}"),
+        missing=("vocab_size", str(fit.grown)),
+        severity=Severity.INFO,
+        why="tokens were added, or rows to pad the table; a loader that compares sizes refuses them",
+        hint="set vocab_size to the rows that are stored",
+    )

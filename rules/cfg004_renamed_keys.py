@@ -1,0 +1,92 @@
+"""CFG004: no wrapper is left in the names of an export."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from ckptlint.analysis.fit.judgement import Fit, config_fit
+from ckptlint.analysis.fit.pairing import INNER_WORDS, WRAPPER_WORDS
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.vocabulary.config_fields import MODEL_CONFIG
+
+_LEAST = 0.5
+_LEADING = frozenset({"module", "base_model"})
+
+
+@rule("CFG004", "renamed-keys", Severity.ERROR)
+def renamed_keys(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The names of an export carry what a wrapper of the model left in them.
+
+    What it checks:
+        In a folder of safetensors no name carries more than the `config.json` beside it implies: `_orig_mod.` of
+        torch.compile, `_fsdp_wrapped_module.`, `module.` of DataParallel, `base_model.model.` of peft, at the start or
+        in the middle. Where nothing is known of the model these words in more than half of the names are a warning.
+        Training checkpoints may carry them: their loaders take them off again.
+    Why it matters:
+        A loader finds none of the names it looks for, keeps the initial values and raises nothing.
+    Usual causes:
+        The state dict was taken from the wrapper and not from the model inside it.
+    How to fix:
+        Save the wrapped model itself (`model._orig_mod`, `accelerator.unwrap_model`), or take the words off the names.
+    See:
+        torch.distributed.checkpoint.state_dict.get_model_state_dict
+    """
+    if ckpt.format != "safetensors" or ckpt.config is None or ckpt.config.file != MODEL_CONFIG:
+        raise NotApplicable("these are no files that a library loads by a configuration")
+    fit = config_fit(ckpt)
+    if isinstance(fit, Fit):
+        yield from _certain(ckpt, fit)
+    else:
+        yield from _likely(ckpt)
+
+
+def _certain(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
+    total = len(fit.pairing.stored) + len(fit.pairing.unknown)
+    for words, count in fit.pairing.carried.items():
+        shown = next(
+            (
+                f"{stored} for {name}"
+                for name, stored in fit.pairing.stored.items()
+                if stored != name and words in stored
+            ),
+            "",
+        )
+        is_base = (
+            words.strip(".") not in WRAPPER_WORDS
+            and words.count(".") == 1
+            and not any(name.startswith(words) for name in fit.expected.tensors)
+        )
+        if not is_base:  # a base model takes the names of a model with a head as well
+            label = f"{ckpt.metadata_file}, held against {fit.place}"
+            yield _finding(ckpt, words, count, total, label, shown, Severity.WARNING if fit.doubt else None)
+
+
+def _likely(ckpt: Checkpoint) -> Iterator[Finding]:
+    counts = Counter(word for name in ckpt.tensors for word in _words(name))
+    for word, count in counts.most_common(1):
+        if count > _LEAST * len(ckpt.tensors) and count > 1:
+            first = next(name for name in ckpt.tensors if word in _words(name))
+            yield _finding(ckpt, f"{word}.", count, len(ckpt.tensors), ckpt.metadata_file, first, Severity.WARNING)
+
+
+def _words(name: str) -> frozenset[str]:
+    """The words of wrappers in a name: some anywhere, others only where they stand first."""
+    parts = name.split(".")
+    return INNER_WORDS.intersection(parts) | _LEADING.intersection(parts[:1])
+
+
+def _finding(
+    ckpt: Checkpoint, words: str, count: int, total: int, label: str, shown: str, severity: Severity | None = None
+) -> Finding:
+    which = f"all {total:,} names carry" if count == total else f"{count:,} of {total:,} names carry"
+    return Finding(
+        f"{which} `{words}`, which a wrapper of the model left in them",
+        at=Location(label=label),
+        missing=(words,),
+        severity=severity,
+        why="from_pretrained looks for the names without it, finds none of them and keeps random values",
+        notes=(("name", shown),),
+        hint="save the model inside of the wrapper, or take the words off every name of the files and the index",
+    )

@@ -1,0 +1,62 @@
+"""CFG005: tensors have the dtype that the configuration declares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.analysis.fit.judgement import Fit, OtherDtype, implied_bytes, judged, other_dtypes
+from ckptlint.analysis.fit.wording import doubt_note
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import braces, human_bytes, plural
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+
+_SHARE = 0.25
+_LEAST = 0.01  # biases and norms that a library keeps in float32
+_SHOWN = 4
+
+
+@rule("CFG005", "dtype-not-of-config", Severity.WARNING)
+def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Tensors are stored in another dtype than the configuration declares.
+
+    What it checks:
+        The float dtype of each tensor of an export is the `dtype` (or `torch_dtype`) of the `config.json` beside it. A
+        warning where wider tensors take a quarter more bytes than the model has; an info for a few of them, such as
+        routers kept in float32, and for narrower ones, from a hundredth of the bytes on. Quantised models and training
+        checkpoints are left out.
+    Why it matters:
+        The files are larger than the model, and a loader that takes the declared dtype converts every tensor.
+    Usual causes:
+        Master weights were saved in the place of the model's, or the model was not cast before the export.
+    How to fix:
+        Cast the model to the declared dtype and export again, or declare the dtype that is stored.
+    See:
+        transformers.PreTrainedModel.save_pretrained
+    """
+    fit = judged(ckpt)
+    if fit.expected.dtype is None or not fit.is_export:
+        raise NotApplicable("no dtype is declared for these files")
+    for item in other_dtypes(ckpt, fit):
+        if item.declared >= _LEAST * implied_bytes(fit):
+            yield _finding(ckpt, fit, item)
+
+
+def _finding(ckpt: Checkpoint, fit: Fit, item: OtherDtype) -> Finding:
+    size = implied_bytes(fit)
+    is_large = item.extra >= _SHARE * size and not fit.doubt
+    names = braces(item.names)
+    more = f", and {len(names) - _SHOWN:,} more patterns" if len(names) > _SHOWN else ""
+    subject = f"{names[0]} is" if len(item.names) == 1 else f"{plural(len(item.names), 'tensor')} are"
+    cost = f"{human_bytes(abs(item.extra))} {'more' if item.extra > 0 else 'fewer'} than the {human_bytes(size)} of"
+    return Finding(
+        f"{subject} {item.dtype}, and {fit.expected.source} declares {fit.expected.dtype}",
+        at=Location(label=f"{ckpt.metadata_file}, held against {fit.place}"),
+        missing=(item.dtype, str(fit.expected.dtype)),
+        severity=None if is_large else Severity.INFO,
+        notes=(
+            doubt_note(fit),
+            ("bytes", f"{cost} the model in {fit.expected.dtype}"),
+            ("tensors", ", ".join(names[:_SHOWN]) + more if len(item.names) > 1 else ""),
+        ),
+        hint="cast the model before the export, or declare the dtype that is stored" if is_large else "",
+    )

@@ -1,0 +1,179 @@
+"""CFG006: the low-rank factors of an adapter fit each other, and every layer has its own."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from math import prod
+
+from ckptlint.analysis.inventory import inventory_of
+from ckptlint.architecture.adapters import Factors, Part, factors_of, read_adapter_config
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.text import braces, plural, ranges, shape_text
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.keys import parse
+
+_SHOWN = 4
+_FEW = 5  # a gap is at most one layer in so many
+_LEAST = 3
+
+
+@rule("CFG006", "adapter-factors", Severity.ERROR, whole=True)
+def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The two factors of a low-rank adapter do not fit each other, or one is missing.
+
+    What it checks:
+        Every module has both factors (`lora_A` and `lora_B`, `lora_embedding_A` and `_B`, `lora_down` and `lora_up`),
+        neither is empty or flat, and the second has as many columns as the first has rows, divided by the groups of a
+        convolution. A magnitude vector of DoRA has one element per row of the second factor. A warning where a few
+        layers in a row lack the adapter of a module that the layers around them have, unless `adapter_config.json`
+        chooses layers itself. No configuration is needed.
+    Why it matters:
+        peft stops on a factor of the wrong size. A factor that is not stored keeps its initial values: the adapter then
+        does nothing there, or adds noise.
+    Usual causes:
+        An adapter that was saved while ZeRO-3 or FSDP held its parameters in parts, a filter of keys that missed some.
+    How to fix:
+        Gather the parameters before the save, and save again.
+    See:
+        peft.utils.save_and_load.set_peft_model_state_dict
+    """
+    tensors = {param.tensor.fqn: param.tensor for param in inventory_of(ckpt).params}
+    modules = factors_of(tensors)
+    if not any({"A", "B"} & factors.keys.keys() for factors in modules):
+        raise NotApplicable("no low-rank adapters")
+    keys = [key for factors in modules for key in factors.keys.values()]
+    empty = [key for key in keys if 0 in tensors[key].global_shape]
+    flat = [key for factors in modules for part, key in factors.keys.items() if _is_flat(part, tensors[key])]
+    flat = [key for key in flat if key not in set(empty)]
+    if empty:
+        yield _shapeless(tensors, empty, len(keys), "without elements")
+    if flat:
+        yield _shapeless(tensors, flat, len(keys), "flat, with fewer than two axes")
+    yield from _alone(modules, tensors)
+    bad = {*empty, *flat}
+    sound = [factors for factors in modules if not bad.intersection(factors.keys.values())]
+    yield from _ranks(sound, tensors)
+    yield from _magnitudes(sound, tensors)
+    yield from _gaps(ckpt, modules)
+
+
+def _is_flat(part: Part, tensor: Tensor) -> bool:
+    return part != "magnitude" and len(tensor.global_shape) < 2
+
+
+def _shapeless(tensors: dict[str, Tensor], keys: list[str], total: int, how: str) -> Finding:
+    verb = "are" if len(keys) > 1 else "is"
+    return Finding(
+        f"{len(keys)} of {plural(total, 'tensor')} of adapters {verb} {how}",
+        at=Location.of(tensors[keys[0]]),
+        missing=tuple(keys),
+        notes=_keys(keys),
+        why="a load stops with a size mismatch; what was trained is not in this file",
+        hint="gather the parameters before saving: ZeRO-3 and FSDP keep only a part of each on a rank",
+        alike=how,
+    )
+
+
+def _alone(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:
+    """Modules with one factor of the two, one finding for each part that is missing."""
+    lacking: dict[Part, list[str]] = {"A": [], "B": []}
+    both = 0
+    for factors in modules:
+        has_a, has_b = "A" in factors.keys, "B" in factors.keys
+        both += has_a and has_b
+        if has_a != has_b:
+            lacking["B" if has_a else "A"].append(factors.keys["A" if has_a else "B"])
+    for part, keys in lacking.items():
+        if keys:
+            yield Finding(
+                f"the factor {part} of {plural(len(keys), 'module')} of {both + len(keys)} is not stored",
+                at=Location.of(tensors[keys[0]]),
+                missing=(part, *keys),
+                notes=_keys(keys, "stored alone"),
+                why="a load only warns and keeps the initial values: "
+                + (
+                    "zeros, so that the adapter does nothing"
+                    if part == "B"
+                    else "random numbers under a trained factor"
+                ),
+                hint="save again with both, or take the adapter from an earlier step",
+                alike=f"alone {part}",
+            )
+
+
+def _ranks(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:
+    for factors in modules:
+        if not {"A", "B"} <= factors.keys.keys():
+            continue
+        a, b = tensors[factors.keys["A"]], tensors[factors.keys["B"]]
+        rows, columns = a.global_shape[0], b.global_shape[1]
+        is_grouped = len(b.global_shape) > 2 and rows % columns == 0
+        if rows != columns and not is_grouped:
+            yield Finding(
+                f"factor B{{of}} has {columns:,} columns, and factor A has {rows:,} rows",
+                at=Location.of(b),
+                notes=(("factor A", f"{a.fqn}: {shape_text(a.global_shape)}"),),
+                why="the two are multiplied, so one of them is of another rank or of another module",
+                hint="take both from one save",
+                alike=f"rank {rows} {columns} {parse(b.fqn).role}",
+            )
+
+
+def _magnitudes(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Finding]:
+    for factors in modules:
+        if {"B", "magnitude"} <= factors.keys.keys():
+            b, magnitude = tensors[factors.keys["B"]], tensors[factors.keys["magnitude"]]
+            count, rows = prod(magnitude.global_shape), b.global_shape[0]
+            if count != rows:
+                yield Finding(
+                    f"the magnitude{{of}} has {plural(count, 'element')}, and factor B has {plural(rows, 'row')}",
+                    at=Location.of(magnitude),
+                    notes=(("factor B", f"{b.fqn}: {shape_text(b.global_shape)}"),),
+                    hint="take both from one save",
+                    alike=f"magnitude {count} {rows}",
+                )
+
+
+def _gaps(ckpt: Checkpoint, modules: list[Factors]) -> Iterator[Finding]:
+    """A few layers in a row without the adapter of a module, where others of the same attention or MLP have one.
+
+    Whole layers that lack all adapters are SHP001's; layers in a regular pattern, or many, are an architecture.
+    """
+    if ckpt.config is not None and read_adapter_config(ckpt.config.values).is_explicit:
+        return
+    layers: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    for factors in modules:
+        lead = next(iter(factors.keys.values()))
+        key = parse(lead)
+        if key.layer is not None and not key.in_experts:
+            depth = len(key.path.split(".")) - len(lead.removeprefix(f"{factors.module}.").split("."))
+            layers[factors.adapter, ".".join(key.role.split(".")[:depth])][key.layer] = lead
+    homes: dict[tuple[str, str], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for (adapter, role), stored in layers.items():
+        for layer in stored:
+            homes[adapter, role.rpartition(".")[0]][layer].add(role)
+    for (adapter, role), stored in layers.items():
+        home = homes[adapter, role.rpartition(".")[0]]
+        lost = sorted(home.keys() - stored.keys())
+        usual = set().union(*(home[layer] for layer in stored))
+        # a layer that has modules of its own as well is of another kind
+        is_run = bool(lost) and lost[-1] - lost[0] == len(lost) - 1 and all(home[layer] <= usual for layer in lost)
+        if is_run and len(stored) >= _LEAST and _FEW * len(lost) <= len(stored) + len(lost):
+            lead = next(iter(stored.values()))
+            name = role.rpartition("*.")[2]
+            yield Finding(
+                f"{name} has no adapter in layer{'s' if len(lost) > 1 else ''} {ranges(lost)}, and one in "
+                f"{len(stored)} other layers",
+                at=Location(lead.replace(f".{next(iter(stored))}.", f".{lost[0]}.", 1)),
+                missing=tuple(map(str, lost)),
+                severity=Severity.WARNING,
+                notes=(("others", f"other modules of {role.rpartition('.')[0]} have one in these layers"),),
+                why="a load only warns and keeps the initial values, so the adapter does nothing there",
+                hint="take it from the step before, or save again",
+            )
+
+
+def _keys(keys: list[str], label: str = "keys") -> tuple[Note, ...]:
+    folded = braces(keys)
+    return ((label, ", ".join(folded[:_SHOWN]) + (f" and {len(folded) - _SHOWN} more" * (len(folded) > _SHOWN))),)

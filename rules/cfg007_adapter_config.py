@@ -1,0 +1,239 @@
+"""CFG007: an adapter has the names and ranks that its `adapter_config.json` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.architecture.adapters import PREFIX, AdapterConfig, endings, factors_of, read_adapter_config
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import braces, plural, printable
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG
+from ckptlint.vocabulary.keys import WRAPPING
+
+_SHOWN = 6
+_LONGEST = 60
+_ALTERNATIVES = (frozenset({"classifier", "score"}), frozenset({"embed_tokens", "lm_head"}))
+_PROVEN_BY = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), frozenset({"q_proj", "k_proj", "v_proj", "o_proj"})),
+    **dict.fromkeys(("up_proj", "down_proj"), frozenset({"gate_proj", "up_proj", "down_proj"})),
+}
+"""Module -> those that no model has without it."""
+
+
+@rule("CFG007", "adapter-config", Severity.ERROR)
+def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
+    """An adapter's tensors have other names or ranks than its `adapter_config.json` says.
+
+    What it checks:
+        Of adapters of type LORA: the rank of every module is `r`, or what `rank_pattern` gives it (patterns that are
+        more than plain text are never run: their ranks are allowed everywhere); factors of fused experts are a multiple
+        of it. `use_dora` comes with magnitude vectors. Every name in `target_modules` and `modules_to_save` is stored:
+        a warning, and a note for names that many lists carry and the base model need not have. Names that peft does not
+        find are a warning: without `base_model.model.`, with the name of an adapter in them, or with what a wrapper
+        leaves. A note where no configuration lies beside an adapter. Of other types nothing is judged.
+    Why it matters:
+        peft stops on another rank. Whatever it does not find keeps its initial values, after a warning at most.
+    Usual causes:
+        The configuration of another run, a state dict that was filtered or saved by hand.
+    How to fix:
+        Restore the configuration of the run, or save again with `save_pretrained`.
+    See:
+        peft.tuners.lora.LoraConfig, peft.utils.save_and_load.set_peft_model_state_dict
+    """
+    if not ckpt.is_safetensors or not ckpt.metadata_file.startswith("adapter_model"):
+        raise NotApplicable("no adapter as peft saves them")
+    if ckpt.config is None:
+        if ckpt.tensors and not any(problem.file == ADAPTER_CONFIG for problem in ckpt.problems):
+            yield _without_config(ckpt)
+        return
+    config = read_adapter_config(ckpt.config.values)
+    if config.kind != "LORA" or not ckpt.tensors:
+        raise NotApplicable(
+            f"its type is {printable(config.kind[:_LONGEST]) or 'not given'}; LORA is what is known here"
+        )
+    modules = {factors.module: factors for factors in factors_of(ckpt.tensors)}
+    if not modules:
+        yield _finding(
+            f"{ADAPTER_CONFIG} says LORA, and none of {plural(len(ckpt.tensors), 'tensor')} is a factor of it",
+            "factors",
+        )
+        return
+    yield from _names(ckpt)
+    yield from _ranks(ckpt, config)
+    yield from _magnitudes(ckpt, config)
+    yield from _targets(set(modules), config)
+    yield from _saved(ckpt, config)
+
+
+def _without_config(ckpt: Checkpoint) -> Finding:
+    return Finding(
+        f"{ckpt.metadata_file} lies here without {ADAPTER_CONFIG}",
+        at=Location(file=ckpt.metadata_file),
+        missing=(ADAPTER_CONFIG,),
+        severity=Severity.INFO,
+        why="peft cannot load it, and the factor that scales it (lora_alpha / r) is known nowhere else",
+        hint="copy it from where the adapter was written",
+    )
+
+
+def _names(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Names under which peft does not look; told once, since one save names all keys alike."""
+    keys = list(ckpt.tensors)
+    wrapped = [key for key in keys if WRAPPING.intersection(key.split("."))]
+    named = sorted({factors.adapter for factors in factors_of(keys)} - {""})
+    if wrapped:
+        word = next(part for part in wrapped[0].split(".") if part in WRAPPING)
+        yield _finding(
+            f"{len(wrapped)} of {plural(len(keys), 'key')} carry {word}., which a wrapper puts there",
+            word,
+            Severity.WARNING,
+            notes=_listed("keys", braces(wrapped)),
+            why="peft finds none of these in a model without that wrapper, warns, and keeps the initial values",
+            hint=f"take {word}. out of the names, or save the model that is inside the wrapper",
+        )
+    elif not any(key.startswith("base_model.") for key in keys):
+        yield _finding(
+            f"no key starts with {PREFIX}",
+            PREFIX,
+            Severity.WARNING,
+            notes=_listed("keys", braces(keys)),
+            why="PeftModel.from_pretrained finds none of them, warns, and keeps the initial values",
+            hint=f"put {PREFIX} before every name, or save with save_pretrained",
+        )
+    if named:
+        yield _finding(
+            f"the name of the adapter ({', '.join(named[:_SHOWN])}) is part of the keys, as in memory",
+            "name",
+            Severity.WARNING,
+            notes=_listed("keys", braces(keys)),
+            why="peft puts the name there itself: release 0.21 finds the keys under this name alone, 0.17 under none; "
+            "what a load does not find keeps its initial values",
+            hint="take the name out of the keys, or save with save_pretrained",
+        )
+
+
+def _ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
+    """Modules of another rank than the configuration gives them, one finding for each rank."""
+    odd: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    for factors in factors_of(ckpt.tensors):
+        shape = ckpt.tensors[factors.keys["A"]].global_shape if "A" in factors.keys else ()
+        expected = config.ranks_of(factors.module)
+        if len(shape) < 2 or 0 in shape or not expected or shape[0] in expected:
+            continue
+        module = factors.module
+        while module.endswith(".base_layer"):
+            module = module.removesuffix(".base_layer")
+        if any(shape[0] % rank == 0 for rank in config.ranks_of_experts(module)):
+            continue
+        odd.setdefault((shape[0], tuple(sorted(expected))), []).append(factors.keys["A"])
+    for (rank, expected_ranks), keys in odd.items():
+        wanted, verb = " or ".join(map(str, expected_ranks)), "have" if len(keys) > 1 else "has"
+        yield _finding(
+            f"{plural(len(keys), 'module')} {verb} rank {rank}, and {ADAPTER_CONFIG} says {wanted}",
+            f"rank {rank}",
+            at=Location.of(ckpt.tensors[keys[0]]),
+            notes=(
+                ("declared", f"r {config.rank}, rank_pattern of {plural(len(config.ranks), 'name')}"),
+                *_listed("keys", braces(keys)),
+            ),
+            why="peft builds the adapter with the declared rank and stops with a size mismatch",
+            hint=f"set r or rank_pattern of {ADAPTER_CONFIG} as the run had it; lora_alpha belongs to it",
+        )
+
+
+def _magnitudes(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
+    """DoRA has a magnitude for every module, and plain LoRA for none."""
+    modules = [f for f in factors_of(ckpt.tensors) if not config.ranks_of_experts(f.module)]
+    with_one = [f for f in modules if "magnitude" in f.keys]
+    if config.magnitudes and len(with_one) < len(modules):
+        keys = [next(iter(f.keys.values())) for f in modules if "magnitude" not in f.keys]
+        yield _finding(
+            f"use_dora is true, and {len(keys)} of {plural(len(modules), 'module')} have no magnitude vector",
+            "magnitude",
+            notes=_listed("modules", braces(keys)),
+            why="peft warns and takes the norms of the base model instead of what was trained",
+            hint="save again with save_pretrained",
+        )
+    elif with_one and not config.magnitudes:
+        yield _finding(
+            f"use_dora is not set, and {plural(len(with_one), 'magnitude vector')} are stored",
+            "use_dora",
+            Severity.WARNING,
+            why="peft then builds no magnitudes and ignores these, so the adapter is another one than was trained",
+            hint=f"set use_dora in {ADAPTER_CONFIG} as the run had it",
+        )
+
+
+def _targets(modules: set[str], config: AdapterConfig) -> Iterator[Finding]:
+    """Names in `target_modules` that no stored module has."""
+    stored = {end for module in modules for end in endings(module)}
+    lost = [name for name in config.targets if name not in stored and name not in config.saved]
+    proven = {name for name in lost if _PROVEN_BY.get(name, frozenset()) & stored or _has_number(name)}
+    surely, perhaps = [n for n in lost if n in proven], [n for n in lost if n not in proven]
+    for names, severity in ((surely, Severity.WARNING), (perhaps, Severity.INFO)):
+        if names:
+            is_sure, them = severity is Severity.WARNING, "it" if len(names) == 1 else "them"
+            yield _finding(
+                f"target_modules names {_quoted(names)}, and no adapter of {them} is stored",
+                "target_modules",
+                severity,
+                why="peft warns that the keys are missing and keeps the initial values: the adapter does nothing there"
+                if is_sure
+                else "the base model may have no such module; if it has one, its adapter is lost",
+                hint="take them from an earlier save, or save again" if is_sure else "",
+            )
+
+
+def _has_number(name: str) -> bool:
+    """Whether it names one layer, as no list does that was made for several models."""
+    return any(part.isdigit() for part in name.split("."))
+
+
+def _saved(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
+    """Names in `modules_to_save` of which nothing is stored."""
+    paths = [f".{key}." for key in ckpt.tensors if ".lora_" not in key]
+    parts = {end for path in paths for end in path.split(".")}
+    stored = {name for name in config.saved if name in parts or ("." in name and any(f".{name}." in p for p in paths))}
+    for names in _ALTERNATIVES:  # lists carry both names of a head; of two that are tied one may be stored
+        if stored & names:
+            stored |= names
+    lost = [name for name in config.saved if name not in stored]
+    if lost:
+        yield _finding(
+            f"modules_to_save names {_quoted(lost)}, and nothing of {'it' if len(lost) == 1 else 'them'} is stored",
+            "modules_to_save",
+            Severity.WARNING,
+            why="peft stops with a KeyError",
+            hint="save again with save_pretrained; without the run, take the name out and lose what was trained",
+        )
+
+
+def _finding(
+    message: str,
+    what: str,
+    severity: Severity | None = None,
+    at: Location | None = None,
+    notes: tuple[Note, ...] = (),
+    why: str = "",
+    hint: str = "",
+) -> Finding:
+    return Finding(
+        message,
+        at=at or Location(file=ADAPTER_CONFIG),
+        missing=(what,),
+        severity=severity,
+        notes=notes,
+        why=why,
+        hint=hint,
+        alike=message,
+    )
+
+
+def _listed(label: str, texts: list[str]) -> tuple[Note, ...]:
+    return ((label, ", ".join(texts[:_SHOWN]) + (f" and {len(texts) - _SHOWN} more" * (len(texts) > _SHOWN))),)
+
+
+def _quoted(names: list[str]) -> str:
+    shown = ", ".join(printable(name[:_LONGEST]) for name in names[:_SHOWN])
+    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -1,0 +1,98 @@
+"""EXP005: layers that are alike have experts that are alike."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+from ckptlint.analysis.experts import MoeLayer, moe_layers
+from ckptlint.analysis.fit.judgement import judges
+from ckptlint.analysis.inventory import inventory_of
+from ckptlint.analysis.layer_outliers import shape_outliers
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import plural, ranges, shape_text
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.keys import block_of
+
+Experts = tuple[tuple[str, int, frozenset[tuple[int, ...]]], ...]
+"""Of each weight of the experts: its name, the number of experts, the shapes they have."""
+
+
+@rule("EXP005", "experts-by-layer", Severity.WARNING, whole=True)
+def experts_by_layer(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Layers that are equal in all other shapes differ in the number or the shape of their experts.
+
+    What it checks:
+        Layers of one block whose parameters outside of experts have the same names and shapes, the router's included,
+        have as many experts, of the same shapes. Numbers are compared where no router tells them (EXP001, EXP002).
+        Left out are single layers that SHP002 reports, and jobs that declare layers of their own kinds.
+    Why it matters:
+        A load into equal layers fails, or leaves the experts that are not stored at their initial values.
+    Usual causes:
+        A stage or node that wrote its own part of the experts, an export that merged two saves.
+    How to fix:
+        Look at which ranks wrote these layers, and save again.
+    See:
+        megatron.core.transformer.moe.experts.SequentialMLP.sharded_state_dict
+    """
+    if judges(ckpt):
+        raise NotApplicable("CFG001 holds every expert against the configuration")
+    layers = [layer for layer in moe_layers(ckpt) if layer.layer is not None]
+    if len(layers) < 2 or not ckpt.is_sound:
+        raise NotApplicable("there are no two layers with experts that can be judged")
+    if "heterogeneous" in ckpt.declared:
+        raise NotApplicable("the job declares layers of their own kinds")
+    told = {item.param for item in shape_outliers(ckpt)}
+    for alike in _alike(ckpt, layers):
+        usual = Counter(map(_experts, alike)).most_common(1)[0][0]
+        odd: dict[Experts, list[MoeLayer]] = defaultdict(list)
+        for layer in alike:
+            if _experts(layer) != usual and not told.intersection(p for role in layer.roles for p in role.params):
+                odd[_experts(layer)].append(layer)
+        others = [layer.layer or 0 for layer in alike if _experts(layer) == usual]
+        for experts, members in odd.items():
+            yield _finding(members, experts, usual, others)
+
+
+def _alike(ckpt: Checkpoint, layers: list[MoeLayer]) -> list[list[MoeLayer]]:
+    """Layers of one block that are equal outside of their experts."""
+    outside: dict[tuple[object, ...], set[tuple[str, tuple[int, ...]]]] = defaultdict(set)
+    for param in inventory_of(ckpt).params:
+        if not param.key.in_experts and param.expert_axis is None:
+            outside[block_of(param.key), param.key.layer].add((param.key.role, param.own_shape))
+    groups: dict[tuple[object, ...], list[MoeLayer]] = defaultdict(list)
+    for layer in layers:
+        roles = frozenset(role.role for role in layer.roles)
+        groups[layer.block, roles, frozenset(outside[layer.block, layer.layer])].append(layer)
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _experts(layer: MoeLayer) -> Experts:
+    return tuple(
+        (role.role, role.count if layer.rows is None else 0, frozenset(param.own_shape for param in role.params))
+        for role in sorted(layer.roles, key=lambda role: role.role)
+    )
+
+
+def _finding(layers: list[MoeLayer], experts: Experts, usual: Experts, others: list[int]) -> Finding:
+    number = next(i for i, (own, other) in enumerate(zip(experts, usual, strict=True)) if own != other)
+    (name, count, shapes), (_, usual_count, usual_shapes) = experts[number], usual[number]
+    lead = next(role.params[0] for role in layers[0].roles if role.role == name)
+    has = [plural(count, "expert")] if count != usual_count else ["experts"]
+    wants = [str(usual_count)] if count != usual_count else []
+    if shapes != usual_shapes:
+        has.append("of " + " and ".join(map(shape_text, sorted(shapes))))
+        wants.append("of " + " and ".join(map(shape_text, sorted(usual_shapes))))
+    what = " ".join(has)
+    numbers = [layer.layer or 0 for layer in layers]
+    listed = ranges(numbers)
+    notes: tuple[Note, ...] = (("others", f"layers {ranges(others)} are equal in all else"),)
+    return Finding(
+        f"layer{'s' if len(numbers) > 1 else ''} {listed} {'have' if len(numbers) > 1 else 'has'} "
+        f"{what}{{of}}, and {plural(len(others), 'layer')} like "
+        f"{'them' if len(numbers) > 1 else 'it'} {' '.join(wants)}",
+        at=Location.of(lead.tensor),
+        missing=(name, listed),
+        notes=notes,
+        hint="if no setting makes these layers special, look at how their stage or ranks saved them",
+    )

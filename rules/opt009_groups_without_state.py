@@ -1,0 +1,76 @@
+"""OPT009: an optimizer that was saved has state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ckptlint.analysis.inventory import inventory_of
+from ckptlint.analysis.optimizer_records import optimizer_records
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.vocabulary.keys import parse
+
+_STEPPED = "param_to_group_meta."
+_ADAM = ".betas"
+
+
+@rule("OPT009", "groups-without-state", Severity.WARNING, whole=True)
+def groups_without_state(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The parameter groups of an optimizer that has stepped are there, and no state of it at all.
+
+    What it checks:
+        Parameter groups with a step above 0 (Megatron-Core), a record of each parameter's group (fsdp_dtensor), or
+        groups with betas (torch), which every form of Adam has from its first step on, come with at least one tensor
+        or object of state. Groups of optimizers that need no state, such as SGD without momentum, are not judged; nor
+        is what a flag of the job says (COM007).
+    Why it matters:
+        A resume finds an optimizer, takes its settings, and goes on with moments of zero.
+    Usual causes:
+        State that was filtered out by its keys, ranks that held the state and did not save, state that was moved
+        elsewhere before the save.
+    How to fix:
+        Resume from a step that has the state, or load the weights alone and warm up again.
+    See:
+        torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
+    """
+    inventory = inventory_of(ckpt)
+    is_sharded = any(parse(key).kind == "optimizer" and "param_state" in key for key in (o.key for o in ckpt.objects))
+    if inventory.states or inventory.numbered or inventory.buckets or is_sharded or not ckpt.is_sound:
+        raise NotApplicable("there is optimizer state, or some of what is stored cannot be judged")
+    optimizer = [entry.fqn for entry in ckpt.byte_objects if parse(entry.fqn).kind == "optimizer"]
+    if any(".state." in f".{name}" for name in optimizer) or any(
+        parse(key).kind == "optimizer" for key in ckpt.tensors
+    ):
+        raise NotApplicable("the optimizer has state of a form that is not known")
+    is_told = not optimizer and any(name in ckpt.declared for name in ("save_optim", "no_save_optim"))  # by COM007
+    for record in () if is_told else optimizer_records(ckpt):
+        step = _step(record.value) if record.kind == "param_groups" else 0
+        if step:
+            yield _finding(record.place.partition(": ")[0], record.place, f"say step {step:,}")
+    groups = [name for name in optimizer if _STEPPED in name]
+    adam = [name for name in optimizer if "param_groups" in name and name.endswith(_ADAM)]
+    for names, what in ((groups, "name every parameter's group"), (adam, "have betas, as those of Adam")):
+        if names:
+            yield _finding(
+                ckpt.metadata_file, names[0], f"({len(names)} {'entry' if len(names) == 1 else 'entries'}) {what}"
+            )
+            break
+
+
+def _finding(file: str, place: str, text: str) -> Finding:
+    return Finding(
+        f"the parameter groups of an optimizer {text}, and no state of it is stored",
+        at=Location(file=file, label=place),
+        missing=("state", place),
+        hint="load without the optimizer, or take a step that has its state",
+    )
+
+
+def _step(groups: Any) -> int:
+    """The highest step that groups with parameters say; 0 where none does."""
+    if not isinstance(groups, list):
+        return 0
+    stepped = [group for group in groups if isinstance(group, dict) and group.get("params") != []]
+    steps = [step for group in stepped if isinstance(step := group.get("step"), (int, float))]
+    return int(max(steps, default=0)) if all(abs(step) < 2**63 for step in steps) else 0

@@ -1,0 +1,71 @@
+"""Models of Megatron-Core beside their arguments: one that does not fit them is named once, a healthy one passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support import REAL, manifest
+
+import ckptlint
+from ckptlint.analysis.fit.judgement import config_fit, judges
+from ckptlint.model import ModelConfig
+from ckptlint.rule import Severity
+
+MODELS = REAL / "megatron_args"
+
+
+@pytest.mark.parametrize("row", manifest(MODELS), ids=lambda row: row["path"].partition("/")[0])
+def test_the_arguments_judge_the_model(row: dict[str, str]) -> None:
+    report = ckptlint.check(MODELS / row["path"], depth="data")
+    loud = [item for item in report.diagnostics if item.severity > Severity.INFO]
+    assert [item.code for item in loud] == [code for code in row["codes"].split(",") if code]
+    for item in loud:
+        assert item.severity == (Severity.WARNING if row["verdict"] == "warning" else Severity.ERROR)
+        assert row["key"] in f"{item.title} {item.fqn} {item.all_notes()}"
+    assert report.exit_code == (1 if row["verdict"] == "broken" else 0)
+
+
+def test_every_model_is_in_the_manifest() -> None:
+    named = {row["path"].partition("/")[0] for row in manifest(MODELS)}
+    assert named == {path.name for path in MODELS.iterdir() if path.is_dir()}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["megatron_two_modules", "megatron_edit_base", "bugs/B13_fixed", "bugs/B41_fixed", "bugs/megatron4791e_fixed"],
+)
+def test_a_model_of_other_layers_is_not_judged(name: str) -> None:
+    ckpt = ckptlint.load(REAL / name / "iter_0000010")
+    assert ckpt.config is not None
+    assert not judges(ckpt)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_layers": 10**9},
+        {"num_layers": 19_000},
+        {"num_layers": [1] * 1000},
+        {"num_experts": 10**12, "hidden_size": 10**18},
+        {"padded_vocab_size": "many"},
+        {"moe_layer_freq": [[1]] * 2, "num_experts": 4},
+        {"normalization": ["RMSNorm"]},
+    ],
+)
+def test_wild_arguments_are_one_sentence(changes: dict[str, object]) -> None:
+    ckpt = ckptlint.load(MODELS / "ok_hybrid" / "iter_0000010")
+    assert ckpt.config is not None
+    values = {**ckpt.config.values, "hybrid_override_pattern": None, "is_hybrid_model": False} | changes
+    fit = config_fit(replace(ckpt, config=ModelConfig("common.pt", values)))
+    assert isinstance(fit, str)
+    assert "\n" not in fit
+
+
+def test_the_arguments_stand_in_one_of_two_files() -> None:
+    args = ckptlint.load(MODELS / "ok_hybrid" / "iter_0000010").config
+    model = ckptlint.load(MODELS / "ok_run_config" / "iter_0000010").config
+    assert args is not None
+    assert model is not None
+    assert args.file == "common.pt"
+    assert model.file == "run_config.yaml"
