@@ -39,6 +39,7 @@ _SECTOR = 512
 _NAMED = 4
 _EXAMINED = 64
 _TICK = 0.1
+_OF_VALUES = ("nan", "plus_inf", "minus_inf", "first", "masks", "zeros", "denormals", "least", "most", "one_value")
 _NO_SEAL = "copy it again from where it was written, or remove it: without it the contents are not compared"
 T = TypeVar("T")
 
@@ -378,11 +379,10 @@ class Reader:
     def _mismatches(self, file: int, seen: Streamed, wanted: Mapping[str, str]) -> list[Damage]:
         """Fill the columns on values, and compare the checksums."""
         members, table = self.members.get(file, members_of([])), self.table
-        for member, count in seen.counts.items():
-            row = int(members.row[member])
-            table.scanned[row] = True
-            table.nan[row], table.plus_inf[row], table.minus_inf[row] = count.nan, count.plus_inf, count.minus_inf
-            table.first[row], table.masks[row] = count.first, count.masks
+        scanned = members.row[np.array([*seen.values], np.int64)]
+        table.scanned[scanned] = True
+        for column in _OF_VALUES:
+            table.rows[column][scanned] = [getattr(values, column) for values in seen.values.values()]
         for member, digest in seen.digests.items():
             row = int(members.row[member])
             table.digest[row], table.digested[row] = digest, True
