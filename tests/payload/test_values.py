@@ -234,7 +234,7 @@ def test_fresh_models_and_steps_of_training_are_silent(tmp_path: Path) -> None:
 
 
 SHARDED = """
-import os, sys, torch
+import contextlib, os, signal, sys, torch, traceback
 import torch.distributed as dist, torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -255,10 +255,13 @@ def weights(rank, damage):
     return state
 
 def work(rank):
+    os.setpgid(0, 0)
+    signal.alarm(120)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,))
     if library == "megatron":
+        torch.cuda.synchronize, torch.cuda.current_device = lambda *_: None, lambda: torch.device("cpu")
         from megatron.core import dist_checkpointing, parallel_state
         from megatron.core.dist_checkpointing import ShardedTensor
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
@@ -282,10 +285,16 @@ if __name__ == "__main__":
         if child == 0:
             try:
                 work(rank)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(1)
         children.append(child)
-    assert not any([os.waitpid(child, 0)[1] for child in children])
+    failed = [os.waitpid(child, 0)[1] for child in children]
+    for child in children:
+        with contextlib.suppress(OSError):  # megatron-core leaves a process of its own behind
+            os.killpg(child, signal.SIGKILL)
+    assert not any(failed), failed
 """
 
 
