@@ -71,8 +71,8 @@ def plain(folder: Path) -> float:
     return time.perf_counter() - started
 
 
-def check(folder: Path, depth: str) -> tuple[float, float]:
-    """Seconds that `ckptlint --depth` takes, interpreter included, and its largest memory in MiB."""
+def check(folder: Path, depth: str) -> tuple[float, float, float]:
+    """Seconds that `ckptlint --depth` takes, interpreter included; those of the processor; its peak memory in MiB."""
     command = [sys.executable, "-m", "ckptlint", str(folder), "--depth", depth, "--format", "json"]
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -80,7 +80,7 @@ def check(folder: Path, depth: str) -> tuple[float, float]:
     _, status, usage = os.wait4(process.pid, 0)
     seconds = time.perf_counter() - started
     assert status == 0 and json.loads(out)["verdict"] == "pass", out[-2000:]
-    return seconds, usage.ru_maxrss / 1024
+    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
 
 
 def main() -> None:
@@ -96,7 +96,7 @@ def main() -> None:
         size = int(given.gib * 2**30)
         for files in sorted({1, given.files}):
             folder = made(large, given.folder / f"large{files}", size, files)
-            reads, checks, memory = [], [], 0.0
+            reads, checks, busy, memory = [], [], [], 0.0
             for turn in range(given.turns):
                 for is_plain in (
                     (True, False) if turn % 2 else (False, True)
@@ -105,19 +105,21 @@ def main() -> None:
                     if is_plain:
                         reads.append(plain(folder))
                         continue
-                    seconds, peak = check(folder, "data")
+                    seconds, processor, peak = check(folder, "data")
                     checks.append(seconds)
+                    busy.append(processor)
                     memory = max(memory, peak)
             share = statistics.median(read / check for read, check in zip(reads, checks, strict=True))
             read, checked = (size / statistics.median(column) / 1e9 for column in (reads, checks))
             print(f"{given.gib:g} GiB in {files} file(s): plain read {read:.2f} GB/s, --depth data {checked:.2f} GB/s")
             print(f"  median share of a turn {share:.0%}, peak {memory:.0f} MiB, load {os.getloadavg()[0]:.1f}")
+            print(f"  processor: at least {min(busy) / given.gib:.3f} s per GiB, the interpreter's start included")
             print("  seconds:", [round(s, 2) for s in reads], [round(s, 2) for s in checks])
             shutil.rmtree(folder)
         folder = made(many, given.folder / "many", given.records)
         for depth in ("files", "headers", "data"):
             drop(folder)
-            seconds, peak = check(folder, depth)
+            seconds, _, peak = check(folder, depth)
             print(f"{given.records:,} records, --depth {depth}: {seconds:.1f} s, {peak:.0f} MiB")
     finally:
         shutil.rmtree(given.folder)

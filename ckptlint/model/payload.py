@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from math import prod
+from math import inf, prod
 from typing import Any, Literal
 
 import numpy as np
@@ -100,11 +100,19 @@ _ROW = np.dtype(
         ("minus_inf", np.int64),
         ("first", np.int64),
         ("masks", np.bool_),
+        ("zeros", np.int64),
+        ("denormals", np.int64),
+        ("least", np.float64),
+        ("most", np.float64),
+        ("one_value", np.bool_),
         ("digest", np.uint64),
         ("digested", np.bool_),
     ]
 )
-_UNREAD = {"state": RecordState.ELSEWHERE} | dict.fromkeys(("content", "start", "crc", "equal_group", "first"), -1)
+_UNREAD: dict[str, float] = {"state": RecordState.ELSEWHERE} | dict.fromkeys(
+    ("content", "start", "crc", "equal_group", "first"), -1
+)
+_UNREAD |= {"least": inf, "most": -inf}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,6 +144,11 @@ class PayloadTable:
         nan, plus_inf, minus_inf: how many of them.
         first: position of the first of them in the storage, in elements, or -1.
         masks: whether all values are 0 or -Inf.
+        zeros: how many numbers are 0, of either sign; as with NaN, a complex element has two numbers.
+        denormals: how many others are less than the smallest normal number (1e-38 in bfloat16); not counted in float16
+            and fp8, whose denormals are everyday numbers.
+        least, most: magnitudes of the finite numbers; inf and -inf where there is none.
+        one_value: whether all numbers are one finite value; False where none were looked at.
         digest: of the elements at their places in the whole tensor (`digests.elem_digest`).
         digested: whether there is one: at depth `data`, where a seal asks for it.
     """

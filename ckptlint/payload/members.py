@@ -39,16 +39,26 @@ def _members(columns: IntArray, names: list[str]) -> Members:
     return Members(row, start, size, crc, name, names)
 
 
-def scans_of(table: PayloadTable, members: Members, sealed: Mapping[int, tuple[Tensor, int]]) -> dict[int, Scan]:
-    """The members that hold a floating tensor, or one that was sealed, with the part of them that it covers."""
+def scans_of(
+    table: PayloadTable,
+    members: Members,
+    sealed: Mapping[int, tuple[Tensor, int]],
+    raw: Mapping[int, tuple[Tensor, int]],
+) -> dict[int, Scan]:
+    """The members that hold a floating tensor, or one that was sealed, with the part of them that it covers.
+
+    Args:
+        sealed: record -> tensor and row of its chunk, where a digest is wanted.
+        raw: the same of the records that hold the bare bytes of their chunk.
+    """
     scans = {}
     is_storage = np.flatnonzero((members.start == table.start[members.row]) & (members.size == table.size[members.row]))
     for member in is_storage.tolist():
         record = int(members.row[member])
         tensor, row = sealed.get(record, (None, -1))
         content = table.of(record)
-        if content is None and tensor is not None:
-            content = RecordContent("tensor", tensor.dtype, sizes := tensor.layout.box(row).sizes, _row_major(sizes))
+        if content is None and record in raw:
+            content = _bare(*raw[record])
         if content is None or content.form != "tensor" or content.dtype not in ITEM_BITS:
             continue
         item = ITEM_BITS[content.dtype] // 8
@@ -59,6 +69,11 @@ def scans_of(table: PayloadTable, members: Members, sealed: Mapping[int, tuple[T
         if is_wanted and extent and fits:
             scans[member] = Scan(content.dtype, content.offset, extent, item, where)
     return scans
+
+
+def _bare(tensor: Tensor, row: int) -> RecordContent:
+    sizes = tensor.layout.box(row).sizes
+    return RecordContent("tensor", tensor.dtype, sizes, tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes))))
 
 
 def _places(tensor: Tensor, row: int, content: RecordContent) -> Elements | None:
@@ -74,7 +89,3 @@ def _places(tensor: Tensor, row: int, content: RecordContent) -> Elements | None
                 return None
             run *= box.sizes[axis]
     return elements(box.offsets, box.sizes, tensor.global_shape, order)
-
-
-def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
-    return tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes)))

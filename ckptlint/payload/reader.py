@@ -33,12 +33,13 @@ from ckptlint.progress import tell
 from ckptlint.seals.file import SEAL, metadata_hash, read_seal
 from ckptlint.seals.verify import misfit, sealed_tensors
 from ckptlint.storage.folder import READABLE, Folder
-from ckptlint.vocabulary.dtypes import nbytes
+from ckptlint.vocabulary.dtypes import ENCODINGS, nbytes
 
 _SECTOR = 512
 _NAMED = 4
 _EXAMINED = 64
 _TICK = 0.1
+_OF_VALUES = ("nan", "plus_inf", "minus_inf", "first", "masks", "zeros", "denormals", "least", "most", "one_value")
 _NO_SEAL = "copy it again from where it was written, or remove it: without it the contents are not compared"
 T = TypeVar("T")
 
@@ -76,6 +77,7 @@ class Reader:
         self.problems: list[Problem] = []
         self.members: dict[int, Members] = {}
         self.sealed: dict[int, tuple[Tensor, int]] = {}
+        self.raw: dict[int, tuple[Tensor, int]] = {}
         self.meter = Meter()
         self.phase = "records"
         self.bad = 0
@@ -97,6 +99,7 @@ class Reader:
                 wanted, problems = (None, []) if sample else read_integrity(self.folder)
                 self.problems += problems
                 self._read_seal()
+                self._read_raw()
                 damages = self._read_data(wanted or {})
                 if wanted is not None and self.leads:
                     damages += self._other_files(wanted)
@@ -332,18 +335,23 @@ class Reader:
         self.ckpt = replace(self.ckpt, seal=seal, metadata_hash=metadata_hash(self.folder))
         if misfit(self.ckpt):
             return
-        table = self.table
         for tensor in sealed_tensors(self.ckpt):
             rows = np.flatnonzero(tensor.layout.live)
             for row, record in zip(rows.tolist(), tensor.chunks.record[rows].tolist(), strict=True):
                 self.sealed[record] = tensor, row
-        raw = self.share[table.state[self.share] == RecordState.RAW]
-        raw = raw[[int(row) in self.sealed for row in raw]]
-        for file, rows in _by_file(raw, self.ckpt.records.file, self.ckpt.records.byte_offset).items():
-            table.start[rows], table.size[rows] = (
-                self.ckpt.records.byte_offset[rows],
-                self.ckpt.records.byte_length[rows],
-            )
+
+    def _read_raw(self) -> None:
+        """The records without an archive whose tensor is of a floating dtype, or sealed: bare bytes of their chunk."""
+        table, records = self.table, self.ckpt.records
+        is_raw = table.state == RecordState.RAW
+        for tensor in self.ckpt.sound_tensors() if is_raw.any() else ():
+            rows = np.flatnonzero(tensor.layout.live & is_raw[tensor.chunks.record] & (tensor.chunks.record >= 0))
+            for row, record in zip(rows.tolist(), tensor.chunks.record[rows].tolist(), strict=True):
+                if record in self.sealed or (tensor.dtype in ENCODINGS and self.how.percent is None):
+                    self.raw[record] = tensor, row
+        raw = np.intersect1d(self.share, np.array([*self.raw], np.int64))
+        for file, rows in _by_file(raw, records.file, records.byte_offset).items():
+            table.start[rows], table.size[rows] = records.byte_offset[rows], records.byte_length[rows]
             self.members[file] = with_bare_tensors(self.members.get(file), table, rows)
 
     def _read_data(self, wanted: Mapping[str, str]) -> list[Damage]:
@@ -373,16 +381,16 @@ class Reader:
         return damages
 
     def _file_data(self, path: str, members: Members, size: int | None, threads: int) -> Streamed:
-        return stream(self.folder, path, members, scans_of(self.table, members, self.sealed), size, self.meter, threads)
+        scans = scans_of(self.table, members, self.sealed, self.raw)
+        return stream(self.folder, path, members, scans, size, self.meter, threads)
 
     def _mismatches(self, file: int, seen: Streamed, wanted: Mapping[str, str]) -> list[Damage]:
         """Fill the columns on values, and compare the checksums."""
         members, table = self.members.get(file, members_of([])), self.table
-        for member, count in seen.counts.items():
-            row = int(members.row[member])
-            table.scanned[row] = True
-            table.nan[row], table.plus_inf[row], table.minus_inf[row] = count.nan, count.plus_inf, count.minus_inf
-            table.first[row], table.masks[row] = count.first, count.masks
+        scanned = members.row[np.array([*seen.values], np.int64)]
+        table.scanned[scanned] = True
+        for column in _OF_VALUES:
+            table.rows[column][scanned] = [getattr(values, column) for values in seen.values.values()]
         for member, digest in seen.digests.items():
             row = int(members.row[member])
             table.digest[row], table.digested[row] = digest, True

@@ -1,4 +1,4 @@
-"""Depth `data`: the members of one payload file, read once from front to back: checksums, NaN, digests."""
+"""Depth `data`: the members of one payload file, read once from front to back: checksums, values, digests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 from ckptlint.errors import AccessError
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
-from ckptlint.payload.nonfinite import Count
+from ckptlint.payload.values import Values, values_of
 from ckptlint.seals.digests import MASK, Elements, elem_digest
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ENCODINGS
@@ -66,14 +66,14 @@ class Streamed:
 
     Attributes:
         crc: int64 per member, as computed.
-        counts: member -> values that are not finite; for every scanned member of a floating dtype.
+        values: member -> what its values are; for every scanned member of a floating dtype.
         digests: member -> digest of its elements, for those with their places known.
         sha256: of the whole file, "" when not asked for.
         finished: whether everything was read.
     """
 
     crc: IntArray
-    counts: dict[int, Count] = field(default_factory=dict)
+    values: dict[int, Values] = field(default_factory=dict)
     digests: dict[int, int] = field(default_factory=dict)
     sha256: str = ""
     finished: bool = False
@@ -115,7 +115,7 @@ def stream(
     """
     seen = Streamed(
         np.zeros(len(members.start), np.int64),
-        {member: Count() for member, scan in scans.items() if scan.dtype in ENCODINGS},
+        {member: Values() for member, scan in scans.items() if scan.dtype in ENCODINGS},
         {member: 0 for member, scan in scans.items() if scan.where is not None},
     )
     whole = hashlib.sha256() if size is not None else None
@@ -140,7 +140,7 @@ class _Part(NamedTuple):
     member: int
     data: memoryview
     crc: int | None
-    values: Count
+    values: Values | None
     digest: int
 
 
@@ -166,10 +166,10 @@ class _Work:
         for member in range(first, last):
             start = max(self.starts[member], begin)
             part = data[start - begin : max(self.ends[member] - begin, 0)]
-            count, digest = Count(), 0
+            values, digest = None, 0
             if member in self.scans:
-                digest = _scan(count, self.scans[member], part, start - self.starts[member])
-            parts.append(_Part(member, part, zlib.crc32(part) if len(part) == BLOCK else None, count, digest))
+                values, digest = _scan(self.scans[member], part, start - self.starts[member])
+            parts.append(_Part(member, part, zlib.crc32(part) if len(part) == BLOCK else None, values, digest))
         return _Block(data, parts)
 
     def _read(self, buffer: bytearray, begin: int, end: int) -> memoryview:
@@ -204,8 +204,8 @@ def _merge(seen: Streamed, block: _Block) -> None:
         before = int(seen.crc[part.member])
         # CRC-32 is linear: that of two parts follows from those of each, and from the length of the second
         seen.crc[part.member] = zlib.crc32(part.data, before) if part.crc is None else _shifted(before) ^ part.crc
-        if part.member in seen.counts:
-            seen.counts[part.member].join(part.values)
+        if part.values is not None:
+            seen.values[part.member].join(part.values)
         if part.member in seen.digests:
             seen.digests[part.member] = seen.digests[part.member] + part.digest & MASK
 
@@ -226,20 +226,19 @@ def _shifted(crc: int) -> int:
     return moved
 
 
-def _scan(count: Count, scan: Scan, part: memoryview, offset: int) -> int:
-    """Look at the elements of the wanted part that lie in these bytes of the member; returns their digest."""
+def _scan(scan: Scan, part: memoryview, offset: int) -> tuple[Values | None, int]:
+    """What the elements of the wanted part are that lie in these bytes of the member, and their digest."""
     first = max(scan.first * scan.item - offset, 0)
     last = min((scan.first + scan.count) * scan.item - offset, len(part) - len(part) % scan.item)
     if first >= last:
-        return 0
+        return None, 0
     at = (offset + first) // scan.item
-    if scan.dtype in ENCODINGS:
-        count.add(part[first:last], scan.dtype, at)
+    values = values_of(part[first:last], scan.dtype, at) if scan.dtype in ENCODINGS else None
     if scan.where is None:
-        return 0
+        return values, 0
     parts = 2 if scan.dtype.startswith("complex") else 1
     bits = np.frombuffer(part[first:last], f"<u{scan.item // parts}")
-    return elem_digest(bits, scan.where, at - scan.first, parts)
+    return values, elem_digest(bits, scan.where, at - scan.first, parts)
 
 
 def _plan(starts: list[int], ends: list[int], size: int | None) -> Iterator[tuple[int, int, int, int]]:

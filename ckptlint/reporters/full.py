@@ -301,11 +301,12 @@ def _limits(report: Report) -> str:
     """Which records were not opened though the depth asks for it; "" when all were."""
     payloads = [part.checkpoint.payload for part in report.checkpoints if part.checkpoint.payload is not None]
     texts = [f"Only a sample was read: {payload.sample}." for payload in payloads if payload.sample]
-    for state, why in (
-        (RecordState.TRANSFORMED, "went through a stream transform and were not opened"),
-        (RecordState.RAW, "have no archive around them and were not checked"),
+    for state, is_scanned, why in (
+        (RecordState.TRANSFORMED, False, "went through a stream transform and were not opened"),
+        (RecordState.RAW, True, "have no archive around them: their values were read, and there is no checksum"),
+        (RecordState.RAW, False, "have no archive around them and were not checked"),
     ):
-        if count := sum(int((payload.state == state).sum()) for payload in payloads):
+        if count := sum(int(((p.state == state) & (p.scanned == is_scanned)).sum()) for p in payloads):
             texts.append(f"{plural(count, 'record')} {why}.")
     return " ".join(texts)
 

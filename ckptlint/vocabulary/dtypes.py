@@ -8,20 +8,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """How a dtype writes values that are not finite.
+    """How a dtype writes numbers: the sign, the exponent with its bias, the fraction; and those that are not finite.
 
     Attributes:
         word: numpy dtype of one real number, little-endian.
         bad: least bits, without the sign, of a value that is not finite; with `single` the bits of the only one.
+        mantissa: bits of the fraction.
+        bias: of the exponent.
         has_infinity: whether `bad` is infinity and what lies above it NaN; otherwise all of them are NaN.
         single: whether exactly one pattern of bits, its sign included, is NaN.
+        unsigned: whether the bits are an exponent alone: no sign, no zero.
         parts: numbers per element, 2 for complex.
     """
 
     word: str
     bad: int
+    mantissa: int
+    bias: int
     has_infinity: bool = True
     single: bool = False
+    unsigned: bool = False
     parts: int = 1
 
 
@@ -33,7 +39,7 @@ class Dtype:
         bits: bits per element.
         safetensors: its name in a safetensors header, "" for none.
         storage: torch's storage class, "" where its elements lie in an UntypedStorage.
-        encoding: how it writes values that are not finite; None where all are.
+        encoding: how it writes numbers, of the floating dtypes.
     """
 
     bits: int
@@ -52,18 +58,20 @@ DTYPES: Mapping[str, Dtype] = {
     "uint32": Dtype(32, "U32"),
     "int64": Dtype(64, "I64", "LongStorage"),
     "uint64": Dtype(64, "U64"),
-    "float8_e4m3fn": Dtype(8, "F8_E4M3", encoding=Encoding("u1", 0x7F, has_infinity=False)),
-    "float8_e5m2": Dtype(8, "F8_E5M2", encoding=Encoding("u1", 0x7C)),
-    "float8_e4m3fnuz": Dtype(8, "F8_E4M3FNUZ", encoding=Encoding("u1", 0x80, has_infinity=False, single=True)),
-    "float8_e5m2fnuz": Dtype(8, "F8_E5M2FNUZ", encoding=Encoding("u1", 0x80, has_infinity=False, single=True)),
-    "float8_e8m0fnu": Dtype(8, "F8_E8M0", encoding=Encoding("u1", 0xFF, has_infinity=False, single=True)),
-    "float16": Dtype(16, "F16", "HalfStorage", Encoding("<u2", 0x7C00)),
-    "bfloat16": Dtype(16, "BF16", "BFloat16Storage", Encoding("<u2", 0x7F80)),
-    "float32": Dtype(32, "F32", "FloatStorage", Encoding("<u4", 0x7F800000)),
-    "float64": Dtype(64, "F64", "DoubleStorage", Encoding("<u8", 0x7FF0000000000000)),
-    "complex32": Dtype(32, encoding=Encoding("<u2", 0x7C00, parts=2)),
-    "complex64": Dtype(64, "C64", "ComplexFloatStorage", Encoding("<u4", 0x7F800000, parts=2)),
-    "complex128": Dtype(128, "", "ComplexDoubleStorage", Encoding("<u8", 0x7FF0000000000000, parts=2)),
+    "float8_e4m3fn": Dtype(8, "F8_E4M3", encoding=Encoding("u1", 0x7F, 3, 7, has_infinity=False)),
+    "float8_e5m2": Dtype(8, "F8_E5M2", encoding=Encoding("u1", 0x7C, 2, 15)),
+    "float8_e4m3fnuz": Dtype(8, "F8_E4M3FNUZ", encoding=Encoding("u1", 0x80, 3, 8, has_infinity=False, single=True)),
+    "float8_e5m2fnuz": Dtype(8, "F8_E5M2FNUZ", encoding=Encoding("u1", 0x80, 2, 16, has_infinity=False, single=True)),
+    "float8_e8m0fnu": Dtype(
+        8, "F8_E8M0", encoding=Encoding("u1", 0xFF, 0, 127, has_infinity=False, single=True, unsigned=True)
+    ),
+    "float16": Dtype(16, "F16", "HalfStorage", Encoding("<u2", 0x7C00, 10, 15)),
+    "bfloat16": Dtype(16, "BF16", "BFloat16Storage", Encoding("<u2", 0x7F80, 7, 127)),
+    "float32": Dtype(32, "F32", "FloatStorage", Encoding("<u4", 0x7F800000, 23, 127)),
+    "float64": Dtype(64, "F64", "DoubleStorage", Encoding("<u8", 0x7FF0000000000000, 52, 1023)),
+    "complex32": Dtype(32, encoding=Encoding("<u2", 0x7C00, 10, 15, parts=2)),
+    "complex64": Dtype(64, "C64", "ComplexFloatStorage", Encoding("<u4", 0x7F800000, 23, 127, parts=2)),
+    "complex128": Dtype(128, "", "ComplexDoubleStorage", Encoding("<u8", 0x7FF0000000000000, 52, 1023, parts=2)),
 }
 """By torch's name without the module.
 
@@ -85,7 +93,7 @@ SAFETENSORS: Mapping[str, str] = {dtype.safetensors: name for name, dtype in DTY
 """Names in a safetensors header -> dtypes."""
 
 ENCODINGS: Mapping[str, Encoding] = {name: dtype.encoding for name, dtype in DTYPES.items() if dtype.encoding}
-"""How the floating dtypes write values that are not finite."""
+"""How the floating dtypes write numbers."""
 
 
 def nbytes(dtype: str, elements: int) -> int | None:

@@ -25,12 +25,12 @@ from ckptlint.formats.torch_archive import data_start, read_end, read_members
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
 from ckptlint.model import Checkpoint, RecordState
-from ckptlint.payload import nonfinite as floats
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import Reading
 from ckptlint.payload.record_headers import RecordPlace, read_headers
 from ckptlint.storage.local import LocalFolder
 from ckptlint.testing import torch_archive
+from ckptlint.vocabulary.dtypes import ENCODINGS
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:ComplexHalf support")
@@ -248,7 +248,7 @@ def test_a_file_cut_inside_a_directory_is_told_once(tmp_path: Path) -> None:
     assert codes(ckptlint.check(folder, depth="data")) == {"PAY004"}
 
 
-@pytest.mark.parametrize("dtype", sorted(floats.ENCODINGS))
+@pytest.mark.parametrize("dtype", sorted(ENCODINGS))
 def test_nan_is_found_in_every_floating_dtype(dtype: str, tmp_path: Path) -> None:
     kind = getattr(torch, dtype)
     values = torch.ones(5, 7).to(kind)

@@ -1,0 +1,127 @@
+"""What the values in raw tensor bytes are, for every floating dtype, without torch: NaN, zeros, least and largest."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf, ldexp
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptlint.vocabulary.dtypes import ENCODINGS, Encoding
+
+_WIDE = 127  # exponent bias of bfloat16 and float32
+
+Words = npt.NDArray[np.unsignedinteger[Any]]
+
+
+@dataclass(slots=True)
+class Values:
+    """What was seen of one record so far; numbers are counted, of which a complex element has two.
+
+    Attributes:
+        nan, plus_inf, minus_inf: numbers of each.
+        first: position of the first of them among the record's elements, -1 while there is none.
+        zeros: numbers that are 0, of either sign.
+        denormals: numbers other than 0 that are less than the smallest normal one (1e-38 in bfloat16); not counted in
+            float16 and fp8, whose denormals are everyday numbers.
+        least, most: magnitudes of the finite numbers; inf and -inf while there is none.
+        one_value: whether everything seen is one finite value.
+        bits: those of the first number seen, -1 before; 0 for a zero of either sign.
+    """
+
+    nan: int = 0
+    plus_inf: int = 0
+    minus_inf: int = 0
+    first: int = -1
+    zeros: int = 0
+    denormals: int = 0
+    least: float = inf
+    most: float = -inf
+    one_value: bool = True
+    bits: int = -1
+
+    @property
+    def masks(self) -> bool:
+        """Whether everything seen is 0 or -Inf, as in an attention mask."""
+        return self.most <= 0 and not self.nan and not self.plus_inf
+
+    def join(self, later: Values) -> None:
+        """Add what was seen in elements that come after these."""
+        self.nan += later.nan
+        self.plus_inf += later.plus_inf
+        self.minus_inf += later.minus_inf
+        self.first = later.first if self.first < 0 else self.first
+        self.zeros += later.zeros
+        self.denormals += later.denormals
+        self.least, self.most = min(self.least, later.least), max(self.most, later.most)
+        self.one_value &= later.one_value and (self.bits == later.bits or -1 in (self.bits, later.bits))
+        self.bits = later.bits if self.bits < 0 else self.bits
+
+
+def values_of(data: memoryview, dtype: str, position: int) -> Values:
+    """What whole elements hold.
+
+    Args:
+        data: their bytes, of any alignment.
+        dtype: torch's name, one of `ENCODINGS`.
+        position: number of the first element among the record's.
+    """
+    encoding = ENCODINGS[dtype]
+    words = np.frombuffer(data, encoding.word)
+    if not words.flags.aligned:
+        words = words.copy()
+    seen = Values()
+    if not len(words):
+        return seen
+    # twice the bits, which shifts the sign out, are ordered as the magnitudes are
+    sizes = words if encoding.unsigned else words + words
+    low, high = int(sizes.min()), int(sizes.max())
+    if _has_bad(words, low, high, encoding):
+        is_bad = _count_bad(seen, words, encoding, position)
+        seen.one_value = False
+        sizes = sizes[~is_bad]
+        if not len(sizes):
+            return seen
+        low, high = int(sizes.min()), int(sizes.max())
+    seen.one_value &= low == high and (high == 0 or bool((words == words[0]).all()))
+    seen.bits = int(words[0]) if high else 0
+    seen.least, seen.most = _magnitude(low, encoding), _magnitude(high, encoding)
+    if seen.most == 0:
+        seen.zeros = len(sizes)
+    elif seen.least == 0:
+        seen.zeros = len(sizes) - int(np.count_nonzero(sizes))
+    normal = 2 << encoding.mantissa
+    if encoding.bias >= _WIDE and not encoding.unsigned and low < normal and high:
+        seen.denormals = int(np.count_nonzero(sizes < normal)) - seen.zeros
+    return seen
+
+
+def _has_bad(words: Words, low: int, high: int, encoding: Encoding) -> bool:
+    """Whether some number is not finite; the only NaN of the fnuz dtypes has the bits of a negative zero."""
+    if encoding.single and not encoding.unsigned:
+        return low == 0 and bool((words == encoding.bad).any())
+    return high >= (encoding.bad if encoding.unsigned else 2 * encoding.bad)
+
+
+def _magnitude(size: int, encoding: Encoding) -> float:
+    if encoding.unsigned:
+        return ldexp(1.0, size - encoding.bias)
+    exponent, fraction = divmod(size >> 1, 1 << encoding.mantissa)
+    if exponent:
+        fraction += 1 << encoding.mantissa
+    return ldexp(fraction, max(exponent, 1) - encoding.bias - encoding.mantissa)
+
+
+def _count_bad(seen: Values, words: Words, encoding: Encoding, position: int) -> npt.NDArray[np.bool_]:
+    """Count the numbers that are not finite; returns which they are."""
+    sign = words.dtype.type(1 << (words.dtype.itemsize * 8 - 1))
+    bad = words == encoding.bad if encoding.single else words & ~sign >= encoding.bad
+    infinite = words & ~sign == encoding.bad if encoding.has_infinity else np.zeros_like(bad)
+    minus = int((infinite & (words >= sign)).sum())
+    seen.minus_inf = minus
+    seen.plus_inf = int(infinite.sum()) - minus
+    seen.nan = int(bad.sum()) - int(infinite.sum())
+    seen.first = position + int(bad.argmax()) // encoding.parts
+    return np.asarray(bad)

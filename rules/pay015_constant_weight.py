@@ -1,0 +1,310 @@
+"""PAY015: a trained weight, and each shard of it, holds more than one value."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptlint.analysis.inventory import Param, inventory_of, is_weight, siblings
+from ckptlint.depth import Depth
+from ckptlint.model import Checkpoint, PayloadTable, Tensor
+from ckptlint.model.facts import fact
+from ckptlint.model.layout import BoolArray, Box, IntArray
+from ckptlint.model.text import listed, plural
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.seals.verify import compare_with_seal, misfit
+from ckptlint.vocabulary.keys import is_adapter
+
+_BY_DESIGN = ("mask", "scale", "rotary", "rope", "freq", "zero", "buffer")
+_LEAST_ELEMENTS = 64
+_TOKENS = 128
+_SHOWN = 3
+_HINT = "copy the file again from where it was written, or go back one step and compare the values there"
+
+
+_Layer = tuple[tuple[str, ...], str, int | None]
+"""Scope, block and number of a layer."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """A weight of one layer and expert, or of the few experts that are stored in one chunk.
+
+    Attributes:
+        rows: its chunks.
+        value: the magnitude of all its values where there is only one, -1 where there are several.
+    """
+
+    param: Param
+    rows: IntArray
+    value: float
+
+
+@rule("PAY015", "constant-weight", Severity.WARNING, needs=Depth.DATA)
+def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A weight, or a whole shard of one, holds zeros or one repeated value, and the weights like it do not.
+
+    What it checks:
+        A floating weight matrix of the model whose values are all 0, or all the same, while at least as many weights of
+        the same name in other layers or experts hold several values; and a chunk of zeros in a weight whose other
+        chunks are not zeros, unless most weights like it have zeros there too (padded heads, a fused part that starts
+        as zeros) and the file holds other weights that are not zeros. Left out are biases, norms, adapters, masks,
+        scales, weights and chunks of fewer than 64 elements, and the last rows of embeddings and output layers, which
+        are padding. A note where it may be legal: iteration 0, no moments or moments of zeros, more than half of the
+        weights constant, both output projections of a layer and nothing else in it (an added layer starts so), an
+        unusual part of the first or last layer, and fewer than 128 rows of a table outside of the layers, which may
+        be tokens that never occurred.
+    Why it matters:
+        The layer, expert or shard does nothing after a load, and no checksum tells: the record is whole.
+    Usual causes:
+        A shard that was uploaded as zeros or saved before it was loaded, a rank that never received its weights, a
+        parameter that was moved off the meta device and not initialised.
+    How to fix:
+        Go back to a step where the weight has values, or copy the file again.
+    See:
+        torch.nn.Module.to_empty
+    """
+    payload = ckpt.payload
+    if payload is None or payload.depth != "data":
+        raise NotApplicable("the tensor bytes were not read")
+    is_read = payload.scanned.copy()
+    is_read[[damage.record for damage in payload.damages if damage.record >= 0]] = False  # PAY012 tells
+    different = {} if misfit(ckpt) else compare_with_seal(ckpt).different  # LIV302 tells
+    weights = [param for param in inventory_of(ckpt).params if _is_judged(param) and param.tensor.fqn not in different]
+    if not any((payload.one_value & is_read)[_records(param, _live(param))].any() for param in weights):
+        return
+    groups = [
+        [part for param in members for part in _parts(payload, is_read, param)]
+        for members in siblings(weights).values()
+    ]
+    dead = _files_of_zeros(ckpt, payload, is_read, weights)
+    added = _added_layers(groups)
+    for parts in groups:
+        yield from _constant(ckpt, payload, parts, added)
+        yield from _zero_chunks(ckpt, payload, is_read, parts, dead)
+
+
+def _is_judged(param: Param) -> bool:
+    shape, name = param.own_shape, param.tensor.fqn
+    is_large = is_weight(param) and min(shape) > 1 and shape[0] * shape[1] >= _LEAST_ELEMENTS
+    return is_large and not is_adapter(param.key) and not any(word in name for word in _BY_DESIGN)
+
+
+def _live(param: Param) -> IntArray:
+    return np.flatnonzero(param.tensor.layout.live & (param.tensor.chunks.record >= 0))
+
+
+def _records(param: Param, rows: IntArray) -> IntArray:
+    return param.tensor.chunks.record[rows]
+
+
+def _is_zero(payload: PayloadTable, is_read: BoolArray, param: Param, rows: IntArray) -> BoolArray:
+    """Which of the chunks hold zeros alone."""
+    records = _records(param, rows)
+    return np.asarray((payload.most[records] == 0) & payload.one_value[records] & is_read[records])
+
+
+def _parts(payload: PayloadTable, is_read: BoolArray, param: Param) -> Iterator[_Part]:
+    """The parts of a parameter of which enough was read to tell whether they hold one value."""
+    rows, layout = _live(param), param.tensor.layout
+    stacked = [axis for axis in (param.layer_axis, param.expert_axis) if axis is not None]
+    order = rows[np.lexsort((rows, *(layout.offsets[rows, axis] for axis in stacked)))]
+    cuts = np.flatnonzero((layout.offsets[order[1:]] != layout.offsets[order[:-1]])[:, stacked].any(axis=1)) + 1
+    for part in np.split(order, cuts) if len(order) else ():
+        records = _records(param, part)
+        read = records[is_read[records]]
+        magnitudes = payload.most[read]
+        if not payload.one_value[read].all() or (magnitudes != magnitudes[:1]).any():
+            yield _Part(param, part, -1.0)
+        elif len(read) == len(part):
+            yield _Part(param, part, float(magnitudes[0]))
+
+
+def _files_of_zeros(
+    ckpt: Checkpoint, payload: PayloadTable, is_read: BoolArray, weights: Sequence[Param]
+) -> frozenset[int]:
+    """The files in which the chunks of several kinds of weights lie and all are zeros, though others are not."""
+    alive: set[int] = set()
+    roles: dict[int, set[str]] = defaultdict(set)
+    for param in weights:
+        rows = _live(param)
+        zero = _is_zero(payload, is_read, param, rows)
+        files = ckpt.records.file[_records(param, rows)]
+        alive.update(np.unique(files[~zero]).tolist())
+        for file in np.unique(files[zero]).tolist():
+            roles[file].add(param.key.role)
+    return frozenset(file for file, names in roles.items() if len(names) > 1 and file not in alive)
+
+
+# ---------------------------------------------------------------- whole weights
+
+
+def _constant(
+    ckpt: Checkpoint, payload: PayloadTable, parts: Sequence[_Part], added: frozenset[_Layer]
+) -> Iterator[Finding]:
+    odd, usual = [part for part in parts if part.value >= 0], [part for part in parts if part.value < 0]
+    if not odd or not usual:
+        return
+    numbers = [part.param.key.layer for part in parts if part.param.key.layer is not None]
+    ends = {min(numbers), max(numbers)} if numbers else set()
+    records = np.concatenate([_records(part.param, part.rows) for part in usual])
+    records = records[payload.scanned[records]]
+    span = f"{payload.least[records].min():.3g} to {payload.most[records].max():.3g}"
+    zeros = int(payload.zeros[records].sum())
+    holds = f"{plural(len(usual), 'weight')} of this name: magnitudes from {span}, {plural(zeros, 'zero')}"
+    for part in odd:
+        tensor, box = part.param.tensor, _span(part)
+        where = "" if box.volume == tensor.volume else f" in {box}"
+        what = "0" if not part.value else f"the same, {part.value:.3g} in magnitude"
+        doubt = _doubt(ckpt, payload, parts, part, part.rows)
+        if not doubt and _layer(part) in added:
+            doubt = "both output projections of this layer are zeros and nothing else: a layer that was added starts so"
+        if not doubt and len(odd) > len(usual):
+            doubt = f"so are {len(odd)} of {len(parts)} weights of this name"
+        if not doubt and part.param.key.function == "other" and part.param.key.layer in ends:
+            doubt = "the first and the last layer may have parts that are not used and never change"
+        yield _finding(
+            ckpt,
+            part.param,
+            part.rows,
+            f"every value{where}{{of}} is {what}; other weights of this name hold several values",
+            box,
+            (("others", holds), ("doubt", doubt)),
+        )
+
+
+def _layer(part: _Part) -> _Layer:
+    return part.param.key.scope, part.param.key.block, part.param.key.layer
+
+
+def _added_layers(groups: Sequence[Sequence[_Part]]) -> frozenset[_Layer]:
+    """The layers in which just the projections back into the residual stream, all of them, are zeros."""
+    constant: dict[_Layer, set[str]] = defaultdict(set)
+    moving: dict[_Layer, set[str]] = defaultdict(set)
+    for part in (part for parts in groups for part in parts):
+        (moving if part.value else constant)[_layer(part)].add(part.param.key.function)
+    outputs = {"attn_out", "mlp_out"}
+    return frozenset(layer for layer, found in constant.items() if found == outputs and not outputs & moving[layer])
+
+
+def _span(part: _Part) -> Box:
+    """The box around all chunks of a part."""
+    layout = part.param.tensor.layout
+    low = layout.offsets[part.rows].min(axis=0)
+    high = (layout.offsets + layout.sizes)[part.rows].max(axis=0)
+    return Box(tuple(low.tolist()), tuple((high - low).tolist()))
+
+
+@fact
+def _moments(ckpt: Checkpoint) -> dict[Param, list[Tensor]]:
+    found: dict[Param, list[Tensor]] = defaultdict(list)
+    for state in inventory_of(ckpt).states:
+        for param in state.params if state.what.startswith(("exp_avg", "momentum")) else ():
+            found[param].append(state.tensor)
+    return found
+
+
+def _doubt(ckpt: Checkpoint, payload: PayloadTable, parts: Sequence[_Part], part: _Part, rows: IntArray) -> str:
+    """Why the values may be what they should be: those of an initialisation with zeros; "" where nothing says so."""
+    if ckpt.common is not None and ckpt.common.values.get("iteration") == 0:
+        return "nothing was trained yet: iteration 0"
+    moments = _moments(ckpt)
+    if part.param not in moments:
+        others = any(other.param in moments for other in parts)
+        return "it has no optimizer state, unlike the others, so it may not be trained" if others else ""
+    boxes = {part.param.tensor.layout.box(row) for row in rows.tolist()}
+    for tensor in moments[part.param]:
+        records = tensor.chunks.record
+        seen = [r for row, r in enumerate(records.tolist()) if r >= 0 and tensor.layout.box(row) in boxes]
+        if not seen or not (payload.scanned[seen] & (payload.most[seen] == 0)).all():
+            return ""
+    return "its moments are zeros as well, so it may not be trained"
+
+
+# ---------------------------------------------------------------- single chunks
+
+
+def _zero_chunks(
+    ckpt: Checkpoint, payload: PayloadTable, is_read: BoolArray, parts: Sequence[_Part], dead: frozenset[int]
+) -> Iterator[Finding]:
+    """Chunks of zeros in weights that hold other values too."""
+    mixed = [(part, _is_zero(payload, is_read, part.param, part.rows)) for part in parts if part.value < 0]
+    if not any(zero.any() for _, zero in mixed):
+        return
+    holds: Counter[Box] = Counter()
+    empty: Counter[Box] = Counter()
+    zeros = {}
+    for part, zero in mixed:
+        boxes = [_own_box(part.param, row) for row in part.rows.tolist()]
+        holds.update(boxes)
+        empty.update(boxes[i] for i in np.flatnonzero(zero).tolist())
+        zeros[part] = {int(part.rows[i]): boxes[i] for i in np.flatnonzero(zero).tolist()}
+    for part, found in zeros.items():
+        files = ckpt.records.file[part.param.tensor.chunks.record]
+        rows = [
+            row
+            for row, box in found.items()
+            if (2 * empty[box] <= holds[box] or holds[box] == 1 or int(files[row]) in dead)
+            and box.volume >= _LEAST_ELEMENTS
+            and min(box.sizes) > 1
+        ]
+        if rows and not part.param.key.block:
+            rows = _without_padding(part.param, rows, found)
+        if rows:
+            yield _chunks(ckpt, payload, parts, part, np.array(rows), dead)
+
+
+def _own_box(param: Param, row: int) -> Box:
+    """The place of a chunk in the weight of one layer or expert."""
+    layout, axes = param.tensor.layout, list(param.own_axes)
+    return Box(tuple(layout.offsets[row, axes].tolist()), tuple(layout.sizes[row, axes].tolist()))
+
+
+def _without_padding(param: Param, rows: Sequence[int], zeros: dict[int, Box]) -> list[int]:
+    """The rows of a table's chunks that are not at its end: a vocabulary is padded with rows of zeros."""
+    layout = param.tensor.layout
+    live = np.flatnonzero(layout.live)
+    others = live[~np.isin(live, list(zeros))]
+    end = int((layout.offsets + layout.sizes)[others, 0].max())
+    return [row for row in rows if int(layout.offsets[row, 0]) < end]
+
+
+def _chunks(
+    ckpt: Checkpoint,
+    payload: PayloadTable,
+    parts: Sequence[_Part],
+    part: _Part,
+    rows: IntArray,
+    dead: frozenset[int],
+) -> Finding:
+    layout = part.param.tensor.layout
+    box = layout.box(int(rows[0]))
+    where = f"chunk {box}{{of}} holds" if len(rows) == 1 else f"{len(rows):,} chunks{{of}}, the first {box}, hold"
+    files = {int(file) for file in ckpt.records.file[_records(part.param, rows)]}
+    whole = "every sharded weight in it is zeros" if files <= dead else ""
+    doubt = "" if whole else _doubt(ckpt, payload, parts, part, rows)
+    if not doubt and not part.param.key.block and int(layout.sizes[rows, 0].sum()) < _TOKENS:
+        doubt = "these few rows may belong to tokens that never occurred"
+    others = len(part.rows) - len(rows)
+    message = f"{where} only zeros, unlike its {plural(others, 'other chunk')}"
+    return _finding(ckpt, part.param, rows, message, box, (("file", whole), ("doubt", doubt)))
+
+
+def _finding(
+    ckpt: Checkpoint, param: Param, rows: IntArray, message: str, box: Box, notes: tuple[tuple[str, str], ...]
+) -> Finding:
+    names = list(dict.fromkeys(ckpt.chunk_file(param.tensor, int(row)) for row in rows))
+    more = [f"{len(names) - _SHOWN:,} more"] if len(names) > _SHOWN else []
+    record = int(param.tensor.chunks.record[rows[0]])
+    file, start, length = ckpt.byte_range_of(record)
+    return Finding(
+        message,
+        at=Location.of(param.tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
+        severity=Severity.INFO if dict(notes)["doubt"] else None,
+        notes=(*notes, ("files", listed([*names[:_SHOWN], *more]) if len(names) > 1 else "")),
+        hint="" if dict(notes)["doubt"] else _HINT,
+        alike=f"{names}",
+    )
