@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Literal
 
 from ckptlint.analysis.inventory import optimizer_parts, split_state
@@ -71,12 +70,17 @@ class Change:
 
 
 def older_name(ckpt: Checkpoint) -> str:
-    """The name of the step before, from where its path parts from that of the checkpoint; "" without one."""
+    """The name of the step before, from what its path and that of the checkpoint do not end in alike; "" without one.
+
+    One of the two paths may be absolute and the other not.
+    """
     if ckpt.before is None:
         return ""
-    mine, theirs = ckpt.path.split("/"), ckpt.before.path.split("/")
-    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=False)))
-    return next(iter(theirs[shared:]), ckpt.before.path)
+    mine, theirs = (path.rstrip("/").split("/") for path in (ckpt.path, ckpt.before.path))
+    while len(theirs) > 1 and mine and mine[-1] == theirs[-1]:
+        mine.pop()
+        theirs.pop()
+    return theirs[-1]
 
 
 def held_by(ckpt: Checkpoint) -> dict[str, Holding]:
