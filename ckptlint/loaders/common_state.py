@@ -26,7 +26,7 @@ CONFIG_LIMIT = 64 * 1024**2
 OWN_ENTRIES = ("args", "checkpoint_version", "iteration")
 
 _COUNTER = re.compile(
-    r"((.+\.)?(train_state|trainer_state|progress)\.)?(global_)?step|(.+\.)?(lr_)?schedulers?(\.\d+)?\.last_epoch"
+    r"((.+\.)?(train_state|trainer_state|train|progress)\.)?(global_)?step|(.+\.)?(lr_)?schedulers?(\.\d+)?\.last_epoch"
 )
 _OBJECT_LIMIT, _CLAIM_LIMIT, _MOST_CLAIMS = 16 * 1024**2, 64 * 1024, 4
 
