@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import re
+import struct
+import zlib
 from collections.abc import Iterator
 
-from ckptlint.model import Checkpoint, RunFolder
+from ckptlint.analysis.inventory import inventory_of
+from ckptlint.model import Checkpoint, RunFolder, StepClaim
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.dtypes import FORMS
 
 _TRAIN_STATE = "train_state.pt"
+
+_ONE_COUNTER = (
+    ("torchtitan", "step-", re.compile(r"train_state\.step")),
+    ("OLMo-core", "step", re.compile(r"(\.\./)?train/rank\d+\.pt")),
+)
+"""Libraries that take the folder's number and the number in it from one counter.
+
+Source:
+    torchtitan 0.0.2 - 0.3.0: `CheckpointManager.save(self.step)`, `Trainer.state_dict`; olmo_core 3.0:
+    `Trainer.save_checkpoint`, `Trainer.state_dict`
+"""
 
 
 @rule("COM002", "iteration-mismatch", Severity.ERROR)
@@ -17,25 +33,32 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         A folder `iter_<number>` holds the iteration of its name in the common state, or in Megatron-Bridge's
         `train_state.pt`. The tracker beside it (`latest_checkpointed_iteration.txt` of Megatron-LM, Megatron-Bridge,
-        slime and verl, `dlrover_latest.txt`) names a step that is there and was finished, or `release`; a finished step
-        newer than the tracked one is a warning, and so is an absent tracked step where one step alone was copied out of
-        a run. The `global_step` of a `trainer_state.json` is the number of its folder `checkpoint-<number>`, or a
-        warning. The run folder is judged from its newest finished step only, so a step chosen by hand stays silent.
+        slime and verl, `dlrover_latest.txt`, DeepSpeed's `latest`) names a step that is there and was finished, or
+        `release`; a finished step newer than the tracked one is a warning, and so is an absent tracked step where one
+        step alone was copied out of a run. The run folder is judged from its newest finished step only, so a step
+        chosen by hand stays silent.
+
+        A warning where a number in the step differs from that of its folder and the library that wrote them takes both
+        from one counter: `global_step` of a `trainer_state.json` in `checkpoint-<number>`, `train_state.step` of
+        torchtitan in `step-<number>`, `global_step` in `train/rank*.pt` of OLMo-core in `step<number>`. Other counters
+        (`step`, `global_step`, `last_epoch` of a scheduler, Adam's own `step` at depth `headers`) may count batches, or
+        start anew: a note where they have the number of another step of the run; a warning where they have stood still
+        since the step before, with which they agreed.
     Why it matters:
         A resume takes the tracked step and counts on from the iteration in its common state, whatever the folder is
         called.
     Usual causes:
         A renamed or copied step folder, a save that was interrupted before the tracker was written, a tracker that was
-        not reduced over the ranks.
+        not reduced over the ranks, a file of another step.
     How to fix:
         Correct the tracker to the newest finished step, and give a renamed folder its own number back.
     See:
         megatron.training.checkpointing.read_metadata
     """
-    run = ckpt.run
+    run, claims = ckpt.run, _claims(ckpt)
     states = [file for file in ckpt.step_files if file.step is not None and file.folder_step is not None]
     if run is None and not states:
-        raise NotApplicable("the folder's name is no step of a run with a tracker")
+        raise NotApplicable("the folder's name is no step of a run")
     for file in states:
         if file.step != file.folder_step:
             yield Finding(
@@ -48,6 +71,9 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
             )
     if run is None:
         return
+    if run.tracker is None and run.prefix != "iter_" and not claims and ckpt.payload is None:
+        raise NotApplicable("nothing but the folder's name says which step this is")
+    yield from _counted(ckpt, run, claims)
     kept = _stored(ckpt, run)
     stored = kept[0][1] if kept else None
     for source, iteration in kept:
@@ -112,3 +138,72 @@ def _numbers(run: RunFolder, stored: int | None) -> tuple[Note, ...]:
         ("numbers", f"folder {run.step}, common state {iteration}, tracker {tracker}"),
         ("steps", f"{steps or run.step}; newest finished {newest}"),
     )
+
+
+# ---------------------------------------------------------------- other counters
+
+
+def _claims(ckpt: Checkpoint) -> list[StepClaim]:
+    """What entries and files of the step say, but for what has a check of its own."""
+    files = [file for file in ckpt.step_files if file.step is not None and file.folder_step is None]
+    return [*ckpt.claims, *(StepClaim(file.name, file.step) for file in files if file.step is not None)]
+
+
+def _counted(ckpt: Checkpoint, run: RunFolder, claims: list[StepClaim]) -> Iterator[Finding]:
+    """The numbers that differ from the folder's, each once, with the surest of those that say it."""
+    told: set[int] = {run.step}
+    judged = [(claim, *_level(ckpt, run, claim)) for claim in claims]
+    for claim, level, because in sorted(judged, key=lambda item: item[1] or Severity.INFO, reverse=True):
+        if claim.step in told or level is None:
+            continue
+        told.add(claim.step)
+        is_file = any(file.name == claim.source for file in ckpt.step_files)
+        yield Finding(
+            f"the folder is named for step {run.step}, and {claim.source} says step {claim.step}",
+            at=Location(file=claim.source) if is_file else Location(claim.source),
+            missing=("claim", str(claim.step)),
+            severity=level,
+            why="a resume takes the step by its folder, and counts on from the number in it",
+            notes=(("because", because),),
+            hint="compare it with the step of that number before a resume",
+        )
+    if not told & {number for number in run.steps if number != run.step}:
+        yield from _adam(ckpt, run)
+
+
+def _level(ckpt: Checkpoint, run: RunFolder, claim: StepClaim) -> tuple[Severity | None, str]:
+    """How sure it is that the number should be the folder's, and why; None for a counter that may count otherwise."""
+    for library, prefix, source in _ONE_COUNTER:
+        if run.prefix == prefix and source.fullmatch(claim.source):
+            return Severity.WARNING, f"{library} takes both from one counter"
+    if claim.step not in run.steps or claim.step == run.step:
+        return None, ""
+    before = ckpt.before
+    if before is not None and before.run is not None and "last_epoch" not in claim.source:
+        stood = claim.step == before.run.step and claim in _claims(before)
+        if stood:
+            return Severity.WARNING, f"{run.folder_of(claim.step)} says the same, and it is step {claim.step}"
+    return Severity.INFO, f"{run.folder_of(claim.step)} is another step of the run; the counter may count otherwise"
+
+
+def _adam(ckpt: Checkpoint, run: RunFolder) -> Iterator[Finding]:
+    """Adam's own count, where it is the number of another step; told by the checksums of its records."""
+    payload = ckpt.payload
+    if payload is None:
+        return
+    states = [state for state in inventory_of(ckpt).states if state.what == "step" and state.tensor.volume == 1]
+    rows = [(state.tensor, int(row)) for state in states for row in state.tensor.chunks.record if row >= 0]
+    found = {(tensor.dtype, int(payload.crc[row])) for tensor, row in rows if payload.crc[row] > 0}
+    if len(found) != 1 or (form := FORMS.get(dtype := next(iter(found))[0])) is None:
+        return  # parameters lag: RUN006 tells where that is a fault
+    known = {(dtype, zlib.crc32(struct.pack(form, number))): number for number in run.steps}
+    step = known.get(next(iter(found)), run.step)
+    if step != run.step:
+        yield Finding(
+            f"the folder is named for step {run.step}, and the optimizer is at step {step}",
+            at=Location(states[0].tensor.fqn, states[0].tensor),
+            missing=("adam", str(step)),
+            severity=Severity.INFO,
+            notes=(("because", f"{run.folder_of(step)} is another step of the run; skipped steps are not counted"),),
+            hint="compare it with the step of that number before a resume",
+        )

@@ -15,9 +15,10 @@ def reference_changed(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         With `expect`: every expected key is held somewhere with the expected shape and dtype, and no other key. Without
-        it: against the last check of the job, where at least half of its keys are there again; a key that is gone or
-        has changed is then a warning, a new one a note. A number of
-        holders that changed is not looked at, and keys about which ranks disagree are LIV201.
+        it: against the last check of the job, where at least half of its keys are there again, as RUN001 to RUN003
+        compare a step with the one before: a change that leaves siblings as they were is a warning (one layer, one
+        moment), one that is complete in itself a note (a whole module, a dtype everywhere), and so is a new key. A
+        number of holders that changed is not looked at, and keys about which ranks disagree are LIV201.
     Why it matters:
         A tensor that was transposed or cut on all ranks alike is consistent, and no other rule can see it.
     Usual causes:
@@ -28,4 +29,10 @@ def reference_changed(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     assert ckpt.ranks is not None
     torn = {held.fqn for held in holders(ckpt.ranks) if not agree(ckpt.ranks, held.rows)}
-    yield from (finding for finding in told(ckpt) if finding.at.fqn not in torn)
+    kept: dict[tuple[str | None, str], Finding] = {}
+    for finding in told(ckpt):  # a rank that holds no siblings takes for complete what others know to be partial
+        said = finding.at.fqn, finding.message
+        first = kept.setdefault(said, finding)
+        if (finding.severity or Severity.ERROR) > (first.severity or Severity.ERROR):
+            kept[said] = finding
+    yield from (finding for finding in kept.values() if finding.at.fqn not in torn)

@@ -65,7 +65,7 @@ def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
 def _findings(ckpt: Checkpoint, change: Change) -> Iterator[Finding]:
     for fqn in change.fqns:
         yield Finding(
-            f"nothing{{of}} is stored here; {older_name(ckpt)} has {change.was}",
+            change.sentence("stored here", older_name(ckpt)),
             at=Location(fqn, label=_PLACE),
             severity=None if change.is_partial else Severity.INFO,
             notes=(("because", change.rest),),

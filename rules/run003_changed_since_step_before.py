@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.step_change import Change, changes, held_by, older_name
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
@@ -40,17 +39,11 @@ def changed_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _findings(ckpt: Checkpoint, older: str, change: Change) -> Iterator[Finding]:
-    assert change.was is not None and change.now is not None
-    sentence = {
-        "shape": f"the shape{{of}} is {shape_text(change.now.shape)}, and {shape_text(change.was.shape)} in {older}",
-        "dtype": f"the dtype{{of}} is {change.now.dtype}, and {change.was.dtype} in {older}",
-        "cut": f"the number of chunks{{of}} is {change.now.parts:,}, and {change.was.parts:,} in {older}",
-    }[change.kind]
     for fqn in change.fqns:
         if change.kind == "cut" and ckpt.tensors[fqn].layout.coverage.missing_volume:
             continue  # a chunk is missing: GEO004
         yield Finding(
-            sentence,
+            change.sentence("stored here", older),
             at=Location(fqn, ckpt.tensors.get(fqn)),
             missing=(change.kind,),
             severity=None if change.is_partial else Severity.INFO,

@@ -12,9 +12,9 @@ from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import listed
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.vocabulary.dtypes import FORMS
 
 _LARGEST = 2_000_000
-_FORMS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 
 
 @rule("RUN006", "two-saves-in-one-folder", Severity.WARNING, needs=Depth.HEADERS)
@@ -75,7 +75,7 @@ def _some(names: list[str]) -> str:
 
 def _value(dtype: str, crc: int) -> str:
     """The whole number whose bytes have this checksum, as text."""
-    form = _FORMS.get(dtype)
+    form = FORMS.get(dtype)
     for number in range(_LARGEST) if form else ():
         if zlib.crc32(struct.pack(form or "", number)) == crc:
             return f"{number:,}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Literal
 
 from ckptlint.analysis.inventory import optimizer_parts, split_state
@@ -23,6 +22,8 @@ KIND_NAMES = {
     "runtime": "state of the job (random numbers, scheduler, data)",
 }
 """Kinds of keys in words."""
+
+ChangeKind = Literal["gone", "new", "shape", "dtype", "cut"]
 
 _CORE = ("embedding", "output", "norm")
 
@@ -62,21 +63,42 @@ class Change:
         rest: what stayed, as a sentence without a verb of its own; "" where nothing did.
     """
 
-    kind: Literal["gone", "new", "shape", "dtype", "cut"]
+    kind: ChangeKind
     fqns: tuple[str, ...]
     was: Holding | None
     now: Holding | None
     is_partial: bool
     rest: str = ""
 
+    def sentence(self, here: str, before: str) -> str:
+        """What happened, with `{of}` in place of the key, as in a finding.
+
+        Args:
+            here: what keys of the later state are: `stored here`.
+            before: the older state in words.
+        """
+        was, now = self.was or Holding("nothing"), self.now or Holding("nothing")
+        return {
+            "gone": f"nothing{{of}} is {here}; {before} has {was}",
+            "new": f"{now}{{of}} is new; {before} does not have it",
+            "shape": f"the shape{{of}} is {shape_text(now.shape)}, and {shape_text(was.shape)} in {before}",
+            "dtype": f"the dtype{{of}} is {now.dtype}, and {was.dtype} in {before}",
+            "cut": f"the number of chunks{{of}} is {now.parts:,}, and {was.parts:,} in {before}",
+        }[self.kind]
+
 
 def older_name(ckpt: Checkpoint) -> str:
-    """The name of the step before, from where its path parts from that of the checkpoint; "" without one."""
+    """The name of the step before, from what its path and that of the checkpoint do not end in alike; "" without one.
+
+    One of the two paths may be absolute and the other not.
+    """
     if ckpt.before is None:
         return ""
-    mine, theirs = ckpt.path.split("/"), ckpt.before.path.split("/")
-    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(mine, theirs, strict=False)))
-    return next(iter(theirs[shared:]), ckpt.before.path)
+    mine, theirs = (path.rstrip("/").split("/") for path in (ckpt.path, ckpt.before.path))
+    while len(theirs) > 1 and mine and mine[-1] == theirs[-1]:
+        mine.pop()
+        theirs.pop()
+    return theirs[-1]
 
 
 def held_by(ckpt: Checkpoint) -> dict[str, Holding]:
@@ -100,7 +122,7 @@ def changes(was: Mapping[str, Holding], now: Mapping[str, Holding]) -> Iterator[
     yield from _gone(was, now, after)
     before = {role(fqn) for fqn in was}
     for name, fqns in _by_role(fqn for fqn in now if fqn not in was).items():
-        yield Change("new", tuple(fqns), None, now[fqns[0]], name in before)
+        yield from _alike("new", fqns, was, now, name in before)
     yield from _altered(was, now)
 
 
@@ -132,7 +154,7 @@ def _gone(was: Mapping[str, Holding], now: Mapping[str, Holding], after: Mapping
             rest = "the optimizer stays, so the job meant to go on"
         elif key.kind == "model" and (key.function in _CORE or name.rpartition(".")[0] in modules):
             rest = "the rest of the model stays"
-        yield Change("gone", tuple(fqns), was[fqns[0]], None, bool(rest), rest)
+        yield from _alike("gone", fqns, was, now, bool(rest), rest)
 
 
 def _state(fqn: str) -> tuple[str, str] | None:
@@ -163,13 +185,30 @@ def _altered(was: Mapping[str, Holding], now: Mapping[str, Holding]) -> Iterator
             first = shapes[0]
             grown = parse(first).function in ("embedding", "output") and was[first].shape[1:] == now[first].shape[1:]
             rest = _stay(len(fqns) - len(shapes))
-            yield Change("shape", tuple(shapes), was[first], now[first], bool(rest) or not grown, rest)
+            yield from _alike("shape", shapes, was, now, bool(rest) or not grown, rest)
         if dtypes:
             rest = _stay(total[kind_of[name]] - recast[kind_of[name]])
-            yield Change("dtype", tuple(dtypes), was[dtypes[0]], now[dtypes[0]], bool(rest), rest)
+            yield from _alike("dtype", dtypes, was, now, bool(rest), rest)
         if fewer and recut * 2 < len(shared):
             rest = _stay(len(shared) - recut)
-            yield Change("cut", tuple(fewer), was[fewer[0]], now[fewer[0]], len(fewer) < len(fqns), rest)
+            yield from _alike("cut", fewer, was, now, len(fewer) < len(fqns), rest)
+
+
+def _alike(
+    kind: ChangeKind,
+    fqns: Iterable[str],
+    was: Mapping[str, Holding],
+    now: Mapping[str, Holding],
+    is_partial: bool,
+    rest: str = "",
+) -> Iterator[Change]:
+    """One change for all keys of which one sentence is true."""
+    found: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for fqn in fqns:
+        held = was.get(fqn), now.get(fqn)
+        found[tuple(part and (part.parts if kind == "cut" else str(part)) for part in held)].append(fqn)
+    for names in found.values():
+        yield Change(kind, tuple(names), was.get(names[0]), now.get(names[0]), is_partial, rest)
 
 
 def _stay(count: int) -> str:

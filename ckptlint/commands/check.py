@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 SOURCE = "ckptlint.source"
 """In the context: what reads checkpoints in place of `lint.run.opened`."""
 
+TAKES_REPORT = "ckptlint.takes_report"
+"""In the context: what is given the report in place of standard output."""
+
 
 class NoPath(click.UsageError):
     """The options of `check` are right, and no path was given."""
@@ -65,7 +68,11 @@ def check(paths: tuple[str, ...], **options: Any) -> None:
     style = terminal_style(
         options["color"], options["ascii_"], options["max_per_rule"], options["quiet"], options["verbose"]
     )
-    _emit(report, style, "statistics" if statistics else format_, outputs)
+    shown = "statistics" if statistics else format_
+    if takes := click.get_current_context().meta.get(TAKES_REPORT):
+        takes(report)
+        shown = ""
+    _emit(report, style, shown, outputs)
     sys.exit(report.exit_code)
 
 
@@ -176,7 +183,7 @@ def _emit(report: Report, style: Style, format_: str, outputs: list[tuple[str, P
     from ckptlint.reporters import REPORTERS
 
     whole = replace(style, color=False, quiet=0)  # a file is whole, whatever -q says
-    if text := REPORTERS[format_](report, style):
+    if format_ and (text := REPORTERS[format_](report, style)):
         show_text(text)
     if report.settings and format_ in _WITHOUT_SETTINGS and not style.quiet:
         click.echo(f"ckptlint: settings from {report.settings}", err=True)

@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from functools import partial
+from math import inf
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from ckptlint.commands.check import NoPath, check
-from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options
+from ckptlint.commands.check import TAKES_REPORT, NoPath, check
+from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, show_text
 from ckptlint.errors import AccessError, CkptlintError, ConfigError, NothingToCheckError
 from ckptlint.formats.sandbox import isolated
-from ckptlint.loaders.discover import astray, components, find_checkpoints, step_number, sub_folder
+from ckptlint.loaders.discover import astray, components, find_checkpoints, step_number, steps_of, sub_folder
 from ckptlint.loaders.run_folder import read_tracker, step_state
+from ckptlint.model.text import human_duration, plural, printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.locate import folder_at
 from ckptlint.storage.paths import shown
 
+if TYPE_CHECKING:
+    from ckptlint.lint.report import Report
+
 _LEVELS = 3  # a step, its components, theirs (verl)
 
 Sizes = dict[str, tuple[int, float]]
+
+
+def _seconds(_context: click.Context, _param: click.Parameter, value: str) -> float:
+    """The seconds of a time such as `90s`, `30m` or `2h`."""
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)([smhd])", value)
+    if match is None:
+        raise click.BadParameter(f"{value!r} is no time such as 90s, 30m or 2h")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 @click.command(cls=WithSettings, context_settings=ENVIRONMENT)
@@ -36,40 +52,89 @@ Sizes = dict[str, tuple[int, float]]
 @click.option(
     "--interval", type=click.FloatRange(min=0), default=30, show_default=True, help="Seconds between two looks."
 )
+@click.option(
+    "--stale", callback=_seconds, metavar="TIME", default="30m", show_default=True,
+    help="Report an unfinished step once nothing in it changed for this long.",
+)  # fmt: skip
 @click.option("--once", is_flag=True, help="Lint what is finished, and end with the worst exit code.")
 @click.option("--exec", "command", metavar="CMD", help="Run for each step that does not give 0; see below.")
+@click.option("--jsonl", is_flag=True, help="One JSON object a line and step on stdout, in place of the reports.")
 @check_options(but=["all-steps"])
 @click.pass_context
 def watch(
-    context: click.Context, /, run_dir: str, interval: float, once: bool, command: str | None, **options: Any
+    context: click.Context,
+    /,
+    run_dir: str,
+    interval: float,
+    stale: float,
+    once: bool,
+    command: str | None,
+    jsonl: bool,
+    **options: Any,
 ) -> None:
     """Lint each step of a running job once, as soon as it is finished, with the options of `check`.
 
     CMD finds CKPTLINT_STEP_PATH, CKPTLINT_EXIT_CODE and CKPTLINT_REPORT (a JSON file) in its environment. A report that
     --output names is that of the last step. Ends on Ctrl-C (130).
+
+    Exit codes of --once: 1 a step has findings, or its save did not finish, 4 a step could not be read, 3 no step is
+    finished, 0 all pass; the first of these that holds.
     """
     with suppress(NoPath):  # a wrong option ends the watch now, not in an hour
         context.invoke(check, paths=(), **options)
+    reports: list[Report] = []
+    if jsonl:
+        context.meta[TAKES_REPORT] = reports.append
+    if options["quiet"] < 2:
+        click.echo(f"ckptlint: {_banner(run_dir, interval, stale, once)}", err=True)
     codes: list[int] = []
     with TemporaryDirectory(prefix="ckptlint-") as folder:
-        for event in events(run_dir, interval, once):
-            if event.text:
-                click.echo(f"ckptlint: {event.text}", err=True)
-            if event.kind == "unread":
-                codes.append(4)
-                continue
+        for event in events(run_dir, interval, once, stale):
+            text = event.text or f"{event.step} is finished"
+            if event.text or options["quiet"] < 2:
+                click.echo(f"ckptlint: {datetime.now():%Y-%m-%d %H:%M:%S} {text}", err=True)
             step = f"{run_dir.rstrip('/') or '/'}/{event.step}"
-            report = Path(folder, f"{len(codes)}.json")
-            code = _lint_step(context, step, report if command else None, options)
-            if code and is_vanishing(step, event):
-                click.echo(f"ckptlint: {event.step} is being removed: what was found in it does not count", err=True)
-                continue
+            code = 4
+            reports.clear()
+            if event.kind != "unread":
+                report = Path(folder, f"{len(codes)}.json")
+                code = _lint_step(context, step, report if command else None, options)
+                if code and is_vanishing(step, event):
+                    text = f"{event.step} is being removed: what was found in it does not count"
+                    click.echo(f"ckptlint: {text}", err=True)
+                    continue
+                if event.kind == "unfinished" and not options["exit_zero"]:
+                    code = 1  # whatever can be read of it
             codes.append(code)
-            if code and command:
+            if jsonl:
+                show_text(_line(event, step, code, reports) + "\n")
+            if code and command and event.kind != "unread":
                 _execute(command, step, code, report)
     if not codes:
         raise NothingToCheckError(f"nothing to check: no step of {run_dir} is finished")
     sys.exit(next((code for code in (1, 4, 3) if code in codes), 0))
+
+
+def _banner(path: str, interval: float, stale: float, once: bool) -> str:
+    """What is watched, how often, and what lies there."""
+    steps = steps_of(_run_folder(path))
+    there = f"{plural(len(steps), 'step')} there" + (f", the newest {printable(steps[0].name)}" if steps else "")
+    often = f"two looks, {interval:g} s apart" if once else f"a look every {interval:g} s"
+    return f"watching {shown(path)}: {there}; {often}; unfinished after {human_duration(stale)} without a change"
+
+
+def _line(event: Event, path: str, code: int, reports: Sequence[Report]) -> str:
+    """What became of a step, as one line of JSON: the fields of a step in a report, and when and how it was told."""
+    from ckptlint.lint.steps import JudgedStep, verdict_of
+    from ckptlint.reporters.json_report import step_object
+    from ckptlint.reporters.style import JSON_ESCAPE, inert
+
+    judged = verdict_of(reports[0]) if reports else JudgedStep(0, "", "", "not judged", why=event.text)
+    if event.kind == "unfinished":
+        judged = replace(judged, verdict="unfinished", why=event.text)
+    told = step_object(replace(judged, name=printable(event.step), path=shown(path.rstrip("/"))))
+    about = {"event": event.kind, "time": datetime.now(UTC).isoformat(timespec="seconds"), "exit_code": code}
+    return inert(json.dumps(about | told | {"step": step_number(event.step)}), JSON_ESCAPE)
 
 
 def _lint_step(context: click.Context, step: str, report: Path | None, options: dict[str, Any]) -> int:
@@ -110,8 +175,7 @@ class Event:
     """Something to act on.
 
     Attributes:
-        kind: a step is `finished`; a later one finished and it stays `unfinished`; it, or the run, is `unread`.
-        step: the name of the step's folder, "" for the run itself.
+    XX        step: the name of the step's folder, "" for the run itself.
         text: what happened, as a sentence; "" for a finished step.
         files: the files of the step at the last look.
     """
@@ -124,8 +188,9 @@ class Event:
 
 @dataclass(slots=True)
 class _Memory:
-    """What a watch remembers: the sizes of the last look, and the steps that were handed out."""
+    """What a watch remembers: the sizes of the last look and since when they are so, and the steps handed out."""
 
+    since: dict[str, float] = field(default_factory=dict)
     sizes: dict[str, Sizes] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
     left_behind: set[str] = field(default_factory=set)
@@ -140,9 +205,13 @@ class _Memory:
 
 
 def events(
-    path: str, interval: float, once: bool = False, sleep: Callable[[float], None] = time.sleep
+    path: str,
+    interval: float,
+    once: bool = False,
+    stale: float = inf,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[Event]:
-    """Each finished step once, oldest first, and the steps that later ones left behind; without end unless `once`.
+    """Each finished step once, oldest first, and each that stays unfinished once; without end unless `once`.
 
     A step is finished when what is written last is there and its files did not change between two looks, one interval
     apart: `.metadata`; for Megatron `metadata.json` and the tracker too, where the run has one. A step that vanishes is
@@ -151,17 +220,18 @@ def events(
     Args:
         interval: seconds between two looks.
         once: look twice, tell what is there, and end.
+        stale: seconds without a change after which an unfinished step is told, whether or not a later one finished.
 
     Raises:
         NothingToCheckError: the path is no folder, or is a checkpoint itself.
         AccessError: the first look was refused.
     """
     memory = _Memory()
-    yield from _look(path, memory)
+    yield from _look(path, memory, stale)
     while True:
         sleep(interval)
         try:
-            yield from _look(path, memory)
+            yield from _look(path, memory, stale)
             memory.trouble.pop("", None)
         except CkptlintError as error:
             yield from memory.told("", error)
@@ -169,12 +239,13 @@ def events(
             return
 
 
-def _look(path: str, memory: _Memory) -> list[Event]:
+def _look(path: str, memory: _Memory, stale: float) -> list[Event]:
     run = _run_folder(path)
     steps = sorted((number, name) for name in run.folders() if (number := step_number(name)) is not None)
     names = [name for _, name in steps]
     for gone in {*memory.sizes, *memory.trouble} - {"", *names}:
         memory.sizes.pop(gone, None)
+        memory.since.pop(gone, None)
         memory.trouble.pop(gone, None)
         memory.finished.discard(gone)
         memory.left_behind.discard(gone)
@@ -193,6 +264,8 @@ def _look(path: str, memory: _Memory) -> list[Event]:
                 still.add(name)
                 if _is_finished(step, number, tracker):
                     found.append(Event("finished", name, files=frozenset(sizes)))
+            else:
+                memory.since[name] = time.time()
             memory.sizes[name] = sizes
             memory.trouble.pop(name, None)
         except NothingToCheckError:  # it vanished meanwhile
@@ -201,12 +274,26 @@ def _look(path: str, memory: _Memory) -> list[Event]:
             found += memory.told(name, error)
     memory.finished |= {event.step for event in found if event.kind == "finished"}
     newest = max((i for i, name in enumerate(names) if name in memory.finished), default=0)
-    for name in names[:newest]:
-        if name in still - memory.finished - memory.left_behind:
-            memory.left_behind.add(name)
+    for place, name in enumerate(names):
+        if name not in still - memory.finished - memory.left_behind:
+            continue
+        quiet = _quiet(memory.since[name], memory.sizes[name], run.entries[name].mtime)
+        if place < newest:
             text = f"{name} stays unfinished, and {names[newest]} is finished"
-            found.append(Event("unfinished", name, text, frozenset(memory.sizes[name])))
+        elif quiet >= stale:
+            text = f"{name} stays unfinished: nothing in it changed for {human_duration(quiet)}"
+        else:
+            continue
+        memory.left_behind.add(name)
+        found.append(Event("unfinished", name, text, frozenset(memory.sizes[name])))
     return sorted(found, key=lambda event: names.index(event.step))
+
+
+def _quiet(since: float, sizes: Sizes, mtime: float) -> float:
+    """Seconds since anything in a step changed: as the watch saw it, or as the times of its files say."""
+    newest = max([mtime, *(written for _, written in sizes.values())])
+    now = time.time()
+    return max(now - since, now - newest if newest else 0.0)
 
 
 def is_vanishing(path: str, event: Event) -> bool:

@@ -18,6 +18,8 @@ from ckptlint.loaders.common_state import (
     COMMON_FILE,
     OWN_ENTRIES,
     Location,
+    is_counter,
+    read_claims,
     read_common,
     read_configs,
     read_objects,
@@ -185,6 +187,9 @@ def _assemble(
     common, common_problems = read_common(folder, _locations(described, {COMMON_ENTRY, *OWN_ENTRIES}))
     values, object_problems = read_objects(folder, _locations(described, describing_objects(objects)))
     problems += common_problems + object_problems
+    counters = {fqn for fqn in (*keys, *described.tensors) if is_counter(fqn)}
+    claims, claim_problems = read_claims(folder, _locations(described, counters, of_tensors=True))
+    problems += claim_problems
     plans = read_plans(described.extras.get("all_local_plans"))
     files, locates = _files(folder, described, look_at_files)
     declared, model_config, config_problems = read_configs(folder, common)
@@ -209,6 +214,7 @@ def _assemble(
         config=model_config,
         object_values=values,
         run=None if run is None else replace(run, saved=saved),
+        claims=claims,
         topology=read_topology(declared, objects, plans, ranks),
         problems=problems,
         partial=partial,
@@ -260,17 +266,17 @@ def _unsafe_beside(folder: Folder) -> list[Problem]:
     return problems
 
 
-def _locations(described: Description, wanted: set[str]) -> dict[str, Location]:
-    """Where the records of these entries lie."""
+def _locations(described: Description, wanted: set[str], of_tensors: bool = False) -> dict[str, Location]:
+    """Where the records of these entries lie; of tensors, where asked for, those that are one chunk."""
     table = described.records
+    rows = {entry.fqn: entry.record for entry in described.byte_objects if entry.fqn in wanted}
+    names = wanted if of_tensors else ()
+    tensors = [tensor for fqn in names if (tensor := described.tensors.get(fqn)) is not None]
+    rows |= {tensor.fqn: int(tensor.chunks.record[0]) for tensor in tensors if len(tensor.chunks) == 1}
     return {
-        entry.fqn: (
-            described.paths[int(table.file[entry.record])],
-            int(table.byte_offset[entry.record]),
-            int(table.byte_length[entry.record]),
-        )
-        for entry in described.byte_objects
-        if entry.fqn in wanted and entry.record >= 0 and is_safe(described.paths[int(table.file[entry.record])])
+        fqn: (described.paths[int(table.file[row])], int(table.byte_offset[row]), int(table.byte_length[row]))
+        for fqn, row in rows.items()
+        if row >= 0 and is_safe(described.paths[int(table.file[row])])
     }
 
 

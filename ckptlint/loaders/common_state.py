@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.formats.safe_pickle import Unpickled, read_state
+from ckptlint.formats.safe_pickle import Opaque, Unpickled, read_state
 from ckptlint.formats.torch_archive import PICKLE_LIMIT, read_pickle_member
 from ckptlint.loaders.problems import from_error, from_refusals
-from ckptlint.model import CommonState, Declared, ModelConfig, Problem
+from ckptlint.model import CommonState, Declared, ModelConfig, Problem, StepClaim
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.config_fields import MODEL_CONFIG, attributes, read_declared
@@ -23,11 +25,14 @@ RUN_CONFIG = "run_config.yaml"
 CONFIG_LIMIT = 64 * 1024**2
 OWN_ENTRIES = ("args", "checkpoint_version", "iteration")
 
-_OBJECT_LIMIT = 16 * 1024**2
 MODEL_CONFIG_LIMIT = 2 * 1024**2  # labels of 20,000 classes, twice, are 1.5 MB
 _CONTAINERS_LIMIT = 50_000  # lists and objects, each of which takes up to 232 bytes
 _NESTED_LIMIT = 12
 _MODEL_FOLDERS = ("huggingface", ".hf_metadata")
+_COUNTER = re.compile(
+    r"((.+\.)?(train_state|trainer_state|train|progress)\.)?(global_)?step|(.+\.)?(lr_)?schedulers?(\.\d+)?\.last_epoch"
+)
+_OBJECT_LIMIT, _CLAIM_LIMIT, _MOST_CLAIMS = 16 * 1024**2, 64 * 1024, 4
 
 Location = tuple[str, int, int]
 """Raw file path, byte offset and byte length of a record."""
@@ -82,6 +87,69 @@ def read_objects(folder: Folder, entries: dict[str, Location]) -> tuple[dict[str
         if isinstance(unpickled.root, list) and unpickled.root:
             values[name] = unpickled.root[0]
     return values, problems
+
+
+def read_claims(folder: Folder, entries: dict[str, Location]) -> tuple[tuple[StepClaim, ...], list[Problem]]:
+    """What small entries of their own say of the step, and what they must not hold.
+
+    One that cannot be read is left out: it is the payload rules that report it.
+
+    Args:
+        entries: where the records lie whose names are those of counters (`is_counter`).
+
+    Source:
+        torchtitan 0.2.2 Trainer.state_dict: `step` as an integer (0.0.2: a tensor without axes) under `train_state`
+    """
+    claims: list[StepClaim] = []
+    problems: list[Problem] = []
+    for name in sorted(entries)[:_MOST_CLAIMS]:
+        path, offset, length = entries[name]
+        if not 0 < length <= _CLAIM_LIMIT or offset < 0 or folder.look_at(path)[0] not in READABLE:
+            continue
+        data = folder.read_range(path, offset, length)
+        try:
+            unpickled = read_state(read_pickle_member(io.BytesIO(data)))
+        except UnreadableError:
+            continue
+        refusals = from_refusals(unpickled, name)
+        problems += [replace(problem, blocks=False) for problem in refusals if problem.kind == "unsafe"]
+        if (step := integer(unpickled.root, data)) is not None:
+            claims.append(StepClaim(printable(name), step))
+    return tuple(claims), problems
+
+
+def is_counter(fqn: str) -> bool:
+    """Whether an entry of this name counts steps.
+
+    >>> is_counter("train_state.step"), is_counter("lr_scheduler.last_epoch"), is_counter("optimizer.state.w.step")
+    (True, True, False)
+    """
+    return _COUNTER.fullmatch(fqn) is not None
+
+
+def integer(value: Any, data: bytes) -> int | None:
+    """An integer, or that of a tensor without axes whose storage lies in the archive; None for all else.
+
+    Args:
+        value: what the `data.pkl` of the archive holds.
+        data: the archive.
+    """
+    if isinstance(value, int):
+        return None if isinstance(value, bool) else value
+    try:
+        storage, offset, shape = value.args[:3]
+        _, kind, key, *_ = storage.args[0]
+        if not isinstance(kind, type) or not issubclass(kind, Opaque) or (offset, shape) != (0, ()):
+            return None
+        if kind.name not in ("IntStorage", "LongStorage"):
+            return None
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            member = next(
+                m for m in archive.infolist() if m.filename.endswith(f"/data/{key}") and m.file_size in (4, 8)
+            )
+            return int.from_bytes(archive.read(member), "little", signed=True)
+    except (AttributeError, TypeError, ValueError, IndexError, StopIteration, zipfile.BadZipFile):
+        return None
 
 
 def read_configs(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import re
-import zipfile
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Literal
 
 from ckptlint.errors import CkptlintError, UnreadableError
-from ckptlint.formats.safe_pickle import Opaque, read_state
+from ckptlint.formats.safe_pickle import read_state
 from ckptlint.formats.torch_archive import read_pickle_member
-from ckptlint.loaders.common_state import COMMON_FILE
+from ckptlint.loaders.common_state import COMMON_FILE, integer
 from ckptlint.loaders.discover import COMPONENT, components, step_number, steps_of, sub_folder
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_refusals
@@ -20,14 +20,14 @@ from ckptlint.storage.folder import Folder
 
 _UNSEEN = "the other steps of its run and their tracker were not looked at"
 
-TRACKERS = ("latest_checkpointed_iteration.txt", "dlrover_latest.txt")
-"""Megatron-LM, Megatron-Bridge, slime and verl; dlrover."""
+TRACKERS = ("latest_checkpointed_iteration.txt", "dlrover_latest.txt", "latest")
+"""Megatron-LM, Megatron-Bridge, slime and verl; dlrover; DeepSpeed, which names a folder."""
 
 TRAIN_STATE_TRACKER = "latest_train_state.pt"
 """Megatron-Bridge's own, beside or instead of the text."""
 
 _MEGATRON = "iter_"
-_STEP = re.compile(r"(iter_|global_step_|checkpoint-)(\d+)")
+_PLAIN = re.compile(r"(iter_|iteration_|global_step_?|step[-_]?|checkpoint[-_])(\d{1,18})")
 _NUMBERS = re.compile(r"[\d.]+")
 _LEVELS = 3  # verl: global_step_N/actor/dist_ckpt
 _OF_A_STEP = re.compile(rf"{COMPONENT.pattern}|actor|critic")
@@ -36,31 +36,34 @@ _OF_A_STEP = re.compile(rf"{COMPONENT.pattern}|actor|critic")
 def read_run(folder: Folder) -> RunFolder | None:
     """What lies around a step folder, or around the step that the folder is a component of.
 
-    None when no name on the way is that of a step, when steps named otherwise than Megatron-LM's have no tracker, or
-    when the run cannot be looked at. Only the tracked step and the newest ones are looked into, down to the first that
-    was finished.
+    None when no name on the way is that of a step. Where the run has a tracker the tracked step and the newest ones are
+    looked into, down to the first that was finished.
 
     Source:
         megatron.training.checkpointing: `iter_%07d` and, written last, `latest_checkpointed_iteration.txt`; verl
-        (b178a3cd) writes the same file beside `global_step_%d`; dlrover (7c3e9648) `dlrover_latest.txt`
+        (b178a3cd) writes the same file beside `global_step_%d`; dlrover (7c3e9648) `dlrover_latest.txt`; DeepSpeed
+        (0.19) `latest`, which holds the name of the folder
     """
     own = _step_folder(folder)
-    match = None if own is None else _STEP.fullmatch(own.name)
-    if own is None or match is None:
+    step = None if own is None else step_number(own.name)
+    if own is None or step is None:
         return None
-    prefix, step, parent = match[1], int(match[2]), own.parent
-    digits = 7 if prefix == _MEGATRON else 0
+    match, parent = _PLAIN.fullmatch(own.name), own.parent
+    prefix = match[1] if match else ""
+    digits = 7 if prefix == _MEGATRON else len(match[2]) if match and match[2].startswith("0") else 0
+    alone = RunFolder(step, (step,), prefix=prefix, digits=digits)
     if parent is None:
-        return RunFolder(step, unseen=_UNSEEN) if prefix == _MEGATRON else None
+        return replace(alone, steps=(), unseen=_UNSEEN if prefix == _MEGATRON else "")
     try:
         steps = {
-            int(m[2]): name
-            for name in parent.folders()
-            if (m := _STEP.fullmatch(name)) and m[1] == prefix and sub_folder(parent, name) is not None
+            older.number: older.name
+            for older in steps_of(parent)
+            if _is_alike(older.name, own.name) and sub_folder(parent, older.name) is not None
         }
-        file, tracker = read_tracker(parent)
+        file, tracker = read_tracker(parent) if prefix else ("", None)
+        alone = replace(alone, steps=tuple(sorted(steps)))
         if not file and prefix != _MEGATRON:
-            return None
+            return alone
         newest = next((n for n in sorted(steps, reverse=True) if step_state(parent.sub(steps[n])) == "complete"), None)
         tracked: StepState = "unknown"
         if tracker == "release":
@@ -68,26 +71,23 @@ def read_run(folder: Folder) -> RunFolder | None:
         elif tracker is not None:
             tracked = step_state(parent.sub(steps[tracker])) if tracker in steps else "absent"
     except CkptlintError as error:
-        return RunFolder(step, unseen=f"{_UNSEEN}: {error}") if prefix == _MEGATRON else None
-    return RunFolder(
-        step,
-        tuple(sorted(steps)),
-        newest,
-        tracker,
-        tracked,
-        prefix=prefix,
-        digits=digits,
-        tracker_file=file or TRACKERS[0],
-    )
+        return replace(alone, steps=(), unseen=f"{_UNSEEN}: {error}" if prefix == _MEGATRON else "")
+    return replace(alone, newest_complete=newest, tracker=tracker, tracked=tracked, tracker_file=file or TRACKERS[0])
+
+
+def _is_alike(name: str, other: str) -> bool:
+    """Whether two folders are named alike but for their numbers."""
+    return _NUMBERS.sub("", name) == _NUMBERS.sub("", other)
 
 
 def _step_folder(folder: Folder) -> Folder | None:
-    """The step that a folder is, or is a component of."""
+    """The step that a folder is, or is a component of; a number alone may be a year."""
     for _ in range(_LEVELS):
-        if match := _STEP.fullmatch(folder.name):
-            return folder if match[1] != _MEGATRON or len(match[2]) >= 7 else None
+        name = folder.name
+        if step_number(name) is not None and not name.isdecimal():
+            return folder if not name.startswith(_MEGATRON) or len(name) >= len(_MEGATRON) + 7 else None
         above = folder.parent
-        if above is None or not _OF_A_STEP.fullmatch(folder.name):
+        if above is None or not _OF_A_STEP.fullmatch(name):
             return None
         folder = above
     return None
@@ -111,8 +111,8 @@ def step_before(folder: Folder) -> Folder | None:
         return None
     try:
         for older in steps_of(run):
-            is_alike = _NUMBERS.sub("", older.name) == _NUMBERS.sub("", step.name)
-            there = sub_folder(run, older.name) if older.number < number and is_alike else None
+            is_older = older.number < number and _is_alike(older.name, step.name)
+            there = sub_folder(run, older.name) if is_older else None
             if there is None or step_state(there) == "unfinished":
                 continue
             if found := _part(there, inner, folder.part):
@@ -138,7 +138,7 @@ def is_of_a_run(folder: Folder) -> bool:
         return (
             _is_named_step(folder.name)
             or recognise(folder) is not None
-            or any(folder.has(name) for name in (*TRACKERS, TRAIN_STATE_TRACKER, "latest"))
+            or any(folder.has(name) for name in (*TRACKERS, TRAIN_STATE_TRACKER))
             or any(_is_named_step(name) or _is_numbered_step(folder, name) for name in folder.folders())
         )
     except CkptlintError:
@@ -161,6 +161,8 @@ def read_tracker(parent: Folder) -> tuple[str, int | Literal["release"] | None]:
             text = parent.head(name, 64).strip()
             if text == b"release":
                 return name, "release"
+            if name == "latest":
+                return name, step_number(text.decode("ascii", "replace"))
             return name, int(text) if re.fullmatch(rb"\d{1,18}", text) else None
     return (TRAIN_STATE_TRACKER if parent.has(TRAIN_STATE_TRACKER) else ""), read_train_state(
         parent, TRAIN_STATE_TRACKER
@@ -210,23 +212,4 @@ def read_train_state(folder: Folder, name: str = TRAIN_STATE) -> tuple[int | Non
     except UnreadableError as error:
         return None, [from_error(error, name)]
     value = state.root.get("step") if isinstance(state.root, dict) else None
-    step = value if isinstance(value, int) and not isinstance(value, bool) else _scalar(value, data)
-    return step, from_refusals(state, name, "data.pkl of ")
-
-
-def _scalar(value: Any, data: bytes) -> int | None:
-    """The integer of a tensor without axes that the archive holds."""
-    try:
-        storage, offset, shape = value.args[:3]
-        _, kind, key, *_ = storage.args[0]
-        if not isinstance(kind, type) or not issubclass(kind, Opaque) or (offset, shape) != (0, ()):
-            return None
-        if kind.name not in ("IntStorage", "LongStorage"):
-            return None
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            member = next(
-                m for m in archive.infolist() if m.filename.endswith(f"/data/{key}") and m.file_size in (4, 8)
-            )
-            return int.from_bytes(archive.read(member), "little", signed=True)
-    except (AttributeError, TypeError, ValueError, IndexError, StopIteration, zipfile.BadZipFile):
-        return None
+    return integer(value, data), from_refusals(state, name, "data.pkl of ")

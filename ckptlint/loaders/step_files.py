@@ -133,7 +133,7 @@ def _state_of(item: _Found, elsewhere: Collection[str]) -> StepFileState:
 
 
 def _told(item: _Found, state: StepFileState, step: int | None = None) -> StepFile:
-    match = _TRAINER_STEP.fullmatch(item.folder.name)
+    match = _TRAINER_STEP.fullmatch(item.folder.name) if item.name == "trainer_state.json" else None
     folder_step = int(match[1]) if match else None
     return StepFile(item.label, item.family.name if item.family else "", state, item.size, step, folder_step)
 
@@ -155,8 +155,21 @@ def _read(item: _Found) -> tuple[StepFile, list[Problem]]:
     where = "data.pkl of " if item.folder.head(item.name, 4) == _ARCHIVE else ""
     problems = [problem for found in pickles for problem in from_refusals(found, item.label, where)]
     optimizers = (_optimizer(found.root) for found in pickles if item.family and item.family.name == "optimizer state")
-    told = replace(_told(item, "read"), optimizer=next(filter(None, optimizers), None))
+    told = replace(_told(item, "read", _counted(item, pickles[0].root)), optimizer=next(filter(None, optimizers), None))
     return told, [replace(problem, blocks=False) for problem in problems]
+
+
+def _counted(item: _Found, root: Any) -> int | None:
+    """The step in a pickled state of a trainer or a scheduler.
+
+    Source:
+        lightning 2.6 `meta.pt`, OLMo-core 3.0 `train/rankN.pt`: `global_step`; torch.optim.lr_scheduler: `last_epoch`
+    """
+    name = {"trainer state": "global_step", "scheduler state": "last_epoch"}.get(
+        item.family.name if item.family else ""
+    )
+    step = root.get(name) if name and isinstance(root, dict) else None
+    return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
 def _pickles(item: _Found) -> list[Unpickled]:

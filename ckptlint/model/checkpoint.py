@@ -115,6 +115,19 @@ class RunFolder:
         return step if isinstance(step, str) else f"{self.prefix}{step:0{self.digits}d}"
 
 
+@dataclass(frozen=True, slots=True)
+class StepClaim:
+    """A number in a checkpoint that counts steps.
+
+    Attributes:
+        source: the key, or the file, that holds it, printable.
+        step: the number.
+    """
+
+    source: str
+    step: int
+
+
 StepFileState = Literal["read", "known", "unknown"]
 
 
@@ -145,8 +158,8 @@ class StepFile:
         family: what it holds (`vocabulary.step_files`), "" when its name tells nothing.
         state: `read` and judged, `known` by its name and not judged, or `unknown`.
         size: bytes.
-        step: the step that it says it was saved at, None when it says none.
-        folder_step: the step that the name of its folder must carry as well, None where the name carries none.
+        step: the step that it says it was saved at, or how often a scheduler in it counted; None when it says none.
+        folder_step: the step that the name of its folder must carry as well, None where another may stand there.
         optimizer: the state of an optimizer that it holds, None where it holds none or one of another form.
     """
 
@@ -211,6 +224,7 @@ class Checkpoint:
         object_values: entry name -> content of the optimizer objects that describe their module (parameter groups,
             sharding type), one for each kind and module.
         run: the run folder that the step lies in; None outside of one.
+        claims: what entries of their own say of the step that was saved.
         before: the same part of the nearest older finished step of its run; None without one.
         step_files: the files of the step besides metadata and payload; empty where files were not looked at.
         index: what says in which safetensors file each key lies; None without one.
@@ -239,6 +253,7 @@ class Checkpoint:
     config: ModelConfig | None = None
     object_values: dict[str, Any] = field(default_factory=dict)
     run: RunFolder | None = None
+    claims: tuple[StepClaim, ...] = ()
     before: Checkpoint | None = None
     step_files: tuple[StepFile, ...] = ()
     index: WeightIndex | None = None

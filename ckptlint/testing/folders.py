@@ -52,6 +52,7 @@ def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
     if table.get("megatron") or "common" in table:
         (folder / "common.pt").write_bytes(archive("common", table.get("common", {})))
     for name, values in table.get("archives", {}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(archive(Path(name).stem, values))
     for name, optimizer in table.get("optimizers", {}).items():
         (folder / name).write_bytes(archive(Path(name).stem, optimizer_state(**optimizer)))

@@ -143,3 +143,6 @@ def loses(stored: str, target: str) -> bool:
 
 FLOATS = frozenset(dtype for dtype in ITEM_BITS if "float" in dtype)
 """Dtypes whose tensors have the shape of the weight; packed and quantised ones have another."""
+
+FORMS: Mapping[str, str] = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
+"""dtype -> how `struct` packs one value of it, for those in which optimizers count their steps."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +262,97 @@ def test_an_output_that_cannot_be_written_does_not_end_the_watch(tmp_path: Path)
     done = run("watch", tmp_path / "run", "--once", "--interval", "0", "--output", tmp_path / "no" / "report.json")
     assert done.returncode == 4
     assert done.stderr.count("cannot be written") == 2
+
+
+def age(step: Path, seconds: float) -> None:
+    """All that lies in a step was written so long ago, the step itself too."""
+    then = time.time() - seconds
+    for path in (*step.rglob("*"), step):
+        os.utime(path, (then, then))
+
+
+def unfinished(step: Path, seconds: float) -> None:
+    """A step whose save never wrote its metadata."""
+    save(step)()
+    (step / ".metadata").unlink()
+    age(step, seconds)
+
+
+def test_a_step_that_stays_unfinished_is_told_once_however_long_it_stays(tmp_path: Path) -> None:
+    save(tmp_path / "step-1")()
+    unfinished(tmp_path / "step-2", 3600)
+    text = "step-2 stays unfinished: nothing in it changed for 1 h"
+    for stale, told in ((1800, [("finished", ""), ("unfinished", text)]), (7200, [("finished", "")])):
+        left = [0.0, 0.0, 0.0]
+        seen = []
+        with suppress(IndexError):  # the end of the looks
+            for event in events(str(tmp_path), 1, stale=stale, sleep=lambda _: left.clear() if left.pop() else None):  # noqa: B023
+                seen.append((event.kind, event.text))
+        assert seen == told
+
+
+def test_a_stale_step_counts_as_one_that_fails(tmp_path: Path) -> None:
+    save(tmp_path / "step-1")()
+    unfinished(tmp_path / "step-2", 3600)
+    told = tmp_path / "told"
+    command = f'echo "$CKPTLINT_EXIT_CODE $CKPTLINT_STEP_PATH" >> {told}'
+    once = ("watch", tmp_path, "--once", "--interval", "0")
+    assert run(*once, "--stale", "2h").returncode == 0
+    done = run(*once, "--exec", command, "--select", "PAY")  # whichever rules look
+    assert (done.returncode, told.read_text()) == (1, f"1 {tmp_path}/step-2\n")
+    assert run(*once, "--exit-zero").returncode == 4  # as of `check`: it cannot be judged
+    assert run(*once, "--stale", "soon").returncode == 2
+
+
+def test_banner_and_times(tmp_path: Path) -> None:
+    save(tmp_path / "step-1")()
+    lines = run("watch", tmp_path, "--once", "--interval", "0", "--stale", "2h").stderr.splitlines()
+    there = f"ckptlint: watching {tmp_path}: 1 step there, the newest step-1; two looks, 0 s apart; "
+    assert lines[0] == there + "unfinished after 2 h without a change"
+    assert re.fullmatch(r"ckptlint: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d step-1 is finished", lines[1])
+    assert run("watch", tmp_path, "--once", "--interval", "0", "-qq").stderr == ""
+
+
+def test_a_line_of_json_for_each_step(tmp_path: Path) -> None:
+    save(tmp_path / "step-1")()
+    save(tmp_path / "step-2", HOLE)()
+    unfinished(tmp_path / "step-3", 3600)
+    (tmp_path / "step-4").symlink_to("/")
+    done = run("watch", tmp_path, "--once", "--interval", "0", "--jsonl")
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    keys = ("event", "step", "verdict", "code", "exit_code")
+    assert [tuple(line[key] for key in keys) for line in lines] == [
+        ("unread", 4, "not judged", None, 4),
+        ("finished", 1, "passes", None, 0),
+        ("finished", 2, "fails", "GEO004", 1),
+        ("unfinished", 3, "unfinished", "COM001", 1),
+    ]
+    assert [line["path"] for line in lines[1:]] == [f"{tmp_path}/step-{n}" for n in (1, 2, 3)]
+    assert all(datetime.fromisoformat(line["time"]).tzinfo for line in lines)
+    assert done.returncode == 1
+
+
+def test_once_ends_in_4_for_a_step_that_was_not_read(tmp_path: Path) -> None:
+    save(tmp_path / "step-1")()
+    (tmp_path / "step-2").symlink_to("/")
+    assert run("watch", tmp_path, "--once", "--interval", "0").returncode == 4
+
+
+def test_each_step_is_compared_with_the_one_before(tmp_path: Path) -> None:
+    both = {"tensors": {"layers.0.w": {"shape": [4]}, "layers.1.w": {"shape": [4]}}}
+    save(tmp_path / "step-1", both)()
+    save(tmp_path / "step-2", {"tensors": {"layers.0.w": {"shape": [4]}}})()
+    done = run("watch", "run", "--once", "--interval", "0", "--strict", cwd=link(tmp_path))
+    assert done.returncode == 1
+    assert "nothing of layers.1.w is stored here; step-1 has float32 [4]" in " ".join(done.stdout.split())
+
+
+def link(path: Path) -> Path:
+    """A folder in which the path is called `run`."""
+    folder = path.with_name(f"{path.name}-around")
+    folder.mkdir()
+    (folder / "run").symlink_to(path)
+    return folder
 
 
 @contextmanager

@@ -247,3 +247,24 @@ def test_another_state_dict_is_no_change_of_the_last() -> None:
         return list(live.check({f"b{i}": torch.ones(1) for i in range(9)}, tag="optim").diagnostics)
 
     assert run_threads(two, world=8) == [[]] * 8
+
+
+def test_a_change_of_keys_is_judged_as_one_between_two_steps() -> None:
+    first = {f"layers.{i}.{name}": torch.ones(4) for i in range(4) for name in ("wq.weight", "wk.weight")}
+    first |= {"value_head.weight": torch.ones(4), "cut": torch.ones(8)}
+    second = {key: value for key, value in first.items() if key not in ("layers.2.wq.weight", "value_head.weight")}
+    second["cut"] = torch.ones(9)
+
+    def two(live: Live) -> Any:
+        live.check(first, tag="a")
+        report = live.check(second, tag="b")
+        return [(d.fqn, d.severity.label, d.message) for d in report.diagnostics if d.code == "LIV208"]
+
+    last = "the state of the last check"
+    results = run_threads(two, world=4)
+    assert all(result == results[0] for result in results)
+    assert sorted(results[0]) == [
+        ("cut", "warning", f"the shape is [9], and [8] in {last}"),
+        ("layers.2.wq.weight", "warning", f"nothing is held by any rank now; {last} has float32 [4]"),
+        ("value_head.weight", "info", f"nothing is held by any rank now; {last} has float32 [4]"),
+    ]

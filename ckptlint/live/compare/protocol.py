@@ -14,10 +14,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, log2
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ckptlint.analysis.step_change import Holding
+from ckptlint.analysis.step_change import changes as step_changes
 from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare.group import RankGroup
 from ckptlint.model import RankTable, Remark
@@ -378,25 +380,27 @@ def _changes(
     added = common.key[~np.isin(common.key, before.key)]
     at = np.minimum(np.searchsorted(before.key, common.key), len(before.key) - 1)
     is_other = (before.key[at] == common.key) & (before.count[at] == common.count) & (before.value[at] != common.value)
-    was = _named(*memory.own, np.concatenate([before.key[~stays], common.key[is_other]]))
-    now = _named(rows, by_key, np.concatenate([added, common.key[is_other]]))
+    if not (len(added) or not stays.all() or is_other.any()):
+        return False, []
+    lost, came = _named(*memory.own, before.key[~stays]), _named(rows, by_key, added)
+    other = _named(rows, by_key, common.key[is_other])
+    held_before, held = _named(*memory.own, before.key), _named(rows, by_key, common.key)
+    # what went to another rank, or came from one, stays
+    was = {fqn: what for fqn, what in (held | held_before).items() if fqn not in came}
+    now = {fqn: what for fqn, what in (held_before | held).items() if fqn not in lost}
     remarks = []
-    for fqn in dict.fromkeys([*was, *now]):
-        if fqn not in now:
-            text = f"no rank holds any part{{of}} now; the last check saw {was[fqn]}"
-            remarks.append(Remark(-1, fqn, "LIV208", text, "warning"))
-        elif fqn not in was:
-            remarks.append(Remark(-1, fqn, "LIV208", f"{now[fqn]}{{of}} was not there in the last check", "info"))
-        elif was[fqn] != now[fqn]:
-            text = f"the shape or dtype{{of}} is {now[fqn]}, in the last check it was {was[fqn]}"
-            remarks.append(Remark(-1, fqn, "LIV208", text, "warning"))
-    return bool(len(added) or not stays.all() or is_other.any()), remarks
+    for change in step_changes(was, now):
+        told = {"gone": lost, "new": came}.get(change.kind, other)
+        level: Literal["info", "warning"] = "warning" if change.is_partial and change.kind != "new" else "info"
+        text = change.sentence("held by any rank now", "the state of the last check")
+        remarks += [Remark(-1, fqn, "LIV208", text, level) for fqn in change.fqns if fqn in told]
+    return True, remarks
 
 
-def _named(rows: fp.Records, by_key: fp.Entries, numbers: Words) -> dict[str, str]:
+def _named(rows: fp.Records, by_key: fp.Entries, numbers: Words) -> dict[str, Holding]:
     """Which of these keys this rank holds -> dtype and global shape."""
     at = by_key.row[np.isin(by_key.key, numbers)]
     return {
-        rows.fqns[i]: f"{rows.dtypes[i] or 'object'} {rows.global_shape[i, : rows.ndim[i]].tolist()}"
+        rows.fqns[i]: Holding(rows.dtypes[i] or "object", tuple(rows.global_shape[i, : rows.ndim[i]].tolist()))
         for i in at.tolist()
     }

@@ -1,0 +1,94 @@
+"""What a save says of its own step, in the layouts of real trainers: their state dicts, written by torch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptlint
+from ckptlint.model import StepClaim
+
+torch = pytest.importorskip("torch")
+dcp = pytest.importorskip("torch.distributed.checkpoint")
+
+
+class Trainer:
+    """torchtitan 0.2.2, train.py: `Trainer.state_dict` under the key `train_state` of `CheckpointManager.states`."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its two numbers."""
+        return {"step": self.step, "ntokens_seen": self.step * 4096}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Never called."""
+
+
+def titan(run: Path, step: int) -> Path:
+    """A step as torchtitan 0.2.2 saves it: `dcp.save(states, checkpoint_id="step-N")`, schedulers and all."""
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    for _ in range(step):
+        model(torch.ones(8)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+    names = [name for name, _ in model.named_parameters()]
+    moments = {
+        f"optimizer.state.{name}.{key}": value
+        for name, state in zip(names, optimizer.state.values(), strict=True)
+        for key, value in state.items()
+    }
+    states = {**model.state_dict(), **moments, "train_state": Trainer(step), "lr_scheduler": scheduler}
+    dcp.save(states, checkpoint_id=str(run / f"step-{step}"), no_dist=True)
+    return run / f"step-{step}"
+
+
+def numbers(path: Path, depth: str = "files") -> list[tuple[str, str]]:
+    report = ckptlint.check(path, depth=depth)
+    return [(item.severity.label, item.message) for part in report.checkpoints for item in part.diagnostics
+            if item.code == "COM002"]  # fmt: skip
+
+
+def test_torchtitan(tmp_path: Path) -> None:
+    """Both numbers are read from their records; a renamed folder is a warning, and Adam and the scheduler are not."""
+    for step in (2, 4):
+        titan(tmp_path, step)
+    claims = ckptlint.load(tmp_path / "step-4").claims
+    assert claims == (StepClaim("lr_scheduler.last_epoch", 4), StepClaim("train_state.step", 4))
+    assert numbers(tmp_path / "step-4", "headers") == []
+    (tmp_path / "step-4").rename(tmp_path / "step-6")
+    assert numbers(tmp_path / "step-6", "headers") == [
+        ("warning", "the folder is named for step 6, and train_state.step says step 4")
+    ]
+
+
+def test_an_older_step_under_a_newer_name(tmp_path: Path) -> None:
+    """One cause, one finding: the train state, the scheduler and Adam all say 2."""
+    shutil.copytree(titan(tmp_path, 2), tmp_path / "step-4")
+    found = numbers(tmp_path / "step-4", "headers")
+    assert found == [("warning", "the folder is named for step 4, and train_state.step says step 2")]
+
+
+def test_adam_alone(tmp_path: Path) -> None:
+    """Without a train state Adam's count tells, as a note, and only where it is the number of another step."""
+    state = {"w": torch.ones(8, 8), "optimizer.state.w.step": torch.tensor(2.0)}
+    state |= {"optimizer.state.w.exp_avg": torch.ones(8, 8), "optimizer.state.w.exp_avg_sq": torch.ones(8, 8)}
+    for step in (2, 4):
+        dcp.save(state, checkpoint_id=str(tmp_path / "other" / f"step_{step}"), no_dist=True)
+    assert numbers(tmp_path / "other" / "step_4") == []
+    assert numbers(tmp_path / "other" / "step_4", "headers") == [
+        ("info", "the folder is named for step 4, and the optimizer is at step 2")
+    ]
+
+
+def test_a_tensor_without_axes(tmp_path: Path) -> None:
+    """torchtitan 0.0.2 kept the step as a tensor."""
+    state = {"w": torch.ones(4), "train_state": {"step": torch.tensor(3, dtype=torch.int32)}}
+    dcp.save(state, checkpoint_id=str(tmp_path / "step-9"), no_dist=True)
+    assert ckptlint.load(tmp_path / "step-9").claims == (StepClaim("train_state.step", 3),)
