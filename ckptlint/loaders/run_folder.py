@@ -15,6 +15,7 @@ from ckptlint.loaders.discover import COMPONENT, components, step_number, steps_
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise
+from ckptlint.loaders.safetensors import NUMBERED, SHARD
 from ckptlint.model import Problem, RunFolder, StepState
 from ckptlint.storage.folder import Folder
 
@@ -182,6 +183,8 @@ def step_state(step: Folder, levels: int = 2) -> StepState:
         return "complete" if whole else "unfinished"
     if any(name.endswith(".safetensors.index.json") for name in names):
         return "complete"
+    if any(_is_part(name) for name in names):
+        return "unfinished"  # parts without the index that comes after them
     if any(RANK_METADATA.fullmatch(name) or name.startswith("mp_rank_") for name in step.entries.others):
         return "unknown"
     has_payload = len(step.entries.payload) > 0 or any(name.endswith(".distcp") for name in names)
@@ -192,6 +195,12 @@ def step_state(step: Folder, levels: int = 2) -> StepState:
     if "unfinished" in states:
         return "unfinished"
     return "complete" if "complete" in states else "unknown"
+
+
+def _is_part(name: str) -> bool:
+    """Whether a file is one of several of a model that is loaded by an index."""
+    match = NUMBERED.fullmatch(name)
+    return match is not None and int(match["n"]) > 1 and not SHARD.fullmatch(name) and match["stem"] != "consolidated"
 
 
 TRAIN_STATE = "train_state.pt"
