@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -32,8 +30,6 @@ Opened = tuple[Folder, Checkpoint | CkptlintError]
 
 Source = Callable[[str, bool, Depth, "Reading | None"], Iterator[Opened]]
 
-_AHEAD = 8  # steps that are read, by processes of their own, while others are judged
-
 
 def opened(path: str, all_steps: bool, depth: Depth, reading: Reading | None) -> Iterator[Opened]:
     """Each checkpoint under a path, with its payload at depths that read it, and with the step before it.
@@ -45,11 +41,10 @@ def opened(path: str, all_steps: bool, depth: Depth, reading: Reading | None) ->
     """
     folders = find(path, all_steps)
     asked = {folder.display for folder in folders}
-    reads = _all_read(folders, depth, reading)
     waiting: list[tuple[Folder, Checkpoint | CkptlintError, Folder | None]] = []
     read: dict[str, Checkpoint | CkptlintError] = {}
     for folder in folders:
-        read[folder.display] = ckpt = next(reads)
+        read[folder.display] = ckpt = _read(folder, depth, reading)
         older = step_before(folder) if isinstance(ckpt, Checkpoint) and ckpt.readable else None
         if older is not None and older.display not in asked:
             read[older.display] = _read(older, Depth.METADATA, None)
@@ -61,21 +56,6 @@ def opened(path: str, all_steps: bool, depth: Depth, reading: Reading | None) ->
                 # an export beside the saves of a run has names of its own
                 ckpt = replace(ckpt, before=before if before.format == ckpt.format else None)
             yield folder, ckpt
-
-
-def _all_read(folders: Sequence[Folder], depth: Depth, reading: Reading | None) -> Iterator[Checkpoint | CkptlintError]:
-    """What lies in each folder, in their order; metadata is read ahead, by several processes."""
-    if reading is not None or len(folders) == 1:
-        yield from (_read(folder, depth, reading) for folder in folders)
-        return
-    with ThreadPoolExecutor(_AHEAD) as pool:
-        going: deque[Future[Checkpoint | CkptlintError]] = deque()
-        for folder in folders:
-            going.append(pool.submit(_read, folder, depth, None))
-            if len(going) == _AHEAD:
-                yield going.popleft().result()
-        while going:
-            yield going.popleft().result()
 
 
 def _read(folder: Folder, depth: Depth, reading: Reading | None) -> Checkpoint | CkptlintError:
