@@ -150,52 +150,6 @@ def test_from_an_alarm_to_the_step_to_resume_from(shell: Shell, tmp_path: Path) 
         assert changing.sub("...", text).strip() == changing.sub("...", printed).strip()
 
 
-RESUME = "Resume from the newest good step"
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_job_resumes_from_the_newest_good_step_or_not_at_all(shell: Shell, tmp_path: Path, number: int) -> None:
-    recipe = blocks(RESUME, "sh")[number]
-    run = run_folder(tmp_path, GOOD, BAD)
-    code, noted, _ = shell(recipe, RUN_DIR=run)
-    started = [f"python train.py --resume {run}/step-1", f"sbatch --export=ALL,STEP={run}/step-1 resume.sh"]
-    assert (code, noted) == (0, [started[number]])
-    shutil.rmtree(run / "step-1")
-    assert shell(recipe, RUN_DIR=run)[:2] == (1, [])
-    assert shell(recipe, RUN_DIR=NOTHING)[:2] == (3, [])
-
-
-def test_an_init_container_leaves_the_step_to_resume_from(shell: Shell, tmp_path: Path) -> None:
-    spec = yaml.safe_load(blocks(RESUME, "yaml")[0])
-    volumes = {volume["name"] for volume in spec["volumes"]}
-    boxes = [*spec["initContainers"], *spec["containers"]]
-    assert all(mount["name"] in volumes for box in boxes for mount in box["volumeMounts"])
-    run, resume = run_folder(tmp_path, GOOD, BAD), tmp_path / "resume"
-    resume.mkdir()
-    find, train = (
-        " ".join(shlex.quote(word.replace("/ckpt", str(run)).replace("/resume/", f"{resume}/")) for word in words)
-        for words in (box["command"] for box in boxes)
-    )
-    code, noted, _ = shell(f"{find}\n{train}")
-    assert (code, noted) == (0, [f"python train.py --resume {run}/step-1"])
-    shutil.rmtree(run / "step-1")
-    assert shell(find)[0] == 1
-
-
-def test_from_an_alarm_to_the_step_to_resume_from(shell: Shell, tmp_path: Path) -> None:
-    (page,) = blocks(RESUME, "console")
-    run = tmp_path / "run"
-    for number in range(100, 2100, 100):
-        shutil.copytree(BAD if number == 1900 else GOOD, run / f"step-{number}")
-    (run / "step-2000" / ".metadata").unlink()
-    os.truncate(run / "step-1800" / "__1_0.distcp", 5_000)
-    changing = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d|is \d+ \w+ old")
-    for told in page.split("$ ")[1:]:
-        command, _, printed = told.partition("\n")
-        text = shell(f"({command}) 2>&1 || true", COLUMNS="80")[2]
-        assert changing.sub("...", text).strip() == changing.sub("...", printed).strip()
-
-
 def test_a_watch_beside_a_job(shell: Shell, tmp_path: Path) -> None:
     once, beside = blocks("Beside a running job", "sh")
     run = run_folder(tmp_path, GOOD, BAD)
