@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptlint.depth import Depth
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError, ReaderError
+from ckptlint.formats.sandbox import ahead
 from ckptlint.lint.baseline import apply_baseline, read_baseline
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.ignores import KeyIgnore, set_aside
@@ -73,17 +72,11 @@ def _all_read(
     folders: Sequence[Folder], depth: Depth, reading: Reading | None, jobs: int
 ) -> Iterator[Checkpoint | CkptlintError]:
     """What lies in each folder, in their order; metadata is read ahead, by several processes."""
+    works = [partial(_read, folder, depth, reading) for folder in folders]
     if reading is not None or len(folders) == 1 or jobs == 1:
-        yield from (_read(folder, depth, reading) for folder in folders)
-        return
-    with ThreadPoolExecutor(jobs) as pool:
-        going: deque[Future[Checkpoint | CkptlintError]] = deque()
-        for folder in folders:
-            going.append(pool.submit(_read, folder, depth, None))
-            if len(going) > jobs:
-                yield going.popleft().result()
-        while going:
-            yield going.popleft().result()
+        yield from (work() for work in works)
+    else:
+        yield from ahead(works, jobs)
 
 
 def _read(folder: Folder, depth: Depth, reading: Reading | None) -> Checkpoint | CkptlintError:
