@@ -48,7 +48,7 @@ def isolated(work: Callable[[], T], size: int) -> T:
     if not hasattr(os, "fork"):  # Windows: without the guard
         return work()
     shared = Shared() if is_listened_to() else None
-    return _answer(*_forked(work, size, shared), shared)
+    return _answer(*_forked(work, size, shared), shared)  # type: ignore[no-any-return]
 
 
 def ahead(works: Iterable[Callable[[], T]], jobs: int) -> Iterator[T]:
