@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from ckptlint.model.files import Names
 from ckptlint.model.layout import COORDINATE_LIMIT, IntArray
 from ckptlint.progress import tell
 
@@ -96,23 +97,47 @@ class _Column:
 
     Attributes:
         kind: uint8 [n], an integer, None, a text, a reference to the memo or a torch.Size.
-        number: int64 [n], the integer, the text's first byte, the memo index referred to, the rank of the Size.
-        length: int32 [n], bytes of the text.
-        memo: int32 [n], memo index of the text or the Size, counted from the first entry of the row.
-        coordinates: int64 [n, d], the Size, zeros behind its rank; None without any.
+        number: int32 or int64 [n], the integer, the text's first byte, the memo index referred to, the rank of the
+            Size.
+        memo: uint8 [n], memo index of the text or the Size, counted from the first entry of the row.
+        length: int32 [n], bytes of the text; None without any.
+        coordinates: int32 or int64 [n, d], the Size, zeros behind its rank; None without any.
     """
 
     kind: Any
-    number: IntArray
-    length: Any
+    number: Any
     memo: Any
-    coordinates: IntArray | None = None
+    length: Any = None
+    coordinates: Any = None
 
     @classmethod
     def empty(cls, count: int) -> _Column:
-        return cls(
-            np.zeros(count, np.uint8), np.zeros(count, np.int64), np.zeros(count, np.int32), np.zeros(count, np.int32)
-        )
+        return cls(np.zeros(count, np.uint8), np.zeros(count, np.int32), np.zeros(count, np.uint8))
+
+    def put(self, rows: slice, values: _Values, memos: Any) -> None:
+        """Take the values of a block of rows; `memos` entries come before them in their rows."""
+        count = len(self.kind)
+        self.kind[rows], self.memo[rows] = values.kind, memos + values.memo
+        self.number = _wide_enough(self.number, values.number)
+        self.number[rows] = values.number
+        if values.length is not None:
+            self.length = np.zeros(count, np.int32) if self.length is None else self.length
+            self.length[rows] = values.length
+        if values.coordinates is not None:
+            wide = values.coordinates.shape[1]
+            if self.coordinates is None:
+                self.coordinates = np.zeros((count, wide), np.int32)
+            elif self.coordinates.shape[1] < wide:
+                self.coordinates = np.pad(self.coordinates, ((0, 0), (0, wide - self.coordinates.shape[1])))
+            self.coordinates = _wide_enough(self.coordinates, values.coordinates)
+            self.coordinates[rows, :wide] = values.coordinates
+
+
+def _wide_enough(column: Any, values: IntArray) -> Any:
+    """The column, of 64 bits if the values need them: most fit 32, and half the memory of a large file is columns."""
+    if column.dtype == np.int64 or -(2**31) <= values.min(initial=0) <= values.max(initial=0) < 2**31:
+        return column
+    return column.astype(np.int64)
 
 
 @dataclass(slots=True, eq=False)
@@ -120,14 +145,14 @@ class ChunkRows:
     """Rows that are a ChunkStorageMetadata.
 
     Attributes:
-        offset_rank, size_rank: int64 [n], number of axes.
-        offsets, sizes: int64 [n, d], zeros behind the rank.
+        offset_rank, size_rank: int8 [n], number of axes.
+        offsets, sizes: int32 or int64 [n, d], zeros behind the rank.
     """
 
-    offset_rank: IntArray
-    offsets: IntArray
-    size_rank: IntArray
-    sizes: IntArray
+    offset_rank: Any
+    offsets: Any
+    size_rank: Any
+    sizes: Any
 
 
 @dataclass(slots=True, eq=False)
@@ -136,22 +161,22 @@ class RecordRows:
 
     Attributes:
         names: the distinct names; name: int32 [n], position in it.
-        hint: int64 [n], the chunk's number among those of its tensor, as far as the writer knew; -1 for none.
-        rank: int64 [n], number of axes of the offset, -1 for none.
-        offsets: int64 [n, d], zeros behind the rank.
+        hint: int32 or int64 [n], the chunk's number among those of its tensor, as far as the writer knew; -1 for none.
+        rank: int8 [n], number of axes of the offset, -1 for none.
+        offsets: int32 or int64 [n, d], zeros behind the rank.
         paths: the distinct relative paths; path: int32 [n], position in it.
-        byte_offset, byte_length: int64 [n], bytes.
+        byte_offset, byte_length: int32 or int64 [n], bytes.
     """
 
-    names: list[str]
+    names: Names
     name: Any
-    hint: IntArray
-    rank: IntArray
-    offsets: IntArray
-    paths: list[str]
+    hint: Any
+    rank: Any
+    offsets: Any
+    paths: Names
     path: Any
-    byte_offset: IntArray
-    byte_length: IntArray
+    byte_offset: Any
+    byte_length: Any
 
 
 @dataclass(slots=True, eq=False)
@@ -161,8 +186,8 @@ class Table:
     Attributes:
         names: memo indices of torch.Size (-1 when there is none), then for each object its class and attributes.
         attributes: number of attributes of each object.
-        entries: int64 [n + 1], memo entries of all rows before a row.
-        base: int64 [n], memo index of a row's first entry; -1 for a row outside of any row run.
+        entries: int32 [n + 1], memo entries of all rows before a row.
+        base: int32 [n], memo index of a row's first entry; -1 for a row outside of any row run.
         row runs: first byte -> first row, number of rows, byte behind the last, whether any refers to the memo.
         alone: first bytes of the rows that no other follows.
         values: what the unpickler found under `names`, once it came across the first row run.
@@ -172,8 +197,8 @@ class Table:
     names: tuple[int, ...]
     attributes: tuple[int, ...]
     columns: list[_Column]
-    entries: IntArray
-    base: IntArray
+    entries: Any
+    base: Any
     row_runs: dict[int, tuple[int, int, int, bool]]
     alone: set[int]
     values: tuple[Any, ...] = ()
@@ -267,6 +292,8 @@ class Scan:
             else:
                 raise IrregularError
         self.view = None
+        for table in self.tables:  # what is left of them are the rows
+            table.columns, table.entries, table.base = [], None, None
 
     def _chunk_rows(self, table: Table, chunk: dict[Any, _Column]) -> ChunkRows:
         return ChunkRows(*self._sizes(table, chunk["offsets"]), *self._sizes(table, chunk["sizes"]))
@@ -286,13 +313,13 @@ class Scan:
         if "offset" in index:
             rank, offsets = self._sizes(table, index["offset"])
         else:
-            rank, offsets = np.full(len(ids), -1, np.int64), np.zeros((len(ids), 0), np.int64)
+            rank, offsets = np.full(len(ids), -1, np.int8), np.zeros((len(ids), 0), np.int32)
         starts, lengths = (self._integers(table, info[key]) for key in ("offset", "length"))
         hint = np.where(index["index"].kind == _INT, index["index"].number, -1)
         return RecordRows(names, ids, hint, rank, offsets, paths, path, starts, lengths)
 
-    def _integers(self, table: Table, column: _Column) -> IntArray:
-        """int64 [n], an attribute that is an integer in every row of a row run.
+    def _integers(self, table: Table, column: _Column) -> Any:
+        """int32 or int64 [n], an attribute that is an integer in every row of a row run.
 
         Raises:
             IrregularError: in some row it is none.
@@ -301,30 +328,45 @@ class Scan:
             raise IrregularError
         return column.number
 
-    def _texts(self, table: Table, column: _Column) -> tuple[Any, list[str]]:
-        """An attribute that is a text in every row of a row run: int32 [n], positions in the list of distinct texts.
+    def _texts(self, table: Table, column: _Column) -> tuple[Any, Names]:
+        """An attribute that is a text in every row of a row run: int32 [n], positions among the distinct texts.
 
         Raises:
-            IrregularError: in some row it is none.
+            IrregularError: in some row it is none, or a text is nothing that `Names` holds.
         """
         rows = table.base >= 0
         spelled, referring = rows & (column.kind == _TEXT), np.flatnonzero(rows & (column.kind == _GET))
         if np.count_nonzero(rows) != np.count_nonzero(spelled) + len(referring):
             raise IrregularError
-        ids = np.zeros(len(rows), np.int32)
         assert self.view is not None
-        ids[spelled], found = _distinct(self.view, column.number[spelled], column.length[spelled])
-        place = {text: number for number, text in enumerate(found)}
+        ids = np.zeros(len(rows), np.int32)
+        start = length = np.zeros(0, np.int32)
+        if column.length is not None:
+            ids[spelled], start, length = _distinct(self.view, column.number[spelled], column.length[spelled])
+        indices, which = np.unique(column.number[referring], return_inverse=True)
+        sought = self._texts_at(indices) if len(referring) else []
+        place = dict.fromkeys(sought, -1)
+        parts = []
+        for first in range(0, len(start), _BLOCK):
+            texts = _slices(self.view, start[first : first + _BLOCK], length[first : first + _BLOCK])
+            parts.append(b"\0".join((*texts, b"")))
+            if place:
+                place |= {text: number for number, text in enumerate(texts, first) if text in place}
+        only_referred = [text for text, number in place.items() if number < 0]
+        place |= {text: number for number, text in enumerate(only_referred, len(start))}
+        parts.append(b"\0".join((*only_referred, b"")))
         if len(referring):
-            indices, which = np.unique(column.number[referring], return_inverse=True)
-            numbers = [place.setdefault(text, len(place)) for text in self._texts_at(indices)]
-            ids[referring] = np.array(numbers, np.int32)[which]
+            ids[referring] = np.array([place[text] for text in sought], np.int32)[which]
+        names = Names.joined(b"".join(parts))
         try:
-            return ids, [text.decode("utf-8", "surrogatepass") for text in place]
+            names.text.decode("utf-8", "surrogatepass")
         except UnicodeDecodeError:
             raise IrregularError from None
+        if len(names) != len(start) + len(only_referred):  # a NUL in a text
+            raise IrregularError
+        return ids, names
 
-    def _sizes(self, table: Table, column: _Column) -> tuple[IntArray, IntArray]:
+    def _sizes(self, table: Table, column: _Column) -> tuple[Any, Any]:
         """An attribute that is a torch.Size or None in every row: rank (-1 for None) and coordinates [n, d].
 
         Raises:
@@ -332,8 +374,8 @@ class Scan:
         """
         rows = table.base >= 0
         kind = column.kind
-        rank = np.where(kind == _SIZE, column.number, -1)
-        coordinates = np.zeros((len(rows), 0), np.int64) if column.coordinates is None else column.coordinates
+        rank = np.where(kind == _SIZE, column.number, -1).astype(np.int8)
+        coordinates = np.zeros((len(rows), 0), np.int32) if column.coordinates is None else column.coordinates
         referring = np.flatnonzero(rows & (kind == _GET))
         if (rows & (kind != _SIZE) & (kind != _NONE) & (kind != _GET)).any():
             raise IrregularError
@@ -342,6 +384,7 @@ class Scan:
             if (wider := found.shape[1] - coordinates.shape[1]) > 0:
                 coordinates = np.pad(coordinates, ((0, 0), (0, wider)))
             rank[referring] = found_rank
+            coordinates = _wide_enough(coordinates, found)
             coordinates[referring, : found.shape[1]] = found
         if coordinates.size and (coordinates.max() >= COORDINATE_LIMIT or coordinates.min() <= -COORDINATE_LIMIT):
             raise IrregularError
@@ -385,7 +428,7 @@ class Scan:
             coordinates[row, : len(size)] = size
         return rank, coordinates[:, : max(int(rank.max()), 0)]
 
-    def _entries(self, kind: int) -> Iterator[tuple[_Column, IntArray, IntArray]]:
+    def _entries(self, kind: int) -> Iterator[tuple[_Column, Any, IntArray]]:
         """For each column, the memo indices of its texts or Sizes, ascending, and their rows."""
         for table in self.tables:
             for column in table.columns:
@@ -520,8 +563,9 @@ class _Scanner:
                 if s.table is table
             ]
             if own:
-                first, count, memo = np.array(own, np.int64).T
-                rows = np.repeat(first - np.cumsum(count) + count, count) + np.arange(count.sum())
+                first, count, memo = np.array(own, np.int32).T
+                rows = np.repeat(first - np.cumsum(count, dtype=np.int32) + count, count)
+                rows += np.arange(len(rows), dtype=np.int32)
                 table.base[rows] = np.repeat(memo - table.entries[first], count) + table.entries[rows]
 
     def _table_at(self, at: int, objects: int) -> Table | None:
@@ -658,7 +702,8 @@ def _read_table(view: _View, form: _Form, at: int) -> Table:
     """All rows of this form from here on."""
     start = _occurrences(view, form.constants[0], at)
     count = len(start)
-    end, memos, valid = np.zeros(count, np.int64), np.zeros(count, np.int32), np.zeros(count, bool)
+    end, entries, valid = np.zeros(count, np.int32), np.zeros(count + 1, np.int32), np.zeros(count, bool)
+    memos = entries[1:]
     columns = [_Column.empty(count) for _ in form.constants[1:]]
     for first in range(0, count, _BLOCK):
         tell("chunks and records", first, count)
@@ -670,11 +715,14 @@ def _read_table(view: _View, form: _Form, at: int) -> Table:
     many = behind - firsts > 1  # a row alone may be appended by an opcode that takes one object
     alone = set(start[firsts[~many]].tolist())
     firsts, behind = firsts[many], behind[many]
-    refers = np.concatenate([[0], np.cumsum(np.any([column.kind == _GET for column in columns], axis=0))])
+    refers = np.zeros(count + 1, np.int32)
+    for column in columns:
+        refers[1:] |= column.kind == _GET
+    np.cumsum(refers, out=refers)
     described = firsts, behind - firsts, end[behind - 1], refers[behind] > refers[firsts]
     row_runs = dict(zip(start[firsts].tolist(), zip(*(part.tolist() for part in described), strict=True), strict=True))
-    entries = np.concatenate([[0], np.cumsum(memos, dtype=np.int64)])
-    return Table(form.names, form.attributes, columns, entries, np.full(count, -1, np.int64), row_runs, alone)
+    np.cumsum(entries, out=entries)
+    return Table(form.names, form.attributes, columns, entries, np.full(count, -1, np.int32), row_runs, alone)
 
 
 def _records(view: _View, at: int, size_index: int) -> Table | None:
@@ -688,23 +736,21 @@ def _records(view: _View, at: int, size_index: int) -> Table | None:
     return None
 
 
-def _occurrences(view: _View, constant: bytes, at: int) -> IntArray:
-    """int64 [n], ascending: the positions from `at` on where a row may begin."""
+def _occurrences(view: _View, constant: bytes, at: int) -> Any:
+    """int32 [n], ascending: the positions from `at` on where a row may begin."""
     behind = view.body.find(_INDEX_CLASS, at)  # chunks come before, records behind it
     end = view.end if behind < 0 else behind
     wanted = np.uint64(int.from_bytes(constant[:8], "little"))
     found = []
     for phase in range(8):
         words = np.frombuffer(view.body, "<u8", max(end - at - phase, 0) // 8, at + phase)
-        found.append(np.flatnonzero(words == wanted) * 8 + (at + phase))
+        found.append((np.flatnonzero(words == wanted) * 8 + (at + phase)).astype(np.int32))
     return np.sort(np.concatenate(found), kind="stable")  # eight ascending parts: a merge
 
 
-def _read_rows(
-    view: _View, form: _Form, start: IntArray, rows: slice, columns: list[_Column]
-) -> tuple[IntArray, Any, Any]:
+def _read_rows(view: _View, form: _Form, start: Any, rows: slice, columns: list[_Column]) -> tuple[IntArray, Any, Any]:
     """End, memo entries and validity of a block of rows; their values go into the columns."""
-    at = start[rows]
+    at = start[rows].astype(np.int64)
     count = len(at)
     valid, memos = np.ones(count, bool), np.zeros(count, np.int32)
     # where a frame began inside of a row: it must have been at an opcode
@@ -727,15 +773,7 @@ def _read_rows(
         opcode_at(at)
         value = _read_values(view, at, form.names[0], opcode_at)
         valid &= value.valid
-        column.kind[rows], column.number[rows], column.length[rows] = value.kind, value.number, value.length
-        column.memo[rows] = memos + value.memo
-        if value.coordinates is not None:
-            wide = value.coordinates.shape[1]
-            if column.coordinates is None:
-                column.coordinates = np.zeros((len(column.kind), wide), np.int64)
-            elif column.coordinates.shape[1] < wide:
-                column.coordinates = np.pad(column.coordinates, ((0, 0), (0, wide - column.coordinates.shape[1])))
-            column.coordinates[rows, :wide] = value.coordinates
+        column.put(rows, value, memos)
         memos += value.made
         at = np.where(valid, value.end, view.end)
     inside = ~confirmed & (cuts < at[holder])
@@ -767,7 +805,7 @@ class _Values:
 
     kind: Any
     number: IntArray
-    length: Any
+    length: Any | None
     memo: Any
     made: Any
     coordinates: IntArray | None
@@ -781,8 +819,8 @@ def _read_values(view: _View, at: IntArray, size_index: int, opcode_at: Callable
     op = view.byte[at]
     kind = _KIND[op]
     number, end = np.zeros(count, np.int64), at + 1
-    length, memo, made = np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, np.int32)
-    coordinates = None
+    memo, made = np.zeros(count, np.int32), np.zeros(count, np.int32)
+    length = coordinates = None
     valid = kind > 0
     present = np.bincount(kind, minlength=6)
     if present[_INT]:
@@ -791,7 +829,7 @@ def _read_values(view: _View, at: IntArray, size_index: int, opcode_at: Callable
     if present[_TEXT]:
         rows = _where(kind, _TEXT, present)
         number[rows], end[rows], valid[rows] = _texts(view, at[rows], op[rows])
-        length[rows] = end[rows] - number[rows] - 1
+        length = np.where(kind == _TEXT, end - number - 1, 0)
         opcode_at(np.where(kind == _TEXT, end - 1, at))
         made[rows] = 1
     if present[_GET]:
@@ -909,33 +947,43 @@ def _slices(view: _View, start: IntArray, length: Any) -> list[bytes]:
     return list(map(view.body.__getitem__, map(slice, start.tolist(), (start + length).tolist())))
 
 
-def _distinct(view: _View, start: IntArray, length: Any) -> tuple[Any, list[bytes]]:
-    """int32 [n], the number of each text among the distinct ones, and these."""
-    if len(start) == 0:
-        return np.zeros(0, np.int32), []
+def _distinct(view: _View, start: Any, length: Any) -> tuple[Any, Any, Any]:
+    """int32 [n], the number of each text among the distinct ones, and where these start and how long they are."""
+    words = range(-(-int(length.max(initial=0)) // 8))
+    blocks = [slice(first, first + _BLOCK) for first in range(0, len(start), _BLOCK)]
     mixed = length.astype(np.uint64)
-    words = range(-(-int(length.max()) // 8))
-    for first in range(0, len(start), _BLOCK):
-        rows = slice(first, first + _BLOCK)
+    for rows in blocks:
+        part = mixed[rows]
         for number in words:
-            mixed[rows] = (mixed[rows] ^ _word(view, start[rows], length[rows], number)) * _FACTOR
-            mixed[rows] ^= mixed[rows] >> np.uint64(29)
-    distinct, numbers = np.unique(mixed, return_inverse=True)
-    example = np.zeros(len(distinct), np.int64)
-    example[numbers] = np.arange(len(numbers))
-    texts = _slices(view, start[example], length[example])
-    if (length != length[example][numbers]).any() or any(
-        (_word(view, start, length, number) != _word(view, start[example], length[example], number)[numbers]).any()
-        for number in words
-    ):
-        raise IrregularError  # two texts with one mix: crafted
-    return numbers.astype(np.int32), texts
+            part ^= _word(view, start[rows], length[rows], number)
+            part *= _FACTOR
+            part ^= part >> np.uint64(29)
+    order = np.argsort(mixed)
+    mixed = mixed[order]
+    is_new = np.ones(len(mixed), bool)
+    np.not_equal(mixed[1:], mixed[:-1], out=is_new[1:])
+    del mixed
+    numbers = np.zeros(len(order), np.int32)
+    numbers[order] = np.cumsum(is_new, dtype=np.int32) - np.int32(1)
+    examples = order[is_new]
+    del order
+    example_start, example_length = start[examples], length[examples]
+    for rows in blocks:
+        same = numbers[rows]
+        if (length[rows] != example_length[same]).any() or any(
+            (
+                _word(view, start[rows], length[rows], number) != _word(view, example_start[same], length[rows], number)
+            ).any()
+            for number in words
+        ):
+            raise IrregularError  # two texts with one mix: crafted
+    return numbers, example_start, example_length
 
 
 def _word(view: _View, start: IntArray, length: Any, number: int) -> Any:
     """The text's bytes 8 * number to 8 * number + 7 as one word, zeros behind its end."""
     left = np.clip(length - 8 * number, 0, 8)
-    return view.word[np.where(left > 0, start + 8 * number, 0)] & _FIRST_BYTES[left]
+    return view.word[np.where(left > 0, start + np.int64(8 * number), 0)] & _FIRST_BYTES[left]
 
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)

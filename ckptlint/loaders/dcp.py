@@ -221,7 +221,7 @@ def _row_run_columns(row_run: RowRun, rank: int) -> tuple[IntArray, IntArray, li
     table, rows = row_run.table.rows, slice(row_run.first, row_run.first + row_run.count)
     assert isinstance(table, ChunkRows)
     if (table.offset_rank[rows] == rank).all() and (table.size_rank[rows] == rank).all():
-        return table.offsets[rows, :rank], table.sizes[rows, :rank], []
+        return table.offsets[rows, :rank].astype(np.int64), table.sizes[rows, :rank].astype(np.int64), []
     offsets = _tuples(table.offset_rank[rows], table.offsets[rows])
     return _columns(offsets, _tuples(table.size_rank[rows], table.sizes[rows]), rank)
 
@@ -348,7 +348,7 @@ class _RawRecords:
         )
         whole.transformed[rows] = nodes.transformed
         whole.odd = {int(rows[row]): offset for row, offset in nodes.odd.items()}
-        numbers = {key: (names.add(table.names), paths.add(table.paths)) for key, table in tables.items()}
+        numbers = {key: (names.add(list(table.names)), paths.add(list(table.paths))) for key, table in tables.items()}
         for row_run, start in row_runs:
             table = tables[id(row_run.table)]
             of_names, of_paths = numbers[id(row_run.table)]
@@ -446,21 +446,27 @@ class _Numbering:
     """One numbering for texts that come from several tables."""
 
     def __init__(self, texts: list[str]) -> None:
-        self.place = {text: number for number, text in enumerate(texts)}
+        self.texts = texts
+        self.place: dict[str, int] = {}
 
     def add(self, texts: list[str]) -> Any:
-        """int32 [n], the number of each text."""
-        return np.array([self.place.setdefault(text, len(self.place)) for text in texts], np.int32)
+        """int32 [n], the number of each of these different texts."""
+        if not self.texts:  # mostly there is one table: a dictionary of a million texts would be of no use
+            self.texts = texts
+            return np.arange(len(texts), dtype=np.int32)
+        self.place = self.place or {text: number for number, text in enumerate(self.texts)}
+        numbers = np.array([self.place.setdefault(text, len(self.place)) for text in texts], np.int32)
+        self.texts = list(self.place)
+        return numbers
 
     def in_order_of_use(self, numbers: Any) -> tuple[list[str], Any]:
         """The texts in the order in which `numbers` first names them, and `numbers` in that order."""
-        first = np.zeros(len(self.place), np.int64)
+        first = np.zeros(len(self.texts), np.int64)
         first[numbers[::-1]] = np.arange(len(numbers))[::-1]
         order = np.argsort(first, kind="stable")
         new = np.zeros(len(order), np.int32)
         new[order] = np.arange(len(order), dtype=np.int32)
-        texts = list(self.place)
-        return [texts[number] for number in order.tolist()], new[numbers]
+        return [self.texts[number] for number in order.tolist()], new[numbers]
 
 
 def _filed_under(offsets: list[Any]) -> tuple[IntArray, IntArray, dict[int, tuple[int, ...]]]:
