@@ -22,11 +22,13 @@ Source:
 
 from __future__ import annotations
 
+import io
 import mmap
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import is_
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -440,12 +442,68 @@ class Scan:
 # ---------------------------------------------------------------- scanning
 
 
-def scan(data: bytes) -> Scan | None:
-    """The row runs of a pickle and a shorter pickle without them; None when it is not one to scan."""
+def scan(data: bytes | Buffer) -> Scan | None:
+    """The row runs of a pickle and a shorter pickle without them; None when it is not one to scan.
+
+    The scan holds on to a buffer and leaves it without frames.
+    """
+    buffer = Buffer([data], len(data)) if isinstance(data, bytes) else data
     try:
-        return _Scanner(data).run()
+        return _Scanner(buffer).run()
     except IrregularError:
         return None
+
+
+class Buffer:
+    """A pickle in memory of its own, from which `scan` takes the frames without a copy.
+
+    Attributes:
+        body: the bytes, then some zero bytes.
+        end: number of bytes.
+        cuts: where a frame began that was taken out, ascending.
+    """
+
+    def __init__(self, blocks: Iterable[bytes], size: int) -> None:
+        """The bytes of some blocks, at most `size` of them."""
+        self.body, self.end, self.cuts = _zeros(size + _PADDING), 0, list[int]()
+        for block in blocks:
+            part = block[: size - self.end]
+            self.body[self.end : self.end + len(part)] = part
+            self.end += len(part)
+
+    def take_out_frames(self) -> None:
+        """Leave out the opcodes of the frames, which must follow one another from behind the protocol to the end.
+
+        Raises:
+            IrregularError: they do not; the buffer is then as it was.
+        """
+        body, at, frames = self.body, 2, []
+        if self.end < 12 or body[0] != 0x80 or body[1] not in (4, 5):
+            raise IrregularError
+        while at < self.end:
+            length = int.from_bytes(body[at + 1 : at + 9], "little")
+            if body[at] != 0x95 or at + 9 + length > self.end:
+                raise IrregularError
+            frames.append((at + 9, length))
+            at += 9 + length
+        end = 2
+        for start, length in frames:
+            self.cuts.append(end)
+            body.move(end, start, length)
+            end += length
+        body[end : self.end] = bytes(self.end - end)
+        self.end = end
+
+    def __bytes__(self) -> bytes:
+        """The pickle as it was, frames included."""
+        if not self.cuts:
+            return self.body[: self.end]
+        whole, body = io.BytesIO(), memoryview(self.body)
+        whole.write(body[:2])
+        for start, stop in pairwise([*self.cuts, self.end]):
+            whole.write(b"\x95" + (stop - start).to_bytes(8, "little"))
+            whole.write(body[start:stop])
+        return whole.getvalue()
 
 
 class _View:
@@ -459,24 +517,12 @@ class _View:
         cuts: int64 [f], where a frame began; each must be the start of an opcode.
     """
 
-    def __init__(self, data: bytes) -> None:
-        if len(data) < 12 or data[0] != 0x80 or data[1] not in (4, 5):
-            raise IrregularError
-        at, cuts, end = 2, [], 2
-        self.body = body = _zeros(len(data) + _PADDING)
-        body[:2] = data[:2]
-        view = memoryview(data)
-        while at < len(data):
-            length = int.from_bytes(data[at + 1 : at + 9], "little")
-            if data[at] != 0x95 or at + 9 + length > len(data):
-                raise IrregularError
-            cuts.append(end)
-            body[end : end + length] = view[at + 9 : at + 9 + length]
-            at, end = at + 9 + length, end + length
-        self.end = end
+    def __init__(self, buffer: Buffer) -> None:
+        buffer.take_out_frames()
+        self.body, self.end = buffer.body, buffer.end
         self.byte = np.frombuffer(self.body, np.uint8)
         self.word: Any = np.ndarray((len(self.body) - 7,), "<u8", self.body, strides=(1,))
-        self.cuts = np.array(cuts, np.int64)
+        self.cuts = np.array(buffer.cuts, np.int64)
 
 
 def _zeros(count: int) -> mmap.mmap:
@@ -490,8 +536,8 @@ def _zeros(count: int) -> mmap.mmap:
 
 
 class _Scanner:
-    def __init__(self, data: bytes) -> None:
-        self.view = _View(data)
+    def __init__(self, buffer: Buffer) -> None:
+        self.view = _View(buffer)
         self.size_index = -1
         self.tables: list[Table] = []
         self.attempts = 0
@@ -943,7 +989,7 @@ class _Sizes:
 # ---------------------------------------------------------------- many texts at once
 
 
-def _slices(view: _View, start: IntArray, length: Any) -> list[bytes]:
+def _slices(view: _View, start: Any, length: Any) -> list[bytes]:
     return list(map(view.body.__getitem__, map(slice, start.tolist(), (start + length).tolist())))
 
 

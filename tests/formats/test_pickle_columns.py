@@ -19,7 +19,7 @@ from support import REAL, examples
 
 from ckptlint.errors import CkptlintError
 from ckptlint.formats import safe_pickle as unpickle
-from ckptlint.formats.pickle_columns import scan
+from ckptlint.formats.pickle_columns import Buffer, scan
 from ckptlint.formats.safe_pickle import Opaque, read_metadata
 from ckptlint.formats.sandbox import isolated
 from ckptlint.loaders.dcp import describe
@@ -33,7 +33,7 @@ def read(data: bytes, worthwhile: int) -> Any:
     kept = unpickle.WORTHWHILE
     unpickle.WORTHWHILE = worthwhile
     try:
-        found = read_metadata(data)
+        found = read_metadata(Buffer([data], len(data)) if worthwhile == 0 else data)
         if found.refused:
             return [refused.target for refused in found.refused]
         return describe([found.root])
@@ -78,6 +78,23 @@ def test_a_real_file_says_the_same_both_ways(path: Path) -> None:
 
 def test_most_real_files_have_row_runs() -> None:
     assert sum(scan(path.read_bytes()) is not None for path in METADATA) > len(METADATA) / 2
+
+
+@pytest.mark.parametrize("block", [1 << 20, 1000])
+@pytest.mark.parametrize("path", METADATA, ids=lambda path: str(path.relative_to(REAL).parent))
+def test_a_scanned_buffer_gives_the_file_back(path: Path, block: int) -> None:
+    data = path.read_bytes()
+    buffer = Buffer((data[start : start + block] for start in range(0, len(data), block)), len(data))
+    assert bytes(buffer) == data
+    found = scan(buffer)
+    assert bytes(buffer) == data and (found is None or buffer.end < len(data))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 11, 12, 500, 70_000])
+def test_a_buffer_with_broken_frames_is_left_alone(cut: int) -> None:
+    data = dumped(large())[: cut or None] + b"rest"
+    buffer = Buffer([data, b""], len(data) + 7)
+    assert scan(buffer) is None and bytes(buffer) == data
 
 
 def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
