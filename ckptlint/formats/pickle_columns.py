@@ -345,26 +345,23 @@ class Scan:
         start = length = np.zeros(0, np.int32)
         if column.length is not None:
             ids[spelled], start, length = _distinct(self.view, column.number[spelled], column.length[spelled])
-        indices, which = np.unique(column.number[referring], return_inverse=True)
+        indices, which = _numbered(column.number[referring])
         sought = self._texts_at(indices) if len(referring) else []
         place = dict.fromkeys(sought, -1)
-        parts = []
+        whole = io.BytesIO()
         for first in range(0, len(start), _BLOCK):
             texts = _slices(self.view, start[first : first + _BLOCK], length[first : first + _BLOCK])
-            parts.append(b"\0".join((*texts, b"")))
+            whole.write(_joined(texts))
             if place:
                 place |= {text: number for number, text in enumerate(texts, first) if text in place}
         only_referred = [text for text, number in place.items() if number < 0]
         place |= {text: number for number, text in enumerate(only_referred, len(start))}
-        parts.append(b"\0".join((*only_referred, b"")))
+        whole.write(_joined(only_referred))
         if len(referring):
             ids[referring] = np.array([place[text] for text in sought], np.int32)[which]
-        names = Names.joined(b"".join(parts))
-        try:
-            names.text.decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError:
-            raise IrregularError from None
-        if len(names) != len(start) + len(only_referred):  # a NUL in a text
+        lengths = np.concatenate([length, np.array([*map(len, only_referred)], np.int32)])
+        names = Names(whole.getvalue(), np.cumsum(lengths + 1, dtype=np.int64) - 1)
+        if names.text.count(b"\0") != len(names):
             raise IrregularError
         return ids, names
 
@@ -989,8 +986,32 @@ class _Sizes:
 # ---------------------------------------------------------------- many texts at once
 
 
+def _joined(texts: list[bytes]) -> bytes:
+    """The texts with a NUL after each.
+
+    Raises:
+        IrregularError: one is no text.
+    """
+    joined = b"\0".join((*texts, b""))
+    try:
+        joined.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise IrregularError from None
+    return joined
+
+
 def _slices(view: _View, start: Any, length: Any) -> list[bytes]:
     return list(map(view.body.__getitem__, map(slice, start.tolist(), (start + length).tolist())))
+
+
+def _numbered(values: Any) -> tuple[Any, Any]:
+    """The distinct values, ascending, and int32 [n], the number of each."""
+    blocks = [values[first : first + _BLOCK] for first in range(0, len(values), _BLOCK)]
+    distinct = np.unique(np.concatenate([values[:0], *map(np.unique, blocks)]))
+    numbers = np.zeros(len(values), np.int32)
+    for number, block in enumerate(blocks):
+        numbers[number * _BLOCK :][: len(block)] = np.searchsorted(distinct, block)
+    return distinct, numbers
 
 
 def _distinct(view: _View, start: Any, length: Any) -> tuple[Any, Any, Any]:

@@ -26,6 +26,7 @@ from typing import Any
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats import pickle_names
 from ckptlint.formats.pickle_columns import END, WORTHWHILE, Buffer, ChunkRows, RecordRows, RowRun, Scan, scan
+from ckptlint.formats.sandbox import give_back_freed_memory
 from ckptlint.formats.torch_archive import read_pickle_member
 from ckptlint.model.text import printable
 
@@ -604,10 +605,12 @@ def _read_row_runs(data: bytes | Buffer) -> Any:
         found = scan(data)
         if found is None:
             return None
+        give_back_freed_memory()
         unpickler = _Unpickler(io.BytesIO(found.pickle), strict=True, found=found)
         with paused_gc(), _no_extensions():
             root = unpickler.load()
         found.finish(lambda name: getattr(name, "kind", ""), unpickler.find_class("torch", "Size"))
+        give_back_freed_memory()
     except Exception:  # whatever it is, reading the original pickle tells
         return None
     return None if unpickler.names.refused or _placed(root) != len(found.row_runs) else root

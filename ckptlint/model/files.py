@@ -56,11 +56,7 @@ class Names:
     @classmethod
     def of(cls, names: Iterable[str]) -> Names:
         """The same names."""
-        return cls.joined("\0".join((*names, "")).encode("utf-8", "surrogatepass"))
-
-    @classmethod
-    def joined(cls, text: bytes) -> Names:
-        """The names in a text in which a NUL stands after each."""
+        text = "\0".join((*names, "")).encode("utf-8", "surrogatepass")
         return cls(text, np.flatnonzero(np.frombuffer(text, np.uint8) == 0))
 
     def __len__(self) -> int:
