@@ -99,11 +99,11 @@ class _Column:
 
     Attributes:
         kind: uint8 [n], an integer, None, a text, a reference to the memo or a torch.Size.
-        number: int32 or int64 [n], the integer, the text's first byte, the memo index referred to, the rank of the
+        number: int8 to int64 [n], the integer, the text's first byte, the memo index referred to, the rank of the
             Size.
         memo: uint8 [n], memo index of the text or the Size, counted from the first entry of the row.
         length: int32 [n], bytes of the text; None without any.
-        coordinates: int32 or int64 [n, d], the Size, zeros behind its rank; None without any.
+        coordinates: int8 to int64 [n, d], the Size, zeros behind its rank; None without any.
     """
 
     kind: Any
@@ -114,7 +114,7 @@ class _Column:
 
     @classmethod
     def empty(cls, count: int) -> _Column:
-        return cls(np.zeros(count, np.uint8), np.zeros(count, np.int32), np.zeros(count, np.uint8))
+        return cls(np.zeros(count, np.uint8), np.zeros(count, np.int8), np.zeros(count, np.uint8))
 
     def put(self, rows: slice, values: _Values, memos: Any) -> None:
         """Take the values of a block of rows; `memos` entries come before them in their rows."""
@@ -128,7 +128,7 @@ class _Column:
         if values.coordinates is not None:
             wide = values.coordinates.shape[1]
             if self.coordinates is None:
-                self.coordinates = np.zeros((count, wide), np.int32)
+                self.coordinates = np.zeros((count, wide), np.int8)
             elif self.coordinates.shape[1] < wide:
                 self.coordinates = np.pad(self.coordinates, ((0, 0), (0, wide - self.coordinates.shape[1])))
             self.coordinates = _wide_enough(self.coordinates, values.coordinates)
@@ -136,10 +136,11 @@ class _Column:
 
 
 def _wide_enough(column: Any, values: IntArray) -> Any:
-    """The column, of 64 bits if the values need them: most fit 32, and half the memory of a large file is columns."""
-    if column.dtype == np.int64 or -(2**31) <= values.min(initial=0) <= values.max(initial=0) < 2**31:
-        return column
-    return column.astype(np.int64)
+    """The column, in wider integers if the values need them: most fit 8 to 32 bits of the 64."""
+    least, most = values.min(initial=0), values.max(initial=0)
+    while least < np.iinfo(column.dtype).min or most > np.iinfo(column.dtype).max:
+        column = column.astype(f"i{2 * column.itemsize}")
+    return column
 
 
 @dataclass(slots=True, eq=False)
@@ -148,7 +149,7 @@ class ChunkRows:
 
     Attributes:
         offset_rank, size_rank: int8 [n], number of axes.
-        offsets, sizes: int32 or int64 [n, d], zeros behind the rank.
+        offsets, sizes: int8 to int64 [n, d], zeros behind the rank.
     """
 
     offset_rank: Any
@@ -163,11 +164,11 @@ class RecordRows:
 
     Attributes:
         names: the distinct names; name: int32 [n], position in it.
-        hint: int32 or int64 [n], the chunk's number among those of its tensor, as far as the writer knew; -1 for none.
+        hint: int8 to int64 [n], the chunk's number among those of its tensor, as far as the writer knew; -1 for none.
         rank: int8 [n], number of axes of the offset, -1 for none.
-        offsets: int32 or int64 [n, d], zeros behind the rank.
+        offsets: int8 to int64 [n, d], zeros behind the rank.
         paths: the distinct relative paths; path: int32 [n], position in it.
-        byte_offset, byte_length: int32 or int64 [n], bytes.
+        byte_offset, byte_length: int8 to int64 [n], bytes.
     """
 
     names: Names
@@ -188,7 +189,7 @@ class Table:
     Attributes:
         names: memo indices of torch.Size (-1 when there is none), then for each object its class and attributes.
         attributes: number of attributes of each object.
-        entries: int32 [n + 1], memo entries of all rows before a row.
+        entries: int32 [n + 1], memo entries of all rows before a row; None once `base` is known.
         base: int32 [n], memo index of a row's first entry; -1 for a row outside of any row run.
         row runs: first byte -> first row, number of rows, byte behind the last, whether any refers to the memo.
         alone: first bytes of the rows that no other follows.
@@ -295,7 +296,7 @@ class Scan:
                 raise IrregularError
         self.view = None
         for table in self.tables:  # what is left of them are the rows
-            table.columns, table.entries, table.base = [], None, None
+            table.columns, table.base = [], None
 
     def _chunk_rows(self, table: Table, chunk: dict[Any, _Column]) -> ChunkRows:
         return ChunkRows(*self._sizes(table, chunk["offsets"]), *self._sizes(table, chunk["sizes"]))
@@ -321,7 +322,7 @@ class Scan:
         return RecordRows(names, ids, hint, rank, offsets, paths, path, starts, lengths)
 
     def _integers(self, table: Table, column: _Column) -> Any:
-        """int32 or int64 [n], an attribute that is an integer in every row of a row run.
+        """int8 to int64 [n], an attribute that is an integer in every row of a row run.
 
         Raises:
             IrregularError: in some row it is none.
@@ -374,7 +375,7 @@ class Scan:
         rows = table.base >= 0
         kind = column.kind
         rank = np.where(kind == _SIZE, column.number, -1).astype(np.int8)
-        coordinates = np.zeros((len(rows), 0), np.int32) if column.coordinates is None else column.coordinates
+        coordinates = np.zeros((len(rows), 0), np.int8) if column.coordinates is None else column.coordinates
         referring = np.flatnonzero(rows & (kind == _GET))
         if (rows & (kind != _SIZE) & (kind != _NONE) & (kind != _GET)).any():
             raise IrregularError
@@ -610,6 +611,7 @@ class _Scanner:
                 rows = np.repeat(first - np.cumsum(count, dtype=np.int32) + count, count)
                 rows += np.arange(len(rows), dtype=np.int32)
                 table.base[rows] = np.repeat(memo - table.entries[first], count) + table.entries[rows]
+            table.entries = None
 
     def _table_at(self, at: int, objects: int) -> Table | None:
         """The table that has a row run from here on."""

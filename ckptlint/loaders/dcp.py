@@ -20,6 +20,7 @@ from ckptlint.model.layout import COORDINATE_LIMIT, IntArray, Layout, distinct
 from ckptlint.model.text import printable
 
 _PRINTABLE = 10**100
+_PART = 65536  # numbers that are Python objects at once
 
 _first = itemgetter(0)
 
@@ -77,7 +78,8 @@ def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
     """Columns for everything the metadata describes.
 
     Args:
-        roots: the unpickled root of `.metadata`, or those of all `__N.metadata`, whose chunks are then merged.
+        roots: the unpickled root of `.metadata`, or those of all `__N.metadata`, whose chunks are then merged. Rows of
+            records in them are used up.
         file: the name that problems are reported under.
 
     Raises:
@@ -364,6 +366,8 @@ class _RawRecords:
                 of_paths[table.path[part]],
                 *columns,
             )
+        for row_run, _ in row_runs:
+            row_run.table.rows = None  # copied; of a million records they are 50 MB
         whole.names, whole.fqn = names.in_order_of_use(whole.fqn)
         whole.paths, whole.file = paths.in_order_of_use(whole.file)
         return whole
@@ -461,12 +465,13 @@ class _Numbering:
 
     def in_order_of_use(self, numbers: Any) -> tuple[list[str], Any]:
         """The texts in the order in which `numbers` first names them, and `numbers` in that order."""
-        first = np.zeros(len(self.texts), np.int64)
-        first[numbers[::-1]] = np.arange(len(numbers))[::-1]
+        first = np.zeros(len(self.texts), np.int32)
+        first[numbers[::-1]] = np.arange(len(numbers), dtype=np.int32)[::-1]
         order = np.argsort(first, kind="stable")
         new = np.zeros(len(order), np.int32)
         new[order] = np.arange(len(order), dtype=np.int32)
-        return [self.texts[number] for number in order.tolist()], new[numbers]
+        parts = (order[start : start + _PART].tolist() for start in range(0, len(order), _PART))
+        return [self.texts[number] for part in parts for number in part], new[numbers]
 
 
 def _filed_under(offsets: list[Any]) -> tuple[IntArray, IntArray, dict[int, tuple[int, ...]]]:
