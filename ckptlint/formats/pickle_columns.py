@@ -22,16 +22,19 @@ Source:
 
 from __future__ import annotations
 
+import io
 import mmap
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import is_
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
+from ckptlint.model.files import Names
 from ckptlint.model.layout import COORDINATE_LIMIT, IntArray
 from ckptlint.progress import tell
 
@@ -96,23 +99,48 @@ class _Column:
 
     Attributes:
         kind: uint8 [n], an integer, None, a text, a reference to the memo or a torch.Size.
-        number: int64 [n], the integer, the text's first byte, the memo index referred to, the rank of the Size.
-        length: int32 [n], bytes of the text.
-        memo: int32 [n], memo index of the text or the Size, counted from the first entry of the row.
-        coordinates: int64 [n, d], the Size, zeros behind its rank; None without any.
+        number: int8 to int64 [n], the integer, the text's first byte, the memo index referred to, the rank of the
+            Size.
+        memo: uint8 [n], memo index of the text or the Size, counted from the first entry of the row.
+        length: int32 [n], bytes of the text; None without any.
+        coordinates: int8 to int64 [n, d], the Size, zeros behind its rank; None without any.
     """
 
     kind: Any
-    number: IntArray
-    length: Any
+    number: Any
     memo: Any
-    coordinates: IntArray | None = None
+    length: Any = None
+    coordinates: Any = None
 
     @classmethod
     def empty(cls, count: int) -> _Column:
-        return cls(
-            np.zeros(count, np.uint8), np.zeros(count, np.int64), np.zeros(count, np.int32), np.zeros(count, np.int32)
-        )
+        return cls(np.zeros(count, np.uint8), np.zeros(count, np.int8), np.zeros(count, np.uint8))
+
+    def put(self, rows: slice, values: _Values, memos: Any) -> None:
+        """Take the values of a block of rows; `memos` entries come before them in their rows."""
+        count = len(self.kind)
+        self.kind[rows], self.memo[rows] = values.kind, memos + values.memo
+        self.number = _wide_enough(self.number, values.number)
+        self.number[rows] = values.number
+        if values.length is not None:
+            self.length = np.zeros(count, np.int32) if self.length is None else self.length
+            self.length[rows] = values.length
+        if values.coordinates is not None:
+            wide = values.coordinates.shape[1]
+            if self.coordinates is None:
+                self.coordinates = np.zeros((count, wide), np.int8)
+            elif self.coordinates.shape[1] < wide:
+                self.coordinates = np.pad(self.coordinates, ((0, 0), (0, wide - self.coordinates.shape[1])))
+            self.coordinates = _wide_enough(self.coordinates, values.coordinates)
+            self.coordinates[rows, :wide] = values.coordinates
+
+
+def _wide_enough(column: Any, values: IntArray) -> Any:
+    """The column, in wider integers if the values need them: most fit 8 to 32 bits of the 64."""
+    least, most = values.min(initial=0), values.max(initial=0)
+    while least < np.iinfo(column.dtype).min or most > np.iinfo(column.dtype).max:
+        column = column.astype(f"i{2 * column.itemsize}")
+    return column
 
 
 @dataclass(slots=True, eq=False)
@@ -120,14 +148,14 @@ class ChunkRows:
     """Rows that are a ChunkStorageMetadata.
 
     Attributes:
-        offset_rank, size_rank: int64 [n], number of axes.
-        offsets, sizes: int64 [n, d], zeros behind the rank.
+        offset_rank, size_rank: int8 [n], number of axes.
+        offsets, sizes: int8 to int64 [n, d], zeros behind the rank.
     """
 
-    offset_rank: IntArray
-    offsets: IntArray
-    size_rank: IntArray
-    sizes: IntArray
+    offset_rank: Any
+    offsets: Any
+    size_rank: Any
+    sizes: Any
 
 
 @dataclass(slots=True, eq=False)
@@ -136,22 +164,22 @@ class RecordRows:
 
     Attributes:
         names: the distinct names; name: int32 [n], position in it.
-        hint: int64 [n], the chunk's number among those of its tensor, as far as the writer knew; -1 for none.
-        rank: int64 [n], number of axes of the offset, -1 for none.
-        offsets: int64 [n, d], zeros behind the rank.
+        hint: int8 to int64 [n], the chunk's number among those of its tensor, as far as the writer knew; -1 for none.
+        rank: int8 [n], number of axes of the offset, -1 for none.
+        offsets: int8 to int64 [n, d], zeros behind the rank.
         paths: the distinct relative paths; path: int32 [n], position in it.
-        byte_offset, byte_length: int64 [n], bytes.
+        byte_offset, byte_length: int8 to int64 [n], bytes.
     """
 
-    names: list[str]
+    names: Names
     name: Any
-    hint: IntArray
-    rank: IntArray
-    offsets: IntArray
-    paths: list[str]
+    hint: Any
+    rank: Any
+    offsets: Any
+    paths: Names
     path: Any
-    byte_offset: IntArray
-    byte_length: IntArray
+    byte_offset: Any
+    byte_length: Any
 
 
 @dataclass(slots=True, eq=False)
@@ -161,8 +189,8 @@ class Table:
     Attributes:
         names: memo indices of torch.Size (-1 when there is none), then for each object its class and attributes.
         attributes: number of attributes of each object.
-        entries: int64 [n + 1], memo entries of all rows before a row.
-        base: int64 [n], memo index of a row's first entry; -1 for a row outside of any row run.
+        entries: int32 [n + 1], memo entries of all rows before a row; None once `base` is known.
+        base: int32 [n], memo index of a row's first entry; -1 for a row outside of any row run.
         row runs: first byte -> first row, number of rows, byte behind the last, whether any refers to the memo.
         alone: first bytes of the rows that no other follows.
         values: what the unpickler found under `names`, once it came across the first row run.
@@ -172,8 +200,8 @@ class Table:
     names: tuple[int, ...]
     attributes: tuple[int, ...]
     columns: list[_Column]
-    entries: IntArray
-    base: IntArray
+    entries: Any
+    base: Any
     row_runs: dict[int, tuple[int, int, int, bool]]
     alone: set[int]
     values: tuple[Any, ...] = ()
@@ -267,6 +295,8 @@ class Scan:
             else:
                 raise IrregularError
         self.view = None
+        for table in self.tables:  # what is left of them are the rows
+            table.columns, table.base = [], None
 
     def _chunk_rows(self, table: Table, chunk: dict[Any, _Column]) -> ChunkRows:
         return ChunkRows(*self._sizes(table, chunk["offsets"]), *self._sizes(table, chunk["sizes"]))
@@ -286,13 +316,13 @@ class Scan:
         if "offset" in index:
             rank, offsets = self._sizes(table, index["offset"])
         else:
-            rank, offsets = np.full(len(ids), -1, np.int64), np.zeros((len(ids), 0), np.int64)
+            rank, offsets = np.full(len(ids), -1, np.int8), np.zeros((len(ids), 0), np.int32)
         starts, lengths = (self._integers(table, info[key]) for key in ("offset", "length"))
         hint = np.where(index["index"].kind == _INT, index["index"].number, -1)
         return RecordRows(names, ids, hint, rank, offsets, paths, path, starts, lengths)
 
-    def _integers(self, table: Table, column: _Column) -> IntArray:
-        """int64 [n], an attribute that is an integer in every row of a row run.
+    def _integers(self, table: Table, column: _Column) -> Any:
+        """int8 to int64 [n], an attribute that is an integer in every row of a row run.
 
         Raises:
             IrregularError: in some row it is none.
@@ -301,30 +331,42 @@ class Scan:
             raise IrregularError
         return column.number
 
-    def _texts(self, table: Table, column: _Column) -> tuple[Any, list[str]]:
-        """An attribute that is a text in every row of a row run: int32 [n], positions in the list of distinct texts.
+    def _texts(self, table: Table, column: _Column) -> tuple[Any, Names]:
+        """An attribute that is a text in every row of a row run: int32 [n], positions among the distinct texts.
 
         Raises:
-            IrregularError: in some row it is none.
+            IrregularError: in some row it is none, or a text is nothing that `Names` holds.
         """
         rows = table.base >= 0
         spelled, referring = rows & (column.kind == _TEXT), np.flatnonzero(rows & (column.kind == _GET))
         if np.count_nonzero(rows) != np.count_nonzero(spelled) + len(referring):
             raise IrregularError
-        ids = np.zeros(len(rows), np.int32)
         assert self.view is not None
-        ids[spelled], found = _distinct(self.view, column.number[spelled], column.length[spelled])
-        place = {text: number for number, text in enumerate(found)}
+        ids = np.zeros(len(rows), np.int32)
+        start = length = np.zeros(0, np.int32)
+        if column.length is not None:
+            ids[spelled], start, length = _distinct(self.view, column.number[spelled], column.length[spelled])
+        indices, which = _numbered(column.number[referring])
+        sought = self._texts_at(indices) if len(referring) else []
+        place = dict.fromkeys(sought, -1)
+        whole = io.BytesIO()
+        for first in range(0, len(start), _BLOCK):
+            texts = _slices(self.view, start[first : first + _BLOCK], length[first : first + _BLOCK])
+            whole.write(_joined(texts))
+            if place:
+                place |= {text: number for number, text in enumerate(texts, first) if text in place}
+        only_referred = [text for text, number in place.items() if number < 0]
+        place |= {text: number for number, text in enumerate(only_referred, len(start))}
+        whole.write(_joined(only_referred))
         if len(referring):
-            indices, which = np.unique(column.number[referring], return_inverse=True)
-            numbers = [place.setdefault(text, len(place)) for text in self._texts_at(indices)]
-            ids[referring] = np.array(numbers, np.int32)[which]
-        try:
-            return ids, [text.decode("utf-8", "surrogatepass") for text in place]
-        except UnicodeDecodeError:
-            raise IrregularError from None
+            ids[referring] = np.array([place[text] for text in sought], np.int32)[which]
+        lengths = np.concatenate([length, np.array([*map(len, only_referred)], np.int32)])
+        names = Names(whole.getvalue(), np.cumsum(lengths + 1, dtype=np.int64) - 1)
+        if names.text.count(b"\0") != len(names):
+            raise IrregularError
+        return ids, names
 
-    def _sizes(self, table: Table, column: _Column) -> tuple[IntArray, IntArray]:
+    def _sizes(self, table: Table, column: _Column) -> tuple[Any, Any]:
         """An attribute that is a torch.Size or None in every row: rank (-1 for None) and coordinates [n, d].
 
         Raises:
@@ -332,8 +374,8 @@ class Scan:
         """
         rows = table.base >= 0
         kind = column.kind
-        rank = np.where(kind == _SIZE, column.number, -1)
-        coordinates = np.zeros((len(rows), 0), np.int64) if column.coordinates is None else column.coordinates
+        rank = np.where(kind == _SIZE, column.number, -1).astype(np.int8)
+        coordinates = np.zeros((len(rows), 0), np.int8) if column.coordinates is None else column.coordinates
         referring = np.flatnonzero(rows & (kind == _GET))
         if (rows & (kind != _SIZE) & (kind != _NONE) & (kind != _GET)).any():
             raise IrregularError
@@ -342,6 +384,7 @@ class Scan:
             if (wider := found.shape[1] - coordinates.shape[1]) > 0:
                 coordinates = np.pad(coordinates, ((0, 0), (0, wider)))
             rank[referring] = found_rank
+            coordinates = _wide_enough(coordinates, found)
             coordinates[referring, : found.shape[1]] = found
         if coordinates.size and (coordinates.max() >= COORDINATE_LIMIT or coordinates.min() <= -COORDINATE_LIMIT):
             raise IrregularError
@@ -385,7 +428,7 @@ class Scan:
             coordinates[row, : len(size)] = size
         return rank, coordinates[:, : max(int(rank.max()), 0)]
 
-    def _entries(self, kind: int) -> Iterator[tuple[_Column, IntArray, IntArray]]:
+    def _entries(self, kind: int) -> Iterator[tuple[_Column, Any, IntArray]]:
         """For each column, the memo indices of its texts or Sizes, ascending, and their rows."""
         for table in self.tables:
             for column in table.columns:
@@ -397,12 +440,68 @@ class Scan:
 # ---------------------------------------------------------------- scanning
 
 
-def scan(data: bytes) -> Scan | None:
-    """The row runs of a pickle and a shorter pickle without them; None when it is not one to scan."""
+def scan(data: bytes | Buffer) -> Scan | None:
+    """The row runs of a pickle and a shorter pickle without them; None when it is not one to scan.
+
+    The scan holds on to a buffer and leaves it without frames.
+    """
+    buffer = Buffer([data], len(data)) if isinstance(data, bytes) else data
     try:
-        return _Scanner(data).run()
+        return _Scanner(buffer).run()
     except IrregularError:
         return None
+
+
+class Buffer:
+    """A pickle in memory of its own, from which `scan` takes the frames without a copy.
+
+    Attributes:
+        body: the bytes, then some zero bytes.
+        end: number of bytes.
+        cuts: where a frame began that was taken out, ascending.
+    """
+
+    def __init__(self, blocks: Iterable[bytes], size: int) -> None:
+        """The bytes of some blocks, at most `size` of them."""
+        self.body, self.end, self.cuts = _zeros(size + _PADDING), 0, list[int]()
+        for block in blocks:
+            part = block[: size - self.end]
+            self.body[self.end : self.end + len(part)] = part
+            self.end += len(part)
+
+    def take_out_frames(self) -> None:
+        """Leave out the opcodes of the frames, which must follow one another from behind the protocol to the end.
+
+        Raises:
+            IrregularError: they do not; the buffer is then as it was.
+        """
+        body, at, frames = self.body, 2, []
+        if self.end < 12 or body[0] != 0x80 or body[1] not in (4, 5):
+            raise IrregularError
+        while at < self.end:
+            length = int.from_bytes(body[at + 1 : at + 9], "little")
+            if body[at] != 0x95 or at + 9 + length > self.end:
+                raise IrregularError
+            frames.append((at + 9, length))
+            at += 9 + length
+        end = 2
+        for start, length in frames:
+            self.cuts.append(end)
+            body.move(end, start, length)
+            end += length
+        body[end : self.end] = bytes(self.end - end)
+        self.end = end
+
+    def __bytes__(self) -> bytes:
+        """The pickle as it was, frames included."""
+        if not self.cuts:
+            return self.body[: self.end]
+        whole, body = io.BytesIO(), memoryview(self.body)
+        whole.write(body[:2])
+        for start, stop in pairwise([*self.cuts, self.end]):
+            whole.write(b"\x95" + (stop - start).to_bytes(8, "little"))
+            whole.write(body[start:stop])
+        return whole.getvalue()
 
 
 class _View:
@@ -416,24 +515,12 @@ class _View:
         cuts: int64 [f], where a frame began; each must be the start of an opcode.
     """
 
-    def __init__(self, data: bytes) -> None:
-        if len(data) < 12 or data[0] != 0x80 or data[1] not in (4, 5):
-            raise IrregularError
-        at, cuts, end = 2, [], 2
-        self.body = body = _zeros(len(data) + _PADDING)
-        body[:2] = data[:2]
-        view = memoryview(data)
-        while at < len(data):
-            length = int.from_bytes(data[at + 1 : at + 9], "little")
-            if data[at] != 0x95 or at + 9 + length > len(data):
-                raise IrregularError
-            cuts.append(end)
-            body[end : end + length] = view[at + 9 : at + 9 + length]
-            at, end = at + 9 + length, end + length
-        self.end = end
+    def __init__(self, buffer: Buffer) -> None:
+        buffer.take_out_frames()
+        self.body, self.end = buffer.body, buffer.end
         self.byte = np.frombuffer(self.body, np.uint8)
         self.word: Any = np.ndarray((len(self.body) - 7,), "<u8", self.body, strides=(1,))
-        self.cuts = np.array(cuts, np.int64)
+        self.cuts = np.array(buffer.cuts, np.int64)
 
 
 def _zeros(count: int) -> mmap.mmap:
@@ -447,8 +534,8 @@ def _zeros(count: int) -> mmap.mmap:
 
 
 class _Scanner:
-    def __init__(self, data: bytes) -> None:
-        self.view = _View(data)
+    def __init__(self, buffer: Buffer) -> None:
+        self.view = _View(buffer)
         self.size_index = -1
         self.tables: list[Table] = []
         self.attempts = 0
@@ -520,9 +607,11 @@ class _Scanner:
                 if s.table is table
             ]
             if own:
-                first, count, memo = np.array(own, np.int64).T
-                rows = np.repeat(first - np.cumsum(count) + count, count) + np.arange(count.sum())
+                first, count, memo = np.array(own, np.int32).T
+                rows = np.repeat(first - np.cumsum(count, dtype=np.int32) + count, count)
+                rows += np.arange(len(rows), dtype=np.int32)
                 table.base[rows] = np.repeat(memo - table.entries[first], count) + table.entries[rows]
+            table.entries = None
 
     def _table_at(self, at: int, objects: int) -> Table | None:
         """The table that has a row run from here on."""
@@ -658,7 +747,8 @@ def _read_table(view: _View, form: _Form, at: int) -> Table:
     """All rows of this form from here on."""
     start = _occurrences(view, form.constants[0], at)
     count = len(start)
-    end, memos, valid = np.zeros(count, np.int64), np.zeros(count, np.int32), np.zeros(count, bool)
+    end, entries, valid = np.zeros(count, np.int32), np.zeros(count + 1, np.int32), np.zeros(count, bool)
+    memos = entries[1:]
     columns = [_Column.empty(count) for _ in form.constants[1:]]
     for first in range(0, count, _BLOCK):
         tell("chunks and records", first, count)
@@ -670,11 +760,14 @@ def _read_table(view: _View, form: _Form, at: int) -> Table:
     many = behind - firsts > 1  # a row alone may be appended by an opcode that takes one object
     alone = set(start[firsts[~many]].tolist())
     firsts, behind = firsts[many], behind[many]
-    refers = np.concatenate([[0], np.cumsum(np.any([column.kind == _GET for column in columns], axis=0))])
+    refers = np.zeros(count + 1, np.int32)
+    for column in columns:
+        refers[1:] |= column.kind == _GET
+    np.cumsum(refers, out=refers)
     described = firsts, behind - firsts, end[behind - 1], refers[behind] > refers[firsts]
     row_runs = dict(zip(start[firsts].tolist(), zip(*(part.tolist() for part in described), strict=True), strict=True))
-    entries = np.concatenate([[0], np.cumsum(memos, dtype=np.int64)])
-    return Table(form.names, form.attributes, columns, entries, np.full(count, -1, np.int64), row_runs, alone)
+    np.cumsum(entries, out=entries)
+    return Table(form.names, form.attributes, columns, entries, np.full(count, -1, np.int32), row_runs, alone)
 
 
 def _records(view: _View, at: int, size_index: int) -> Table | None:
@@ -688,23 +781,21 @@ def _records(view: _View, at: int, size_index: int) -> Table | None:
     return None
 
 
-def _occurrences(view: _View, constant: bytes, at: int) -> IntArray:
-    """int64 [n], ascending: the positions from `at` on where a row may begin."""
+def _occurrences(view: _View, constant: bytes, at: int) -> Any:
+    """int32 [n], ascending: the positions from `at` on where a row may begin."""
     behind = view.body.find(_INDEX_CLASS, at)  # chunks come before, records behind it
     end = view.end if behind < 0 else behind
     wanted = np.uint64(int.from_bytes(constant[:8], "little"))
     found = []
     for phase in range(8):
         words = np.frombuffer(view.body, "<u8", max(end - at - phase, 0) // 8, at + phase)
-        found.append(np.flatnonzero(words == wanted) * 8 + (at + phase))
+        found.append((np.flatnonzero(words == wanted) * 8 + (at + phase)).astype(np.int32))
     return np.sort(np.concatenate(found), kind="stable")  # eight ascending parts: a merge
 
 
-def _read_rows(
-    view: _View, form: _Form, start: IntArray, rows: slice, columns: list[_Column]
-) -> tuple[IntArray, Any, Any]:
+def _read_rows(view: _View, form: _Form, start: Any, rows: slice, columns: list[_Column]) -> tuple[IntArray, Any, Any]:
     """End, memo entries and validity of a block of rows; their values go into the columns."""
-    at = start[rows]
+    at = start[rows].astype(np.int64)
     count = len(at)
     valid, memos = np.ones(count, bool), np.zeros(count, np.int32)
     # where a frame began inside of a row: it must have been at an opcode
@@ -727,15 +818,7 @@ def _read_rows(
         opcode_at(at)
         value = _read_values(view, at, form.names[0], opcode_at)
         valid &= value.valid
-        column.kind[rows], column.number[rows], column.length[rows] = value.kind, value.number, value.length
-        column.memo[rows] = memos + value.memo
-        if value.coordinates is not None:
-            wide = value.coordinates.shape[1]
-            if column.coordinates is None:
-                column.coordinates = np.zeros((len(column.kind), wide), np.int64)
-            elif column.coordinates.shape[1] < wide:
-                column.coordinates = np.pad(column.coordinates, ((0, 0), (0, wide - column.coordinates.shape[1])))
-            column.coordinates[rows, :wide] = value.coordinates
+        column.put(rows, value, memos)
         memos += value.made
         at = np.where(valid, value.end, view.end)
     inside = ~confirmed & (cuts < at[holder])
@@ -767,7 +850,7 @@ class _Values:
 
     kind: Any
     number: IntArray
-    length: Any
+    length: Any | None
     memo: Any
     made: Any
     coordinates: IntArray | None
@@ -781,8 +864,8 @@ def _read_values(view: _View, at: IntArray, size_index: int, opcode_at: Callable
     op = view.byte[at]
     kind = _KIND[op]
     number, end = np.zeros(count, np.int64), at + 1
-    length, memo, made = np.zeros(count, np.int32), np.zeros(count, np.int32), np.zeros(count, np.int32)
-    coordinates = None
+    memo, made = np.zeros(count, np.int32), np.zeros(count, np.int32)
+    length = coordinates = None
     valid = kind > 0
     present = np.bincount(kind, minlength=6)
     if present[_INT]:
@@ -791,7 +874,7 @@ def _read_values(view: _View, at: IntArray, size_index: int, opcode_at: Callable
     if present[_TEXT]:
         rows = _where(kind, _TEXT, present)
         number[rows], end[rows], valid[rows] = _texts(view, at[rows], op[rows])
-        length[rows] = end[rows] - number[rows] - 1
+        length = np.where(kind == _TEXT, end - number - 1, 0)
         opcode_at(np.where(kind == _TEXT, end - 1, at))
         made[rows] = 1
     if present[_GET]:
@@ -905,37 +988,71 @@ class _Sizes:
 # ---------------------------------------------------------------- many texts at once
 
 
-def _slices(view: _View, start: IntArray, length: Any) -> list[bytes]:
+def _joined(texts: list[bytes]) -> bytes:
+    """The texts with a NUL after each.
+
+    Raises:
+        IrregularError: one is no text.
+    """
+    joined = b"\0".join((*texts, b""))
+    try:
+        joined.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise IrregularError from None
+    return joined
+
+
+def _slices(view: _View, start: Any, length: Any) -> list[bytes]:
     return list(map(view.body.__getitem__, map(slice, start.tolist(), (start + length).tolist())))
 
 
-def _distinct(view: _View, start: IntArray, length: Any) -> tuple[Any, list[bytes]]:
-    """int32 [n], the number of each text among the distinct ones, and these."""
-    if len(start) == 0:
-        return np.zeros(0, np.int32), []
+def _numbered(values: Any) -> tuple[Any, Any]:
+    """The distinct values, ascending, and int32 [n], the number of each."""
+    blocks = [values[first : first + _BLOCK] for first in range(0, len(values), _BLOCK)]
+    distinct = np.unique(np.concatenate([values[:0], *map(np.unique, blocks)]))
+    numbers = np.zeros(len(values), np.int32)
+    for number, block in enumerate(blocks):
+        numbers[number * _BLOCK :][: len(block)] = np.searchsorted(distinct, block)
+    return distinct, numbers
+
+
+def _distinct(view: _View, start: Any, length: Any) -> tuple[Any, Any, Any]:
+    """int32 [n], the number of each text among the distinct ones, and where these start and how long they are."""
+    words = range(-(-int(length.max(initial=0)) // 8))
+    blocks = [slice(first, first + _BLOCK) for first in range(0, len(start), _BLOCK)]
     mixed = length.astype(np.uint64)
-    words = range(-(-int(length.max()) // 8))
-    for first in range(0, len(start), _BLOCK):
-        rows = slice(first, first + _BLOCK)
+    for rows in blocks:
+        part = mixed[rows]
         for number in words:
-            mixed[rows] = (mixed[rows] ^ _word(view, start[rows], length[rows], number)) * _FACTOR
-            mixed[rows] ^= mixed[rows] >> np.uint64(29)
-    distinct, numbers = np.unique(mixed, return_inverse=True)
-    example = np.zeros(len(distinct), np.int64)
-    example[numbers] = np.arange(len(numbers))
-    texts = _slices(view, start[example], length[example])
-    if (length != length[example][numbers]).any() or any(
-        (_word(view, start, length, number) != _word(view, start[example], length[example], number)[numbers]).any()
-        for number in words
-    ):
-        raise IrregularError  # two texts with one mix: crafted
-    return numbers.astype(np.int32), texts
+            part ^= _word(view, start[rows], length[rows], number)
+            part *= _FACTOR
+            part ^= part >> np.uint64(29)
+    order = np.argsort(mixed)
+    mixed = mixed[order]
+    is_new = np.ones(len(mixed), bool)
+    np.not_equal(mixed[1:], mixed[:-1], out=is_new[1:])
+    del mixed
+    numbers = np.zeros(len(order), np.int32)
+    numbers[order] = np.cumsum(is_new, dtype=np.int32) - np.int32(1)
+    examples = order[is_new]
+    del order
+    example_start, example_length = start[examples], length[examples]
+    for rows in blocks:
+        same = numbers[rows]
+        if (length[rows] != example_length[same]).any() or any(
+            (
+                _word(view, start[rows], length[rows], number) != _word(view, example_start[same], length[rows], number)
+            ).any()
+            for number in words
+        ):
+            raise IrregularError  # two texts with one mix: crafted
+    return numbers, example_start, example_length
 
 
 def _word(view: _View, start: IntArray, length: Any, number: int) -> Any:
     """The text's bytes 8 * number to 8 * number + 7 as one word, zeros behind its end."""
     left = np.clip(length - 8 * number, 0, 8)
-    return view.word[np.where(left > 0, start + 8 * number, 0)] & _FIRST_BYTES[left]
+    return view.word[np.where(left > 0, start + np.int64(8 * number), 0)] & _FIRST_BYTES[left]
 
 
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)

@@ -25,7 +25,8 @@ from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats import pickle_names
-from ckptlint.formats.pickle_columns import END, WORTHWHILE, ChunkRows, RecordRows, RowRun, Scan, scan
+from ckptlint.formats.pickle_columns import END, WORTHWHILE, Buffer, ChunkRows, RecordRows, RowRun, Scan, scan
+from ckptlint.formats.sandbox import give_back_freed_memory
 from ckptlint.formats.torch_archive import read_pickle_member
 from ckptlint.model.text import printable
 
@@ -418,13 +419,19 @@ class _Unpickler(pickle.Unpickler):
 # ---------------------------------------------------------------- reading
 
 
-def read_metadata(data: bytes) -> Unpickled:
+def read_metadata(data: bytes | Buffer) -> Unpickled:
     """The content of a `.metadata` or `__N.metadata` file, names outside the closed list refused.
+
+    A buffer is read without a copy of it. It is used up; whoever calls should not hold on to it.
 
     Raises:
         UnreadableError: the bytes are not one whole pickle.
         LimitError: reading it would take more memory than a file of this size may need.
     """
+    if isinstance(data, Buffer) or WORTHWHILE <= len(data) <= SIZE_LIMIT:
+        if (root := _read_row_runs(data)) is not None:
+            return Unpickled(root)
+        data = bytes(data)
     return _read(data, strict=True)
 
 
@@ -504,8 +511,6 @@ def _read(data: bytes, strict: bool, depth: int = 0) -> Unpickled:
         raise LimitError(f"has {len(data):,} bytes, the limit is {SIZE_LIMIT:,}")
     if not data:
         raise UnreadableError("is empty (0 bytes)", 0)
-    if strict and len(data) >= WORTHWHILE and (root := _read_row_runs(data)) is not None:
-        return Unpickled(root)
     found = _load(data, strict)
     refused, unknown, error = _judged(data, found, strict, depth)
     if not refused and found.error is not None:
@@ -594,16 +599,18 @@ def _is_whole(raw: bytes) -> bool:
         return False
 
 
-def _read_row_runs(data: bytes) -> Any:
+def _read_row_runs(data: bytes | Buffer) -> Any:
     """The root of a large `.metadata` with its regular row runs as columns; None when it must be read otherwise."""
     try:
         found = scan(data)
         if found is None:
             return None
+        give_back_freed_memory()
         unpickler = _Unpickler(io.BytesIO(found.pickle), strict=True, found=found)
         with paused_gc(), _no_extensions():
             root = unpickler.load()
         found.finish(lambda name: getattr(name, "kind", ""), unpickler.find_class("torch", "Size"))
+        give_back_freed_memory()
     except Exception:  # whatever it is, reading the original pickle tells
         return None
     return None if unpickler.names.refused or _placed(root) != len(found.row_runs) else root

@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
+_TOO_DEEP = 71  # what the child ends with when its answer is nested too deeply to be sent
 _TICK = 0.1  # seconds between two looks at how far the child is
 _BASE_BYTES = 1024**3
 _BYTES_PER_BYTE = 24  # measured: 12 bytes of memory per byte of a .metadata with a million chunks
@@ -109,6 +110,8 @@ def _answer(child: int, reading: int, shared: Shared | None) -> Any:
         if answer is None and sys.exc_info()[0] is not None:
             os.kill(child, signal.SIGKILL)  # interrupted: the child is not needed any more
         _, status = os.waitpid(child, 0)
+    if answer is None and os.waitstatus_to_exitcode(status) == _TOO_DEEP:
+        raise LimitError("is nested too deeply")
     if answer is None:
         raise LimitError(f"cannot be read: {_ending(status)}")
     kind, value = answer
@@ -140,12 +143,12 @@ def _serve(work: Callable[[], Any], size: int | None, writing: int) -> NoReturn:
             answer = ("error", LimitError("would take more memory to read than its size explains"))
         except Exception as error:  # the loaders are to turn bad input into findings: this is a mistake of theirs
             answer = ("error", ReaderError(f"{type(error).__name__}: {error}"))
+        give_back_freed_memory()
         with os.fdopen(writing, "wb") as pipe:
             try:
-                text = pickle.dumps(answer, 5)
+                pickle.Pickler(pipe, 5).dump(answer)  # arrays go through the pipe as they are, without a copy
             except RecursionError:
-                text = pickle.dumps(("error", LimitError("is nested too deeply")), 5)
-            pipe.write(text)
+                os._exit(_TOO_DEEP)
         os._exit(0)
     finally:
         os._exit(70)
@@ -173,6 +176,14 @@ def _keep_freed_memory() -> None:
         allocator = ctypes.CDLL(None)
         allocator.mallopt(_M_MMAP_THRESHOLD, 2**30)
         allocator.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def give_back_freed_memory() -> None:
+    """Return to the system what `_keep_freed_memory` kept, so that it can serve other processes and other uses."""
+    with contextlib.suppress(OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _lower(which: int, value: int) -> None:

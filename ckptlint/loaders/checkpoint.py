@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.formats.pickle_columns import WORTHWHILE, Buffer
 from ckptlint.formats.safe_pickle import SIZE_LIMIT, Node, Opaque, Unpickled, paused_gc, read_metadata
 from ckptlint.formats.sandbox import isolated
 from ckptlint.loaders.common_state import (
@@ -233,7 +234,7 @@ def _unseen(folder: Folder, run: RunFolder | None, files: FileTable) -> tuple[st
 
 def _read_metadata(folder: Folder, name: str, problems: list[Problem]) -> Unpickled | None:
     try:
-        unpickled = read_metadata(folder.read(name, SIZE_LIMIT))
+        unpickled = read_metadata(_content(folder, name))
     except UnreadableError as error:
         why = _RENAMED if error.position else _WRITTEN_LAST
         problems.append(from_error(error, name, why=why))
@@ -249,6 +250,14 @@ def _read_metadata(folder: Folder, name: str, problems: list[Problem]) -> Unpick
         except UnreadableError as error:
             problems.append(from_error(error, name, why="torch writes a Metadata object there"))
     return unpickled
+
+
+def _content(folder: Folder, name: str) -> bytes | Buffer:
+    """A metadata file; a large one as a buffer, since a copy of it may be hundreds of megabytes."""
+    if (size := folder.size_within(name, SIZE_LIMIT)) < WORTHWHILE:
+        return folder.read(name, SIZE_LIMIT)
+    buffer = Buffer(folder.blocks(name), size + 1)
+    return buffer if buffer.end <= size else folder.read(name, SIZE_LIMIT)  # it was written anew meanwhile
 
 
 def _unsafe_beside(folder: Folder) -> list[Problem]:

@@ -20,6 +20,7 @@ from ckptlint.model.layout import COORDINATE_LIMIT, IntArray, Layout, distinct
 from ckptlint.model.text import printable
 
 _PRINTABLE = 10**100
+_PART = 65536  # numbers that are Python objects at once
 
 _first = itemgetter(0)
 
@@ -77,7 +78,8 @@ def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
     """Columns for everything the metadata describes.
 
     Args:
-        roots: the unpickled root of `.metadata`, or those of all `__N.metadata`, whose chunks are then merged.
+        roots: the unpickled root of `.metadata`, or those of all `__N.metadata`, whose chunks are then merged. Rows of
+            records in them are used up.
         file: the name that problems are reported under.
 
     Raises:
@@ -221,7 +223,7 @@ def _row_run_columns(row_run: RowRun, rank: int) -> tuple[IntArray, IntArray, li
     table, rows = row_run.table.rows, slice(row_run.first, row_run.first + row_run.count)
     assert isinstance(table, ChunkRows)
     if (table.offset_rank[rows] == rank).all() and (table.size_rank[rows] == rank).all():
-        return table.offsets[rows, :rank], table.sizes[rows, :rank], []
+        return table.offsets[rows, :rank].astype(np.int64), table.sizes[rows, :rank].astype(np.int64), []
     offsets = _tuples(table.offset_rank[rows], table.offsets[rows])
     return _columns(offsets, _tuples(table.size_rank[rows], table.sizes[rows]), rank)
 
@@ -348,7 +350,7 @@ class _RawRecords:
         )
         whole.transformed[rows] = nodes.transformed
         whole.odd = {int(rows[row]): offset for row, offset in nodes.odd.items()}
-        numbers = {key: (names.add(table.names), paths.add(table.paths)) for key, table in tables.items()}
+        numbers = {key: (names.add(list(table.names)), paths.add(list(table.paths))) for key, table in tables.items()}
         for row_run, start in row_runs:
             table = tables[id(row_run.table)]
             of_names, of_paths = numbers[id(row_run.table)]
@@ -364,6 +366,8 @@ class _RawRecords:
                 of_paths[table.path[part]],
                 *columns,
             )
+        for row_run, _ in row_runs:
+            row_run.table.rows = None  # copied; of a million records they are 50 MB
         whole.names, whole.fqn = names.in_order_of_use(whole.fqn)
         whole.paths, whole.file = paths.in_order_of_use(whole.file)
         return whole
@@ -446,21 +450,28 @@ class _Numbering:
     """One numbering for texts that come from several tables."""
 
     def __init__(self, texts: list[str]) -> None:
-        self.place = {text: number for number, text in enumerate(texts)}
+        self.texts = texts
+        self.place: dict[str, int] = {}
 
     def add(self, texts: list[str]) -> Any:
-        """int32 [n], the number of each text."""
-        return np.array([self.place.setdefault(text, len(self.place)) for text in texts], np.int32)
+        """int32 [n], the number of each of these different texts."""
+        if not self.texts:  # mostly there is one table: a dictionary of a million texts would be of no use
+            self.texts = texts
+            return np.arange(len(texts), dtype=np.int32)
+        self.place = self.place or {text: number for number, text in enumerate(self.texts)}
+        numbers = np.array([self.place.setdefault(text, len(self.place)) for text in texts], np.int32)
+        self.texts = list(self.place)
+        return numbers
 
     def in_order_of_use(self, numbers: Any) -> tuple[list[str], Any]:
         """The texts in the order in which `numbers` first names them, and `numbers` in that order."""
-        first = np.zeros(len(self.place), np.int64)
-        first[numbers[::-1]] = np.arange(len(numbers))[::-1]
+        first = np.zeros(len(self.texts), np.int32)
+        first[numbers[::-1]] = np.arange(len(numbers), dtype=np.int32)[::-1]
         order = np.argsort(first, kind="stable")
         new = np.zeros(len(order), np.int32)
         new[order] = np.arange(len(order), dtype=np.int32)
-        texts = list(self.place)
-        return [texts[number] for number in order.tolist()], new[numbers]
+        parts = (order[start : start + _PART].tolist() for start in range(0, len(order), _PART))
+        return [self.texts[number] for part in parts for number in part], new[numbers]
 
 
 def _filed_under(offsets: list[Any]) -> tuple[IntArray, IntArray, dict[int, tuple[int, ...]]]:

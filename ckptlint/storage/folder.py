@@ -201,12 +201,21 @@ class Folder(ABC):
         Raises:
             LimitError: it has more than `limit` bytes.
         """
-        size = self.size(name)
-        if size > limit:
-            raise LimitError(f"has {size:,} bytes, the limit is {limit:,}")
+        size = self.size_within(name, limit)
         blocks = self.blocks(name)
         first = next(blocks, b"")
         return first if len(first) >= size else b"".join((first, *blocks))
+
+    def size_within(self, name: str, limit: int) -> int:
+        """Bytes of a file.
+
+        Raises:
+            LimitError: there are more than `limit`.
+        """
+        size = self.size(name)
+        if size > limit:
+            raise LimitError(f"has {size:,} bytes, the limit is {limit:,}")
+        return size
 
     def head(self, name: str, count: int) -> bytes:
         """The first bytes of a file."""

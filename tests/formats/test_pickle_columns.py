@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from pickles import CF, CM, Size, dumped, new
 from support import REAL, examples
 
-from ckptlint.errors import CkptlintError
+from ckptlint.errors import CkptlintError, LimitError
+from ckptlint.formats import pickle_columns
 from ckptlint.formats import safe_pickle as unpickle
-from ckptlint.formats.pickle_columns import scan
+from ckptlint.formats.pickle_columns import Buffer, scan
 from ckptlint.formats.safe_pickle import Opaque, read_metadata
 from ckptlint.formats.sandbox import isolated
 from ckptlint.loaders.dcp import describe
@@ -33,7 +34,7 @@ def read(data: bytes, worthwhile: int) -> Any:
     kept = unpickle.WORTHWHILE
     unpickle.WORTHWHILE = worthwhile
     try:
-        found = read_metadata(data)
+        found = read_metadata(Buffer([data], len(data)) if worthwhile == 0 else data)
         if found.refused:
             return [refused.target for refused in found.refused]
         return describe([found.root])
@@ -80,6 +81,23 @@ def test_most_real_files_have_row_runs() -> None:
     assert sum(scan(path.read_bytes()) is not None for path in METADATA) > len(METADATA) / 2
 
 
+@pytest.mark.parametrize("block", [1 << 20, 1000])
+@pytest.mark.parametrize("path", METADATA, ids=lambda path: str(path.relative_to(REAL).parent))
+def test_a_scanned_buffer_gives_the_file_back(path: Path, block: int) -> None:
+    data = path.read_bytes()
+    buffer = Buffer((data[start : start + block] for start in range(0, len(data), block)), len(data))
+    assert bytes(buffer) == data
+    found = scan(buffer)
+    assert bytes(buffer) == data and (found is None or buffer.end < len(data))
+
+
+@pytest.mark.parametrize("cut", [0, 1, 11, 12, 500, 70_000])
+def test_a_buffer_with_broken_frames_is_left_alone(cut: int) -> None:
+    data = dumped(large())[: cut or None] + b"rest"
+    buffer = Buffer([data, b""], len(data) + 7)
+    assert scan(buffer) is None and bytes(buffer) == data
+
+
 def chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Any:
     return new(CM, "ChunkStorageMetadata", offsets=Size(offsets), sizes=Size(sizes))
 
@@ -120,6 +138,21 @@ def test_a_large_file_is_read_as_columns() -> None:
     described = read(data, 0)
     assert described.records.owned.all() and len(described.paths) == 2500
     assert described.records.byte_offset.max() == 2 << 31
+
+
+def test_columns_widen_from_block_to_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pickle_columns, "_BLOCK", 64)
+    assert_read_alike(dumped(large(700)))
+    rows = [chunk((1 << row // 8, 0), (1, 1 << row // 16)) for row in range(440)]
+    stored = dict(record("a", Size((1 << row // 8, 0)), "__0_0.distcp", 1 << row // 8, row % 300) for row in range(440))
+    data = dumped(metadata({"a": tensor((1 << 60, 1), rows)}, stored))
+    assert scan(data) is not None
+    assert_read_alike(data)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\0", "\ud800", ""])
+def test_a_name_that_is_no_plain_text(name: str) -> None:
+    assert_read_alike(dumped(large(300, (name, "b"))))
 
 
 @st.composite
@@ -277,3 +310,14 @@ def test_a_class_that_is_none_of_torch_is_refused() -> None:
     data = dumped(root).replace(b"torch.distributed.checkpoint.metadata", b"torch.distributed.checkpoint.metabata")
     assert_read_alike(data)
     assert isinstance(read(data, 0), list)
+
+
+def test_an_answer_that_is_nested_too_deeply_is_a_limit() -> None:
+    def work() -> Any:
+        nested: list[Any] = []
+        for _ in range(100_000):
+            nested = [nested]
+        return [np.zeros(1 << 20), nested]  # the first part is sent before the second fails
+
+    with pytest.raises(LimitError, match=r"^is nested too deeply$"):
+        isolated(work, 0)
