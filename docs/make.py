@@ -19,7 +19,7 @@ from ckptlint.rule import Rule
 
 DOCS = Path(__file__).parent
 _UNWRAPPED = 10_000
-_CONSOLE = re.compile(r"```console\n\$ (ckptlint [^\n]*)\n.*?```", re.DOTALL)
+_CONSOLE = re.compile(r"```console\n\$ (ckptlint [^\n]*fixtures/[^\n]*)\n.*?```", re.DOTALL)
 _MERMAID = re.compile(r"\n\n```mermaid\n.*?```", re.DOTALL)
 _SECONDS = re.compile(r"\d+\.\d+ s\b")
 _SLOWEST = re.compile(r"\n  slowest: .*")

@@ -11,7 +11,7 @@ from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import parse
 
-_STEPPED = "param_to_group_meta."
+_GROUPS = ("param_groups", "param_to_group_meta")
 _ADAM = ".betas"
 
 
@@ -20,10 +20,9 @@ def groups_without_state(ckpt: Checkpoint) -> Iterator[Finding]:
     """The parameter groups of an optimizer that has stepped are there, and no state of it at all.
 
     What it checks:
-        Parameter groups with a step above 0 (Megatron-Core), a record of each parameter's group (fsdp_dtensor), or
-        groups with betas (torch), which every form of Adam has from its first step on, come with at least one tensor
-        or object of state. Groups of optimizers that need no state, such as SGD without momentum, are not judged; nor
-        is what a flag of the job says (COM007).
+        Parameter groups with a step above 0 (Megatron-Core), or with betas, which every form of Adam has from its
+        first step on, come with at least one tensor or object of state. Groups of optimizers that need no state, such
+        as SGD without momentum, are not judged; nor is what a flag of the job says (COM007).
     Why it matters:
         A resume finds an optimizer, takes its settings, and goes on with moments of zero.
     Usual causes:
@@ -48,14 +47,10 @@ def groups_without_state(ckpt: Checkpoint) -> Iterator[Finding]:
         step = _step(record.value) if record.kind == "param_groups" else 0
         if step:
             yield _finding(record.place.partition(": ")[0], record.place, f"say step {step:,}")
-    groups = [name for name in optimizer if _STEPPED in name]
-    adam = [name for name in optimizer if "param_groups" in name and name.endswith(_ADAM)]
-    for names, what in ((groups, "name every parameter's group"), (adam, "have betas, as those of Adam")):
-        if names:
-            yield _finding(
-                ckpt.metadata_file, names[0], f"({len(names)} {'entry' if len(names) == 1 else 'entries'}) {what}"
-            )
-            break
+    adam = [name for name in optimizer if name.endswith(_ADAM) and any(word in name for word in _GROUPS)]
+    if adam:
+        count = "1 entry" if len(adam) == 1 else f"{len(adam)} entries"
+        yield _finding(ckpt.metadata_file, adam[0], f"({count}) have betas, as those of Adam")
 
 
 def _finding(file: str, place: str, text: str) -> Finding:
