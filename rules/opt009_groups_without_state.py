@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from ckptlint.analysis.inventory import inventory_of
@@ -22,7 +23,8 @@ def groups_without_state(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Parameter groups with a step above 0 (Megatron-Core), or with betas, which every form of Adam has from its
         first step on, come with at least one tensor or object of state. Groups of optimizers that need no state, such
-        as SGD without momentum, are not judged; nor is what a flag of the job says (COM007).
+        as SGD without momentum, are not judged; nor is what a flag of the job says (COM007). A single entry is a note:
+        its parameter may be frozen.
     Why it matters:
         A resume finds an optimizer, takes its settings, and goes on with moments of zero.
     Usual causes:
@@ -50,7 +52,8 @@ def groups_without_state(ckpt: Checkpoint) -> Iterator[Finding]:
     adam = [name for name in optimizer if name.endswith(_ADAM) and any(word in name for word in _GROUPS)]
     if adam:
         count = "1 entry" if len(adam) == 1 else f"{len(adam)} entries"
-        yield _finding(ckpt.metadata_file, adam[0], f"({count}) have betas, as those of Adam")
+        found = _finding(ckpt.metadata_file, adam[0], f"({count}) have betas, as those of Adam")
+        yield found if len(adam) > 1 else replace(found, severity=Severity.INFO)  # one may be frozen
 
 
 def _finding(file: str, place: str, text: str) -> Finding:

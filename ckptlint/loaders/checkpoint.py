@@ -188,7 +188,8 @@ def _assemble(
     common, common_problems = read_common(folder, _locations(described, {COMMON_ENTRY, *OWN_ENTRIES}))
     values, object_problems = read_objects(folder, _locations(described, describing_objects(objects)))
     problems += common_problems + object_problems
-    counters = {fqn for fqn in (*keys, *described.tensors) if is_counter(fqn)}
+    # over a network no record is fetched at the depths that do not ask for it
+    counters = {fqn for fqn in (*keys, *described.tensors) if is_counter(fqn)} if folder.is_near else set()
     claims, claim_problems = read_claims(folder, _locations(described, counters, of_tensors=True))
     problems += claim_problems
     plans = read_plans(described.extras.get("all_local_plans"))

@@ -44,6 +44,7 @@ class Folder(ABC):
     Attributes:
         unseen: what cannot be known about it, as a sentence; "" when its listing is complete.
         part: the name of the part that a view of the folder shows.
+        is_near: whether a small read costs next to nothing; otherwise each is a request.
         linked_to: where the link leads, out of its run, by which the folder was found; "" otherwise.
         strays: sentences on the links beside it that were not followed.
 
@@ -53,6 +54,7 @@ class Folder(ABC):
 
     unseen = ""
     part = ""
+    is_near = True
     linked_to = ""
     strays: tuple[str, ...] = ()
 

@@ -26,6 +26,8 @@ class RemoteFolder(Folder):
 
     protocol: str
 
+    is_near = False
+
     def __init__(self) -> None:
         self._heads: dict[str, bytes] = {}
 

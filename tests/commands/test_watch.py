@@ -392,7 +392,7 @@ def test_a_run_that_torch_writes_while_it_is_watched(tmp_path: Path) -> None:
     command = f'basename "$CKPTLINT_STEP_PATH" >> {told}'
 
     def write(step: str) -> None:
-        dcp.save({"w": torch.ones(64, 8), "step": 1}, checkpoint_id=path / step, no_dist=True)
+        dcp.save({"w": torch.ones(64, 8), "step": int(step[-1])}, checkpoint_id=path / step, no_dist=True)
 
     def heard() -> list[str]:
         return told.read_text().split() if told.exists() else []

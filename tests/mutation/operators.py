@@ -22,8 +22,8 @@ OPERATORS: list[Operator] = []
 
 HOLES = "GEO004 GEO005 GEO006 EXP003 PAY006"
 SHAPES = (
-    "CFG001 CFG003 SHP001 SHP002 SHP003 SHP004 SHP005 SHP008 SHP009 EXP001 EXP002 EXP004 EXP005 OPT001 OPT002 OPT005 "
-    "OPT006 COM008 COM010 NAM001"
+    "CFG001 CFG003 CFG006 SHP001 SHP002 SHP003 SHP004 SHP005 SHP008 SHP009 EXP001 EXP002 EXP004 EXP005 OPT001 OPT002 "
+    "OPT005 OPT006 COM008 COM010 NAM001"
 )
 FILES = "PAY003 PAY004 PAY006 PAY008 PAY009 PAY013 SAF002 COM001 COM004"
 
@@ -528,7 +528,7 @@ def drop_object(save: Save) -> Iterator[Mutant]:
             yield Mutant(fqn, names, without({fqn}), unseen=unseen)
 
 
-@operator("a key without its prefix", "metadata", "CFG001 NAM001 OPT003 SHP001 SHP005 SHP008 COM008")
+@operator("a key without its prefix", "metadata", "CFG006 CFG001 NAM001 OPT003 SHP001 SHP005 SHP008 COM008")
 def lost_prefix(save: Save) -> Iterator[Mutant]:
     for fqn in save.tensors:
         short = fqn.partition(".")[2]
@@ -655,7 +655,7 @@ def flip_values(save: Save) -> Iterator[Mutant]:
         yield Mutant(f"chunk {i} of {fqn}", (fqn,), change, unseen=unseen)
 
 
-@operator("zero the end of a payload file", "data", f"{FILES} PAY011 PAY012")
+@operator("zero the end of a payload file", "data", f"{FILES} PAY011 PAY012 PAY015")
 def zero_page(save: Save) -> Iterator[Mutant]:
     for name in save.payload:
         size = min(512, (save.step / name).stat().st_size // 2)
@@ -725,7 +725,9 @@ def wrong_iteration(save: Save) -> Iterator[Mutant]:
         yield common("iteration + 10", lambda state: state.update(iteration=state["iteration"] + 10))
 
 
-@operator("double a size in the arguments", "metadata", "COM008 COM010 EXP001 SHP004 OPT005 OBJ005 SHP006")
+@operator(
+    "double a size in the arguments", "metadata", "CFG001 CFG003 COM008 COM010 EXP001 SHP004 OPT005 OBJ005 SHP006"
+)
 def wrong_size(save: Save) -> Iterator[Mutant]:
     sizes = ("num_layers", "hidden_size", "num_experts", "padded_vocab_size", "num_attention_heads")
     for name, value in common_states(*sizes)(save):
