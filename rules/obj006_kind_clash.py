@@ -44,16 +44,16 @@ def kind_clash(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.metadata.BytesStorageMetadata
     """
     found: dict[tuple[object, ...], _Kinds] = defaultdict(_Kinds)
-    for tensor in ckpt.tensors.values():
-        if logical := _logical(tensor.fqn):
-            found[logical].tensors.append(tensor.fqn)
-            found[logical].files.update(ckpt.chunk_file(tensor, row) for row in range(min(len(tensor.chunks), 1)))
     entries = [(obj.key, obj.fqn, obj.record) for obj in ckpt.objects]
     for name, fqn, record in [*entries, *((entry.fqn, entry.fqn, entry.record) for entry in ckpt.byte_objects)]:
         if logical := _logical(name):
             found[logical].objects.append(fqn)
             if record >= 0:
                 found[logical].files.add(ckpt.byte_range_of(record)[0])
+    for tensor in ckpt.tensors.values() if found else ():
+        if (logical := _logical(tensor.fqn)) in found:
+            found[logical].tensors.append(tensor.fqn)
+            found[logical].files.update(ckpt.chunk_file(tensor, row) for row in range(min(len(tensor.chunks), 1)))
     for kinds in found.values():
         if kinds.tensors and kinds.objects:
             yield _finding(ckpt, kinds)
