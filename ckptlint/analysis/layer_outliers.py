@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from ckptlint.analysis.inventory import Param, Shape, inventory_of
@@ -80,19 +79,21 @@ def _layer_of(param: Param) -> tuple[object, ...]:
     return param.key.scope, param.key.block, param.key.layer
 
 
-def _alike(ckpt: Checkpoint) -> Iterable[tuple[list[Param], set[str]]]:
+@fact
+def _alike(ckpt: Checkpoint) -> list[tuple[list[Param], set[str]]]:
     """Parameters of one role in layers with one set of roles, and the classes that such a layer has."""
     roles: dict[tuple[object, ...], set[str]] = defaultdict(set)
     classes: dict[tuple[object, ...], set[str]] = defaultdict(set)
     members = [p for p in inventory_of(ckpt).params if p.key.layer is not None and not is_adapter(p.key)]
-    for param in members:
-        roles[_layer_of(param)].add(param.key.role)
+    layers = [_layer_of(param) for param in members]
+    for param, layer in zip(members, layers, strict=True):
+        roles[layer].add(param.key.role)
         if param.key.function != "other":
-            classes[_layer_of(param)].add(param.key.function)
+            classes[layer].add(param.key.function)
     kinds = {layer: frozenset(found) for layer, found in roles.items()}
     groups: dict[tuple[object, ...], list[Param]] = defaultdict(list)
-    for param in members:
-        groups[param.key.scope, param.key.role, kinds[_layer_of(param)]].append(param)
+    for param, layer in zip(members, layers, strict=True):
+        groups[param.key.scope, param.key.role, kinds[layer]].append(param)
     return [(group, classes[_layer_of(group[0])]) for group in groups.values() if len(group) > _MAJORITY]
 
 
