@@ -1,0 +1,106 @@
+"""Which step of a run to trust, where the run changes meanwhile or is full of what is no step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from support import REAL
+
+import ckptlint
+from ckptlint.lint.report import Report
+from ckptlint.lint.steps import newest_good, runs_at, steps_in
+
+GOOD, HOLE = REAL / "edit_base", REAL / "fsdp2_4r_hole"
+
+
+def judge(path: str) -> Report:
+    """All rules, as the command runs them."""
+    return ckptlint.check(path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of three good steps."""
+    for number in (1, 2, 3):
+        shutil.copytree(GOOD, tmp_path / f"step-{number}")
+    return tmp_path
+
+
+def test_a_step_that_vanishes_while_it_is_judged_is_no_answer(run: Path) -> None:
+    def judged(path: str) -> Report:
+        report = judge(path)
+        if path.endswith("step-3"):
+            shutil.rmtree(path)
+        return report
+
+    ((place, folder),) = runs_at(str(run))
+    search = newest_good(folder, place, judged)
+    assert [(step.name, step.verdict) for step in search.skipped] == [("step-3", "gone")]
+    assert search.found is not None and search.found.name == "step-2"
+    assert search.exit_code == 0
+
+
+def test_a_step_that_vanishes_before_it_is_judged_is_no_answer(run: Path) -> None:
+    ((place, folder),) = runs_at(str(run))
+    folder.folders()  # listed once
+    shutil.rmtree(run / "step-3")
+    search = newest_good(folder, place, judge)
+    assert search.found is not None and search.found.name == "step-2"
+    assert search.is_certain
+
+
+def test_thousands_of_steps_and_names_that_are_none(run: Path) -> None:
+    for number in range(10, 3010):
+        (run / f"step-{number}").mkdir()
+    for name in ("step-", "step-x", "checkpoint", "latest", "step-1e9", "99"):
+        (run / name).mkdir()
+    asked: list[str] = []
+
+    def judged(path: str) -> Report:
+        asked.append(path)
+        return judge(path)
+
+    ((place, folder),) = runs_at(str(run))
+    search = newest_good(folder, place, judged)
+    assert search.found is not None and search.found.name == "step-3"
+    assert asked == [f"{run}/step-3"]  # an empty folder is no finished save, and is not judged
+    assert len(search.skipped) == 3000
+
+
+def test_numbers_beyond_64_bits_are_numbers(run: Path) -> None:
+    shutil.copytree(GOOD, run / f"step-{10**30}")
+    ((place, folder),) = runs_at(str(run))
+    found = newest_good(folder, place, judge).found
+    assert found is not None and found.number == 10**30
+
+
+def test_a_report_of_one_step_has_no_table(run: Path) -> None:
+    assert steps_in(ckptlint.check(run)) == []
+    shutil.copytree(HOLE, run / "step-4")
+    told = steps_in(ckptlint.check(run, all_steps=True))
+    assert [(step.name, step.verdict, step.code) for step in told] == [
+        ("step-4", "fails", "GEO004"),
+        ("step-3", "passes", ""),
+        ("step-2", "passes", ""),
+        ("step-1", "passes", ""),
+    ]
+
+
+def test_one_step_that_cannot_be_read_spoils_no_other(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptlint.errors import AccessError
+    from ckptlint.lint import run as pipeline
+
+    opened = pipeline.open_checkpoint
+
+    def refused(folder: object, look: bool) -> object:
+        if str(getattr(folder, "display", "")).endswith("step-2"):
+            raise AccessError("step-2 cannot be listed: Permission denied")
+        return opened(folder, look)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pipeline, "open_checkpoint", refused)
+    report = ckptlint.check(run, all_steps=True)
+    assert report.unreadable == ("step-2 cannot be listed: Permission denied",)
+    assert len(report.checkpoints) == 2
+    assert report.exit_code == 4
