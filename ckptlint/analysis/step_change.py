@@ -138,6 +138,8 @@ def _gone(was: Mapping[str, Holding], now: Mapping[str, Holding], after: Mapping
     states = {state for fqn in now if (state := _state(fqn))}
     params = {param for _, param in states}
     lost = [fqn for fqn in was if fqn not in now]
+    params_lost = {parse(fqn).path for fqn in lost if parse(fqn).kind == "model"}
+    lost = [fqn for fqn in lost if _param(fqn) not in params_lost]  # a parameter takes its states along
     modules = {name.rpartition(".")[0] for name in after}
     for name, fqns in _by_role(lost).items():
         key, state = parse(fqns[0]), _state(fqns[0])
@@ -157,14 +159,25 @@ def _gone(was: Mapping[str, Holding], now: Mapping[str, Holding], after: Mapping
         yield from _alike("gone", fqns, was, now, bool(rest), rest)
 
 
-def _state(fqn: str) -> tuple[str, str] | None:
-    """Name of an optimizer state and the role of its parameter."""
+def _named(fqn: str) -> tuple[str, str] | None:
+    """Name of an optimizer state and of its parameter."""
     key = parse(fqn)
     if key.kind != "optimizer":
         return None
     _, rest = optimizer_parts(key)
     found = split_state(rest.removeprefix("state.")) if rest.startswith("state.") else None
-    return None if found is None else (found[0], role(parse(found[1]).path))
+    return None if found is None else (found[0], parse(found[1]).path)
+
+
+def _param(fqn: str) -> str | None:
+    found = _named(fqn)
+    return None if found is None else found[1]
+
+
+def _state(fqn: str) -> tuple[str, str] | None:
+    """Name of an optimizer state and the role of its parameter."""
+    found = _named(fqn)
+    return None if found is None else (found[0], role(found[1]))
 
 
 def _altered(was: Mapping[str, Holding], now: Mapping[str, Holding]) -> Iterator[Change]:
