@@ -152,6 +152,15 @@ ALL = [
 ]
 
 
+_LATENT_EXPERTS = {
+    "first_k_dense_replace": [0, 1, 2],
+    "n_group": [1],
+    "topk_group": [1],
+    "num_experts_per_tok": [2],
+    "q_lora_rank": [None, 11, 13, 17],
+}
+
+
 def classes_of(model_type: str) -> list[str]:
     """The usual class first."""
     import transformers
@@ -182,25 +191,7 @@ KINDS: dict[str, Kind] = {
         Kind("mamba2", derived={"head_dim": lambda v: v.get("expand", 2) * v["hidden_size"] // v["num_heads"]}),
         Kind("qwen3_moe", choices={"mlp_only_layers": [[], [0], [1], [0, 2]], "decoder_sparse_step": [1, 2]}),
         Kind("qwen2_moe", choices={"mlp_only_layers": [[], [0], [1], [0, 2]], "decoder_sparse_step": [1, 2]}),
-        Kind(
-            "deepseek_v3",
-            choices={
-                "first_k_dense_replace": [0, 1, 2],
-                "n_group": [1],
-                "topk_group": [1],
-                "num_experts_per_tok": [2],
-                "q_lora_rank": [None, 11, 13, 17],
-            },
-        ),
-        Kind(
-            "deepseek_v2",
-            choices={
-                "first_k_dense_replace": [0, 1, 2],
-                "n_group": [1],
-                "topk_group": [1],
-                "num_experts_per_tok": [2],
-                "q_lora_rank": [None, 11, 13, 17],
-            },
-        ),
+        Kind("deepseek_v3", choices=_LATENT_EXPERTS),
+        Kind("deepseek_v2", choices=_LATENT_EXPERTS),
     )
 }

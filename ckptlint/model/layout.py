@@ -36,7 +36,7 @@ class Box:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """The first index behind the box on each axis."""
+        """The first index after the box on each axis."""
         return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
 
     @property

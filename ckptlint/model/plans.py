@@ -22,7 +22,7 @@ class SavePlans:
         fqn: int32 [m], position in `fqns`.
         rank: int32 [m], the saving rank.
         is_bytes: bool [m], a bytes entry, without offsets.
-        offsets: int64 [m, d], padded with -1 behind the tensor's rank.
+        offsets: int64 [m, d], padded with -1 after the tensor's rank.
         sizes: int64 [m, d], likewise.
         dtypes: the distinct dtypes; dtype: int16 [m], position in it, -1 for bytes.
         global_shape: int64 [m, d], likewise padded.

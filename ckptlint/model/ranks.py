@@ -45,7 +45,7 @@ class RankTable:
         is_object: bool [m], a value that is no tensor, or a shard of a ShardedObject.
         dtypes: the distinct dtypes; dtype: int16 [m], position in it, -1 for objects.
         ndim: int8 [m], number of axes; 1 for a plain object.
-        offsets: int64 [m, d], padded with 0 behind `ndim`.
+        offsets: int64 [m, d], padded with 0 after `ndim`.
         sizes: int64 [m, d], padded with 1.
         global_shape: int64 [m, d], padded with 1.
         replica: int64 [m], 0 the copy that is written, n > 0 a further one, -1 nobody declared who writes.

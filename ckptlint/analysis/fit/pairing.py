@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ckptlint.architecture.expected import Expected
-from ckptlint.vocabulary.keys import role
+from ckptlint.vocabulary.keys import WRAPPING, role
 
-INNER_WORDS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"})
+INNER_WORDS = WRAPPING | {"_forward_module"}
 """What wrappers of a module leave in the names of all that it holds, wherever it lies."""
 
 WRAPPER_WORDS = INNER_WORDS | {"module", "base_model", "state_dict", "app"}
