@@ -92,10 +92,10 @@ def _forms(ckpt: Checkpoint) -> dict[str, dict[_Form, int]]:
         found[optimizer_module(state.chain).name]["states" if is_megatron_order else "torch states"] += 1
     for bucket in inventory_of(ckpt).buckets:
         found[optimizer_module(bucket.chain).name]["buckets"] += 1
-    for obj in ckpt.objects:
-        group = dp_group(obj.key)
+    for key, _, rows in ckpt.objects.rows_by_grid():
+        group = dp_group(key)
         if group is not None and group[2] == "param_state":
-            found[optimizer_module(group[0]).name]["one object"] += 1
+            found[optimizer_module(group[0]).name]["one object"] += len(rows)
     return found
 
 

@@ -37,7 +37,7 @@ def optimizer_presence(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("no flag says whether the optimizer was saved")
     name = "save_optim" if saved is not None else "no_save_optim"
     promised = saved if saved is not None else not not_saved
-    names = chain(ckpt.tensors, (obj.key for obj in ckpt.objects), (entry.fqn for entry in ckpt.byte_objects))
+    names = chain(ckpt.tensors, ckpt.objects.keys, (entry.fqn for entry in ckpt.byte_objects))
     keys = [fqn for fqn in names if parse(fqn).kind == "optimizer"]
     if bool(keys) == promised or (promised and _is_export(ckpt)):
         return

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from ckptlint.analysis.save_plans import Duplicate, duplicates
-from ckptlint.model import Checkpoint
+from ckptlint.model import Checkpoint, RecordState
 from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import role
@@ -59,19 +59,24 @@ def _lists(ckpt: Checkpoint) -> Iterator[Finding]:
     Source:
         megatron.core.dist_checkpointing.strategies.torch.mcore_to_pyt_state_dict: one list per key and rank
     """
-    for obj in ckpt.objects if ckpt.payload is not None else ():
-        content = ckpt.payload.of(obj.record) if ckpt.payload is not None else None
-        if content is not None and content.length > 1:
-            file, start, length = ckpt.byte_range_of(obj.record)
-            yield Finding(
-                f"one rank saved {content.length} objects{{of}} under one key",
-                at=Location(obj.fqn, file=file, byte_range=(start, length)),
-                missing=("list",),
-                notes=(("record", f"{file}, bytes {start:,}-{start + length:,}: a list of {content.length}"),),
-                why="a load hands out the first of them, so the state of the others is lost",
-                hint="two modules share this key on one rank: give each a prefix of its own",
-                alike=f"list {content.length}",
-            )
+    payload, record = ckpt.payload, ckpt.objects.record
+    if payload is None:
+        return
+    lists = [number for number, content in enumerate(payload.contents) if content.length > 1]
+    is_list = (payload.state == RecordState.READ) & np.isin(payload.content, lists)
+    for row in np.flatnonzero((record >= 0) & is_list[record]).tolist() if lists else ():
+        obj = ckpt.objects[row]
+        count = payload.contents[int(payload.content[obj.record])].length
+        file, start, length = ckpt.byte_range_of(obj.record)
+        yield Finding(
+            f"one rank saved {count} objects{{of}} under one key",
+            at=Location(obj.fqn, file=file, byte_range=(start, length)),
+            missing=("list",),
+            notes=(("record", f"{file}, bytes {start:,}-{start + length:,}: a list of {count}"),),
+            why="a load hands out the first of them, so the state of the others is lost",
+            hint="two modules share this key on one rank: give each a prefix of its own",
+            alike=f"list {count}",
+        )
 
 
 def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from itertools import product
 from math import prod
 
-from ckptlint.model import Checkpoint, ShardedObject
+import numpy as np
+
+from ckptlint.model import Checkpoint
+from ckptlint.model.layout import IntArray
 from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
@@ -31,27 +33,24 @@ def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.dist_checkpointing.mapping.ShardedObject
     """
-    if not ckpt.objects or not ckpt.is_megatron:
+    if not len(ckpt.objects) or not ckpt.is_megatron:
         raise NotApplicable("there are no ShardedObjects")
-    grids: dict[tuple[str, tuple[int, ...]], dict[tuple[int, ...], ShardedObject]] = defaultdict(dict)
-    for obj in ckpt.objects:
+    for key, shape, rows in ckpt.objects.rows_by_grid():
         # zarr-era names may have a shape one shorter than the offset; they say nothing about the grid
-        if len(obj.shape) == len(obj.offset):
-            grids[obj.key, obj.shape][obj.offset] = obj
-    for (key, shape), present in grids.items():
-        inside = [offset for offset in present if all(o < s for o, s in zip(offset, shape, strict=True))]
-        lost = prod(shape) - len(inside)
-        outside = len(present) - len(inside)
-        if not lost and not outside:
+        present = _distinct(ckpt.objects.offsets_of(rows, len(shape)))
+        is_inside = (present < np.array(shape, np.int64)).all(axis=1)
+        inside = present[is_inside]
+        lost, outside = prod(shape) - len(inside), len(present) - len(inside)
+        if not len(present) or not (lost or outside):
             continue
         place = f"{ckpt.metadata_file}: grid {list(shape)}, {len(inside):,} of {prod(shape):,} shards"
         if outside:
-            far = min(present.keys() - set(inside))
+            far = present[~is_inside][0]
             subject = "1 shard{of} lies" if outside == 1 else f"{outside:,} shards{{of}} lie"
-            message = f"{subject} outside its grid {list(shape)}, the first at {list(far)}"
+            message = f"{subject} outside its grid {list(shape)}, the first at {far.tolist()}"
         else:
             message = f"{len(inside):,} of {prod(shape):,} ShardedObject shards{{of}} are there"
-        missing = _missing(shape, set(inside))
+        missing = _missing(shape, set(map(tuple, inside.tolist())))
         yield Finding(
             message,
             at=Location(key, label=place),
@@ -62,6 +61,12 @@ def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
             if lost
             else "its names were made for another grid; compare them with those of another step",
         )
+
+
+def _distinct(offsets: IntArray) -> IntArray:
+    """The distinct rows, in their order."""
+    offsets = offsets[np.lexsort(offsets.T[::-1])]
+    return np.asarray(offsets[np.append(True, (offsets[1:] != offsets[:-1]).any(axis=1))[: len(offsets)]])
 
 
 def _missing(shape: tuple[int, ...], present: set[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
+from ckptlint.model.layout import IntArray
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 
@@ -24,16 +25,15 @@ def inconsistent_object_shape(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.dist_checkpointing.mapping.ShardedObject
     """
-    if not ckpt.objects or not ckpt.is_megatron:
+    if not len(ckpt.objects) or not ckpt.is_megatron:
         raise NotApplicable("there are no ShardedObjects")
-    shapes: dict[str, dict[tuple[int, ...], list[str]]] = defaultdict(lambda: defaultdict(list))
-    for obj in ckpt.objects:
-        offset = ".".join(map(str, obj.offset))
-        file = ckpt.byte_range_of(obj.record)[0] if obj.record >= 0 else "no file"
-        shapes[obj.key][obj.shape].append(f"{offset} in {file}")
-    for key, found in shapes.items():
-        if len(found) < 2:
+    shapes: dict[str, dict[tuple[int, ...], IntArray]] = defaultdict(dict)
+    for key, shape, rows in ckpt.objects.rows_by_grid():
+        shapes[key][shape] = rows
+    for key, rows_of in shapes.items():
+        if len(rows_of) < 2:
             continue
+        found = {shape: [_place(ckpt, row) for row in rows.tolist()] for shape, rows in rows_of.items()}
         grids = " and ".join(str(list(shape)) for shape in sorted(found))
         notes: list[Note] = [
             (
@@ -49,3 +49,10 @@ def inconsistent_object_shape(ckpt: Checkpoint) -> Iterator[Finding]:
             notes=tuple(notes),
             hint="compare the times of these files: the older set is a leftover of another topology",
         )
+
+
+def _place(ckpt: Checkpoint, row: int) -> str:
+    """The offset of an object and the file that it lies in."""
+    obj = ckpt.objects[row]
+    file = ckpt.byte_range_of(obj.record)[0] if obj.record >= 0 else "no file"
+    return f"{'.'.join(map(str, obj.offset))} in {file}"

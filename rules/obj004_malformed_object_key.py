@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
@@ -32,9 +34,11 @@ def malformed_object_key(ckpt: Checkpoint) -> Iterator[Finding]:
             key, _, suffix = entry.fqn.rpartition("/shard_")
             reason = f"the key {key!r} contains a slash" if "/" in key else f"{suffix!r} is not <offset>_<shape>"
             yield Finding(f"the object name{{of}} does not parse: {reason}", at=Location(entry.fqn))
-    for obj in ckpt.objects:
-        if len(obj.offset) - len(obj.shape) not in (0, 1):
-            yield Finding(
-                f"the object name{{of}} does not parse: offset {list(obj.offset)} and shape {list(obj.shape)}",
-                at=Location(obj.fqn),
-            )
+    objects = ckpt.objects
+    surplus = np.diff(objects.start) - np.array([len(shape) for _, shape in objects.grids], np.int64)[objects.grid]
+    for row in np.flatnonzero((surplus != 0) & (surplus != 1)).tolist():
+        obj = objects[row]
+        yield Finding(
+            f"the object name{{of}} does not parse: offset {list(obj.offset)} and shape {list(obj.shape)}",
+            at=Location(obj.fqn),
+        )

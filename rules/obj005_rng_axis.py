@@ -31,7 +31,7 @@ def rng_axis(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.training.checkpointing.get_rng_state
     """
-    grids = {obj.shape for obj in ckpt.objects if obj.key == "rng_state"}
+    grids = {shape for key, shape in ckpt.objects.grids if key == "rng_state"}
     if not grids:
         raise NotApplicable("there is no sharded random state")
     declared, topology = trusted(ckpt), trusted_topology(ckpt)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckptlint.analysis.inventory import dp_group
-from ckptlint.model import Checkpoint
+from ckptlint.model import ByteObject, Checkpoint, Tensor
+from ckptlint.model.layout import IntArray
 from ckptlint.model.text import braces
 from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.keys import parse
@@ -18,11 +19,11 @@ _EXTRA = "_extra_state"
 
 @dataclass(slots=True)
 class _Kinds:
-    """Names stored as tensors and names stored as bytes under one logical key."""
+    """What is stored as tensors and what as bytes under one logical key; of ShardedObjects their rows."""
 
-    tensors: list[str] = field(default_factory=list)
-    objects: list[str] = field(default_factory=list)
-    files: set[str] = field(default_factory=set)
+    tensors: list[Tensor] = field(default_factory=list)
+    shards: list[IntArray] = field(default_factory=list)
+    entries: list[ByteObject] = field(default_factory=list)
 
 
 @rule("OBJ006", "kind-clash", Severity.WARNING)
@@ -44,18 +45,17 @@ def kind_clash(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.metadata.BytesStorageMetadata
     """
     found: dict[tuple[object, ...], _Kinds] = defaultdict(_Kinds)
-    entries = [(obj.key, obj.fqn, obj.record) for obj in ckpt.objects]
-    for name, fqn, record in [*entries, *((entry.fqn, entry.fqn, entry.record) for entry in ckpt.byte_objects)]:
-        if logical := _logical(name):
-            found[logical].objects.append(fqn)
-            if record >= 0:
-                found[logical].files.add(ckpt.byte_range_of(record)[0])
+    for key, _, rows in ckpt.objects.rows_by_grid():
+        if logical := _logical(key):
+            found[logical].shards.append(rows)
+    for entry in ckpt.byte_objects:
+        if logical := _logical(entry.fqn):
+            found[logical].entries.append(entry)
     for tensor in ckpt.tensors.values() if found else ():
         if (logical := _logical(tensor.fqn)) in found:
-            found[logical].tensors.append(tensor.fqn)
-            found[logical].files.update(ckpt.chunk_file(tensor, row) for row in range(min(len(tensor.chunks), 1)))
+            found[logical].tensors.append(tensor)
     for kinds in found.values():
-        if kinds.tensors and kinds.objects:
+        if kinds.tensors:
             yield _finding(ckpt, kinds)
 
 
@@ -74,17 +74,20 @@ def _logical(fqn: str) -> tuple[object, ...] | None:
 
 
 def _finding(ckpt: Checkpoint, kinds: _Kinds) -> Finding:
-    lead = ckpt.tensors[kinds.tensors[0]]
+    lead = kinds.tensors[0]
     is_extra = lead.fqn.endswith(_EXTRA)
-    files = sorted(kinds.files - {""})
+    shards = [ckpt.objects[row] for rows in kinds.shards for row in rows.tolist()]
+    in_bytes = [(obj.fqn, obj.record) for obj in shards] + [(entry.fqn, entry.record) for entry in kinds.entries]
+    files = {ckpt.byte_range_of(record)[0] for _, record in in_bytes if record >= 0}
+    files |= {ckpt.chunk_file(tensor, 0) for tensor in kinds.tensors if len(tensor.chunks)} - {""}
     return Finding(
-        f"key{{of}} is a tensor here and bytes elsewhere: {len(kinds.tensors)} against {len(kinds.objects)}",
+        f"key{{of}} is a tensor here and bytes elsewhere: {len(kinds.tensors)} against {len(in_bytes)}",
         at=Location.of(lead),
         severity=Severity.INFO if is_extra else None,
         notes=(
-            ("tensors", _names(kinds.tensors)),
-            ("bytes", _names(kinds.objects)),
-            ("stored in", ", ".join(files[:_SHOWN]) + (" and others" if len(files) > _SHOWN else "")),
+            ("tensors", _names([tensor.fqn for tensor in kinds.tensors])),
+            ("bytes", _names([fqn for fqn, _ in in_bytes])),
+            ("stored in", ", ".join(sorted(files)[:_SHOWN]) + (" and others" if len(files) > _SHOWN else "")),
         ),
         hint="find out which library version wrote each of the two, and load with that one",
     )

@@ -69,8 +69,8 @@ def dp_group_set(ckpt: Checkpoint) -> Iterator[Finding]:
     if not ckpt.is_sound:
         raise NotApplicable("some tensors cannot be judged, so it is not known which buckets are stored")
     recorded: dict[tuple[str, ...], dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for obj in ckpt.objects:
-        part = dp_group(obj.key)
+    for key in ckpt.objects.keys:
+        part = dp_group(key)
         if part is not None:
             recorded[part[0]][part[2]].add(part[1])
     sizes = trusted_topology(ckpt)
@@ -206,11 +206,14 @@ def _lengths(ckpt: Checkpoint) -> Iterator[Finding]:
         megatron.core.optimizer.distrib_optimizer.DistributedOptimizer: a list by buffer of {(dtypes): [bucket sizes]}
     """
     recorded = {}
-    for obj in ckpt.objects:
-        part = dp_group(obj.key)
-        content = ckpt.payload.of(obj.record) if ckpt.payload is not None else None
-        if part is not None and part[2] == _UNPADDED and content is not None and content.length == 1:
-            recorded[part[0], part[1]] = content.value
+    payload = ckpt.payload
+    for key, _, rows in ckpt.objects.rows_by_grid():
+        part = dp_group(key)
+        if payload is None or part is None or part[2] != _UNPADDED:
+            continue
+        for record in ckpt.objects.record[rows].tolist():
+            if (content := payload.of(record)) is not None and content.length == 1:
+                recorded[part[0], part[1]] = content.value
     for bucket in inventory_of(ckpt).buckets:
         if (bucket.chain, bucket.group) not in recorded or len(bucket.tensor.global_shape) != 1:
             continue

@@ -36,7 +36,7 @@ def groups_without_state(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
     """
     inventory = inventory_of(ckpt)
-    is_sharded = any(parse(key).kind == "optimizer" and "param_state" in key for key in (o.key for o in ckpt.objects))
+    is_sharded = any("param_state" in key and parse(key).kind == "optimizer" for key in ckpt.objects.keys)
     if inventory.states or inventory.numbered or inventory.buckets or is_sharded or not ckpt.is_sound:
         raise NotApplicable("there is optimizer state, or some of what is stored cannot be judged")
     optimizer = [entry.fqn for entry in ckpt.byte_objects if parse(entry.fqn).kind == "optimizer"]

@@ -53,7 +53,8 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
             notes=(("stored", "its other chunks are in " + ", ".join(files[:6]) if files else "none of it is stored"),),
             hint=_filed_elsewhere(ckpt, strays.get(tensor.fqn, [])),
         )
-    unfiled = [o.fqn for o in ckpt.objects if o.record < 0] + [b.fqn for b in ckpt.byte_objects if b.record < 0]
+    lost_objects = np.flatnonzero(ckpt.objects.record < 0).tolist()
+    unfiled = [ckpt.objects[row].fqn for row in lost_objects] + [b.fqn for b in ckpt.byte_objects if b.record < 0]
     for fqn in unfiled:
         yield Finding("the bytes{of} have no storage entry", at=Location(fqn))
 

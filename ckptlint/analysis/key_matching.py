@@ -117,7 +117,7 @@ def match_keys(ckpt: Checkpoint, reference: Reference) -> KeyComparison:
         _entry(t.fqn, None if t.dtype == "unknown" else t.dtype, t.global_shape if t.is_representable else None)
         for t in ckpt.tensors.values()
     )
-    in_bytes = {entry.fqn for entry in ckpt.byte_objects} | {obj.key for obj in ckpt.objects}
+    in_bytes = {entry.fqn for entry in ckpt.byte_objects} | ckpt.objects.keys.keys()
     for family, entries in expected.items():
         expected[family] = [entry for entry in entries if not _lies_in(entry.fqn, in_bytes)]
         result.expected[family[0]] += len(expected[family])

@@ -89,7 +89,9 @@ def content_metadata(ckpt: Checkpoint) -> Mapping[str, Any]:
 @fact
 def optimizer_records(ckpt: Checkpoint) -> tuple[Record, ...]:
     """Every list of parameter groups and every sharding type, from the common state and from objects."""
-    in_objects = [record for obj in ckpt.objects if (record := _in_object(ckpt, obj))]
+    grids = (rows for key, _, rows in ckpt.objects.rows_by_grid() if parse(key).kind == "optimizer")
+    shards = (ckpt.objects[row] for row in sorted(row for rows in grids for row in rows.tolist()))
+    in_objects = [record for obj in shards if (record := _in_object(ckpt, obj))]
     names = {module.name for module in modules(ckpt)} | {record.module.name for record in in_objects}
     in_common = [] if ckpt.common is None else _in_common(ckpt.common.source, ckpt.common.values, names - {""})
     return (*in_common, *in_objects)

@@ -109,8 +109,8 @@ def held_by(ckpt: Checkpoint) -> dict[str, Holding]:
     for entry in ckpt.byte_objects:
         held[entry.fqn] = Holding("bytes")
     shards: dict[str, int] = defaultdict(int)
-    for shard in ckpt.objects:
-        shards[shard.key] += 1
+    for key, _, rows in ckpt.objects.rows_by_grid():
+        shards[key] += len(rows)
     return held | {key: Holding("object", (), count) for key, count in shards.items()}
 
 

@@ -162,7 +162,7 @@ def _items(ckpt: Checkpoint) -> dict[str, Item]:
     """Everything by key; the shards of one object of Megatron-Core are one item."""
     found = {t.fqn: Item("tensor", t.dtype, t.global_shape, t.is_flattened) for t in ckpt.tensors.values()}
     found |= {entry.fqn: Item("bytes") for entry in ckpt.byte_objects}
-    return found | {obj.key: Item("object") for obj in ckpt.objects}
+    return found | {key: Item("object") for key in ckpt.objects.keys}
 
 
 def _renamed(old: Checkpoint, new: Checkpoint, removed: list[str], added: list[str]) -> Iterator[Difference]:
@@ -223,7 +223,7 @@ def _cut(tensor: Tensor) -> str:
 
 def _grids(old: Checkpoint, new: Checkpoint) -> Iterator[Difference]:
     """The grids of objects: Megatron-Core keeps the mesh in them."""
-    grids = [{obj.key: obj.shape for obj in ckpt.objects} for ckpt in (old, new)]
+    grids = [dict(ckpt.objects.grids) for ckpt in (old, new)]
     for key, shape in grids[0].items():
         other = grids[1].get(key, shape)
         if other != shape:

@@ -219,7 +219,7 @@ def _leaves(child: Branch | Tensor) -> Iterator[Tensor]:
 
 def _others(ckpt: Checkpoint, style: Style) -> Iterator[str]:
     """Objects and bytes entries."""
-    grids: dict[tuple[str, tuple[int, ...]], int] = Counter((obj.key, obj.shape) for obj in ckpt.objects)
+    grids = {(key, shape): len(rows) for key, shape, rows in ckpt.objects.rows_by_grid()}
     if grids:
         alike: dict[tuple[object, ...], list[str]] = defaultdict(list)
         for (key, shape), count in grids.items():
@@ -288,7 +288,7 @@ def _size(nbytes: int | None) -> str:
 
 
 def _checkpoint(ckpt: Checkpoint, pattern: str | None) -> dict[str, Any]:
-    grids = Counter((obj.key, obj.shape) for obj in ckpt.objects)
+    grids = {(key, shape): len(rows) for key, shape, rows in ckpt.objects.rows_by_grid()}
     return {
         "path": ckpt.path,
         "format": ckpt.format,

@@ -243,7 +243,7 @@ def parts_of(checkpoints: Iterable[Checkpoint]) -> tuple[str, ...]:
     found: set[str | None] = set()
     for ckpt in checkpoints:
         found |= {part_of_file(file.family) for file in ckpt.step_files}
-        names: set[str] = {entry.fqn for entry in ckpt.byte_objects} | {entry.key for entry in ckpt.objects}
+        names: set[str] = {entry.fqn for entry in ckpt.byte_objects} | ckpt.objects.keys.keys()
         if ckpt.common is not None:
             names |= {key for key in ckpt.common.values if isinstance(key, str)}
         found |= {part_of_key(name) for name in names.union(ckpt.tensors)}

@@ -169,10 +169,10 @@ def _assemble(
     problems: list[Problem],
     look_at_files: bool,
 ) -> Checkpoint:
-    objects, byte_objects = split_objects(described.byte_objects)
+    objects, byte_objects = split_objects(described.byte_records)
     config, config_problem = read_config(folder)
     format_ = dialect(described, root.name, config, folder, objects)
-    keys = [entry.fqn for entry in described.byte_objects]
+    keys = described.byte_records.keys()
     if config_problem and format_ == "torch_dist":
         problems.append(config_problem)
     problems += described.problems
@@ -279,7 +279,7 @@ def _unsafe_beside(folder: Folder) -> list[Problem]:
 def _locations(described: Description, wanted: set[str], of_tensors: bool = False) -> dict[str, Location]:
     """Where the records of these entries lie; of tensors, where asked for, those that are one chunk."""
     table = described.records
-    rows = {entry.fqn: entry.record for entry in described.byte_objects if entry.fqn in wanted}
+    rows = {fqn: described.byte_records[fqn] for fqn in wanted & described.byte_records.keys()}
     names = wanted if of_tensors else ()
     tensors = [tensor for fqn in names if (tensor := described.tensors.get(fqn)) is not None]
     rows |= {tensor.fqn: int(tensor.chunks.record[0]) for tensor in tensors if len(tensor.chunks) == 1}
@@ -419,7 +419,7 @@ def _writer(described: Description, root: Any, format_: str) -> str:
     """
     extras = described.extras
     if format_ == "torch_dist":
-        if any(entry.fqn == COMMON_ENTRY for entry in described.byte_objects):
+        if COMMON_ENTRY in described.byte_records:
             return "core >= 0.19"
         if "mcore_data" in extras:
             return "core 0.11-0.16" if "all_local_plans" in extras else "core 0.8-0.10"

@@ -14,10 +14,10 @@ import numpy as np
 from ckptlint.errors import UnreadableError
 from ckptlint.formats.pickle_columns import END, ChunkRows, RecordRows, RowRun
 from ckptlint.formats.safe_pickle import Node, Opaque
-from ckptlint.model import KEY_LIMIT, RANK_LIMIT, ByteObject, ChunkTable, MalformedChunk, Problem, RecordTable, Tensor
+from ckptlint.model import KEY_LIMIT, RANK_LIMIT, ChunkTable, MalformedChunk, Problem, RecordTable, Tensor
 from ckptlint.model.cover import Budget
 from ckptlint.model.layout import COORDINATE_LIMIT, IntArray, Layout, distinct
-from ckptlint.model.text import printable
+from ckptlint.model.text import all_printable, printable
 
 _PRINTABLE = 10**100
 _PART = 65536  # numbers that are Python objects at once
@@ -31,12 +31,13 @@ class Description:
 
     Attributes:
         paths: raw relative path of each payload file, in the order of `RecordTable.file`.
+        byte_records: name of each bytes entry, printable -> row of its record, -1 without one.
         extras: attributes of the root that are not torch's own (`all_local_plans`, `mcore_data`).
         has_offset: bool [m], the records that hold a chunk, not a bytes entry.
     """
 
     tensors: dict[str, Tensor]
-    byte_objects: list[ByteObject]
+    byte_records: dict[str, int]
     records: RecordTable
     has_offset: Any
     paths: list[str]
@@ -108,12 +109,12 @@ def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
     problems: list[Problem] = []
     raw = _RawRecords.read(index, infos, file, problems)
     tensors, byte_names = _tensors(entries, states[0].get("mcore_data"), file, problems)
-    records, has_offset, joined, byte_objects = _join(tensors, byte_names, raw)
+    records, has_offset, joined, byte_records = _join(tensors, byte_names, raw)
     known = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
     version = states[0].get("version")
     return Description(
         tensors=joined,
-        byte_objects=byte_objects,
+        byte_records=byte_records,
         records=records,
         has_offset=has_offset,
         paths=raw.paths,
@@ -502,7 +503,7 @@ def _filed_under(offsets: list[Any]) -> tuple[IntArray, IntArray, dict[int, tupl
 
 def _join(
     tensors: dict[str, Tensor], byte_names: list[str], raw: _RawRecords
-) -> tuple[RecordTable, Any, dict[str, Tensor], list[ByteObject]]:
+) -> tuple[RecordTable, Any, dict[str, Tensor], dict[str, int]]:
     """Find each chunk's and bytes entry's record; records are filed under (fqn, offset).
 
     Returns the records as a table, which of them have an offset, the tensors by printable name, the bytes entries.
@@ -533,15 +534,17 @@ def _join(
         for (_, tensor), part in zip(group, np.split(found, np.cumsum(lengths)[:-1]), strict=True):
             tensor.chunks.record[:] = part
 
-    byte_row: dict[str, int] = {}
-    wanted_bytes = set(byte_names)
-    for row in np.flatnonzero(raw.rank == -1).tolist():
-        name = raw.names[raw.fqn[row]]
-        owned[row] = name in wanted_bytes
-        byte_row[name] = row
-    byte_objects = [ByteObject(printable(name), byte_row.get(name, -1)) for name in byte_names]
+    rows = np.flatnonzero(raw.rank == -1)
+    of_bytes = [numbers.get(name, -1) for name in byte_names]
+    row_of = np.full(len(raw.names) + 1, -1, np.int64)  # the last one for names that have no record
+    row_of[raw.fqn[rows]] = rows
+    wanted_bytes = np.zeros(len(raw.names) + 1, bool)
+    wanted_bytes[of_bytes] = True
+    wanted_bytes[-1] = False
+    owned[rows] = wanted_bytes[raw.fqn[rows]]
+    byte_records = dict(zip(all_printable(byte_names), row_of[of_bytes].tolist(), strict=True))
     records = RecordTable(
-        fqns=[printable(name) for name in raw.names],
+        fqns=all_printable(raw.names),
         fqn=raw.fqn,
         file=raw.file,
         byte_offset=raw.byte_offset,
@@ -550,7 +553,7 @@ def _join(
         owned=owned,
         strays={row: _stray(raw, row) for row in np.flatnonzero(~owned).tolist()},
     )
-    return records, raw.rank != -1, {tensor.fqn: tensor for tensor in tensors.values()}, byte_objects
+    return records, raw.rank != -1, {tensor.fqn: tensor for tensor in tensors.values()}, byte_records
 
 
 def _by_hint(

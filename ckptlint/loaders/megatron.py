@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from itertools import chain
 from typing import Any
 
@@ -15,48 +15,60 @@ from ckptlint.formats.safe_pickle import Node
 from ckptlint.loaders.common_state import COMMON_ENTRY, COMMON_FILE
 from ckptlint.loaders.dcp import Description, state_of
 from ckptlint.loaders.problems import from_error
-from ckptlint.model import ByteObject, Format, Problem, SavePlans, ShardedObject
+from ckptlint.model import ByteObject, Format, ObjectTable, Problem, SavePlans, empty_objects
 from ckptlint.model.layout import COORDINATE_LIMIT, IntArray
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
 CONFIG_FILE = "metadata.json"
 _CONFIG_LIMIT = 64 * 1024**2
-_NUMBERS = r"[0-9]{1,15}(?:\.[0-9]{1,15})*"
-_OBJECT = re.compile(rf"(?P<key>[^/]+)/shard_(?P<offset>{_NUMBERS})_(?P<shape>{_NUMBERS})")
+_DIGITS = 15
+_NUMBERS = rf"[0-9]{{1,{_DIGITS}}}(?:\.[0-9]{{1,{_DIGITS}}})*"
+_OBJECT = re.compile(rf"([^/]+)/shard_({_NUMBERS})_({_NUMBERS})")
+_PADDED = re.compile("[._]0[0-9]")  # a number that is not spelled as Python spells it
 _DESCRIBING = re.compile(r"(?:^|\.)(?:dp_group_idx_\d+\.optimizer|param_groups|param_state_sharding_type)$")
 _DESCRIBING_LIMIT = 64
 _GROUP = re.compile(r"dp_group_idx_\d+")
 _RUNTIME_KEYS = ("rng_state", "rerun_state_machine_state")
 
 
-def split_objects(entries: Iterable[ByteObject]) -> tuple[list[ShardedObject], list[ByteObject]]:
+def split_objects(entries: Mapping[str, int]) -> tuple[ObjectTable, list[ByteObject]]:
     """The ShardedObjects among the bytes entries, by their key, and the other entries.
+
+    Args:
+        entries: printable name -> row of its record.
 
     Source:
         megatron.core.dist_checkpointing.mapping.ShardedObject: `{key}/shard_{offset}_{shape}`, numbers joined by "."
     """
-    objects: list[ShardedObject] = []
-    others: list[ByteObject] = []
-    for entry in entries:
-        match = _OBJECT.fullmatch(entry.fqn)
-        if match is None:
-            others.append(entry)
-            continue
-        offset, shape = (tuple(map(int, match[part].split("."))) for part in ("offset", "shape"))
-        objects.append(ShardedObject(entry.fqn, match["key"], offset, shape, entry.record))
-    return objects, others
+    matches = [*map(_OBJECT.fullmatch, entries)]
+    others = [ByteObject(fqn, row) for match, (fqn, row) in zip(matches, entries.items(), strict=True) if not match]
+    found = [match for match in matches if match]
+    if not found:
+        return empty_objects(), others
+    keys, offsets, shapes = zip(*(match.groups() for match in found), strict=True)
+    spelled = {pair: number for number, pair in enumerate(dict.fromkeys(zip(keys, shapes, strict=True)))}
+    grids: dict[tuple[str, tuple[int, ...]], int] = {}
+    one = [grids.setdefault((key, tuple(map(int, shape.split(".")))), len(grids)) for key, shape in spelled]
+    grid = np.array([*map(spelled.__getitem__, zip(keys, shapes, strict=True))], np.int32)
+    axes = np.array([offset.count(".") + 1 for offset in offsets], np.int64)
+    numbers = np.array(".".join(offsets).split("."), f"U{_DIGITS}").astype(np.int64)
+    record = np.array([entries[match.string] for match in found], np.int64)
+    odd = {row: match.string for row, match in enumerate(found) if _PADDED.search(match.string)}
+    return ObjectTable(
+        [*grids], np.array(one, np.int32)[grid], numbers, np.append(0, np.cumsum(axes)), record, odd
+    ), others
 
 
-def describing_objects(objects: Iterable[ShardedObject]) -> set[str]:
+def describing_objects(objects: ObjectTable) -> set[str]:
     """The entries that say how an optimizer module was saved, one of each kind and module.
 
     Groups of one distributed optimizer (`dp_group_idx_N`) hold the same parameter groups, so one stands for all.
     """
     first: dict[str, str] = {}
-    for obj in objects:
-        if _DESCRIBING.search(obj.key):
-            first.setdefault(_GROUP.sub("dp_group_idx_*", obj.key), obj.fqn)
+    for key, _, rows in objects.rows_by_grid():
+        if _DESCRIBING.search(key):
+            first.setdefault(_GROUP.sub("dp_group_idx_*", key), objects[int(rows[0])].fqn)
     return set(list(first.values())[:_DESCRIBING_LIMIT])
 
 
@@ -80,10 +92,10 @@ def read_config(folder: Folder) -> tuple[dict[str, Any] | None, Problem | None]:
 
 
 def dialect(
-    described: Description, root_name: str, config: dict[str, Any] | None, folder: Folder, objects: list[ShardedObject]
+    described: Description, root_name: str, config: dict[str, Any] | None, folder: Folder, objects: ObjectTable
 ) -> Format:
     """Which writer's key scheme a folder with readable `.metadata` follows."""
-    keys = described.tensors.keys() | {entry.fqn for entry in described.byte_objects}
+    keys = described.tensors.keys() | described.byte_records.keys()
     if any(key.startswith("optimizer.param_to_group_meta.") for key in keys):
         return "fsdp_dtensor"
     if config and config.get("sharded_backend") == "torch_dist":
@@ -94,17 +106,17 @@ def dialect(
     # a user's own common.pt or keys with "/shard_" in them are no mark; NVRx writes plans for any format
     marks = "mcore_data" in described.extras or root_name == "MCoreMetadata" or COMMON_ENTRY in keys
     planned = "all_local_plans" in described.extras
-    if marks or any(map(_is_megatron_object, objects)) or (planned and folder.has(COMMON_FILE)):
+    if marks or any(map(_is_megatron_object, objects.keys)) or (planned and folder.has(COMMON_FILE)):
         return "torch_dist"
     return "torch_dcp" if run_entries and "iteration" in keys else "dcp"
 
 
-def _is_megatron_object(obj: ShardedObject) -> bool:
-    return obj.key in _RUNTIME_KEYS or obj.key.endswith("._extra_state") or ".dp_group_idx_" in obj.key
+def _is_megatron_object(key: str) -> bool:
+    return key in _RUNTIME_KEYS or key.endswith("._extra_state") or ".dp_group_idx_" in key
 
 
 def missing_marks(
-    format_: Format, config: dict[str, Any] | None, config_is_broken: bool, folder: Folder, keys: Iterable[str]
+    format_: Format, config: dict[str, Any] | None, config_is_broken: bool, folder: Folder, keys: Collection[str]
 ) -> list[Problem]:
     """What a finished torch_dist save has and this folder lacks.
 
@@ -125,7 +137,7 @@ def missing_marks(
                 "step that the same job saved",
             )
         )
-    has_common = folder.has(COMMON_FILE) or COMMON_ENTRY in set(keys) or folder.has("train_state.pt")
+    has_common = folder.has(COMMON_FILE) or COMMON_ENTRY in keys or folder.has("train_state.pt")
     if config and not has_common:
         declared = config.get("common_backend")
         says = f"{CONFIG_FILE} declares the common backend {printable(str(declared))!r}" if declared else "no source"

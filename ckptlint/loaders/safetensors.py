@@ -29,6 +29,7 @@ from ckptlint.model import (
     StoredFile,
     Tensor,
     WeightIndex,
+    empty_objects,
 )
 from ckptlint.model.cover import Budget
 from ckptlint.model.facts import fact
@@ -199,7 +200,7 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
         declared=declared,
         config=own or (config if all(_LOADED.match(name) for name in names) else None),
         index=None if places is None else _weight_index(printable(group.index), places, total, absent, unread),
-        topology=read_topology(declared, [], None, ranks),
+        topology=read_topology(declared, empty_objects(), None, ranks),
         problems=problems + config_problems + own_problems,
         readable=readable,
         partial=partial,

@@ -25,9 +25,11 @@ from ckptlint.model.tensors import (
     ByteObject,
     ChunkTable,
     MalformedChunk,
+    ObjectTable,
     RecordTable,
     ShardedObject,
     Tensor,
+    empty_objects,
     empty_records,
 )
 from ckptlint.model.text import printable
@@ -48,6 +50,7 @@ __all__ = [
     "Format",
     "MalformedChunk",
     "ModelConfig",
+    "ObjectTable",
     "OptimizerFile",
     "PayloadTable",
     "Problem",
@@ -71,6 +74,7 @@ __all__ = [
     "StoredFile",
     "Tensor",
     "WeightIndex",
+    "empty_objects",
     "empty_payload",
     "empty_records",
     "printable",

@@ -12,7 +12,7 @@ from ckptlint.model.payload import PayloadTable
 from ckptlint.model.plans import SavePlans
 from ckptlint.model.ranks import RankTable, Remark
 from ckptlint.model.reference import AxisSize, Declared, ModelConfig, Reference, Seal
-from ckptlint.model.tensors import ByteObject, RecordTable, ShardedObject, Tensor, empty_records
+from ckptlint.model.tensors import ByteObject, ObjectTable, RecordTable, Tensor, empty_objects, empty_records
 
 Format = Literal[
     "dcp",
@@ -243,7 +243,7 @@ class Checkpoint:
     format: Format
     writer: str = ""
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    objects: list[ShardedObject] = field(default_factory=list)
+    objects: ObjectTable = field(default_factory=lambda: empty_objects())
     byte_objects: list[ByteObject] = field(default_factory=list)
     records: RecordTable = field(default_factory=lambda: empty_records())
     files: FileTable = field(default_factory=lambda: FileTable.of([]))

@@ -5,6 +5,7 @@ Chunks and records are rows of arrays; Python objects for them exist only inside
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -113,6 +114,63 @@ class ShardedObject:
     offset: tuple[int, ...]
     shape: tuple[int, ...]
     record: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ObjectTable:
+    """The ShardedObjects as columns; row i is one shard, and `table[i]` is a view of it.
+
+    Attributes:
+        grids: the distinct pairs of key and shape, in order of first use.
+        grid: int32 [m], position in `grids`.
+        numbers: int64 [k], the offsets of all shards one after another.
+        start: int64 [m + 1], where a shard's offset starts there; the next one's start ends it.
+        record: int64 [m], row in `Checkpoint.records`, -1 without a storage entry.
+        names: row -> the whole entry name, where it is not spelled as `{key}/shard_{offset}_{shape}`.
+    """
+
+    grids: list[tuple[str, tuple[int, ...]]]
+    grid: npt.NDArray[np.int32]
+    numbers: IntArray
+    start: IntArray
+    record: IntArray
+    names: dict[int, str]
+
+    def __len__(self) -> int:
+        return len(self.grid)
+
+    def __getitem__(self, row: int) -> ShardedObject:
+        key, shape = self.grids[self.grid[row]]
+        offset = tuple(self.numbers[self.start[row] : self.start[row + 1]].tolist())
+        fqn = self.names.get(row) or f"{key}/shard_{'.'.join(map(str, offset))}_{'.'.join(map(str, shape))}"
+        return ShardedObject(fqn, key, offset, shape, int(self.record[row]))
+
+    def __iter__(self) -> Iterator[ShardedObject]:
+        return map(self.__getitem__, range(len(self)))
+
+    @property
+    def keys(self) -> dict[str, None]:
+        """The distinct keys, in order of first use."""
+        return dict.fromkeys(key for key, _ in self.grids)
+
+    def rows_by_grid(self) -> Iterator[tuple[str, tuple[int, ...], IntArray]]:
+        """Each pair of key and shape with its rows, ascending."""
+        order = np.argsort(self.grid, kind="stable")
+        bounds = np.searchsorted(self.grid[order], np.arange(len(self.grids) + 1))
+        for number, (key, shape) in enumerate(self.grids):
+            yield key, shape, order[bounds[number] : bounds[number + 1]]
+
+    def offsets_of(self, rows: IntArray, axes: int) -> IntArray:
+        """int64 [k, axes], the offsets of those of the rows that have so many numbers."""
+        start = self.start[rows]
+        whole = start[self.start[rows + 1] - start == axes]
+        return np.asarray(self.numbers[whole[:, None] + np.arange(axes)])
+
+
+def empty_objects() -> ObjectTable:
+    """A table without rows."""
+    none = np.zeros(0, np.int64)
+    return ObjectTable([], none.astype(np.int32), none, np.zeros(1, np.int64), none, {})
 
 
 @dataclass(frozen=True, slots=True)

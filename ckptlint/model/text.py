@@ -24,6 +24,12 @@ def printable(text: str) -> str:
     )
 
 
+def all_printable(texts: Sequence[str]) -> list[str]:
+    """`printable` of each text; in one look where none needs a change."""
+    whole = "".join(texts)
+    return [*texts] if whole.isprintable() and "\\" not in whole else [*map(printable, texts)]
+
+
 NUMBER = re.compile(r"(?<![^./(_])\d+(?![^./)_,])|(?<=\bweight)\d+$|(?<=\bbias)\d+$")
 _PLAIN_NUMBER = re.compile(r"0|[1-9][0-9]{0,15}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import zlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +20,11 @@ from ckptlint.payload.values import Values, values_of
 from ckptlint.seals.digests import MASK, Elements, elem_digest
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ENCODINGS
+
+try:  # the extra `fast`: the same values in a tenth of the time
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
 
 BLOCK = 2 * 1024**2
 """Bytes read at once; a multiple of every element's size."""
@@ -169,7 +173,7 @@ class _Work:
             values, digest = None, 0
             if member in self.scans:
                 values, digest = _scan(self.scans[member], part, start - self.starts[member])
-            parts.append(_Part(member, part, zlib.crc32(part) if len(part) == BLOCK else None, values, digest))
+            parts.append(_Part(member, part, crc32(part) if len(part) == BLOCK else None, values, digest))
         return _Block(data, parts)
 
     def _read(self, buffer: bytearray, begin: int, end: int) -> memoryview:
@@ -203,7 +207,7 @@ def _merge(seen: Streamed, block: _Block) -> None:
     for part in block.parts:
         before = int(seen.crc[part.member])
         # CRC-32 is linear: that of two parts follows from those of each, and from the length of the second
-        seen.crc[part.member] = zlib.crc32(part.data, before) if part.crc is None else _shifted(before) ^ part.crc
+        seen.crc[part.member] = crc32(part.data, before) if part.crc is None else _shifted(before) ^ part.crc
         if part.values is not None:
             seen.values[part.member].join(part.values)
         if part.member in seen.digests:
@@ -214,8 +218,8 @@ def _merge(seen: Streamed, block: _Block) -> None:
 def _shift() -> tuple[int, ...]:
     """What a block of zeros makes of each bit of a CRC-32 that comes before it."""
     zeros = bytes(BLOCK)
-    nothing = zlib.crc32(zeros)
-    return tuple(zlib.crc32(zeros, 1 << bit) ^ nothing for bit in range(32))
+    nothing = crc32(zeros)
+    return tuple(crc32(zeros, 1 << bit) ^ nothing for bit in range(32))
 
 
 def _shifted(crc: int) -> int:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ckptlint.model import AxisSize, Declared, SavePlans, ShardedObject
+from ckptlint.model import AxisSize, Declared, ObjectTable, SavePlans
 
 AXES = ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "world")
 
 
 def read_topology(
     declared: Mapping[str, Declared],
-    objects: Iterable[ShardedObject],
+    objects: ObjectTable,
     writers: SavePlans | None,
     ranks: Iterable[int] = (),
 ) -> dict[str, AxisSize]:
@@ -29,12 +29,12 @@ def read_topology(
         item = declared.get(axis)
         if item is not None and isinstance(item.value, int) and 0 < item.value < 2**31 and item.value is not True:
             sizes[axis] = AxisSize(item.value, item.source)
-    for obj in objects:
-        if obj.key == "rng_state" and len(obj.shape) in (2, 3):
-            for axis, size in zip(("pp", "tp", "ep"), obj.shape, strict=False):
+    for key, shape in objects.grids:
+        if key == "rng_state" and len(shape) in (2, 3):
+            for axis, size in zip(("pp", "tp", "ep"), shape, strict=False):
                 sizes[axis] = AxisSize(size, "metadata")
-        elif obj.key == "rerun_state_machine_state" and len(obj.shape) == 1:
-            sizes["world"] = AxisSize(obj.shape[0], "metadata")
+        elif key == "rerun_state_machine_state" and len(shape) == 1:
+            sizes["world"] = AxisSize(shape[0], "metadata")
     if writers is not None:
         sizes["world"] = AxisSize(writers.world_size, "metadata")
     numbers = list(ranks)

@@ -200,7 +200,7 @@ def described(path: Path) -> list[Any]:
         yield from ([[*chunk.offsets], [*chunk.sizes], None] for chunk in tensor.malformed)
 
     tensors = {t.fqn: [t.dtype, [*t.global_shape], [*chunks(t)]] for t in found.tensors.values()}
-    return [tensors, {entry.fqn: place(entry.record) for entry in found.byte_objects}, len(table)]
+    return [tensors, {fqn: place(row) for fqn, row in found.byte_records.items()}, len(table)]
 
 
 @pytest.mark.parametrize("path", METADATA, ids=lambda path: str(path.relative_to(REAL)))
