@@ -25,6 +25,12 @@ END_SIZE = 98
 LOCAL_SIZE = 30
 """Bytes of a local header before the name."""
 
+CRC_IN_ENTRY = 16
+"""Bytes of an entry of the central directory before its CRC-32, which has four."""
+
+TOLD_IN_LOCAL = slice(14, 26)
+"""CRC-32, packed size and size in a local header; zeros where the central directory alone has them."""
+
 _CENTRAL = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 _PLAIN_END = struct.Struct("<4s4H2IH")
@@ -52,12 +58,14 @@ class Member:
         crc: CRC-32 of its bytes; 0 in every member when the writer had checksums switched off.
         size: bytes.
         header: first byte of its local header.
+        entry: first byte of its entry in the central directory.
     """
 
     name: bytes
     crc: int
     size: int
     header: int
+    entry: int = 0
 
     @property
     def short(self) -> str:
@@ -130,7 +138,7 @@ def read_members(data: bytes, directory: Directory) -> list[Member]:
             raise UnreadableError(
                 f"has the compressed or encrypted member {_text(name)}, which torch.save never writes", header
             )
-        members.append(Member(name, crc, size, header))
+        members.append(Member(name, crc, size, header, directory.start + at))
         at = end + extra + comment
     if at != len(data):
         raise UnreadableError(f"has {len(data) - at:,} bytes behind its central directory", directory.start + at)

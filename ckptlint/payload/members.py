@@ -9,20 +9,29 @@ import numpy as np
 
 from ckptlint.model import PayloadTable, RecordContent, Tensor
 from ckptlint.model.layout import IntArray
-from ckptlint.payload.record_headers import Record
+from ckptlint.payload.record_headers import AlikeRecords, Record
 from ckptlint.payload.stream import Members, Scan
 from ckptlint.seals.digests import Elements, elements
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 
 
-def members_of(records: Sequence[Record]) -> Members:
+def members_of(records: Sequence[Record], alike: Sequence[AlikeRecords] = ()) -> Members:
+    """The members of the records of one file, record by record in the order in which these lie there."""
     names: dict[str, int] = {}
     rows = [
-        (record.row, part.start, part.size, part.crc, names.setdefault(part.name, len(names)))
-        for record in sorted(records, key=lambda record: record.parts[0].start)
+        (record.row, part.start, part.size, part.crc, names.setdefault(part.name, len(names)), record.parts[0].start)
+        for record in records
         for part in record.parts
     ]
-    return _members(np.array(rows or np.zeros((0, 5)), np.int64).T.copy(), list(names))
+    columns = [np.array(rows or np.zeros((0, 6)), np.int64).T]
+    for group in alike:
+        shape = len(group.rows), len(group.names)
+        named = np.array([names.setdefault(name, len(names)) for name in group.names], np.int64)
+        start = group.offset[:, None] + group.start
+        parts = (group.rows[:, None], start, group.size, group.crc, named, start[:, :1])
+        columns.append(np.stack([np.broadcast_to(part, shape).reshape(-1) for part in parts]))
+    whole = np.concatenate(columns, axis=1)
+    return _members(whole[:5, np.argsort(whole[5], kind="stable")], list(names))
 
 
 def with_bare_tensors(first: Members | None, table: PayloadTable, rows: IntArray) -> Members:

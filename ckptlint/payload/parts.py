@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,7 +12,6 @@ from ckptlint.errors import UnreadableError
 from ckptlint.model import Damage, PayloadTable, Problem, RecordContent
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
-from ckptlint.payload.record_headers import ArchiveMember, Record
 from ckptlint.payload.record_pickle import Decoded, decode
 
 _PENDING_LIMIT = 32 * 1024**2
@@ -63,15 +62,19 @@ class Contents:
         self._names: list[str | None] = []
         self._bytes = 0
 
-    def number(self, record: Record, parts: tuple[ArchiveMember, ...], contents: list[RecordContent]) -> int:
-        """The number of a record's content; `contents` gets a place for it when it is new."""
-        name = parts[0].name if len(parts) == 1 else None if parts else ""
-        key = hashlib.blake2b(record.pickle + (name or "-").encode(), digest_size=16).digest()
+    def number(self, pickle: bytes, storages: Sequence[str], contents: list[RecordContent]) -> int:
+        """The number of a record's content; `contents` gets a place for it when it is new.
+
+        Args:
+            storages: the names of its members with data.
+        """
+        name = storages[0] if len(storages) == 1 else None if storages else ""
+        key = hashlib.blake2b(pickle + (name or "-").encode(), digest_size=16).digest()
         number = self.numbers.setdefault(key, len(self.numbers))
         if number == len(self._names):
-            self._pending.append(record.pickle)
+            self._pending.append(pickle)
             self._names.append(name)
-            self._bytes += len(record.pickle)
+            self._bytes += len(pickle)
             if self._bytes > _PENDING_LIMIT:
                 self.decode(contents)
         return number

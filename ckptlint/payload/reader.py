@@ -6,7 +6,7 @@ Each payload file is read by one thread: at depth `headers` both ends of each re
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from ckptlint.payload.integrity import read_integrity
 from ckptlint.payload.members import members_of, scans_of, with_bare_tensors
 from ckptlint.payload.parts import Contents, ShareResult, by_content
 from ckptlint.payload.reading import Reading
-from ckptlint.payload.record_headers import ArchiveMember, Headers, RecordPlace, read_headers
+from ckptlint.payload.record_headers import AlikeRecords, ArchiveMember, Headers, RecordPlace, read_headers
 from ckptlint.payload.record_pickle import Decoded
 from ckptlint.payload.safetensors_blob import read_blob
 from ckptlint.payload.stream import BLOCK, Members, Meter, Streamed, stream
@@ -220,13 +220,16 @@ class Reader:
         for file, found in self._run(tasks):
             self.broken[file] += found.broken
             for record in found.records:
-                parts = tuple(part for part in record.parts if part.name.startswith("data/"))
-                self.table.content[record.row] = contents.number(record, parts, self.table.contents)
+                parts = _storages(record.parts)
+                names = [part.name for part in parts]
+                self.table.content[record.row] = contents.number(record.pickle, names, self.table.contents)
                 self._place(record.row, parts)
                 if len(parts) > 1 and self.is_tensor[record.row]:
                     several[record.row] = parts
+            for group in found.alike:
+                several |= self._place_alike(group)
             if self.how.depth.reads_all:
-                self.members[file] = members_of(found.records)
+                self.members[file] = members_of(found.records, found.alike)
         contents.decode(self.table.contents)
         self._place_decoded(several)
 
@@ -239,8 +242,9 @@ class Reader:
         whole = Headers()
         for part in read_headers(self.folder, path, places):
             whole.records += part.records
+            whole.alike += part.alike
             whole.broken += part.broken
-            self.meter.add(len(part.records) + len(part.broken))
+            self.meter.add(len(part))
             if self.meter.stop.is_set():
                 break
         return whole
@@ -254,6 +258,21 @@ class Reader:
             _, start, size, crc = parts[0]
             table.start[row], table.size[row] = start, size
             table.crc[row] = crc if crc or not size else -1
+
+    def _place_alike(self, group: AlikeRecords) -> dict[int, tuple[ArchiveMember, ...]]:
+        """The same of many records at once; returns the parts of the tensors that have several storages."""
+        table, rows = self.table, group.rows
+        own = [number for number, name in enumerate(group.names) if name.startswith("data/")]
+        names = [group.names[number] for number in own]
+        table.content[rows] = [self.contents.number(pickle, names, table.contents) for pickle in group.pickles]
+        table.state[rows], table.storages[rows] = RecordState.READ, len(own)
+        table.stored[rows] = group.size[own].sum()
+        if own:
+            crc, size = group.crc[:, own[0]], group.size[own[0]]
+            table.start[rows], table.size[rows] = group.offset + group.start[own[0]], size
+            table.crc[rows] = np.where((crc > 0) | (size == 0), crc, -1)
+        wanted = np.flatnonzero(self.is_tensor[rows]).tolist() if len(own) > 1 else ()
+        return {int(rows[at]): _storages(group.parts(at)) for at in wanted}
 
     def _place_decoded(self, several: Mapping[int, tuple[ArchiveMember, ...]]) -> None:
         """What the decoded pickles mean for the records that hold them."""
@@ -564,6 +583,11 @@ def _file_sizes(ckpt: Checkpoint) -> IntArray:
     sizes = np.where(ckpt.files.are(*READABLE), ckpt.files.size, -1)
     sizes[[row for row, path in ckpt.files.paths.items() if path is None]] = -1
     return sizes if len(sizes) else np.array([-1])
+
+
+def _storages(parts: Iterable[ArchiveMember]) -> tuple[ArchiveMember, ...]:
+    """The members that hold data."""
+    return tuple(part for part in parts if part.name.startswith("data/"))
 
 
 def _by_file(rows: IntArray, file: np.ndarray, offset: IntArray) -> dict[int, IntArray]:

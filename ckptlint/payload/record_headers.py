@@ -7,8 +7,22 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.formats.torch_archive import END_SIZE, LOCAL_SIZE, data_start, read_end, read_members
+from ckptlint.formats.torch_archive import (
+    CRC_IN_ENTRY,
+    END_SIZE,
+    LOCAL_SIZE,
+    TOLD_IN_LOCAL,
+    Directory,
+    Member,
+    data_start,
+    read_end,
+    read_members,
+)
+from ckptlint.model.layout import IntArray
 from ckptlint.storage.folder import Folder
 
 PICKLE_LIMIT = 64 * 1024**2
@@ -17,6 +31,7 @@ PICKLE_LIMIT = 64 * 1024**2
 _EDGE = 1024  # at one end of a tensor's record lie its headers and data.pkl, at the other its directory
 _WHOLE = 4096
 _BATCH = 512
+_FORMS = 8  # that records of one length are compared with
 
 
 class RecordPlace(NamedTuple):
@@ -44,16 +59,56 @@ class Record(NamedTuple):
     parts: tuple[ArchiveMember, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class AlikeRecords:
+    """Records whose archives are equal byte for byte but for checksums and contents.
+
+    Attributes:
+        rows, offset: int64 [k], each record and its first byte in the file.
+        names: of the members, without the folder.
+        start, size: int64 [p], first byte of each member from the record's first, and its bytes.
+        crc: int64 [k, p].
+        pickles: the `data.pkl` of each.
+    """
+
+    rows: IntArray
+    offset: IntArray
+    names: tuple[str, ...]
+    start: IntArray
+    size: IntArray
+    crc: IntArray
+    pickles: list[bytes]
+
+    def parts(self, at: int) -> tuple[ArchiveMember, ...]:
+        """The members of one of them."""
+        starts = (self.start + self.offset[at]).tolist()
+        return tuple(map(ArchiveMember, self.names, starts, self.size.tolist(), self.crc[at].tolist()))
+
+
 @dataclass(slots=True)
 class Headers:
     """What was read of one batch: the records that have an archive, and the others with what is wrong."""
 
     records: list[Record] = field(default_factory=list)
+    alike: list[AlikeRecords] = field(default_factory=list)
     broken: list[tuple[int, UnreadableError]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.records) + sum(len(group.rows) for group in self.alike) + len(self.broken)
 
 
 _Span = tuple[int, int]
-_Walk = Generator[list[_Span], list[bytes], Record]
+_Walk = Generator[list[_Span], list[bytes], tuple[Record, "_Archive"]]
+
+
+class _Archive(NamedTuple):
+    """How an archive is laid out: its directory, the members and their data, counted from the record's start."""
+
+    directory: Directory
+    members: list[Member]
+    local: list[bytes]
+    starts: list[int]
+    pickled: int
 
 
 def read_headers(folder: Folder, path: str, places: Sequence[RecordPlace]) -> Iterator[Headers]:
@@ -65,8 +120,9 @@ def read_headers(folder: Folder, path: str, places: Sequence[RecordPlace]) -> It
     Raises:
         AccessError: a read was refused.
     """
+    forms: dict[int, list[_Form]] = {}
     for at in range(0, len(places), _BATCH):
-        yield _read_batch(folder, path, places[at : at + _BATCH])
+        yield _read_batch(folder, path, places[at : at + _BATCH], forms)
 
 
 @dataclass(slots=True)
@@ -88,29 +144,54 @@ class _Held:
         return parts if len(parts) == len(spans) else None
 
 
-def _read_batch(folder: Folder, path: str, places: Sequence[RecordPlace]) -> Headers:
-    """All records step by step together, so that each step is one call for ranges."""
+def _read_batch(folder: Folder, path: str, places: Sequence[RecordPlace], forms: dict[int, list[_Form]]) -> Headers:
+    """All records step by step together, so that each step is one call for ranges.
+
+    Args:
+        forms: length -> the forms that records of that length were met in; grows.
+    """
     found = Headers()
     held = _edges(folder, path, places)
+    by_length: dict[int, list[RecordPlace]] = {}
+    for place in places:
+        by_length.setdefault(place.length, []).append(place)
+    rest = [_read_alike(forms.setdefault(length, []), own, held, found) for length, own in by_length.items()]
+    first = [own.pop(0) for own in rest if own]
+    _read_singly(folder, path, first, held, found, forms)  # for their forms
+    rest = [_read_alike(forms[own[0].length][-1:], own, held, found) for own in rest if own]
+    _read_singly(folder, path, [place for own in rest for place in own], held, found, forms)
+    return found
+
+
+def _read_singly(
+    folder: Folder,
+    path: str,
+    places: Sequence[RecordPlace],
+    held: dict[int, _Held],
+    found: Headers,
+    forms: dict[int, list[_Form]],
+) -> None:
     going = [(place, walk, next(walk)) for place in places for walk in [_walk(place)]]
     while going:
         lacking = [(p, span) for p, _, spans in going for span in spans if held[p.row].get(span) is None]
         data = folder.ranges(path, [(place.offset + start, size) for place, (start, size) in lacking])
         for (place, span), part in zip(lacking, data, strict=True):
             held[place.row].answers[span] = part
-        going = [item for step in going if (item := _advance(*step, held[step[0].row], found)) is not None]
-    return found
+        going = [item for step in going if (item := _advance(*step, held[step[0].row], found, forms)) is not None]
 
 
 def _advance(
-    place: RecordPlace, walk: _Walk, spans: list[_Span], held: _Held, found: Headers
+    place: RecordPlace, walk: _Walk, spans: list[_Span], held: _Held, found: Headers, forms: dict[int, list[_Form]]
 ) -> tuple[RecordPlace, _Walk, list[_Span]] | None:
     """Take a walk as far as the bytes that are there allow; None when it came to an end."""
     try:
         while (parts := held.all(spans)) is not None:
             spans = walk.send(parts)
     except StopIteration as end:
-        found.records.append(end.value)
+        record, archive = end.value
+        found.records.append(record)
+        if len(forms[place.length]) < _FORMS and (form := _form(place.length, archive, held)) is not None:
+            forms[place.length].append(form)
         return None
     except UnreadableError as error:
         found.broken.append((place.row, error))
@@ -167,7 +248,115 @@ def _walk(place: RecordPlace) -> _Walk:
         ArchiveMember(member.short, place.offset + begin, member.size, member.crc)
         for member, begin in zip(members, starts, strict=True)
     )
-    return Record(place.row, pickle, tuple(parts))
+    return Record(place.row, pickle, tuple(parts)), _Archive(directory, members, local, starts, at)
+
+
+# ---------------------------------------------------------------- many records of one form
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Edge:
+    """One of the two ends of a record: first byte and length, and what an equal layout has there.
+
+    Attributes:
+        at: int64 [m], places in the edge, from its first byte.
+        bytes: uint8 [m], what stands there.
+    """
+
+    start: int
+    length: int
+    at: IntArray
+    bytes: npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Form:
+    """All bytes that an archive's layout was read from, but the checksums: who has the same has that layout.
+
+    Attributes:
+        archive: the layout.
+        edges: as they are read.
+        pickled: number of the edge that holds the `data.pkl`, and where in it.
+        crcs: number of the edge that holds the checksums, and int64 [p], where in it each member's stands.
+    """
+
+    archive: _Archive
+    edges: list[_Edge]
+    pickled: tuple[int, slice]
+    crcs: tuple[int, IntArray]
+
+
+def _form(length: int, archive: _Archive, held: _Held) -> _Form | None:
+    """The form of a record that was read; None where it took more than its edges, or where checksums stand twice."""
+    members, directory = archive.members, archive.directory
+    if any(local[TOLD_IN_LOCAL] != bytes(12) for local in archive.local):
+        return None
+    crcs = np.array([member.entry + CRC_IN_ENTRY for member in members], np.int64)
+    pickled = archive.starts[archive.pickled], members[archive.pickled].size
+    spans = [(0, 4), (directory.start, length - directory.start), pickled]
+    spans += [(member.header, LOCAL_SIZE + len(member.name)) for member in members]
+    edges, holders = [], []
+    for start, piece in held.pieces:
+        inside = [start <= first and first + size <= start + len(piece) for first, size in spans]
+        holders.append(inside)
+        needed = np.zeros(len(piece), bool)
+        for (first, size), is_inside in zip(spans, inside, strict=True):
+            if is_inside and (first, size) != pickled:
+                needed[first - start : first - start + size] = True
+        if inside[1]:
+            needed[(crcs - start)[:, None] + np.arange(4)] = False
+        at = np.flatnonzero(needed)
+        edges.append(_Edge(start, len(piece), at, np.frombuffer(piece, np.uint8)[at]))
+    if not all(map(any, zip(*holders, strict=True))):
+        return None
+    of_directory, of_pickle = (next(i for i, inside in enumerate(holders) if inside[span]) for span in (1, 2))
+    begin = pickled[0] - edges[of_pickle].start
+    place = of_pickle, slice(begin, begin + pickled[1])
+    return _Form(archive, edges, place, (of_directory, crcs - edges[of_directory].start))
+
+
+def _read_alike(
+    forms: Sequence[_Form], places: list[RecordPlace], held: dict[int, _Held], found: Headers
+) -> list[RecordPlace]:
+    """Take the records that have one of the forms; returns the others, and those whose `data.pkl` is damaged."""
+    for form in forms:
+        if places:
+            places = _read_form(form, places, held, found)
+    return places
+
+
+def _read_form(form: _Form, places: list[RecordPlace], held: dict[int, _Held], found: Headers) -> list[RecordPlace]:
+    pieces = [[piece for _, piece in held[place.row].pieces] for place in places]
+    lengths = [edge.length for edge in form.edges]
+    is_alike = np.array([[*map(len, own)] == lengths for own in pieces], bool)
+    columns = []
+    for number, edge in enumerate(form.edges):
+        whole = b"".join(own[number] if ok else bytes(edge.length) for ok, own in zip(is_alike, pieces, strict=True))
+        column = np.frombuffer(whole, np.uint8).reshape(len(places), edge.length)
+        is_alike &= (column[:, edge.at] == edge.bytes).all(axis=1)
+        columns.append(column)
+    of_crcs, at = form.crcs
+    crc = np.ascontiguousarray(columns[of_crcs][:, at[:, None] + np.arange(4)]).view("<u4")[:, :, 0].astype(np.int64)
+    of_pickle, span = form.pickled
+    pickles = [own[of_pickle][span] if ok else b"" for ok, own in zip(is_alike, pieces, strict=True)]
+    recorded = crc[:, form.archive.pickled]
+    sums = np.fromiter(map(zlib.crc32, pickles), np.int64, len(pickles))
+    is_alike &= (recorded == 0) | (recorded == sums)
+    rows = np.flatnonzero(is_alike)
+    if len(rows):
+        members = form.archive.members
+        found.alike.append(
+            AlikeRecords(
+                np.array([places[row].row for row in rows.tolist()], np.int64),
+                np.array([places[row].offset for row in rows.tolist()], np.int64),
+                tuple(member.short for member in members),
+                np.array(form.archive.starts, np.int64),
+                np.array([member.size for member in members], np.int64),
+                crc[rows],
+                [pickles[row] for row in rows.tolist()],
+            )
+        )
+    return [place for place, ok in zip(places, is_alike.tolist(), strict=True) if not ok]
 
 
 def _first_bytes(data: bytes) -> str:
