@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,11 @@ import numpy as np
 from ckptlint.errors import UnreadableError
 from ckptlint.formats.safe_pickle import Node
 from ckptlint.loaders.common_state import COMMON_ENTRY, COMMON_FILE
-from ckptlint.loaders.dcp import Description, state_of
+from ckptlint.loaders.dcp import Description, state_of, states_of
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import ByteObject, Format, ObjectTable, Problem, SavePlans, empty_objects
 from ckptlint.model.layout import COORDINATE_LIMIT, IntArray
-from ckptlint.model.text import printable
+from ckptlint.model.text import all_printable, printable
 from ckptlint.storage.folder import Folder
 
 CONFIG_FILE = "metadata.json"
@@ -166,29 +167,30 @@ def read_plans(plans: Any) -> SavePlans | None:
         return None
     try:
         listed = [state_of(plan, "SavePlan").get("items") or () for plan in plans]
-        items = [(rank, item) for rank, planned in enumerate(listed) for item in planned]
-        states = [state_of(item, "WriteItem") for _, item in items]
-        index = [state_of(state["index"], "MetadataIndex") for state in states]
-        data = [
-            None if state.get("tensor_data") is None else state_of(state["tensor_data"], "TensorWriteData")
-            for state in states
-        ]
-        chunks = [None if d is None else state_of(d["chunk"], "ChunkStorageMetadata") for d in data]
-        names = [key["fqn"] for key in index]
+        states = states_of([*chain.from_iterable(listed)], "WriteItem")
+        index = states_of([*map(itemgetter("index"), states)], "MetadataIndex")
+        data = [state.get("tensor_data") for state in states]
+        is_bytes = np.array([item is None for item in data], bool)
+        rows = np.flatnonzero(~is_bytes)
+        held = states_of([item for item in data if item is not None], "TensorWriteData")
+        chunks = states_of([*map(itemgetter("chunk"), held)], "ChunkStorageMetadata")
+        names = [*map(itemgetter("fqn"), index)]
         unique = {name: i for i, name in enumerate(dict.fromkeys(names))}
-        dtypes = [None if d is None else _dtype_of(d.get("properties")) for d in data]
-        unique_dtypes = {name: i for i, name in enumerate(dict.fromkeys(d for d in dtypes if d is not None))}
+        dtypes = [_dtype_of(item.get("properties")) for item in held]
+        unique_dtypes = {name: i for i, name in enumerate(dict.fromkeys(dtypes))}
+        dtype = np.full(len(states), -1, np.int16)
+        dtype[rows] = [unique_dtypes[name] for name in dtypes]
         return SavePlans(
             world_size=len(plans),
-            fqns=[printable(name) for name in unique],
-            fqn=np.array([unique[name] for name in names], np.int32),
-            rank=np.array([rank for rank, _ in items], np.int32),
-            is_bytes=np.array([d is None for d in data], bool),
-            offsets=_padded([() if c is None else c["offsets"] for c in chunks]),
-            sizes=_padded([() if c is None else c["sizes"] for c in chunks]),
-            dtypes=[printable(name) for name in unique_dtypes],
-            dtype=np.array([-1 if d is None else unique_dtypes[d] for d in dtypes], np.int16),
-            global_shape=_padded([() if d is None else d["size"] for d in data]),
+            fqns=all_printable([*unique]),
+            fqn=np.array([*map(unique.__getitem__, names)], np.int32),
+            rank=np.repeat(np.arange(len(plans), dtype=np.int32), [*map(len, listed)]),
+            is_bytes=is_bytes,
+            offsets=_padded([*map(itemgetter("offsets"), chunks)], rows, len(states)),
+            sizes=_padded([*map(itemgetter("sizes"), chunks)], rows, len(states)),
+            dtypes=all_printable([*unique_dtypes]),
+            dtype=dtype,
+            global_shape=_padded([*map(itemgetter("size"), held)], rows, len(states)),
         )
     except (UnreadableError, KeyError, TypeError, ValueError, OverflowError):
         return None
@@ -200,10 +202,13 @@ def _dtype_of(properties: Any) -> str:
     return "unknown"
 
 
-def _padded(rows: list[tuple[int, ...]]) -> IntArray:
-    width = max(map(len, rows), default=0)
-    padding = (-1,) * width
-    flat = np.fromiter(chain.from_iterable((row + padding)[:width] for row in rows), np.int64, len(rows) * width)
+def _padded(values: list[tuple[int, ...]], rows: IntArray, count: int) -> IntArray:
+    """int64 [count, d], the values in their rows, -1 everywhere else."""
+    lengths = np.array([*map(len, values)], np.int64)
+    flat = np.fromiter(chain.from_iterable(values), np.int64, int(lengths.sum()))
     if ((flat <= -COORDINATE_LIMIT) | (flat >= COORDINATE_LIMIT)).any():
         raise ValueError("a plan's numbers do not fit")
-    return flat.reshape(len(rows), width)
+    table = np.full((count, int(lengths.max(initial=0))), -1, np.int64)
+    own = np.repeat(np.cumsum(lengths) - lengths, lengths)
+    table[np.repeat(rows, lengths), np.arange(len(flat)) - own] = flat
+    return table
