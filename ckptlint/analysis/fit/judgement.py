@@ -128,6 +128,23 @@ def judged_shapes(ckpt: Checkpoint) -> Collection[str]:
 
 
 @fact
+def told_keys(ckpt: Checkpoint) -> Mapping[str, str]:
+    """Key, as expected or as stored -> the rule that tells, without a doubt, that it is missing or beyond the model."""
+    fit = config_fit(ckpt)
+    if isinstance(fit, str) or fit.doubt:
+        return {}
+    missing = {name for expected in fit.missing for name in (expected, fit.shown(expected))}
+    return dict.fromkeys(missing, "CFG001") | dict.fromkeys(fit.beyond, "CFG002")
+
+
+@fact
+def told_shapes(ckpt: Checkpoint) -> Mapping[str, Shape]:
+    """Stored key -> the shape that a configuration gives it and it does not have, of which CFG003 tells."""
+    fit = config_fit(ckpt)
+    return {} if isinstance(fit, str) else {item.tensor.fqn: item.expected.shape for item in fit.shapes}
+
+
+@fact
 def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
     """What the configuration of a checkpoint implies, in each naming; or why that is not known."""
     if ckpt.config is None:
