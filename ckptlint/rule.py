@@ -90,6 +90,7 @@ class Finding:
         explain: makes lines that cost time; called only for findings that are shown in full.
         alike: what findings of one group share; by default the sentence and the role of the key.
         detail: lines of a figure.
+        told_by: the code of a rule that tells the same: where it ran and found as much, this finding is left out.
     """
 
     message: str
@@ -102,6 +103,7 @@ class Finding:
     explain: Callable[[], tuple[Note, ...]] | None = None
     alike: str = ""
     detail: tuple[str, ...] = ()
+    told_by: str = ""
 
     @classmethod
     def of_problem(cls, problem: Problem) -> Finding:

@@ -10,7 +10,6 @@ from ckptlint.analysis.fit.wording import core_note, doubt_note, field_text, lis
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces, human_bytes, plural, ranges
 from ckptlint.rule import Finding, Location, Severity, rule
-from ckptlint.vocabulary.keys import parse
 
 _MOST = 100_000
 _SHOWN = 4
@@ -84,7 +83,7 @@ def _finding(ckpt: Checkpoint, fit: Fit) -> Finding:
         why=_consequence(fit, one),
         notes=(
             doubt_note(fit),
-            ("missing", listed(fit, missing) if len(names) > 1 else ""),
+            ("missing", listed(fit, missing, whole) if len(names) > 1 else ""),
             ("bytes", f"{human_bytes(lost)} of {human_bytes(implied_bytes(fit))} that the model has"),
             ("instead", _instead(fit)),
             core_note(fit) if len(names) > 1 else ("declared", ""),
@@ -96,17 +95,24 @@ def _finding(ckpt: Checkpoint, fit: Fit) -> Finding:
 def _experts(fit: Fit) -> str:
     """The sentence where numbered experts are all that is missing, and the same ones in every layer."""
     lost: dict[int, set[int]] = defaultdict(set)
-    for key in map(parse, fit.missing):
-        if key.layer is None or key.expert is None:
+    for name in fit.missing:
+        at, expert = numbered_layer(name), _expert(name)
+        if at is None or expert is None:
             return ""
-        lost[key.layer].add(key.expert)
+        lost[at[1]].add(expert)
     if len(set(map(frozenset, lost.values()))) != 1:
         return ""
     numbers = next(iter(lost.values()))
-    count = 1 + max(key.expert for key in map(parse, fit.expected.tensors) if key.expert is not None)
+    count = 1 + max(expert for name in fit.expected.tensors if (expert := _expert(name)) is not None)
     some, layers = "s" * (len(numbers) > 1), "s" * (len(lost) > 1)
     verb = "are" if some else "is"
     return f"expert{some} {ranges(numbers)} of {count} {verb} not stored in layer{layers} {ranges(lost)}"
+
+
+def _expert(name: str) -> int | None:
+    """The number of the expert that a key belongs to."""
+    number = name.partition(".experts.")[2].partition(".")[0]
+    return int(number) if number.isdecimal() else None
 
 
 def _roles(fit: Fit, whole: dict[str, list[int]]) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.fit.judgement import Fit, judged
 from ckptlint.analysis.fit.wording import core_note, doubt_note, model_name
+from ckptlint.analysis.key_matching import match_keys
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces, human_bytes, plural
 from ckptlint.rule import Finding, Location, Severity, rule
@@ -62,4 +63,10 @@ def _finding(ckpt: Checkpoint, fit: Fit, names: list[str], is_beyond: bool) -> F
         hint="compare the fields of the configuration with those of the job that trained the model"
         if is_beyond
         else "",
+        told_by="REF001" if not is_beyond and _added(ckpt) >= set(names) else "",
     )
+
+
+def _added(ckpt: Checkpoint) -> set[str]:
+    """The keys of which REF001 says that the reference does not have them."""
+    return {single.entry.fqn for single in match_keys(ckpt, ckpt.reference).added} if ckpt.reference else set()

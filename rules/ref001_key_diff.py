@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
+from ckptlint.analysis.fit.judgement import told_keys
 from ckptlint.analysis.key_matching import KeyComparison, KeyEntry, LoneKeys, match_keys
 from ckptlint.analysis.trusted_config import flag
 from ckptlint.model import Checkpoint, Reference
@@ -26,7 +27,7 @@ def key_diff(ckpt: Checkpoint) -> Iterator[Finding]:
         With --expect, every parameter of the reference is stored here. A warning for optimizer state and second copies
         of the model that are missing, and for keys that the reference does not have. Names are compared without
         wrappers, and stacked layers and experts with numbered ones; names that may mean the same in another scheme are
-        listed as an info, never called missing.
+        listed as an info, never called missing. Silent on keys of which CFG001 and CFG002 tell.
     Why it matters:
         A load that is not strict leaves absent parameters at their initial values and raises nothing.
     Usual causes:
@@ -103,6 +104,7 @@ def _finding(
         notes=(("because", reason), *notes),
         hint="" if severity is Severity.INFO else _hint(is_absent),
         alike=f"{is_absent} {shared.get(entry, '')}" if entry in shared else "",
+        told_by=told_keys(ckpt).get(entry.fqn, ""),
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fractions import Fraction
 from math import prod
 
-from ckptlint.analysis.fit.judgement import judges
+from ckptlint.analysis.fit.judgement import judges, told_shapes
 from ckptlint.analysis.key_matching import KeyComparison, KeyPair, Shape, match_keys
 from ckptlint.analysis.trusted_config import contradictions, main_params, number
 from ckptlint.model import Checkpoint, Declared, Reference
@@ -101,6 +101,7 @@ def _shape_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Fin
         why="a load fails on this tensor, and a planner that does not compare sizes fills a part of it",
         notes=(("because", padding), *_ratios(expected, stored), *_relation(ckpt, expected, stored)),
         hint="" if padding else "find the first step with this shape and what changed in the job before it was saved",
+        told_by="CFG003" if told_shapes(ckpt).get(pair.stored.fqn) == expected else "",
     )
 
 

@@ -91,7 +91,7 @@ class Samples:
     def _few(self) -> list[tuple[int, str]]:
         """What sums of three are made of."""
         short = [(m, t) for m, t in self._marked.items() if _cost(t)[0] <= 2 and "//" not in t]
-        return sorted(short, key=lambda item: _cost(item[1]))[:260]
+        return sorted(short, key=lambda item: _cost(item[1]))[:500]
 
     @cached_property
     def _known(self) -> dict[tuple[int, ...], str | None]:
@@ -112,6 +112,7 @@ class Samples:
             for c in DIVISORS:
                 add(tuple(a // c for a in v), f"{name} // {c}")
                 add(tuple(-(-a // c) for a in v), f"({name} + {c - 1}) // {c}")
+            add(tuple(2 * a // 3 for a in v), f"2 * {name} // 3")
             add(tuple(a * a for a in v), f"{name} * {name}")
         pairs = []
         for (v, a), (w, b) in combinations(base, 2):
@@ -170,6 +171,18 @@ class Samples:
             for vector, text in self._products.items():
                 if tuple(-(-x // c) * c for x in vector) == goal:
                     best.append(f"({text} + {c - 1}) // {c} * {c}")
+        for vector, text in self._sizes.items():
+            times = {divmod(y, x) for x, y in zip(vector, goal, strict=True)} if all(vector) else set()
+            if len(times) == 1 and not max(times)[1]:
+                best.append(f"{max(times)[0]} * {text}")
+        if best:
+            return min(best, key=_cost)
+        short = [(v, t) for v, t in self._products.items() if _cost(t)[0] <= 2]
+        for unit, name in self._sizes.items():
+            if all(c > 1 and not y % c for c, y in zip(unit, goal, strict=True)):
+                for vector, text in short:
+                    if all(-(-x // c) * c == y for x, c, y in zip(vector, unit, goal, strict=True)):
+                        best.append(f"({text} + {name} - 1) // {name} * {name}")
         return min(best, key=_cost) if best else None
 
     def split_size(self, target: Sequence[int], deeper: int = 1) -> str | None:

@@ -124,6 +124,7 @@ def undeclared(kind: Kind, name: str, env: Env) -> list[str]:
     module = inspect.getmodule(getattr(transformers, name))
     asked = set(_ASKED.findall(inspect.getsource(module))) if module else set()
     sections = {field.rpartition(".")[0] for field in env}
+    asked -= set(transformers.CONFIG_MAPPING[kind.model_type].attribute_map)
     found = [f"{s}.{field}" if s else field for s in sections for field in asked]
     return sorted(field for field in found if field not in env and not IRRELEVANT.search(field.rpartition(".")[2]))
 
@@ -494,7 +495,11 @@ def table_of(model_type: str) -> tuple[str, dict[str, Any] | None, list[str]]:
         began = time.process_time()
         snapshot = json.dumps(table), dict(names), dict(numbers)
         try:
-            add_class(kind, name, table, names, numbers)
+            try:
+                add_class(kind, name, table, names, numbers)
+            except NotFitted:  # fields that are seldom set were seen too seldom, or something fitted by accident
+                table, names, numbers = json.loads(snapshot[0]), dict(snapshot[1]), dict(snapshot[2])
+                add_class(kind, name, table, names, numbers, 4 * PROBES)
             table["usual"] = table["usual"] or name
             print(f"  {name} {time.process_time() - began:.0f} s", flush=True)
         except (NotFitted, NoTable) as error:
@@ -510,7 +515,9 @@ def table_of(model_type: str) -> tuple[str, dict[str, Any] | None, list[str]]:
     return model_type, table if table["models"] else None, left
 
 
-def add_class(kind: Kind, name: str, table: dict[str, Any], names: dict[Any, str], numbers: dict[str, int]) -> None:
+def add_class(
+    kind: Kind, name: str, table: dict[str, Any], names: dict[Any, str], numbers: dict[str, int], count: int = PROBES
+) -> None:
     base = first_probe(kind, name)
     labels: dict[str, list[Any]] = {"id2label": []} if "Classification" in name else {}
     decoder = bool(kind.known) and table["usual"].endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration"))
@@ -518,7 +525,6 @@ def add_class(kind: Kind, name: str, table: dict[str, Any], names: dict[Any, str
     fields = kind.known | labels if decoder else relevant(kind, name, base)
     kind.known = kind.known or fields
     asked = sorted(fields, key=lambda f: (f.count("."), f))
-    count = PROBES
     while True:
         found = probes(kind, name, base, fields, count, 1)
         tried_names, tried_ranges = dict(names), {}
@@ -574,6 +580,10 @@ def add_class(kind: Kind, name: str, table: dict[str, Any], names: dict[Any, str
         table["ignored"] = sorted({*table.get("ignored", ()), *patterns})
     if is_tied_by_text(kind):
         table["tied_by"] = "text_config.tie_word_embeddings"
+    if kind.fixed:
+        table["only"] = kind.fixed
+    if kind.spelled:
+        table["spelled"] = kind.spelled
     check(kind, name, table, found[:3] + probes(kind, name, base, fields, HELD_OUT, 2))
 
 
@@ -628,6 +638,8 @@ def check(kind: Kind, name: str, table: dict[str, Any], held_out: list[Probe]) -
                 document.pop("quantization_config", None)
                 models = {e.form: e.tensors for e in huggingface.expected_models(document)}
                 for form, tensors in found.items():
+                    if form not in models:
+                        raise NotFitted(f"held out, {how}: nothing is {form}")
                     got = {k: t.shape for k, t in models[form].items()}
                     want = {k: shape for k, (shape, _) in tensors.items()}
                     if got != want:

@@ -26,7 +26,7 @@ IRRELEVANT = re.compile(
     r"(^|\.)(_|.*token_id|.*token_index|.*_ids?$|dtype|torch_dtype|transformers_version|architectures|output_|return_dict|"
     r"use_cache|.*dropout|.*drop|rope_parameters|rope_scaling|rope_theta|initializer|.*_eps|.*epsilon|"
     r"model_type|is_decoder|chunk_size_feed|label2id|problem_type|max_length|task_specific|.*coef|.*_std$|"
-    r".*(router|balance).*_loss|finetuning_task)"
+    r".*(router|balance).*_loss|finetuning_task|num_labels$)"
 )
 
 LAYERS = re.compile(
@@ -82,6 +82,8 @@ class Kind:
         fixed: field -> value in every probe.
         choices: field -> the values that probes take.
         derived: field -> what it must be for the others.
+        layered: list of a word per layer that every configuration gives -> the words.
+        spelled: such a list -> the words and letters of older configurations, with those of today.
         extra: fields that the class does not declare, found by `huggingface.undeclared`.
         known: what was found to matter for the first class.
     """
@@ -90,6 +92,8 @@ class Kind:
     fixed: Flat = field(default_factory=dict)
     choices: dict[str, list[Any]] = field(default_factory=dict)
     derived: dict[str, Callable[[Flat], Any]] = field(default_factory=dict)
+    layered: dict[str, list[str]] = field(default_factory=dict)
+    spelled: dict[str, dict[str, str]] = field(default_factory=dict)
     extra: list[str] = field(default_factory=list)
     known: dict[str, list[Any]] = field(default_factory=dict)
 
@@ -129,6 +133,9 @@ class Kind:
             if name in fields and LAYER_TYPES.match(last) and isinstance(value, list) and section in layers:
                 kinds = sorted(set(value), key=str)
                 values[name] = [rng.choice(kinds) for _ in range(layers[section])]
+        for name, words in self.layered.items():
+            count = layers.get(name.rpartition(".")[0]) or rng.randint(4, 7)
+            values[name] = [rng.choice(words) for _ in range(count)]
         return {n: v for n, v in values.items() if v != "absent"}
 
     def _section(self, rng: random.Random, names: list[str], defaults: Flat, fixed: Flat) -> Flat:

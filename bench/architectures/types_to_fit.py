@@ -12,12 +12,21 @@ _MAPPINGS = (
     auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES,
+    auto.MODEL_FOR_CTC_MAPPING_NAMES,
     auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+    auto.MODEL_FOR_OBJECT_DETECTION_MAPPING_NAMES,
+    auto.MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES,
     auto.MODEL_MAPPING_NAMES,
     auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
 )
-_OF_ENCODERS = (auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES)
+_OF_ENCODERS = (
+    auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    auto.MODEL_FOR_PRETRAINING_MAPPING_NAMES,
+    auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+)
 
 ALL = [
     "qwen2_vl",
@@ -161,6 +170,11 @@ _LATENT_EXPERTS = {
 }
 
 
+_TILES = {"vision_config.image_size": 560, "vision_config.patch_size": 14, "vision_config.max_num_tiles": 4}
+_LETTERS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+_SPELLED = {"layers_block_type": {"mamba": "linear_attention", "attention": "full_attention"} | _LETTERS}
+
+
 def classes_of(model_type: str) -> list[str]:
     """The usual class first."""
     import transformers
@@ -189,6 +203,17 @@ KINDS: dict[str, Kind] = {
         Kind("granitemoehybrid", derived={"mamba_d_head": lambda v: _expanded(v) // v["mamba_n_heads"]}),
         Kind("falcon_h1", derived={"mamba_d_ssm": lambda v: v["mamba_n_heads"] * v["mamba_d_head"]}),
         Kind("mamba2", derived={"head_dim": lambda v: v.get("expand", 2) * v["hidden_size"] // v["num_heads"]}),
+        Kind("dbrx", choices={"attn_config.rope_theta": [10000.0, 500000.0]}),
+        Kind("dots1", choices=_LATENT_EXPERTS | {"n_shared_experts": [1, 2, 3], "n_routed_experts": [4, 5, 6, 7]}),
+        Kind("esm", choices={"vocab_size": [33, 41, 57, 77]}),
+        Kind("gpt_neo", derived={"attention_types": lambda v: [[["global"], v["num_layers"]]]}),
+        Kind("internvl", fixed={"downsample_ratio": 0.5}),
+        Kind("lfm2", fixed={"block_ffn_dim_multiplier": 1.0}),
+        Kind("lfm2_moe", layered={"layer_types": ["full_attention", "conv"]}),
+        Kind("mllama", fixed=_TILES),
+        Kind("nemotron_h", layered={"layers_block_type": sorted({*_LETTERS.values()})}, spelled=_SPELLED),
+        Kind("zamba", layered={"layers_block_type": ["linear_attention", "hybrid"]}, spelled=_SPELLED),
+        Kind("zamba2", layered={"layers_block_type": ["linear_attention", "hybrid"]}, spelled=_SPELLED),
         Kind("qwen3_moe", choices={"mlp_only_layers": [[], [0], [1], [0, 2]], "decoder_sparse_step": [1, 2]}),
         Kind("qwen2_moe", choices={"mlp_only_layers": [[], [0], [1], [0, 2]], "decoder_sparse_step": [1, 2]}),
         Kind("deepseek_v3", choices=_LATENT_EXPERTS),

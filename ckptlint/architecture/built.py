@@ -1,7 +1,7 @@
 """The tensors of a model as transformers builds it, where no table knows its type and transformers is installed.
 
 In a process of its own, on the meta device, which holds no data; without a network, and without a line of code from
-anywhere but the installed package.
+anywhere but the installed packages.
 """
 
 from __future__ import annotations
@@ -10,47 +10,101 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from ckptlint.architecture.expected import NoTable
+from ckptlint.architecture.huggingface import declared_quantisation
+from ckptlint.model.text import printable
 
-_SECONDS = 120
-_LARGEST_ANSWER = 500_000_000
+SECONDS = 60
+"""Processor time that building a model may take."""
+
+WAIT = 300
+"""Seconds after which nobody waits for it any more."""
+
+MEMORY = 4 << 30
+"""Bytes that it may ask for."""
+
+_ERROR = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b")
 _MOST_MODULES = 2_000  # layers or experts
+_COUNTS = ("layer", "expert", "depth", "blocks")
+_NEVER = ("auto_map", "custom_pipelines")  # what names code; attention may name kernels of a hub as well
 
 
 def built_model(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     """Key -> shape, as save_pretrained of the installed transformers would write them, tied copies left out.
 
     Raises:
-        NoTable: transformers is not installed, does not know the model, or cannot build it from this configuration.
+        NoTable: transformers is not installed, does not know the model, or cannot build it from this configuration;
+            the reason as the end of a sentence.
     """
+    if _names_code(config):
+        raise NoTable("and it names code of its own (auto_map), which ckptlint never runs")
+    if declared_quantisation(config):
+        raise NoTable("and it declares a quantisation, which renames or reshapes tensors")
     if not config.get("architectures"):
-        raise NoTable("and it names no architecture that could be built")
+        raise NoTable("and it names no class in `architectures` that transformers could build")
     if _is_huge(config):
         raise NoTable(f"and it asks for more than {_MOST_MODULES:,} layers or experts")
     if not all(importlib.util.find_spec(name) for name in ("torch", "transformers")):
-        raise NoTable("and transformers, which could build it, is not installed")
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical"}
+        raise NoTable(
+            "and transformers, which could build it, is not installed here (`pip install torch transformers`)"
+        )
+    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "critical"}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "ckptlint.architecture.built"],
-            input=json.dumps(config),
-            env=os.environ | offline,
+            [sys.executable, "-P", "-m", "ckptlint.architecture.built"],
+            input=json.dumps([SECONDS, MEMORY, config]),
+            env=os.environ | quiet | {"OMP_NUM_THREADS": "1"},
             capture_output=True,
-            text=True,
-            timeout=_SECONDS,
+            encoding="utf-8",
+            errors="replace",
+            timeout=WAIT,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise NoTable(f"and transformers did not build it within {_SECONDS} s") from None
-    answer = done.stdout.rpartition("\n{")
-    if done.returncode or len(done.stdout) > _LARGEST_ANSWER:
-        raise NoTable("and the installed transformers cannot build it from this configuration")
-    return {key: tuple(shape) for key, shape in json.loads("{" + answer[2]).items()}
+        raise NoTable(f"and transformers did not build it within {WAIT} s") from None
+    if done.returncode < 0:
+        limits = f"{SECONDS} s of processor time, {MEMORY >> 30} GiB"
+        raise NoTable(f"and transformers was stopped while it built it (signal {-done.returncode}; limits {limits})")
+    try:
+        answer = json.loads(done.stdout.rpartition("\n")[2])
+        return {str(key): tuple(map(int, shape)) for key, shape in answer.items()}
+    except (ValueError, TypeError, AttributeError):
+        told = [line for line in done.stderr.splitlines() if _ERROR.match(line)]
+        last = printable(told[-1].strip())[:160] if told else ""
+        raise NoTable(f"and the installed transformers cannot build it{f' ({last})' if last else ''}") from None
+
+
+def _names_code(config: object, depth: int = 0) -> bool:
+    """Whether a configuration or a section of it brings code along."""
+    if not isinstance(config, dict) or depth > 5:
+        return False
+    return any(bool(config.get(field)) for field in _NEVER) or any(
+        _names_code(value, depth + 1) for value in config.values()
+    )
+
+
+def _is_huge(config: object, depth: int = 0) -> bool:
+    """Whether a configuration asks for more modules than any model has."""
+    if not isinstance(config, dict) or depth > 5:
+        return False
+    return any(
+        (any(word in name for word in _COUNTS) and _reaches(value, _MOST_MODULES)) or _is_huge(value, depth + 1)
+        for name, value in config.items()
+    )
+
+
+def _reaches(value: object, most: int) -> bool:
+    values = value if isinstance(value, list) else [value]
+    return len(values) > most or any(isinstance(item, (int, float)) and item > most for item in values)
+
+
+# ---------------------------------------------------------------- in the other process
 
 
 def _build(config: dict[str, Any]) -> dict[str, list[int]]:
@@ -58,14 +112,14 @@ def _build(config: dict[str, Any]) -> dict[str, list[int]]:
     import transformers
     from transformers.core_model_loading import revert_weight_conversion
 
-    for field in ("auto_map", "quantization_config", "attn_implementation", "_attn_implementation"):
-        config.pop(field, None)
-    name = (config.get("architectures") or [""])[0]
-    kind = getattr(transformers, name, None)
+    name = config["architectures"][0]
+    kind = getattr(transformers, name, None) if isinstance(name, str) else None
     if not (inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)):
-        raise ValueError(name)
+        raise ValueError(f"it has no class {str(name)[:80]}")
+    if config.get("model_type") not in transformers.CONFIG_MAPPING:
+        raise ValueError(f"it has no model_type {str(config.get('model_type'))[:80]}")
     build: Any = kind
-    declared = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    declared = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(_plain(config))
     with torch.device("meta"):
         model = build._from_config(declared, attn_implementation="eager")
     tied = set(model.all_tied_weights_keys)
@@ -74,31 +128,26 @@ def _build(config: dict[str, Any]) -> dict[str, list[int]]:
     return {key: list(value.shape) for key, value in saved.items()}
 
 
-def _is_huge(config: object, depth: int = 0) -> bool:
-    """Whether a configuration asks for more modules than any model has."""
-    if not isinstance(config, dict) or depth > 5:
-        return False
-    return any(
-        (
-            isinstance(value, int)
-            and value > _MOST_MODULES
-            and any(word in name for word in ("layer", "expert", "depth"))
-        )
-        or _is_huge(value, depth + 1)
+def _plain(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration without fields that choose how to compute: kernels may be code of a hub."""
+    return {
+        name: _plain(value) if isinstance(value, dict) else value
         for name, value in config.items()
-    )
+        if not name.endswith("_implementation")
+    }
 
 
-def _limit() -> None:
+def _limit(seconds: int, memory: int) -> None:
     """Bounds what a hostile configuration can take: memory and processor time."""
     try:
         import resource
     except ImportError:  # Windows
         return
-    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS, _SECONDS))
-    resource.setrlimit(resource.RLIMIT_AS, (16 << 30, 16 << 30))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
 
 
 if __name__ == "__main__":
-    _limit()
-    print("\n" + json.dumps(_build(json.load(sys.stdin))))  # noqa: T201  the answer to the parent
+    *limits, asked = json.load(sys.stdin)
+    _limit(*limits)
+    print("\n" + json.dumps(_build(asked)), end="")  # noqa: T201  the answer to the parent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckptlint.architecture.expected import Expected, NoTable
+from ckptlint.architecture.expected import Expected, NoTable, UnknownModel
 from ckptlint.architecture.expressions import ExpressionError, parse, whole
 from ckptlint.architecture.tables import MOST_KEYS, Row, entry, expand, rows_of
 from ckptlint.model.text import printable
@@ -54,10 +54,10 @@ def expected_models(
     if not model_type:
         raise NoTable(f"{source} has no model_type")
     table = entry(FILE, model_type)
-    if table is None or not model_type.isidentifier():
-        raise NoTable(f"no table for model_type {printable(model_type)}")
+    if table is None:
+        raise UnknownModel(f"no table for model_type {printable(model_type)}")
     name = _class_of(config, table, model_type)
-    if reason := _renaming_quantisation(config):
+    if reason := _renamed_by(config):
         raise NoTable(f"{source} declares {reason}, which renames or reshapes tensors")
     try:
         values = _values(config, table)
@@ -131,13 +131,18 @@ def _class_of(config: Mapping[str, object], table: Mapping[str, Any], model_type
         return str(table["usual"])
     name = _text(named[0]) if isinstance(named, list) else ""
     if name not in table["models"]:
-        raise NoTable(f"no table for {printable(name) or 'these architectures'} of model_type {model_type}")
+        raise UnknownModel(f"no table for {printable(name) or 'these architectures'} of model_type {model_type}")
     return name
 
 
-def _renaming_quantisation(config: Mapping[str, object]) -> str:
+def declared_quantisation(config: Mapping[str, object]) -> object:
+    """What a configuration says of the quantisation of its weights, under either name of the field."""
+    return config.get("quantization_config") or config.get("compression_config")
+
+
+def _renamed_by(config: Mapping[str, object]) -> str:
     """The quantisation that stores the weights under other names or in other shapes; "" for none."""
-    declared = config.get("quantization_config") or config.get("compression_config")
+    declared = declared_quantisation(config)
     if not declared:
         return ""
     method = _text(declared.get("quant_method")) if isinstance(declared, dict) else ""
@@ -192,10 +197,16 @@ def _values(config: Mapping[str, object], table: Mapping[str, Any]) -> dict[str,
             raise NoTable(f"it does not give {name}")
         if value is None and defaults and (not declared or len(defaults) > 1):
             value = _default(defaults[-1 if declared else 0], values)
+        if name in table.get("spelled", ()) and isinstance(value, (list, str)):
+            spelled = table["spelled"][name]
+            value = [spelled.get(word, word) if isinstance(word, str) else word for word in value]
         known = table.get("words", {}).get(name)
         if known and isinstance(value, list) and not all(word in known for word in value):
             raise NoTable(f"{name} holds another word than {', '.join(known)}")
         values[name] = value
+    for name, only in table.get("only", {}).items():
+        if next(_at(config, name), only) not in (only, None):
+            raise NoTable(f"{name} is another than {printable(repr(only)[:60])}, with which the table was made")
     if "tied_by" in table and next(_at(config, table["tied_by"]), None) is True:
         values["tie_word_embeddings"] = True
     return values

@@ -115,7 +115,9 @@ class _Plan:
         self.dims = [parse(dim) for dim in row.dims]
         exists = parse(row.exists) if row.exists else None
         self.optional = parse(row.optional) if row.optional else None
-        self.here = exists if exists and self._depends(exists) else None  # asked for every index
+        self.here = exists if exists and self._depends(exists) else None  # asked once for the indices that it names
+        last = max((i for i, index in enumerate(self.indices) if exists and index in exists.names), default=-1)
+        self.asked_at = last if self.here else -1
         self.everywhere = None if self.here else exists  # asked once
         self.because = tuple(
             name
@@ -148,8 +150,6 @@ class _Plan:
         for step, (name, values) in enumerate(self._names(0, self.texts[0], dict(fields))):
             if len(found) >= at_most or step > 8 * at_most:
                 raise NoTable(f"it implies more than {at_most:,} tensors")
-            if self.here and not true(self.here, values):
-                continue
             if tensor is None or not same:
                 shape = tuple(whole(dim, values) for dim in self.dims)
                 needed = not (self.optional and true(self.optional, values))
@@ -157,11 +157,14 @@ class _Plan:
             found[name] = tensor
 
     def _names(self, at: int, name: str, values: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
-        """Every name of the row from the index at this place on, with the fields and the indices that it stands for."""
+        """Every name of the row from the index at this place on that exists, with the fields and the indices that it
+        stands for."""
         if at == len(self.indices):
             yield name, values
             return
         after = self.texts[at + 1]
         for number in range(whole(self.ranges[at], values)):
             values[self.indices[at]] = number
+            if self.here and at == self.asked_at and not true(self.here, values):
+                continue
             yield from self._names(at + 1, f"{name}{number}{after}", values)

@@ -137,7 +137,8 @@ def run(
                     (not_found if isinstance(ckpt, NothingToCheckError) else unreadable).append(_sentence(path, ckpt))
                     continue
                 if reference is not None:
-                    ckpt = replace(ckpt, reference=reference.part(folder.name))
+                    unseen = (*ckpt.unseen, reference.unseen) if reference.unseen else ckpt.unseen
+                    ckpt = replace(ckpt, reference=reference.part(folder.name), unseen=unseen)
                 parts.append(run_rules(ckpt, rules, depth))
         except NothingToCheckError as error:
             not_found.append(str(error))

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ckptlint.architecture.built import built_model
-from ckptlint.architecture.expected import NoTable
+from ckptlint.architecture.expected import NoTable, UnknownModel
 from ckptlint.architecture.huggingface import expected_models
 from ckptlint.errors import AccessError, CkptlintError, ConfigError, NothingToCheckError, UnreadableError
 from ckptlint.formats.safetensors_header import HEADER_LIMIT, read_header
@@ -57,14 +57,14 @@ def read_reference(path: str) -> Reference:
     try:
         reference = _from_file(folder, name, path, source) if name else _from_folder(folder, path, source)
         if reference.kind == "Hugging Face folder" and not reference.tensors:
-            config = isolated(partial(_json, folder, _CONFIG), folder.size(_CONFIG))
-            reference = replace(reference, tensors=_implied(config))
+            reference = _with_implied(reference, isolated(partial(_json, folder, _CONFIG), folder.size(_CONFIG)))
     except ConfigError:
         raise
     except (CkptlintError, OSError) as error:
         raise ConfigError(f"the reference {source} cannot be read: {error}") from None
     if not (reference.tensors or reference.declared or reference.parts):
-        raise ConfigError(f"the reference {source} names no tensors, so that any checkpoint would pass")
+        why = f": {reference.unseen}" if reference.unseen else ""
+        raise ConfigError(f"the reference {source} names no tensors, so that any checkpoint would pass{why}")
     return reference
 
 
@@ -163,18 +163,27 @@ def _model_folder(folder: Folder, source: str) -> Reference:
     return Reference(source, "Hugging Face folder", tensors, declared=read_declared([("config.json", config)]))
 
 
-def _implied(config: Mapping[str, Any]) -> Tensors:
-    """The tensors that a configuration implies, from a table or as the installed transformers builds them; {} where
-    neither knows its model. Tied heads and buffers are left out, and so are the dtypes, which an export may change."""
+def _with_implied(reference: Reference, config: Mapping[str, Any]) -> Reference:
+    """The reference with the tensors that its configuration implies, from a table or as the installed transformers
+    builds them; or with why there are none. Tied heads and buffers are left out, and so are the dtypes, which an export
+    may change."""
     try:
         saved = next(model for model in expected_models(config, at_most=_MOST_IMPLIED) if model.form == "saved")
-        return {fqn: (None, tensor.shape) for fqn, tensor in saved.tensors.items() if tensor.needed}
-    except NoTable:
-        pass
-    try:
-        return {printable(fqn): (None, shape) for fqn, shape in built_model(config).items()}
-    except NoTable:
-        return {}
+        tensors = {fqn: tensor.shape for fqn, tensor in saved.tensors.items() if tensor.needed}
+    except UnknownModel as reason:
+        try:
+            tensors = {printable(fqn): shape for fqn, shape in built_model(config).items()}
+        except NoTable as more:
+            return replace(reference, unseen=_unseen(reference, f"{reason}, {more}"))
+    except NoTable as reason:
+        return replace(reference, unseen=_unseen(reference, str(reason)))
+    return replace(reference, tensors={fqn: (None, shape) for fqn, shape in tensors.items()})
+
+
+def _unseen(reference: Reference, reason: str) -> str:
+    counts = [name for name in reference.declared if name in ("layers", "hidden", "heads", "experts", "vocab")]
+    compared = f"; compared was only what it declares ({', '.join(counts)})" if counts else ""
+    return f"which tensors {reference.source} implies: {reason}{compared}"
 
 
 def _is_model_folder(folder: Folder) -> bool:

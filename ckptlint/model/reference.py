@@ -90,6 +90,7 @@ class Reference:
             a config.json is at hand.
         declared: what its config.json says about the model, by canonical name (`config_fields.read_declared`).
         parts: the components of a checkpoint (`model`, `optim`) by folder name; empty when it is one folder.
+        unseen: what it does not tell although a config.json is at hand, and why, as a sentence.
     """
 
     source: str
@@ -97,6 +98,7 @@ class Reference:
     tensors: dict[str, tuple[str | None, tuple[int, ...] | None]]
     declared: dict[str, Declared] = field(default_factory=dict)
     parts: dict[str, Reference] = field(default_factory=dict)
+    unseen: str = ""
 
     def part(self, name: str) -> Reference:
         """The component to compare with a folder of this name, or the whole."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
@@ -73,9 +74,9 @@ def braces(fqns: Iterable[str]) -> list[str]:
     by_words: dict[tuple[str, ...], dict[tuple[int, ...], str]] = {}
     folded: list[str] = []
     for fqn in dict.fromkeys(fqns):
-        found = NUMBER.findall(fqn)
-        if found and all(_PLAIN_NUMBER.fullmatch(number) for number in found):
-            by_words.setdefault(tuple(NUMBER.split(fqn)), {})[tuple(map(int, found))] = fqn
+        words, found = _taken_apart(fqn)
+        if found:
+            by_words.setdefault(words, {})[found] = fqn
         else:
             folded.append(fqn)
     for words, rows in by_words.items():
@@ -83,6 +84,15 @@ def braces(fqns: Iterable[str]) -> list[str]:
             values = [ranges(c) if len(c) == 1 else "{" + ranges(c) + "}" for c in columns]
             folded.append("".join(word + value for word, value in zip(words, [*values, ""], strict=True)))
     return folded
+
+
+@lru_cache(maxsize=1 << 15)
+def _taken_apart(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The words between the numbers of a name, and the numbers; none where one is not written plainly."""
+    found = NUMBER.findall(fqn)
+    if not all(_PLAIN_NUMBER.fullmatch(number) for number in found):
+        return (fqn,), ()
+    return tuple(NUMBER.split(fqn)), tuple(map(int, found))
 
 
 def _products(rows: list[tuple[int, ...]]) -> list[list[list[int]]]:

@@ -7,7 +7,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from ckptlint.analysis.fit.pairing import Pairing, best_pairing
 from ckptlint.analysis.trusted_config import Contradiction, contradictions
@@ -36,7 +38,7 @@ _COMPUTED = frozenset(
 _LABELS = frozenset({"id2label"})  # of a classifier, which says itself how many it has
 _WIDE = 8
 _FEW, _MORE = 20_000, 50  # a configuration may imply so many tensors, or so many for each that is stored
-_LAYERS = re.compile(r"(?P<home>.*?)\.?(?:layers|h|blocks?|layer)\.(?P<number>\d+)\..+")
+_LAYERS = re.compile(r"(?P<home>.*?)\.?(?:layers|h|blocks?|layer)\.(?P<number>\d{1,18})\..+")
 _MTP = ("num_nextn_predict_layers", "mtp_num_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 
@@ -125,6 +127,23 @@ def judged_shapes(ckpt: Checkpoint) -> Collection[str]:
     """The stored keys whose shape a configuration gives."""
     fit = config_fit(ckpt)
     return frozenset(fit.pairing.stored.values()) if not isinstance(fit, str) and not fit.doubt else frozenset()
+
+
+@fact
+def told_keys(ckpt: Checkpoint) -> Mapping[str, str]:
+    """Key, as expected or as stored -> the rule that tells, without a doubt, that it is missing or beyond the model."""
+    fit = config_fit(ckpt)
+    if isinstance(fit, str) or fit.doubt:
+        return {}
+    missing = {name for expected in fit.missing for name in (expected, fit.shown(expected))}
+    return dict.fromkeys(missing, "CFG001") | dict.fromkeys(fit.beyond, "CFG002")
+
+
+@fact
+def told_shapes(ckpt: Checkpoint) -> Mapping[str, Shape]:
+    """Stored key -> the shape that a configuration gives it and it does not have, of which CFG003 tells."""
+    fit = config_fit(ckpt)
+    return {} if isinstance(fit, str) else {item.tensor.fqn: item.expected.shape for item in fit.shapes}
 
 
 @fact
@@ -276,7 +295,7 @@ class _Judge:
 
     def _absent_towers(self, missing: list[str]) -> tuple[str, ...]:
         """Parts of a model with layers of their own of which nothing is stored, where others are."""
-        homes = {match["home"] for name in self.tensors if (match := _LAYERS.fullmatch(name))}
+        homes = {place.home for name in self.tensors if (place := _place(name))}
         if len(homes) < 2:
             return ()
         held = {_tower(name, homes) for name in self.pairing.stored}
@@ -285,11 +304,13 @@ class _Judge:
 
     def _sorted_unknown(self, missing: list[str]) -> tuple[list[str], list[str], list[str]]:
         """The unknown keys that go beyond the model, that stand where others are missing, and the rest."""
+        if not self.unknown:
+            return [], [], []
         layers: dict[str, set[int]] = defaultdict(set)
         weights = set()
         for name in self.tensors:
-            if match := _LAYERS.fullmatch(name):
-                layers[match["home"]].add(int(match["number"]))
+            if place := _place(name):
+                layers[place.home].add(place.number)
             weights.add(name.rpartition(".")[0])
         gaps = {_module(name) for name in missing}
         tails = {name.partition(".")[2] for name in missing} | set(missing)
@@ -302,8 +323,8 @@ class _Judge:
             if name in tails:
                 instead.append(name)
                 continue
-            match = _LAYERS.fullmatch(name)
-            is_new_layer = match and layers.get(match["home"]) and int(match["number"]) not in layers[match["home"]]
+            place = _place(name)
+            is_new_layer = place and layers.get(place.home) and place.number not in layers[place.home]
             if is_new_layer and (has_mtp or "mtp" in name):
                 continue
             if is_new_layer or role(name) in roles:
@@ -385,23 +406,37 @@ def _tower(name: str, homes: Iterable[str]) -> str | None:
     return max(found, key=len, default=None)
 
 
+class _Place(NamedTuple):
+    """Where a key in a layer lies: what stands before the word for layers, that word included, the layer's number."""
+
+    home: str
+    block: str
+    number: int
+
+
+@lru_cache(maxsize=1 << 15)
+def _place(name: str) -> _Place | None:
+    match = _LAYERS.fullmatch(name)
+    return match and _Place(match["home"], name[: match.start("number") - 1], int(match["number"]))
+
+
 def numbered_layer(name: str) -> tuple[str, int] | None:
     """The block of layers that a key lies in and the layer's number; None outside of layers.
 
     >>> numbered_layer("model.layers.3.mlp.up_proj.weight"), numbered_layer("lm_head.weight")
     (('model.layers', 3), None)
     """
-    match = _LAYERS.fullmatch(name)
-    return None if match is None else (name[: match.start("number") - 1], int(match["number"]))
+    place = _place(name)
+    return None if place is None else (place.block, place.number)
 
 
 def _module(name: str) -> str:
     """The module of a layer that a key lies in, two levels below the layer's number; its parent outside of layers."""
-    match = _LAYERS.fullmatch(name)
-    if match is None:
+    place = _place(name)
+    if place is None:
         return name.rpartition(".")[0]
-    start = match.end("number") + 1
-    return name[:start] + name[start:].partition(".")[0]
+    start = f"{place.block}.{place.number}."
+    return start + name[len(start) :].partition(".")[0]
 
 
 def _is_vocabulary(item: ShapeDifference) -> bool:

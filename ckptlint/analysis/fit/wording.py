@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ckptlint.analysis.fit.judgement import Fit, numbered_layer
 from ckptlint.model.text import braces, printable, ranges
@@ -18,10 +18,13 @@ _CORE = (
 )
 
 
-def listed(fit: Fit, names: Collection[str]) -> str:
-    """Expected keys in few words: whole layers first, then what lies outside of layers, then roles."""
+def listed(fit: Fit, names: Collection[str], whole: Mapping[str, Sequence[int]]) -> str:
+    """Expected keys in few words: whole layers first, then what lies outside of layers, then roles.
+
+    Args:
+        whole: what `whole_layers` says of these keys.
+    """
     lost = set(names)
-    whole = whole_layers(fit, lost)
     parts = []
     for block, numbers in whole.items():
         count = sum(1 for name in lost if (at := numbered_layer(name)) and at == (block, numbers[0]))

@@ -1,0 +1,162 @@
+"""Models that transformers builds where no table knows them: real ones, and configurations made to harm."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptlint
+from ckptlint.architecture import built
+from ckptlint.architecture.built import built_model
+from ckptlint.architecture.expected import NoTable
+from ckptlint.loaders.reference import read_reference
+
+needs_transformers = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("torch", "transformers")),
+    reason="needs torch and transformers (extra tables)",
+)
+PROPHETNET = {
+    "model_type": "prophetnet",
+    "architectures": ["ProphetNetModel"],
+    "hidden_size": 16,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 40,
+    "num_encoder_layers": 1,
+    "num_decoder_layers": 1,
+    "num_encoder_attention_heads": 2,
+    "num_decoder_attention_heads": 2,
+    "vocab_size": 30,
+}
+"""A type that no table knows."""
+
+
+def refused(config: dict[str, Any]) -> str:
+    """The sentence that a configuration is refused with: one line, and no traceback in it."""
+    with pytest.raises(NoTable) as caught:
+        built_model(config)
+    sentence = str(caught.value)
+    assert sentence.startswith("and ") and sentence.isprintable() and len(sentence) < 300
+    return sentence
+
+
+@needs_transformers
+def test_a_type_without_a_table_is_built() -> None:
+    shapes = built_model(PROPHETNET)
+    assert shapes["encoder.layers.0.feed_forward.intermediate.weight"] == (24, 16)
+    assert shapes["decoder.layers.0.feed_forward.output.weight"] == (16, 40)
+
+
+@pytest.mark.parametrize("where", ["", "text_config"])
+def test_code_of_its_own_is_never_run(where: str) -> None:
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnModel"}}
+    assert "auto_map" in refused(PROPHETNET | ({where: code} if where else code))
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"num_decoder_layers": 10**9}, "more than 2,000 layers"),
+        ({"num_decoder_layers": 1e9}, "more than 2,000 layers"),
+        ({"depths": [10**9, 2]}, "more than 2,000 layers"),
+        ({"depths": [1] * 3000}, "more than 2,000 layers"),
+        ({"text_config": {"num_hidden_layers": 10**9}}, "more than 2,000 layers"),
+        ({"architectures": []}, "names no class"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantisation"),
+    ],
+)
+def test_what_is_refused_before_any_work(values: dict[str, Any], told: str) -> None:
+    assert told in refused(PROPHETNET | values)
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"architectures": ["os.system"]},
+        {"architectures": [["ProphetNetModel"]]},
+        {"architectures": "ProphetNetModel"},
+        {"model_type": ["prophetnet"]},
+        {"model_type": "no such type"},
+        {"hidden_size": "sixteen"},
+        {"hidden_size": -16},
+        {"vocab_size": 10**30},
+    ],
+    ids=str,
+)
+def test_values_that_no_model_has_are_one_sentence(values: dict[str, Any]) -> None:
+    assert "cannot build it" in refused(PROPHETNET | values)
+
+
+@needs_transformers
+def test_a_file_beside_the_checkpoint_is_never_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "transformers.py").write_text("raise SystemExit('imported')")
+    monkeypatch.chdir(tmp_path)
+    assert built_model(PROPHETNET)
+
+
+def acting(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Let the other process do this instead of building a model, under the limits that a build has."""
+    start = "import sys, json; from ckptlint.architecture import built; *limits, _ = json.load(sys.stdin)\n"
+    real = subprocess.run
+
+    def run(_: object, **options: Any) -> Any:
+        return real([sys.executable, "-P", "-c", f"{start}built._limit(*limits)\n{code}"], **options)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows sets no limits on a process")
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("while True: pass", "was stopped while it built it (signal"),
+        ("import os; os.abort()", "was stopped while it built it (signal 6"),
+        ("print('no answer')", "cannot build it"),
+        ("print('[1, 2]', end='')", "cannot build it"),
+        ("raise SystemExit(3)", "cannot build it"),
+    ],
+)
+def test_a_process_that_loops_or_crashes(code: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    acting(monkeypatch, code)
+    monkeypatch.setattr(built, "SECONDS", 2)
+    assert told in refused(PROPHETNET)
+
+
+def test_a_process_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    acting(monkeypatch, "import time; time.sleep(600)")
+    monkeypatch.setattr(built, "WAIT", 1)
+    assert "did not build it within 1 s" in refused(PROPHETNET)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux bounds the memory of a process")
+def test_a_process_that_starves(monkeypatch: pytest.MonkeyPatch) -> None:
+    acting(monkeypatch, "bytearray(3 << 30)")
+    monkeypatch.setattr(built, "MEMORY", 1 << 30)
+    assert "MemoryError" in refused(PROPHETNET)
+
+
+def test_what_was_compared_instead_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without transformers the declared counts are compared, and the report says what would tell more."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (tmp_path / "config.json").write_text(json.dumps(PROPHETNET))
+    reference = read_reference(str(tmp_path))
+    assert reference.tensors == {}
+    assert "no table for model_type prophetnet" in reference.unseen
+    assert "pip install torch transformers" in reference.unseen
+    assert "only what it declares (hidden, vocab)" in reference.unseen
+    exports = Path(__file__).parents[2] / "fixtures" / "real" / "exports" / "ok_vit"
+    (part,) = ckptlint.check(exports, expect=tmp_path).checkpoints
+    assert part.checkpoint.unseen == (reference.unseen,)
+
+
+def test_a_configuration_that_nothing_follows_from_is_no_reference(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoModel": "own.Model"}}))
+    with pytest.raises(ckptlint.errors.ConfigError, match=r"any checkpoint would pass: .*auto_map"):
+        read_reference(str(tmp_path))
