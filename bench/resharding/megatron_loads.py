@@ -45,7 +45,13 @@ megatron_cpu.use_cpu()
 
 import torch._dynamo  # noqa: E402
 import torch.distributed.tensor  # noqa: E402
-from megatron.core import dist_checkpointing, package_info, parallel_state, utils  # noqa: E402
+from megatron.core import (  # noqa: E402
+    dist_checkpointing,
+    model_parallel_config,
+    package_info,
+    parallel_state,
+    utils,
+)
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
 from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
     ShardedObject,
@@ -67,6 +73,7 @@ try:
 except ImportError:
     checkpointing = global_vars = None
 
+model_parallel_config.warnings = warnings  # 0.15 warns without having imported it
 VERSION = (package_info.MAJOR, package_info.MINOR)
 STEP = 10
 SECONDS = 150
@@ -101,6 +108,7 @@ class Job:
     no_load_optim: bool = False
     no_load_rng: bool = False
     no_save_rng: bool = False
+    no_save_optim: bool = False
     finetune: bool = False
     strictness: str = "assume_ok_unexpected"
     fully_parallel_load: bool = False
@@ -185,7 +193,7 @@ def arguments(job: Job, folder: Path | None = None) -> argparse.Namespace:
         exit_on_missing_checkpoint=False,
         no_load_optim=job.no_load_optim or None,
         no_load_rng=job.no_load_rng or None,
-        no_save_optim=None,
+        no_save_optim=job.no_save_optim or None,
         no_save_rng=job.no_save_rng or None,
         finetune=job.finetune,
         data_parallel_random_init=False,
@@ -478,7 +486,7 @@ def save(rank: int, job: Job, folder: Path) -> list[Piece]:
     with CudaToCpu():
         start(job)
         args = arguments(job)
-        if global_vars is not None:
+        if checkpointing is not None:
             global_vars._GLOBAL_ARGS = args
         chunks = models(job)
         optimizer = optimizer_of(job, chunks)
@@ -489,8 +497,9 @@ def save(rank: int, job: Job, folder: Path) -> list[Piece]:
         state: dict[str, Any] = {"checkpoint_version": 3.0, "iteration": STEP}
         if job.checkpoint_args:
             state["args"] = args
-        state |= sharded_state(job, chunks, optimizer, known, loading=False)
-        state["opt_param_scheduler"] = Schedule().state_dict()
+        state |= sharded_state(job, chunks, None if job.no_save_optim else optimizer, known, loading=False)
+        if not job.no_save_optim:
+            state["opt_param_scheduler"] = Schedule().state_dict()
         random.seed(seed_of(job))
         torch.manual_seed(seed_of(job))
         if not job.no_save_rng:
@@ -539,7 +548,7 @@ def load(rank: int, job: Job, folder: Path) -> dict[str, Any]:
                 through_megatron_lm(job, chunks, optimizer, schedule, folder)
             else:
                 through_the_library(job, chunks, optimizer, schedule, folder)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # the exception of torch.distributed.checkpoint is one
             return {"raised": said(error), "stage": "load"}
         after = torch.get_rng_state()
         torch.manual_seed(seed_of(job))
@@ -719,7 +728,7 @@ def compared(saved: list[Piece], loaded: list[Piece]) -> dict[str, list[str]]:
 DENSE = Job(tp=2, sharding="fully_reshardable")
 MOE = Job(experts=4, ep=2, dp=2, layers=2, sharding="fully_reshardable")
 BUCKETS = Job(tp=2, dp=2, sharding="dp_reshardable")
-FLAT = Job(tp=2, sharding="fully_sharded_model_space")
+FLAT = Job(tp=2, sharding="fully_sharded_model_space", no_load_rng=True)
 GATHERED = Job(tp=2, dp=2, sharding="dp_zero_gather_scatter")
 
 
@@ -761,16 +770,27 @@ PAIRS: dict[str, tuple[Job, Job]] = {
     "gathered pp2 to pp2 vpp2": pair(replaced(GATHERED, tp=1, pp=2, dp=1), vpp=2),
     "gathered parallel load": pair(GATHERED, dp=1, fully_parallel_load=True),
     "flat tp2 to tp1": pair(FLAT, tp=1),
+    "flat tp2 to tp1 with rng": pair(replaced(FLAT, no_load_rng=False), tp=1),
+    "flat same layout": pair(replaced(FLAT, no_load_rng=False)),
     "flat tp2 to pp2": pair(FLAT, tp=1, pp=2),
     "flat dp2 to dp4": pair(replaced(FLAT, tp=1, dp=2), dp=4),
     "flat without gates tp2 to tp1": pair(replaced(FLAT, gated=False), tp=1),
-    "flat ep2 to ep1": pair(replaced(MOE, sharding="fully_sharded_model_space"), ep=1),
+    "flat ep2 to ep1": pair(replaced(MOE, sharding="fully_sharded_model_space"), ep=1, no_load_rng=True),
     "flat vocabulary grows with tp": pair(replaced(FLAT, tp=1, vocab=17), tp=2),
     "plain optimizer tp2 to tp1": pair(replaced(DENSE, distributed=False, sharding=""), tp=1),
     "plain optimizer ep2 to ep1": pair(replaced(MOE, distributed=False, sharding=""), ep=1),
     "experts ep2 to ep1": pair(MOE, ep=1),
     "experts ep1 to ep2": pair(replaced(MOE, ep=1), ep=2),
     "experts ep2 to ep4": pair(MOE, ep=4, dp=4),
+    "experts ep2 to ep1 without rng": pair(MOE, ep=1, no_load_rng=True),
+    "experts ep1 to ep2 without rng": pair(replaced(MOE, ep=1), ep=2, no_load_rng=True),
+    "experts ep2 to ep4 without rng": pair(MOE, ep=4, dp=4, no_load_rng=True),
+    "plain optimizer ep2 to ep1 without rng": pair(
+        replaced(MOE, distributed=False, sharding=""), ep=1, no_load_rng=True
+    ),
+    "plain optimizer tp2 to tp1 without rng": pair(
+        replaced(DENSE, distributed=False, sharding=""), tp=1, no_load_rng=True
+    ),
     "experts ep2 to ep1 without optimizer": pair(MOE, ep=1, no_load_optim=True),
     "experts ep2 to ep1 without both": pair(MOE, ep=1, no_load_optim=True, no_load_rng=True),
     "experts ep2 dp2 to dp4": pair(MOE, dp=4),
@@ -786,6 +806,14 @@ PAIRS: dict[str, tuple[Job, Job]] = {
     "rerun same layout": pair(replaced(DENSE, rerun=True)),
     "rerun dp1 to dp2": pair(replaced(DENSE, rerun=True), dp=2),
     "same layout without random states": pair(replaced(DENSE, no_save_rng=True)),
+    "same layout without random states, told so": pair(replaced(DENSE, no_save_rng=True), no_load_rng=True),
+    "same layout without optimizer": pair(replaced(DENSE, no_save_optim=True)),
+    "tp2 to tp1 without optimizer": pair(replaced(DENSE, no_save_optim=True), tp=1),
+    "tp2 to tp1 without optimizer, told so": pair(replaced(DENSE, no_save_optim=True), tp=1, no_load_optim=True),
+    "fewer layers": pair(DENSE, layers=3),
+    "experts ep2 dp4 as it was": pair(replaced(MOE, dp=4)),
+    "experts ep1 etp2 to etp1": pair(replaced(MOE, ep=1, tp=2, etp=2, dp=1), etp=1),
+    "experts ep1 to tp2 ep1": pair(replaced(MOE, ep=1, etp=1, dp=1), tp=2, etp=2),
     "same layout": pair(DENSE),
     "no arguments tp2 to tp1": pair(replaced(DENSE, checkpoint_args=False), tp=1),
     "no arguments same layout": pair(replaced(DENSE, checkpoint_args=False)),
@@ -859,6 +887,7 @@ def main() -> None:
         shown = next(iter(raised.values()), "") or {k: rows[name].get(k) for k in ("differences", "rng", "schedule")}
         print(f"{name}: {shown}", flush=True)
         written = {"version": package_info.__version__, "through": "Megatron-LM" if checkpointing else "the library"}
+        written["saved_by"] = str(options.saved_by or "")
         (options.out / "outcomes.json").write_text(json.dumps({**written, "pairs": rows}, indent=1))
 
 
