@@ -1,6 +1,6 @@
 """Hold what `ckptlint.planning.megatron` says of a load against what came of it.
 
-    python compare.py OUT ...        # folders that megatron_loads.py wrote; a `saved` file names where the saves lie
+python compare.py OUT ...        # folders that megatron_loads.py wrote; a `saved` file names where the saves lie
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def disagreements(row: Mapping[str, Any], said: list[Constraint]) -> list[str]:
     drops = [one for one in said if one.effect == "drops"]
     if job["fully_parallel_load"]:  # a flag of its own, named in a note
         fails += [one for one in said if "--ckpt-fully-parallel-load" in one.sentence]
+    if job["bucket"] != row["saved"]["bucket"]:
+        fails += [one for one in said if "--ddp-bucket-size" in one.sentence]
     if job["strictness"] == "raise_all":
         fails += drops
     if row["raised"]:
@@ -50,7 +52,8 @@ def disagreements(row: Mapping[str, Any], said: list[Constraint]) -> list[str]:
     differences = row["differences"]
     for what in ("not as saved", "not held", "new", "ranks differ"):
         keys = differences.get(what, [])
-        if any(key.startswith("optimizer.") for key in keys) and not any("optimizer" in key for key in lost | given_up):
+        gone = [key for key in keys if key.startswith("optimizer.")] if not row["saved"]["no_save_optim"] else []
+        if gone and not any("optimizer" in key for key in lost | given_up):
             found.append(f"{keys[0]} is {what}, and nothing said so")
         if model := [key for key in keys if not key.startswith("optimizer.") and key not in lost]:
             found.append(f"{model[0]} is {what}, and nothing said so")

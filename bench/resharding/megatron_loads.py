@@ -297,9 +297,7 @@ def models(job: Job) -> list[torch.nn.Module]:
             spec = get_gpt_decoder_block_spec(config, **accepted(get_gpt_decoder_block_spec, stages))
         else:
             spec = get_gpt_layer_local_spec(
-                **accepted(
-                    get_gpt_layer_local_spec, {"num_experts": job.experts or None, "normalization": "RMSNorm"}
-                )
+                **accepted(get_gpt_layer_local_spec, {"num_experts": job.experts or None, "normalization": "RMSNorm"})
             )
         settings = {
             "config": config,
@@ -676,8 +674,7 @@ def _rank(rank: int, job: Job, function: Callable[..., Any], folder: Path, port:
             signal.sigtimedwait([], 0.05)
     except BaseException:
         sys.__stderr__.write(traceback.format_exc())
-        with open(folder.parent / f"{folder.name}.{rank}.err", "a") as file:
-            file.write(traceback.format_exc())
+        folder.with_suffix(f".{rank}.err").write_text(traceback.format_exc())
         status = 1
     import multiprocessing
 
@@ -714,10 +711,12 @@ def compared(saved: list[Piece], loaded: list[Piece]) -> dict[str, list[str]]:
     }
     for key in sorted(set(before) & set(after)):
         one, two = before[key], after[key]
-        if one.shape != two.shape:
+        if one.shape != two.shape:  # a vocabulary that is padded otherwise: the common rows, and zeros
             result["other shape"].append(f"{key} {one.shape} {two.shape}")
             common = tuple(slice(0, min(sizes)) for sizes in zip(one.shape, two.shape, strict=True))
-            one, two = one[common], two[common]
+            wanted = np.zeros_like(two)
+            wanted[common] = one[common]
+            one = wanted
         if not np.array_equal(one, two, equal_nan=True):
             result["not as saved"].append(key)
     return {name: keys for name, keys in result.items() if keys}
@@ -810,7 +809,6 @@ PAIRS: dict[str, tuple[Job, Job]] = {
     "same layout without optimizer": pair(replaced(DENSE, no_save_optim=True)),
     "tp2 to tp1 without optimizer": pair(replaced(DENSE, no_save_optim=True), tp=1),
     "tp2 to tp1 without optimizer, told so": pair(replaced(DENSE, no_save_optim=True), tp=1, no_load_optim=True),
-    "fewer layers": pair(DENSE, layers=3),
     "experts ep2 dp4 as it was": pair(replaced(MOE, dp=4)),
     "experts ep1 etp2 to etp1": pair(replaced(MOE, ep=1, tp=2, etp=2, dp=1), etp=1),
     "experts ep1 to tp2 ep1": pair(replaced(MOE, ep=1, etp=1, dp=1), tp=2, etp=2),

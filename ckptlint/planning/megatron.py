@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckptlint.analysis.inventory import dp_group
-from ckptlint.analysis.optimizer_records import content_metadata, optimizer_records
+from ckptlint.analysis.optimizer_records import content_metadata, is_training_state, optimizer_records
 from ckptlint.analysis.trusted_config import flag, number, trusted, trusted_topology
+from ckptlint.loaders.common_state import COMMON_ENTRY
 from ckptlint.model import Checkpoint, ShardedObject
 from ckptlint.model.text import plural
 from ckptlint.planning.outcome import Constraint, Effect
@@ -47,6 +48,9 @@ _WRITTEN: Mapping[str, tuple[Version, Version]] = {
     "fully_sharded_bucket_space": ((0, 6), (0, 14)),
 }
 """The versions that write a form; those that write it read it."""
+
+AXES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
+"""The axes of a layout, as `--to` names them."""
 
 _LOAD = "megatron.training.checkpointing.load_checkpoint"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
@@ -126,6 +130,7 @@ def constraints(
     """
     change = _change(ckpt, to, give_up, reader)
     found = [
+        *_common_state(change),
         *_layout(change),
         *_model(change),
         *_optimizer(change),
@@ -139,10 +144,9 @@ def constraints(
         sentence = "a load with --dist-ckpt-strictness raise_all stops where keys are left out"
         found.append(Constraint("note", sentence, keys, "megatron-core 0.12-0.19, dist_checkpointing.validation"))
     if all(one.effect == "note" for one in found):
-        experts = ("etp",) if change.number("experts") else ()
-        shown_axes = {"tp", "pp", "dp", *experts} | {axis for axis in ("vpp", "ep", "cp") if change.new[axis] > 1}
-        shown = ", ".join(f"{axis} {size}" for axis, size in change.new.items() if axis in shown_axes)
-        found.append(Constraint("note", f"nothing that Megatron-Core checks stands against {shown}"))
+        shown = ", ".join(f"{axis} {change.new[axis]}" for axis in AXES if axis in to or axis in ("tp", "pp"))
+        besides = "besides that, " if found else ""
+        found.append(Constraint("note", f"{besides}nothing that Megatron-Core checks stands against {shown}"))
     order: tuple[Effect, ...] = ("fails", "drops", "note")
     return sorted(found, key=lambda one: order.index(one.effect))
 
@@ -153,6 +157,8 @@ def _change(ckpt: Checkpoint, to: Mapping[str, int], give_up: frozenset[str], re
     old = {axis: size.size for axis, size in trusted_topology(ckpt).items() if axis in new}
     declared = trusted(ckpt)
     is_told = "tp" in declared or "pp" in declared
+    if not is_told and is_training_state(ckpt):  # Megatron-LM takes it for a checkpoint of one rank
+        old |= {"tp": 1, "pp": 1}
     if is_told:
         old = {"vpp": 1, "cp": 1, "ep": 1, "etp": old.get("tp", 1)} | old
     readers = (reader,) if reader is not None else tuple(v for v in KNOWN if v >= _oldest_writer(ckpt))
@@ -167,7 +173,7 @@ def _oldest_writer(ckpt: Checkpoint) -> Version:
     """
     content = content_metadata(ckpt)
     form = form_of(ckpt)
-    since = [_WRITTEN[form][0]] if form in _WRITTEN else []
+    since = [_WRITTEN[form][0]] if form is not None and form in _WRITTEN else []
     since += [(0, 19)] * ("0.19" in ckpt.writer) + [(0, 16)] * (">= 0.16" in ckpt.writer)
     since += [(0, 13)] * bool(content) + [(0, 14)] * ("chained_optim_avoid_prefix" in content)
     since += [(0, 16)] * any(len(obj.shape) == 3 for obj in _objects(ckpt, "rng_state"))
@@ -186,6 +192,14 @@ def _by_version(change: _Change, first: Version, last: Version, one: Constraint)
         yield Constraint("note", sentence, one.keys, one.source, one.guessed)
 
 
+def _common_state(change: _Change) -> Iterator[Constraint]:
+    """Where the state that all ranks share lies."""
+    if change.ckpt.common is not None and change.ckpt.common.source == COMMON_ENTRY:
+        sentence = "the common state is an entry of .metadata, and this version looks for a file common.pt"
+        source = "megatron-core 0.19, dist_checkpointing.serialization.load_common_state_dict"
+        yield from _by_version(change, KNOWN[0], (0, 18), Constraint("fails", sentence, (COMMON_ENTRY,), source))
+
+
 # ---------------------------------------------------------------- the layout and the model
 
 
@@ -202,7 +216,7 @@ def _layout(change: _Change) -> Iterator[Constraint]:
     if ranks % cells:
         yield Constraint(
             "fails",
-            f"the {plural(ranks, 'rank')} of a pipeline stage do not divide into ep {new['ep']} x etp {new['etp']}",
+            f"a pipeline stage has {plural(ranks, 'rank')}, which cannot hold ep {new['ep']} x etp {new['etp']}",
             source="megatron-core 0.12-0.19, parallel_state.initialize_model_parallel",
         )
 
@@ -215,11 +229,11 @@ def _model(change: _Change) -> Iterator[Constraint]:
     tp = new["tp"]
     if heads and heads % tp:
         yield Constraint(
-            "fails", f"{plural(heads, 'attention head')} do not divide by tp {tp}", source=f"megatron-core, {_CONFIG}"
+            "fails", f"{_many(heads, 'attention head')} not divide by tp {tp}", source=f"megatron-core, {_CONFIG}"
         )
     elif groups and groups % tp:
         refused = Constraint(
-            "fails", f"{plural(groups, 'query group')} do not divide by tp {tp}", source=f"megatron-core, {_CONFIG}"
+            "fails", f"{_many(groups, 'query group')} not divide by tp {tp}", source=f"megatron-core, {_CONFIG}"
         )
         if tp % groups:
             yield refused
@@ -242,17 +256,19 @@ def _model(change: _Change) -> Iterator[Constraint]:
         )
     if experts and experts % new["ep"]:
         yield Constraint(
-            "fails", f"{plural(experts, 'expert')} do not divide by ep {new['ep']}", source=f"megatron-core, {_CONFIG}"
+            "fails", f"{_many(experts, 'expert')} not divide by ep {new['ep']}", source=f"megatron-core, {_CONFIG}"
         )
     elif experts is None and new["ep"] > 1 and change.is_told:
-        yield Constraint(
-            "fails", f"the model has no experts for ep {new['ep']}", source=f"megatron-core, {_CONFIG}"
-        )
+        yield Constraint("fails", f"the model has no experts for ep {new['ep']}", source=f"megatron-core, {_CONFIG}")
     yield from _layers(change)
 
 
 def _is_gated(change: _Change) -> bool:
     return flag(trusted(change.ckpt), "gated") is True
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{plural(count, noun)} {'does' if count == 1 else 'do'}"
 
 
 def _layers(change: _Change) -> Iterator[Constraint]:
@@ -273,7 +289,7 @@ def _layers(change: _Change) -> Iterator[Constraint]:
         where = f"pp {pp} with vpp {vpp}"
     else:
         return
-    sentence = f"{plural(layers, 'layer')} do not divide by {where}, unless the job names an uneven cut"
+    sentence = f"{_many(layers, 'layer')} not divide by {where}, unless the job names an uneven cut"
     yield Constraint("fails", sentence, source=source, guessed=True)
 
 
@@ -333,11 +349,14 @@ def _optimizer(change: _Change) -> Iterator[Constraint]:
             sentence = "it holds no optimizer state: Megatron-LM loads it with --no-load-optim or --finetune only"
             yield Constraint("fails", sentence, source=f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}")
         return
-    _, last = _WRITTEN.get(form, (KNOWN[0], KNOWN[-1]))
+    first, last = _WRITTEN.get(form, (KNOWN[0], KNOWN[-1]))
+    unknown = f"the optimizer state is {form}, which came with 0.{first[1]}"
+    source = f"megatron-core, {_OPTIMIZER}.sharded_state_dict"
+    yield from _by_version(change, KNOWN[0], (0, first[1] - 1), Constraint("fails", unknown, keys, source))
     if last < KNOWN[-1]:
         refused = Constraint(
             "fails",
-            f"the optimizer state is {form}, which was given up",
+            f"the optimizer state is {form}, which these versions no longer read",
             keys,
             "megatron-core 0.15, dist_checkpointing.mapping.ShardedTensor (flattened_range) and "
             f"{_OPTIMIZER}.sharded_state_dict",
@@ -353,19 +372,16 @@ def _optimizer(change: _Change) -> Iterator[Constraint]:
 
 def _buffers(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Constraint]:
     """Forms that keep the flat buffers of each model-parallel rank: only their cut over data-parallel ranks is free."""
-    advice = (
-        "save with --dist-ckpt-optim-fully-reshardable"
-        if change.readers[-1] >= (0, 15)
-        else "save with --ckpt-fully-parallel-save"
-    )
+    option = "--dist-ckpt-optim-fully-reshardable" if form == "dp_reshardable" else "--ckpt-fully-parallel-save"
+    advice = f"save once more in the old layout, with {option}"
     if moved := change.changes("tp", "pp"):
-        sentence = f"the optimizer state ({form}) belongs to its tp and pp ({', '.join(moved)}): {advice} before"
+        sentence = f"the optimizer state ({form}) belongs to its tp and pp ({', '.join(moved)}): {advice}"
         yield Constraint("fails", sentence, keys, f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}")
         return
     if moved := change.changes("vpp", "ep") + (change.changes("etp") if change.number("experts") else []):
         sentence = (
             f"the optimizer state ({form}) is kept as the flat buffers of each model-parallel rank, which are others "
-            f"then ({', '.join(moved)}): {advice} before"
+            f"then ({', '.join(moved)}): {advice}"
         )
         yield Constraint("fails", sentence, keys, f"megatron-core 0.12-0.19, {_OPTIMIZER}")
         return
@@ -386,7 +402,12 @@ def _bucket_cuts(change: _Change) -> Iterator[Constraint]:
     """
     if not change.argument("overlap_grad_reduce") or not {"dp", "cp"} <= change.old.keys():
         return
-    if change.argument("ddp_bucket_size") or change.argument("ddp_num_buckets"):
+    named = [name for name in ("ddp_bucket_size", "ddp_num_buckets") if change.argument(name)]
+    source = f"megatron-core 0.15-0.19, distributed.DistributedDataParallel and {_OPTIMIZER}"
+    if named:
+        option = f"--{named[0].replace('_', '-')} {change.argument(named[0])}"
+        sentence = f"the optimizer state (dp_reshardable) is kept in buckets: the load stops without {option}"
+        yield Constraint("note", sentence, _optimizer_keys(change.ckpt), source)
         return
     sizes = [max(_BUCKET, _BUCKET_PER_RANK * axes["dp"] * axes["cp"]) for axes in (change.old, change.new)]
     if sizes[0] == sizes[1]:
@@ -402,10 +423,9 @@ def _bucket_cuts(change: _Change) -> Iterator[Constraint]:
             moved += keys
     if moved:
         sentence = (
-            f"the optimizer state (dp_reshardable) is kept in buckets of {sizes[0]:,} elements, and this many ranks make "
-            f"buckets of {sizes[1]:,}: name --ddp-bucket-size {sizes[0]}"
+            f"the optimizer state (dp_reshardable) is kept in buckets of {sizes[0]:,} elements, and this many ranks "
+            f"make buckets of {sizes[1]:,}: name --ddp-bucket-size {sizes[0]}"
         )
-        source = "megatron-core 0.15-0.19, distributed.DistributedDataParallel and " + _OPTIMIZER
         yield Constraint("fails", sentence, tuple(moved), source, guessed=True)
 
 
@@ -481,7 +501,8 @@ def _random_states(change: _Change) -> Iterator[Constraint]:
     shape = stored[0].shape
     usual = (new["pp"], new["tp"])
     with_experts = (*usual, new["dp"] * new["cp"]) if new["ep"] > 1 else usual
-    for first, last, wanted in (((0, 0), (0, 15), usual), ((0, 16), (0, 16), with_experts), ((0, 17), KNOWN[-1], usual)):
+    asked = {(KNOWN[0], (0, 15)): usual, ((0, 16), (0, 16)): with_experts, ((0, 17), KNOWN[-1]): usual}
+    for (first, last), wanted in asked.items():
         if wanted != shape:
             sentence = (
                 f"the random states are a grid of {_grid(shape)}, the job asks for {_grid(wanted)}: the load stops "
@@ -504,7 +525,8 @@ def _rerun_state(change: _Change) -> Iterator[Constraint]:
     stored = _objects(change.ckpt, "rerun_state_machine_state")
     moved = change.changes("tp", "pp", "dp")
     if stored and moved:
-        sentence = f"the rerun state has one part for every rank and is left out ({', '.join(moved)}); weights are not in it"
+        where = ", ".join(moved)
+        sentence = f"the rerun state has one part for every rank and is left out ({where}); weights are not in it"
         source = f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}"
         yield Constraint("note", sentence, ("rerun_state_machine_state",), source)
 
@@ -530,15 +552,19 @@ def _vocabulary(change: _Change) -> Iterator[Constraint]:
     if vocab is not None and vocab <= rows:
         padded = -(-vocab // step) * step
         if padded != rows:
-            what = f"{padded - rows:,} more rows of zeros" if padded > rows else f"{rows - padded:,} rows of padding fewer"
+            more = f"{padded - rows:,} more rows of zeros"
+            what = more if padded > rows else f"{rows - padded:,} rows of padding fewer"
             sentence = f"the vocabulary is padded to {padded:,} rows in place of {rows:,}: {what}, no token is lost"
             yield Constraint("note", sentence, keys, source)
-    elif rows % step or change.old["tp"] != change.new["tp"]:
-        sentence = (
-            f"the vocabulary is padded anew to a multiple of {step:,} rows (now {rows:,}); how many of these are "
-            "padding is not in the checkpoint, and Megatron-Core takes any number of rows"
-        )
-        yield Constraint("note", sentence, keys, source, guessed=True)
+        return
+    fewest = max(rows - divisor * change.old["tp"] + 1, 1)  # tokens, if the job that saved padded in the same way
+    if vocab is None and -(-fewest // step) * step == -(-rows // step) * step == rows:
+        return
+    sentence = (
+        f"the vocabulary is padded anew to a multiple of {step:,} rows (now {rows:,}); how many of these are padding "
+        "is not in the checkpoint, and Megatron-Core takes any number of rows"
+    )
+    yield Constraint("note", sentence, keys, source, guessed=True)
 
 
 _EMBEDDING = re.compile(r"(?:.*\.)?(?:embedding\.word_embeddings|output_layer)\.weight")
@@ -547,10 +573,13 @@ _EMBEDDING = re.compile(r"(?:.*\.)?(?:embedding\.word_embeddings|output_layer)\.
 def _not_judged(change: _Change) -> Iterator[Constraint]:
     """What the arguments would tell, where there are none."""
     if not change.is_told:
+        source = f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}"
+        refused = Constraint("fails", "there are no arguments of the job, and the load stops", source=source)
+        yield from _by_version(change, KNOWN[0], (0, 15), refused)
         sentence = (
             "no arguments of the job lie in the checkpoint: heads, layers, experts and the padding of the vocabulary "
             "were not judged"
         )
         known = ", ".join(f"{axis} {size}" for axis, size in change.old.items())
         sentence += f"; its layout ({known}) was counted" if known else ", and its own layout is not known"
-        yield Constraint("note", sentence, source=f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}", guessed=True)
+        yield Constraint("note", sentence, source=source, guessed=True)
