@@ -708,15 +708,18 @@ def compared(saved: list[Piece], loaded: list[Piece]) -> dict[str, list[str]]:
         "ranks differ": sorted(differing),
         "not as saved": [],
         "other shape": [],
+        "padding not zero": [],
     }
     for key in sorted(set(before) & set(after)):
         one, two = before[key], after[key]
-        if one.shape != two.shape:  # a vocabulary that is padded otherwise: the common rows, and zeros
+        if one.shape != two.shape:  # a vocabulary that is padded otherwise
             result["other shape"].append(f"{key} {one.shape} {two.shape}")
             common = tuple(slice(0, min(sizes)) for sizes in zip(one.shape, two.shape, strict=True))
-            wanted = np.zeros_like(two)
-            wanted[common] = one[common]
-            one = wanted
+            beyond = two.copy()
+            beyond[common] = 0
+            if beyond.any():
+                result["padding not zero"].append(key)
+            one, two = one[common], two[common]
         if not np.array_equal(one, two, equal_nan=True):
             result["not as saved"].append(key)
     return {name: keys for name, keys in result.items() if keys}
@@ -811,6 +814,7 @@ PAIRS: dict[str, tuple[Job, Job]] = {
     "tp2 to tp1 without optimizer, told so": pair(replaced(DENSE, no_save_optim=True), tp=1, no_load_optim=True),
     "experts ep2 dp4 as it was": pair(replaced(MOE, dp=4)),
     "experts ep1 etp2 to etp1": pair(replaced(MOE, ep=1, tp=2, etp=2, dp=1), etp=1),
+    "experts ep1 etp1 as it was": pair(replaced(MOE, ep=1, tp=2, etp=1, dp=1)),
     "experts ep1 to tp2 ep1": pair(replaced(MOE, ep=1, etp=1, dp=1), tp=2, etp=2),
     "same layout": pair(DENSE),
     "no arguments tp2 to tp1": pair(replaced(DENSE, checkpoint_args=False), tp=1),

@@ -433,30 +433,36 @@ def _chain(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Const
     """Forms that are cut as the weights are: what remains is the chain of optimizers, which rank 0 alone describes.
 
     Source:
-        megatron.core.optimizer.get_megatron_optimizer: the experts have an optimizer of their own where ep is over 1;
-        ChainedOptimizer.load_state_dict
+        megatron.core.optimizer.get_megatron_optimizer: the experts have an optimizer of their own where their
+        parameters have `allreduce` False (tensor_parallel.layers): with ep over 1, from 0.19 on also with an etp other
+        than tp; ChainedOptimizer.load_state_dict
     """
     if not (change.number("experts") or any(".experts." in key for key in change.ckpt.tensors)):
         return
     chains = _chains(change.ckpt)
-    was = change.old["ep"] > 1 if "ep" in change.old else chains > 1
-    becomes = change.new["ep"] > 1
+    was = chains > 1 if chains else change.old.get("ep", 1) > 1
+    by_ep = change.new["ep"] > 1
+    by_etp = by_ep or change.new["etp"] != change.new["tp"]
     source = "megatron-core 0.12-0.19, optimizer.ChainedOptimizer.load_state_dict"
-    if was != becomes:
-        which = "experts have an optimizer of their own only where ep is over 1"
-        sentence = f"the optimizer state ({form}) is of {_optimizers(was)}, the job has {_optimizers(becomes)}: {which}"
-        yield Constraint("fails", sentence, keys, source)
+    known = KNOWN[0], KNOWN[-1]
+    refused = [known] if by_ep == by_etp != was else [(KNOWN[0], (0, 18))] if by_ep != was else []
+    refused += [((0, 19), KNOWN[-1])] if by_ep != by_etp != was else []
+    for first, last in refused:
+        here, there = ("two", "one") if was else ("one", "two")
+        which = "with ep over 1" if last == (0, 18) or by_ep == by_etp else "with ep over 1 or an etp other than tp"
+        sentence = (
+            f"the optimizer state ({form}) is of {here} optimizer{'s' * was}, the job has {there}: experts have an "
+            f"optimizer of their own {which}"
+        )
+        yield from _by_version(change, first, last, Constraint("fails", sentence, keys, source))
 
 
 def _chains(ckpt: Checkpoint) -> int:
-    """How many optimizers rank 0 described."""
+    """How many optimizers rank 0 described, 0 where it described none."""
     described = ckpt.common.values.get("optimizer") if ckpt.common is not None else None
-    numbered = [key for key in described if isinstance(key, int)] if isinstance(described, dict) else []
-    return max(len(numbered), 1)
-
-
-def _optimizers(with_experts: bool) -> str:
-    return "two optimizers" if with_experts else "one optimizer"
+    if not isinstance(described, dict):
+        return 0
+    return sum(isinstance(key, int) for key in described) or 1
 
 
 # ---------------------------------------------------------------- what ranks keep for themselves
@@ -552,9 +558,10 @@ def _vocabulary(change: _Change) -> Iterator[Constraint]:
     if vocab is not None and vocab <= rows:
         padded = -(-vocab // step) * step
         if padded != rows:
-            more = f"{padded - rows:,} more rows of zeros"
-            what = more if padded > rows else f"{rows - padded:,} rows of padding fewer"
+            what = f"{abs(padded - rows):,} rows of padding {'more' if padded > rows else 'fewer'}"
             sentence = f"the vocabulary is padded to {padded:,} rows in place of {rows:,}: {what}, no token is lost"
+            if padded > rows and form_of(change.ckpt) == "fully_sharded_model_space":
+                sentence += "; the optimizer's states of the new rows are not set"
             yield Constraint("note", sentence, keys, source)
         return
     fewest = max(rows - divisor * change.old["tp"] + 1, 1)  # tokens, if the job that saved padded in the same way

@@ -224,7 +224,7 @@ def test_an_uneven_cut_of_the_layers_is_not_judged(tmp_path: Path) -> None:
     [
         (2, {}, ""),
         (1, {}, ""),
-        (4, {"vocab_size": 33}, "padded to 64 rows in place of 40: 24 more rows of zeros"),
+        (4, {"vocab_size": 33}, "padded to 64 rows in place of 40: 24 rows of padding more"),
         (1, {"vocab_size": 20}, "padded to 24 rows in place of 32: 8 rows of padding fewer"),
         (4, {"vocab_size": None}, ""),
         (8, {"vocab_size": None}, "padded anew to a multiple of 64 rows (now 32)"),
