@@ -129,7 +129,7 @@ def on_ranks(mesh: dict[str, int], work: Callable[[int], None], folder: Path) ->
                 dist.barrier()
                 status = 0
             except BaseException as error:
-                print(f"rank {rank}: {error!r}", file=sys.stderr)
+                sys.stderr.write(f"rank {rank}: {error!r}\n")
             finally:
                 os._exit(status)
         children.append(pid)
