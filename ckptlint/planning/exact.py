@@ -27,6 +27,7 @@ from ckptlint.progress import tell
 MOST_RANKS = 4096
 _Name = tuple[str, tuple[int, ...] | None, str | None]
 _Chunk = tuple[int, list[int], list[int]]  # rank, offsets, sizes
+_AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*([1-9][0-9]{0,8})\s*")
 _FUNCTION = re.compile(r"(.+):([A-Za-z_][\w.]*)")
 
 
@@ -58,6 +59,24 @@ def exact_job(
         (folder / "request.json").write_text(json.dumps(request))
         _run(folder, function, world, seconds)
         return Job("exact", function, world, *_wishes(folder, function, world))
+
+
+def axes_of(mesh: str) -> dict[str, int]:
+    """The axes of a mesh, under any names.
+
+    >>> axes_of("replicate=2,shard=4")
+    {'replicate': 2, 'shard': 4}
+
+    Raises:
+        ConfigError: no name with a size from 1 on, or a name twice.
+    """
+    found: dict[str, int] = {}
+    for part in mesh.split(","):
+        match = _AXIS.fullmatch(part)
+        if match is None or match[1] in found:
+            raise ConfigError(f"{mesh} is no mesh: names with sizes from 1 on, dp=4,tp=2")
+        found[match[1]] = int(match[2])
+    return found
 
 
 def _check(function: str) -> None:

@@ -54,7 +54,7 @@ class Conversion:
     loses: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Cost:
     """What the ranks read. Ranks that read the same are one kind.
 
@@ -86,8 +86,8 @@ class Cost:
 
     @cached_property
     def worst(self) -> tuple[int, ...]:
-        """The ranks of the kind that reads the most, in order."""
-        return tuple((self.kind == self.read.argmax()).nonzero()[0].tolist()) if len(self.read) else ()
+        """The ranks that read the most, in order."""
+        return tuple((self.read == self.read.max())[self.kind].nonzero()[0].tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Plan:
         to: what the user named: `dp=8,tp=2`, or a function.
         world: how many ranks.
         missing: keys that the job wants and the checkpoint has not, in the order in which torch asks.
-        unexpected: keys of the checkpoint that no rank asks for.
+        unexpected: keys of the checkpoint that no rank asks for; the quick form takes all to be asked for.
         mismatches: tensors of another shape.
         converted: tensors of another dtype.
         constraints: what else a load refuses, loses or should be known; and what was guessed.

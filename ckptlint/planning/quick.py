@@ -254,10 +254,8 @@ class _Cutter:
         axis = self._by_role(param)
         if axis is None:
             return []
-        names = {"q": "query", "k": "key", "v": "value", "qkv": "attention", "attn_out": "attention output"}
-        names |= {"mlp_in": "MLP input", "mlp_out": "MLP output", "output": "output layer"}
-        what = names.get(key.function, key.function)
-        self._guess(f"tp cuts axis {axis} of it, as of any {what}", tensor.fqn)
+        if tensor is param.tensor:  # its states follow
+            self._guess(f"tp cuts axis {axis}, by what the tensor does", tensor.fqn)
         return [(axis, "tp", self._runs(key, tensor, axis) if self.ckpt.is_megatron else 1)]
 
     def _by_role(self, param: Param) -> int | None:
@@ -298,7 +296,7 @@ class _Cutter:
         if self.is_cut and len(tensor.chunks) == 1 and tensor.global_shape[0] > 1 and param.key.function == "other":
             return []  # a buffer: everything else is cut
         if not self.is_cut:
-            self._guess("FSDP cuts the first axis: the checkpoint is not cut, so it tells nothing", tensor.fqn)
+            self._guess("FSDP cuts the first axis: the checkpoint is not cut, so it does not tell", tensor.fqn)
         return [(0, over, 1)]
 
     # ------------------------------------------------------------ boxes

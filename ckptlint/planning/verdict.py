@@ -8,7 +8,6 @@ import numpy as np
 
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import listed, plural
 from ckptlint.planning.cost import Tally, needs_away, nodes_of, writer_nodes
 from ckptlint.planning.job import Job, Target, Wish
 from ckptlint.planning.outcome import Constraint, Conversion, Effect, Mismatch, Plan
@@ -57,7 +56,7 @@ def plan_of(ckpt: Checkpoint, job: Job, per_node: int | None = None, from_nodes:
         job.to,
         job.world,
         tuple(work.missing),
-        tuple(key for key in stored if key not in asked),
+        tuple(key for key in stored if key not in asked and job.form == "exact"),
         tuple(work.mismatches),
         tuple(work.converted.values()),
         (*told, *job.known),
@@ -152,17 +151,3 @@ class _Work:
         files = self.ckpt.records.file[records]
         if self.homes is not None and needs_away(target, found, files, self.homes, self.per_node):
             self.astray[key] = None
-
-
-def sentence_of(plan: Plan) -> str:
-    """What torch would say first, or what is lost; "" where it loads whole."""
-    if plan.missing:
-        return f"torch raises RuntimeError: Missing key in checkpoint state_dict: {plan.missing[0]}."
-    if plan.mismatches:
-        first = plan.mismatches[0]
-        stored, wanted = (f"torch.Size({[*shape]})" for shape in (first.stored, first.wanted))
-        return f"torch raises ValueError: Size mismatch between saved {stored} and current: {wanted} for {first.key}"
-    if plan.astray:
-        return f"{plural(len(plan.astray), 'key')} have parts that a node does not have"
-    effects = {"fails": "it fails", "drops": "it loses something"}
-    return listed([effects[e] for e in effects if any(item.effect == e for item in plan.constraints)])
