@@ -155,7 +155,7 @@ def plan(
 
     >>> there = plan("fixtures/real/fsdp2_4r", "dp=3")
     >>> there.verdict, there.world, there.cost.requests[there.cost.kind].tolist()
-    ('loads', 3, [132, 187, 150])
+    ('loads', 3, [149, 149, 149])
 
     Args:
         to: sizes of axes (`dp=64,tp=4,pp=2`), or a function of the job (`job.py:state_dict`), which is run for each

@@ -130,9 +130,9 @@ def _wishes(folder: Path, function: str, world: int) -> tuple[list[Wish], tuple[
     for rank in failed or range(world):
         answer = _answer(folder, rank)
         if answer is None:
-            raise ConfigError(f"{function} gave no answer at rank {rank} of {world}")
+            raise ConfigError(f"{function}, run for rank {rank} of {world}, gave no answer")
         if "failed" in answer:
-            sentence = f"{function} {answer['failed']} at rank {rank} of {world}"
+            sentence = f"{function}, run for rank {rank} of {world}, {answer['failed']}"
             raise ConfigError("\n  ".join([sentence, *answer["error"]]))
         for key, shape, dtype, chunks in answer["entries"]:
             name = key, None if shape is None else tuple(shape), dtype

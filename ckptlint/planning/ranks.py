@@ -205,7 +205,7 @@ def _answer(folder: Path, request: Mapping[str, Any], rank: int) -> dict[str, An
     except SystemExit as error:
         return {"failed": f"called exit({error.code!r})", "error": []}
     except BaseException as error:
-        return {"failed": "raised", "error": _told(error, request["function"])}
+        return {"failed": "raised an error", "error": _told(error, request["function"])}
     if not isinstance(found, dict):
         return {"failed": f"returned {type(found).__name__}, not a dict", "error": []}
     try:
@@ -217,10 +217,14 @@ def _answer(folder: Path, request: Mapping[str, Any], rank: int) -> dict[str, An
 def _told(error: BaseException, function: str) -> list[str]:
     """The error with where it comes from: the last line of the user's own file, and the line that raised."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if frame.filename != __file__ and "/torch/" not in frame.filename]
+    own = [frame for frame in frames if frame.filename != __file__ and not _is_library(frame.filename)]
     lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own[-1:]]
     said = "".join(traceback.format_exception_only(error)).strip().splitlines()
     return [printable(line) for line in (*lines, *said[:_LINES])]
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith("<frozen") or "/torch/" in file
 
 
 # ---------------------------------------------------------------- all ranks

@@ -37,7 +37,7 @@ def render(plan: Plan, ckpt: Checkpoint) -> str:
         verdict="fail" if plan.exit_code else "pass",
         icon="✕" if plan.exit_code else "✓",
         word=word,
-        sentence=sentence,
+        sentence=sentence[:1].upper() + sentence[1:],
         job=job_line(plan),
         path=ckpt.path,
         facts=facts(ckpt),
@@ -47,6 +47,7 @@ def render(plan: Plan, ckpt: Checkpoint) -> str:
         lines=facts_of(plan),
         histogram=markup(histogram(plan.cost)),
         nodes=nodes,
+        is_own=any(node.absent for node in plan.nodes),
     )
 
 
@@ -65,9 +66,7 @@ def histogram(cost: Cost) -> str:
     for share in (0, 0.5, 1):
         y = bottom - _HEIGHT * share
         parts.append(f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH}" y1="{y:g}" y2="{y:g}"/>')
-        parts.append(
-            f'<text class="cut side" x="{_LEFT - 8}" y="{y + 4:g}">{escape(human_bytes(int(top * share)))}</text>'
-        )
+        parts.append(f'<text class="side" x="{_LEFT - 8}" y="{y + 4:g}">{escape(human_bytes(int(top * share)))}</text>')
     for number, (low, high) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
         at = low + int(read[low:high].argmax())
         title = (
@@ -83,6 +82,6 @@ def histogram(cost: Cost) -> str:
         parts.append(f"<g><title>{escape(title)}</title>{''.join(bars)}</g>")
     for rank, anchor in ((0, "start"), (world - 1, "end")) if world > 1 else ((0, "start"),):
         x = _LEFT if anchor == "start" else _WIDTH
-        parts.append(f'<text class="cut" text-anchor="{anchor}" x="{x}" y="{bottom + 18}">rank {rank:,}</text>')
+        parts.append(f'<text text-anchor="{anchor}" x="{x}" y="{bottom + 18}">rank {rank:,}</text>')
     size = f'viewBox="0 0 {_WIDTH} {bottom + 26}" width="{_WIDTH}" height="{bottom + 26}"'
     return f'<svg class="bars" role="img" aria-label="What each rank reads" {size}>{"".join(parts)}</svg>'
