@@ -25,6 +25,10 @@ from ckptlint.planning.outcome import Constraint
 from ckptlint.progress import tell
 
 MOST_RANKS = 4096
+_MISPLACED = (
+    "torch takes the parts that ranks hold for larger or smaller ones, and the load raises or fills them wrongly"
+)
+_SOURCE = "torch 2.13, torch/distributed/tensor/_utils.py: _compute_local_shape_and_global_offset of _StridedShard"
 _Name = tuple[str, tuple[int, ...] | None, str | None]
 _Chunk = tuple[int, list[int], list[int]]  # rank, offsets, sizes
 _AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*([1-9][0-9]{0,8})\s*")
@@ -126,6 +130,7 @@ def _wishes(folder: Path, function: str, world: int) -> tuple[list[Wish], tuple[
     """The answers of all ranks, put together by key."""
     ranks: dict[_Name, list[int]] = defaultdict(list)
     boxes: dict[_Name, list[_Chunk]] = defaultdict(list)
+    misplaced: dict[str, None] = {}
     failed = [rank for rank in range(world) if (answer := _answer(folder, rank)) is not None and "failed" in answer]
     for rank in failed or range(world):
         answer = _answer(folder, rank)
@@ -134,7 +139,9 @@ def _wishes(folder: Path, function: str, world: int) -> tuple[list[Wish], tuple[
         if "failed" in answer:
             sentence = f"{function}, run for rank {rank} of {world}, {answer['failed']}"
             raise ConfigError("\n  ".join([sentence, *answer["error"]]))
-        for key, shape, dtype, chunks in answer["entries"]:
+        for key, shape, dtype, chunks, fits in answer["entries"]:
+            if not fits:
+                misplaced[key] = None
             name = key, None if shape is None else tuple(shape), dtype
             ranks[name].append(rank)
             boxes[name].extend((rank, *chunk) for chunk in chunks)
@@ -147,7 +154,8 @@ def _wishes(folder: Path, function: str, world: int) -> tuple[list[Wish], tuple[
             target = _target(shape, boxes[name])
             target = shared.setdefault(target.content, target)
         wishes.append(Wish(key, dtype, target, np.array(asking, np.int64)))
-    return wishes, ()
+    known = (Constraint("fails", _MISPLACED, tuple(misplaced), _SOURCE),) if misplaced else ()
+    return wishes, known
 
 
 def _target(shape: tuple[int, ...], chunks: list[_Chunk]) -> Target:

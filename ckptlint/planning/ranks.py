@@ -18,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -172,7 +173,9 @@ def _found(spec: str) -> Callable[..., Any]:
 
 
 def _wanted(state_dict: dict[str, Any], stored: frozenset[str]) -> Iterator[list[Any]]:
-    """[key, shape, dtype, [[offsets, sizes], ...]] of each entry; shape and dtype are None for what is no tensor.
+    """[key, shape, dtype, [[offsets, sizes], ...], fits] of each entry; shape and dtype are None for what is no tensor.
+
+    `fits`: whether the rank holds as many elements as torch says.
 
     Source:
         torch 2.13 `DefaultLoadPlanner.set_up_planner`, `create_local_plan`, `create_default_local_load_plan`
@@ -188,14 +191,16 @@ def _wanted(state_dict: dict[str, Any], stored: frozenset[str]) -> Iterator[list
     for key, value in flat.items():
         is_sized = getattr(value, "size", None) is not None and not isinstance(value, (str, bytes))
         if not isinstance(value, torch.Tensor) and not is_sized:
-            yield [printable(key), None, None, []]
+            yield [printable(key), None, None, [], True]
             continue
         chunks: Sequence[Any] = ()
         if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is not None:
             chunks = _create_chunk_list(value)
         dtype = str(getattr(value, "dtype", "unknown")).removeprefix("torch.")
         boxes = [[[*chunk.offsets], [*chunk.sizes]] for chunk in chunks]
-        yield [printable(key), [*value.size()], dtype, boxes]
+        held = value.to_local().numel() if chunks and isinstance(value, DTensor) else None
+        fits = held is None or held == sum(prod(chunk.sizes) for chunk in chunks)
+        yield [printable(key), [*value.size()], dtype, boxes, fits]
 
 
 def _answer(folder: Path, request: Mapping[str, Any], rank: int) -> dict[str, Any]:

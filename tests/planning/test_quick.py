@@ -109,6 +109,9 @@ def test_the_quick_form_cuts_as_torch_does(
     if "tp" in mesh:
         assert "model.tok_embeddings.weight" in guessed
         differs = {key for key in differs if "tok_embeddings" not in key}
+    if mesh.get("dp") == 3 and "tp" in mesh:  # what torch says there is not what its ranks hold
+        differs = {key for key in differs if "output" not in key}
+        assert [item.effect for item in exact.known] == ["fails"]
     assert not differs
 
 
