@@ -4,57 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from ckptlint.errors import BudgetError
 from ckptlint.model.layout import BoolArray, IntArray, Layout
+from ckptlint.planning.job import Target
 
 _BLOCK = 1 << 21  # pairs of a box and a chunk that are looked at at once
 _MOST_PAIRS = 1 << 31
-
-
-@dataclass(frozen=True, eq=False)
-class Target:
-    """What the ranks of a job want of one tensor: the distinct boxes, and which rank wants which.
-
-    Ranks that hold the same part share a box. Tensors that are cut alike share one target.
-
-    Attributes:
-        shape: global shape of the tensor, in elements.
-        offsets, sizes: int64 [k, d], the boxes; a size of 0 is legal.
-        rank, box: int64 [m], rank `rank[i]` wants box `box[i]`, by rank; a rank may want several boxes, or none.
-    """
-
-    shape: tuple[int, ...]
-    offsets: IntArray
-    sizes: IntArray
-    rank: IntArray
-    box: IntArray
-
-    @classmethod
-    def of_ranks(cls, shape: tuple[int, ...], rank: IntArray, offsets: IntArray, sizes: IntArray) -> Target:
-        """The target in which rank `rank[i]` wants the box at `offsets[i]` of `sizes[i]`."""
-        both = np.concatenate([offsets, sizes], axis=1)
-        if not both.shape[1]:
-            boxes, box = both[: min(len(both), 1)], np.zeros(len(rank), np.int64)
-        else:
-            boxes, box = np.unique(both, axis=0, return_inverse=True)
-        order = np.argsort(rank, kind="stable")
-        axes = len(shape)
-        return cls(shape, boxes[:, :axes], boxes[:, axes:], rank[order], box.reshape(-1)[order].astype(np.int64))
-
-    @classmethod
-    def replicated(cls, shape: tuple[int, ...], ranks: IntArray) -> Target:
-        """The target in which each of these ranks wants the whole tensor."""
-        whole = np.array([shape], np.int64).reshape(1, len(shape))
-        return cls(shape, np.zeros_like(whole), whole, ranks, np.zeros(len(ranks), np.int64))
-
-    @cached_property
-    def content(self) -> tuple[object, ...]:
-        """What two targets that ask for the same have in common."""
-        return (self.shape, *(array.tobytes() for array in (self.offsets, self.sizes, self.rank, self.box)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

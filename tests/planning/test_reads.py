@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptlint.model.layout import Layout
-from ckptlint.planning.reads import Reads, Target, reads
+from ckptlint.planning.job import Target
+from ckptlint.planning.reads import Reads, reads
 
 Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
