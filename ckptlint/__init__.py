@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from ckptlint.depth import Depth
     from ckptlint.lint.report import FailOn, Report
     from ckptlint.model import Checkpoint
+    from ckptlint.planning.outcome import Plan
 
-__all__ = ["CheckpointError", "CkptlintError", "ConfigError", "__version__", "check", "load"]
+__all__ = ["CheckpointError", "CkptlintError", "ConfigError", "__version__", "check", "load", "plan"]
 
 
 def check(
@@ -137,3 +138,59 @@ def load(path: str | PathLike[str]) -> Checkpoint:
     from ckptlint.loaders.discover import find
 
     return open_checkpoint(find(str(path))[0])
+
+
+def plan(
+    path: str | PathLike[str],
+    to: str | None = None,
+    *,
+    world: int | None = None,
+    mesh: str | None = None,
+    nodes: int | None = None,
+    ranks_per_node: int | None = None,
+    from_nodes: int | None = None,
+    timeout: float = 600,
+) -> Plan:
+    """Whether the checkpoint under a path loads into a job of another shape, and what each of its ranks would read.
+
+    >>> there = plan("fixtures/real/fsdp2_4r", "dp=3")
+    >>> there.verdict, there.world, there.cost.requests[there.cost.kind].tolist()
+    ('loads', 3, [149, 149, 149])
+
+    Args:
+        to: sizes of axes (`dp=64,tp=4,pp=2`), or a function of the job (`job.py:state_dict`), which is run for each
+            rank in a process of its own and needs torch; None for as many ranks as saved, under FSDP.
+        world: ranks of the job, for a function.
+        mesh: the axes of the mesh that the function is given (`dp=4,tp=2`).
+        nodes, ranks_per_node: how the ranks lie on nodes, for the files that each must see.
+        from_nodes: so many nodes saved, and each has only the files that it wrote.
+        timeout: seconds for the function.
+
+    Raises:
+        CheckpointError: the checkpoint is unsafe, unreadable or incomplete.
+        ConfigError: what was asked is nonsense, or the function gave no state dict.
+        NothingToCheckError: there is no checkpoint.
+        AccessError: the operating system refused a read.
+        BudgetError: chunks and parts are too many to compare.
+    """
+    from ckptlint.loaders.checkpoint import open_checkpoint
+    from ckptlint.loaders.discover import find
+    from ckptlint.loaders.reference import obstacle
+    from ckptlint.planning.ask import make_plan
+
+    folders = find(str(path))
+    if len(folders) > 1:
+        raise ConfigError(f"{path} holds {len(folders)} checkpoints: name one of them")
+    ckpt = open_checkpoint(folders[0])
+    if why := obstacle(ckpt):
+        raise CheckpointError(why)
+    return make_plan(
+        ckpt,
+        to,
+        world=world,
+        mesh=mesh,
+        nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        from_nodes=from_nodes,
+        seconds=timeout,
+    )

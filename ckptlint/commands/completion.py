@@ -1,4 +1,4 @@
-"""What the shell offers for an incomplete rule: codes, names, families. Imports no rule."""
+"""What the shell offers for an incomplete rule (codes, names, families) or job (axes). Imports no rule."""
 
 from __future__ import annotations
 
@@ -49,3 +49,13 @@ def rule_names() -> Iterator[tuple[str, str]]:
     for module in sorted(path.stem for place in places for path in Path(place).glob("[a-z]*_*.py")):
         code, _, name = module.partition("_")
         yield code.upper(), name.replace("_", "-")
+
+
+def jobs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The axes of `ckptlint plan --to` behind the last comma, and files that may hold a function."""
+    from click.shell_completion import CompletionItem
+
+    before, comma, last = incomplete.rpartition(",")
+    axes = ("dp", "dp_replicate", "tp", "pp", "vpp", "ep", "cp")
+    items = [CompletionItem(f"{before}{comma}{axis}=") for axis in axes if axis.startswith(last)]
+    return items or [CompletionItem(incomplete, type="file")]

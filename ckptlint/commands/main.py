@@ -27,13 +27,18 @@ COMMANDS = {
     "live": "Check a checkpoint with all ranks of a job, with the options of `check`: every node must see the same "
     "files.",
     "manifest": "The tensors of a checkpoint as JSON, to compare others with: `ckptlint OTHER --expect FILE`.",
+    "plan": "Whether a checkpoint loads into a job of another shape, and what each of its ranks would read.",
     "rules": "All rules: code, name, severity, the depth they need, what they find.",
     "show": "What is in a checkpoint, without a verdict: tensors, shapes, dtypes, how they are cut, objects, topology.",
     "watch": "Lint each step of a running job once, as soon as it is finished, with the options of `check`.",
 }
 """The commands, each with the first sentence of its help."""
 
-_MODULES = {"config": "check", "rules": "explain"}  # a command of another name lies in the module of its own name
+_MODULES = {
+    "config": "check",
+    "manifest": "show",
+    "rules": "explain",
+}  # a command of another name lies in the module of its own name
 
 
 def command(name: str) -> click.Command:

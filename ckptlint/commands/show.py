@@ -1,4 +1,4 @@
-"""What is in a checkpoint, without a verdict: `ckptlint show`."""
+"""What is in a checkpoint, without a verdict: `ckptlint show`, and `ckptlint manifest`, to compare others with."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-from ckptlint.commands.shared import ENVIRONMENT, described, show_text, terminal_style
+from ckptlint.commands.shared import ENVIRONMENT, described, show_text, terminal_style, write_file
 from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_map import draw, make_grid
+from ckptlint.loaders.reference import manifest_text
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import braces, human_bytes, plural, printable, ranges
 from ckptlint.reporters.full import header
@@ -337,3 +339,21 @@ def _chunk(ckpt: Checkpoint, offsets: list[int], sizes: list[int], record: int) 
         "byte_offset": byte_offset,
         "byte_length": byte_length,
     }
+
+
+# ---------------------------------------------------------------- ckptlint manifest
+
+
+@click.command(context_settings=ENVIRONMENT)
+@click.argument("path")
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file.")
+def manifest(path: str, output: Path | None) -> None:
+    """The tensors of a checkpoint as JSON, to compare others with: `ckptlint OTHER --expect FILE`.
+
+    Exit codes: 0 written, 1 unsafe or unreadable, 3 nothing there.
+    """
+    text = manifest_text(described(path).values())
+    if output is None:
+        show_text(text)
+    else:
+        write_file(output, text)

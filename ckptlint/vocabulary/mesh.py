@@ -21,8 +21,8 @@ def read_topology(
         ranks: the numbers in payload file names; the highest is a lower bound of the world size (`files`).
 
     Source:
-        `rng_state` has the shape (PP, TP), with EP as a third axis since 2026; `rerun_state_machine_state` has one
-        object per rank; `all_local_plans` one plan per rank (Megatron-Core)
+        `rng_state` has the shape (PP, TP), in Megatron-LM 0.16 (PP, TP, DP x CP) where there is expert parallelism;
+        `rerun_state_machine_state` has one object per rank; `all_local_plans` one plan per rank (Megatron-Core)
     """
     sizes: dict[str, AxisSize] = {}
     for axis in AXES:
@@ -31,7 +31,7 @@ def read_topology(
             sizes[axis] = AxisSize(item.value, item.source)
     for key, shape in objects.grids:
         if key == "rng_state" and len(shape) in (2, 3):
-            for axis, size in zip(("pp", "tp", "ep"), shape, strict=False):
+            for axis, size in zip(("pp", "tp"), shape, strict=False):
                 sizes[axis] = AxisSize(size, "metadata")
         elif key == "rerun_state_machine_state" and len(shape) == 1:
             sizes["world"] = AxisSize(shape[0], "metadata")

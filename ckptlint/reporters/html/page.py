@@ -30,7 +30,7 @@ from ckptlint.vocabulary.keys import numbers, role
 
 if TYPE_CHECKING:
     import networkx as nx
-    from jinja2 import Template
+    from jinja2 import Environment, Template
     from markupsafe import Markup
 
 STRIP_LIMIT = 2000
@@ -55,8 +55,6 @@ _VERDICTS = {"pass": ("✓", "Passed"), "fail": ("✕", "Failed"), "incomplete":
 
 def render(report: Report, style: Style) -> str:
     """The whole report as one HTML page; it is never cut by `style`."""
-    css = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
-    digest = b64encode(hashlib.sha256(css.encode()).digest()).decode()
     work = _Work()
     room = STRIP_LIMIT
     parts = []
@@ -64,9 +62,8 @@ def render(report: Report, style: Style) -> str:
         parts.append(_checkpoint(part, f"c{number}", room, work))
         room -= parts[-1]["appendix"]["shown"]
     return _template().render(
-        policy=f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'",
-        css=_markup(css),
-        hatches=_markup(svg.HATCHES),
+        **frame(),
+        hatches=markup(svg.HATCHES),
         verdict=report.verdict,
         shown=_VERDICTS[report.verdict],
         sentence=_sentence(report),
@@ -75,19 +72,28 @@ def render(report: Report, style: Style) -> str:
         steps=_steps(report),
         messages=[*report.unreadable, *report.not_found],
         parts=parts,
-        version=__version__,
     )
+
+
+def frame() -> dict[str, Any]:
+    """What every page has: its style, the policy that allows nothing else, the version."""
+    css = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    digest = b64encode(hashlib.sha256(css.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
+    return {"policy": policy, "css": markup(css), "version": __version__}
+
+
+def environment() -> Environment:
+    """The templates of this folder, which escape every text."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    loader = PackageLoader("ckptlint.reporters.html", "")
+    return Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
 
 
 @cache
 def _template() -> Template:
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
-    loader = PackageLoader("ckptlint.reporters.html", "")
-    environment = Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
-    )
-    return environment.get_template("report.html.jinja")
+    return environment().get_template("report.html.jinja")
 
 
 @dataclass(slots=True)
@@ -249,7 +255,7 @@ def _map(ckpt: Checkpoint, grid: Grid, region: Box | None) -> dict[str, Any]:
     if region is not None:
         count = nbytes(grid.tensor.dtype, region.volume)
         facts = [str(region), plural(region.volume, "element"), *([human_bytes(count)] if count is not None else [])]
-    return {"svg": _markup(picture), "facts": facts, "legend": [(k, v) for k, v in _LEGEND.items() if k in kinds]}
+    return {"svg": markup(picture), "facts": facts, "legend": [(k, v) for k, v in _LEGEND.items() if k in kinds]}
 
 
 def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, Any]:
@@ -291,7 +297,7 @@ def _graphs(ckpt: Checkpoint, finding: Finding, work: _Work) -> list[dict[str, A
         graph = work.graph(layout, axis)
         name = axis_name(ckpt, axis, len(graph))
         label = f"{name}: {plural(len(graph), 'interval')}, {plural(graph.number_of_edges(), 'link')}"
-        drawn.append({"label": label, "svg": _markup(svg.axis_chain(ckpt, tensor, graph, region, axis, label))})
+        drawn.append({"label": label, "svg": markup(svg.axis_chain(ckpt, tensor, graph, region, axis, label))})
     return drawn
 
 
@@ -351,10 +357,10 @@ def _row(tensor: Tensor, found: list[Diagnostic], work: _Work) -> dict[str, Any]
         label = f"{plural(len(tensor.chunks), 'chunk')}, dim {axis} in {plural(count, 'part')}"
         work.strips[layout, marks] = svg.strip(layout, axis, marks, label)
     more = f", dim {axis} in {count:,}" if count > 1 else ""
-    return row | {"svg": _markup(work.strips[layout, marks]), "cut": row["cut"] + more}
+    return row | {"svg": markup(work.strips[layout, marks]), "cut": row["cut"] + more}
 
 
-def _markup(text: str) -> Markup:
+def markup(text: str) -> Markup:
     """Text that is markup already: a file of this package, or made by `svg`, which escapes what it is given."""
     from markupsafe import Markup
 

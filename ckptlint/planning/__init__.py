@@ -1,0 +1,1 @@
+"""What a job of another shape would read from a checkpoint, and whether it can load it."""

@@ -1,0 +1,102 @@
+"""From what the user asked to a plan: which form, how many ranks, which nodes."""
+
+from __future__ import annotations
+
+from math import prod
+
+from ckptlint.errors import ConfigError
+from ckptlint.model import Checkpoint
+from ckptlint.planning.job import Job
+from ckptlint.planning.outcome import Constraint, Plan
+from ckptlint.planning.quick import quick_job
+from ckptlint.planning.verdict import plan_of
+
+
+def make_plan(
+    ckpt: Checkpoint,
+    to: str | None = None,
+    *,
+    world: int | None = None,
+    mesh: str | None = None,
+    nodes: int | None = None,
+    ranks_per_node: int | None = None,
+    from_nodes: int | None = None,
+    seconds: float = 600,
+) -> Plan:
+    """Whether the checkpoint loads into a job, and what each of its ranks reads.
+
+    Args:
+        to: sizes of axes (`dp=8,tp=2`), or a function of the job (`job.py:state_dict`), which is run; None for as many
+            ranks as saved, under FSDP.
+        world: ranks of the job, for a function.
+        mesh: the axes of the mesh that the function is given (`dp=4,tp=2`); one axis `dp` otherwise.
+        nodes, ranks_per_node: how the ranks lie on nodes; either is enough.
+        from_nodes: so many nodes saved, and each has only the files that it wrote.
+        seconds: after which a function is given up.
+
+    Raises:
+        ConfigError: what was asked is nonsense, or the function gave no state dict.
+        BudgetError: chunks and parts are too many to compare.
+    """
+    for name, value in {
+        "world": world,
+        "nodes": nodes,
+        "ranks-per-node": ranks_per_node,
+        "from-nodes": from_nodes,
+    }.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} is {value}: a whole number from 1 on")
+    per_node = ranks_per_node or 8
+    if to is not None and ":" in to:
+        job = _exact(ckpt, to, world, mesh, per_node, seconds)
+    elif mesh is not None:
+        raise ConfigError("a mesh belongs to a function: --to job.py:state_dict --mesh dp=4,tp=2")
+    else:
+        job = _quick(ckpt, to, world)
+    return plan_of(ckpt, job, _per_node(ckpt, job, nodes, ranks_per_node, from_nodes), from_nodes)
+
+
+def _exact(ckpt: Checkpoint, to: str, world: int | None, mesh: str | None, per_node: int, seconds: float) -> Job:
+    from ckptlint.planning.exact import axes_of, exact_job
+
+    if mesh is None and world is None:
+        raise ConfigError(f"for how many ranks is {to} to be run? --world 8, or --mesh dp=4,tp=2")
+    axes = {"dp": world or 1} if mesh is None else axes_of(mesh)
+    if world is not None and prod(axes.values()) != world:
+        raise ConfigError(f"the mesh {mesh} has {prod(axes.values()):,} ranks, and the world {world:,}")
+    if ckpt.is_megatron:
+        raise ConfigError(
+            "a checkpoint of Megatron-Core is loaded by its own planner: name sizes of axes, tp=2,pp=2,dp=4"
+        )
+    keys = (*ckpt.tensors, *(item.fqn for item in ckpt.byte_objects))
+    return exact_job(to, axes, keys, per_node, seconds)
+
+
+def _quick(ckpt: Checkpoint, to: str | None, world: int | None) -> Job:
+    if to is not None:
+        job = quick_job(ckpt, to)
+        if world not in (None, job.world):
+            raise ConfigError(f"{to} are {job.world:,} ranks, and the world {world:,}")
+        return job
+    saved = world or (ckpt.topology["world"].size if "world" in ckpt.topology else 0)
+    if not saved:
+        raise ConfigError("nothing tells how many ranks saved this checkpoint: name a job, --to dp=8")
+    job = quick_job(ckpt, f"dp={saved}")
+    guess = Constraint(
+        "note", f"the job is taken to have {saved:,} ranks under FSDP, since --to names none", guessed=True
+    )
+    return Job(job.form, job.to, job.world, job.wishes, (guess, *job.known))
+
+
+def _per_node(
+    ckpt: Checkpoint, job: Job, nodes: int | None, ranks_per_node: int | None, from_nodes: int | None
+) -> int | None:
+    """Ranks on a node; None where nodes do not matter."""
+    if nodes is not None and ranks_per_node is not None and nodes * ranks_per_node != job.world:
+        raise ConfigError(f"{nodes:,} nodes with {ranks_per_node:,} ranks each are not {job.world:,} ranks")
+    if ranks_per_node is not None:
+        return ranks_per_node
+    if nodes is None and from_nodes is not None:
+        saved = ckpt.topology["world"].size if "world" in ckpt.topology else job.world
+        return -(-saved // from_nodes)
+    return None if nodes is None else -(-job.world // nodes)

@@ -1,0 +1,194 @@
+"""What the ranks of a job read: bytes, requests and files, and which files each node must see.
+
+Sums are kept per box of a target and given to ranks at the end, so that thousands of ranks that hold the same parts
+cost what one of them costs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptlint.geometry.chunk_graph import ranks_of_files
+from ckptlint.model import Checkpoint
+from ckptlint.model.layout import IntArray
+from ckptlint.planning.job import Target
+from ckptlint.planning.outcome import Cost, Node
+from ckptlint.planning.reads import Reads
+
+_MANY = 1 << 22
+
+
+@dataclass(eq=False)
+class _OfTarget:
+    """Sums over all tensors of one target, per box; and pairs of a box and a file, as `box * files + file`."""
+
+    target: Target
+    needed: npt.NDArray[np.float64]
+    read: npt.NDArray[np.float64]
+    requests: npt.NDArray[np.int64]
+    pairs: list[IntArray] = field(default_factory=list)
+    waiting: int = 0
+
+    def add_pairs(self, pairs: IntArray) -> None:
+        """Keep pairs; equal ones are dropped now and then."""
+        self.pairs.append(pairs)
+        self.waiting += len(pairs)
+        if self.waiting > _MANY:
+            self.pairs = [self.distinct_pairs()]
+            self.waiting = 0
+
+    def distinct_pairs(self) -> IntArray:
+        """All pairs, each once."""
+        return np.unique(np.concatenate(self.pairs)) if self.pairs else np.zeros(0, np.int64)
+
+
+class Tally:
+    """Adds up what ranks read."""
+
+    def __init__(self, ckpt: Checkpoint, world: int) -> None:
+        self.ckpt, self.world = ckpt, world
+        self.files = max(len(ckpt.files), 1)
+        self.touched = np.zeros(len(ckpt.records), bool)
+        self.sums: dict[int, _OfTarget] = {}
+
+    def add(self, target: Target, found: Reads, records: IntArray, needed: IntArray) -> None:
+        """One tensor, or one object.
+
+        Args:
+            records: int64 [n], the record of each item.
+            needed: int64 [n], bytes of each item.
+        """
+        sums, count = self._of(target), len(target.offsets)
+        # Source: torch 2.13 FileSystemReader.read_data gives torch.load the whole record for each item, and narrows;
+        # HuggingFaceStorageReader asks safetensors for the slice.
+        whole = needed if self.ckpt.is_safetensors else self.ckpt.records.byte_length[records]
+        sums.needed += np.bincount(found.box, needed, count)
+        sums.read += np.bincount(found.box, whole, count)
+        sums.requests += np.bincount(found.box, minlength=count)
+        sums.add_pairs(found.box * self.files + self.ckpt.records.file[records])
+        self.touched[records] = True
+
+    def _of(self, target: Target) -> _OfTarget:
+        if id(target) not in self.sums:
+            none = np.zeros(len(target.offsets))
+            self.sums[id(target)] = _OfTarget(target, none, none.copy(), none.astype(np.int64))
+        return self.sums[id(target)]
+
+    def cost(self) -> Cost:
+        """What was added, by kind of rank."""
+        targets = [sums.target for sums in self.sums.values()]
+        kind, first = _kinds(targets, self.world)
+        needed, read, requests = (np.zeros(len(first)) for _ in range(3))
+        pairs = []
+        for sums in self.sums.values():
+            of_kind, box = _boxes_of(sums.target, first)
+            needed += np.bincount(of_kind, sums.needed[box], len(first))
+            read += np.bincount(of_kind, sums.read[box], len(first))
+            requests += np.bincount(of_kind, sums.requests[box], len(first))
+            pairs.append(_joined(of_kind, box, sums.distinct_pairs(), self.files))
+        opened = np.unique(np.concatenate(pairs)) if pairs else np.zeros(0, np.int64)
+        files = np.split(opened % self.files, np.searchsorted(opened // self.files, np.arange(1, len(first))))
+        return Cost(
+            kind,
+            needed.astype(np.int64),
+            read.astype(np.int64),
+            requests.astype(np.int64),
+            tuple(files),
+            self.ckpt.files.names,
+            int(self.ckpt.records.byte_length[self.touched].sum()),
+            written(self.ckpt),
+        )
+
+
+def _kinds(targets: list[Target], world: int) -> tuple[IntArray, IntArray]:
+    """int64 [world], ranks that want the same boxes of all targets alike; and the first rank of each kind."""
+    kind = np.zeros(world, np.int64)
+    for target in targets:
+        place = np.arange(len(target.rank)) - np.searchsorted(target.rank, target.rank)
+        for number in range(int(place.max(initial=-1)) + 1):
+            of_rank = np.zeros(world, np.int64)
+            chosen = place == number
+            of_rank[target.rank[chosen]] = target.box[chosen] + 1
+            kind = np.unique(kind * (len(target.offsets) + 1) + of_rank, return_inverse=True)[1].reshape(-1)
+    _, first = np.unique(kind, return_index=True)
+    return kind, first
+
+
+def _boxes_of(target: Target, ranks: IntArray) -> tuple[IntArray, IntArray]:
+    """(place in `ranks`, box) for each box that one of these ranks wants."""
+    low, high = np.searchsorted(target.rank, ranks, "left"), np.searchsorted(target.rank, ranks, "right")
+    count = high - low
+    inside = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    return np.repeat(np.arange(len(ranks)), count), target.box[np.repeat(low, count) + inside]
+
+
+def _joined(kind: IntArray, box: IntArray, pairs: IntArray, files: int) -> IntArray:
+    """`kind * files + file` for each file of each box of a kind."""
+    of_box = pairs // files
+    low, high = np.searchsorted(of_box, box, "left"), np.searchsorted(of_box, box, "right")
+    count = high - low
+    inside = np.arange(count.sum()) - np.repeat(np.cumsum(count) - count, count)
+    joined: IntArray = np.repeat(kind, count) * files + pairs[np.repeat(low, count) + inside] % files
+    return np.unique(joined)
+
+
+def written(ckpt: Checkpoint) -> dict[int, int]:
+    """Rank that saved -> bytes of its records, as far as names of files tell."""
+    ranks = ranks_of_files(ckpt)
+    if not len(ckpt.records) or not len(ranks):
+        return {}
+    sizes = np.bincount(ckpt.records.file, ckpt.records.byte_length, len(ckpt.files))
+    found: Counter[int] = Counter()
+    for rank, size in zip(ranks.tolist(), sizes.tolist(), strict=True):
+        if rank >= 0:
+            found[rank] += int(size)
+    return dict(sorted(found.items()))
+
+
+# ---------------------------------------------------------------- nodes
+
+
+def writer_nodes(ckpt: Checkpoint, count: int) -> IntArray:
+    """int64 [files], the node that wrote each file, where so many nodes saved; -1 where its name tells no rank."""
+    ranks = ranks_of_files(ckpt)
+    per_node = -(-(int(ranks.max(initial=0)) + 1) // count)
+    return np.where(ranks < 0, -1, ranks // per_node)
+
+
+def nodes_of(cost: Cost, ckpt: Checkpoint, per_node: int, homes: IntArray | None) -> tuple[Node, ...]:
+    """What each node must see, with so many ranks on one.
+
+    Args:
+        homes: int64 [files], the node that has each file; None where all see all.
+    """
+    sizes = ckpt.files.size
+    world, nodes = len(cost.kind), []
+    for number, low in enumerate(range(0, world, per_node)):
+        high = min(low + per_node, world)
+        kinds = np.unique(cost.kind[low:high]).tolist()
+        rows = np.unique(np.concatenate([cost.files[kind] for kind in kinds]))
+        away = rows if homes is None else rows[homes[rows] != number]
+        names = {row: cost.names[row] for row in rows.tolist()}
+        absent = () if homes is None else tuple(names[row] for row in away.tolist())
+        nodes.append(Node((low, high - 1), tuple(names.values()), absent, int(np.maximum(sizes[rows], 0).sum())))
+    return tuple(nodes)
+
+
+def needs_away(target: Target, found: Reads, files: npt.NDArray[np.int32], homes: IntArray, per_node: int) -> bool:
+    """Whether any rank reads a file that its node has not.
+
+    Args:
+        files: int32 [n], the file of each item.
+    """
+    # a box that ranks of one node want, by its first and last node; of several nodes one at least is away
+    low, high = np.full(len(target.offsets), np.iinfo(np.int64).max), np.full(len(target.offsets), -1)
+    node = target.rank // per_node
+    np.minimum.at(low, target.box, node)
+    np.maximum.at(high, target.box, node)
+    wanted = high[found.box] >= 0
+    at_home = (low[found.box] == homes[files]) & (high[found.box] == homes[files])
+    return bool((wanted & ~at_home).any())

@@ -1,0 +1,172 @@
+"""The exact form: what the ranks want as the job's own code says, run without memory, network or GPU (`ranks`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ckptlint.errors import ConfigError
+from ckptlint.planning.job import Job, Target, Wish
+from ckptlint.planning.outcome import Constraint
+from ckptlint.progress import tell
+
+MOST_RANKS = 4096
+_MISPLACED = (
+    "torch takes the parts that ranks hold for larger or smaller ones, and the load raises or fills them wrongly"
+)
+_SOURCE = "torch 2.13, torch/distributed/tensor/_utils.py: _compute_local_shape_and_global_offset of _StridedShard"
+_Name = tuple[str, tuple[int, ...] | None, str | None]
+_Chunk = tuple[int, list[int], list[int]]  # rank, offsets, sizes
+_AXIS = re.compile(r"\s*([A-Za-z_]\w*)\s*=\s*([1-9][0-9]{0,8})\s*")
+_FUNCTION = re.compile(r"(.+):([A-Za-z_][\w.]*)")
+
+
+def exact_job(
+    function: str, mesh: Mapping[str, int], keys: Iterable[str], per_node: int = 8, seconds: float = 600
+) -> Job:
+    """What the ranks of a job want, by a function that returns the sharded state dict of one of them.
+
+    The function runs once for each rank, and only because the user named it. It is given a `DeviceMesh` where it takes
+    an argument, and builds its own otherwise.
+
+    Args:
+        function: `file.py:function`, or `package.module:function`.
+        mesh: name of an axis -> its size; their product is the number of ranks.
+        keys: of the checkpoint; torch asks for the names of torch 2.3 where the checkpoint has them.
+        per_node: ranks that share a node, for `LOCAL_RANK`.
+        seconds: after which it is given up.
+
+    Raises:
+        ConfigError: torch is not installed, the function is not there, or it gave no state dict.
+    """
+    world = prod(mesh.values())
+    if not 0 < world <= MOST_RANKS:
+        raise ConfigError(f"the exact form runs the function for 1 to {MOST_RANKS:,} ranks, not for {world:,}")
+    _check(function)
+    with tempfile.TemporaryDirectory(prefix="ckptlint-plan-") as name:
+        folder = Path(name)
+        request = {"function": function, "world": world, "per_node": per_node, "mesh": {**mesh}, "keys": [*keys]}
+        (folder / "request.json").write_text(json.dumps(request))
+        _run(folder, function, world, seconds)
+        return Job("exact", function, world, *_wishes(folder, function, world))
+
+
+def axes_of(mesh: str) -> dict[str, int]:
+    """The axes of a mesh, under any names.
+
+    >>> axes_of("replicate=2,shard=4")
+    {'replicate': 2, 'shard': 4}
+
+    Raises:
+        ConfigError: no name with a size from 1 on, or a name twice.
+    """
+    found: dict[str, int] = {}
+    for part in mesh.split(","):
+        match = _AXIS.fullmatch(part)
+        if match is None or match[1] in found:
+            raise ConfigError(f"{mesh} is no mesh: names with sizes from 1 on, dp=4,tp=2")
+        found[match[1]] = int(match[2])
+    return found
+
+
+def _check(function: str) -> None:
+    match = _FUNCTION.fullmatch(function)
+    if match is None:
+        raise ConfigError(f"{function} names no function: job.py:state_dict, or package.module:state_dict")
+    if match[1].endswith(".py") and not Path(match[1]).is_file():
+        raise ConfigError(f"{function}: there is no file {match[1]}")
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(f"{function} needs torch, which is not installed: pip install 'ckptlint[torch]'")
+    if not hasattr(os, "fork"):
+        raise ConfigError("a function can be run for each rank only where processes can fork: not on this system")
+
+
+def _run(folder: Path, function: str, world: int, seconds: float) -> None:
+    """Run all ranks; what they print is thrown away."""
+    child = subprocess.Popen(  # noqa: S603  the user named the function
+        [sys.executable, "-m", "ckptlint.planning.ranks", str(folder)],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=(folder / "stderr").open("wb"),
+        start_new_session=True,
+    )
+    waited = 0.0
+    try:
+        while True:
+            try:
+                child.wait(0.5)
+                break
+            except subprocess.TimeoutExpired:
+                waited += 0.5
+            done = len([*folder.glob("rank-*.json")])
+            tell("ranks", done, world)
+            if waited >= seconds:
+                raise ConfigError(f"{function} did not end within {seconds:g} s, {done:,} of {world:,} ranks were done")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+    if child.returncode:
+        last = (folder / "stderr").read_text(errors="replace").strip().splitlines()[-1:]
+        raise ConfigError("\n  ".join([f"{function} could not be run", *last]))
+
+
+def _wishes(folder: Path, function: str, world: int) -> tuple[list[Wish], tuple[Constraint, ...]]:
+    """The answers of all ranks, put together by key."""
+    ranks: dict[_Name, list[int]] = defaultdict(list)
+    boxes: dict[_Name, list[_Chunk]] = defaultdict(list)
+    misplaced: dict[str, None] = {}
+    failed = [rank for rank in range(world) if (answer := _answer(folder, rank)) is not None and "failed" in answer]
+    for rank in failed or range(world):
+        answer = _answer(folder, rank)
+        if answer is None:
+            raise ConfigError(f"{function}, run for rank {rank} of {world}, gave no answer")
+        if "failed" in answer:
+            sentence = f"{function}, run for rank {rank} of {world}, {answer['failed']}"
+            raise ConfigError("\n  ".join([sentence, *answer["error"]]))
+        for key, shape, dtype, chunks, fits in answer["entries"]:
+            if not fits:
+                misplaced[key] = None
+            name = key, None if shape is None else tuple(shape), dtype
+            ranks[name].append(rank)
+            boxes[name].extend((rank, *chunk) for chunk in chunks)
+    shared: dict[tuple[object, ...], Target] = {}
+    wishes = []
+    for name, asking in ranks.items():
+        key, shape, dtype = name
+        target = None
+        if shape is not None:
+            target = _target(shape, boxes[name])
+            target = shared.setdefault(target.content, target)
+        wishes.append(Wish(key, dtype, target, np.array(asking, np.int64)))
+    known = (Constraint("fails", _MISPLACED, tuple(misplaced), _SOURCE),) if misplaced else ()
+    return wishes, known
+
+
+def _target(shape: tuple[int, ...], chunks: list[_Chunk]) -> Target:
+    ranks, offsets, sizes = ([chunk[part] for chunk in chunks] for part in range(3))
+    boxes = (np.array(column, np.int64).reshape(len(chunks), len(shape)) for column in (offsets, sizes))
+    return Target.of_ranks(shape, np.array(ranks, np.int64), *boxes)
+
+
+def _answer(folder: Path, rank: int) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads((folder / f"rank-{rank}.json").read_text())
+    except FileNotFoundError:
+        return None
+    return found

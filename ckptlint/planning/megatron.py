@@ -1,0 +1,592 @@
+"""What Megatron-Core refuses, leaves out or pads when it loads a torch_dist checkpoint into another layout.
+
+Judged from the metadata and the common state alone, as Megatron-LM's `load_checkpoint` decides before it reads, and
+`dist_checkpointing.load` while it does. What depends on the version says so. `bench/resharding` drives real loads of
+megatron-core 0.12 to 0.19, and tests hold these sentences against what came of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptlint.analysis.inventory import dp_group
+from ckptlint.analysis.optimizer_records import content_metadata, is_training_state, optimizer_records
+from ckptlint.analysis.trusted_config import flag, number, trusted, trusted_topology
+from ckptlint.loaders.common_state import COMMON_ENTRY
+from ckptlint.model import Checkpoint, ShardedObject
+from ckptlint.model.text import plural
+from ckptlint.planning.outcome import Constraint, Effect
+from ckptlint.vocabulary.config_fields import attributes
+from ckptlint.vocabulary.keys import parse
+
+Version = tuple[int, int]
+"""Of megatron-core, without the patch."""
+
+Form = Literal[
+    "dp_reshardable",
+    "fully_reshardable",
+    "fully_sharded_model_space",
+    "fully_sharded_bucket_space",
+    "dp_zero_gather_scatter",
+    "plain",
+]
+"""How the state of the optimizer is cut; `plain` is that of an optimizer that is not distributed."""
+
+KNOWN: tuple[Version, ...] = tuple((0, minor) for minor in range(11, 20))
+"""The versions whose decisions are known."""
+
+_FREE: frozenset[str] = frozenset({"fully_reshardable", "fully_sharded_model_space", "plain"})
+"""The forms whose keys are those of the weights."""
+
+_WRITTEN: Mapping[str, tuple[Version, Version]] = {
+    "dp_reshardable": ((0, 15), (0, 19)),
+    "fully_reshardable": ((0, 15), (0, 19)),
+    "fully_sharded_model_space": ((0, 6), (0, 14)),
+    "fully_sharded_bucket_space": ((0, 6), (0, 14)),
+}
+"""The versions that write a form; those that write it read it."""
+
+AXES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
+"""The axes of a layout, as `--to` names them."""
+
+_LOAD = "megatron.training.checkpointing.load_checkpoint"
+_OPTIMIZER = "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer"
+_CONFIG = "megatron.core.transformer.transformer_config.TransformerConfig.__post_init__"
+
+_UNEVEN = (
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+"""Arguments that cut the layers unevenly."""
+
+_BUCKET_KEY = re.compile(r"(.*)\.bucket_idx_\d+\.(\w+)")
+_BUCKET = 40_000_000
+_BUCKET_PER_RANK = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """A checkpoint and the layout that it is to be loaded into.
+
+    Attributes:
+        old: axis -> size, as far as it is known.
+        new: the size of every axis: tp, pp, vpp, ep, etp, cp, dp.
+        readers: the versions of megatron-core that may load it.
+        is_told: whether the checkpoint says what its layout was in words, as Megatron-LM asks it.
+    """
+
+    ckpt: Checkpoint
+    old: Mapping[str, int]
+    new: Mapping[str, int]
+    give_up: frozenset[str]
+    readers: tuple[Version, ...]
+    is_told: bool
+
+    def changes(self, *axes: str) -> list[str]:
+        """Those of the axes whose size is known and changes, as `tp 2 to 1`."""
+        return [
+            f"{axis} {self.old[axis]} to {self.new[axis]}"
+            for axis in axes
+            if axis in self.old and self.old[axis] != self.new[axis]
+        ]
+
+    def number(self, name: str) -> int | None:
+        """A declared size of the model."""
+        return number(trusted(self.ckpt), name)
+
+    def argument(self, name: str) -> object:
+        """An argument of the job that saved, None without one."""
+        common = self.ckpt.common
+        return attributes(common.values.get("args")).get(name) if common is not None else None
+
+
+def constraints(
+    ckpt: Checkpoint,
+    to: Mapping[str, int],
+    give_up: frozenset[str] = frozenset(),
+    reader: Version | None = None,
+) -> list[Constraint]:
+    """What stands against a load into another layout, worst first; a single note where nothing does.
+
+    Args:
+        ckpt: a checkpoint of format torch_dist.
+        to: axis (tp, pp, vpp, ep, etp, cp, dp) -> size in the job that loads; 1 where none is given, and that of tp
+            for etp, as in Megatron-LM.
+        give_up: `optim` for --no-load-optim, `rng` for --no-load-rng; what is given up is a note, no loss.
+        reader: the version of megatron-core that loads. Without one a constraint counts where every version from
+            those that wrote the checkpoint to the newest known has it, and is a note where only some have.
+
+    Source:
+        megatron-core 0.11 to 0.19 (`dist_checkpointing`, `optimizer`), Megatron-LM core_v0.12.3 to core_v0.19.0
+        (`megatron.training.checkpointing`)
+    """
+    change = _change(ckpt, to, give_up, reader)
+    found = [
+        *_common_state(change),
+        *_layout(change),
+        *_model(change),
+        *_optimizer(change),
+        *_random_states(change),
+        *_rerun_state(change),
+        *_vocabulary(change),
+        *_not_judged(change),
+    ]
+    if any(one.effect == "drops" for one in found):
+        keys = tuple(key for one in found if one.effect == "drops" for key in one.keys)
+        sentence = "a load with --dist-ckpt-strictness raise_all stops where keys are left out"
+        found.append(Constraint("note", sentence, keys, "megatron-core 0.12-0.19, dist_checkpointing.validation"))
+    if all(one.effect == "note" for one in found):
+        shown = ", ".join(f"{axis} {change.new[axis]}" for axis in AXES if axis in to or axis in ("tp", "pp"))
+        besides = "besides that, " if found else ""
+        found.append(Constraint("note", f"{besides}nothing that Megatron-Core checks stands against {shown}"))
+    order: tuple[Effect, ...] = ("fails", "drops", "note")
+    return sorted(found, key=lambda one: order.index(one.effect))
+
+
+def _change(ckpt: Checkpoint, to: Mapping[str, int], give_up: frozenset[str], reader: Version | None) -> _Change:
+    new = {axis: to.get(axis) or 1 for axis in ("tp", "pp", "vpp", "ep", "cp", "dp")}
+    new["etp"] = to.get("etp") or new["tp"]
+    old = {axis: size.size for axis, size in trusted_topology(ckpt).items() if axis in new}
+    declared = trusted(ckpt)
+    is_told = "tp" in declared or "pp" in declared
+    if not is_told and is_training_state(ckpt):  # Megatron-LM takes it for a checkpoint of one rank
+        old |= {"tp": 1, "pp": 1}
+    if is_told:
+        old = {"vpp": 1, "cp": 1, "ep": 1, "etp": old.get("tp", 1)} | old
+    readers = (reader,) if reader is not None else tuple(v for v in KNOWN if v >= _oldest_writer(ckpt))
+    return _Change(ckpt, old, new, give_up, readers, is_told)
+
+
+def _oldest_writer(ckpt: Checkpoint) -> Version:
+    """The oldest version of megatron-core that leaves what is there.
+
+    Source:
+        `common_state` 0.19, plans without `mcore_data` 0.16, `chained_optim_avoid_prefix` 0.14, content metadata 0.13
+    """
+    content = content_metadata(ckpt)
+    form = form_of(ckpt)
+    since = [_WRITTEN[form][0]] if form is not None and form in _WRITTEN else []
+    since += [(0, 19)] * ("0.19" in ckpt.writer) + [(0, 16)] * (">= 0.16" in ckpt.writer)
+    since += [(0, 13)] * bool(content) + [(0, 14)] * ("chained_optim_avoid_prefix" in content)
+    since += [(0, 16)] * any(len(obj.shape) == 3 for obj in _objects(ckpt, "rng_state"))
+    return max(since, default=KNOWN[0])
+
+
+def _by_version(change: _Change, first: Version, last: Version, one: Constraint) -> Iterator[Constraint]:
+    """A constraint that the versions from `first` to `last` have: as it is, or a note where others do not."""
+    affected = [version for version in change.readers if first <= version <= last]
+    if len(affected) == len(change.readers) and affected:
+        yield one
+    elif affected:
+        low, high = (f"0.{version[1]}" for version in (affected[0], affected[-1]))
+        which = f"{low} and later" if affected[-1] == KNOWN[-1] else low if low == high else f"{low} to {high}"
+        sentence = f"with megatron-core {which}: {one.sentence}"
+        yield Constraint("note", sentence, one.keys, one.source, one.guessed)
+
+
+def _common_state(change: _Change) -> Iterator[Constraint]:
+    """Where the state that all ranks share lies."""
+    if change.ckpt.common is not None and change.ckpt.common.source == COMMON_ENTRY:
+        sentence = "the common state is an entry of .metadata, and this version looks for a file common.pt"
+        source = "megatron-core 0.19, dist_checkpointing.serialization.load_common_state_dict"
+        yield from _by_version(change, KNOWN[0], (0, 18), Constraint("fails", sentence, (COMMON_ENTRY,), source))
+
+
+# ---------------------------------------------------------------- the layout and the model
+
+
+def _layout(change: _Change) -> Iterator[Constraint]:
+    """Sizes of axes that no job can have."""
+    new = change.new
+    if new["vpp"] > 1 and new["pp"] == 1:
+        yield Constraint(
+            "fails",
+            f"virtual stages (vpp {new['vpp']}) need more than one pipeline stage",
+            source="megatron-core 0.12-0.19, parallel_state.initialize_model_parallel",
+        )
+    ranks, cells = new["tp"] * new["cp"] * new["dp"], new["etp"] * new["ep"]
+    if ranks % cells:
+        yield Constraint(
+            "fails",
+            f"a pipeline stage has {plural(ranks, 'rank')}, which cannot hold ep {new['ep']} x etp {new['etp']}",
+            source="megatron-core 0.12-0.19, parallel_state.initialize_model_parallel",
+        )
+
+
+def _model(change: _Change) -> Iterator[Constraint]:
+    """Sizes of the model that do not divide by those of the layout."""
+    new = change.new
+    heads, experts = change.number("heads"), change.number("experts")
+    groups = change.number("kv_groups") if change.argument("group_query_attention") is not False else None
+    tp = new["tp"]
+    if heads and heads % tp:
+        yield Constraint(
+            "fails", f"{_many(heads, 'attention head')} not divide by tp {tp}", source=f"megatron-core, {_CONFIG}"
+        )
+    elif groups and groups % tp:
+        refused = Constraint(
+            "fails", f"{_many(groups, 'query group')} not divide by tp {tp}", source=f"megatron-core, {_CONFIG}"
+        )
+        if tp % groups:
+            yield refused
+        else:  # from 0.16 on ranks may share a group
+            yield from _by_version(change, (0, 0), (0, 15), refused)
+    ffn = change.number("ffn")
+    if ffn and ffn % tp and not (experts and change.argument("moe_layer_freq") in (None, 1)):
+        yield Constraint(
+            "fails",
+            f"the {ffn:,} rows of a feed-forward layer{' and of its gate' if _is_gated(change) else ''} do not divide "
+            f"by tp {tp}",
+            source="megatron-core, tensor_parallel.layers.ColumnParallelLinear",
+        )
+    moe_ffn = change.number("moe_ffn") or ffn
+    if experts and moe_ffn and moe_ffn % new["etp"]:
+        yield Constraint(
+            "fails",
+            f"the {moe_ffn:,} rows of an expert do not divide by etp {new['etp']}",
+            source="megatron-core, tensor_parallel.layers.ColumnParallelLinear",
+        )
+    if experts and experts % new["ep"]:
+        yield Constraint(
+            "fails", f"{_many(experts, 'expert')} not divide by ep {new['ep']}", source=f"megatron-core, {_CONFIG}"
+        )
+    elif experts is None and new["ep"] > 1 and change.is_told:
+        yield Constraint("fails", f"the model has no experts for ep {new['ep']}", source=f"megatron-core, {_CONFIG}")
+    yield from _layers(change)
+
+
+def _is_gated(change: _Change) -> bool:
+    return flag(trusted(change.ckpt), "gated") is True
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{plural(count, noun)} {'does' if count == 1 else 'do'}"
+
+
+def _layers(change: _Change) -> Iterator[Constraint]:
+    """Source: megatron.core.transformer.transformer_block.get_num_layers_to_build"""
+    layers, pp, vpp = change.number("layers"), change.new["pp"], change.new["vpp"]
+    declared = trusted(change.ckpt)
+    if layers is None or "hybrid_pattern" in declared or "heterogeneous" in declared:
+        return
+    source = "megatron-core 0.12-0.19, transformer_block.get_num_layers_to_build"
+    if any(change.argument(name) for name in _UNEVEN):
+        if change.changes("pp", "vpp"):
+            sentence = "the job that saved it cut its layers unevenly: whether the new cut fits was not judged"
+            yield Constraint("note", sentence, source=source, guessed=True)
+        return
+    if layers % pp:
+        where = f"pp {pp}"
+    elif layers // pp % vpp:
+        where = f"pp {pp} with vpp {vpp}"
+    else:
+        return
+    sentence = f"{_many(layers, 'layer')} not divide by {where}, unless the job names an uneven cut"
+    yield Constraint("fails", sentence, source=source, guessed=True)
+
+
+# ---------------------------------------------------------------- the optimizer
+
+
+def form_of(ckpt: Checkpoint) -> Form | None:
+    """How the state of the optimizer is cut, None when there is none.
+
+    Source:
+        `distrib_optim_sharding_type` of the content metadata (0.13), `param_state_sharding_type` of the state itself
+        (0.6), else the keys: megatron.core.optimizer.distrib_optimizer
+    """
+    keys = _optimizer_keys(ckpt)
+    if not keys:
+        return None
+    said = [content_metadata(ckpt).get("distrib_optim_sharding_type")]
+    said += [one.value for one in optimizer_records(ckpt) if one.kind == "param_state_sharding_type"]
+    names: tuple[Form, ...] = (
+        "dp_reshardable",
+        "fully_reshardable",
+        "fully_sharded_model_space",
+        "fully_sharded_bucket_space",
+        "dp_zero_gather_scatter",
+    )
+    for name in names:
+        if name in said:
+            return name
+    groups = {group[2] for key in keys if (group := dp_group(key)) is not None}
+    if "param_state" in groups:
+        return "dp_zero_gather_scatter"
+    is_flat = any(ckpt.tensors[key].is_flattened for key in keys if key in ckpt.tensors)
+    if groups:
+        return "fully_sharded_bucket_space" if is_flat else "dp_reshardable"
+    if is_flat:
+        return "fully_sharded_model_space"
+    return "plain" if any(".fp32_param." in key for key in keys) else "fully_reshardable"
+
+
+def _optimizer_keys(ckpt: Checkpoint) -> tuple[str, ...]:
+    """Every tensor and object of the optimizer."""
+    tensors = [key for key in ckpt.tensors if "optimizer." in key and parse(key).kind == "optimizer"]
+    objects = [key for key in ckpt.objects.keys if "optimizer." in key and parse(key).kind == "optimizer"]
+    return (*tensors, *dict.fromkeys(objects))
+
+
+def _optimizer(change: _Change) -> Iterator[Constraint]:
+    form = form_of(change.ckpt)
+    keys = _optimizer_keys(change.ckpt)
+    if "optim" in change.give_up:
+        if keys:
+            sentence = "the optimizer and the learning rate schedule start anew (--no-load-optim)"
+            yield Constraint("note", sentence, keys, f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}")
+        return
+    if form is None:
+        if change.is_told:
+            sentence = "it holds no optimizer state: Megatron-LM loads it with --no-load-optim or --finetune only"
+            yield Constraint("fails", sentence, source=f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}")
+        return
+    first, last = _WRITTEN.get(form, (KNOWN[0], KNOWN[-1]))
+    unknown = f"the optimizer state is {form}, which came with 0.{first[1]}"
+    source = f"megatron-core, {_OPTIMIZER}.sharded_state_dict"
+    yield from _by_version(change, KNOWN[0], (0, first[1] - 1), Constraint("fails", unknown, keys, source))
+    if last < KNOWN[-1]:
+        refused = Constraint(
+            "fails",
+            f"the optimizer state is {form}, which these versions no longer read",
+            keys,
+            "megatron-core 0.15, dist_checkpointing.mapping.ShardedTensor (flattened_range) and "
+            f"{_OPTIMIZER}.sharded_state_dict",
+        )
+        yield from _by_version(change, (0, last[1] + 1), KNOWN[-1], refused)
+        if all(version > last for version in change.readers):
+            return
+    if form in _FREE:
+        yield from _chain(change, form, keys)
+    else:
+        yield from _buffers(change, form, keys)
+
+
+def _buffers(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Constraint]:
+    """Forms that keep the flat buffers of each model-parallel rank: only their cut over data-parallel ranks is free."""
+    option = "--dist-ckpt-optim-fully-reshardable" if form == "dp_reshardable" else "--ckpt-fully-parallel-save"
+    advice = f"save once more in the old layout, with {option}"
+    if moved := change.changes("tp", "pp"):
+        sentence = f"the optimizer state ({form}) belongs to its tp and pp ({', '.join(moved)}): {advice}"
+        yield Constraint("fails", sentence, keys, f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}")
+        return
+    if moved := change.changes("vpp", "ep") + (change.changes("etp") if change.number("experts") else []):
+        sentence = (
+            f"the optimizer state ({form}) is kept as the flat buffers of each model-parallel rank, which are others "
+            f"then ({', '.join(moved)}): {advice}"
+        )
+        yield Constraint("fails", sentence, keys, f"megatron-core 0.12-0.19, {_OPTIMIZER}")
+        return
+    if form == "dp_reshardable":
+        yield from _bucket_cuts(change)
+    elif form == "dp_zero_gather_scatter":
+        sentence = "the optimizer state (dp_zero_gather_scatter) is refused with --ckpt-fully-parallel-load"
+        note = Constraint("note", sentence, keys, f"Megatron-LM core_v0.15.3-core_v0.19.0, {_LOAD}")
+        yield from _by_version(change, (0, 15), KNOWN[-1], note)
+
+
+def _bucket_cuts(change: _Change) -> Iterator[Constraint]:
+    """Buffers that are cut into buckets at other places, since the size of a bucket grows with the ranks.
+
+    Source:
+        megatron.core.distributed.DistributedDataParallel: max(40M, 1M x ranks) elements where gradients are reduced
+        while they are computed, one bucket for the whole buffer elsewhere
+    """
+    if not change.argument("overlap_grad_reduce") or not {"dp", "cp"} <= change.old.keys():
+        return
+    named = [name for name in ("ddp_bucket_size", "ddp_num_buckets") if change.argument(name)]
+    source = f"megatron-core 0.15-0.19, distributed.DistributedDataParallel and {_OPTIMIZER}"
+    if named:
+        option = f"--{named[0].replace('_', '-')} {change.argument(named[0])}"
+        sentence = f"the optimizer state (dp_reshardable) is kept in buckets: the load stops without {option}"
+        yield Constraint("note", sentence, _optimizer_keys(change.ckpt), source)
+        return
+    sizes = [max(_BUCKET, _BUCKET_PER_RANK * axes["dp"] * axes["cp"]) for axes in (change.old, change.new)]
+    if sizes[0] == sizes[1]:
+        return
+    buffers: dict[tuple[str, str], list[str]] = {}
+    for key in change.ckpt.tensors:
+        if match := _BUCKET_KEY.fullmatch(key):
+            buffers.setdefault((match[1], match[2]), []).append(key)
+    moved: list[str] = []
+    for keys in buffers.values():
+        total = sum(change.ckpt.tensors[key].volume for key in keys)
+        if total > min(sizes) and (len(keys) > 1 or total <= sizes[0]):
+            moved += keys
+    if moved:
+        sentence = (
+            f"the optimizer state (dp_reshardable) is kept in buckets of {sizes[0]:,} elements, and this many ranks "
+            f"make buckets of {sizes[1]:,}: name --ddp-bucket-size {sizes[0]}"
+        )
+        yield Constraint("fails", sentence, tuple(moved), source, guessed=True)
+
+
+def _chain(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Constraint]:
+    """Forms that are cut as the weights are: what remains is the chain of optimizers, which rank 0 alone describes.
+
+    Source:
+        megatron.core.optimizer.get_megatron_optimizer: the experts have an optimizer of their own where their
+        parameters have `allreduce` False (tensor_parallel.layers): with ep over 1, from 0.19 on also with an etp other
+        than tp; ChainedOptimizer.load_state_dict
+    """
+    if not (change.number("experts") or any(".experts." in key for key in change.ckpt.tensors)):
+        return
+    chains = _chains(change.ckpt)
+    was = chains > 1 if chains else change.old.get("ep", 1) > 1
+    by_ep = change.new["ep"] > 1
+    by_etp = by_ep or change.new["etp"] != change.new["tp"]
+    source = "megatron-core 0.12-0.19, optimizer.ChainedOptimizer.load_state_dict"
+    known = KNOWN[0], KNOWN[-1]
+    refused = [known] if by_ep == by_etp != was else [(KNOWN[0], (0, 18))] if by_ep != was else []
+    refused += [((0, 19), KNOWN[-1])] if by_ep != by_etp != was else []
+    for first, last in refused:
+        here, there = ("two", "one") if was else ("one", "two")
+        which = "with ep over 1" if last == (0, 18) or by_ep == by_etp else "with ep over 1 or an etp other than tp"
+        sentence = (
+            f"the optimizer state ({form}) is of {here} optimizer{'s' * was}, the job has {there}: experts have an "
+            f"optimizer of their own {which}"
+        )
+        yield from _by_version(change, first, last, Constraint("fails", sentence, keys, source))
+
+
+def _chains(ckpt: Checkpoint) -> int:
+    """How many optimizers rank 0 described, 0 where it described none."""
+    described = ckpt.common.values.get("optimizer") if ckpt.common is not None else None
+    if not isinstance(described, dict):
+        return 0
+    return sum(isinstance(key, int) for key in described) or 1
+
+
+# ---------------------------------------------------------------- what ranks keep for themselves
+
+
+def _objects(ckpt: Checkpoint, key: str) -> list[ShardedObject]:
+    """The shards of an object."""
+    return [obj for obj in ckpt.objects if obj.key == key]
+
+
+def _random_states(change: _Change) -> Iterator[Constraint]:
+    """Random number states, a grid of objects that no load can cut otherwise.
+
+    Source:
+        megatron.training.checkpointing.get_rng_state: (PP, TP); in 0.16 (PP, TP, DP x CP) with expert parallelism.
+        load_checkpoint: not asked for where tp or pp differ, and 0.13 and earlier then exit without --no-load-rng
+    """
+    stored = _objects(change.ckpt, "rng_state")
+    keys = ("rng_state",) if stored else ()
+    source = f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}"
+    if "rng" in change.give_up:
+        if stored:
+            sentence = "every rank keeps the random states that it was seeded with (--no-load-rng)"
+            yield Constraint("note", sentence, keys, source)
+        return
+    moved = change.changes("tp", "pp")
+    if not stored:
+        if change.is_told and not moved and not change.argument("no_save_rng"):
+            sentence = "it holds no random states, which Megatron-LM asks for unless it is told --no-load-rng"
+            yield Constraint("fails", sentence, keys, source)
+        return
+    new = change.new
+    if moved:
+        where = ", ".join(moved)
+        exits = f"random states cannot be cut for another layout ({where}): Megatron-LM exits without --no-load-rng"
+        yield from _by_version(change, (0, 0), (0, 13), Constraint("fails", exits, keys, source))
+        if change.readers[-1] <= (0, 13):
+            return
+        left = f"random states cannot be cut for another layout ({where}): every rank keeps those it was seeded with"
+        yield Constraint("drops", left, keys, source)
+        return
+    shape = stored[0].shape
+    usual = (new["pp"], new["tp"])
+    with_experts = (*usual, new["dp"] * new["cp"]) if new["ep"] > 1 else usual
+    asked = {(KNOWN[0], (0, 15)): usual, ((0, 16), (0, 16)): with_experts, ((0, 17), KNOWN[-1]): usual}
+    for (first, last), wanted in asked.items():
+        if wanted != shape:
+            sentence = (
+                f"the random states are a grid of {_grid(shape)}, the job asks for {_grid(wanted)}: the load stops "
+                "unless it is told --no-load-rng"
+            )
+            refused = Constraint("fails", sentence, keys, "Megatron-LM core_v0.16.1, get_rng_state")
+            yield from _by_version(change, first, last, refused)
+
+
+def _grid(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _rerun_state(change: _Change) -> Iterator[Constraint]:
+    """The state of the machine that repeats suspicious steps; it counts only in the midst of such a repetition.
+
+    Source:
+        megatron.core.rerun_state_machine.RerunStateMachine.state_dict, one object per rank (0.13)
+    """
+    stored = _objects(change.ckpt, "rerun_state_machine_state")
+    moved = change.changes("tp", "pp", "dp")
+    if stored and moved:
+        where = ", ".join(moved)
+        sentence = f"the rerun state has one part for every rank and is left out ({where}); weights are not in it"
+        source = f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}"
+        yield Constraint("note", sentence, ("rerun_state_machine_state",), source)
+
+
+# ---------------------------------------------------------------- vocabulary, and what is not known
+
+
+def _vocabulary(change: _Change) -> Iterator[Constraint]:
+    """Rows of padding, of which another tp makes more or fewer.
+
+    Source:
+        megatron.training.vocab_utils.calculate_padded_vocab_size; `allow_shape_mismatch` of
+        megatron.core.tensor_parallel.layers.VocabParallelEmbedding.sharded_state_dict and LanguageModule
+    """
+    divisor, vocab = change.number("vocab_divisor"), change.number("vocab")
+    tensors = [tensor for key, tensor in change.ckpt.tensors.items() if _EMBEDDING.fullmatch(key)]
+    if not tensors or not divisor or not change.changes("tp"):
+        return
+    rows = tensors[0].global_shape[0]
+    keys = tuple(tensor.fqn for tensor in tensors)
+    step = divisor * change.new["tp"]
+    source = "megatron-core 0.12-0.19, tensor_parallel.layers.VocabParallelEmbedding.sharded_state_dict"
+    if vocab is not None and vocab <= rows:
+        padded = -(-vocab // step) * step
+        if padded != rows:
+            what = f"{abs(padded - rows):,} rows of padding {'more' if padded > rows else 'fewer'}"
+            sentence = f"the vocabulary is padded to {padded:,} rows in place of {rows:,}: {what}, no token is lost"
+            if padded > rows and form_of(change.ckpt) == "fully_sharded_model_space":
+                sentence += "; the optimizer's states of the new rows are not set"
+            yield Constraint("note", sentence, keys, source)
+        return
+    fewest = max(rows - divisor * change.old["tp"] + 1, 1)  # tokens, if the job that saved padded in the same way
+    if vocab is None and -(-fewest // step) * step == -(-rows // step) * step == rows:
+        return
+    sentence = (
+        f"the vocabulary is padded anew to a multiple of {step:,} rows (now {rows:,}); how many of these are padding "
+        "is not in the checkpoint, and Megatron-Core takes any number of rows"
+    )
+    yield Constraint("note", sentence, keys, source, guessed=True)
+
+
+_EMBEDDING = re.compile(r"(?:.*\.)?(?:embedding\.word_embeddings|output_layer)\.weight")
+
+
+def _not_judged(change: _Change) -> Iterator[Constraint]:
+    """What the arguments would tell, where there are none."""
+    if not change.is_told:
+        source = f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}"
+        refused = Constraint("fails", "there are no arguments of the job, and the load stops", source=source)
+        yield from _by_version(change, KNOWN[0], (0, 15), refused)
+        sentence = (
+            "no arguments of the job lie in the checkpoint: heads, layers, experts and the padding of the vocabulary "
+            "were not judged"
+        )
+        known = ", ".join(f"{axis} {size}" for axis, size in change.old.items())
+        sentence += f"; its layout ({known}) was counted" if known else ", and its own layout is not known"
+        yield Constraint("note", sentence, source=source, guessed=True)

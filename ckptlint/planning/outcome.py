@@ -1,0 +1,151 @@
+"""What comes out of a plan: whether the checkpoint loads there, what keeps it from it, what each rank reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from ckptlint.model.files import Names
+from ckptlint.model.layout import IntArray
+
+Effect = Literal["fails", "drops", "note"]
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """Something that a load refuses, leaves out, or that its user should know.
+
+    Attributes:
+        effect: `fails` the load raises; `drops` it loads and something is lost; `note` neither.
+        sentence: what and why, without the keys.
+        keys: the keys concerned, printable.
+        source: where the library says so (library, version, file or function).
+        guessed: whether it rests on something that the checkpoint does not say.
+    """
+
+    effect: Effect
+    sentence: str
+    keys: tuple[str, ...] = ()
+    source: str = ""
+    guessed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """A tensor that the job wants in another shape than it is stored in, which torch refuses."""
+
+    key: str
+    stored: tuple[int, ...]
+    wanted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A tensor that the load converts to another dtype, without a word.
+
+    Attributes:
+        loses: whether values may change.
+    """
+
+    key: str
+    stored: str
+    wanted: str
+    loses: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Cost:
+    """What the ranks read. Ranks that read the same are one kind.
+
+    Attributes:
+        kind: int64 [world], the kind of each rank.
+        needed: int64 [k], bytes that a rank of each kind needs.
+        read: int64 [k], bytes that the reader reads for them: whole records, where it reads whole records.
+        requests: int64 [k], read items.
+        files: the files that a rank of each kind opens, as rows of `names`, ascending; `.metadata` is not among them.
+        names: of the payload files.
+        distinct: bytes of the records that any rank reads, each counted once.
+        written: rank that saved -> bytes that it wrote, as far as names of files tell.
+    """
+
+    kind: IntArray
+    needed: IntArray
+    read: IntArray
+    requests: IntArray
+    files: tuple[IntArray, ...]
+    names: Names
+    distinct: int
+    written: dict[int, int]
+
+    @property
+    def amplification(self) -> float:
+        """Bytes read by bytes needed, over all ranks; 1.0 where nothing is needed."""
+        needed = int(self.needed[self.kind].sum())
+        return int(self.read[self.kind].sum()) / needed if needed else 1.0
+
+    @cached_property
+    def worst(self) -> tuple[int, ...]:
+        """The ranks that read the most, in order."""
+        return tuple((self.read == self.read.max())[self.kind].nonzero()[0].tolist())
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of the job and the files that it must see, `.metadata` left out: every rank reads that.
+
+    Attributes:
+        ranks: first and last rank.
+        files: the payload files that its ranks open.
+        absent: those that another node wrote; empty where all nodes share one disk.
+        bytes: of the files.
+    """
+
+    ranks: tuple[int, int]
+    files: tuple[str, ...]
+    absent: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Whether a checkpoint loads into a job, and what each of its ranks would read.
+
+    Attributes:
+        path: of the checkpoint, printable.
+        form: `exact`, as the job's own code says, or `quick`, as sizes of axes imply.
+        to: what the user named: `dp=8,tp=2`, or a function.
+        world: how many ranks.
+        missing: keys that the job wants and the checkpoint has not, in the order in which torch asks.
+        unexpected: keys of the checkpoint that no rank asks for; the quick form takes all to be asked for.
+        mismatches: tensors of another shape.
+        converted: tensors of another dtype.
+        constraints: what else a load refuses, loses or should be known; and what was guessed.
+        cost: what the ranks read.
+        nodes: what each node must see; empty where no nodes were named.
+        astray: keys of which a node lacks a part, where each has only the files that it wrote.
+    """
+
+    path: str
+    form: Literal["exact", "quick"]
+    to: str
+    world: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatches: tuple[Mismatch, ...]
+    converted: tuple[Conversion, ...]
+    constraints: tuple[Constraint, ...]
+    cost: Cost
+    nodes: tuple[Node, ...] = ()
+    astray: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> Literal["loads", "fails"]:
+        """Whether a load comes to its end."""
+        refused = self.missing or self.mismatches or self.astray
+        return "fails" if refused or any(item.effect == "fails" for item in self.constraints) else "loads"
+
+    @property
+    def exit_code(self) -> int:
+        """0 it loads, and whole; 1 it does not, or something is lost."""
+        return int(self.verdict == "fails" or any(item.effect == "drops" for item in self.constraints))

@@ -1,0 +1,340 @@
+"""The quick form: what ranks want as sizes of axes imply, without torch and without the job's code.
+
+Ranks count as in torchtitan and Megatron-Core: tp varies fastest, then cp, dp (shards, then replicas) and pp. FSDP cuts
+the first axis of what tensor parallelism left, by ceiling division with empty tails, as torch does. Where tp cuts is
+told by how the checkpoint is cut now, else by what a tensor does; layers go to stages in equal runs, experts to ep
+ranks likewise. What does not follow from the checkpoint is among `Job.known`, marked as guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+
+from ckptlint.analysis.hidden_size import hidden_sizes
+from ckptlint.analysis.inventory import Param, inventory_of
+from ckptlint.analysis.projections import axis_factor
+from ckptlint.errors import ConfigError
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.layout import BoolArray, IntArray
+from ckptlint.planning.job import Job, Target, Wish
+from ckptlint.planning.outcome import Constraint
+from ckptlint.vocabulary.keys import Key, block_of
+
+AXES = ("dp", "dp_shard", "dp_replicate", "fsdp", "tp", "pp", "vpp", "ep", "cp")
+"""What `--to` takes: `fsdp` and `dp_shard` are other names of `dp`."""
+
+MOST_RANKS = 1 << 17
+_SIZE = re.compile(r"\s*(\w+)\s*=\s*(-?[0-9]+)\s*")
+_COLUMN = frozenset({"qkv", "q", "k", "v", "mlp_in", "output", "embedding"})
+_ROW = frozenset({"attn_out", "mlp_out"})
+_FIRST, _LAST = frozenset({"embedding"}), frozenset({"norm", "output"})
+
+
+def sizes_of(text: str) -> dict[str, int]:
+    """The sizes of axes in `dp=8,tp=2`.
+
+    >>> sizes_of("dp_shard=8, tp=2")
+    {'dp': 8, 'tp': 2}
+
+    Raises:
+        ConfigError: an unknown axis, one that is named twice, a size below 1, or too many ranks.
+    """
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        match = _SIZE.fullmatch(part)
+        if match is None:
+            raise ConfigError(f"{part.strip() or text!r} is no axis with its size: dp=8,tp=2")
+        name = "dp" if match[1] in ("fsdp", "dp_shard") else match[1]
+        if name not in AXES:
+            raise ConfigError(f"there is no axis {match[1]!r}: {', '.join(AXES)}")
+        if name in found:
+            raise ConfigError(f"the axis {name} is named twice in {text}")
+        if match[2].startswith("-") or len(match[2]) > 9 or not (size := int(match[2])):
+            raise ConfigError(f"{match[1]}={match[2][:20]} is no size of an axis: a whole number from 1 on")
+        found[name] = size
+    world = world_of(found)
+    if world > MOST_RANKS:
+        raise ConfigError(f"{text} are {world:,} ranks; at most {MOST_RANKS:,} can be planned")
+    if world // (found.get("tp", 1) * found.get("pp", 1)) % found.get("ep", 1):
+        raise ConfigError(f"ep={found['ep']} does not divide the ranks that share a stage and a tp place in {text}")
+    return found
+
+
+def world_of(sizes: Mapping[str, int]) -> int:
+    """How many ranks these sizes make: ep takes its ranks from those of dp and cp, vpp takes none."""
+    return prod(size for axis, size in sizes.items() if axis not in ("ep", "vpp"))
+
+
+def quick_job(ckpt: Checkpoint, to: str) -> Job:
+    """What the ranks of a job with axes of these sizes want, when it asks for all that is stored.
+
+    Args:
+        to: `dp=8,tp=2`.
+
+    Raises:
+        ConfigError: nonsense for sizes.
+    """
+    sizes = sizes_of(to)
+    work = _Cutter(ckpt, _Ranks.of(sizes))
+    wishes = list(work.wishes())
+    known = [Constraint("note", sentence, tuple(keys), guessed=True) for sentence, keys in work.guessed.items()]
+    return Job("quick", to, world_of(sizes), wishes, (*known, *_heads(ckpt, sizes)))
+
+
+def _heads(ckpt: Checkpoint, sizes: Mapping[str, int]) -> Iterator[Constraint]:
+    heads, tp = ckpt.declared.get("heads"), sizes.get("tp", 1)
+    if heads is not None and isinstance(heads.value, int) and heads.value % tp:
+        sentence = (
+            f"{heads.value} attention heads ({heads.source}) are not divisible by tp {tp}: most models refuse that"
+        )
+        yield Constraint("note", sentence, guessed=True)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ranks:
+    """The coordinates of all ranks: int64 [world] per axis; `shard` is dp shards and cp together."""
+
+    sizes: Mapping[str, int]
+    at: Mapping[str, IntArray]
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> _Ranks:
+        """From the sizes of axes, 1 where none is given."""
+        order = ("pp", "dp_replicate", "dp", "cp", "tp")
+        grid = np.indices([sizes.get(axis, 1) for axis in order]).reshape(len(order), -1)
+        at = dict(zip(order, grid, strict=True))
+        cp, ep = sizes.get("cp", 1), sizes.get("ep", 1)
+        at["shard"] = at["dp"] * cp + at["cp"]
+        spread = at["dp_replicate"] * sizes.get("dp", 1) * cp + at["shard"]
+        at["ep"] = spread % ep  # experts lie on neighbouring ranks, copies and shards of one expert ep apart
+        at["within_ep"] = at["shard"] // ep
+        full = {axis: sizes.get(axis, 1) for axis in (*order, "ep", "vpp")}
+        full |= {"shard": full["dp"] * cp, "within_ep": max(full["dp"] * cp // ep, 1)}
+        return cls(full, at)
+
+    @property
+    def world(self) -> int:
+        """How many there are."""
+        return len(self.at["tp"])
+
+
+_Cut = tuple[int, str, int]
+"""An axis of a tensor, the axis of ranks that cuts it, and in how many runs each rank has its part (2: gate and up)."""
+
+
+@dataclass(eq=False)
+class _Cutter:
+    """Gives each tensor its targets; tensors that are cut alike share one."""
+
+    ckpt: Checkpoint
+    ranks: _Ranks
+    targets: dict[tuple[object, ...], Target] = field(default_factory=dict)
+    guessed: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
+    everyone: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
+
+    def wishes(self) -> Iterator[Wish]:
+        """A wish for each tensor, and for each object that all ranks read."""
+        inventory = inventory_of(self.ckpt)
+        params = {param.tensor.fqn: param for param in inventory.params}
+        for copies in inventory.copies.values():
+            params |= {param.tensor.fqn: param for param in copies}
+        owners = {state.tensor.fqn: state.param for state in inventory.states if state.param is not None}
+        self.layers = _layer_counts([param.key for param in params.values()])
+        self.experts = 1 + max((p.key.expert for p in params.values() if p.key.expert is not None), default=-1)
+        self.hidden = hidden_sizes(self.ckpt)
+        self.is_cut = sum(len(tensor.chunks) > 1 for tensor in self.ckpt.tensors.values()) * 2 > len(self.ckpt.tensors)
+        for name, tensor in self.ckpt.tensors.items():
+            if not tensor.is_sound:
+                continue
+            param = params.get(name)
+            owner = owners.get(name)
+            if param is not None:
+                yield self._wish(tensor, param, "model")
+            elif owner is not None and owner.tensor.global_shape == tensor.global_shape:
+                yield self._wish(tensor, owner, "optimizer")
+            else:
+                yield self._other(tensor, owner)
+        everyone = np.arange(self.ranks.world)
+        for item in self.ckpt.byte_objects:
+            yield Wish(item.fqn, None, None, everyone)
+        if self.ckpt.objects:
+            self._guess(
+                "objects of Megatron-Core are left out of the account", *sorted(self.ckpt.objects.keys)
+            )
+
+    def _guess(self, sentence: str, *keys: str) -> None:
+        self.guessed[sentence].update(dict.fromkeys(keys))
+
+    # ------------------------------------------------------------ who, and how it is cut
+
+    def _wish(self, tensor: Tensor, param: Param, part: str) -> Wish:
+        """A parameter, or an optimizer state of its shape."""
+        key = param.key
+        cuts: list[_Cut] = []
+        if param.layer_axis is not None:
+            cuts.append((param.layer_axis, "stage", 1))
+        who = self._who(key, param.layer_axis is not None)
+        if param.expert_axis is not None:
+            cuts += [(param.expert_axis, "ep", 1)] if self.ranks.sizes["ep"] > 1 else []
+        if self.ranks.sizes["tp"] > 1:
+            cuts += self._tensor_parallel(tensor, param)
+        return Wish(tensor.fqn, None, self._target(tensor, [*cuts, *self._sharded(tensor, param, part)], who), who[1])
+
+    def _other(self, tensor: Tensor, owner: Param | None) -> Wish:
+        """What has no parameter of its shape: steps, factored states, flat buffers, states of unknown parameters."""
+        who = self._who(owner.key, False) if owner is not None else ("all", np.arange(self.ranks.world))
+        cuts: list[_Cut] = []
+        if tensor.global_shape and len(tensor.chunks) > 1:
+            cuts = [(0, "shard", 1)]
+            self._guess("the first axis is cut over dp: nothing tells how the job cuts it", tensor.fqn)
+        return Wish(tensor.fqn, None, self._target(tensor, cuts, who), who[1])
+
+    def _who(self, key: Key, is_stacked: bool) -> tuple[object, IntArray]:
+        """The ranks that hold a parameter, and a name for them."""
+        ranks, chosen, name = self.ranks, np.ones(self.ranks.world, bool), []
+        pp = ranks.sizes["pp"]
+        if pp > 1 and not is_stacked:
+            stage = self._stage(key, pp)
+            if stage is not None:
+                chosen &= ranks.at["pp"] == stage
+                name.append(("pp", stage))
+        if ranks.sizes["ep"] > 1 and key.expert is not None:
+            place = key.expert * ranks.sizes["ep"] // max(self.experts, 1)
+            if self.experts % ranks.sizes["ep"]:
+                self._guess(
+                    f"{self.experts} experts are spread over ep {ranks.sizes['ep']} as evenly as can be", key.fqn
+                )
+            chosen &= ranks.at["ep"] == place
+            name.append(("ep", place))
+        if tuple(name) not in self.everyone:
+            self.everyone[tuple(name)] = np.flatnonzero(chosen)
+        return tuple(name), self.everyone[tuple(name)]
+
+    def _stage(self, key: Key, pp: int) -> int | None:
+        """The pipeline stage of a parameter; None for all stages."""
+        vpp = self.ranks.sizes["vpp"]
+        if key.block:
+            count = self.layers.get(key.block, 0)
+            if key.layer is None:
+                return None
+            if count % (pp * vpp):
+                self._guess(f"{count} layers are spread over {pp * vpp} stages as evenly as can be", key.fqn)
+            return key.layer * pp * vpp // max(count, 1) % pp
+        if key.function in _FIRST:
+            if not self._has("output"):
+                self._guess(
+                    "the first and the last stage hold it: no output layer is stored, so it may be tied", key.fqn
+                )
+                return None
+            return 0
+        if key.function in _LAST:
+            return pp - 1
+        self._guess("every stage holds it: nothing tells which one does", key.fqn)
+        return None
+
+    def _has(self, function: str) -> bool:
+        return any(param.key.function == function for param in inventory_of(self.ckpt).params)
+
+    # ------------------------------------------------------------ tensor parallelism
+
+    def _tensor_parallel(self, tensor: Tensor, param: Param) -> list[_Cut]:
+        """Where tp cuts a parameter."""
+        own, key = param.own_axes, param.key
+        seen = [axis for axis in own if axis_factor(tensor, axis) > 1]
+        if self.ckpt.is_megatron and len(seen) == 1:  # dp copies parameters there, so what is cut is cut by tp
+            return [(seen[0], "tp", self._runs(key, tensor, seen[0]))]
+        if len(own) > 1 and (later := [axis for axis in seen if axis != own[0]]):
+            return [(later[0], "tp", 1)]  # FSDP cuts the first axis
+        axis = self._by_role(param)
+        if axis is None:
+            return []
+        if tensor is param.tensor:  # its states follow
+            self._guess(f"tp cuts axis {axis}, by what the tensor does", tensor.fqn)
+        return [(axis, "tp", self._runs(key, tensor, axis) if self.ckpt.is_megatron else 1)]
+
+    def _by_role(self, param: Param) -> int | None:
+        """The axis that tp cuts by what a parameter does; None where each rank has all of it."""
+        own, key = param.own_axes, param.key
+        if not own:
+            return None
+        if key.function in _COLUMN and len(own) == 1:
+            return own[0]
+        if len(own) != 2 or key.function not in _COLUMN | _ROW:
+            return None
+        inner = own[0] if key.function in _COLUMN else own[1]
+        found = self.hidden.get(block_of(key))
+        if found is not None and param.own_shape.count(found.size) == 1 and key.function not in ("embedding", "output"):
+            # experts may be stored transposed: the axis that is not the model's width is cut
+            inner = own[1 - param.own_shape.index(found.size)]
+        return inner
+
+    def _runs(self, key: Key, tensor: Tensor, axis: int) -> int:
+        """2 for a fused gate and up projection of Megatron-Core, whose halves are cut apart."""
+        gated = self.ckpt.declared.get("gated")
+        is_fused = key.function == "mlp_in" and not key.component and gated is not None and bool(gated.value)
+        return 2 if is_fused and tensor.global_shape[axis] % 2 == 0 else 1
+
+    # ------------------------------------------------------------ data parallelism
+
+    def _sharded(self, tensor: Tensor, param: Param, part: str) -> list[_Cut]:
+        """How dp shards a parameter or its states."""
+        in_experts = param.key.in_experts and self.ranks.sizes["ep"] > 1
+        over = "within_ep" if in_experts else "shard"
+        if self.ranks.sizes[over] == 1 or not tensor.global_shape:
+            return []
+        if self.ckpt.is_megatron:
+            if part == "model":
+                return []  # each dp rank has a copy
+            self._guess("the optimizer state is cut over dp evenly: Megatron-Core cuts its flat buffers", tensor.fqn)
+            return [(param.own_axes[0], over, 1)] if param.own_axes else []
+        if self.is_cut and len(tensor.chunks) == 1 and tensor.global_shape[0] > 1 and param.key.function == "other":
+            return []  # a buffer: everything else is cut
+        if not self.is_cut:
+            self._guess("FSDP cuts the first axis: the checkpoint is not cut, so it does not tell", tensor.fqn)
+        return [(0, over, 1)]
+
+    # ------------------------------------------------------------ boxes
+
+    def _target(self, tensor: Tensor, cuts: list[_Cut], who: tuple[object, IntArray]) -> Target:
+        key = (tensor.global_shape, tuple(cuts), who[0])
+        if key not in self.targets:
+            self.targets[key] = self._cut(tensor.global_shape, cuts, who[1])
+        return self.targets[key]
+
+    def _cut(self, shape: tuple[int, ...], cuts: list[_Cut], who: IntArray) -> Target:
+        """The boxes of these ranks; ranks whose part is empty want none."""
+        halves = [(axis, runs) for axis, _, runs in cuts if runs > 1]
+        parts = []
+        for run in range(halves[0][1] if halves else 1):
+            start = np.zeros((len(who), len(shape)), np.int64)
+            stop = np.tile(np.array(shape, np.int64), (len(who), 1))
+            if halves:
+                axis, runs = halves[0]
+                start[:, axis], stop[:, axis] = shape[axis] * run // runs, shape[axis] * (run + 1) // runs
+            for axis, over, _ in cuts:
+                if over == "stage":
+                    parts_of_axis, place = self.ranks.sizes["pp"], self.ranks.at["pp"][who]
+                else:
+                    parts_of_axis, place = self.ranks.sizes[over], self.ranks.at[over][who]
+                each = -(-(stop[:, axis] - start[:, axis]) // parts_of_axis)
+                start[:, axis] = np.minimum(start[:, axis] + each * place, stop[:, axis])
+                stop[:, axis] = np.minimum(start[:, axis] + each, stop[:, axis])
+            live: BoolArray = np.asarray((stop > start).all(axis=1))
+            parts.append((who[live], start[live], (stop - start)[live]))
+        columns = [np.concatenate([part[column] for part in parts]) for column in range(3)]
+        return Target.of_ranks(shape, *columns)
+
+
+def _layer_counts(keys: list[Key]) -> dict[str, int]:
+    """Block -> how many layers it has, by the highest number."""
+    found: dict[str, int] = {}
+    for key in keys:
+        if key.block and key.layer is not None:
+            found[key.block] = max(found.get(key.block, 0), key.layer + 1)
+    return found

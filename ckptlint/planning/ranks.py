@@ -1,0 +1,277 @@
+"""The state dicts of a job's ranks, as the function that the user named returns them, without memory, network or GPU.
+
+Runs in a process of its own: `python -m ckptlint.planning.ranks FOLDER`, where `request.json` says what to run, and
+`rank-N.json` is the answer of each rank. Each rank is a fork that imports the user's file anew, since a file may look
+at its rank while it is imported. Tensors are torch's fake ones (`FakeTensorMode`), the process group is the fake one,
+and what asks for a GPU gets the CPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch._dynamo  # what optimizers and FSDP import late, once and not in each fork
+import torch.distributed as dist
+import torch.distributed.checkpoint
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
+import torch.distributed.tensor.parallel
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.checkpoint import _version
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint._sharded_tensor_utils import _flatten_sharded_tensors
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ckptlint.model.text import printable
+
+_JOBS = 8
+_LINES = 6  # of a traceback
+
+
+# ---------------------------------------------------------------- a rank without memory, network or GPU
+
+
+class _SmallThingsAreReal(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Tensors made from numbers (a step, the ranks of a mesh) are real; the value of a fake one is 1."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        leaves = tree_leaves((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            if func is torch.ops.aten._local_scalar_dense.default:
+                dtype = args[0].dtype
+                return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        elif tensors or "arange" in func.name():
+            with unset_fake_temporarily():
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _NoGpu(TorchFunctionMode):
+    """Whatever asks for a GPU gets the CPU."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        names = func is torch.Tensor.to or "device" in kwargs  # where a text may be the name of a device
+        args, kwargs = tree_map(
+            lambda leaf: leaf if isinstance(leaf, str) and not names else _off_gpu(leaf), (args, kwargs)
+        )
+        return func(*args, **kwargs)
+
+
+def _off_gpu(leaf: Any) -> Any:
+    """The CPU in place of a GPU, whether named or not; anything else as it is."""
+    if isinstance(leaf, torch.device):
+        return torch.device("cpu") if leaf.type == "cuda" else leaf
+    return "cpu" if isinstance(leaf, str) and (leaf == "cuda" or leaf.startswith("cuda:")) else leaf
+
+
+def _stand_ins(world: int, per_node: int) -> None:
+    """Functions of torch that need a GPU or other ranks, replaced; the group exists already."""
+    modules: Any = torch.cuda
+    modules.set_device = lambda device: None
+    modules.current_device = lambda: 0
+    modules.device_count = lambda: per_node
+    groups: Any = (dist, dist.distributed_c10d)
+    for module in groups:
+        module.init_process_group = lambda *args, **kwargs: None
+        module.destroy_process_group = lambda *args, **kwargs: None
+        module.all_gather_object = _gathered
+        module.broadcast_object_list = lambda *args, **kwargs: None
+    made: Any = DeviceMesh.__init__
+
+    @functools.wraps(made)
+    def on_cpu(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+        made(self, _off_gpu(device_type), *args, **kwargs)
+
+    mesh: Any = DeviceMesh
+    mesh.__init__ = on_cpu
+    chosen = torch.set_default_device
+    whole: Any = torch
+    whole.set_default_device = lambda device: chosen(None if device is None else _off_gpu(torch.device(device)))
+
+
+def _gathered(found: list[Any], own: Any, group: Any = None) -> None:
+    """What `all_gather_object` gives where every rank says the same."""
+    found[:] = [own] * len(found)
+
+
+def _state_dict(request: Mapping[str, Any], rank: int) -> Any:
+    """What the user's function returns at a rank."""
+    world, per_node = request["world"], request["per_node"]
+    said = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % per_node, "LOCAL_WORLD_SIZE": per_node}
+    said |= {"GROUP_RANK": rank // per_node, "MASTER_PORT": 29500}
+    os.environ.update({name: str(value) for name, value in said.items()} | {"MASTER_ADDR": "localhost"})
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    _stand_ins(world, per_node)
+    function = _found(request["function"])
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    takes_mesh = any(
+        parameter.default is parameter.empty and parameter.kind in positional
+        for parameter in inspect.signature(function).parameters.values()
+    )
+    sizes, names = request["mesh"].values(), request["mesh"].keys()
+    arguments = [init_device_mesh("cpu", (*sizes,), mesh_dim_names=(*names,))] if takes_mesh else []
+    small: Any = _SmallThingsAreReal
+    with ExitStack() as stack:
+        for mode in (FakeTensorMode(allow_non_fake_inputs=True), small(), _NoGpu()):
+            stack.enter_context(mode)
+        found = function(*arguments)
+        if isinstance(found, dict):  # as torch.distributed.checkpoint.load does
+            found = {key: found[key] for key in sorted(found)}
+            found = {key: value.state_dict() if isinstance(value, Stateful) else value for key, value in found.items()}
+    return found
+
+
+def _found(spec: str) -> Callable[..., Any]:
+    """The function `file.py:function`, or `package.module:function`."""
+    where, _, attribute = spec.rpartition(":")
+    sys.path.insert(0, "")
+    if where.endswith(".py"):
+        path = Path(where).resolve()
+        sys.path.insert(0, str(path.parent))
+        found = importlib.util.spec_from_file_location(path.stem, path)
+        assert found is not None and found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        sys.modules[path.stem] = module
+        found.loader.exec_module(module)
+    else:
+        module = importlib.import_module(where)
+    function: Any = module
+    for name in attribute.split("."):
+        function = getattr(function, name)
+    return cast("Callable[..., Any]", function)
+
+
+# ---------------------------------------------------------------- what a rank wants
+
+
+def _wanted(state_dict: dict[str, Any], stored: frozenset[str]) -> Iterator[list[Any]]:
+    """[key, shape, dtype, [[offsets, sizes], ...], fits] of each entry; shape and dtype are None for what is no tensor.
+
+    `fits`: whether the rank holds as many elements as torch says.
+
+    Source:
+        torch 2.13 `DefaultLoadPlanner.set_up_planner`, `create_local_plan`, `create_default_local_load_plan`
+    """
+    flat, _ = flatten_state_dict(_flatten_sharded_tensors(state_dict))
+    absent = {key for key in stored if key not in {printable(key) for key in flat}}
+    if absent:  # a checkpoint of torch 2.3 or before flattens otherwise
+        version: Any = _version
+        version._derived_version = "2_3"
+        old, _ = flatten_state_dict(state_dict)
+        version._derived_version = None
+        flat = old if absent & {printable(key) for key in old} else flat
+    for key, value in flat.items():
+        is_sized = getattr(value, "size", None) is not None and not isinstance(value, (str, bytes))
+        if not isinstance(value, torch.Tensor) and not is_sized:
+            yield [printable(key), None, None, [], True]
+            continue
+        chunks: Sequence[Any] = ()
+        if not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is not None:
+            chunks = _create_chunk_list(value)
+        dtype = str(getattr(value, "dtype", "unknown")).removeprefix("torch.")
+        boxes = [[[*chunk.offsets], [*chunk.sizes]] for chunk in chunks]
+        held = value.to_local().numel() if chunks and isinstance(value, DTensor) else None
+        fits = held is None or held == sum(prod(chunk.sizes) for chunk in chunks)
+        yield [printable(key), [*value.size()], dtype, boxes, fits]
+
+
+def _answer(folder: Path, request: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """`{"entries": ...}`, or `{"failed": sentence, "error": lines}`."""
+    try:
+        found = _state_dict(request, rank)
+    except SystemExit as error:
+        return {"failed": f"called exit({error.code!r})", "error": []}
+    except BaseException as error:
+        return {"failed": "raised an error", "error": _told(error, request["function"])}
+    if not isinstance(found, dict):
+        return {"failed": f"returned {type(found).__name__}, not a dict", "error": []}
+    try:
+        return {"entries": [*_wanted(found, frozenset(request["keys"]))]}
+    except Exception as error:
+        return {"failed": "returned what torch cannot load into", "error": _told(error, request["function"])}
+
+
+def _told(error: BaseException, function: str) -> list[str]:
+    """The error with where it comes from: the last line of the user's own file, and the line that raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename != __file__ and not _is_library(frame.filename)]
+    lines = [f"{Path(frame.filename).name}:{frame.lineno} in {frame.name}: {frame.line}" for frame in own[-1:]]
+    said = "".join(traceback.format_exception_only(error)).strip().splitlines()
+    return [printable(line) for line in (*lines, *said[:_LINES])]
+
+
+def _is_library(file: str) -> bool:
+    return file.startswith("<frozen") or "/torch/" in file
+
+
+# ---------------------------------------------------------------- all ranks
+
+
+def _run(folder: Path) -> None:
+    """One fork for each rank, some at a time; the first that fails ends it."""
+    request = json.loads((folder / "request.json").read_text())
+    running: dict[int, int] = {}
+    waiting = iter(range(request["world"]))
+    jobs = min(_JOBS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    while True:
+        while len(running) < jobs and (rank := next(waiting, None)) is not None:
+            if (pid := os.fork()) == 0:
+                _be_rank(folder, request, rank)
+            running[pid] = rank
+        if not running:
+            return
+        pid, status = os.wait()
+        rank = running.pop(pid)
+        if (folder / f"rank-{rank}.json").exists():
+            if status:
+                return
+        else:
+            how = os.waitstatus_to_exitcode(status)
+            said = f"ended with exit code {how}" if how >= 0 else f"was ended by signal {-how}"
+            (folder / f"rank-{rank}.json").write_text(json.dumps({"failed": said, "error": []}))
+            return
+
+
+def _be_rank(folder: Path, request: Mapping[str, Any], rank: int) -> None:
+    status = 1
+    try:
+        answer = _answer(folder, request, rank)
+        part = folder / f"rank-{rank}.part"
+        part.write_text(json.dumps(answer))
+        part.rename(folder / f"rank-{rank}.json")
+        status = 1 if "failed" in answer else 0
+    finally:
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    _run(Path(sys.argv[1]))

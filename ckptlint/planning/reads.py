@@ -1,0 +1,114 @@
+"""Which stored chunks the ranks of a job need: target boxes against chunks, as torch's planner intersects them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptlint.errors import BudgetError
+from ckptlint.model.layout import BoolArray, IntArray, Layout
+from ckptlint.planning.job import Target
+
+_BLOCK = 1 << 21  # pairs of a box and a chunk that are looked at at once
+_MOST_PAIRS = 1 << 31
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reads:
+    """The parts of chunks that boxes take; row i is one read item.
+
+    Attributes:
+        box: int64 [n], row of the target's boxes, ascending.
+        chunk: int64 [n], row of the layout's chunks.
+        in_chunk: int64 [n, d], where the common part starts, from the chunk's own start (torch: `storage_offsets`).
+        in_box: int64 [n, d], the same from the box's start (`dest_offsets`).
+        lengths: int64 [n, d], extent of the common part; 0 where an empty box lies inside a chunk.
+    """
+
+    box: IntArray
+    chunk: IntArray
+    in_chunk: IntArray
+    in_box: IntArray
+    lengths: IntArray
+
+    def __len__(self) -> int:
+        return len(self.box)
+
+    @property
+    def volume(self) -> IntArray:
+        """int64 [n], elements of each item; 1 for a tensor without axes."""
+        return np.asarray(self.lengths.prod(axis=1, dtype=np.int64))
+
+
+def reads(layout: Layout, target: Target) -> Reads:
+    """Every pair of a box and a chunk that overlap, by box, then chunk.
+
+    A box and a chunk overlap where on no axis one begins at or after the end of the other: an empty box strictly
+    inside a chunk makes an item of no elements, as in torch.
+
+    Raises:
+        BudgetError: so many chunks lie along each axis of so many boxes that telling would take too long.
+
+    Source:
+        torch 2.13 `torch.distributed.checkpoint.resharding._check_shard_metadata_pair_overlap`,
+        `planner_helpers.create_read_items_for_chunk_list`
+    """
+    found = [_overlapping(layout, target, boxes, chunks) for boxes, chunks in _candidates(layout, target)]
+    boxes, chunks = (np.concatenate([pair[side] for pair in found]) for side in (0, 1)) if found else _nothing()
+    order = np.lexsort((chunks, boxes))
+    boxes, chunks = boxes[order], chunks[order]
+    chunk_start, box_start = layout.offsets[chunks], target.offsets[boxes]
+    start = np.maximum(chunk_start, box_start)
+    end = np.minimum(chunk_start + layout.sizes[chunks], box_start + target.sizes[boxes])
+    return Reads(boxes, chunks, start - chunk_start, start - box_start, end - start)
+
+
+def _nothing() -> tuple[IntArray, IntArray]:
+    return np.zeros(0, np.int64), np.zeros(0, np.int64)
+
+
+def _candidates(layout: Layout, target: Target) -> Iterator[tuple[IntArray, IntArray]]:
+    """Pairs that may overlap, in blocks: those that meet on the axis where the fewest do."""
+    boxes, chunks = np.arange(len(target.offsets)), np.arange(len(layout.offsets))
+    if not len(boxes) or not len(chunks):
+        return
+    if not layout.shape:
+        yield np.repeat(boxes, len(chunks)), np.tile(chunks, len(boxes))
+        return
+    order, low, count = min(
+        (_along(layout, target, axis) for axis in range(len(layout.shape))), key=lambda x: x[2].sum()
+    )
+    ends = np.cumsum(count)
+    if ends[-1] > _MOST_PAIRS:
+        raise BudgetError(f"{ends[-1]:,} pairs of a stored chunk and a rank's part are too many to compare")
+    first = 0
+    while first < len(boxes):
+        done = ends[first - 1] if first else 0
+        last = max(int(np.searchsorted(ends, done + _BLOCK, "right")), first + 1)
+        counts = count[first:last]
+        inside = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        yield np.repeat(boxes[first:last], counts), order[np.repeat(low[first:last], counts) + inside]
+        first = last
+
+
+def _along(layout: Layout, target: Target, axis: int) -> tuple[IntArray, IntArray, IntArray]:
+    """The chunks by their start on an axis; for each box the first that may meet it, and how many from there on."""
+    starts = layout.offsets[:, axis]
+    order = np.argsort(starts, kind="stable")
+    starts = starts[order]
+    reached = np.maximum.accumulate(starts + layout.sizes[order, axis])
+    box_start = target.offsets[:, axis]
+    low = np.searchsorted(reached, box_start, "right")
+    high = np.searchsorted(starts, box_start + target.sizes[:, axis], "left")
+    return order, low, np.maximum(high - low, 0)
+
+
+def _overlapping(layout: Layout, target: Target, boxes: IntArray, chunks: IntArray) -> tuple[IntArray, IntArray]:
+    overlap: BoolArray = np.ones(len(boxes), bool)
+    for axis in range(len(layout.shape)):
+        chunk_start, box_start = layout.offsets[chunks, axis], target.offsets[boxes, axis]
+        overlap &= box_start < chunk_start + layout.sizes[chunks, axis]
+        overlap &= chunk_start < box_start + target.sizes[boxes, axis]
+    return boxes[overlap], chunks[overlap]

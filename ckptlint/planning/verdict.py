@@ -1,0 +1,153 @@
+"""A checkpoint against what a job asks for: what torch would refuse, lose or convert, and what each rank reads."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.layout import IntArray
+from ckptlint.planning.cost import Tally, needs_away, nodes_of, writer_nodes
+from ckptlint.planning.job import Job, Target, Wish
+from ckptlint.planning.outcome import Constraint, Conversion, Effect, Mismatch, Plan
+from ckptlint.planning.reads import Reads, reads
+from ckptlint.vocabulary.dtypes import ITEM_BITS, loses
+
+_PLANNER = "torch 2.13, torch/distributed/checkpoint/default_planner.py"
+_HELPERS = "torch 2.13, torch/distributed/checkpoint/planner_helpers.py: _create_read_items"
+_READER = "torch 2.13, torch/distributed/checkpoint/filesystem.py: FileSystemReader.read_data"
+_SENTENCES: dict[tuple[Effect, str], str] = {
+    ("fails", "as an object"): "the job holds an object where a tensor is stored, and torch raises ValueError",
+    ("fails", "not sound"): "the chunks do not fit the tensor's shape",
+    ("fails", "no record"): "parts have no storage entry, and the reader raises KeyError",
+    ("fails", "no file"): "parts lie in files that are not there, and the reader raises FileNotFoundError",
+    ("fails", "other axes"): "chunks and parts have other numbers of axes",
+    ("drops", "hole"): "parts are in no chunk: the load passes over them, and they stay as the job made them",
+    ("note", "as a tensor"): "the job holds a tensor where an object is stored, which takes the tensor's place",
+}
+_SOURCES = {"as an object": _HELPERS, "as a tensor": _HELPERS, "no record": _READER, "no file": _READER}
+
+
+def plan_of(ckpt: Checkpoint, job: Job, per_node: int | None = None, from_nodes: int | None = None) -> Plan:
+    """Whether the checkpoint loads into the job, and what each rank reads.
+
+    Args:
+        per_node: ranks of the job on one node; None where nodes do not matter.
+        from_nodes: so many nodes saved, and each has only the files that it wrote.
+
+    Raises:
+        BudgetError: chunks and parts are too many to compare.
+    """
+    work = _Work(ckpt, job, per_node or max(job.world, 1), from_nodes)
+    for wish in job.wishes:
+        work.take(wish)
+    cost = work.tally.cost()
+    asked = {wish.key for wish in job.wishes}
+    stored = [*ckpt.tensors, *work.records]
+    told = [
+        Constraint(effect, _SENTENCES[effect, what], tuple(keys), _SOURCES.get(what, ""))
+        for (effect, what), keys in work.told.items()
+    ]
+    nodes = nodes_of(cost, ckpt, per_node, work.homes) if per_node else ()
+    return Plan(
+        ckpt.path,
+        job.form,
+        job.to,
+        job.world,
+        tuple(work.missing),
+        tuple(key for key in stored if key not in asked and job.form == "exact"),
+        tuple(work.mismatches),
+        tuple(work.converted.values()),
+        (*told, *job.known),
+        cost,
+        nodes,
+        tuple(work.astray),
+    )
+
+
+class _Work:
+    """What is found out wish by wish."""
+
+    def __init__(self, ckpt: Checkpoint, job: Job, per_node: int, from_nodes: int | None) -> None:
+        self.ckpt, self.per_node = ckpt, per_node
+        self.tally = Tally(ckpt, job.world)
+        self.records = {item.fqn: item.record for item in ckpt.objects}
+        self.records |= {item.fqn: item.record for item in ckpt.byte_objects}
+        self.homes = None if from_nodes is None else writer_nodes(ckpt, from_nodes)
+        self.gone = ckpt.files.are("absent")
+        self.missing: dict[str, None] = {}
+        self.mismatches: dict[Mismatch, None] = {}
+        self.converted: dict[str, Conversion] = {}
+        self.told: dict[tuple[Effect, str], dict[str, None]] = defaultdict(dict)
+        self.astray: dict[str, None] = {}
+        self.found: dict[tuple[int, int], tuple[Reads, bool]] = {}
+        self.whole: dict[bytes, Target] = {}
+
+    def take(self, wish: Wish) -> None:
+        """One key of the job."""
+        tensor = self.ckpt.tensors.get(wish.key)
+        if tensor is None and wish.key not in self.records:
+            self.missing[wish.key] = None
+        elif tensor is None:
+            if wish.target is not None:
+                self._tell("note", "as a tensor", wish.key)
+            self._object(wish)
+        elif wish.target is None:
+            self._tell("fails", "as an object", wish.key)
+        elif wish.target.shape != tensor.global_shape:
+            self.mismatches[Mismatch(wish.key, tensor.global_shape, wish.target.shape)] = None
+        elif not tensor.is_sound:
+            self._tell("fails", "not sound", wish.key)
+        else:
+            if wish.dtype not in (None, tensor.dtype):
+                change = Conversion(wish.key, tensor.dtype, str(wish.dtype), loses(tensor.dtype, str(wish.dtype)))
+                self.converted.setdefault(wish.key, change)
+            self._tensor(wish.key, tensor, wish.target)
+
+    def _tell(self, effect: Effect, what: str, key: str) -> None:
+        self.told[effect, what][key] = None
+
+    def _object(self, wish: Wish) -> None:
+        record = np.array([self.records[wish.key]], np.int64)
+        target = self.whole.setdefault(wish.ranks.tobytes(), Target.replicated((), wish.ranks))
+        none = np.zeros((1, 0), np.int64)
+        item = Reads(np.zeros(1, np.int64), np.zeros(1, np.int64), none, none, none)
+        self._add(wish.key, target, item, record, None)
+
+    def _tensor(self, key: str, tensor: Tensor, target: Target) -> None:
+        layout = tensor.layout
+        if (id(layout), id(target)) not in self.found:
+            found = reads(layout, target)
+            filled = np.bincount(found.box, found.volume, len(target.offsets))
+            short = bool((filled < target.sizes.prod(axis=1)).any())
+            if not short and len(layout.live) and layout.coverage.doubled:  # what lies there twice hides what is not
+                short = layout.coverage.missing_volume > 0
+            self.found[id(layout), id(target)] = found, short
+        found, short = self.found[id(layout), id(target)]
+        if short:
+            self._tell("drops", "hole", key)
+        bits = ITEM_BITS.get(tensor.dtype)
+        needed = None if bits is None else found.volume * bits // 8
+        self._add(key, target, found, tensor.chunks.record[found.chunk], needed)
+
+    def _add(self, key: str, target: Target, found: Reads, records: IntArray, needed: IntArray | None) -> None:
+        """Count the items that have a record; those without one fail the load.
+
+        Args:
+            needed: bytes of each item; None for an object, and for a dtype of uncertain size: all of the record.
+        """
+        has = records >= 0
+        if not has.all():
+            self._tell("fails", "no record", key)
+            columns = (found.box, found.chunk, found.in_chunk, found.in_box, found.lengths)
+            found, records = Reads(*(column[has] for column in columns)), records[has]
+            needed = None if needed is None else needed[has]
+        if self.gone.any() and self.gone[self.ckpt.records.file[records]].any():
+            self._tell("fails", "no file", key)
+        if needed is None:
+            needed = self.ckpt.records.byte_length[records]
+        self.tally.add(target, found, records, needed)
+        files = self.ckpt.records.file[records]
+        if self.homes is not None and needs_away(target, found, files, self.homes, self.per_node):
+            self.astray[key] = None

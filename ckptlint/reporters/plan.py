@@ -1,0 +1,264 @@
+"""A plan as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import braces, human_bytes, listed, named_ranks, plural, shape_text
+from ckptlint.planning.outcome import Cost, Plan
+from ckptlint.reporters.full import header
+from ckptlint.reporters.style import Style, cut
+
+SCHEMA = "ckptlint.plan/1"
+_PATTERNS = 6  # of keys
+_NODES = 16
+
+
+# ---------------------------------------------------------------- text
+
+
+def as_text(plan: Plan, ckpt: Checkpoint, style: Style) -> str:
+    """The verdict, what it rests on, and one table of what the ranks read."""
+    blocks = ["\n".join([header(ckpt, style), *style.wrap(job_line(plan), "    ", "  ")]), _verdict(plan, style)]
+    blocks += ["\n".join(_section(*section, style)) for section in sections(plan)]
+    blocks += [_table(plan), "\n".join(line for text in facts_of(plan) for line in style.wrap(text, "  ", ""))]
+    if plan.nodes:
+        blocks.append("\n".join(_nodes(plan, style)))
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def job_line(plan: Plan) -> str:
+    """The job in a line."""
+    form = "by its own state dict" if plan.form == "exact" else "by sizes of axes alone"
+    return f"into {plan.to}: {plural(plan.world, 'rank')}, {form}"
+
+
+def verdict_line(plan: Plan) -> tuple[str, str]:
+    """The verdict in a word or two, and the sentence behind it."""
+    if plan.missing:
+        first = f"torch raises RuntimeError: Missing key in checkpoint state_dict: {cut(plan.missing[0])}."
+        return "Does not load", first
+    if plan.mismatches:
+        item = plan.mismatches[0]
+        stored, wanted = (f"torch.Size({[*shape]})" for shape in (item.stored, item.wanted))
+        return "Does not load", f"torch raises ValueError: Size mismatch between saved {stored} and current: {wanted}"
+    if failing := [item for item in plan.constraints if item.effect == "fails"]:
+        return "Does not load", f"{failing[0].sentence}."
+    if plan.astray:
+        return "Does not load", f"nodes lack parts of {plural(len(plan.astray), 'key')}."
+    if plan.exit_code:
+        return "Loads, and loses something", ""
+    if plan.form == "quick":
+        return "Loads", "as far as sizes tell; which keys the job asks for only its own code says."
+    return "Loads", "every key that the job asks for is there, in the shape that it wants."
+
+
+def sections(plan: Plan) -> list[tuple[str, list[str], list[str]]]:
+    """(heading, keys, further lines) of what is told beside the cost."""
+    found: list[tuple[str, list[str], list[str]]] = []
+
+    def add(heading: str, keys: Iterable[str], *lines: str) -> None:
+        names = [*keys]
+        if names or lines:
+            found.append((heading, names, [line for line in lines if line]))
+
+    if plan.missing:
+        untouched = "with allow_partial_load=True they stay as the job made them"
+        add(f"Not in the checkpoint: {plural(len(plan.missing), 'key')}", plan.missing, untouched)
+    shapes = [
+        f"{item.key}  {shape_text(item.stored)} stored, {shape_text(item.wanted)} wanted" for item in plan.mismatches
+    ]
+    add(f"Of another shape: {plural(len(shapes), 'tensor')}", shapes) if shapes else None
+    add(f"On no node whole: {plural(len(plan.astray), 'key')}", plan.astray) if plan.astray else None
+    for effect, word in (("fails", "Refused"), ("drops", "Lost"), ("note", "Note")):
+        for item in plan.constraints:
+            if item.effect == effect and not item.guessed:
+                add(f"{word}: {item.sentence}", item.keys, item.source and f"source: {item.source}")
+    changes: dict[tuple[str, str, bool], list[str]] = {}
+    for change in plan.converted:
+        changes.setdefault((change.stored, change.wanted, change.loses), []).append(change.key)
+    for (stored, wanted, loses), keys in changes.items():
+        add(f"Converted from {stored} to {wanted}{', which loses precision' if loses else ''}", keys)
+    if plan.unexpected:
+        add(f"In the checkpoint and not asked for: {plural(len(plan.unexpected), 'key')}", plan.unexpected)
+    for item in plan.constraints:
+        if item.guessed:
+            add(f"Guessed: {item.sentence}", item.keys)
+    return found
+
+
+def patterns(keys: Sequence[str]) -> list[str]:
+    """Keys folded over layers, cut after some."""
+    folded = [cut(name) for name in braces(keys)]
+    return (
+        folded
+        if len(folded) <= _PATTERNS + 1
+        else [*folded[:_PATTERNS], f"and {len(folded) - _PATTERNS:,} more patterns"]
+    )
+
+
+def _verdict(plan: Plan, style: Style) -> str:
+    word, sentence = verdict_line(plan)
+    painted = style.paint(word, "good" if not plan.exit_code else "error")
+    return "\n".join(style.wrap(f"{word}: {sentence}" if sentence else f"{word}.", "    ", "")).replace(
+        word, painted, 1
+    )
+
+
+def _section(heading: str, keys: list[str], lines: list[str], style: Style) -> list[str]:
+    made = style.wrap(heading, "    ", "")
+    made[0] = style.paint(made[0], "bold")
+    told = listed_patterns(keys)
+    return [
+        *made,
+        *(style.wrap(told, "    ", "  ") if told else []),
+        *(part for line in lines for part in style.wrap(line, "    ", "  ")),
+    ]
+
+
+def listed_patterns(keys: Sequence[str]) -> str:
+    """Keys in a line."""
+    return ", ".join(patterns(keys))
+
+
+HEAD = ("rank", "needed", "read", "requests", "files")
+
+
+def rows(cost: Cost) -> list[tuple[str, ...]]:
+    """The least, the median and the most that a rank reads, and all ranks together."""
+    order = np.argsort(cost.read[cost.kind], kind="stable").tolist()
+    found = []
+    for word, rank in {"least": order[0], "median": order[len(order) // 2], "most": cost.worst[0]}.items():
+        kind = int(cost.kind[rank])
+        found.append((f"{word} (rank {rank})", *_amounts(cost, [kind]), f"{len(cost.files[kind]):,}"))
+    opened = len(np.unique(np.concatenate(cost.files)))
+    return [*found, (f"all {len(cost.kind):,}", *_amounts(cost, cost.kind), f"{opened:,}")]
+
+
+def _amounts(cost: Cost, kinds: Any) -> tuple[str, str, str]:
+    needed, read, requests = (int(column[kinds].sum()) for column in (cost.needed, cost.read, cost.requests))
+    return human_bytes(needed), human_bytes(read), f"{requests:,}"
+
+
+def _table(plan: Plan) -> str:
+    from tabulate import tabulate
+
+    return tabulate(rows(plan.cost), HEAD, disable_numparse=True, colalign=("left", *["right"] * 4))
+
+
+def facts_of(plan: Plan) -> list[str]:
+    """What the table does not show: amplification, the ideal, the worst ranks, the balance of the writers."""
+    cost = plan.cost
+    read = int(cost.read[cost.kind].sum())
+    told = []
+    if read:
+        worst = named_ranks(cost.worst)
+        told.append(
+            f"Most is read by {worst}: {human_bytes(int(cost.read.max()))}, {_of_mean(cost.read[cost.kind])} the mean."
+        )
+        told.append(
+            f"Read amplification {cost.amplification:.2f}: bytes read by bytes needed, ideally 1. Each record that any "
+            f"rank needs, read once, would be {human_bytes(cost.distinct)}."
+        )
+    if len(cost.written) > 1:
+        sizes = np.array([*cost.written.values()])
+        most = max(cost.written, key=lambda rank: cost.written[rank])
+        least, largest = (human_bytes(int(size)) for size in (sizes.min(), sizes.max()))
+        wrote = f"{plural(len(sizes), 'rank')} wrote it, {least} to {largest} each"
+        told.append(f"{wrote}; rank {most} wrote {_of_mean(sizes)} the mean.")
+    return told
+
+
+def _of_mean(values: Any) -> str:
+    mean = float(values.mean())
+    return f"{float(values.max()) / mean if mean else 1.0:.2f} times"
+
+
+def _nodes(plan: Plan, style: Style) -> list[str]:
+    is_own = any(node.absent for node in plan.nodes)
+    lines = [style.paint("What each node must see, beside .metadata", "bold")]
+    for number, node in enumerate(plan.nodes[:_NODES]):
+        low, high = node.ranks
+        amount = f"{plural(len(node.files), 'file')}, {human_bytes(node.bytes)}"
+        ranks = named_ranks(range(low, high + 1))
+        text = f"node {number} ({ranks}): {amount}: {listed_patterns(node.files) or 'none'}"
+        if is_own:
+            text += f"; lacks {listed(patterns(node.absent)) or 'none'}"
+        lines += style.wrap(text, "    ", "  ")
+    if len(plan.nodes) > _NODES:
+        lines.append(f"  and {plural(len(plan.nodes) - _NODES, 'more node')} (--format json has all)")
+    return lines
+
+
+# ---------------------------------------------------------------- JSON
+
+
+def as_json(plan: Plan) -> str:
+    """All of it; ranks that read the same are listed each."""
+    cost = plan.cost
+    files = [[cost.names[row] for row in of_kind.tolist()] for of_kind in cost.files]
+    columns = [column.tolist() for column in (cost.needed, cost.read, cost.requests)]
+    names = ("needed_bytes", "read_bytes", "requests")
+    document = {
+        "schema": SCHEMA,
+        "verdict": plan.verdict,
+        "exit_code": plan.exit_code,
+        "checkpoint": plan.path,
+        "form": plan.form,
+        "to": plan.to,
+        "world": plan.world,
+        "missing": [*plan.missing],
+        "unexpected": [*plan.unexpected],
+        "shape_mismatch": [
+            {"key": item.key, "stored": [*item.stored], "wanted": [*item.wanted]} for item in plan.mismatches
+        ],
+        "converted": [
+            {"key": item.key, "stored": item.stored, "wanted": item.wanted, "loses": item.loses}
+            for item in plan.converted
+        ],
+        "constraints": [
+            {"effect": item.effect, "sentence": item.sentence, "keys": [*item.keys], "source": item.source or None}
+            for item in plan.constraints
+            if not item.guessed
+        ],
+        "guessed": [
+            {"effect": item.effect, "sentence": item.sentence, "keys": [*item.keys]}
+            for item in plan.constraints
+            if item.guessed
+        ],
+        "totals": {
+            **{
+                name: int(column[cost.kind].sum())
+                for name, column in zip(names, (cost.needed, cost.read, cost.requests), strict=True)
+            },
+            "distinct_bytes": cost.distinct,
+            "read_amplification": round(cost.amplification, 4),
+        },
+        "worst_ranks": [*cost.worst],
+        "written_bytes": {str(rank): size for rank, size in cost.written.items()},
+        "ranks": [
+            {
+                "rank": rank,
+                **{name: column[kind] for name, column in zip(names, columns, strict=True)},
+                "files": files[kind],
+            }
+            for rank, kind in enumerate(cost.kind.tolist())
+        ],
+        "nodes": [
+            {
+                "node": number,
+                "ranks": [*node.ranks],
+                "bytes": node.bytes,
+                "files": [*node.files],
+                "absent": [*node.absent],
+            }
+            for number, node in enumerate(plan.nodes)
+        ],
+        "astray": [*plan.astray],
+    }
+    return json.dumps(document, indent=2) + "\n"
