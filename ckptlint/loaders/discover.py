@@ -30,7 +30,7 @@ COMPONENT = re.compile(
 
 _DESCRIBES = (
     METADATA, "__0.metadata", "common.pt", "model.safetensors", "model.safetensors.index.json",
-    "adapter_model.safetensors",
+    "adapter_model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
 _DEPTH_LIMIT, _FOLDERS_LIMIT = 4, 64  # how deep, and how many folders of a step are listed for formats not read
 
@@ -132,7 +132,8 @@ def components(folder: Folder) -> list[Folder]:
     weights = [name for group in found for name in (*group.files, group.index)]
     rest = folder.without(weights, "")
     other = recognise(rest)
-    parts = [rest] if other is not None and other.kind != "unsupported" else []
+    # of a model that lies there in both forms loaders take the safetensors
+    parts = [rest] if other is not None and other.kind not in ("unsupported", "torch") else []
     if not parts and len(found) == 1:
         return [folder]
     described = [name for name in (folder.files() if parts else ()) if _is_dcp(name)]

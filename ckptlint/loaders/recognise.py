@@ -11,6 +11,7 @@ from typing import Literal
 from ckptlint.errors import CkptlintError, LimitError, NothingToCheckError
 from ckptlint.formats.safe_pickle import asks_for_names
 from ckptlint.formats.sandbox import isolated
+from ckptlint.loaders.rank_files.sets import SetKind, file_sets
 from ckptlint.loaders.safetensors import groups
 from ckptlint.model.facts import fact
 from ckptlint.model.text import printable
@@ -33,7 +34,7 @@ _HINTS = {
     "ByteCheckpoint": "load it with ByteCheckpoint",
 }
 
-LayoutKind = Literal["dcp", "per-rank", "safetensors", "incomplete", "unsupported", "file"]
+LayoutKind = Literal["dcp", "per-rank", "safetensors", "incomplete", "unsupported", "file"] | SetKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,8 @@ def recognise(folder: Folder) -> Recognised | None:
         return Recognised("incomplete", evidence=known[0])
     if found := groups(folder):
         return Recognised("safetensors", evidence=(found[0].files or [found[0].index])[0])
+    if sets := file_sets(folder):
+        return Recognised(sets[0].kind, evidence=(sets[0].files or [sets[0].index])[0])
     if other := unsupported(folder):
         return other
     is_file = folder.part != "" and [*folder.entries] == [folder.part]
@@ -93,7 +96,6 @@ def unsupported(folder: Folder) -> Recognised | None:
         ("per-rank torch.save files (verl)", _first(files, r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt")),
         ("nanotron", _first(files, r"model_(weight|bias)(_pp-rank-.*)?\.safetensors")),
         ("TensorFlow", _first(files, r".+\.data-\d{5}-of-\d{5}")),
-        ("Hugging Face torch shards", _first(files, r"pytorch_model-\d{5}-of-\d{5}\.bin")),
     ]  # fmt: skip
     for name, evidence in marks:
         if evidence:

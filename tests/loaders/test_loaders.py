@@ -290,7 +290,6 @@ UNSUPPORTED = {
     "verl": ["model_world_size_8_rank_0.pt", "optim_world_size_8_rank_0.pt"],
     "nanotron": ["model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors"],
     "TensorFlow": ["ckpt-1.data-00000-of-00001", "ckpt-1.index"],
-    "Hugging Face torch shards": ["pytorch_model-00001-of-00002.bin"],
 }  # fmt: skip
 
 
@@ -311,7 +310,7 @@ def test_an_unsupported_format_is_told_and_never_passes(tmp_path: Path, case: st
 
 def test_an_unsupported_format_beside_a_checkpoint_is_a_note(tmp_path: Path) -> None:
     write_checkpoint(WHOLE, tmp_path)
-    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"x")
+    (tmp_path / "metadata.pkl").write_bytes(b"x")
     report = ckptlint.check(tmp_path)
     assert [(code, level) for code, level, _ in found(report)] == [("SAF004", "info")]
     assert report.exit_code == 0

@@ -1,0 +1,69 @@
+"""Which files of torch.save belong together, told from their names alone.
+
+A kind of set is one row of `KINDS` here, one module beside this one that reads it, and one row of
+`loaders.checkpoint.LAYOUTS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ckptlint.model.facts import fact
+from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.litter import is_litter
+
+SetKind = Literal["torch"]
+
+
+@dataclass(slots=True)
+class FileSet:
+    """Files that are one checkpoint together.
+
+    Attributes:
+        kind: which loader reads them.
+        files: names, in order.
+        index: name of the index, "" without one.
+    """
+
+    kind: SetKind
+    files: list[str] = field(default_factory=list)
+    index: str = ""
+
+
+_WEIGHTS = re.compile(
+    r"(?P<stem>(?:diffusion_)?pytorch_model|adapter_model)(?P<part>-(?P<k>\d{1,9})-of-(?P<n>\d{1,9}))?"
+    r"(?P<variant>\.[^-.]+)?\.bin"
+)
+_INDEX = re.compile(r"(?P<stem>.+)\.bin\.index(?P<variant>\.[^.]+)?\.json")
+
+
+@fact
+def file_sets(folder: Folder) -> list[FileSet]:
+    """The sets of torch files in a folder, that which a loader takes first in front."""
+    names = [name for name in folder.files_beside() if not is_litter(name)]
+    return [found for find in KINDS for found in find(names)]
+
+
+def _weights(names: list[str]) -> list[FileSet]:
+    """`pytorch_model.bin`, or its parts with their index.
+
+    Source:
+        transformers (WEIGHTS_NAME, WEIGHTS_INDEX_NAME), diffusers, peft, accelerate
+    """
+    found: dict[str, FileSet] = {}
+    matches = [(name, match) for name in names if (match := _WEIGHTS.fullmatch(name))]
+    for name, match in matches:
+        key = match["stem"] + (match["variant"] or "") + ("-" if match["part"] else "")
+        found.setdefault(key, FileSet("torch")).files.append(name)
+    for name in names:
+        if match := _INDEX.fullmatch(name):
+            key = match["stem"] + (match["variant"] or "")
+            own = found.get(f"{key}-") or found.setdefault(key, FileSet("torch"))
+            own.index = name
+    return sorted(found.values(), key=lambda own: not own.files[:1] or not own.files[0].startswith("pytorch_model"))
+
+
+KINDS: tuple[Callable[[list[str]], list[FileSet]], ...] = (_weights,)
