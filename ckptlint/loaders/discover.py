@@ -162,7 +162,7 @@ def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
         for name in every:
             sub = sub_folder(folder, name)
             # DeepSpeed writes its part of a step into a folder that is named like a step
-            if sub is not None and (all_steps or _is_kind(sub, "unsupported")):
+            if sub is not None and (all_steps or _is_kind(sub, "unsupported", "deepspeed")):
                 beside += _find(sub, all_steps, _levels(sub, levels))
         return own + beside + _unread_below(folder, own + beside)
     steps = sorted(numbered, key=lambda name: numbered[name], reverse=True)
@@ -265,9 +265,9 @@ def _unread_below(step: Folder, found: list[Folder]) -> list[Folder]:
     return strange
 
 
-def _is_kind(folder: Folder, kind: LayoutKind) -> bool:
+def _is_kind(folder: Folder, *kinds: LayoutKind) -> bool:
     found = recognise(folder)
-    return found is not None and found.kind == kind
+    return found is not None and found.kind in kinds
 
 
 def newest_readable_step(folder: Folder) -> str | None:

@@ -27,8 +27,6 @@ _TEXT_LIMIT = 1024**2
 _HINTS = {
     "nanotron": "convert it with nanotron's examples/llama/convert_nanotron_to_hf.py",
     "Megatron-LM legacy torch": "convert it to torch_dist with Megatron-LM's tools/checkpoint/convert.py",
-    "DeepSpeed ZeRO": "convert it with DeepSpeed's ds_to_universal.py or zero_to_fp32.py, which check it on the way",
-    "DeepSpeed universal": "load it with DeepSpeed, which checks it on the way",
     "Orbax": "Orbax reads it; it is a JAX checkpoint",
     "zarr (Megatron-Core <= 0.15)": "load it with Megatron-Core <= 0.15 and save it as torch_dist",
     "ByteCheckpoint": "load it with ByteCheckpoint",
@@ -72,6 +70,8 @@ def recognise(folder: Folder) -> Recognised | None:
         return Recognised("incomplete", evidence=known[0])
     if found := groups(folder):
         return Recognised("safetensors", evidence=(found[0].files or [found[0].index])[0])
+    if evidence := _universal(folder):
+        return Recognised("deepspeed-universal", evidence=evidence)
     if sets := file_sets(folder):
         return Recognised(sets[0].kind, evidence=(sets[0].files or [sets[0].index])[0])
     if other := unsupported(folder):
@@ -87,8 +87,6 @@ def unsupported(folder: Folder) -> Recognised | None:
     marks: list[tuple[str, str | None]] = [
         ("Megatron-LM legacy torch", _first(folders, r"mp_rank_\d\d.*") or _first(files, r"model_optim_rng\.pt")),
         ("NVRx local checkpoint", _first(files, r"iter_\d{7}_\d+_local.*\.pt")),
-        ("DeepSpeed universal", _first(files, r"latest_universal") or _universal(folder)),
-        ("DeepSpeed ZeRO", _first(files, r".*zero_pp_rank_.*_optim_states\.pt|mp_rank_.*_model_states\.pt")),
         ("Orbax", _first(files + folders, r"_CHECKPOINT_METADATA|_METADATA|orbax\.checkpoint|manifest\.ocdbt|"
                          r"ocdbt\.process_.*|_sharding|array_metadatas|commit_success\.txt|_ROOT_METADATA")),
         ("zarr (Megatron-Core <= 0.15)", "metadata.json" if _backend(folder) == "zarr" else _zarr(folder)),
@@ -140,9 +138,14 @@ def _first(names: list[str], pattern: str) -> str | None:
 
 
 def _universal(folder: Folder) -> str | None:
-    if "zero" in folder.folders() and folder.sub("zero").has("optimizer_state.pt"):
+    """The file that shows DeepSpeed's universal form: a folder `zero` with one folder for each parameter."""
+    if "zero" not in folder.folders() or folder.outside("zero"):
+        return None
+    zero = folder.sub("zero")
+    if zero.has("optimizer_state.pt"):
         return "zero/optimizer_state.pt"
-    return None
+    inner = [name for name in zero.folders()[:4] if not zero.outside(name)]
+    return next((f"zero/{name}/fp32.pt" for name in inner if zero.sub(name).has("fp32.pt")), None)
 
 
 def _zarr(folder: Folder) -> str | None:

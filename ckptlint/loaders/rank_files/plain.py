@@ -19,12 +19,12 @@ from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.paths import is_safe
 
 _STATES = ("state_dict", "model", "module", "model_state_dict", "model_state")
-_PICKLE_SHARE = 16 * 1024**2  # bytes of pickles and directory that are expected of a file, at most
+PICKLE_SHARE = 16 * 1024**2  # bytes of pickles and directory that are expected of a file, at most
 
 
 def input_bytes(folder: Folder) -> int:
     """Bytes of pickles and directories that will be read."""
-    return sum(min(folder.entries[name].size, _PICKLE_SHARE) for own in file_sets(folder)[:1] for name in own.files)
+    return sum(min(folder.entries[name].size, PICKLE_SHARE) for own in file_sets(folder)[:1] for name in own.files)
 
 
 def read_weights(folder: Folder, look_at_files: bool) -> Checkpoint:

@@ -15,7 +15,7 @@ from ckptlint.model.facts import fact
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.litter import is_litter
 
-SetKind = Literal["torch"]
+SetKind = Literal["torch", "deepspeed", "deepspeed-universal"]
 
 
 @dataclass(slots=True)
@@ -66,4 +66,21 @@ def _weights(names: list[str]) -> list[FileSet]:
     return sorted(found.values(), key=lambda own: not own.files[:1] or not own.files[0].startswith("pytorch_model"))
 
 
-KINDS: tuple[Callable[[list[str]], list[FileSet]], ...] = (_weights,)
+_DEEPSPEED = re.compile(
+    r"([a-z0-9]+_)?zero_pp_rank_\d+_mp_rank_\d+_?(model|optim)_states\.pt|mp_rank_\d+_model_states\.pt"
+    r"|layer_\d+(-model_\d+)?-model_states\.pt|layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt"
+    r"|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
+)
+
+
+def _deepspeed(names: list[str]) -> list[FileSet]:
+    """What DeepSpeed's engine writes into the folder of a tag.
+
+    Source:
+        deepspeed.runtime.engine (0.14 - 0.19)
+    """
+    found = [name for name in names if _DEEPSPEED.fullmatch(name)]
+    return [FileSet("deepspeed", found)] if found else []
+
+
+KINDS: tuple[Callable[[list[str]], list[FileSet]], ...] = (_weights, _deepspeed)
