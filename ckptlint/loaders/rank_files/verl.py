@@ -234,20 +234,17 @@ class _Reading:
         for (kind, rank), file in self.files.items():
             writer = next((said for value in _values(file.found.root) if (said := _writer(value)) >= 0), -1)
             named = verl_name(f"{file.found.prefix}.pt")
-            inside = ""
-            if writer not in (-1, rank):
-                inside = f"rank {writer}"
+            by = writer if writer >= 0 else named[2] if named[:2] == (kind, self.world) else -1
+            if by not in (-1, rank):
+                inside = f"rank {by}"
             elif named[0] == kind and named[1:] != (self.world, rank):
                 inside = f"rank {named[2]} of {named[1]}"
-            if not inside:
+            else:
                 continue
-            own = crcs[kind, rank]
-            same = [
-                other.label
-                for key, other in self.files.items()
-                if key[0] == kind and key[1] != rank and own and crcs[key] == own
-            ]
-            self.other_names.append(OtherName(file.label, inside, same[0] if same else "", writer not in (-1, rank)))
+            other = self.files.get((kind, by))
+            is_same = other is not None and crcs[kind, rank] and crcs[kind, by] == crcs[kind, rank]
+            same = other.label if other is not None and is_same else ""
+            self.other_names.append(OtherName(file.label, inside, same, writer not in (-1, rank)))
             if writer not in (-1, rank) or same:
                 self.left_out.add(file.label)
 
@@ -682,5 +679,5 @@ def _checksum(value: Stored, found: TorchFile) -> int:
 
 
 def _checksums(found: TorchFile) -> tuple[int, ...]:
-    """The checksums of the storages of a file that are more than a few bytes; () where there are none."""
-    return tuple(sorted(place.crc for place in found.storages.values() if place.size > 64 and place.crc))
+    """The checksums of the storages of a file; () where there are none."""
+    return tuple(place.crc for place in found.storages.values()) if any(p.crc for p in found.storages.values()) else ()
