@@ -75,18 +75,19 @@ class Placement:
 
     Attributes:
         kind: `Shard`, `_StridedShard`, `Replicate`, or another name.
-        dim: the dimension that is cut, -1 for none.
-        factor: of a `_StridedShard`.
+        dim: the dimension that is cut, None for none.
+        split_factor: of a `_StridedShard`, None elsewhere.
     """
 
     kind: str
-    dim: int = -1
-    factor: int = 1
+    dim: int | None = None
+    split_factor: int | None = None
 
     def __str__(self) -> str:
-        if self.kind == "_StridedShard":
-            return f"_StridedShard({self.dim}, factor {self.factor})"
-        return f"Shard({self.dim})" if self.kind == "Shard" else self.kind
+        if self.dim is None:
+            return self.kind
+        factor = "" if self.split_factor is None else f", factor {self.split_factor}"
+        return f"{self.kind.lstrip('_')}({self.dim}{factor})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +98,8 @@ class Mesh:
         names: of its axes; () where they have none.
         shape: ranks along each axis.
         strides: of each axis in `ranks`.
-        ranks: the ranks of the whole world that it is cut from, in row-major order; () where they could not be read.
-        root: the mesh that this one is a part of, None for a whole one.
+        ranks: in row-major order; () where they could not be read.
+        spans_world: whether these are the ranks of the whole world that the mesh is a part of, not its own alone.
         coordinate: where the writer was on it, None where the file does not say.
         rank: that of the writer in the world, -1 where the file does not say.
 
@@ -110,7 +111,7 @@ class Mesh:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     ranks: tuple[int, ...]
-    root: Mesh | None = None
+    spans_world: bool = False
     coordinate: tuple[int, ...] | None = None
     rank: int = -1
 
@@ -127,6 +128,7 @@ class StoredDTensor:
         dtype, shape: of the whole.
         local: what this file holds of it.
         placements: one for each axis of the mesh.
+        order: the axes in the order in which they cut it, where the file says one.
     """
 
     dtype: str
@@ -134,6 +136,7 @@ class StoredDTensor:
     local: StoredTensor
     placements: tuple[Placement, ...]
     mesh: Mesh
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +148,7 @@ class StoredShards:
         locals: (offsets, sizes, tensor) of each shard that this file holds.
         tiling: (offsets, sizes, rank) of the shards of all ranks; the rank -1 where it is not said.
         rank: the one that wrote it, -1 where it is not said.
+        world: ranks of the process group, 0 where it is not said.
     """
 
     dtype: str
@@ -152,6 +156,7 @@ class StoredShards:
     locals: tuple[tuple[tuple[int, ...], tuple[int, ...], StoredTensor], ...]
     tiling: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
     rank: int = -1
+    world: int = 0
 
 
 Stored = StoredTensor | StoredDTensor | StoredShards
@@ -450,15 +455,34 @@ class _Reading:
         if len(found) != len(mesh.shape) or None in found:
             return None
         dtype = made[1] if isinstance(made[1], str) else local.dtype
-        return StoredDTensor(dtype, made[2], local, found, mesh)  # type: ignore[arg-type]
+        order = self._order(stated.get("shard_order"), len(found))
+        return StoredDTensor(dtype, made[2], local, found, mesh, order)  # type: ignore[arg-type]
+
+    def _order(self, entries: Any, axes: int) -> tuple[int, ...] | None:
+        """(dim, axes of the mesh) of each dim that several axes cut, as one order of the axes.
+
+        Source:
+            torch.distributed.tensor._dtensor_spec.ShardOrderEntry (torch 2.13)
+        """
+        if not isinstance(entries, tuple):
+            return None
+        order: list[int] = []
+        for entry in entries:
+            parts = entry.args if isinstance(entry, Opaque) else ()
+            cut = _tuple(parts[1]) if len(parts) == 2 else None
+            if cut is None:
+                return None
+            order += cut
+        return tuple(order) if len(set(order)) == len(order) and all(axis < axes for axis in order) else None
 
     def _placement(self, node: Any) -> Placement | None:
         if not isinstance(node, Opaque):
             return None
         if id(node) not in self.memo:
             state = _state(node)
-            dim, factor = state.get("dim", -1), state.get("split_factor", 1)
-            fits = type(dim) is int and abs(dim) <= RANK_LIMIT and type(factor) is int and 0 < factor < 2**31
+            dim, factor = state.get("dim"), state.get("split_factor")
+            fits = dim is None or (type(dim) is int and 0 <= dim < RANK_LIMIT)
+            fits &= factor is None or (type(factor) is int and 0 < factor < 2**31)
             self.memo[id(node)] = Placement(printable(node.name), dim, factor) if fits else None
         made: Placement | None = self.memo[id(node)]
         return made
@@ -483,7 +507,7 @@ class _Reading:
             if not isinstance(tensor, StoredTensor):
                 return None
             strides = tuple(prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape)))
-            return Mesh(names, tensor.shape, strides, self._ranks(tensor), None, at, rank)
+            return Mesh(names, tensor.shape, strides, self._ranks(tensor), False, at, rank)
         axes = _state(state.get("_layout")).get("axes")
         if not isinstance(axes, tuple):
             return None
@@ -495,7 +519,7 @@ class _Reading:
             tensor = self.value(state.get("_rank_map"))
             ranks = self._ranks(tensor) if isinstance(tensor, StoredTensor) else ()
         shape, strides = tuple(axis[0] for axis in sizes if axis), tuple(axis[1] for axis in sizes if axis)
-        return Mesh(names, shape, strides, ranks, self._mesh(state.get("_root_mesh")), at, rank)
+        return Mesh(names, shape, strides, ranks, True, at, rank)
 
     def _ranks(self, tensor: StoredTensor) -> tuple[int, ...]:
         place, bits = self.storages.get(tensor.key), ITEM_BITS.get(tensor.dtype, 0)
@@ -526,10 +550,13 @@ class _Reading:
             held.append((place[0], place[1], tensor))
         if None in tiling:
             return None
-        rank = _state(state[2]).get("global_rank")
+        group = _state(state[2])
+        rank, world = group.get("global_rank"), group.get("global_world_size")
         rank = rank if type(rank) is int and 0 <= rank < 2**31 else -1
+        world = world if type(world) is int and 0 < world < 2**31 else 0
         dtype = made[1] if isinstance(made[1], str) else "unknown"
-        return StoredShards(dtype, made[2], tuple(held), tuple(place for place in tiling if place is not None), rank)
+        places = tuple(place for place in tiling if place is not None)
+        return StoredShards(dtype, made[2], tuple(held), places, rank, world)
 
 
 def _axis(layout: Any) -> tuple[int, int] | None:

@@ -38,7 +38,9 @@ from ckptlint.loaders.megatron import (
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.rank_files.deepspeed import read_deepspeed
 from ckptlint.loaders.rank_files.deepspeed_universal import read_universal, universal_bytes
-from ckptlint.loaders.rank_files.plain import input_bytes, read_weights
+from ckptlint.loaders.rank_files.plain import read_weights
+from ckptlint.loaders.rank_files.sets import input_bytes
+from ckptlint.loaders.rank_files.verl import read_verl
 from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, LayoutKind, Recognised, recognise
 from ckptlint.loaders.run_folder import read_run, read_train_state
 from ckptlint.loaders.safetensors import header_bytes, read_safetensors
@@ -66,6 +68,7 @@ _RENAMED = "the writer renames a finished file into place, so a short one is a c
 _DESCRIBES_ITSELF: Mapping[LayoutKind, Format] = {
     "safetensors": "safetensors",
     "torch": "torch",
+    "verl": "verl",
     "deepspeed": "deepspeed",
     "deepspeed-universal": "deepspeed-universal",
 }
@@ -136,6 +139,7 @@ def _metadata_bytes(folder: Folder) -> int:
 
 _TORCH_READERS: Mapping[LayoutKind, Callable[[Folder, bool], Checkpoint]] = {
     "torch": read_weights,
+    "verl": read_verl,
     "deepspeed": read_deepspeed,
     "deepspeed-universal": read_universal,
 }
@@ -473,6 +477,7 @@ LAYOUTS: Mapping[LayoutKind, LayoutReader] = {
     "per-rank": LayoutReader(_open_dcp),
     "safetensors": LayoutReader(_open_safetensors, header_bytes),
     "torch": LayoutReader(_open_torch, input_bytes),
+    "verl": LayoutReader(_open_torch, input_bytes),
     "deepspeed": LayoutReader(_open_torch, input_bytes),
     "deepspeed-universal": LayoutReader(_open_torch, universal_bytes),
     "incomplete": LayoutReader(_incomplete),

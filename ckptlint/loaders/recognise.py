@@ -91,7 +91,6 @@ def unsupported(folder: Folder) -> Recognised | None:
                          r"ocdbt\.process_.*|_sharding|array_metadatas|commit_success\.txt|_ROOT_METADATA")),
         ("zarr (Megatron-Core <= 0.15)", "metadata.json" if _backend(folder) == "zarr" else _zarr(folder)),
         ("torch_checkpointing", _first(files, r"metadata\.pkl")),
-        ("per-rank torch.save files (verl)", _first(files, r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt")),
         ("nanotron", _first(files, r"model_(weight|bias)(_pp-rank-.*)?\.safetensors")),
         ("TensorFlow", _first(files, r".+\.data-\d{5}-of-\d{5}")),
     ]  # fmt: skip

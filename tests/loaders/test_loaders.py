@@ -287,7 +287,6 @@ UNSUPPORTED = {
     "zarr": ["metadata.json={\"sharded_backend\": \"zarr\", \"sharded_backend_version\": 1}", "decoder.w/.zarray"],
     "zarr without config": ["decoder.w/.zarray"],
     "torch_checkpointing": ["metadata.pkl"],
-    "verl": ["model_world_size_8_rank_0.pt", "optim_world_size_8_rank_0.pt"],
     "nanotron": ["model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors"],
     "TensorFlow": ["ckpt-1.data-00000-of-00001", "ckpt-1.index"],
 }  # fmt: skip

@@ -309,9 +309,10 @@ def _weights(tag: Tag, facts: Facts) -> Iterator[Misfit]:
         module, found = source.root.get("module"), dict[str, list[tuple[str, Any, tuple[int, ...]]]]()
         for fqn, shape in ((fqn, shape) for group in shapes_of(source.root) or () for fqn, shape in group.items()):
             held, file, key = module, source.file.name, fqn
-            if held is None and (match := re.fullmatch(r"(\d{1,6})\.(.+)", fqn)):
-                layer = layers.get((int(match[1]), source.file.numbers["mp"] % facts.tp))
-                held, file, key = (layer.root, layer.file.name, match[2]) if layer is not None else (None, "", "")
+            match = re.fullmatch(r"(\d{1,6})\.(.+)", fqn) if held is None else None
+            layer = layers.get((int(match[1]), source.file.numbers["mp"] % facts.tp)) if match else None
+            if match and layer is not None:
+                held, file, key = layer.root, layer.file.name, match[2]
             if not isinstance(held, dict) or EXPERT.fullmatch(fqn):
                 continue
             tensor = held.get(key)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckptlint.errors import UnreadableError
 from ckptlint.formats.torch_file import StoredTensor, TorchFile, storage_bytes
-from ckptlint.loaders.rank_files.plain import read_file
+from ckptlint.loaders.rank_files.onto import read_file
 from ckptlint.model import Problem, RankFile, StoredFile
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.dtypes import FORMS

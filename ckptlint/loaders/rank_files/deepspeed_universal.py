@@ -9,8 +9,8 @@ from math import prod
 from ckptlint.formats.torch_file import StoredTensor, TorchFile
 from ckptlint.loaders.rank_files.deepspeed import add_model, disagreements, facts_of, other_names
 from ckptlint.loaders.rank_files.deepspeed_files import Tag, int_of, read_tag, shapes_of
-from ckptlint.loaders.rank_files.onto import Columns, Part
-from ckptlint.loaders.rank_files.plain import PICKLE_SHARE, read_file
+from ckptlint.loaders.rank_files.onto import Columns, Part, read_file
+from ckptlint.loaders.rank_files.sets import input_bytes
 from ckptlint.model import (
     Checkpoint,
     Disagreement,
@@ -32,9 +32,7 @@ _REST = "optimizer_state.pt"
 
 def universal_bytes(folder: Folder) -> int:
     """Bytes of pickles and directories that will be read: about as many for each of the small files."""
-    zero = folder.sub("zero")
-    own = sum(min(entry.size, PICKLE_SHARE) for name, entry in folder.entries.others.items() if name.endswith(".pt"))
-    return own + 4 * 4096 * len(zero.folders())
+    return input_bytes(folder) + len(_STATES) * 4096 * len(folder.sub("zero").folders())
 
 
 def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:

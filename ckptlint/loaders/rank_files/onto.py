@@ -8,13 +8,15 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ckptlint.formats.torch_file import Storage, StoredTensor, TorchFile
-from ckptlint.loaders.problems import from_refusals
+from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.formats.torch_file import Storage, StoredTensor, TorchFile, read_torch_file
+from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.model import ChunkTable, MalformedChunk, Problem, RecordContent, RecordTable, Tensor
 from ckptlint.model.cover import Budget
 from ckptlint.model.layout import Layout
 from ckptlint.model.rank_files import StorageTable
 from ckptlint.model.text import printable
+from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 
 _NOWHERE = Storage(b"", -1, 0, 0, 0)
@@ -98,13 +100,18 @@ class Columns:
         others = [row for row in placed if len(self.parts[row].tensor.shape) != axes]
         offsets = np.array([self.parts[row].offsets for row in fitting], np.int64).reshape(len(fitting), axes)
         sizes = np.array([self.parts[row].tensor.shape for row in fitting], np.int64).reshape(len(fitting), axes)
-        key = (first.shape, len(fitting), offsets.tobytes(), sizes.tobytes())
+        key: tuple[object, ...] = (first.shape, len(fitting), offsets.tobytes(), sizes.tobytes())
+        record = np.array(fitting, np.int64)
+        if not placed:  # nothing is said of where its parts lie
+            key = (first.shape,)
+            offsets, sizes = np.zeros((1, axes), np.int64), np.array([first.shape], np.int64).reshape(1, axes)
+            record = np.array([-1], np.int64)
         layout = layouts.setdefault(key, Layout(first.shape, offsets, sizes, budget))
         return Tensor(
             fqn=printable(fqn),
             dtype=first.dtype,
             global_shape=first.shape,
-            chunks=ChunkTable(layout, np.array(fitting, np.int64)),
+            chunks=ChunkTable(layout, record),
             malformed=tuple(
                 MalformedChunk(self.parts[row].offsets or (), self.parts[row].tensor.shape, row) for row in others
             ),
@@ -126,6 +133,21 @@ def _span(tensor: StoredTensor, place: Storage) -> tuple[int, int]:
 def _content(tensor: StoredTensor) -> RecordContent:
     form: Literal["tensor", "subclass"] = "subclass" if tensor.wrapped else "tensor"
     return RecordContent(form, tensor.dtype, tensor.shape, tensor.strides, tensor.offset, f"data/{tensor.key}")
+
+
+def read_file(folder: Folder, name: str, problems: list[Problem]) -> TorchFile | None:
+    """A torch file; None, and a problem, where it cannot be read or nothing of it is left."""
+    label = printable(name)
+    try:
+        found = read_torch_file(folder, name)
+    except LimitError as error:
+        problems.append(from_error(error, label))
+        return None
+    except UnreadableError as error:
+        problems.append(damaged(label, f"{label} {error}", error.position))
+        return None
+    problems += problems_of(label, found)
+    return None if found.unpickled.root is None else found
 
 
 def problems_of(file: str, found: TorchFile) -> list[Problem]:

@@ -6,11 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.formats.torch_file import StoredTensor, TorchFile, is_tensor, read_torch_file
+from ckptlint.formats.torch_file import StoredTensor, TorchFile, is_tensor
 from ckptlint.loaders.common_state import read_configs
-from ckptlint.loaders.problems import from_error
-from ckptlint.loaders.rank_files.onto import Columns, damaged, problems_of, some
+from ckptlint.loaders.rank_files.onto import Columns, damaged, read_file, some
 from ckptlint.loaders.rank_files.sets import FileSet, file_sets
 from ckptlint.loaders.safetensors import no_files, read_index, weight_index
 from ckptlint.model import Checkpoint, FileState, FileTable, Problem, StoredFile
@@ -19,12 +17,6 @@ from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.paths import is_safe
 
 _STATES = ("state_dict", "model", "module", "model_state_dict", "model_state")
-PICKLE_SHARE = 16 * 1024**2  # bytes of pickles and directory that are expected of a file, at most
-
-
-def input_bytes(folder: Folder) -> int:
-    """Bytes of pickles and directories that will be read."""
-    return sum(min(folder.entries[name].size, PICKLE_SHARE) for own in file_sets(folder)[:1] for name in own.files)
 
 
 def read_weights(folder: Folder, look_at_files: bool) -> Checkpoint:
@@ -82,21 +74,6 @@ def read_states(folder: Folder, own: FileSet, look_at_files: bool) -> Checkpoint
         partial=f"{len(unread)} of {len(files)} files of this model are absent or cannot be read" if unread else "",
         metadata_file=label,
     )
-
-
-def read_file(folder: Folder, name: str, problems: list[Problem]) -> TorchFile | None:
-    """A torch file; None, and a problem, where it cannot be read or nothing of it is left."""
-    label = printable(name)
-    try:
-        found = read_torch_file(folder, name)
-    except LimitError as error:
-        problems.append(from_error(error, label))
-        return None
-    except UnreadableError as error:
-        problems.append(damaged(label, f"{label} {error}", error.position))
-        return None
-    problems += problems_of(label, found)
-    return None if found.unpickled.root is None else found
 
 
 def add_state(columns: Columns, number: int, found: TorchFile, label: str, problems: list[Problem]) -> bool:

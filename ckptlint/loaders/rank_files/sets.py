@@ -15,7 +15,7 @@ from ckptlint.model.facts import fact
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.litter import is_litter
 
-SetKind = Literal["torch", "deepspeed", "deepspeed-universal"]
+SetKind = Literal["torch", "verl", "deepspeed", "deepspeed-universal"]
 
 
 @dataclass(slots=True)
@@ -38,6 +38,21 @@ _WEIGHTS = re.compile(
     r"(?P<variant>\.[^-.]+)?\.bin"
 )
 _INDEX = re.compile(r"(?P<stem>.+)\.bin\.index(?P<variant>\.[^.]+)?\.json")
+
+
+_VERL = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
+_PICKLE_SHARE = 4 * 1024**2
+
+
+def input_bytes(folder: Folder) -> int:
+    """Bytes of pickles and directories that are read of the sets in a folder, at most."""
+    return sum(min(folder.entries[name].size, _PICKLE_SHARE) for own in file_sets(folder) for name in own.files)
+
+
+def verl_name(name: str) -> tuple[str, int, int]:
+    """(kind, world size, rank) of a file of verl's; ("", 0, -1) for other names."""
+    match = _VERL.fullmatch(name)
+    return (match[1], int(match[2]), int(match[3])) if match else ("", 0, -1)
 
 
 @fact
@@ -66,6 +81,20 @@ def _weights(names: list[str]) -> list[FileSet]:
     return sorted(found.values(), key=lambda own: not own.files[:1] or not own.files[0].startswith("pytorch_model"))
 
 
+def _verl(names: list[str]) -> list[FileSet]:
+    """The files of each world size, by rank."""
+    found: dict[int, list[tuple[str, int, str]]] = {}
+    for name in names:
+        kind, world, rank = verl_name(name)
+        if 0 <= rank < world:
+            found.setdefault(world, []).append((kind, rank, name))
+    order = ("model", "optim", "extra_state")
+    return [
+        FileSet("verl", [name for *_, name in sorted(own, key=lambda item: (order.index(item[0]), item[1]))])
+        for own in found.values()
+    ]
+
+
 _DEEPSPEED = re.compile(
     r"([a-z0-9]+_)?zero_pp_rank_\d+_mp_rank_\d+_?(model|optim)_states\.pt|mp_rank_\d+_model_states\.pt"
     r"|layer_\d+(-model_\d+)?-model_states\.pt|layer_\d+_expert_\d+_mp_rank_\d+_model_states\.pt"
@@ -83,4 +112,4 @@ def _deepspeed(names: list[str]) -> list[FileSet]:
     return [FileSet("deepspeed", found)] if found else []
 
 
-KINDS: tuple[Callable[[list[str]], list[FileSet]], ...] = (_weights, _deepspeed)
+KINDS: tuple[Callable[[list[str]], list[FileSet]], ...] = (_verl, _deepspeed, _weights)
