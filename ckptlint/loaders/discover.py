@@ -184,6 +184,8 @@ def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
     if found or any(not step.entries for step in unfinished):
         # a newer step without a checkpoint in it is no reason to pass an older one
         found = found + unfinished if all_steps else unfinished[:1] or found
+        if step_number(folder.name) is not None:  # DeepSpeed's part of a step, without weights beside it
+            found[0] = found[0].accounting_for(*found[0].accounts_for, folder)
         return [found[0].beside(strays), *found[1:]]
     if strays:
         raise AccessError("; ".join(strays))

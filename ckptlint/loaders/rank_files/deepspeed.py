@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptlint.errors import CkptlintError
 from ckptlint.formats.torch_file import StoredTensor
 from ckptlint.loaders.rank_files.deepspeed_files import (
     Source,
@@ -48,18 +50,22 @@ def read_deepspeed(folder: Folder, look_at_files: bool) -> Checkpoint:
         deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint (0.14 - 0.19)
     """
     tag = read_tag(folder, look_at_files)
+    others = tuple(other_names(tag))
+    copies = {other.file for other in others if other.same_as}
+    tag.sources = [source for source in tag.sources if source.file.name not in copies]
     columns = Columns()
     facts = facts_of(tag)
     groups = flat_groups(tag.sources, facts.tp, _local_experts(tag, facts))
     lost, grid = _lost(tag, facts)
-    add_model(columns, tag, facts)
+    odd = [*_weights(tag, facts), *_gates(tag, lost)]
+    add_model(columns, tag, facts, {misfit.fqn for misfit in odd})
     columns.parts += groups.parts
     told = disagreements(tag, facts)
-    misfits = groups.misfits + _surplus(tag, facts) + list(_weights(tag, facts)) + list(_gates(tag, lost))
+    misfits = groups.misfits + _surplus(tag, facts) + odd
     unread = [file.name for file in tag.files if not file.is_read]
     partial = ""
-    if unread or lost:
-        partial = f"{len(unread) + len(lost)} of {len(tag.files) + len(lost)} files of this save are absent or unread"
+    if missing := len(unread) + len(lost) + len(copies):
+        partial = f"{missing} of {len(tag.files) + len(lost)} files of this save are absent or unread"
     elif misfits or any(item.what in _STRUCTURE for item in told):
         partial = "the files of this save contradict each other"
     tensors, records, storages = columns.made()
@@ -73,7 +79,7 @@ def read_deepspeed(folder: Folder, look_at_files: bool) -> Checkpoint:
         storages=storages,
         files=FileTable.of(tag.stored),
         declared=facts.declared,
-        claims=facts.claims,
+        claims=facts.claims + trainer_claim(folder),
         topology=facts.topology,
         problems=[replace(problem, blocks=True) for problem in tag.problems] if blocks else tag.problems,
         readable=not blocks,
@@ -85,7 +91,7 @@ def read_deepspeed(folder: Folder, look_at_files: bool) -> Checkpoint:
             grid=grid,
             disagreements=tuple(told),
             misfits=tuple(misfits),
-            other_names=tuple(other_names(tag)),
+            other_names=others,
         ),
     )
 
@@ -206,6 +212,27 @@ def _local_experts(tag: Tag, facts: Facts) -> dict[str, int]:
                 if match := EXPERT.fullmatch(str(fqn)):
                     numbers[match[1]].add(int(match[2]))
     return {prefix: max(found) + 1 for prefix, found in numbers.items()}
+
+
+def trainer_claim(folder: Folder) -> tuple[StepClaim, ...]:
+    """The step of transformers' Trainer, which lets the engine name the folder beside its own state.
+
+    Source:
+        transformers.trainer.Trainer._save_optimizer_and_scheduler (5.23): `save_checkpoint` without a tag
+    """
+    above = folder.parent
+    if above is None or not re.fullmatch(r"global_step\d{1,18}", folder.name) or not above.has(_TRAINER):
+        return ()
+    try:
+        document = json.loads(above.read(_TRAINER, _TRAINER_LIMIT))
+    except (CkptlintError, ValueError, RecursionError):
+        return ()
+    step = document.get("global_step") if isinstance(document, dict) else None
+    return (StepClaim(f"../{_TRAINER}", step),) if type(step) is int else ()
+
+
+_TRAINER = "trainer_state.json"
+_TRAINER_LIMIT = 64 * 1024**2
 
 
 # ---------------------------------------------------------------- the grid
@@ -341,8 +368,9 @@ def _gates(tag: Tag, lost: tuple[RankFile, ...]) -> Iterator[Misfit]:
         return
     for source in tag.of("model"):
         module = source.root.get("module")
-        for start, numbers in experts.items() if isinstance(module, dict) else ():
-            gate = module.get(f"{start}gate.wg.weight")
+        weights: dict[Any, Any] = module if isinstance(module, dict) else {}
+        for start, numbers in experts.items():
+            gate = weights.get(f"{start}gate.wg.weight")
             if isinstance(gate, StoredTensor) and len(gate.shape) == 2 and gate.shape[0] != len(numbers):
                 because = f"the files of its experts are those of {ranges(numbers)}"
                 fqn = printable(f"{start}gate.wg.weight")
@@ -430,8 +458,12 @@ def _checksums(source: Source) -> list[tuple[int, int]]:
 # ---------------------------------------------------------------- the weights
 
 
-def add_model(columns: Columns, tag: Tag, facts: Facts) -> None:
-    """The weights and buffers as the model's files hold them; what ZeRO-3 took out of them comes from the groups."""
+def add_model(columns: Columns, tag: Tag, facts: Facts, odd: Collection[str] = ()) -> None:
+    """The weights and buffers as the model's files hold them; what ZeRO-3 took out of them comes from the groups.
+
+    Args:
+        odd: those that are told as misfits.
+    """
     held: set[str] = set()
     for source in tag.of("model"):
         module = source.root.get("module")
@@ -439,7 +471,7 @@ def add_model(columns: Columns, tag: Tag, facts: Facts) -> None:
         aliases = shared if isinstance(shared, dict) else {}
         owner = owner_of(source.file.numbers["mp"], facts)
         for fqn, tensor in _tensors(module if isinstance(module, dict) else {}):
-            if fqn in aliases or (facts.sharded_model and 0 in tensor.shape):
+            if fqn in aliases or fqn in odd or (facts.sharded_model and 0 in tensor.shape):
                 continue
             _add(columns, held, f"{owner}{fqn}", tensor, source)
         for fqn, tensor in _tensors(source.root.get("optimizer")):
@@ -447,7 +479,8 @@ def add_model(columns: Columns, tag: Tag, facts: Facts) -> None:
     for source in tag.of("layer"):
         owner = owner_of(source.file.numbers.get("tp", 0), facts)
         for fqn, tensor in _tensors(source.root):
-            _add(columns, held, f"{owner}{source.file.numbers['layer']}.{fqn}", tensor, source)
+            if (named := f"{source.file.numbers['layer']}.{fqn}") not in odd:
+                _add(columns, held, f"{owner}{named}", tensor, source)
     for source in tag.of("expert"):
         owner = owner_of(source.file.numbers["mp"], facts)
         for fqn, tensor in _tensors(source.root):

@@ -81,6 +81,12 @@ class _Member:
         return value if type(value) is int and value >= 0 else None
 
     @property
+    def part(self) -> int:
+        """Elements of a rank's part of the group, its padding included."""
+        lengths = [moment.shape[0] for moment in self.moments.values()]
+        return max(lengths or [0 if self.flat is None else self.flat.shape[0] + (self.padding or 0)])
+
+    @property
     def between(self) -> int:
         """Elements of padding between parameters."""
         found = self.source.state.get("param_alignment_paddings")
@@ -250,21 +256,37 @@ def _pieces(
     experts: Mapping[str, int],
     whole: bool,
 ) -> Iterator[Part]:
-    """Each rank's slices, one after the other in the order of the ranks."""
-    at: dict[str, int] = defaultdict(int)
+    """Each rank's slices: one after the other in the order of ranks; around lost ones by place in the group."""
+    at = dict.fromkeys(wanted, 0) if whole else {}
+    starts = {} if whole else _starts(members, wanted)
     for member in members:
         flat, moments = member.flat, member.moments
         for fqn, (start, count) in (member.slices or {}).items():
-            if fqn not in wanted or flat is None:
+            if flat is None or fqn not in (wanted if whole else starts):
                 continue
-            offset = at[fqn]
-            at[fqn] += count
+            if whole:
+                offset = at[fqn]
+                at[fqn] += count
+            else:
+                offset = member.index * member.part + start - starts[fqn]
             named = owner + expert_name(fqn, ep, experts)
-            place = (offset,) if whole else None
             for what, tensor in {"fp32_param": flat, **moments}.items():
                 state = f"optimizer.state.{what}.{named}"
-                if piece := _piece(state, prod(wanted[fqn]), place, tensor, start, count, member.source):
+                if piece := _piece(state, prod(wanted[fqn]), (offset,), tensor, start, count, member.source):
                     yield piece
+
+
+def _starts(members: list[_Member], wanted: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    """Where parameters begin in their group, told by the ranks that hold the first or the last of their elements."""
+    starts: dict[str, int] = {}
+    for member in members:
+        first = member.index * member.part
+        for fqn, (start, count) in (member.slices or {}).items():
+            if start or not member.index:
+                starts[fqn] = first + start
+            elif fqn in wanted and start + count < member.part:
+                starts.setdefault(fqn, first + start + count - prod(wanted[fqn]))
+    return {fqn: start for fqn, start in starts.items() if fqn in wanted}
 
 
 def expert_name(fqn: str, ep: int, experts: Mapping[str, int]) -> str:
