@@ -258,7 +258,7 @@ def _unread_below(step: Folder, found: list[Folder]) -> list[Folder]:
         if not places:
             break
         place, depth = places.popleft()
-        if depth and place.display not in known and _is_kind(place, "unsupported"):
+        if depth and place.display not in known and _is_kind(place, "unsupported", "deepspeed", "deepspeed-universal"):
             strange.append(place)
         elif depth < _DEPTH_LIMIT and (depth == 0 or place.display not in known):
             inner = [name for name in place.folders() if not holds_no_state(name) and not place.outside(name)]

@@ -1,4 +1,4 @@
-"""DeepSpeed's folders: real saves are silent at every depth, and each broken variant is named by file, rank or tensor."""
+"""DeepSpeed's folders: real saves are silent at every depth, broken ones are named by file, rank or tensor."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import ckptlint
+from ckptlint.depth import Depth
 from tests.support import REAL, found
 
 torch = pytest.importorskip("torch")
@@ -127,17 +128,15 @@ def shorter(by: int) -> Change:
 # ---------------------------------------------------------------- the real saves
 
 
-@pytest.mark.parametrize("depth", ["metadata", "files", "headers", "data"])
+@pytest.mark.parametrize("depth", Depth)
 @pytest.mark.parametrize("name", sorted(path.name for path in SAVES.iterdir() if path.is_dir()))
-def test_real_saves_are_silent(name: str, depth: str) -> None:
-    report = ckptlint.check(SAVES / name, depth=depth, all=True)
+def test_real_saves_are_silent(name: str, depth: Depth) -> None:
+    report = ckptlint.check(SAVES / name, depth=depth)
     assert found(report) == []
-    assert {c.format for c in report.checkpoints} <= {
-        "DeepSpeed ZeRO",
-        "DeepSpeed universal",
-        "Hugging Face safetensors",
-    }
-    assert all(c.tensors for c in report.checkpoints)
+    seen = [part.checkpoint for part in report.checkpoints]
+    assert all(ckpt.tensors and not ckpt.partial and not ckpt.problems for ckpt in seen)
+    assert "universal" in name or any(ckpt.format == "deepspeed" for ckpt in seen)
+    assert not any(part.failed for part in report.checkpoints)
 
 
 # ---------------------------------------------------------------- broken ones
@@ -324,7 +323,7 @@ def test_broken_saves_are_named(case: str, copy: Callable[[str], Path]) -> None:
     run = copy(name)
     [step] = [path for path in run.iterdir() if path.is_dir()]
     damage(step)
-    report = ckptlint.check(run, depth="files")
+    report = ckptlint.check(run, depth=Depth.FILES)
     told = found(report, "error", "warning")
     assert [(c, t) for c, _, t in told if c == code and sentence in t], told
     assert {c for c, _, _ in told} == {code}
@@ -338,7 +337,22 @@ def test_latest_names_what_is_not_there(copy: Callable[[str], Path]) -> None:
 
 def test_the_trainer_and_the_engine_name_one_step(copy: Callable[[str], Path]) -> None:
     step = copy("trainer_z2_2r") / "checkpoint-2"
-    state_file = step / "trainer_state.json"
-    told = json.loads(state_file.read_text()) | {"global_step": 4}
-    state_file.write_text(json.dumps(told))
-    assert any("global_step2" in title and "4" in title for _, _, title in found(ckptlint.check(step)))
+    told = json.loads((step / "trainer_state.json").read_text()) | {"global_step": 4}
+    (step / "trainer_state.json").write_text(json.dumps(told))
+    [(code, _, title)] = found(ckptlint.check(step))
+    assert (code, title) == ("COM002", "the folder is named for step 2, and trainer_state.json says step 4")
+    step = step.rename(step.with_name("checkpoint-4"))
+    (code, _, title), *more = found(ckptlint.check(step))
+    assert (code, title) == ("COM002", "the folder is named for step 2, and ../trainer_state.json says step 4")
+    assert not more
+
+
+def test_a_trainers_step_without_weights_of_its_own_is_read_whole(copy: Callable[[str], Path]) -> None:
+    step = copy("trainer_z3_2r") / "checkpoint-2"
+    (step / "model.safetensors").unlink()
+    (step / "rng_state_1.pth").write_bytes(b"")
+    [part] = ckptlint.check(step).checkpoints
+    assert part.checkpoint.format == "deepspeed"
+    assert [(item.code, item.title) for item in part.diagnostics] == [
+        ("SAF002", "../rng_state_1.pth is empty (0 bytes)")
+    ]

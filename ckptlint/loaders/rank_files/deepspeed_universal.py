@@ -7,8 +7,9 @@ from dataclasses import replace
 from math import prod
 
 from ckptlint.formats.torch_file import StoredTensor, TorchFile
-from ckptlint.loaders.rank_files.deepspeed import add_model, disagreements, facts_of, other_names
+from ckptlint.loaders.rank_files.deepspeed import add_model
 from ckptlint.loaders.rank_files.deepspeed_files import Tag, int_of, read_tag, shapes_of
+from ckptlint.loaders.rank_files.deepspeed_grid import disagreements, facts_of, other_names
 from ckptlint.loaders.rank_files.onto import Columns, Part, read_file
 from ckptlint.loaders.rank_files.sets import input_bytes
 from ckptlint.model import (
