@@ -33,7 +33,7 @@ def renamed_keys(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.state_dict.get_model_state_dict
     """
-    if ckpt.format != "safetensors" or ckpt.config is None or ckpt.config.file != MODEL_CONFIG:
+    if ckpt.format not in ("safetensors", "torch") or ckpt.config is None or ckpt.config.file != MODEL_CONFIG:
         raise NotApplicable("these are no files that a library loads by a configuration")
     fit = config_fit(ckpt)
     if isinstance(fit, Fit):

@@ -17,12 +17,13 @@ _TRAIN_STATE = "train_state.pt"
 _ONE_COUNTER = (
     ("torchtitan", "step-", re.compile(r"train_state\.step")),
     ("OLMo-core", "step", re.compile(r"(\.\./)?train/rank\d+\.pt")),
+    ("transformers", "global_step", re.compile(r"\.\./trainer_state\.json")),
 )
 """Libraries that take the folder's number and the number in it from one counter.
 
 Source:
     torchtitan 0.0.2 - 0.3.0: `CheckpointManager.save(self.step)`, `Trainer.state_dict`; olmo_core 3.0:
-    `Trainer.save_checkpoint`, `Trainer.state_dict`
+    `Trainer.save_checkpoint`, `Trainer.state_dict`; transformers 5.23: the engine's own tag, `global_step<number>`
 """
 
 
@@ -40,7 +41,8 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
 
         A warning where a number in the step differs from that of its folder and the library that wrote them takes both
         from one counter: `global_step` of a `trainer_state.json` in `checkpoint-<number>`, `train_state.step` of
-        torchtitan in `step-<number>`, `global_step` in `train/rank*.pt` of OLMo-core in `step<number>`. Other counters
+        torchtitan in `step-<number>`, `global_step` in `train/rank*.pt` of OLMo-core in `step<number>`, and
+        `global_step` of a `trainer_state.json` beside DeepSpeed's `global_step<number>`. Other counters
         (`step`, `global_step`, `last_epoch` of a scheduler, Adam's own `step` at depth `headers`) may count batches, or
         start anew: a note where they have the number of another step of the run; a warning where they have stood still
         since the step before, with which they agreed.

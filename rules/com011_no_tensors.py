@@ -10,10 +10,10 @@ from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 @rule("COM011", "no-tensors", Severity.ERROR, whole=True)
 def no_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The safetensors files of a model or an adapter hold no tensor.
+    """The files of a model or an adapter, safetensors or of torch.save, hold no tensor.
 
     What it checks:
-        The headers of the files of a model together name at least one tensor. One rank's shard may be empty. A DCP
+        The files of a model together name at least one tensor. One rank's shard may be empty. A DCP
         checkpoint without tensors is none of its business: jobs save states that hold objects alone.
     Why it matters:
         The file loads without an error, and the model keeps what it was initialised with.
@@ -24,8 +24,8 @@ def no_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         peft.utils.save_and_load.get_peft_model_state_dict
     """
-    if not ckpt.is_safetensors:
-        raise NotApplicable("no safetensors files")
+    if not ckpt.is_export:
+        raise NotApplicable("no files of weights")
     if not ckpt.tensors:
         file = ckpt.metadata_file
         yield Finding(f"{file} holds no tensors", at=Location(file=file), missing=("tensors",))

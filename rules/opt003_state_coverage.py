@@ -42,6 +42,8 @@ def state_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
     """
+    if ckpt.format in ("deepspeed", "deepspeed-universal"):
+        raise NotApplicable("DeepSpeed lists the parameters that have state, and RNK005 holds the files against it")
     inventory = inventory_of(ckpt)
     if not inventory.states or not inventory.params:
         raise NotApplicable("no optimizer state is stored beside parameters that it names")

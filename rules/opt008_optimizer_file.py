@@ -62,7 +62,7 @@ def _odd(
         if first is not None and second is not None and first != second:
             both = f"the shapes {[*first]} and {[*second]}"
             yield f"exp_avg and exp_avg_sq of {_some([param])} in {file} have {both}", f"pair {param}", False
-    if is_alone and ckpt.format == "safetensors" and ckpt.tensors and ckpt.is_sound and not ckpt.partial:
+    if is_alone and ckpt.format in ("safetensors", "torch") and ckpt.tensors and ckpt.is_sound and not ckpt.partial:
         yield from _against_model(ckpt, file, optimizer)
 
 

@@ -31,6 +31,8 @@ def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     if ckpt.is_safetensors:
         raise NotApplicable("a safetensors header describes a tensor and says where it lies in one entry")
+    if ckpt.storages is not None:
+        raise NotApplicable("a torch file describes a tensor and says where it lies in one place")
     if ckpt.partial:
         raise NotApplicable(ckpt.partial)
     table = ckpt.records

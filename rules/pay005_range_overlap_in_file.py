@@ -36,6 +36,8 @@ def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("in the safetensors serialisation all tensors of a file share one offset")
     if ckpt.is_safetensors:
         raise NotApplicable("tensors that overlap in a safetensors file are reported with its header (PAY013)")
+    if ckpt.storages is not None:
+        raise NotApplicable("tensors of a torch file may share a storage")
     table = ckpt.records
     rows = np.flatnonzero((table.byte_length > 0) & (table.byte_offset >= 0))
     order = rows[np.lexsort((table.byte_length[rows], table.byte_offset[rows], table.file[rows]))]

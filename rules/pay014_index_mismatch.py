@@ -6,6 +6,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+
 from ckptlint.analysis.fit.judgement import explains_bytes, judges
 from ckptlint.model import Checkpoint, WeightIndex
 from ckptlint.model.text import braces, human_bytes, ranges
@@ -13,7 +15,7 @@ from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import parse
 
-_NUMBERS = re.compile(r".*?([0-9]{1,9})-of-([0-9]{1,9})(?:\.[^-]+)?\.safetensors")
+_NUMBERS = re.compile(r".*?([0-9]{1,9})-of-([0-9]{1,9})(?:\.[^-]+)?\.(?:safetensors|bin)")
 _SHOWN = 6
 _MOST = 100_000
 _SLACK = 0.01
@@ -27,14 +29,14 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     """The index of a model names other files or keys than there are, or one of its files is missing.
 
     What it checks:
-        Each key of `*.safetensors.index.json` lies in the file that the index names. Without an index no number of
-        `model-<k>-of-<N>.safetensors` is missing (in the shards of torch's writer and beside an index a warning: a
-        number may belong to keys that were left out on purpose). Several such files without an index are a warning,
-        since transformers refuses them; a note in Mistral's own format, from torch's writer, and for names without
-        `-of-`. Keys that the index lacks or has in another file, and keys that two files hold without an index, are a
-        warning. So is a `total_size` more than 1 % away from the bytes that are stored, where tied weights do not
-        explain it; smaller differences are common, and a note. Where it is what the configuration implies, CFG001 and
-        CFG005 tell the difference.
+        Each key of `*.safetensors.index.json` or `*.bin.index.json` lies in the file that the index names. Without an
+        index no number of `model-<k>-of-<N>.safetensors` is missing (in the shards of torch's writer and beside an
+        index a warning: a number may belong to keys that were left out on purpose). Several such files without an index
+        are a warning, since transformers refuses them; a note in Mistral's own format, from torch's writer, and for
+        names without `-of-`. Keys that the index lacks or has in another file, and keys that two files hold without an
+        index, are a warning. So is a `total_size` more than 1 % away from the bytes that are stored, where tied weights
+        do not explain it; smaller differences are common, and a note. Where it is what the configuration implies,
+        CFG001 and CFG005 tell the difference.
     Why it matters:
         A loader that follows the index misses tensors, and one that takes every file reads stale ones.
     Usual causes:
@@ -45,8 +47,8 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         huggingface_hub.split_torch_state_dict_into_shards
     """
-    if not ckpt.is_safetensors:
-        raise NotApplicable("the folder holds no safetensors")
+    if not ckpt.is_export:
+        raise NotApplicable("the folder holds no files of a model")
     names, held = ckpt.records.fqns, defaultdict[str, set[str]](set)
     files = list(ckpt.files.names)
     for key, file in zip(ckpt.records.fqn.tolist(), ckpt.records.file.tolist(), strict=True):
@@ -55,7 +57,7 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         yield from _misplaced(ckpt.index, held)
         yield from _unlisted(ckpt.index, held)
         yield from _total(ckpt, ckpt.index)
-    elif ckpt.format == "safetensors" and len(ckpt.files) > 1:
+    elif ckpt.format in ("safetensors", "torch") and len(ckpt.files) > 1:
         yield from _without_index(ckpt, held)
     yield from _numbers(ckpt)
 
@@ -110,7 +112,11 @@ def _unlisted(index: WeightIndex, held: Held) -> Iterator[Finding]:
 
 def _total(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
     """The bytes that the index says, against those of the tensors; not where a file could not be read."""
-    stored = int(ckpt.records.byte_length[ckpt.records.owned].sum())
+    records = ckpt.records
+    own = np.flatnonzero(records.owned)
+    if ckpt.storages is not None:  # tied weights may share one, which is counted once
+        own = own[np.unique(np.stack([records.file[own], records.byte_offset[own]]), axis=1, return_index=True)[1]]
+    stored = int(records.byte_length[own].sum())
     if index.total_size is None or index.total_size == stored or index.unread:
         return
     tied = {

@@ -45,6 +45,10 @@ def layer_gap(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     if judges(ckpt):
         raise NotApplicable("CFG001 holds every key against the configuration")
+    if ckpt.format in ("deepspeed", "deepspeed-universal"):
+        raise NotApplicable(
+            "DeepSpeed lists its parameters, and leaves out frozen ones; RNK005 holds the files against it"
+        )
     blocks: dict[Block, Layers] = defaultdict(lambda: defaultdict(list))
     for param in inventory_of(ckpt).params:
         if param.key.layer is not None and not is_adapter(param.key):

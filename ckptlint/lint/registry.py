@@ -19,7 +19,7 @@ from ckptlint.rule import Rule
 GROUP = "ckptlint.rules"
 """The entry-point group in which an installed package names the package of its rules."""
 
-FAMILIES = ("CFG", "COM", "EXP", "GEO", "LIV", "LNT", "NAM", "OBJ", "OPT", "PAY", "REF", "RUN", "SAF", "SHP")
+FAMILIES = ("CFG", "COM", "EXP", "GEO", "LIV", "LNT", "NAM", "OBJ", "OPT", "PAY", "REF", "RNK", "RUN", "SAF", "SHP")
 """The letters that codes of ckptlint itself begin with."""
 
 _PACKAGE = "ckptlint.rules"

@@ -36,6 +36,11 @@ from ckptlint.loaders.megatron import (
     split_objects,
 )
 from ckptlint.loaders.problems import from_error, from_refusals
+from ckptlint.loaders.rank_files.deepspeed import read_deepspeed
+from ckptlint.loaders.rank_files.deepspeed_universal import read_universal, universal_bytes
+from ckptlint.loaders.rank_files.plain import read_weights
+from ckptlint.loaders.rank_files.sets import input_bytes
+from ckptlint.loaders.rank_files.verl import read_verl
 from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, LayoutKind, Recognised, recognise
 from ckptlint.loaders.run_folder import read_run, read_train_state
 from ckptlint.loaders.safetensors import header_bytes, read_safetensors
@@ -49,7 +54,7 @@ from ckptlint.loaders.step_files import (
     unsupported_problem,
     with_step_files,
 )
-from ckptlint.model import FILE_STATES, Checkpoint, Declared, FileTable, Problem, RunFolder, StoredFile
+from ckptlint.model import FILE_STATES, Checkpoint, Declared, FileTable, Format, Problem, RunFolder, StoredFile
 from ckptlint.model.files import Names
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
@@ -60,6 +65,14 @@ from ckptlint.vocabulary.litter import is_litter
 from ckptlint.vocabulary.mesh import read_topology
 
 _RENAMED = "the writer renames a finished file into place, so a short one is a copy that broke off or a full disk"
+_DESCRIBES_ITSELF: Mapping[LayoutKind, Format] = {
+    "safetensors": "safetensors",
+    "torch": "torch",
+    "verl": "verl",
+    "deepspeed": "deepspeed",
+    "deepspeed-universal": "deepspeed-universal",
+}
+"""Kinds whose files describe their own tensors, and their formats."""
 _BYTECHECKPOINT = "bytecheckpoint."
 _NO_METADATA = {"dangling-link": "is a link that leads nowhere", "not-a-file": "is no regular file"}
 _WRITTEN_LAST = "it is written last, after all payload files, so the save or the copy did not finish"
@@ -93,12 +106,12 @@ def _open(folder: Folder, look_at_files: bool) -> Checkpoint:
     try:
         return isolated(partial(read_checkpoint, folder, look_at_files), size)
     except LimitError as error:
-        is_safetensors = found is not None and found.kind == "safetensors"
-        label = printable(found.evidence) if found and is_safetensors else METADATA
+        describes_itself = found is not None and found.kind in _DESCRIBES_ITSELF
+        label = printable(found.evidence) if found and describes_itself else METADATA
         problem = from_error(error, label, blocks=True, hint=other_step(folder))
         return Checkpoint(
             folder.display,
-            "safetensors" if is_safetensors else "dcp",
+            _DESCRIBES_ITSELF[found.kind] if found and describes_itself else "dcp",
             problems=[problem],
             readable=False,
             files=_listed(folder),
@@ -122,6 +135,20 @@ def _metadata_bytes(folder: Folder) -> int:
         name for name in folder.files_beside() if name in (METADATA, COMMON_FILE) or RANK_METADATA.fullmatch(name)
     ]
     return sum(min(folder.entries[name].size, SIZE_LIMIT) for name in inputs)
+
+
+_TORCH_READERS: Mapping[LayoutKind, Callable[[Folder, bool], Checkpoint]] = {
+    "torch": read_weights,
+    "verl": read_verl,
+    "deepspeed": read_deepspeed,
+    "deepspeed-universal": read_universal,
+}
+
+
+def _open_torch(folder: Folder, found: Recognised, look_at_files: bool) -> Checkpoint:
+    ckpt = _TORCH_READERS[found.kind](folder, look_at_files)
+    problems = ckpt.problems + unread_beside(folder) + unfinished_marks(folder)
+    return replace(ckpt, run=read_run(folder), problems=problems)
 
 
 def _open_safetensors(folder: Folder, _found: Recognised, look_at_files: bool) -> Checkpoint:
@@ -449,6 +476,10 @@ LAYOUTS: Mapping[LayoutKind, LayoutReader] = {
     "dcp": LayoutReader(_open_dcp),
     "per-rank": LayoutReader(_open_dcp),
     "safetensors": LayoutReader(_open_safetensors, header_bytes),
+    "torch": LayoutReader(_open_torch, input_bytes),
+    "verl": LayoutReader(_open_torch, input_bytes),
+    "deepspeed": LayoutReader(_open_torch, input_bytes),
+    "deepspeed-universal": LayoutReader(_open_torch, universal_bytes),
     "incomplete": LayoutReader(_incomplete),
     "unsupported": LayoutReader(_unsupported),
     "file": LayoutReader(_named_file),

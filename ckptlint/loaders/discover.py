@@ -30,7 +30,7 @@ COMPONENT = re.compile(
 
 _DESCRIBES = (
     METADATA, "__0.metadata", "common.pt", "model.safetensors", "model.safetensors.index.json",
-    "adapter_model.safetensors",
+    "adapter_model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
 _DEPTH_LIMIT, _FOLDERS_LIMIT = 4, 64  # how deep, and how many folders of a step are listed for formats not read
 
@@ -132,7 +132,8 @@ def components(folder: Folder) -> list[Folder]:
     weights = [name for group in found for name in (*group.files, group.index)]
     rest = folder.without(weights, "")
     other = recognise(rest)
-    parts = [rest] if other is not None and other.kind != "unsupported" else []
+    # of a model that lies there in both forms loaders take the safetensors
+    parts = [rest] if other is not None and other.kind not in ("unsupported", "torch") else []
     if not parts and len(found) == 1:
         return [folder]
     described = [name for name in (folder.files() if parts else ()) if _is_dcp(name)]
@@ -161,7 +162,7 @@ def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
         for name in every:
             sub = sub_folder(folder, name)
             # DeepSpeed writes its part of a step into a folder that is named like a step
-            if sub is not None and (all_steps or _is_kind(sub, "unsupported")):
+            if sub is not None and (all_steps or _is_kind(sub, "unsupported", "deepspeed")):
                 beside += _find(sub, all_steps, _levels(sub, levels))
         return own + beside + _unread_below(folder, own + beside)
     steps = sorted(numbered, key=lambda name: numbered[name], reverse=True)
@@ -183,6 +184,8 @@ def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
     if found or any(not step.entries for step in unfinished):
         # a newer step without a checkpoint in it is no reason to pass an older one
         found = found + unfinished if all_steps else unfinished[:1] or found
+        if step_number(folder.name) is not None:  # DeepSpeed's part of a step, without weights beside it
+            found[0] = found[0].accounting_for(*found[0].accounts_for, folder)
         return [found[0].beside(strays), *found[1:]]
     if strays:
         raise AccessError("; ".join(strays))
@@ -255,7 +258,7 @@ def _unread_below(step: Folder, found: list[Folder]) -> list[Folder]:
         if not places:
             break
         place, depth = places.popleft()
-        if depth and place.display not in known and _is_kind(place, "unsupported"):
+        if depth and place.display not in known and _is_kind(place, "unsupported", "deepspeed", "deepspeed-universal"):
             strange.append(place)
         elif depth < _DEPTH_LIMIT and (depth == 0 or place.display not in known):
             inner = [name for name in place.folders() if not holds_no_state(name) and not place.outside(name)]
@@ -264,9 +267,9 @@ def _unread_below(step: Folder, found: list[Folder]) -> list[Folder]:
     return strange
 
 
-def _is_kind(folder: Folder, kind: LayoutKind) -> bool:
+def _is_kind(folder: Folder, *kinds: LayoutKind) -> bool:
     found = recognise(folder)
-    return found is not None and found.kind == kind
+    return found is not None and found.kind in kinds
 
 
 def newest_readable_step(folder: Folder) -> str | None:

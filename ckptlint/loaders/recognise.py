@@ -11,6 +11,7 @@ from typing import Literal
 from ckptlint.errors import CkptlintError, LimitError, NothingToCheckError
 from ckptlint.formats.safe_pickle import asks_for_names
 from ckptlint.formats.sandbox import isolated
+from ckptlint.loaders.rank_files.sets import SetKind, file_sets
 from ckptlint.loaders.safetensors import groups
 from ckptlint.model.facts import fact
 from ckptlint.model.text import printable
@@ -26,14 +27,12 @@ _TEXT_LIMIT = 1024**2
 _HINTS = {
     "nanotron": "convert it with nanotron's examples/llama/convert_nanotron_to_hf.py",
     "Megatron-LM legacy torch": "convert it to torch_dist with Megatron-LM's tools/checkpoint/convert.py",
-    "DeepSpeed ZeRO": "convert it with DeepSpeed's ds_to_universal.py or zero_to_fp32.py, which check it on the way",
-    "DeepSpeed universal": "load it with DeepSpeed, which checks it on the way",
     "Orbax": "Orbax reads it; it is a JAX checkpoint",
     "zarr (Megatron-Core <= 0.15)": "load it with Megatron-Core <= 0.15 and save it as torch_dist",
     "ByteCheckpoint": "load it with ByteCheckpoint",
 }
 
-LayoutKind = Literal["dcp", "per-rank", "safetensors", "incomplete", "unsupported", "file"]
+LayoutKind = Literal["dcp", "per-rank", "safetensors", "incomplete", "unsupported", "file"] | SetKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +70,10 @@ def recognise(folder: Folder) -> Recognised | None:
         return Recognised("incomplete", evidence=known[0])
     if found := groups(folder):
         return Recognised("safetensors", evidence=(found[0].files or [found[0].index])[0])
+    if evidence := _universal(folder):
+        return Recognised("deepspeed-universal", evidence=evidence)
+    if sets := file_sets(folder):
+        return Recognised(sets[0].kind, evidence=(sets[0].files or [sets[0].index])[0])
     if other := unsupported(folder):
         return other
     is_file = folder.part != "" and [*folder.entries] == [folder.part]
@@ -84,16 +87,12 @@ def unsupported(folder: Folder) -> Recognised | None:
     marks: list[tuple[str, str | None]] = [
         ("Megatron-LM legacy torch", _first(folders, r"mp_rank_\d\d.*") or _first(files, r"model_optim_rng\.pt")),
         ("NVRx local checkpoint", _first(files, r"iter_\d{7}_\d+_local.*\.pt")),
-        ("DeepSpeed universal", _first(files, r"latest_universal") or _universal(folder)),
-        ("DeepSpeed ZeRO", _first(files, r".*zero_pp_rank_.*_optim_states\.pt|mp_rank_.*_model_states\.pt")),
         ("Orbax", _first(files + folders, r"_CHECKPOINT_METADATA|_METADATA|orbax\.checkpoint|manifest\.ocdbt|"
                          r"ocdbt\.process_.*|_sharding|array_metadatas|commit_success\.txt|_ROOT_METADATA")),
         ("zarr (Megatron-Core <= 0.15)", "metadata.json" if _backend(folder) == "zarr" else _zarr(folder)),
         ("torch_checkpointing", _first(files, r"metadata\.pkl")),
-        ("per-rank torch.save files (verl)", _first(files, r"(model|optim|extra_state)_world_size_\d+_rank_\d+\.pt")),
         ("nanotron", _first(files, r"model_(weight|bias)(_pp-rank-.*)?\.safetensors")),
         ("TensorFlow", _first(files, r".+\.data-\d{5}-of-\d{5}")),
-        ("Hugging Face torch shards", _first(files, r"pytorch_model-\d{5}-of-\d{5}\.bin")),
     ]  # fmt: skip
     for name, evidence in marks:
         if evidence:
@@ -138,9 +137,14 @@ def _first(names: list[str], pattern: str) -> str | None:
 
 
 def _universal(folder: Folder) -> str | None:
-    if "zero" in folder.folders() and folder.sub("zero").has("optimizer_state.pt"):
+    """The file that shows DeepSpeed's universal form: a folder `zero` with one folder for each parameter."""
+    if "zero" not in folder.folders() or folder.outside("zero"):
+        return None
+    zero = folder.sub("zero")
+    if zero.has("optimizer_state.pt"):
         return "zero/optimizer_state.pt"
-    return None
+    inner = [name for name in zero.folders()[:4] if not zero.outside(name)]
+    return next((f"zero/{name}/fp32.pt" for name in inner if zero.sub(name).has("fp32.pt")), None)
 
 
 def _zarr(folder: Folder) -> str | None:

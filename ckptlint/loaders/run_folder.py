@@ -185,6 +185,8 @@ def step_state(step: Folder, levels: int = 2) -> StepState:
         return "complete"
     if any(_is_part(name) for name in names):
         return "unfinished"  # parts without the index that comes after them
+    if any(name.endswith("_model_states.pt") for name in names):
+        return "complete"  # DeepSpeed writes the tracker after all ranks; the grid tells of lost ones
     if any(RANK_METADATA.fullmatch(name) or name.startswith("mp_rank_") for name in step.entries.others):
         return "unknown"
     has_payload = len(step.entries.payload) > 0 or any(name.endswith(".distcp") for name in names)

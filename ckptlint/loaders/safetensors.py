@@ -150,7 +150,7 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
     """
     group = groups(folder)[0]
     problems: list[Problem] = []
-    places, total = _read_index(folder, group, problems)
+    places, total = read_index(folder, group.index, problems)
     named = list(dict.fromkeys((places or {}).values()))
     names = list(dict.fromkeys((*group.files, *named)))
     chunks = _Chunks()
@@ -170,7 +170,7 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
     label = printable(group.index or (names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"))
     readable = bool(chunks.names) or len(unread) < len(names)
     if not readable:
-        problems = [replace(problem, blocks=True) for problem in problems] or [_no_files(label, absent)]
+        problems = [replace(problem, blocks=True) for problem in problems] or [no_files(label, absent)]
     partial = f"{len(unread)} of {len(files)} files of this model are absent or cannot be read" if unread else ""
     owner = _owners(chunks, names, places or {})
     if not partial and not group.index and not chunks.by_dcp and not owner.all() and not _is_numbered(group):
@@ -199,7 +199,7 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
         files=FileTable.of(files),
         declared=declared,
         config=own or (config if all(_LOADED.match(name) for name in names) else None),
-        index=None if places is None else _weight_index(printable(group.index), places, total, absent, unread),
+        index=None if places is None else weight_index(printable(group.index), places, total, absent, unread),
         topology=read_topology(declared, empty_objects(), None, ranks),
         problems=problems + config_problems + own_problems,
         readable=readable,
@@ -235,12 +235,12 @@ def _own_config(folder: Folder, files: list[str]) -> tuple[ModelConfig | None, l
 # ---------------------------------------------------------------- the index
 
 
-def _read_index(folder: Folder, group: ModelFiles, problems: list[Problem]) -> tuple[dict[str, str] | None, int | None]:
+def read_index(folder: Folder, index: str, problems: list[Problem]) -> tuple[dict[str, str] | None, int | None]:
     """Raw key -> raw file name, and the bytes of all tensors; None for what is not said or cannot be read."""
-    if not group.index:
+    if not index:
         return None, None
     try:
-        document = json_object(folder.read(group.index, HEADER_LIMIT))
+        document = json_object(folder.read(index, HEADER_LIMIT))
         places = document.get("weight_map")
         if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
             raise UnreadableError("has no weight_map from names to files")
@@ -249,7 +249,7 @@ def _read_index(folder: Folder, group: ModelFiles, problems: list[Problem]) -> t
     except UnreadableError as error:
         why = "loaders follow it from each key to its file"
         hint = "write the index again from the headers of the files"
-        problems.append(from_error(error, printable(group.index), why=why, hint=hint))
+        problems.append(from_error(error, printable(index), why=why, hint=hint))
         return None, None
     about = document.get("metadata")
     total = about.get("total_size") if isinstance(about, dict) else None
@@ -258,15 +258,17 @@ def _read_index(folder: Folder, group: ModelFiles, problems: list[Problem]) -> t
     return places, total if is_size(total) else None
 
 
-def _weight_index(
+def weight_index(
     file: str, places: dict[str, str], total: int | None, absent: list[str], unread: list[str]
 ) -> WeightIndex:
+    """The index with names that are safe to print."""
     shown = {name: printable(name) for name in dict.fromkeys(places.values())}
     by_key = {printable(key): shown[name] for key, name in places.items()}
     return WeightIndex(file, by_key, total, frozenset(absent), frozenset(unread))
 
 
-def _no_files(label: str, absent: list[str]) -> Problem:
+def no_files(label: str, absent: list[str]) -> Problem:
+    """That nothing of what an index names is there."""
     return Problem(
         "incomplete",
         label,

@@ -61,10 +61,11 @@ def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     # what the loaders read, beside safetensors too; `_listed` leaves out payload files
     parts = {name for name in ckpt.files.names if not name.endswith(".distcp")} | {METADATA}
     parts |= {ckpt.index.file} if ckpt.index else set()
-    names = _READ_ELSEWHERE if ckpt.is_safetensors else (*_READ_ELSEWHERE, "train_state.pt")
+    is_dcp = not (ckpt.is_safetensors or ckpt.storages is not None)
+    names = (*_READ_ELSEWHERE, "train_state.pt") if is_dcp else _READ_ELSEWHERE
     names = (*names, *([ckpt.config.file] if ckpt.config is not None else []))
     found = [item for item in _files_of(folder) if item.label not in parts]
-    if not ckpt.is_safetensors:  # whose metadata a loader has read, that of single ranks too
+    if is_dcp:  # whose metadata a loader has read, that of single ranks too
         found = [item for item in found if not RANK_METADATA.fullmatch(item.label)]
     opened = _opened(found, names)
     read: dict[str, tuple[StepFile, list[Problem]]] = {}

@@ -17,6 +17,7 @@ from ckptlint.model.checkpoint import (
 from ckptlint.model.files import FILE_STATES, FileState, FileTable, StoredFile
 from ckptlint.model.payload import Damage, PayloadTable, RecordContent, RecordState, empty_payload
 from ckptlint.model.plans import SavePlans
+from ckptlint.model.rank_files import Disagreement, Misfit, OtherName, RankFile, RankFileSet, StorageTable
 from ckptlint.model.ranks import RankTable, Remark
 from ckptlint.model.reference import AxisSize, Declared, ModelConfig, Reference, ReferenceKind, Seal, SealEntry
 from ckptlint.model.tensors import (
@@ -45,16 +46,21 @@ __all__ = [
     "CommonState",
     "Damage",
     "Declared",
+    "Disagreement",
     "FileState",
     "FileTable",
     "Format",
     "MalformedChunk",
+    "Misfit",
     "ModelConfig",
     "ObjectTable",
     "OptimizerFile",
+    "OtherName",
     "PayloadTable",
     "Problem",
     "ProblemKind",
+    "RankFile",
+    "RankFileSet",
     "RankTable",
     "RecordContent",
     "RecordState",
@@ -71,6 +77,7 @@ __all__ = [
     "StepFile",
     "StepFileState",
     "StepState",
+    "StorageTable",
     "StoredFile",
     "Tensor",
     "WeightIndex",

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from ckptlint.model.files import FileTable
 from ckptlint.model.payload import PayloadTable
 from ckptlint.model.plans import SavePlans
+from ckptlint.model.rank_files import RankFileSet, StorageTable
 from ckptlint.model.ranks import RankTable, Remark
 from ckptlint.model.reference import AxisSize, Declared, ModelConfig, Reference, Seal
 from ckptlint.model.tensors import ByteObject, ObjectTable, RecordTable, Tensor, empty_objects, empty_records
@@ -22,6 +23,11 @@ Format = Literal[
     "torch_dcp",
     "safetensors",
     "dcp-safetensors",
+    "torch",
+    "verl",
+    "deepspeed",
+    "deepspeed-universal",
+    "megatron-legacy",
     "live",
     "incomplete",
     "unsupported",
@@ -35,6 +41,11 @@ FORMAT_NAMES: Mapping[Format, str] = {
     "torch_dcp": "Megatron torch_dcp",
     "safetensors": "Hugging Face safetensors",
     "dcp-safetensors": "DCP, one safetensors file per rank",
+    "torch": "torch.save",
+    "verl": "verl, one torch file per rank",
+    "deepspeed": "DeepSpeed ZeRO",
+    "deepspeed-universal": "DeepSpeed universal",
+    "megatron-legacy": "Megatron-LM legacy torch",
     "live": "running job",
     "incomplete": "incomplete",
     "unsupported": "not supported",
@@ -235,6 +246,8 @@ class Checkpoint:
         written: when the newest file of its folder was written, seconds since the epoch; 0 where nobody knows.
         metadata_hash: BLAKE2b of `.metadata`, as a seal names it; "" without either.
         ranks: what the ranks of a running job hold; None for files.
+        rank_files: the files of a checkpoint that is a set of torch files; None elsewhere.
+        storages: in which storages of torch's archives the records lie; None where they are records of another kind.
         remarks: what the ranks found themselves and the rule that runs has to tell; the engine hands each its own.
         facts: what was worked out about it (`fact`).
     """
@@ -270,6 +283,8 @@ class Checkpoint:
     metadata_hash: str = ""
     written: float = 0.0
     ranks: RankTable | None = None
+    rank_files: RankFileSet | None = None
+    storages: StorageTable | None = None
     remarks: tuple[Remark, ...] = ()
     facts: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
@@ -286,6 +301,11 @@ class Checkpoint:
     def is_safetensors(self) -> bool:
         """Whether a record is the bare bytes of its tensor, described by the header of the file that it lies in."""
         return self.format in ("safetensors", "dcp-safetensors")
+
+    @property
+    def is_export(self) -> bool:
+        """Whether its files are those that a library loads a model from: safetensors, or whole files of torch.save."""
+        return self.is_safetensors or self.format == "torch"
 
     def sound_tensors(self) -> Iterator[Tensor]:
         """The tensors that geometry rules can judge."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 import numpy as np
 
-from ckptlint.model import PayloadTable, RecordContent, Tensor
+from ckptlint.model import PayloadTable, RecordContent, StorageTable, Tensor
 from ckptlint.model.layout import IntArray
 from ckptlint.payload.record_headers import AlikeRecords, Record
 from ckptlint.payload.stream import Members, Scan
@@ -41,6 +42,50 @@ def with_bare_tensors(first: Members | None, table: PayloadTable, rows: IntArray
     columns = np.stack([first.row, first.start, first.size, first.crc, first.name])
     both = np.concatenate([columns, np.stack(bare)], axis=1)
     return _members(both[:, np.argsort(both[1], kind="stable")], [*first.names, "tensor"])
+
+
+def members_and_views(table: PayloadTable, stored: StorageTable, rows: IntArray) -> tuple[Members, list[Members]]:
+    """The storages that records lie in, each once and with its checksum; and the records that share one.
+
+    The first record of a storage is looked at in it. Each other one stands for its own bytes, in further readings of
+    the file in which no two overlap; its row of the table is changed to these.
+    """
+    order = rows[np.argsort(table.start[rows], kind="stable")]
+    is_first = np.concatenate([[True], np.diff(table.start[order]) != 0])[: len(order)]
+    is_first |= table.size[order] == 0
+    first, others = order[is_first], order[~is_first]
+    names = dict.fromkeys(table.contents[int(number)].key for number in table.content[first])
+    number_of = {name: i for i, name in enumerate(names)}
+    named = np.array([number_of[table.contents[int(number)].key] for number in table.content[first]], np.int64)
+    storages = np.stack([first, table.start[first], table.size[first], stored.crc[first], named])
+    readings: list[list[int]] = []
+    ends: list[int] = []
+    for row in others.tolist():
+        content = table.contents[int(table.content[row])]
+        item = ITEM_BITS.get(content.dtype, 0) // 8
+        begin, length = int(table.start[row]) + content.offset * item, content.extent * item
+        if not length or begin + length > table.start[row] + table.size[row]:
+            continue
+        table.start[row], table.size[row], table.crc[row] = begin, length, -1
+        if content.offset:
+            table.content[row] = len(table.contents)
+            table.contents.append(replace(content, offset=0))
+    for row in others[np.argsort(table.start[others], kind="stable")].tolist():
+        begin, end = int(table.start[row]), int(table.start[row] + table.size[row])
+        turn = next((turn for turn, at in enumerate(ends[:_READINGS]) if at <= begin), len(ends))
+        if turn == _READINGS:
+            continue  # looked at where they lie in other records
+        if turn == len(ends):
+            readings.append([])
+            ends.append(0)
+        readings[turn].append(row)
+        ends[turn] = end
+    return _members(storages, list(names)), [
+        with_bare_tensors(None, table, np.array(reading, np.int64)) for reading in readings
+    ]
+
+
+_READINGS = 4
 
 
 def _members(columns: IntArray, names: list[str]) -> Members:

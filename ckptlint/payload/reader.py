@@ -16,13 +16,14 @@ from typing import TypeVar
 import numpy as np
 
 from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.formats.torch_archive import LOCAL_SIZE, Member, data_start
 from ckptlint.loaders.problems import from_error, from_refusals
-from ckptlint.model import Checkpoint, Damage, Problem, RecordContent, RecordState, Tensor, empty_payload
+from ckptlint.model import Checkpoint, Damage, Problem, RecordContent, RecordState, StorageTable, Tensor, empty_payload
 from ckptlint.model.layout import IntArray, distinct
 from ckptlint.model.text import printable, unknown_classes
 from ckptlint.payload.identical import find_same
 from ckptlint.payload.integrity import read_integrity
-from ckptlint.payload.members import members_of, scans_of, with_bare_tensors
+from ckptlint.payload.members import members_and_views, members_of, scans_of, with_bare_tensors
 from ckptlint.payload.parts import Contents, ShareResult, by_content
 from ckptlint.payload.reading import Reading
 from ckptlint.payload.record_headers import AlikeRecords, ArchiveMember, Headers, RecordPlace, read_headers
@@ -76,6 +77,7 @@ class Reader:
         self.broken: dict[int, list[tuple[int, UnreadableError]]] = defaultdict(list)
         self.problems: list[Problem] = []
         self.members: dict[int, Members] = {}
+        self.views: dict[int, list[Members]] = {}
         self.sealed: dict[int, tuple[Tensor, int]] = {}
         self.raw: dict[int, tuple[Tensor, int]] = {}
         self.meter = Meter()
@@ -92,7 +94,10 @@ class Reader:
         damages: list[Damage] = []
         unlisted: tuple[str, ...] = ()
         try:
-            self._read_headers(rows)
+            if self.ckpt.storages is None:
+                self._read_headers(rows)
+            else:
+                self._read_members(rows, self.ckpt.storages)
             if not self.ckpt.locates_bytes:
                 self._read_blobs()
             if self.how.depth.reads_all:
@@ -191,7 +196,7 @@ class Reader:
         inside &= ~records.transformed
         if not self.ckpt.locates_bytes:
             inside &= ~self.is_tensor
-        elif _is_raw(self.ckpt, self.needed):
+        elif self.ckpt.storages is None and _is_raw(self.ckpt, self.needed):
             state[inside & self.is_tensor] = RecordState.RAW
             inside &= ~self.is_tensor
         rows = np.flatnonzero(inside)
@@ -232,6 +237,50 @@ class Reader:
                 self.members[file] = members_of(found.records, found.alike)
         contents.decode(self.table.contents)
         self._place_decoded(several)
+
+    def _read_members(self, rows: IntArray, stored: StorageTable) -> None:
+        """The headers of the members that tensors of torch files lie in, against what the directory said."""
+        table, records = self.table, self.ckpt.records
+        table.contents.extend(stored.contents)
+        self.phase, self.meter = "records", Meter(total=len(rows))
+        tasks = {
+            file: partial(self._member_starts, self._path(file), mine, stored)
+            for file, mine in _by_file(rows, records.file, stored.start).items()
+        }
+        for file, (found, broken) in self._run(tasks):
+            self.broken[file] += broken
+            mine = np.array([*found], np.int64)
+            table.state[mine], table.storages[mine] = RecordState.READ, 1
+            table.content[mine], table.start[mine] = stored.content[mine], [*found.values()]
+            table.size[mine] = table.stored[mine] = stored.size[mine]
+            table.crc[mine] = np.where((stored.crc[mine] > 0) | (stored.size[mine] == 0), stored.crc[mine], -1)
+            if self.how.depth.reads_all:
+                self.members[file], self.views[file] = members_and_views(table, stored, mine)
+
+    def _member_starts(
+        self, path: str, rows: IntArray, stored: StorageTable
+    ) -> tuple[dict[int, int], list[tuple[int, UnreadableError]]]:
+        """Record -> first byte of the data of its member; and the records whose member's header is damaged."""
+        whole = {row: int(stored.start[row]) for row in rows.tolist() if stored.header[row] < 0}
+        wanted = {int(stored.header[row]): row for row in rows.tolist() if row not in whole}
+        spans = [(header, LOCAL_SIZE + len(stored.names[row])) for header, row in wanted.items()]
+        starts: dict[int, int | UnreadableError] = {}
+        for (header, row), data in zip(wanted.items(), self.folder.ranges(path, spans), strict=True):
+            member = Member(stored.names[row], int(stored.crc[row]), int(stored.size[row]), header)
+            try:
+                starts[header] = data_start(data, member)
+            except UnreadableError as error:
+                position = header - int(self.ckpt.records.byte_offset[row])
+                starts[header] = UnreadableError(str(error), position)
+        broken = []
+        for row in rows.tolist():
+            start = whole.get(row, starts.get(int(stored.header[row])))
+            if isinstance(start, int):
+                whole[row] = start
+            elif start is not None:
+                broken.append((row, start))
+        self.meter.add(len(rows))
+        return whole, broken
 
     def _places(self, rows: IntArray) -> list[RecordPlace]:
         records = self.ckpt.records
@@ -390,22 +439,28 @@ class Reader:
             size = whole.get(self.ckpt.files[i].path)
             total += int(members.size.sum()) if size is None else size
             threads = 1 + max(self.how.jobs // len(files), 1)
-            tasks[i] = partial(self._file_data, self._path(i), members, size, threads)
+            parts = [members, *self.views.get(i, ())]
+            tasks[i] = partial(self._file_data, self._path(i), parts, size, threads)
         self.phase, self.meter = "bytes", Meter(total=total)
         damages: list[Damage] = []
         for file, seen in self._run(tasks):
-            damages += self._mismatches(file, seen, wanted)
+            parts = [self.members.pop(file, members_of([])), *self.views.pop(file, ())]
+            for part, of_part in zip(parts, seen, strict=True):
+                damages += self._mismatches(file, part, of_part, wanted)
             self.bad = len(damages)
-            self.members.pop(file, None)
         return damages
 
-    def _file_data(self, path: str, members: Members, size: int | None, threads: int) -> Streamed:
-        scans = scans_of(self.table, members, self.sealed, self.raw)
-        return stream(self.folder, path, members, scans, size, self.meter, threads)
+    def _file_data(self, path: str, parts: Sequence[Members], size: int | None, threads: int) -> list[Streamed]:
+        """What each reading of the file saw; the first is of the whole file where its size is given."""
+        found = []
+        for turn, members in enumerate(parts):
+            scans = scans_of(self.table, members, self.sealed, self.raw)
+            found.append(stream(self.folder, path, members, scans, None if turn else size, self.meter, threads))
+        return found
 
-    def _mismatches(self, file: int, seen: Streamed, wanted: Mapping[str, str]) -> list[Damage]:
+    def _mismatches(self, file: int, members: Members, seen: Streamed, wanted: Mapping[str, str]) -> list[Damage]:
         """Fill the columns on values, and compare the checksums."""
-        members, table = self.members.get(file, members_of([])), self.table
+        table = self.table
         scanned = members.row[np.array([*seen.values], np.int64)]
         table.scanned[scanned] = True
         for column in _OF_VALUES:
@@ -561,10 +616,11 @@ def _is_raw(ckpt: Checkpoint, needed: IntArray) -> bool:
 def _told_already(ckpt: Checkpoint, needed: IntArray) -> np.ndarray:
     """The records whose range overlaps another one (PAY005) or is too short for the chunk (PAY007).
 
-    None in the safetensors serialisation, where the tensors of a file share one offset and neither rule applies.
+    None in the safetensors serialisation, where the tensors of a file share one offset, nor in torch files, of which
+    tensors may share a storage: neither rule applies.
     """
     records = ckpt.records
-    if not ckpt.locates_bytes:
+    if not ckpt.locates_bytes or ckpt.storages is not None:
         return np.zeros(len(records), bool)
     told = np.asarray(records.byte_length < needed)
     if not len(records):

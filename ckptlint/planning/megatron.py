@@ -333,7 +333,7 @@ def _optimizer_keys(ckpt: Checkpoint) -> tuple[str, ...]:
     """Every tensor and object of the optimizer."""
     tensors = [key for key in ckpt.tensors if "optimizer." in key and parse(key).kind == "optimizer"]
     objects = [key for key in ckpt.objects.keys if "optimizer." in key and parse(key).kind == "optimizer"]
-    return (*tensors, *dict.fromkeys(objects))
+    return (*tensors, *objects)
 
 
 def _optimizer(change: _Change) -> Iterator[Constraint]:
@@ -470,7 +470,8 @@ def _chains(ckpt: Checkpoint) -> int:
 
 def _objects(ckpt: Checkpoint, key: str) -> list[ShardedObject]:
     """The shards of an object."""
-    return [obj for obj in ckpt.objects if obj.key == key]
+    grids = (rows for own, _, rows in ckpt.objects.rows_by_grid() if own == key)
+    return [ckpt.objects[row] for rows in grids for row in rows.tolist()]
 
 
 def _random_states(change: _Change) -> Iterator[Constraint]:

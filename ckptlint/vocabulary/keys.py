@@ -56,9 +56,9 @@ COPIES = frozenset({"ema", "ema_model", "model_ema", "teacher", "ref_model", "ta
 WRAPPING = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Parts that a wrapper puts into the names of what it wraps."""
 
-_STAGE = re.compile(r"model\d+|model_pp\d+|chained_\d+")
+_STAGE = re.compile(r"model\d+|model_pp\d+|mp_rank_\d+|chained_\d+")
 _LAYER_WORDS = frozenset({"layers", "h", "blocks", "block", "layer"})
-_EXPERT_WORDS = frozenset({"experts", "local_experts"})
+_EXPERT_WORDS = frozenset({"experts", "local_experts", "deepspeed_experts"})
 
 _RUNTIME = re.compile(
     r"(rng_state|rerun_state_machine_state|dataloader\w*|lr_scheduler|opt_param_scheduler|train_state|args|iteration|"

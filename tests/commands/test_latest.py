@@ -92,7 +92,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 def test_in_doubt_there_is_no_answer(run: Path) -> None:
     """A newer step of a format that is not read may be the one: exit 4."""
     (run / "step-600").mkdir()
-    (run / "step-600" / "mp_rank_00_model_states.pt").write_bytes(b"x")
+    (run / "step-600" / "metadata.pkl").write_bytes(b"x")
     answer = latest(run)
     assert (answer.returncode, answer.stdout) == (4, "")
     assert "step-200 passes, and step-600 may be a newer good step: no answer" in answer.stderr

@@ -396,8 +396,8 @@ def test_a_component_or_any_folder_of_a_step_that_is_a_link_out_is_named_and_not
 
 def test_a_format_that_is_not_read_is_told_wherever_it_lies_in_a_step(tmp_path: Path) -> None:
     write_checkpoint({"tensors": {"w": {"shape": [4]}}}, tmp_path / "step-10")
-    text(tmp_path / "step-10" / "a" / "b" / "global_step10" / "mp_rank_00_model_states.pt")
-    text(tmp_path / "step-10" / "logs" / "b" / "mp_rank_00_model_states.pt")  # no state of the step
+    text(tmp_path / "step-10" / "a" / "b" / "global_step10" / "metadata.pkl")
+    text(tmp_path / "step-10" / "logs" / "b" / "metadata.pkl")  # no state of the step
     report = ckptlint.check(tmp_path)
     paths = [str(Path(part.checkpoint.path).relative_to(tmp_path)) for part in report.checkpoints]
     assert paths == ["step-10", "step-10/a/b/global_step10"]

@@ -278,19 +278,14 @@ UNSUPPORTED = {
     "Megatron-LM legacy torch": ["mp_rank_00/model_optim_rng.pt"],
     "Megatron-LM legacy torch, pipeline": ["mp_rank_01_003/model_optim_rng.pt"],
     "NVRx local": ["iter_0000010_3_local.pt"],
-    "DeepSpeed ZeRO": ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
-    "DeepSpeed ZeRO 3": ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
-    "DeepSpeed universal": ["zero/w/fp32.pt", "zero/optimizer_state.pt", "mp_rank_00_model_states.pt"],
     "Orbax": ["_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"],
     "Orbax, sharding": ["_sharding", "array_metadatas/process_0"],
     "Orbax, parameter folders": ["_METADATA", "params.w/.zarray"],
     "zarr": ["metadata.json={\"sharded_backend\": \"zarr\", \"sharded_backend_version\": 1}", "decoder.w/.zarray"],
     "zarr without config": ["decoder.w/.zarray"],
     "torch_checkpointing": ["metadata.pkl"],
-    "verl": ["model_world_size_8_rank_0.pt", "optim_world_size_8_rank_0.pt"],
     "nanotron": ["model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors"],
     "TensorFlow": ["ckpt-1.data-00000-of-00001", "ckpt-1.index"],
-    "Hugging Face torch shards": ["pytorch_model-00001-of-00002.bin"],
 }  # fmt: skip
 
 
@@ -311,7 +306,7 @@ def test_an_unsupported_format_is_told_and_never_passes(tmp_path: Path, case: st
 
 def test_an_unsupported_format_beside_a_checkpoint_is_a_note(tmp_path: Path) -> None:
     write_checkpoint(WHOLE, tmp_path)
-    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"x")
+    (tmp_path / "metadata.pkl").write_bytes(b"x")
     report = ckptlint.check(tmp_path)
     assert [(code, level) for code, level, _ in found(report)] == [("SAF004", "info")]
     assert report.exit_code == 0

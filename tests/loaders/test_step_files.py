@@ -293,24 +293,23 @@ def test_each_report_accounts_for_the_folder(step: Path) -> None:
 # ---------------------------------------------------------------- parts of a step, steps of runs, files by name
 
 
-def zero_files(folder: Path) -> None:
-    """What DeepSpeed's engine leaves in the step of a Trainer that runs it."""
+def unread_files(folder: Path) -> None:
+    """What torch_checkpointing leaves."""
     folder.mkdir()
-    torch.save({"module": {}}, folder / "mp_rank_00_model_states.pt")
-    torch.save({"optimizer_state_dict": {}}, folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    (folder / "metadata.pkl").write_bytes(b"x")
 
 
 def test_a_part_of_a_step_in_a_format_that_is_not_read_is_told_by_its_name(step: Path, tmp_path: Path) -> None:
     import torch.distributed.checkpoint as writer
 
-    zero_files(step / "global_step500")
+    unread_files(step / "global_step500")
     report = ckptlint.check(step)
     assert found(report, "error", "warning")[0][:2] == ("SAF004", "error")
     assert [part.checkpoint.path for part in report.checkpoints] == [str(step), str(step / "global_step500")]
     assert report.exit_code == 1
     folder = tmp_path / "dcp"
     writer.save({"w": torch.ones(4)}, checkpoint_id=str(folder), no_dist=True)
-    zero_files(folder / "zero_files")
+    unread_files(folder / "files")
     assert codes(ckptlint.check(folder)) == {"SAF004"}
 
 

@@ -183,7 +183,7 @@ def _held(ckpt: Checkpoint) -> Fit | str:
         return "the metadata describes a part of a save"
     if len(contradictions(ckpt)) >= 2:
         return f"{forms[0].source} belongs to another model (COM008)"
-    names = [name for name in ckpt.tensors if ckpt.is_safetensors or parse(name).kind == "model"]
+    names = [name for name in ckpt.tensors if ckpt.is_export or parse(name).kind == "model"]
     pairing = best_pairing(forms, names)
     if not (_is_whole(pairing) if ckpt.is_megatron else pairing.fits):
         return f"the names here are not those of model_type {forms[0].model_type} in {forms[0].source}"
@@ -276,13 +276,13 @@ class _Judge:
             shapes,
             grown,
             self._doubt(),
-            self.ckpt.is_safetensors,
+            self.ckpt.is_export,
             self.is_quantised,
         )
 
     def _take_odd_apart(self) -> None:
         """In a training checkpoint a key without the prefix of all others is not the one that its loader looks for."""
-        if not self.ckpt.is_safetensors:
+        if not self.ckpt.is_export:
             for name in self.pairing.odd:
                 self.unknown.append(self.pairing.stored.pop(name))
 

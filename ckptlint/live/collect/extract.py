@@ -17,10 +17,10 @@ import torch
 
 from ckptlint.analysis.inventory import MOMENTS, optimizer_parts, split_state
 from ckptlint.live.collect import compat
-from ckptlint.live.collect import dtensor_layout as layout
 from ckptlint.model import Remark
 from ckptlint.model.layout import Box
 from ckptlint.model.text import shape_text
+from ckptlint.vocabulary import placements as layout
 from ckptlint.vocabulary.keys import parse
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckptlint.live.collect.dtensor_layout import box, runs
+from ckptlint.vocabulary.placements import box, runs
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 needs_strided = pytest.mark.skipif(TORCH < (2, 13), reason="before torch 2.13 _StridedShard meant something else")

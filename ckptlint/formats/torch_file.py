@@ -1,0 +1,670 @@
+"""A file that torch.save wrote: its value as plain Python, its tensors as what the pickle says of them.
+
+An archive is read by its directory and its `data.pkl` alone, in a few ranges; what lies in the storages is not. Tensors
+become `StoredTensor`, those of a device mesh `StoredDTensor` and `StoredShards`; classes of the training code stay the
+inert `Opaque`. The few storages that say how something is cut (the ranks of a mesh) are small and are read too. Files
+of torch < 1.6 are pickles in a row, with the storages after them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.formats.safe_pickle import Opaque, Unpickled, read_state
+from ckptlint.formats.torch_archive import (
+    END_SIZE,
+    LOCAL_SIZE,
+    PICKLE_LIMIT,
+    Member,
+    data_start,
+    read_end,
+    read_members,
+)
+from ckptlint.formats.torch_legacy import PICKLES_LIMIT, START, split_pickles
+from ckptlint.model import RANK_LIMIT
+from ckptlint.model.text import printable
+from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.dtypes import ITEM_BITS, STORAGES
+
+_ARCHIVE = b"PK\3\4"
+_TAIL = 64 * 1024  # holds the end records and, of most files, the directory
+_ALIGNMENT = 64
+_MESH_LIMIT = 8 * 2**20  # bytes of the ranks of a mesh
+_PICKLED_LIMIT = 64 * 1024**2  # a bare pickle in place of an archive
+_WIDE = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as its pickle describes it.
+
+    Attributes:
+        dtype: torch's name, or `unknown`.
+        shape, strides: in elements.
+        offset: its first element in the storage.
+        key: the storage: member `data/<key>` of the archive.
+        length: elements of the storage, -1 where the size of an element is not known.
+        wrapped: whether it lies inside a subclass of torch.Tensor.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    key: str
+    length: int
+    wrapped: bool = False
+
+    @property
+    def extent(self) -> int:
+        """Elements of the storage from its first to its last."""
+        if not prod(self.shape):
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How one axis of a mesh holds a tensor.
+
+    Attributes:
+        kind: `Shard`, `_StridedShard`, `Replicate`, or another name.
+        dim: the dimension that is cut, None for none.
+        split_factor: of a `_StridedShard`, None elsewhere.
+    """
+
+    kind: str
+    dim: int | None = None
+    split_factor: int | None = None
+
+    def __str__(self) -> str:
+        if self.dim is None:
+            return self.kind
+        factor = "" if self.split_factor is None else f", factor {self.split_factor}"
+        return f"{self.kind.lstrip('_')}({self.dim}{factor})"
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """A device mesh.
+
+    Attributes:
+        names: of its axes; () where they have none.
+        shape: ranks along each axis.
+        strides: of each axis in `ranks`.
+        ranks: in row-major order; () where they could not be read.
+        spans_world: whether these are the ranks of the whole world that the mesh is a part of, not its own alone.
+        coordinate: where the writer was on it, None where the file does not say.
+        rank: that of the writer in the world, -1 where the file does not say.
+
+    Source:
+        torch.distributed.device_mesh.DeviceMesh: `mesh` (torch 2.4 - 2.9); `_layout` over `_rank_map` (2.13)
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    ranks: tuple[int, ...]
+    spans_world: bool = False
+    coordinate: tuple[int, ...] | None = None
+    rank: int = -1
+
+    def __str__(self) -> str:
+        axes = zip(self.names or ("?",) * len(self.shape), self.shape, strict=False)
+        return "mesh (" + ", ".join(f"{name} {size}" for name, size in axes) + ")"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredDTensor:
+    """One rank's part of a DTensor.
+
+    Attributes:
+        dtype, shape: of the whole.
+        local: what this file holds of it.
+        placements: one for each axis of the mesh.
+        order: the axes in the order in which they cut it, where the file says one.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    local: StoredTensor
+    placements: tuple[Placement, ...]
+    mesh: Mesh
+    order: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShards:
+    """One rank's shards of a ShardedTensor.
+
+    Attributes:
+        dtype, shape: of the whole.
+        locals: (offsets, sizes, tensor) of each shard that this file holds.
+        tiling: (offsets, sizes, rank) of the shards of all ranks; the rank -1 where it is not said.
+        rank: the one that wrote it, -1 where it is not said.
+        world: ranks of the process group, 0 where it is not said.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    locals: tuple[tuple[tuple[int, ...], tuple[int, ...], StoredTensor], ...]
+    tiling: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
+    rank: int = -1
+    world: int = 0
+
+
+Stored = StoredTensor | StoredDTensor | StoredShards
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """Where the bytes of a storage lie.
+
+    Attributes:
+        name: of the member, "" in a file without members.
+        header: first byte of its local header, -1 without one.
+        start: first byte of its data. In an archive it is foretold from the place of the header, as torch aligns; the
+            header itself is read at the depths that open records.
+        size: bytes of its data.
+        crc: CRC-32 as recorded, 0 where none was.
+    """
+
+    name: bytes
+    header: int
+    start: int
+    size: int
+    crc: int
+
+
+@dataclass(frozen=True, slots=True)
+class TorchFile:
+    """What a file of torch.save holds.
+
+    Attributes:
+        root: the value; dicts, lists and tuples as stored, with `Stored` for tensors.
+        prefix: the folder inside the archive, which is the stem of the file's name when it was written; "" without.
+        storages: key -> place of its bytes.
+        unpickled: the names that the pickles may not ask for, and those nobody knows, without the object.
+        size: bytes of the file.
+        faults: what contradicts itself in it, as sentences without a subject (`has ...`), each with a byte position.
+    """
+
+    root: Any
+    prefix: str
+    storages: Mapping[str, Storage]
+    unpickled: Unpickled
+    size: int
+    faults: tuple[tuple[str, int], ...] = ()
+
+
+def read_torch_file(folder: Folder, name: str) -> TorchFile:
+    """A file of torch.save, or a bare pickle.
+
+    Raises:
+        UnreadableError: it is cut, damaged, or no such file.
+        LimitError: it would take more to read than such a file may need.
+        AccessError: the operating system refused a read.
+
+    Source:
+        torch.serialization (1.0 - 2.13), caffe2/serialize/inline_container.cc
+    """
+    size = folder.look_at(name)[1] or 0
+    head = folder.head(name, max(len(START), 64))
+    if not size or not head:
+        raise UnreadableError("is empty (0 bytes)", 0)
+    if head[:4] == _ARCHIVE:
+        return _archive(folder, name, size)
+    if head.startswith(START):
+        return _old_file(folder, name, size)
+    if head.startswith(b"version https://git-lfs"):
+        raise UnreadableError("is a Git LFS pointer, not the file itself", 0)
+    if not folder.head(name, 4096).strip(b"\0"):
+        raise UnreadableError("starts with zero bytes, where an archive of torch.save has its first member", 0)
+    if head[0] != 0x80:
+        raise UnreadableError(f"is no file of torch.save: it starts with the bytes {head[:4].hex(' ')}", 0)
+    return _file(read_state(folder.read(name, _PICKLED_LIMIT)), "", {}, size, folder, name)
+
+
+def storage_bytes(folder: Folder, name: str, place: Storage) -> bytes:
+    """The bytes of a small storage; fewer where the file ends before."""
+    if place.header < 0:
+        return folder.read_range(name, place.start, place.size)
+    more = LOCAL_SIZE + len(place.name) + 4 * _ALIGNMENT
+    data = folder.read_range(name, place.header, more + place.size)
+    begin = data_start(data, Member(place.name, place.crc, place.size, 0))
+    return data[begin : begin + place.size]
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, one that is described here or one in a layout that is not (sparse, quantised)."""
+    if isinstance(value, (StoredTensor, StoredDTensor, StoredShards)):
+        return True
+    return isinstance(value, Opaque) and value.module in _REBUILDS and value.name.startswith("_rebuild_")
+
+
+_REBUILDS = ("torch._utils", "torch._tensor")
+
+
+# ---------------------------------------------------------------- the two containers
+
+
+def _archive(folder: Folder, name: str, size: int) -> TorchFile:
+    tail = folder.read_range(name, max(size - _TAIL, 0), min(size, _TAIL))
+    directory = read_end(tail[-END_SIZE:], size)
+    if directory.size > PICKLE_LIMIT:
+        raise LimitError(f"has a directory of {directory.size:,} bytes, the limit is {PICKLE_LIMIT:,}")
+    if directory.start >= size - len(tail):
+        at = directory.start - (size - len(tail))
+        data = tail[at : at + directory.size]
+    else:
+        data = folder.read_range(name, directory.start, directory.size)
+    members = read_members(data, directory)
+    prefix = printable(members[0].name.partition(b"/")[0].decode("utf-8", "surrogateescape"))
+    by_name = {member.short: member for member in members}
+    pickled = by_name.get("data.pkl")
+    if pickled is None:
+        raise UnreadableError("is a zip archive without a data.pkl")
+    if pickled.size > PICKLE_LIMIT:
+        raise LimitError(f"has a data.pkl of {pickled.size:,} bytes, the limit is {PICKLE_LIMIT:,}")
+    if "byteorder" in by_name and by_name["byteorder"].size == 3:  # "big": numbers would be read in the wrong order
+        raise UnreadableError("holds numbers in big-endian order, which ckptlint does not read")
+    storages = {
+        short[5:]: Storage(member.name, member.header, _begin(member, limit), member.size, member.crc)
+        for (short, member), limit in zip(
+            by_name.items(), [m.header for m in members[1:]] + [directory.start], strict=True
+        )
+        if short.startswith("data/")
+    }
+    raw = storage_bytes(folder, name, Storage(pickled.name, pickled.header, 0, pickled.size, pickled.crc))
+    if len(raw) < pickled.size:
+        raise UnreadableError("ends inside its data.pkl", pickled.header)
+    return _file(read_state(raw), prefix, storages, size, folder, name)
+
+
+def _begin(member: Member, limit: int) -> int:
+    """Where torch starts a member's data: at the next multiple of 64 after its local header.
+
+    Source:
+        caffe2/serialize/inline_container.cc, getPadding
+    """
+    after = member.header + LOCAL_SIZE + len(member.name)
+    padded = after + 4
+    if member.size >= _WIDE or member.header >= _WIDE:
+        padded += 4 + 16 * (member.size >= _WIDE) + 8 * (member.header >= _WIDE)
+    start = -(-padded // _ALIGNMENT) * _ALIGNMENT
+    return start if start + member.size <= limit else after
+
+
+def _old_file(folder: Folder, name: str, size: int) -> TorchFile:
+    """Pickles in a row, then for each storage, in the order of the last pickle, its length and its bytes.
+
+    Source:
+        torch.serialization._legacy_save, torch/csrc/serialization.cpp THPStorage_writeFileRaw
+    """
+    head = folder.head(name, PICKLES_LIMIT)
+    pickles = split_pickles(head)
+    found = [read_state(data) for data in pickles]
+    refused = tuple(item for part in found for item in part.refused)
+    unknown = tuple(dict.fromkeys(item for part in found for item in part.unknown))
+    keys = found[4].root
+    if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+        raise UnreadableError("has no list of its storages after its value")
+    lengths = {pid[2]: pid for pid in _storage_ids(found[3].root)}
+    at, storages = sum(map(len, pickles)), {}
+    for key in keys:
+        numel, item = _measure(lengths[key]) if key in lengths else (0, 0)
+        if key not in lengths or not item:
+            raise UnreadableError(f"has a storage {printable(key)} that nothing in it describes", at)
+        storages[key] = Storage(b"", -1, at + 8, numel * item, 0)
+        at += 8 + numel * item
+    faults = () if at == size else ((f"has {size:,} bytes, its storages end at {at:,}", min(at, size)),)
+    made = _file(Unpickled(found[3].root, refused, unknown), "", storages, size, folder, name)
+    return TorchFile(made.root, "", storages, made.unpickled, size, made.faults + faults)
+
+
+def _storage_ids(root: Any) -> Iterator[tuple[Any, ...]]:
+    for node in _nodes(root):
+        if (node.module, node.name) == ("torch", "storage") and (pid := _pid(node)) is not None:
+            yield pid
+
+
+def _nodes(root: Any) -> Iterator[Opaque]:
+    stack, seen = [root], set()
+    while stack:
+        value = stack.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Opaque):
+            yield value
+            stack += [value.args, value.state, *value.items]
+        elif isinstance(value, dict):
+            stack += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple)):
+            stack += value
+
+
+# ---------------------------------------------------------------- values
+
+
+def _file(
+    unpickled: Unpickled, prefix: str, storages: Mapping[str, Storage], size: int, folder: Folder, name: str
+) -> TorchFile:
+    reading = _Reading(folder, name, storages)
+    try:
+        root = reading.value(unpickled.root)
+    except RecursionError:
+        raise LimitError("is nested too deeply") from None
+    told = Unpickled(None if unpickled.root is None else True, unpickled.refused, unpickled.unknown)
+    return TorchFile(root, prefix, storages, told, size, tuple(dict.fromkeys(reading.faults)))
+
+
+@dataclass(slots=True)
+class _Reading:
+    """Turns the stand-ins of one pickle into values; each object once, so that shared ones stay shared."""
+
+    folder: Folder
+    name: str
+    storages: Mapping[str, Storage]
+    memo: dict[int, Any] = field(default_factory=dict)
+    faults: list[tuple[str, int]] = field(default_factory=list)
+    told: set[str] = field(default_factory=set)
+
+    def value(self, value: Any) -> Any:
+        """The value with tensors in place of what rebuilds them."""
+        if not isinstance(value, (dict, list, tuple, Opaque)):
+            return value
+        if id(value) in self.memo:
+            return self.memo[id(value)]
+        made: Any
+        if isinstance(value, dict):
+            made = self.memo[id(value)] = {}
+            for key, item in value.items():
+                made[key if isinstance(key, str) else _hashable(key)] = self.value(item)
+            return made
+        if isinstance(value, list):
+            made = self.memo[id(value)] = []
+            made.extend(map(self.value, value))
+            return made
+        if isinstance(value, tuple):
+            made = value if all(type(item) in (int, str) for item in value) else tuple(map(self.value, value))
+        else:
+            made = self._node(value)
+        self.memo[id(value)] = made
+        return made
+
+    def _node(self, node: Opaque) -> Any:
+        args = node.args
+        if node.module == "torch._tensor" and node.name == "_rebuild_from_type_v2" and len(args) == 4:
+            if _is(args[0], "_rebuild_wrapper_subclass") and _is(args[1], "DTensor"):
+                return self._dtensor(args[2], _attributes(args[3])) or node
+            if _is(args[1], "ShardedTensor"):
+                return self._shards(args[2], args[3]) or node
+        if node.module in ("torch._utils", "torch._tensor"):
+            found = stored_tensor(node)
+            if found is not None:
+                self._judge(found)
+                return found
+        return node
+
+    def _judge(self, tensor: StoredTensor) -> None:
+        """Whether its storage is there, is as long as the pickle says, and holds it."""
+        if tensor.key in self.told:
+            return
+        place = self.storages.get(tensor.key)
+        bits = ITEM_BITS.get(tensor.dtype, 0)
+        fault = ""
+        if place is None:
+            fault = f"has no member data/{printable(tensor.key)}, in which a tensor of its data.pkl lies"
+        elif bits and tensor.length >= 0 and tensor.length * bits // 8 != place.size:
+            fault = (
+                f"has {place.size:,} bytes in data/{printable(tensor.key)}, and its data.pkl says "
+                f"{tensor.length * bits // 8:,}"
+            )
+        elif 0 <= tensor.length < tensor.offset + tensor.extent:
+            fault = (
+                f"has a tensor that ends at element {tensor.offset + tensor.extent:,} of data/{printable(tensor.key)}, "
+                f"which has {tensor.length:,}"
+            )
+        if fault:
+            self.told.add(tensor.key)
+            self.faults.append((fault, place.header if place is not None else 0))
+
+    # ------------------------------------------------------------ DTensor
+
+    def _dtensor(self, made: Any, state: dict[str, Any]) -> StoredDTensor | None:
+        """`_rebuild_wrapper_subclass(type, dtype, shape, ...)` with `{_local_tensor, _spec}` as its state.
+
+        Source:
+            torch.distributed.tensor.DTensor (torch 2.4 - 2.13)
+        """
+        if not isinstance(made, tuple) or len(made) < 3 or not _counts(made[2]):
+            return None
+        local, stated = self.value(state.get("_local_tensor")), _state(state.get("_spec"))
+        mesh = self._mesh(stated.get("mesh"))
+        placements = stated.get("placements")
+        if not isinstance(local, StoredTensor) or mesh is None or not isinstance(placements, tuple):
+            return None
+        found = tuple(map(self._placement, placements))
+        if len(found) != len(mesh.shape) or None in found:
+            return None
+        dtype = made[1] if isinstance(made[1], str) else local.dtype
+        order = self._order(stated.get("shard_order"), len(found))
+        return StoredDTensor(dtype, made[2], local, found, mesh, order)  # type: ignore[arg-type]
+
+    def _order(self, entries: Any, axes: int) -> tuple[int, ...] | None:
+        """(dim, axes of the mesh) of each dim that several axes cut, as one order of the axes.
+
+        Source:
+            torch.distributed.tensor._dtensor_spec.ShardOrderEntry (torch 2.13)
+        """
+        if not isinstance(entries, tuple):
+            return None
+        order: list[int] = []
+        for entry in entries:
+            parts = entry.args if isinstance(entry, Opaque) else ()
+            cut = _tuple(parts[1]) if len(parts) == 2 else None
+            if cut is None:
+                return None
+            order += cut
+        return tuple(order) if len(set(order)) == len(order) and all(axis < axes for axis in order) else None
+
+    def _placement(self, node: Any) -> Placement | None:
+        if not isinstance(node, Opaque):
+            return None
+        if id(node) not in self.memo:
+            state = _state(node)
+            dim, factor = state.get("dim"), state.get("split_factor")
+            fits = dim is None or (type(dim) is int and 0 <= dim < RANK_LIMIT)
+            fits &= factor is None or (type(factor) is int and 0 < factor < 2**31)
+            self.memo[id(node)] = Placement(printable(node.name), dim, factor) if fits else None
+        made: Placement | None = self.memo[id(node)]
+        return made
+
+    def _mesh(self, node: Any) -> Mesh | None:
+        if not isinstance(node, Opaque):
+            return None
+        if id(node) not in self.memo:
+            self.memo[id(node)] = None  # a mesh that is its own root
+            self.memo[id(node)] = self._new_mesh(_state(node))
+        made: Mesh | None = self.memo[id(node)]
+        return made
+
+    def _new_mesh(self, state: dict[str, Any]) -> Mesh | None:
+        names = state.get("_mesh_dim_names", state.get("mesh_dim_names"))
+        names = tuple(map(printable, names)) if isinstance(names, tuple) and all(map(_is_text, names)) else ()
+        at = _tuple(state.get("_coordinate_on_dim"))
+        rank = state.get("_rank")
+        rank = rank if type(rank) is int and 0 <= rank < 2**31 else -1
+        if "mesh" in state:  # torch <= 2.9
+            tensor = self.value(state["mesh"])
+            if not isinstance(tensor, StoredTensor):
+                return None
+            strides = tuple(prod(tensor.shape[axis + 1 :]) for axis in range(len(tensor.shape)))
+            return Mesh(names, tensor.shape, strides, self._ranks(tensor), False, at, rank)
+        axes = _state(state.get("_layout")).get("axes")
+        if not isinstance(axes, tuple):
+            return None
+        sizes = [_axis(axis) for axis in axes]
+        if None in sizes:
+            return None
+        ranks = _tuple(state.get("_flatten_rank_map"))
+        if ranks is None:
+            tensor = self.value(state.get("_rank_map"))
+            ranks = self._ranks(tensor) if isinstance(tensor, StoredTensor) else ()
+        shape, strides = tuple(axis[0] for axis in sizes if axis), tuple(axis[1] for axis in sizes if axis)
+        return Mesh(names, shape, strides, ranks, True, at, rank)
+
+    def _ranks(self, tensor: StoredTensor) -> tuple[int, ...]:
+        place, bits = self.storages.get(tensor.key), ITEM_BITS.get(tensor.dtype, 0)
+        if place is None or bits not in (32, 64) or place.size > _MESH_LIMIT:
+            return ()
+        numbers = np.frombuffer(storage_bytes(self.folder, self.name, place), f"<i{bits // 8}", prod(tensor.shape))
+        return tuple(numbers.tolist())
+
+    # ------------------------------------------------------------ ShardedTensor
+
+    def _shards(self, made: Any, state: Any) -> StoredShards | None:
+        """`_rebuild_wrapper_subclass(type, dtype, shape, ...)` with (local shards, metadata, process group, ...).
+
+        Source:
+            torch.distributed._shard.sharded_tensor.api.ShardedTensor.__getstate__ (torch 2.13)
+        """
+        if not isinstance(made, tuple) or len(made) < 3 or not _counts(made[2]):
+            return None
+        if not isinstance(state, tuple) or len(state) < 3 or not isinstance(state[0], list):
+            return None
+        described = _state(state[1]).get("shards_metadata")
+        tiling = [_shard_place(item) for item in described] if isinstance(described, list) else [None]
+        held = []
+        for shard in state[0]:
+            tensor, place = self.value(_state(shard).get("tensor")), _shard_place(_state(shard).get("metadata"))
+            if not isinstance(tensor, StoredTensor) or place is None:
+                return None
+            held.append((place[0], place[1], tensor))
+        if None in tiling:
+            return None
+        group = _state(state[2])
+        rank, world = group.get("global_rank"), group.get("global_world_size")
+        rank = rank if type(rank) is int and 0 <= rank < 2**31 else -1
+        world = world if type(world) is int and 0 < world < 2**31 else 0
+        dtype = made[1] if isinstance(made[1], str) else "unknown"
+        places = tuple(place for place in tiling if place is not None)
+        return StoredShards(dtype, made[2], tuple(held), places, rank, world)
+
+
+def _axis(layout: Any) -> tuple[int, int] | None:
+    """Size and stride of an axis; None for one that was flattened from several that do not lie end to end."""
+    sizes, steps = _tuple(_state(layout).get("shape")), _tuple(_state(layout).get("stride"))
+    if not sizes or steps is None or len(sizes) != len(steps):
+        return None
+    inner = zip(sizes[1:], steps[1:], steps, strict=False)
+    return (prod(sizes), steps[-1]) if all(size * step == outer for size, step, outer in inner) else None
+
+
+def _shard_place(node: Any) -> tuple[tuple[int, ...], tuple[int, ...], int] | None:
+    """Offsets, sizes and rank of a `ShardMetadata`; the rank -1 where it is not said."""
+    state = _state(node)
+    offsets, sizes = _tuple(state.get("shard_offsets")), _tuple(state.get("shard_sizes"))
+    rank = _state(state.get("placement")).get("_rank")
+    if offsets is None or sizes is None or len(offsets) != len(sizes):
+        return None
+    return offsets, sizes, rank if type(rank) is int and 0 <= rank < 2**31 else -1
+
+
+def stored_tensor(node: Any) -> StoredTensor | None:
+    """The plain tensor that a call rebuilds, or that lies inside a parameter or a subclass; None for other calls.
+
+    Source:
+        torch._utils._rebuild_tensor_v2 and _v3 (the latter with the dtype as seventh argument, for dtypes without a
+        storage class of their own), torch._tensor._rebuild_from_type_v2, torch._utils._rebuild_parameter
+    """
+    wrapped = False
+    if isinstance(node, Opaque) and node.name.startswith("_rebuild_parameter") and node.args:
+        node = node.args[0]
+    if not isinstance(node, Opaque):
+        return None
+    name, args = node.name, node.args
+    if name == "_rebuild_from_type_v2" and len(args) >= 3 and isinstance(args[2], tuple):
+        if not (isinstance(args[0], type) and issubclass(args[0], Opaque)):
+            return None
+        wrapped, name, args = True, args[0].name, args[2]
+    if name not in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3") or len(args) < 4:
+        return None
+    storage, offset, shape, strides = args[:4]
+    pid = _pid(storage)
+    if pid is None or not (_counts((offset,)) and _counts(shape) and _counts(strides) and len(shape) == len(strides)):
+        return None
+    dtype = _dtype(pid)
+    if name == "_rebuild_tensor_v3" and len(args) >= 7 and isinstance(args[6], str):
+        dtype = printable(args[6])
+    length = pid[4]
+    if pid[1].name == "UntypedStorage":
+        length = length * 8 // bits if (bits := ITEM_BITS.get(dtype, 0)) else -1
+    return StoredTensor(dtype, shape, strides, offset, pid[2], length, wrapped)
+
+
+def _pid(storage: Any) -> tuple[Any, ...] | None:
+    pid = storage.args[0] if isinstance(storage, Opaque) and storage.args else None
+    if not isinstance(pid, tuple) or len(pid) not in (5, 6) or pid[0] != "storage" or not isinstance(pid[2], str):
+        return None
+    is_class = isinstance(pid[1], type) and issubclass(pid[1], Opaque)
+    return pid if is_class and _counts((pid[4],)) else None
+
+
+def _dtype(pid: tuple[Any, ...]) -> str:
+    return STORAGES.get(pid[1].name, "unknown")
+
+
+def _measure(pid: tuple[Any, ...]) -> tuple[int, int]:
+    """Elements of a storage and bytes of each; 0 bytes where nobody knows."""
+    if pid[1].name == "UntypedStorage":
+        return pid[4], 1
+    return pid[4], ITEM_BITS.get(_dtype(pid), 0) // 8
+
+
+def _is(value: Any, name: str) -> bool:
+    return isinstance(value, type) and issubclass(value, Opaque) and value.name == name
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _counts(values: Any) -> bool:
+    return (
+        isinstance(values, tuple)
+        and len(values) <= RANK_LIMIT
+        and all(type(value) is int and 0 <= value < 2**62 for value in values)
+    )
+
+
+def _hashable(key: Any) -> Any:
+    return key if isinstance(key, (int, float, bytes, tuple)) or key is None else printable(repr(key))
+
+
+def _tuple(values: Any) -> tuple[int, ...] | None:
+    """A list or tuple of counts as a tuple."""
+    found = tuple(values) if isinstance(values, list) and len(values) < 2**20 else values
+    is_long = isinstance(found, tuple) and len(found) > RANK_LIMIT
+    if is_long and all(type(value) is int and 0 <= value < 2**31 for value in found):
+        return found  # the ranks of a world
+    return found if _counts(found) else None
+
+
+def _state(node: Any) -> dict[str, Any]:
+    """The attributes that an object was filled with; {} for anything else."""
+    return _attributes(node.state) if isinstance(node, Opaque) else {}
+
+
+def _attributes(state: Any) -> dict[str, Any]:
+    """A state as `copyreg` writes it: attributes, or (attributes, slots)."""
+    if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
+        state = {**(state[0] if isinstance(state[0], dict) else {}), **state[1]}
+    return state if isinstance(state, dict) else {}

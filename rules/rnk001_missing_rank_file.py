@@ -1,0 +1,53 @@
+"""RNK001: each rank, layer, expert and stage of a set of torch files has its file."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ckptlint.model import Checkpoint, RankFile
+from ckptlint.model.text import plural, ranges
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+
+_SHOWN = 6
+
+
+@rule("RNK001", "missing-rank-file", Severity.ERROR)
+def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A file of a set of per-rank torch files is not there.
+
+    What it checks:
+        Names and content say how many ranks (layers, experts, stages) wrote the set; each of them has a file of every
+        kind that any of them has. A warning where only the random state of a rank is missing. A file that is there and
+        cannot be read is told by PAY013, SAF001 or SAF002.
+    Why it matters:
+        What this file held is nowhere else: a load stops, or goes on without it where a merger takes the files that
+        are there.
+    Usual causes:
+        Each node saved to a disk of its own and one was not copied, a rank died while it wrote, or an upload broke off.
+    How to fix:
+        Copy the file from the node that wrote it, or go back to a step that is whole.
+    See:
+        deepspeedai/DeepSpeed#2319, verl FSDPCheckpointManager
+    """
+    if ckpt.rank_files is None:
+        raise NotApplicable("no set of rank files")
+    groups: dict[str, list[RankFile]] = defaultdict(list)
+    for file in ckpt.rank_files.lost:
+        groups[file.kind].append(file)
+    for kind, files in groups.items():
+        there = sum(file.kind == kind for file in ckpt.rank_files.files)
+        numbers = {name: {file.numbers[name] for file in files} for name in files[0].numbers}
+        of = ", ".join(f"{name} {ranges(found)}" for name, found in numbers.items())
+        names = ", ".join(file.name for file in files[:_SHOWN])
+        more = f" and {len(files) - _SHOWN:,} more" if len(files) > _SHOWN else ""
+        yield Finding(
+            f"{files[0].name} is missing"
+            if len(files) == 1
+            else f"{len(files):,} of {len(files) + there:,} {kind} files are missing: {of}",
+            at=Location(file=files[0].name, label=f"{plural(there, f'{kind} file')} of {len(files) + there:,} there"),
+            missing=tuple(file.name for file in files),
+            severity=Severity.WARNING if kind == "random state" else None,
+            notes=(("files", f"{names}{more}"), ("because", ckpt.rank_files.grid)),
+            alike=kind,
+        )

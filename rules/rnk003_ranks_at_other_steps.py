@@ -1,0 +1,44 @@
+"""RNK003: all files of a set are of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+
+_SHOWN = 6
+
+
+@rule("RNK003", "ranks-at-other-steps", Severity.ERROR)
+def ranks_at_other_steps(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Files of one set were saved at different steps.
+
+    What it checks:
+        What the files of a set of per-rank torch files count (the step of the optimizer, of the scheduler, the
+        iteration) is one number in all of them.
+    Why it matters:
+        Each tensor is put together from parts of two steps, which shows in the loss at most.
+    Usual causes:
+        A save that was broken off in a folder that held an older one, or files of several nodes that were copied at
+        different times.
+    How to fix:
+        Take all files from one save, or go back to a step whose files agree.
+    See:
+        LMResiliency/lm-resiliency#82
+    """
+    if ckpt.rank_files is None:
+        raise NotApplicable("no set of rank files")
+    for item in ckpt.rank_files.disagreements:
+        if item.what != "step":
+            continue
+        step, files = item.says[-1]
+        shown = ", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else "")
+        rest = "; ".join(f"{len(found)} at step {value}" for value, found in item.says[:-1])
+        yield Finding(
+            f"{shown} {'is' if len(files) == 1 else 'are'} of step {step}, the other files of its kind are of another: "
+            f"{rest}",
+            at=Location(file=files[0]),
+            missing=files,
+            severity=None if item.is_sure else Severity.WARNING,
+        )

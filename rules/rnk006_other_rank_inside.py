@@ -1,0 +1,38 @@
+"""RNK006: a rank's file was written by that rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+
+
+@rule("RNK006", "other-rank-inside", Severity.ERROR)
+def other_rank_inside(ckpt: Checkpoint) -> Iterator[Finding]:
+    """What lies in a rank's file was written by another rank.
+
+    What it checks:
+        The rank in the name of a file is the one that the content states: the device mesh and a ShardedTensor say who
+        wrote them, and torch.save names the folder inside its archive after the file. A warning where only that folder
+        says otherwise and no other file has the same bytes: the file may have been renamed.
+    Why it matters:
+        One rank's part is there twice and another's is lost, while every file is whole.
+    Usual causes:
+        A copy or an upload that wrote one file under two names, a script that renumbered ranks.
+    How to fix:
+        Copy the file again from the node that wrote it, or go back one step.
+    See:
+        torch.serialization.save, torch.distributed.device_mesh.DeviceMesh
+    """
+    if ckpt.rank_files is None:
+        raise NotApplicable("no set of rank files")
+    for item in ckpt.rank_files.other_names:
+        same = f", and holds the same bytes as {item.same_as}" if item.same_as else ""
+        yield Finding(
+            f"{item.file} was written as that of {item.inside}{same}",
+            at=Location(file=item.file),
+            missing=(item.file,),
+            severity=None if item.is_sure or item.same_as else Severity.WARNING,
+            hint="" if item.is_sure or item.same_as else "where it was renamed on purpose, nothing is lost",
+        )

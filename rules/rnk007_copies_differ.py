@@ -1,0 +1,56 @@
+"""RNK007: what all ranks hold whole is the same on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import braces
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+
+_SHOWN = 6
+_OF = {
+    "content": "which all ranks hold whole",
+    "content of copies": "which a replicated mesh axis holds more than once",
+    "content of other meshes": "which several groups of ranks hold, each for itself",
+}
+
+
+@rule("RNK007", "copies-differ", Severity.WARNING)
+def copies_differ(ckpt: Checkpoint) -> Iterator[Finding]:
+    """Copies of one tensor in the files of several ranks differ.
+
+    What it checks:
+        A plain tensor (a buffer) that each rank's file holds whole, and the shards that a replicated axis of the mesh
+        (HSDP) holds more than once, have equal CRC-32 in the directories of the archives; no tensor is read. A note for
+        tensors on a part of the mesh alone, such as norms beside tensor parallel weights, whose copies may drift.
+        Tensors that share a storage with others are not compared.
+    Why it matters:
+        A merge takes one of the copies: the others trained with other values, or one file is damaged.
+    Usual causes:
+        A buffer that each rank changes for itself, ranks that went apart, or a file of another save.
+    How to fix:
+        Find out from when on the ranks differ, and resume from a step before it; counters of a rank's own may be meant.
+    See:
+        verl#7612, verl/model_merger/fsdp_model_merger.py
+    """
+    if ckpt.rank_files is None:
+        raise NotApplicable("no set of rank files")
+    for item in ckpt.rank_files.disagreements:
+        if item.what not in _OF:
+            continue
+        files = item.says[-1][1]
+        shown = ", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else "")
+        for fqn in item.fqns:
+            yield Finding(
+                f"the copy{{of}} in {shown} differs from that in other files, {_OF[item.what]}",
+                at=Location.of(ckpt.tensors[fqn], file=files[0])
+                if fqn in ckpt.tensors
+                else Location(fqn, file=files[0]),
+                missing=files,
+                severity=None if item.is_sure else Severity.INFO,
+                notes=(
+                    ("copies", "; ".join(f"{value} in {braces(list(found))[0]}" for value, found in item.says[:4])),
+                ),
+                alike=f"{item.what} {files[0]}",
+            )

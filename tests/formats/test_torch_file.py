@@ -1,0 +1,92 @@
+"""Files of torch.save, read without torch, against what torch itself makes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptlint.errors import UnreadableError
+from ckptlint.formats.torch_file import StoredTensor, read_torch_file, storage_bytes
+from ckptlint.storage.locate import folder_at
+
+
+def states() -> dict[str, Any]:
+    whole = torch.arange(60, dtype=torch.float32).reshape(6, 10)
+    return {
+        "whole": whole,
+        "turned": whole.t(),
+        "rows": whole[2:4],
+        "columns": whole[:, 3:5],
+        "tied": whole,
+        "scalar": torch.tensor(7),
+        "empty": torch.zeros(0, 4, dtype=torch.bfloat16),
+        "unsigned": torch.zeros(4, dtype=torch.uint16),
+        "fp8": torch.zeros(4).to(torch.float8_e4m3fn),
+        "parameter": torch.nn.Parameter(torch.ones(2, 2)),
+        "inner": [{"half": torch.ones(3).half()}],
+        "expanded": torch.ones(1).expand(5),
+    }
+
+
+def tensors(root: Any) -> dict[str, StoredTensor]:
+    flat = {key: value for key, value in root.items() if isinstance(value, StoredTensor)}
+    return flat | {"half": root["inner"][0]["half"]}
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["archive", "torch < 1.6"])
+def test_tensors_are_what_torch_says_of_them(tmp_path: Path, new: bool) -> None:
+    torch.save(states(), tmp_path / "state.pt", _use_new_zipfile_serialization=new)
+    folder, name = folder_at(str(tmp_path / "state.pt"))
+    found = read_torch_file(folder, name)
+    assert found.faults == ()
+    assert found.prefix == ("state" if new else "")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=False)
+    loaded["half"] = loaded["inner"][0]["half"]
+    read = tensors(found.root)
+    assert sorted(read) == sorted(key for key in loaded if key != "inner")
+    for key, stored in read.items():
+        own = loaded[key]
+        assert stored.dtype == str(own.dtype).removeprefix("torch.")
+        assert (stored.shape, stored.strides) == (tuple(own.shape), own.stride())
+        assert stored.offset == own.storage_offset()
+        assert stored.length * own.element_size() == own.untyped_storage().nbytes()
+        raw = bytes(own.untyped_storage())
+        assert storage_bytes(folder, name, found.storages[stored.key]) == raw
+        assert folder.read_range(name, found.storages[stored.key].start, len(raw)) == raw  # foretold
+    assert read["tied"].key == read["whole"].key == read["columns"].key
+
+
+def edited(path: Path, data: bytes) -> str:
+    path.write_bytes(data)
+    with pytest.raises(UnreadableError) as error:
+        read_torch_file(*folder_at(str(path)))
+    return str(error.value)
+
+
+def test_what_is_no_such_file_is_said_in_a_sentence(tmp_path: Path) -> None:
+    torch.save(states(), tmp_path / "state.pt")
+    whole = (tmp_path / "state.pt").read_bytes()
+    path = tmp_path / "other.pt"
+    assert edited(path, b"") == "is empty (0 bytes)"
+    assert "where the archive's end record should be" in edited(path, whole[: len(whole) // 2])
+    assert "Git LFS pointer" in edited(path, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    assert "starts with zero bytes" in edited(path, bytes(5000))
+    assert "is no file of torch.save" in edited(path, b"<html>not found</html>")
+    torch.save(states(), path, _use_new_zipfile_serialization=False)
+    old = path.read_bytes()
+    assert "inside a pickle" in edited(path, old[:300])
+    path.write_bytes(old[:-5])
+    cut = read_torch_file(*folder_at(str(path)))
+    assert cut.faults == ((f"has {len(old) - 5:,} bytes, its storages end at {len(old):,}", len(old) - 5),)
+
+
+def test_a_storage_that_is_too_short_is_a_fault(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(64)}, tmp_path / "state.pt")
+    data = (tmp_path / "state.pt").read_bytes()
+    at = data.index(b"K\x40tq")  # the storage's 64 elements
+    (tmp_path / "state.pt").write_bytes(data[: at + 1] + b"\x20" + data[at + 2 :])
+    found = read_torch_file(*folder_at(str(tmp_path / "state.pt")))
+    assert [sentence for sentence, _ in found.faults] == ["has 256 bytes in data/0, and its data.pkl says 128"]
