@@ -32,6 +32,12 @@ def is_known(placement: Any) -> bool:
     return hasattr(placement, "dim") and (_STRIDED or not hasattr(placement, "split_factor"))
 
 
+def is_fixed(placement: Any) -> bool:
+    """Whether a placement is known, of torch's own classes and no pending sum: such never change, and equal ones cut alike."""
+    is_own = type(placement).__module__.startswith("torch.distributed.")
+    return is_own and is_known(placement) and not placement.is_partial()
+
+
 def shard_order(spec: Any) -> tuple[int, ...] | None:
     """The mesh dims in the order in which they cut, where the DTensor's spec or mesh says it; None: left to right."""
     declared: Sequence[int] | None = getattr(spec.mesh, "_shard_order", None)
