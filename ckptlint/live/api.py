@@ -148,42 +148,50 @@ class Live:
         """The local phase: everything that can fail, before any other rank is waited for."""
         settings = _short_hash((protocol.VERSION, __version__, digest, patterns, expect, resolve_stateful))
         try:
-            from ckptlint.live.collect.extract import held_of, leaves, remarks_of, resolved
-            from ckptlint.live.collect.structure import read
+            from ckptlint.live.collect.extract import resolved
 
             entries = list(resolved(state_dict) if resolve_stateful else state_dict.items())
             with _uncollected():
-                found = leaves(entries)
-                structure, contents, known = read(found)
-                last = self.memory.healthy
-                is_unchanged = last is not None and last.settings == settings and _is_made_as(structure, last.origin)
-                if last is not None and is_unchanged:
-                    origin, remarks, rows = last.origin, [], last.rows
-                else:
-                    held = held_of(found, known)
-                    rows = fp.records(held, [0] * len(held), self.keys)
-                    remarks = remarks_of(held, self.group.rank)
-                    remarks += _against(held, expect, self.group.rank) if expect else []
-                    unlike = {remark.fqn for remark in remarks}
-                    rows.flawed[:] = [fqn in unlike for fqn in rows.fqns]
-                    origin = _Origin(structure, _to_compare(held, patterns if digest == "replicas" else ("*",)))
-            digests, has_digests, uncompared = _digests(rows.fqns, contents, origin.compared, patterns)
-            return protocol.Share(
-                replace(rows, digest=digests),
-                tuple(remarks),
-                settings,
-                _short_hash(tag),
-                has_digests=has_digests,
-                uncompared=uncompared if digest == "replicas" else 0,
-                origin=origin,
-                is_unchanged=is_unchanged,
-            )
+                share = self._read(entries, settings, patterns, expect, digest == "replicas")
+            return replace(share, tag=_short_hash(tag))
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             where = traceback.extract_tb(error.__traceback__)[-1:]
             told = f"{text} ({Path(where[0].filename).name}:{where[0].lineno})" if where else text
             none = fp.records([], [], self.keys)
             return protocol.Share(none, (), settings, _short_hash(tag), failure=told)
+
+    def _read(
+        self,
+        entries: Sequence[tuple[Any, Any]],
+        settings: int,
+        patterns: Sequence[str],
+        expect: Mapping[str, Any] | None,
+        with_contents: bool,
+    ) -> protocol.Share:
+        """What this rank holds: the rows of the last check with new digests, if nothing but contents can have changed."""
+        from ckptlint.live.collect.extract import held_of, leaves, remarks_of
+        from ckptlint.live.collect.structure import read
+
+        found = leaves(entries)
+        structure, contents, known = read(found)
+        last, remarks = self.memory.healthy, []
+        is_unchanged = last is not None and last.settings == settings and _is_made_as(structure, last.origin)
+        if last is not None and is_unchanged:
+            rows, origin = last.rows, last.origin
+        else:
+            held = held_of(found, known)
+            rows = fp.records(held, [0] * len(held), self.keys)
+            remarks = remarks_of(held, self.group.rank)
+            remarks += _against(held, expect, self.group.rank) if expect else []
+            unlike = {remark.fqn for remark in remarks}
+            rows.flawed[:] = [fqn in unlike for fqn in rows.fqns]
+            origin = _Origin(structure, _to_compare(held, patterns) if with_contents else _Compared([], [], 0))
+        digests, has_digests, uncompared = _digests(rows.fqns, contents, origin.compared, patterns)
+        rows = replace(rows, digest=digests)
+        return protocol.Share(
+            rows, tuple(remarks), settings, 0, "", has_digests, uncompared, origin=origin, is_unchanged=is_unchanged
+        )
 
     def _absence(self, tag: str, repeats: bool) -> str:
         """Why the ranks cannot be compared; "" when all are here."""
@@ -417,7 +425,7 @@ def _is_made_as(structure: Any, origin: _Origin) -> bool:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Many small objects are about to be made and none of them can be collected: the search for cycles would be in vain."""
+    """Many small objects are made and dropped here: a search for cycles among them, or in all the job, would be in vain."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -19,23 +20,31 @@ from ckptlint.live.collect.extract import READERS, Held, Kind, Leaf, Parts, fqn_
 _KEYS = frozenset({str, int})
 """Types of keys of which equal ones read alike; True is 1 and reads otherwise."""
 
-_Mesh = tuple[Any, tuple[int, ...], "tuple[int, ...] | None", "tuple[int, ...] | None"]
-"""A device mesh, its shape, the place of this rank, and the order of its dims that Megatron-FSDP declares."""
+_local = attrgetter("_local_tensor")
+_mesh = attrgetter("_spec.mesh")
+_placements = attrgetter("_spec.placements")
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What a state dict is made of; equal ones are extracted alike.
+    """What a state dict is made of; equal ones are extracted alike. Nothing in it changes when the state does.
 
     Attributes:
         paths: where its values lie.
-        signatures: one for each value, what is read of it but for the contents. Nothing in them can change later.
-        meshes: of its DTensors, by id; they are held, so that no other one gets the id.
+        dtensors: numbers of the values that are DTensors like most.
+        specs: of each of these its placements, shapes and dtype.
+        meshes: of each of these the id of its mesh.
+        places: by id the mesh, its shape, the place of this rank, and the order of its dims where it declares one. The
+            mesh is held, so that no other one gets the id.
+        others: of each other value what is read of it.
     """
 
     paths: list[tuple[Any, ...]]
-    signatures: list[tuple[Any, ...]]
-    meshes: dict[int, _Mesh]
+    dtensors: list[int]
+    specs: list[tuple[Any, ...]]
+    meshes: list[int]
+    places: dict[int, tuple[Any, ...]]
+    others: list[tuple[Any, ...]]
 
 
 class Reading(NamedTuple):
@@ -58,90 +67,70 @@ def read(found: Sequence[Leaf]) -> Reading:
     Args:
         found: what `leaves` gave.
     """
-    seen = _Seen({}, {})
-    signatures: list[tuple[Any, ...]] = []
-    contents: list[Any] = []
+    paths, values = [path for path, _ in found], [value for _, value in found]
+    places: dict[int, tuple[Any, ...]] = {}
+    kinds = list(map(type, values))
+    sharded = {kind for kind in set(kinds) if compat.is_dtensor(kind)}
+    dtensors = _usual([i for i, kind in enumerate(kinds) if kind in sharded], values, places)
+    tensors = [values[i] for i in dtensors]
+    contents = list(values)
+    for i, local in zip(dtensors, map(_local, tensors), strict=True):
+        contents[i] = local
+    others: list[tuple[Any, ...]] = []
     known: dict[int, list[Held]] = {}
     parts: Parts = {}
-    for number, (path, value) in enumerate(found):
-        kind = kind_of(value)
-        sign = _SIGNS.get(kind)
-        signed = sign(value, seen) if sign is not None else None
-        if signed is not None:
-            signatures.append(signed[0])
-            contents.append(signed[1])
-            continue
-        with torch.no_grad():
-            held = known[number] = READERS[kind](fqn_of(path), value, parts)
-        signatures.append(tuple(_described(item) for item in held))
-        contents += [item.data for item in held]
-    paths = [path for path, _ in found]
-    is_told = _KEYS.issuperset(map(type, chain.from_iterable(paths)))
-    return Reading(Structure(paths, signatures, seen.meshes) if is_told else None, contents, known)
+    for i in sorted(set(range(len(values))).difference(dtensors)) if len(dtensors) < len(values) else ():
+        kind = kind_of(values[i])
+        if kind in _SIGNS:
+            signature, contents[i] = _SIGNS[kind](values[i])
+        else:
+            with torch.no_grad():
+                held = known[i] = READERS[kind](fqn_of(paths[i]), values[i], parts)
+            signature = tuple(item._replace(data=isinstance(item.data, torch.Tensor)) for item in held)
+        others.append(signature)
+    if known:
+        rows = ([item.data for item in known[i]] if i in known else (data,) for i, data in enumerate(contents))
+        contents = list(chain.from_iterable(rows))
+    if not _KEYS.issuperset(map(type, chain.from_iterable(paths))):
+        return Reading(None, contents, known)
+    specs, meshes = list(map(compat.spec_of, tensors)), list(map(id, map(_mesh, tensors)))
+    return Reading(Structure(paths, dtensors, specs, meshes, places, others), contents, known)
 
 
-def _described(item: Held) -> tuple[Any, ...]:
-    return item._replace(data=isinstance(item.data, torch.Tensor))
+def _usual(numbers: list[int], values: Sequence[Any], places: dict[int, tuple[Any, ...]]) -> list[int]:
+    """The DTensors whose placements say it all and of which this rank has a part; `places` is filled with their meshes.
 
-
-# ---------------------------------------------------------------- what is read of each kind
-
-
-class _Seen(NamedTuple):
-    """What many values share.
-
-    Attributes:
-        meshes: as in Structure.
-        placements: tuples of them by id, None for those that equality does not tell apart; held, as the meshes are.
+    The others say themselves where they lie, hold nothing here, or have placements that torch does not define.
     """
+    tensors = [values[i] for i in numbers]
+    locals_ = list(map(_local, tensors))
+    unusual: set[int] = set()
+    for name in ("__create_chunk_list__", "__create_write_items__"):
+        if any(map(hasattr, locals_, repeat(name))):
+            unusual.update(i for i, local in zip(numbers, locals_, strict=True) if hasattr(local, name))
+    places.update((key, compat.place_in(mesh)) for key, mesh in _by_id(list(map(_mesh, tensors))).items())
+    placements = _by_id(list(map(_placements, tensors)))
+    loose = {key for key, found in placements.items() if not all(map(compat.is_fixed, found))}
+    outside = {key for key, (_, _, coordinate, _) in places.items() if coordinate is None}
+    if loose or outside:
+        for i, tensor in zip(numbers, tensors, strict=True):
+            if id(_placements(tensor)) in loose or id(_mesh(tensor)) in outside:
+                unusual.add(i)
+    return [i for i in numbers if i not in unusual] if unusual else numbers
 
-    meshes: dict[int, _Mesh]
-    placements: dict[int, tuple[Any, bool]]
+
+def _by_id(items: list[Any]) -> dict[int, Any]:
+    return dict(zip(map(id, items), items, strict=True))
 
 
-_Signed = tuple[tuple[Any, ...], Any]
-"""The signature of a value that is one row, and its data."""
+# ---------------------------------------------------------------- what is read of each other kind, and its contents
 
 
-def _object(value: Any, _: _Seen) -> _Signed:
-    return ("object",), value
-
-
-def _plain_tensor(value: Any, _: _Seen) -> _Signed:
+def _plain_tensor(value: Any) -> tuple[tuple[Any, ...], Any]:
     return ("plain", value.shape, value.dtype), value
 
 
-def _dtensor(value: Any, seen: _Seen) -> _Signed | None:
-    """None for a rank outside of the mesh, which has no row, and where the placements or the local tensor are special."""
-    local, spec = value._local_tensor, value._spec
-    mesh, placements = spec.mesh, spec.placements
-    _, _, coordinate, _ = seen.meshes.get(id(mesh)) or _seen_mesh(mesh, seen)
-    _, is_fixed = seen.placements.get(id(placements)) or _seen_placements(placements, seen)
-    if coordinate is None or not is_fixed:
-        return None
-    if hasattr(local, "__create_chunk_list__") or hasattr(local, "__create_write_items__"):
-        return None
-    order = getattr(spec, "shard_order", None)
-    return ("dtensor", id(mesh), placements, spec.tensor_meta.shape, order, local.shape, local.dtype), local
-
-
-def _seen_mesh(mesh: Any, seen: _Seen) -> _Mesh:
-    coordinate, order = mesh.get_coordinate(), getattr(mesh, "_shard_order", None)
-    seen.meshes[id(mesh)] = known = (
-        mesh,
-        tuple(mesh.shape),
-        None if coordinate is None else tuple(coordinate),
-        None if order is None else tuple(order),
-    )
-    return known
-
-
-def _seen_placements(placements: Any, seen: _Seen) -> tuple[Any, bool]:
-    seen.placements[id(placements)] = known = placements, all(map(compat.is_fixed, placements))
-    return known
-
-
-def _mcore_tensor(value: Any, _: _Seen) -> _Signed:
+def _mcore_tensor(value: Any) -> tuple[tuple[Any, ...], Any]:
     data, fragments = value.data, value.axis_fragmentations
     return (
         "mcore",
@@ -159,7 +148,7 @@ def _mcore_tensor(value: Any, _: _Seen) -> _Signed:
     ), data
 
 
-def _mcore_object(value: Any, _: _Seen) -> _Signed:
+def _mcore_object(value: Any) -> tuple[tuple[Any, ...], Any]:
     shape, offsets = tuple(value.global_shape), tuple(value.global_offset)
     return ("mcore object", value.key, shape, offsets, _replica(value.replica_id)), value.data
 
@@ -168,12 +157,11 @@ def _replica(replica_id: Any) -> Any:
     return replica_id if isinstance(replica_id, int) else tuple(replica_id)
 
 
-_SIGNS: dict[Kind, Callable[[Any, _Seen], _Signed | None]] = {
-    "object": _object,
+_SIGNS: dict[Kind, Callable[[Any], tuple[tuple[Any, ...], Any]]] = {
+    "object": lambda value: (("object",), value),
     "plain_tensor": _plain_tensor,
-    "dtensor": _dtensor,
     "mcore_tensor": _mcore_tensor,
-    "wrapped_mcore_tensor": lambda value, seen: _mcore_tensor(value._sh_ten, seen),
+    "wrapped_mcore_tensor": lambda value: _mcore_tensor(value._sh_ten),
     "mcore_object": _mcore_object,
 }
-"""The others are read in full: FSDP1's ShardedTensor, chunk lists, and of DTensors those with one of their own."""
+"""Of the kinds that are not here everything is read, which is their signature: ShardedTensors of FSDP1, chunk lists."""
