@@ -169,7 +169,7 @@ class Live:
         expect: Mapping[str, Any] | None,
         with_contents: bool,
     ) -> protocol.Share:
-        """What this rank holds: the rows of the last check with new digests, if nothing but contents can have changed."""
+        """What this rank holds: the rows of the last check with new digests, if only contents can have changed."""
         from ckptlint.live.collect.extract import held_of, leaves, remarks_of
         from ckptlint.live.collect.structure import read
 
@@ -425,7 +425,7 @@ def _is_made_as(structure: Any, origin: _Origin) -> bool:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Many small objects are made and dropped here: a search for cycles among them, or in all the job, would be in vain."""
+    """Many small objects are made and dropped here: a search for cycles among them would be in vain."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -454,7 +454,7 @@ def _to_compare(held: Sequence[Any], patterns: Sequence[str]) -> _Compared:
 def _digests(
     fqns: Sequence[str], contents: Sequence[Any], compared: _Compared, patterns: Sequence[str]
 ) -> tuple[Words, bool, int]:
-    """uint64 [n], digest of each row's contents (0 for none); whether there was memory for them; how many are left out."""
+    """uint64 [n], digest of each row's contents (0 for none); whether there was memory; how many are left out."""
     import torch
 
     from ckptlint.live.collect.tensor_digest import object_digest, word_digests

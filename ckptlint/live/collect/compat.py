@@ -55,7 +55,7 @@ spec_of = attrgetter(
 
 
 def place_in(mesh: Any) -> tuple[Any, ...]:
-    """The mesh, its shape, the place of this rank (None outside of it), and the order of its dims where it declares one."""
+    """The mesh, its shape, the place of this rank (None outside), and the order of its dims where it declares one."""
     coordinate, order = mesh.get_coordinate(), getattr(mesh, "_shard_order", None)
     shape = tuple(mesh.shape)
     return mesh, shape, None if coordinate is None else tuple(coordinate), None if order is None else tuple(order)

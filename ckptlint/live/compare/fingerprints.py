@@ -212,8 +212,8 @@ class Entries:
     Attributes:
         key: uint64 [k], 44 bits of a hash; the last one tells chunks (1) from keys (0).
         value: uint64 [k], what all holders must share.
-        mains: uint64 [k], 1 for a declared owner; of a chunk whose owner nobody declares a number that differs from rank to
-            rank, by which the ranks weigh its contents when they compare it again.
+        mains: uint64 [k], 1 for a declared owner; of a chunk whose owner nobody declares a number of this rank's own,
+            from which the weight of its contents comes when only they are compared again.
         wants_owner: bool [k], whether exactly one owner must be among the holders.
         row: int64 [k], the row of the records.
     """
