@@ -6,7 +6,7 @@ attributes, never by imports of the libraries that define them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
@@ -39,6 +39,21 @@ class Problem(NamedTuple):
 
 
 Shape = tuple[int, ...]
+
+Leaf = tuple[tuple[Any, ...], Any]
+"""The path of a value in the state dict, and the value."""
+
+Kind = Literal[
+    "object",
+    "plain_tensor",
+    "dtensor",
+    "mcore_tensor",
+    "wrapped_mcore_tensor",
+    "mcore_object",
+    "sharded_tensor",
+    "chunk_list",
+]
+"""Which attributes of a value tell what it is; the keys of `READERS`."""
 
 _Box = tuple[Shape, Shape]
 """Offsets and sizes."""
@@ -102,7 +117,7 @@ class _Part:
     order: tuple[int, ...] | None
 
 
-_Parts = dict[object, tuple[Any, "_Part | None"]]
+Parts = dict[object, tuple[Any, "_Part | None"]]
 """By mesh, placements and shape; the mesh is kept so that no other one gets its id."""
 
 
@@ -113,21 +128,38 @@ def extract(state_dict: Mapping[Any, Any], *, resolve_stateful: bool = True) -> 
         state_dict: what would be given to `torch.distributed.checkpoint.save` or to Megatron-Core's `save`.
         resolve_stateful: whether `state_dict()` of top-level values that are Stateful is called, as DCP does.
     """
+    return held_of(leaves(resolved(state_dict) if resolve_stateful else state_dict.items()), {})
+
+
+def held_of(found: Sequence[Leaf], known: Mapping[int, list[Held]]) -> list[Held]:
+    """All chunks and objects of these values, in their order.
+
+    Args:
+        found: what `leaves` gave.
+        known: what was already read of some of them, by number.
+    """
     held: list[Held] = []
     paths: dict[str, tuple[Any, ...]] = {}
-    parts: _Parts = {}
+    parts: Parts = {}
     with torch.no_grad():
-        for path, value in _walk(resolved(state_dict) if resolve_stateful else state_dict.items()):
-            fqn = ".".join(map(str, path))
-            found = _held(fqn, value, parts)
-            if found and found[0].writer != "mcore" and (first := paths.setdefault(fqn, path)) is not path:
+        for number, (path, value) in enumerate(found):
+            fqn = fqn_of(path)
+            items = known.get(number)
+            if items is None:
+                items = READERS[kind_of(value)](fqn, value, parts)
+            if items and items[0].writer != "mcore" and (first := paths.setdefault(fqn, path)) is not path:
                 clash = _problem("LIV108", f"two entries flatten to one name: {_path(first)} and {_path(path)}")
-                found = [item._replace(problems=(*item.problems, clash)) for item in found]
-            held.extend(found)
+                items = [item._replace(problems=(*item.problems, clash)) for item in items]
+            held.extend(items)
     return _with_unsharded_states(held)
 
 
 # ---------------------------------------------------------------- the walk
+
+
+def fqn_of(path: tuple[Any, ...]) -> str:
+    """The name under which DCP saves what lies at a path."""
+    return ".".join(map(str, path))
 
 
 def resolved(state_dict: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
@@ -140,33 +172,38 @@ def resolved(state_dict: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
         yield key, value.state_dict() if _has(value, ("state_dict", "load_state_dict")) else value
 
 
-def _walk(entries: Iterable[tuple[Any, Any]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    for key, value in entries:
-        yield from _leaves((key,), value)
-
-
-def _leaves(path: tuple[Any, ...], value: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def leaves(entries: Iterable[tuple[Any, Any]]) -> list[Leaf]:
     """The values that are saved, with their paths.
 
     Source:
         torch 2.13 torch.distributed.checkpoint._traverse.traverse_state_dict: mappings always, lists that hold a tensor
         or a mapping, no tuples.
     """
+    found: list[Leaf] = []
+    with torch.no_grad():
+        _walk((), entries, found)
+    return found
+
+
+def _walk(path: tuple[Any, ...], entries: Iterable[tuple[Any, Any]], found: list[Leaf]) -> None:
+    for key, value in entries:
+        _leaves((*path, key), value, found)
+
+
+def _leaves(path: tuple[Any, ...], value: Any, found: list[Leaf]) -> None:
     if type(value) in _LEAVES or isinstance(value, torch.Tensor):
-        yield path, value
+        found.append((path, value))
     elif isinstance(value, Mapping):
-        for key, part in value.items():
-            yield from _leaves((*path, key), part)
+        _walk(path, value.items(), found)
     elif isinstance(value, list):
         if any(map(_is_walked, value)):
-            for i, part in enumerate(value):
-                yield from _leaves((*path, i), part)
+            _walk(path, enumerate(value), found)
         else:
-            yield path, value
+            found.append((path, value))
     elif _has(value, _FACTORY):
-        yield from _leaves(path, value.build())
+        _leaves(path, value.build(), found)
     elif type(value).__name__ != "LocalNonpersistentObject" and not _has(value, ("obj", "unwrap")):
-        yield path, value
+        found.append((path, value))
 
 
 def _is_walked(part: Any) -> bool:
@@ -192,22 +229,23 @@ def _path(path: tuple[Any, ...]) -> str:
 # ---------------------------------------------------------------- kinds
 
 
-def _held(fqn: str, value: Any, parts: _Parts) -> list[Held]:
+def kind_of(value: Any) -> Kind:
+    """How a value of a state dict is to be read."""
     if type(value) in _LEAVES:
-        return [_plain_object(fqn, value)]
+        return "object"
     if not isinstance(value, torch.Tensor):
         if _has(value, _TENSOR):
-            return [_mcore_tensor(value.key, value)]
+            return "mcore_tensor"
         if _has(value, _OBJECT):
-            return [_mcore_object(value)]
-        return _chunk_list(fqn, value) if _has(value, _CHECKPOINTABLE) else [_plain_object(fqn, value)]
+            return "mcore_object"
+        return "chunk_list" if _has(value, _CHECKPOINTABLE) else "object"
     if hasattr(value, "_local_tensor") and hasattr(value, "_spec"):
-        return _dtensor(fqn, value, parts)
+        return "dtensor"
     if hasattr(value, "_sh_ten"):
-        return [_mcore_tensor(fqn, value._sh_ten)]
+        return "wrapped_mcore_tensor"
     if hasattr(value, "local_shards") and hasattr(value, "metadata"):
-        return _sharded_tensor(fqn, value)
-    return _chunk_list(fqn, value) if hasattr(value, "__create_chunk_list__") else [_plain_tensor(fqn, value)]
+        return "sharded_tensor"
+    return "chunk_list" if hasattr(value, "__create_chunk_list__") else "plain_tensor"
 
 
 def _plain_tensor(fqn: str, tensor: torch.Tensor) -> Held:
@@ -358,7 +396,7 @@ def _several(item: Held, boxes: list[_Box]) -> list[Held]:
 # ---------------------------------------------------------------- DTensor
 
 
-def _dtensor(fqn: str, value: Any, parts: _Parts) -> list[Held]:
+def _dtensor(fqn: str, value: Any, parts: Parts) -> list[Held]:
     """The chunks of a DTensor on this rank, as DCP would write them.
 
     Source:
@@ -462,6 +500,19 @@ def _live(boxes: list[_Box]) -> list[_Box]:
 
 def _boxes(boxes: list[_Box]) -> str:
     return " ".join(str(Box(*box)) for box in boxes[:3]) + " ..." * (len(boxes) > 3) or "nothing"
+
+
+READERS: dict[Kind, Callable[[str, Any, Parts], list[Held]]] = {
+    "object": lambda fqn, value, _: [_plain_object(fqn, value)],
+    "plain_tensor": lambda fqn, value, _: [_plain_tensor(fqn, value)],
+    "dtensor": _dtensor,
+    "mcore_tensor": lambda _, value, __: [_mcore_tensor(value.key, value)],
+    "wrapped_mcore_tensor": lambda fqn, value, _: [_mcore_tensor(fqn, value._sh_ten)],
+    "mcore_object": lambda _, value, __: [_mcore_object(value)],
+    "sharded_tensor": lambda fqn, value, _: _sharded_tensor(fqn, value),
+    "chunk_list": lambda fqn, value, _: _chunk_list(fqn, value),
+}
+"""What is read of a value of each kind; takes its name, the value, and the parts of DTensors that were met before."""
 
 
 # ---------------------------------------------------------------- problems
