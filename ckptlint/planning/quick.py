@@ -164,9 +164,7 @@ class _Cutter:
         for item in self.ckpt.byte_objects:
             yield Wish(item.fqn, None, None, everyone)
         if self.ckpt.objects:
-            self._guess(
-                "objects of Megatron-Core are left out of the account", *sorted(self.ckpt.objects.keys)
-            )
+            self._guess("objects of Megatron-Core are left out of the account", *sorted(self.ckpt.objects.keys))
 
     def _guess(self, sentence: str, *keys: str) -> None:
         self.guessed[sentence].update(dict.fromkeys(keys))

@@ -117,7 +117,7 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
         declared=declared,
         config=config,
         run=read_run(folder),
-        topology=read_topology(declared, [], None, range(world)),
+        topology=read_topology(declared, empty_objects(), None, range(world)),
         problems=problems + config_problems,
         readable=readable,
         partial=partial,
