@@ -43,6 +43,7 @@ from ckptlint.model import (
     RankFile,
     RankFileSet,
     StoredFile,
+    empty_objects,
 )
 from ckptlint.model.text import plural, printable, ranges, shape_text
 from ckptlint.storage.folder import READABLE, Folder
