@@ -2,7 +2,7 @@
 
 An export of 1,000 tensors is checked in a process of its own, once without a `config.json` and once with each of these
 beside it. What counts is the increase: of the processor time that the process and its children took, and of the memory
-that the larger one of them held at most. The least of several turns is taken, since other work only adds.
+that the larger one of them held at most. The least of several turns is taken, since other work only adds. Linux alone.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ seconds = sum(part.ru_utime + part.ru_stime for part in parts)
 reason = report.checkpoints[0].not_applicable.get("CFG001") or [
     item.title for item in report.diagnostics if item.code in ("CFG001", "CFG002", "CFG003", "SAF002", "SAF003")
 ][:1] or ["silent"]
-print(seconds, max(part.ru_maxrss for part in parts), reason if isinstance(reason, str) else reason[0], sep="\\t")
+status = open("/proc/self/status").read()  # its ru_maxrss would count what started it as well
+own = int(status.partition("VmHWM:")[2].split()[0])
+print(seconds, max(own, parts[1].ru_maxrss), reason if isinstance(reason, str) else reason[0], sep="\\t")
 """
 
 
 def hostile() -> dict[str, str]:
     """What is wrong -> the text of the configuration."""
-    nested: Any = 1
-    for _ in range(1_000):
-        nested = {"text_config": nested}
+    nested = '{"text_config": ' * 1_000 + "1" + "}" * 1_000
     changed = {
         "nothing: the right configuration": {},
         "num_hidden_layers 10^9": {"num_hidden_layers": 10**9},
@@ -67,13 +67,13 @@ def hostile() -> dict[str, str]:
         "model_type a list": {"model_type": ["llama"]},
         "architectures a text of 10 MB": {"architectures": "x" * 10 * MIB},
         "architectures of 10^6 items": {"architectures": ["LlamaForCausalLM"] * 10**6},
-        "thousand nested levels": {"text_config": nested},
         "100,000 fields": {f"field_{i}": i for i in range(100_000)},
     }
     found = {name: json.dumps(LLAMA | values) for name, values in changed.items()}
     found["layers and experts of 19,800 tensors"] = json.dumps(MOE)
     found["a file of 100 MB"] = json.dumps(LLAMA | {"note": "x" * 100 * MIB})
     found["100 MB of nested lists"] = "[" * (100 * MIB)
+    found["thousand nested levels"] = json.dumps(LLAMA)[:-1] + f', "text_config": {nested}}}'
     found["no JSON"] = "{" * 1_000
     return found
 

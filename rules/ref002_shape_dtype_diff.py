@@ -31,7 +31,7 @@ def shape_dtype_diff(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         With --expect, the global shape (error) and the dtype (warning) of every key that both sides have, and the
         counts that a config.json declares: layers, hidden units, heads, experts, vocabulary rows (warning). How a
-        tensor is cut into chunks is no difference.
+        tensor is cut into chunks is no difference. Silent on shapes of which CFG003 tells.
     Why it matters:
         A load fails on another shape and converts another dtype without a word.
     Usual causes:

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from ckptlint.analysis.fit.judgement import told_shapes
 from ckptlint.analysis.hidden_size import Hidden, hidden_params
 from ckptlint.analysis.inventory import Param, inventory_of, is_weight
 from ckptlint.analysis.key_matching import is_confirmed, reference_shapes
@@ -112,6 +113,7 @@ def _finding(ckpt: Checkpoint, local: Local) -> Finding:
         explain=partial(_files, ckpt, local),
         hint=hint,
         alike=f"{short_name(local.param)} {numbers} {local.basis}",
+        told_by="CFG003" if tensor.fqn in told_shapes(ckpt) else "",
     )
 
 

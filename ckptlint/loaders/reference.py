@@ -57,7 +57,9 @@ def read_reference(path: str) -> Reference:
     try:
         reference = _from_file(folder, name, path, source) if name else _from_folder(folder, path, source)
         if reference.kind == "Hugging Face folder" and not reference.tensors:
-            reference = _with_implied(reference, isolated(partial(_json, folder, _CONFIG), folder.size(_CONFIG)))
+            implied = _with_implied(reference, isolated(partial(_json, folder, _CONFIG), folder.size(_CONFIG)))
+            beside = not implied.tensors and _is_model_folder(folder)
+            reference = _from_folder(folder, path, source) if beside else implied
     except ConfigError:
         raise
     except (CkptlintError, OSError) as error:
@@ -83,8 +85,8 @@ def _from_folder(folder: Folder, path: str, source: str) -> Reference:
 def _from_file(folder: Folder, name: str, path: str, source: str) -> Reference:
     if name.endswith((".metadata", ".distcp")) or name in ("common.pt", "metadata.json"):
         return _from_checkpoint(path, source)
-    if name == _CONFIG:
-        return _from_folder(folder, path, source)
+    if name == _CONFIG:  # what it implies, whatever lies beside it
+        return isolated(partial(_configuration, folder, source), folder.size(name))
     if folder.look_at(name)[0] not in READABLE:
         raise ConfigError(f"the reference {source} is no regular file")
     if name.endswith(".safetensors"):
@@ -159,8 +161,13 @@ def _model_folder(folder: Folder, source: str) -> Reference:
             elif twice := next((fqn for fqn in header if fqn in tensors), None):
                 raise UnreadableError(f"two of its files hold {twice}")
             tensors |= header
+    return replace(_configuration(folder, source), tensors=tensors)
+
+
+def _configuration(folder: Folder, source: str) -> Reference:
+    """What the configuration of a model folder says, its tensors left aside."""
     config = _json(folder, _CONFIG) if folder.has(_CONFIG) else {}
-    return Reference(source, "Hugging Face folder", tensors, declared=read_declared([("config.json", config)]))
+    return Reference(source, "Hugging Face folder", {}, declared=read_declared([("config.json", config)]))
 
 
 def _with_implied(reference: Reference, config: Mapping[str, Any]) -> Reference:

@@ -42,3 +42,26 @@ def test_most_healthy_exports_are_judged_by_a_table() -> None:
 
 def test_every_export_is_in_the_manifest() -> None:
     assert {row["path"] for row in ROWS} == {path.name for path in Path(EXPORTS).iterdir() if path.is_dir()}
+
+
+def codes(path: Path, **options: str | list[str]) -> list[str]:
+    report = ckptlint.check(path, **options)
+    return [item.code for item in report.diagnostics if item.severity > Severity.INFO]
+
+
+@pytest.mark.parametrize("name", ["R02_head_lost", "R01_shards_lost"])
+def test_one_cause_is_one_finding_beside_a_reference(name: str) -> None:
+    """The checkpoint's own configuration, given with `--expect`, and a reference that has the lost keys too."""
+    folder = EXPORTS / name
+    config = str(folder / "config.json")
+    assert codes(folder, expect=config) == ["CFG001"]
+    assert set(codes(folder, expect=config, select=["REF"])) == {"REF001"}
+    assert set(codes(folder, expect=config, ignore=["CFG"])) == {"REF001"}
+
+
+def test_a_shape_is_told_once_beside_a_reference() -> None:
+    row = next(row for row in ROWS if row["codes"] == "CFG003")
+    folder = EXPORTS / row["path"]
+    config = str(folder / "config.json")
+    assert set(codes(folder, expect=config)) == {"CFG003"}
+    assert set(codes(folder, expect=config, select=["REF"])) == {"REF002"}
