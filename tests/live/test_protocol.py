@@ -127,7 +127,7 @@ def test_random_damage_is_found_and_named(seed: int) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(examples(3, 10)))
 def test_contents_that_drift_after_a_healthy_check_are_found(seed: int) -> None:
-    """Chunks of Megatron, plain tensors and values of 64 ranks, of which no placement tells how many copies there are."""
+    """Of Megatron's chunks, plain tensors and values no placement tells how many copies there are."""
     turns = [layout(seed) for _ in range(5)]
     drift = random.choice(["plain", "step", *(key for key in turns[0][40] if key.startswith("t"))])
     holders = [rank for rank, state in enumerate(turns[2]) if drift in state]
