@@ -2,9 +2,13 @@
 
     python bench/live.py                    100,000 chunks per rank, 4 processes, gloo
     python bench/live.py --wire             words on the wire for 1 to 8 ranks, 2,000 chunks per rank
+    python bench/live.py --again            what a check costs when nothing but contents changed since the last one
+    python bench/live.py --growth           bytes from each rank for 1 to 64 ranks (threads), 1,000 chunks per rank
 
 All times are of the slowest rank, in one run, after a barrier. The first check is cold (names are hashed, shapes are
-seen for the first time), the second one is what every later save pays.
+seen for the first time), the second one is what every later save of another structure pays. `--again` takes processor
+time of the slowest of two ranks: in turns a check that remembers nothing (as every later one was before there was a
+memory, but for reading the structure) and one that does, each of tensors that `detach()` made anew.
 """
 
 from __future__ import annotations
@@ -15,7 +19,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import torch
@@ -24,14 +30,17 @@ from tabulate import tabulate
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "live"))
 
 from jobs import run_ranks
+from threads import Sharded, run_threads
 
 from ckptlint import live
+from ckptlint.live.api import Live
 from ckptlint.live.collect.extract import extract
+from ckptlint.live.compare.fingerprints import LEAST_CELLS
 
 
 def state(chunks: int) -> dict[str, Any]:
@@ -88,13 +97,17 @@ def compare(chunks: int) -> Callable[[int], dict[str, float]]:
         bare = min(
             slowest(lambda number=number: live.check(held, tag=f"n{number}", digest="none")) for number in (1, 2)
         )
-        words = sum(words for _, words in installed.group.log[-3:])
+        installed.memory.healthy = None  # the next check takes the long way again
+        installed.group.log.clear()
+        warm_in_full = slowest(lambda: live.check(held, tag="in full"))
+        words = sum(words for _, words in installed.group.log)
         records = slowest(lambda: gather_records(held))
         planning = slowest(lambda: plan(held))
         size = len(pickle.dumps([(i.fqn, i.dtype, i.shape, i.offsets, i.sizes, i.replica) for i in extract(held)]))
         return {
             "live.check, first": cold,
-            "live.check": warm,
+            "live.check": warm_in_full,
+            "live.check, nothing but contents changed": warm,
             'live.check, digest="none"': bare,
             "all_gather_object of the records": records,
             "DCP planning": planning,
@@ -115,12 +128,108 @@ def on_the_wire(chunks: int) -> Callable[[int], list[tuple[str, int]]]:
     return job
 
 
+def tensors(kind: str, count: int) -> dict[str, Any]:
+    """So many tensors of 32 elements on each rank, new ones each time."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = 8 * dist.get_world_size()
+
+    def one(number: int) -> Any:
+        local = torch.zeros(8, 4)
+        if kind == "plain tensors":
+            return local
+        if kind == "Megatron chunks":
+            return Sharded(f"t{number}", local, (8 * dist.get_rank(), 0), (rows, 4), (0, 0, 0))
+        is_copied = kind == "DTensors, a fifth replicated" and number % 5 == 0
+        placement, shape = (Replicate(), (8, 4)) if is_copied else (Shard(0), (rows, 4))
+        options: dict[str, Any] = {"run_check": False, "shape": torch.Size(shape), "stride": (4, 1)}
+        return DTensor.from_local(local, mesh, [placement], **options)
+
+    return {f"model.layers.{i // 100}.experts.{i % 100}.weight": one(i) for i in range(count)}
+
+
+def again(kind: str, count: int, turns: int = 7) -> Callable[[int], list[float]]:
+    def job(rank: int) -> list[float]:
+        installed = live.install(timeout=300)
+        held = tensors(kind, count)
+        live.check(held, tag="first")
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        sent = {}
+        for turn in range(turns):
+            for remembers in (False, True):
+                if not remembers:
+                    installed.memory.healthy = None
+                state = {
+                    key: copy(value) if isinstance(value, Sharded) else value.detach() for key, value in held.items()
+                }
+                installed.group.log.clear()
+                dist.barrier()
+                started = time.process_time()
+                live.check(state, tag=f"{turn} {remembers}")
+                own = torch.tensor(time.process_time() - started)
+                dist.all_reduce(own, dist.ReduceOp.MAX)
+                seconds[remembers].append(float(own))
+                sent[remembers] = 8 * sum(words for _, words in installed.group.log)
+        return [*map(median, seconds.values()), *map(mean, seconds.values()), *sent.values()]
+
+    return job
+
+
+def growth(world: int, chunks: int, is_copied: bool) -> list[int]:
+    """Bytes from each rank of a first check and of the next one, the ranks being threads."""
+
+    def two(live: Live) -> list[int]:
+        live.memory.cells = LEAST_CELLS
+        offset, shape = ((0,), (4,)) if is_copied else ((4 * live.group.rank,), (4 * world,))
+        state = {
+            f"t{i}": torch.zeros(4) if is_copied else Sharded(f"t{i}", torch.zeros(4), offset, shape, (0, 0, 0))
+            for i in range(chunks)
+        }
+        sent = []
+        for turn in range(2):
+            live.group.log.clear()
+            live.check(state, tag=turn)
+            sent.append(8 * sum(words for _, words in live.group.log))
+        return sent
+
+    found: list[int] = run_threads(two, world, timeout=600)[0]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chunks", type=int, default=100_000, help="per rank")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--wire", action="store_true")
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--growth", action="store_true")
     options = parser.parse_args()
+    if options.again:
+        rows = []
+        for kind in ("DTensors", "DTensors, a fifth replicated", "plain tensors", "Megatron chunks"):
+            full, short, full_mean, short_mean, sent, sent_again = run_ranks(again(kind, 10_000), 2, timeout=900)[0]
+            figures = [f"{1000 * s:.0f}" for s in (full, short, full_mean, short_mean)]
+            ratios = f"{short / full:.2f}", f"{short_mean / full_mean:.2f}"
+            rows.append((kind, *figures, *ratios, f"{sent:,}", f"{sent_again:,}"))
+        head = (
+            "10,000 on each of 2 ranks",
+            "ms",
+            "unchanged",
+            "mean ms",
+            "unchanged",
+            "ratio",
+            "of means",
+            "bytes",
+            "unchanged",
+        )
+        print(tabulate(rows, head))
+        return
+    if options.growth:
+        rows = []
+        for world in (1, 2, 4, 8, 16, 32, 64):
+            mine, copied = growth(world, 1000, is_copied=False), growth(world, 1000, is_copied=True)
+            rows.append((world, *(f"{sent:,}" for sent in (*mine, *copied))))
+        print(tabulate(rows, ("ranks", "own chunks", "unchanged", "copies", "unchanged")))
+        return
     if options.wire:
         rows = []
         for world in (1, 2, 4, 8):

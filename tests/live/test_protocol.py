@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support import examples
-from threads import run_threads
+from threads import Sharded, run_threads
 
 from ckptlint.lint.report import Report
 from ckptlint.live.api import Live, LiveError
@@ -17,22 +17,6 @@ from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare import protocol
 
 WORLD = 64
-
-
-class Sharded:
-    """A chunk with the attributes of Megatron-Core's ShardedTensor."""
-
-    prepend_axis_num = 0
-    flattened_range = None
-    allow_shape_mismatch = False
-
-    def __init__(
-        self, key: str, data: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...], replica: Any
-    ) -> None:
-        self.key, self.data, self.dtype = key, data, data.dtype
-        self.local_shape, self.global_shape, self.global_offset = tuple(data.shape), shape, offset
-        self.axis_fragmentations = None
-        self.replica_id = replica
 
 
 def layout(seed: int, tensors: int = 40) -> list[dict[str, Any]]:
@@ -143,7 +127,7 @@ def test_random_damage_is_found_and_named(seed: int) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("seed", range(examples(3, 10)))
 def test_contents_that_drift_after_a_healthy_check_are_found(seed: int) -> None:
-    """Megatron's chunks, plain tensors and values of 64 ranks; only what the ranks know of each other tells the copies."""
+    """Of Megatron's chunks, plain tensors and values no placement tells how many copies there are."""
     turns = [layout(seed) for _ in range(5)]
     drift = random.choice(["plain", "step", *(key for key in turns[0][40] if key.startswith("t"))])
     holders = [rank for rank, state in enumerate(turns[2]) if drift in state]

@@ -8,12 +8,29 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from ckptlint.live.api import Live
 from ckptlint.live.compare.gate import Gate
 from ckptlint.live.compare.group import GroupBroken, Reduction
 from ckptlint.model.layout import IntArray
+
+
+class Sharded:
+    """A chunk with the attributes of Megatron-Core's ShardedTensor."""
+
+    prepend_axis_num = 0
+    flattened_range = None
+    allow_shape_mismatch = False
+
+    def __init__(
+        self, key: str, data: torch.Tensor, offset: tuple[int, ...], shape: tuple[int, ...], replica: Any
+    ) -> None:
+        self.key, self.data, self.dtype = key, data, data.dtype
+        self.local_shape, self.global_shape, self.global_offset = tuple(data.shape), shape, offset
+        self.axis_fragmentations = None
+        self.replica_id = replica
 
 
 class Meeting:
