@@ -26,7 +26,7 @@ from ckptlint.planning.job import Job, Target, Wish
 from ckptlint.planning.outcome import Constraint
 from ckptlint.vocabulary.keys import Key, block_of
 
-AXES = ("dp", "dp_shard", "dp_replicate", "fsdp", "tp", "pp", "vpp", "ep", "cp")
+AXES = ("dp", "dp_shard", "dp_replicate", "fsdp", "tp", "pp", "vpp", "ep", "etp", "cp")
 """What `--to` takes: `fsdp` and `dp_shard` are other names of `dp`."""
 
 MOST_RANKS = 1 << 17
@@ -61,14 +61,17 @@ def sizes_of(text: str) -> dict[str, int]:
     world = world_of(found)
     if world > MOST_RANKS:
         raise ConfigError(f"{text} are {world:,} ranks; at most {MOST_RANKS:,} can be planned")
-    if world // (found.get("tp", 1) * found.get("pp", 1)) % found.get("ep", 1):
-        raise ConfigError(f"ep={found['ep']} does not divide the ranks that share a stage and a tp place in {text}")
+    tp, ep = found.get("tp", 1), found.get("ep", 1)
+    if world // found.get("pp", 1) % (found.get("etp", tp) * ep):
+        shared = "a stage" if "etp" in found else "a stage and a tp place"
+        cells = f"ep={ep} x etp={found['etp']}" if "etp" in found else f"ep={ep}"
+        raise ConfigError(f"{cells} does not divide the ranks that share {shared} in {text}")
     return found
 
 
 def world_of(sizes: Mapping[str, int]) -> int:
-    """How many ranks these sizes make: ep takes its ranks from those of dp and cp, vpp takes none."""
-    return prod(size for axis, size in sizes.items() if axis not in ("ep", "vpp"))
+    """How many ranks these sizes make: ep and etp take theirs from those of dp, cp and tp, vpp takes none."""
+    return prod(size for axis, size in sizes.items() if axis not in ("ep", "etp", "vpp"))
 
 
 def quick_job(ckpt: Checkpoint, to: str) -> Job:
@@ -89,7 +92,7 @@ def quick_job(ckpt: Checkpoint, to: str) -> Job:
 
 def _heads(ckpt: Checkpoint, sizes: Mapping[str, int]) -> Iterator[Constraint]:
     heads, tp = ckpt.declared.get("heads"), sizes.get("tp", 1)
-    if heads is not None and isinstance(heads.value, int) and heads.value % tp:
+    if not ckpt.is_megatron and heads is not None and isinstance(heads.value, int) and heads.value % tp:
         sentence = (
             f"{heads.value} attention heads ({heads.source}) are not divisible by tp {tp}: most models refuse that"
         )
@@ -112,10 +115,12 @@ class _Ranks:
         cp, ep = sizes.get("cp", 1), sizes.get("ep", 1)
         at["shard"] = at["dp"] * cp + at["cp"]
         spread = at["dp_replicate"] * sizes.get("dp", 1) * cp + at["shard"]
-        at["ep"] = spread % ep  # experts lie on neighbouring ranks, copies and shards of one expert ep apart
-        at["within_ep"] = at["shard"] // ep
+        tp, etp = sizes.get("tp", 1), sizes.get("etp", sizes.get("tp", 1))
+        at["etp"] = (spread * tp + at["tp"]) % etp  # experts lie on neighbouring ranks, copies and shards of one apart
+        at["ep"] = (spread * tp + at["tp"]) // etp % ep
+        at["within_ep"] = (at["shard"] * tp + at["tp"]) // (etp * ep)
         full = {axis: sizes.get(axis, 1) for axis in (*order, "ep", "vpp")}
-        full |= {"shard": full["dp"] * cp, "within_ep": max(full["dp"] * cp // ep, 1)}
+        full |= {"etp": etp, "shard": full["dp"] * cp, "within_ep": max(full["dp"] * cp * tp // (etp * ep), 1)}
         return cls(full, at)
 
     @property
@@ -182,8 +187,9 @@ class _Cutter:
         who = self._who(key, param.layer_axis is not None)
         if param.expert_axis is not None:
             cuts += [(param.expert_axis, "ep", 1)] if self.ranks.sizes["ep"] > 1 else []
-        if self.ranks.sizes["tp"] > 1:
-            cuts += self._tensor_parallel(tensor, param)
+        over = "etp" if key.in_experts else "tp"
+        if self.ranks.sizes[over] > 1:
+            cuts += [(axis, over, runs) for axis, _, runs in self._tensor_parallel(tensor, param)]
         return Wish(tensor.fqn, None, self._target(tensor, [*cuts, *self._sharded(tensor, param, part)], who), who[1])
 
     def _other(self, tensor: Tensor, owner: Param | None) -> Wish:
