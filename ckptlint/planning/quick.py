@@ -19,7 +19,7 @@ import numpy as np
 from ckptlint.analysis.hidden_size import hidden_sizes
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.projections import axis_factor
-from ckptlint.errors import ConfigError
+from ckptlint.errors import BudgetError, ConfigError
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import BoolArray, IntArray
 from ckptlint.planning.job import Job, Target, Wish
@@ -30,6 +30,7 @@ AXES = ("dp", "dp_shard", "dp_replicate", "fsdp", "tp", "pp", "vpp", "ep", "cp")
 """What `--to` takes: `fsdp` and `dp_shard` are other names of `dp`."""
 
 MOST_RANKS = 1 << 17
+_MOST_ROWS = 1 << 24  # of all targets
 _SIZE = re.compile(r"\s*(\w+)\s*=\s*(-?[0-9]+)\s*")
 _COLUMN = frozenset({"qkv", "q", "k", "v", "mlp_in", "output", "embedding"})
 _ROW = frozenset({"attn_out", "mlp_out"})
@@ -79,11 +80,14 @@ def quick_job(ckpt: Checkpoint, to: str) -> Job:
 
     Raises:
         ConfigError: nonsense for sizes.
+        BudgetError: there are too many ranks for so many shapes.
     """
     sizes = sizes_of(to)
     work = _Cutter(ckpt, _Ranks.of(sizes))
     wishes = list(work.wishes())
     known = [Constraint("note", sentence, tuple(keys), guessed=True) for sentence, keys in work.guessed.items()]
+    if unsound := tuple(name for name, tensor in ckpt.tensors.items() if not tensor.is_sound):
+        known.insert(0, Constraint("fails", "the chunks do not fit the tensor's shape", unsound))
     return Job("quick", to, world_of(sizes), wishes, (*known, *_heads(ckpt, sizes)))
 
 
@@ -137,6 +141,7 @@ class _Cutter:
     targets: dict[tuple[object, ...], Target] = field(default_factory=dict)
     guessed: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
     everyone: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
+    rows: int = 0
 
     def wishes(self) -> Iterator[Wish]:
         """A wish for each tensor, and for each object that all ranks read."""
@@ -304,6 +309,9 @@ class _Cutter:
     def _target(self, tensor: Tensor, cuts: list[_Cut], who: tuple[object, IntArray]) -> Target:
         key = (tensor.global_shape, tuple(cuts), who[0])
         if key not in self.targets:
+            self.rows += len(who[1])
+            if self.rows > _MOST_ROWS:
+                raise BudgetError("there are too many ranks for so many shapes of tensors: plan fewer ranks")
             self.targets[key] = self._cut(tensor.global_shape, cuts, who[1])
         return self.targets[key]
 

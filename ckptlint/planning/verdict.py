@@ -11,7 +11,7 @@ from ckptlint.model.layout import IntArray
 from ckptlint.planning.cost import Tally, needs_away, nodes_of, writer_nodes
 from ckptlint.planning.job import Job, Target, Wish
 from ckptlint.planning.outcome import Constraint, Conversion, Effect, Mismatch, Plan
-from ckptlint.planning.reads import Reads, reads
+from ckptlint.planning.reads import Budget, Reads, reads
 from ckptlint.vocabulary.dtypes import ITEM_BITS, loses
 
 _PLANNER = "torch 2.13, torch/distributed/checkpoint/default_planner.py"
@@ -83,6 +83,7 @@ class _Work:
         self.astray: dict[str, None] = {}
         self.found: dict[tuple[int, int], tuple[Reads, bool]] = {}
         self.whole: dict[bytes, Target] = {}
+        self.budget = Budget()
 
     def take(self, wish: Wish) -> None:
         """One key of the job."""
@@ -118,7 +119,7 @@ class _Work:
     def _tensor(self, key: str, tensor: Tensor, target: Target) -> None:
         layout = tensor.layout
         if (id(layout), id(target)) not in self.found:
-            found = reads(layout, target)
+            found = reads(layout, target, self.budget)
             filled = np.bincount(found.box, found.volume, len(target.offsets))
             short = bool((filled < target.sizes.prod(axis=1)).any())
             if not short and len(layout.live) and layout.coverage.doubled:  # what lies there twice hides what is not
