@@ -37,7 +37,7 @@ _SIZE = click.IntRange(min=1)
 def plan(path: str, format_: str, html: Path | None, color: str, no_progress: bool, timeout: int, **asked: Any) -> None:
     """Whether a checkpoint loads into a job of another shape, and what each of its ranks would read.
 
-    Axes: dp (FSDP shards), dp_replicate, tp, pp, vpp, ep, cp. A function returns the state dict that the job loads
+    Axes: dp (FSDP shards), dp_replicate, tp, pp, vpp, ep, etp, cp. A function returns the state dict that the job loads
     into, sharded for its rank; it takes a DeviceMesh, or nothing. It runs on the CPU, without memory and network.
 
     Exit codes: 0 it loads, 1 it does not, or loses something, or is unsafe or unreadable, 2 wrong use, 3 nothing there,

@@ -26,7 +26,7 @@ from ckptlint.planning.job import Job, Target, Wish
 from ckptlint.planning.outcome import Constraint
 from ckptlint.vocabulary.keys import Key, block_of
 
-AXES = ("dp", "dp_shard", "dp_replicate", "fsdp", "tp", "pp", "vpp", "ep", "cp")
+AXES = ("dp", "dp_shard", "dp_replicate", "fsdp", "tp", "pp", "vpp", "ep", "etp", "cp")
 """What `--to` takes: `fsdp` and `dp_shard` are other names of `dp`."""
 
 MOST_RANKS = 1 << 17
@@ -68,8 +68,8 @@ def sizes_of(text: str) -> dict[str, int]:
 
 
 def world_of(sizes: Mapping[str, int]) -> int:
-    """How many ranks these sizes make: ep takes its ranks from those of dp and cp, vpp takes none."""
-    return prod(size for axis, size in sizes.items() if axis not in ("ep", "vpp"))
+    """How many ranks these sizes make: ep and etp share those of dp, cp and tp, vpp takes none."""
+    return prod(size for axis, size in sizes.items() if axis not in ("ep", "etp", "vpp"))
 
 
 def quick_job(ckpt: Checkpoint, to: str) -> Job:
@@ -118,7 +118,9 @@ class _Ranks:
         spread = at["dp_replicate"] * sizes.get("dp", 1) * cp + at["shard"]
         at["ep"] = spread % ep  # experts lie on neighbouring ranks, copies and shards of one expert ep apart
         at["within_ep"] = at["shard"] // ep
+        at["etp"] = at["tp"] % sizes.get("etp", sizes.get("tp", 1))
         full = {axis: sizes.get(axis, 1) for axis in (*order, "ep", "vpp")}
+        full["etp"] = sizes.get("etp", full["tp"])
         full |= {"shard": full["dp"] * cp, "within_ep": max(full["dp"] * cp // ep, 1)}
         return cls(full, at)
 
@@ -187,8 +189,9 @@ class _Cutter:
         who = self._who(key, param.layer_axis is not None)
         if param.expert_axis is not None:
             cuts += [(param.expert_axis, "ep", 1)] if self.ranks.sizes["ep"] > 1 else []
-        if self.ranks.sizes["tp"] > 1:
-            cuts += self._tensor_parallel(tensor, param)
+        over = "etp" if key.in_experts else "tp"
+        if self.ranks.sizes[over] > 1:
+            cuts += [(axis, over, runs) for axis, runs in self._tensor_parallel(tensor, param)]
         return Wish(tensor.fqn, None, self._target(tensor, [*cuts, *self._sharded(tensor, param, part)], who), who[1])
 
     def _other(self, tensor: Tensor, owner: Param | None) -> Wish:
@@ -248,20 +251,20 @@ class _Cutter:
 
     # ------------------------------------------------------------ tensor parallelism
 
-    def _tensor_parallel(self, tensor: Tensor, param: Param) -> list[_Cut]:
-        """Where tp cuts a parameter."""
+    def _tensor_parallel(self, tensor: Tensor, param: Param) -> list[tuple[int, int]]:
+        """The axis that tp cuts, and in how many runs; empty where each rank has all of it."""
         own, key = param.own_axes, param.key
         seen = [axis for axis in own if axis_factor(tensor, axis) > 1]
         if self.ckpt.is_megatron and len(seen) == 1:  # dp copies parameters there, so what is cut is cut by tp
-            return [(seen[0], "tp", self._runs(key, tensor, seen[0]))]
+            return [(seen[0], self._runs(key, tensor, seen[0]))]
         if len(own) > 1 and (later := [axis for axis in seen if axis != own[0]]):
-            return [(later[0], "tp", 1)]  # FSDP cuts the first axis
+            return [(later[0], 1)]  # FSDP cuts the first axis
         axis = self._by_role(param)
         if axis is None:
             return []
         if tensor is param.tensor:  # its states follow
             self._guess(f"tp cuts axis {axis}, by what the tensor does", tensor.fqn)
-        return [(axis, "tp", self._runs(key, tensor, axis) if self.ckpt.is_megatron else 1)]
+        return [(axis, self._runs(key, tensor, axis) if self.ckpt.is_megatron else 1)]
 
     def _by_role(self, param: Param) -> int | None:
         """The axis that tp cuts by what a parameter does; None where each rank has all of it."""

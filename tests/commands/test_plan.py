@@ -147,7 +147,7 @@ def test_nonsense_is_one_sentence(arguments: list[str], why: str) -> None:
     assert why in done.stderr
 
 
-@pytest.mark.parametrize("name", ["metadata_malicious", "metadata_truncated", "metadata_is_json", "per_rank_metadata"])
+@pytest.mark.parametrize("name", ["metadata_malicious", "metadata_truncated", "metadata_is_json", "metadata_missing"])
 def test_what_cannot_be_read_is_refused(name: str) -> None:
     done = run("plan", REAL / name, "--to", "dp=2")
     assert done.returncode == 1
@@ -165,6 +165,29 @@ def test_every_checkpoint_gets_an_answer(name: str) -> None:
         assert "\n" not in str(error)
     else:
         assert plan.exit_code in (0, 1) and len(plan.cost.kind) == 12
+
+
+def test_one_metadata_file_per_rank_ties_a_checkpoint_to_its_ranks() -> None:
+    found = {world: ckptlint.plan(REAL / "per_rank_metadata", f"dp={world}") for world in (1, 2, 4, 5)}
+    assert {world: (plan.verdict, plan.exit_code) for world, plan in found.items()} == {
+        1: ("loads", 1),
+        2: ("loads", 1),
+        4: ("loads", 0),
+        5: ("fails", 1),
+    }
+    assert found[1].constraints[0].keys == ("model.up.weight", "model.head.weight")
+
+
+@pytest.mark.slow
+def test_torch_passes_over_what_other_ranks_described() -> None:
+    pytest.importorskip("torch")
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    wanted = {"model": {"up": {"weight": torch.full((10, 8), 77.0)}}}
+    dcp.load(wanted, checkpoint_id=REAL / "per_rank_metadata", no_dist=True)
+    stays = (wanted["model"]["up"]["weight"] == 77).all(dim=1)
+    assert stays.tolist() == [False] * 3 + [True] * 7
 
 
 def test_nothing_there(tmp_path: Path) -> None:
