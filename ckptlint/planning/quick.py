@@ -19,7 +19,7 @@ import numpy as np
 from ckptlint.analysis.hidden_size import hidden_sizes
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.projections import axis_factor
-from ckptlint.errors import ConfigError
+from ckptlint.errors import BudgetError, ConfigError
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import BoolArray, IntArray
 from ckptlint.planning.job import Job, Target, Wish
@@ -30,6 +30,7 @@ AXES = ("dp", "dp_shard", "dp_replicate", "fsdp", "tp", "pp", "vpp", "ep", "etp"
 """What `--to` takes: `fsdp` and `dp_shard` are other names of `dp`."""
 
 MOST_RANKS = 1 << 17
+_MOST_ROWS = 1 << 24  # of all targets
 _SIZE = re.compile(r"\s*(\w+)\s*=\s*(-?[0-9]+)\s*")
 _COLUMN = frozenset({"qkv", "q", "k", "v", "mlp_in", "output", "embedding"})
 _ROW = frozenset({"attn_out", "mlp_out"})
@@ -70,7 +71,7 @@ def sizes_of(text: str) -> dict[str, int]:
 
 
 def world_of(sizes: Mapping[str, int]) -> int:
-    """How many ranks these sizes make: ep and etp take theirs from those of dp, cp and tp, vpp takes none."""
+    """How many ranks these sizes make: ep and etp share those of dp, cp and tp, vpp takes none."""
     return prod(size for axis, size in sizes.items() if axis not in ("ep", "etp", "vpp"))
 
 
@@ -82,11 +83,14 @@ def quick_job(ckpt: Checkpoint, to: str) -> Job:
 
     Raises:
         ConfigError: nonsense for sizes.
+        BudgetError: there are too many ranks for so many shapes.
     """
     sizes = sizes_of(to)
     work = _Cutter(ckpt, _Ranks.of(sizes))
     wishes = list(work.wishes())
     known = [Constraint("note", sentence, tuple(keys), guessed=True) for sentence, keys in work.guessed.items()]
+    if unsound := tuple(name for name, tensor in ckpt.tensors.items() if not tensor.is_sound):
+        known.insert(0, Constraint("fails", "the chunks do not fit the tensor's shape", unsound))
     return Job("quick", to, world_of(sizes), wishes, (*known, *_heads(ckpt, sizes)))
 
 
@@ -142,6 +146,7 @@ class _Cutter:
     targets: dict[tuple[object, ...], Target] = field(default_factory=dict)
     guessed: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
     everyone: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
+    rows: int = 0
 
     def wishes(self) -> Iterator[Wish]:
         """A wish for each tensor, and for each object that all ranks read."""
@@ -189,7 +194,7 @@ class _Cutter:
             cuts += [(param.expert_axis, "ep", 1)] if self.ranks.sizes["ep"] > 1 else []
         over = "etp" if key.in_experts else "tp"
         if self.ranks.sizes[over] > 1:
-            cuts += [(axis, over, runs) for axis, _, runs in self._tensor_parallel(tensor, param)]
+            cuts += [(axis, over, runs) for axis, runs in self._tensor_parallel(tensor, param)]
         return Wish(tensor.fqn, None, self._target(tensor, [*cuts, *self._sharded(tensor, param, part)], who), who[1])
 
     def _other(self, tensor: Tensor, owner: Param | None) -> Wish:
@@ -249,20 +254,20 @@ class _Cutter:
 
     # ------------------------------------------------------------ tensor parallelism
 
-    def _tensor_parallel(self, tensor: Tensor, param: Param) -> list[_Cut]:
-        """Where tp cuts a parameter."""
+    def _tensor_parallel(self, tensor: Tensor, param: Param) -> list[tuple[int, int]]:
+        """The axis that tp cuts, and in how many runs; empty where each rank has all of it."""
         own, key = param.own_axes, param.key
         seen = [axis for axis in own if axis_factor(tensor, axis) > 1]
         if self.ckpt.is_megatron and len(seen) == 1:  # dp copies parameters there, so what is cut is cut by tp
-            return [(seen[0], "tp", self._runs(key, tensor, seen[0]))]
+            return [(seen[0], self._runs(key, tensor, seen[0]))]
         if len(own) > 1 and (later := [axis for axis in seen if axis != own[0]]):
-            return [(later[0], "tp", 1)]  # FSDP cuts the first axis
+            return [(later[0], 1)]  # FSDP cuts the first axis
         axis = self._by_role(param)
         if axis is None:
             return []
         if tensor is param.tensor:  # its states follow
             self._guess(f"tp cuts axis {axis}, by what the tensor does", tensor.fqn)
-        return [(axis, "tp", self._runs(key, tensor, axis) if self.ckpt.is_megatron else 1)]
+        return [(axis, self._runs(key, tensor, axis) if self.ckpt.is_megatron else 1)]
 
     def _by_role(self, param: Param) -> int | None:
         """The axis that tp cuts by what a parameter does; None where each rank has all of it."""
@@ -310,6 +315,9 @@ class _Cutter:
     def _target(self, tensor: Tensor, cuts: list[_Cut], who: tuple[object, IntArray]) -> Target:
         key = (tensor.global_shape, tuple(cuts), who[0])
         if key not in self.targets:
+            self.rows += len(who[1])
+            if self.rows > _MOST_ROWS:
+                raise BudgetError("there are too many ranks for so many shapes of tensors: plan fewer ranks")
             self.targets[key] = self._cut(tensor.global_shape, cuts, who[1])
         return self.targets[key]
 
