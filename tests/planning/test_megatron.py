@@ -269,6 +269,13 @@ def test_random_states_that_are_missing(tmp_path: Path) -> None:
     assert said(constraints(made(tmp_path / "moved", objects=[]), SAME | {"tp": 1}), "fails", "drops") == []
 
 
+def test_a_release_needs_neither_optimizer_nor_random_states(tmp_path: Path) -> None:
+    found = constraints(made(tmp_path / "release", tensors=WEIGHTS, objects=[]), SAME | {"tp": 1})
+    assert said(found, "fails", "drops") == []
+    assert said(found, "note")[0].startswith("a release is loaded without optimizer")
+    assert len(said(constraints(made(tmp_path / "iter_0000001", tensors=WEIGHTS, objects=[]), SAME), "fails")) == 2
+
+
 def test_the_rerun_state_is_left_out(tmp_path: Path) -> None:
     objects = RANDOM + [f"rerun_state_machine_state/shard_{rank}_16" for rank in range(16)]
     ckpt = made(tmp_path, objects=objects)
