@@ -12,7 +12,7 @@ GEO004 model.layers.0.feed_forward.w1.weight ((6, 0), (3, 12))
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from os import PathLike
 
 from ckptlint._version import __version__
@@ -149,6 +149,8 @@ def plan(
     nodes: int | None = None,
     ranks_per_node: int | None = None,
     from_nodes: int | None = None,
+    give_up: Collection[str] = (),
+    megatron: str | None = None,
     timeout: float = 600,
 ) -> Plan:
     """Whether the checkpoint under a path loads into a job of another shape, and what each of its ranks would read.
@@ -164,6 +166,8 @@ def plan(
         mesh: the axes of the mesh that the function is given (`dp=4,tp=2`).
         nodes, ranks_per_node: how the ranks lie on nodes, for the files that each must see.
         from_nodes: so many nodes saved, and each has only the files that it wrote.
+        give_up: `optim`, `rng`: what a job of Megatron-LM does without (--no-load-optim, --no-load-rng).
+        megatron: the version of megatron-core that loads (`0.16`); None for any from the one that saved on.
         timeout: seconds for the function.
 
     Raises:
@@ -192,5 +196,7 @@ def plan(
         nodes=nodes,
         ranks_per_node=ranks_per_node,
         from_nodes=from_nodes,
+        give_up=give_up,
+        megatron=megatron,
         seconds=timeout,
     )

@@ -878,7 +878,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("pairs", nargs="*", help="names; all that this version can write without any")
     parser.add_argument("--saved-by", type=Path, help="the OUT of another version, whose checkpoints are loaded")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     options.out.mkdir(parents=True, exist_ok=True)
     rows = {}
     for name in options.pairs or PAIRS:

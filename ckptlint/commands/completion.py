@@ -56,6 +56,6 @@ def jobs(context: click.Context, parameter: click.Parameter, incomplete: str) ->
     from click.shell_completion import CompletionItem
 
     before, comma, last = incomplete.rpartition(",")
-    axes = ("dp", "dp_replicate", "tp", "pp", "vpp", "ep", "cp")
+    axes = ("dp", "dp_replicate", "tp", "pp", "vpp", "ep", "etp", "cp")
     items = [CompletionItem(f"{before}{comma}{axis}=") for axis in axes if axis.startswith(last)]
     return items or [CompletionItem(incomplete, type="file")]

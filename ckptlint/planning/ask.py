@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from math import prod
 
 from ckptlint.errors import ConfigError
 from ckptlint.model import Checkpoint
 from ckptlint.planning.job import Job
+from ckptlint.planning.megatron import AXES, Version, constraints
 from ckptlint.planning.outcome import Constraint, Plan
-from ckptlint.planning.quick import quick_job
+from ckptlint.planning.quick import quick_job, sizes_of
 from ckptlint.planning.verdict import plan_of
+from ckptlint.vocabulary.keys import parse
 
 
 def make_plan(
@@ -21,6 +25,8 @@ def make_plan(
     nodes: int | None = None,
     ranks_per_node: int | None = None,
     from_nodes: int | None = None,
+    give_up: Collection[str] = (),
+    megatron: str | None = None,
     seconds: float = 600,
 ) -> Plan:
     """Whether the checkpoint loads into a job, and what each of its ranks reads.
@@ -32,6 +38,8 @@ def make_plan(
         mesh: the axes of the mesh that the function is given (`dp=4,tp=2`); one axis `dp` otherwise.
         nodes, ranks_per_node: how the ranks lie on nodes; either is enough.
         from_nodes: so many nodes saved, and each has only the files that it wrote.
+        give_up: `optim`, `rng`: what a job of Megatron-LM does without (--no-load-optim, --no-load-rng).
+        megatron: the version of megatron-core that loads (`0.16`); None for any from the one that saved on.
         seconds: after which a function is given up.
 
     Raises:
@@ -46,6 +54,8 @@ def make_plan(
     }.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} is {value}: a whole number from 1 on")
+    if not ckpt.is_megatron and (give_up or megatron):
+        raise ConfigError("what a load of Megatron-LM gives up, and its version, concern its own checkpoints only")
     per_node = ranks_per_node or 8
     if to is not None and ":" in to:
         job = _exact(ckpt, to, world, mesh, per_node, seconds)
@@ -53,6 +63,8 @@ def make_plan(
         raise ConfigError("a mesh belongs to a function: --to job.py:state_dict --mesh dp=4,tp=2")
     else:
         job = _quick(ckpt, to, world)
+    if ckpt.is_megatron:
+        job = _of_megatron(ckpt, job, frozenset(give_up), megatron)
     return plan_of(ckpt, job, _per_node(ckpt, job, nodes, ranks_per_node, from_nodes), from_nodes)
 
 
@@ -78,6 +90,13 @@ def _quick(ckpt: Checkpoint, to: str | None, world: int | None) -> Job:
         if world not in (None, job.world):
             raise ConfigError(f"{to} are {job.world:,} ranks, and the world {world:,}")
         return job
+    if ckpt.is_megatron and world is None and "tp" in ckpt.topology:
+        sizes = {axis: ckpt.topology[axis].size for axis in AXES if axis in ckpt.topology}
+        job = quick_job(ckpt, ",".join(f"{axis}={size}" for axis, size in sizes.items()))
+        guess = Constraint(
+            "note", "the job is taken to have the layout that saved, since --to names none", guessed=True
+        )
+        return Job(job.form, job.to, job.world, job.wishes, (guess, *job.known))
     saved = world or (ckpt.topology["world"].size if "world" in ckpt.topology else 0)
     if not saved:
         raise ConfigError("nothing tells how many ranks saved this checkpoint: name a job, --to dp=8")
@@ -86,6 +105,23 @@ def _quick(ckpt: Checkpoint, to: str | None, world: int | None) -> Job:
         "note", f"the job is taken to have {saved:,} ranks under FSDP, since --to names none", guessed=True
     )
     return Job(job.form, job.to, job.world, job.wishes, (guess, *job.known))
+
+
+def _of_megatron(ckpt: Checkpoint, job: Job, give_up: frozenset[str], megatron: str | None) -> Job:
+    """The job with what Megatron-Core itself refuses or leaves out, and without what it gives up."""
+    if unknown := give_up - {"optim", "rng"}:
+        raise ConfigError(f"{sorted(unknown)[0]!r} cannot be given up: optim, rng")
+    reader: Version | None = None
+    if megatron is not None:
+        match = re.fullmatch(r"0\.([0-9]{1,3})(?:\..*)?", megatron)
+        if match is None:
+            raise ConfigError(f"{megatron!r} is no version of megatron-core: 0.16")
+        reader = (0, int(match[1]))
+    wishes = job.wishes
+    if "optim" in give_up:
+        wishes = [wish for wish in wishes if parse(wish.key).kind != "optimizer"]
+    found = constraints(ckpt, sizes_of(job.to), give_up, reader)
+    return Job(job.form, job.to, job.world, wishes, (*found, *job.known))
 
 
 def _per_node(

@@ -133,9 +133,7 @@ def constraints(
         *_common_state(change),
         *_layout(change),
         *_model(change),
-        *_optimizer(change),
-        *_random_states(change),
-        *_rerun_state(change),
+        *_training_state(change),
         *_vocabulary(change),
         *_not_judged(change),
     ]
@@ -291,6 +289,17 @@ def _layers(change: _Change) -> Iterator[Constraint]:
         return
     sentence = f"{_many(layers, 'layer')} not divide by {where}, unless the job names an uneven cut"
     yield Constraint("fails", sentence, source=source, guessed=True)
+
+
+def _training_state(change: _Change) -> Iterator[Constraint]:
+    """What a job resumes from besides the weights; a release is loaded without it."""
+    if change.ckpt.path.rpartition("/")[2] == "release":
+        sentence = "a release is loaded without optimizer and random states, at iteration 0"
+        yield Constraint("note", sentence, source=f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}")
+        return
+    yield from _optimizer(change)
+    yield from _random_states(change)
+    yield from _rerun_state(change)
 
 
 # ---------------------------------------------------------------- the optimizer

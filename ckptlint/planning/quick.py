@@ -19,17 +19,18 @@ import numpy as np
 from ckptlint.analysis.hidden_size import hidden_sizes
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.projections import axis_factor
-from ckptlint.errors import ConfigError
+from ckptlint.errors import BudgetError, ConfigError
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import BoolArray, IntArray
 from ckptlint.planning.job import Job, Target, Wish
 from ckptlint.planning.outcome import Constraint
 from ckptlint.vocabulary.keys import Key, block_of
 
-AXES = ("dp", "dp_shard", "dp_replicate", "fsdp", "tp", "pp", "vpp", "ep", "cp")
+AXES = ("dp", "dp_shard", "dp_replicate", "fsdp", "tp", "pp", "vpp", "ep", "etp", "cp")
 """What `--to` takes: `fsdp` and `dp_shard` are other names of `dp`."""
 
 MOST_RANKS = 1 << 17
+_MOST_ROWS = 1 << 24  # of all targets
 _SIZE = re.compile(r"\s*(\w+)\s*=\s*(-?[0-9]+)\s*")
 _COLUMN = frozenset({"qkv", "q", "k", "v", "mlp_in", "output", "embedding"})
 _ROW = frozenset({"attn_out", "mlp_out"})
@@ -61,14 +62,17 @@ def sizes_of(text: str) -> dict[str, int]:
     world = world_of(found)
     if world > MOST_RANKS:
         raise ConfigError(f"{text} are {world:,} ranks; at most {MOST_RANKS:,} can be planned")
-    if world // (found.get("tp", 1) * found.get("pp", 1)) % found.get("ep", 1):
-        raise ConfigError(f"ep={found['ep']} does not divide the ranks that share a stage and a tp place in {text}")
+    tp, ep = found.get("tp", 1), found.get("ep", 1)
+    if world // found.get("pp", 1) % (found.get("etp", tp) * ep):
+        shared = "a stage" if "etp" in found else "a stage and a tp place"
+        cells = f"ep={ep} x etp={found['etp']}" if "etp" in found else f"ep={ep}"
+        raise ConfigError(f"{cells} does not divide the ranks that share {shared} in {text}")
     return found
 
 
 def world_of(sizes: Mapping[str, int]) -> int:
-    """How many ranks these sizes make: ep takes its ranks from those of dp and cp, vpp takes none."""
-    return prod(size for axis, size in sizes.items() if axis not in ("ep", "vpp"))
+    """How many ranks these sizes make: ep and etp share those of dp, cp and tp, vpp takes none."""
+    return prod(size for axis, size in sizes.items() if axis not in ("ep", "etp", "vpp"))
 
 
 def quick_job(ckpt: Checkpoint, to: str) -> Job:
@@ -79,17 +83,20 @@ def quick_job(ckpt: Checkpoint, to: str) -> Job:
 
     Raises:
         ConfigError: nonsense for sizes.
+        BudgetError: there are too many ranks for so many shapes.
     """
     sizes = sizes_of(to)
     work = _Cutter(ckpt, _Ranks.of(sizes))
     wishes = list(work.wishes())
     known = [Constraint("note", sentence, tuple(keys), guessed=True) for sentence, keys in work.guessed.items()]
+    if unsound := tuple(name for name, tensor in ckpt.tensors.items() if not tensor.is_sound):
+        known.insert(0, Constraint("fails", "the chunks do not fit the tensor's shape", unsound))
     return Job("quick", to, world_of(sizes), wishes, (*known, *_heads(ckpt, sizes)))
 
 
 def _heads(ckpt: Checkpoint, sizes: Mapping[str, int]) -> Iterator[Constraint]:
     heads, tp = ckpt.declared.get("heads"), sizes.get("tp", 1)
-    if heads is not None and isinstance(heads.value, int) and heads.value % tp:
+    if not ckpt.is_megatron and heads is not None and isinstance(heads.value, int) and heads.value % tp:
         sentence = (
             f"{heads.value} attention heads ({heads.source}) are not divisible by tp {tp}: most models refuse that"
         )
@@ -112,10 +119,12 @@ class _Ranks:
         cp, ep = sizes.get("cp", 1), sizes.get("ep", 1)
         at["shard"] = at["dp"] * cp + at["cp"]
         spread = at["dp_replicate"] * sizes.get("dp", 1) * cp + at["shard"]
-        at["ep"] = spread % ep  # experts lie on neighbouring ranks, copies and shards of one expert ep apart
-        at["within_ep"] = at["shard"] // ep
+        tp, etp = sizes.get("tp", 1), sizes.get("etp", sizes.get("tp", 1))
+        at["etp"] = (spread * tp + at["tp"]) % etp  # experts lie on neighbouring ranks, copies and shards of one apart
+        at["ep"] = (spread * tp + at["tp"]) // etp % ep
+        at["within_ep"] = (at["shard"] * tp + at["tp"]) // (etp * ep)
         full = {axis: sizes.get(axis, 1) for axis in (*order, "ep", "vpp")}
-        full |= {"shard": full["dp"] * cp, "within_ep": max(full["dp"] * cp // ep, 1)}
+        full |= {"etp": etp, "shard": full["dp"] * cp, "within_ep": max(full["dp"] * cp * tp // (etp * ep), 1)}
         return cls(full, at)
 
     @property
@@ -137,6 +146,7 @@ class _Cutter:
     targets: dict[tuple[object, ...], Target] = field(default_factory=dict)
     guessed: dict[str, dict[str, None]] = field(default_factory=lambda: defaultdict(dict))
     everyone: dict[tuple[object, ...], IntArray] = field(default_factory=dict)
+    rows: int = 0
 
     def wishes(self) -> Iterator[Wish]:
         """A wish for each tensor, and for each object that all ranks read."""
@@ -180,8 +190,9 @@ class _Cutter:
         who = self._who(key, param.layer_axis is not None)
         if param.expert_axis is not None:
             cuts += [(param.expert_axis, "ep", 1)] if self.ranks.sizes["ep"] > 1 else []
-        if self.ranks.sizes["tp"] > 1:
-            cuts += self._tensor_parallel(tensor, param)
+        over = "etp" if key.in_experts else "tp"
+        if self.ranks.sizes[over] > 1:
+            cuts += [(axis, over, runs) for axis, runs in self._tensor_parallel(tensor, param)]
         return Wish(tensor.fqn, None, self._target(tensor, [*cuts, *self._sharded(tensor, param, part)], who), who[1])
 
     def _other(self, tensor: Tensor, owner: Param | None) -> Wish:
@@ -241,20 +252,20 @@ class _Cutter:
 
     # ------------------------------------------------------------ tensor parallelism
 
-    def _tensor_parallel(self, tensor: Tensor, param: Param) -> list[_Cut]:
-        """Where tp cuts a parameter."""
+    def _tensor_parallel(self, tensor: Tensor, param: Param) -> list[tuple[int, int]]:
+        """The axis that tp cuts, and in how many runs; empty where each rank has all of it."""
         own, key = param.own_axes, param.key
         seen = [axis for axis in own if axis_factor(tensor, axis) > 1]
         if self.ckpt.is_megatron and len(seen) == 1:  # dp copies parameters there, so what is cut is cut by tp
-            return [(seen[0], "tp", self._runs(key, tensor, seen[0]))]
+            return [(seen[0], self._runs(key, tensor, seen[0]))]
         if len(own) > 1 and (later := [axis for axis in seen if axis != own[0]]):
-            return [(later[0], "tp", 1)]  # FSDP cuts the first axis
+            return [(later[0], 1)]  # FSDP cuts the first axis
         axis = self._by_role(param)
         if axis is None:
             return []
         if tensor is param.tensor:  # its states follow
             self._guess(f"tp cuts axis {axis}, by what the tensor does", tensor.fqn)
-        return [(axis, "tp", self._runs(key, tensor, axis) if self.ckpt.is_megatron else 1)]
+        return [(axis, self._runs(key, tensor, axis) if self.ckpt.is_megatron else 1)]
 
     def _by_role(self, param: Param) -> int | None:
         """The axis that tp cuts by what a parameter does; None where each rank has all of it."""
@@ -302,6 +313,9 @@ class _Cutter:
     def _target(self, tensor: Tensor, cuts: list[_Cut], who: tuple[object, IntArray]) -> Target:
         key = (tensor.global_shape, tuple(cuts), who[0])
         if key not in self.targets:
+            self.rows += len(who[1])
+            if self.rows > _MOST_ROWS:
+                raise BudgetError("there are too many ranks for so many shapes of tensors: plan fewer ranks")
             self.targets[key] = self._cut(tensor.global_shape, cuts, who[1])
         return self.targets[key]
 

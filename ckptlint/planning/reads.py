@@ -12,7 +12,26 @@ from ckptlint.model.layout import BoolArray, IntArray, Layout
 from ckptlint.planning.job import Target
 
 _BLOCK = 1 << 21  # pairs of a box and a chunk that are looked at at once
-_MOST_PAIRS = 1 << 31
+_PAIRS, _ITEMS = 1 << 31, 1 << 25
+
+
+@dataclass(slots=True)
+class Budget:
+    """The work left for all tensors of a plan together: pairs to compare, and items, which take memory."""
+
+    pairs: int = _PAIRS
+    items: int = _ITEMS
+
+    def spend(self, pairs: int, items: int) -> None:
+        """Take off what is done.
+
+        Raises:
+            BudgetError: it is used up.
+        """
+        self.pairs -= pairs
+        self.items -= items
+        if self.pairs < 0 or self.items < 0:
+            raise BudgetError("the stored chunks and the parts of the ranks are too many to compare: plan fewer ranks")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,20 +61,25 @@ class Reads:
         return np.asarray(self.lengths.prod(axis=1, dtype=np.int64))
 
 
-def reads(layout: Layout, target: Target) -> Reads:
+def reads(layout: Layout, target: Target, budget: Budget | None = None) -> Reads:
     """Every pair of a box and a chunk that overlap, by box, then chunk.
 
     A box and a chunk overlap where on no axis one begins at or after the end of the other: an empty box strictly
     inside a chunk makes an item of no elements, as in torch.
 
     Raises:
-        BudgetError: so many chunks lie along each axis of so many boxes that telling would take too long.
+        BudgetError: the budget, which other tensors may share, is used up.
 
     Source:
         torch 2.13 `torch.distributed.checkpoint.resharding._check_shard_metadata_pair_overlap`,
         `planner_helpers.create_read_items_for_chunk_list`
     """
-    found = [_overlapping(layout, target, boxes, chunks) for boxes, chunks in _candidates(layout, target)]
+    budget = budget or Budget()
+    found = []
+    for boxes, chunks in _candidates(layout, target):
+        budget.spend(len(boxes), 0)
+        found.append(_overlapping(layout, target, boxes, chunks))
+        budget.spend(0, len(found[-1][0]))
     boxes, chunks = (np.concatenate([pair[side] for pair in found]) for side in (0, 1)) if found else _nothing()
     order = np.lexsort((chunks, boxes))
     boxes, chunks = boxes[order], chunks[order]
@@ -81,8 +105,6 @@ def _candidates(layout: Layout, target: Target) -> Iterator[tuple[IntArray, IntA
         (_along(layout, target, axis) for axis in range(len(layout.shape))), key=lambda x: x[2].sum()
     )
     ends = np.cumsum(count)
-    if ends[-1] > _MOST_PAIRS:
-        raise BudgetError(f"{ends[-1]:,} pairs of a stored chunk and a rank's part are too many to compare")
     first = 0
     while first < len(boxes):
         done = ends[first - 1] if first else 0

@@ -11,11 +11,11 @@ from ckptlint.model.layout import IntArray
 from ckptlint.planning.cost import Tally, needs_away, nodes_of, writer_nodes
 from ckptlint.planning.job import Job, Target, Wish
 from ckptlint.planning.outcome import Constraint, Conversion, Effect, Mismatch, Plan
-from ckptlint.planning.reads import Reads, reads
+from ckptlint.planning.reads import Budget, Reads, reads
 from ckptlint.vocabulary.dtypes import ITEM_BITS, loses
 
-_PLANNER = "torch 2.13, torch/distributed/checkpoint/default_planner.py"
 _HELPERS = "torch 2.13, torch/distributed/checkpoint/planner_helpers.py: _create_read_items"
+_LOADER = "torch 2.13, torch/distributed/checkpoint/state_dict_loader.py: _load_state_dict"
 _READER = "torch 2.13, torch/distributed/checkpoint/filesystem.py: FileSystemReader.read_data"
 _SENTENCES: dict[tuple[Effect, str], str] = {
     ("fails", "as an object"): "the job holds an object where a tensor is stored, and torch raises ValueError",
@@ -24,9 +24,21 @@ _SENTENCES: dict[tuple[Effect, str], str] = {
     ("fails", "no file"): "parts lie in files that are not there, and the reader raises FileNotFoundError",
     ("fails", "other axes"): "chunks and parts have other numbers of axes",
     ("drops", "hole"): "parts are in no chunk: the load passes over them, and they stay as the job made them",
+    (
+        "fails",
+        "own metadata",
+    ): "each rank reads the metadata of its own number alone (__N.metadata), and there are fewer",
+    ("drops", "own metadata"): "each rank reads the metadata of its own number alone (__N.metadata): parts that other "
+    "ranks saved stay as the job made them",
     ("note", "as a tensor"): "the job holds a tensor where an object is stored, which takes the tensor's place",
 }
-_SOURCES = {"as an object": _HELPERS, "as a tensor": _HELPERS, "no record": _READER, "no file": _READER}
+_SOURCES = {
+    "as an object": _HELPERS,
+    "as a tensor": _HELPERS,
+    "no record": _READER,
+    "no file": _READER,
+    "own metadata": _LOADER,
+}
 
 
 def plan_of(ckpt: Checkpoint, job: Job, per_node: int | None = None, from_nodes: int | None = None) -> Plan:
@@ -42,6 +54,7 @@ def plan_of(ckpt: Checkpoint, job: Job, per_node: int | None = None, from_nodes:
     work = _Work(ckpt, job, per_node or max(job.world, 1), from_nodes)
     for wish in job.wishes:
         work.take(wish)
+    work.add_own_metadata(job.world)
     cost = work.tally.cost()
     asked = {wish.key for wish in job.wishes}
     stored = [*ckpt.tensors, *work.records]
@@ -83,6 +96,7 @@ class _Work:
         self.astray: dict[str, None] = {}
         self.found: dict[tuple[int, int], tuple[Reads, bool]] = {}
         self.whole: dict[bytes, Target] = {}
+        self.budget = Budget()
 
     def take(self, wish: Wish) -> None:
         """One key of the job."""
@@ -105,6 +119,14 @@ class _Work:
                 self.converted.setdefault(wish.key, change)
             self._tensor(wish.key, tensor, wish.target)
 
+    def add_own_metadata(self, world: int) -> None:
+        """What follows from one metadata file per rank, which torch reads where there is none for all."""
+        saved = self.ckpt.topology.get("world")
+        if self.ckpt.format == "dcp-per-rank" and saved is not None and saved.size != world:
+            for name, tensor in self.ckpt.tensors.items():
+                if len(tensor.chunks) > 1 or world > saved.size:
+                    self._tell("fails" if world > saved.size else "drops", "own metadata", name)
+
     def _tell(self, effect: Effect, what: str, key: str) -> None:
         self.told[effect, what][key] = None
 
@@ -118,7 +140,7 @@ class _Work:
     def _tensor(self, key: str, tensor: Tensor, target: Target) -> None:
         layout = tensor.layout
         if (id(layout), id(target)) not in self.found:
-            found = reads(layout, target)
+            found = reads(layout, target, self.budget)
             filled = np.bincount(found.box, found.volume, len(target.offsets))
             short = bool((filled < target.sizes.prod(axis=1)).any())
             if not short and len(layout.live) and layout.coverage.doubled:  # what lies there twice hides what is not

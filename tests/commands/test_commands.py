@@ -363,6 +363,8 @@ def complete(line: str) -> list[str]:
         ("ckptlint check --ignore GEO001,PAY01", "GEO001,PAY010"),
         ("ckptlint watch --extend-select geo00", "GEO004"),
         ("ckptlint wat", "watch"),
+        ("ckptlint plan --to d", "dp="),
+        ("ckptlint plan --to dp=2,t", "dp=2,tp="),
     ],
 )
 def test_completion_offers_rules(line: str, expected: str) -> None:

@@ -269,6 +269,13 @@ def test_random_states_that_are_missing(tmp_path: Path) -> None:
     assert said(constraints(made(tmp_path / "moved", objects=[]), SAME | {"tp": 1}), "fails", "drops") == []
 
 
+def test_a_release_needs_neither_optimizer_nor_random_states(tmp_path: Path) -> None:
+    found = constraints(made(tmp_path / "release", tensors=WEIGHTS, objects=[]), SAME | {"tp": 1})
+    assert said(found, "fails", "drops") == []
+    assert said(found, "note")[0].startswith("a release is loaded without optimizer")
+    assert len(said(constraints(made(tmp_path / "iter_0000001", tensors=WEIGHTS, objects=[]), SAME), "fails")) == 2
+
+
 def test_the_rerun_state_is_left_out(tmp_path: Path) -> None:
     objects = RANDOM + [f"rerun_state_machine_state/shard_{rank}_16" for rank in range(16)]
     ckpt = made(tmp_path, objects=objects)
@@ -315,3 +322,47 @@ def test_every_constraint_that_keeps_a_load_from_working_has_a_source(tmp_path: 
     assert len(found) > 5
     assert all(one.source for one in found if one.effect != "note")
     assert [one.effect for one in found] == sorted((one.effect for one in found), key="fails drops note".index)
+
+
+# ---------------------------------------------------------------- the whole plan
+
+
+@pytest.mark.parametrize(
+    ("to", "options", "exit_code"),
+    [
+        ("tp=2,pp=2", {}, 0),
+        (None, {}, 0),
+        ("tp=2,pp=2,dp=4", {}, 0),
+        ("tp=1,dp=4", {}, 1),
+        ("tp=1,dp=4", {"give_up": ["optim"]}, 1),
+        ("tp=1,dp=4", {"give_up": ["optim", "rng"]}, 0),
+        ("tp=1,dp=4", {"give_up": ["optim"], "megatron": "0.13"}, 1),
+    ],
+)
+def test_a_plan_of_a_megatron_checkpoint(to: str | None, options: dict[str, Any], exit_code: int) -> None:
+    plan = ckptlint.plan(REAL / "megatron_tp2_pp2", to, **options)
+    assert plan.exit_code == exit_code
+    read = "optim" not in options.get("give_up", [])
+    whole = ckptlint.plan(REAL / "megatron_tp2_pp2", to)
+    assert read == (plan.cost.needed.tolist() == whole.cost.needed.tolist())
+
+
+def test_experts_over_tensor_ranks() -> None:
+    """EP 4 and ETP 1 on the ranks of TP 4: each rank reads a quarter of the experts."""
+    plan = ckptlint.plan(REAL / "megatron_moe_ep2_dp2", "tp=4,ep=4,etp=1", give_up=["optim", "rng"])
+    assert plan.world == 4 and not plan.missing
+    with pytest.raises(ckptlint.ConfigError, match="ep=8 x etp=1 does not divide"):
+        ckptlint.plan(REAL / "megatron_moe_ep2_dp2", "tp=4,ep=8,etp=1")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("fsdp2_4r", {"give_up": ["optim"]}, "concern its own checkpoints only"),
+        ("megatron_tp2_pp2", {"give_up": ["data"]}, "'data' cannot be given up"),
+        ("megatron_tp2_pp2", {"megatron": "new"}, "is no version of megatron-core"),
+    ],
+)
+def test_what_makes_no_sense(name: str, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ckptlint.ConfigError, match=says):
+        ckptlint.plan(REAL / name, "tp=1,dp=2", **options)
