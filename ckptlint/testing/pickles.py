@@ -160,16 +160,54 @@ def _tensor_pickle(dtype: str, shape: list[int], count: int, table: Mapping[str,
     return file.getvalue()
 
 
-def torch_archive(members: Mapping[str, bytes], crc: bool = True) -> bytes:
+def torch_file(stem: str, values: Any) -> bytes:
+    """What torch.save makes of the values in a file of this stem.
+
+    Args:
+        values: tables and lists; `{ tensor = shape, dtype, value }` is a tensor, `{ class = "module.name", state }` an
+            object of that class, and a name of digits a number.
+    """
+    members: dict[str, bytes] = {}
+
+    def made(value: Any) -> Any:
+        if isinstance(value, list):
+            return [made(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if "tensor" in value:
+            return _tensor(value, members)
+        if "class" in value:
+            module, _, name = value["class"].rpartition(".")
+            return Stub(module, name, made(value["state"]))
+        return {int(key) if key.isdecimal() else key: made(item) for key, item in value.items()}
+
+    file = io.BytesIO()
+    Pickler(file, 2).dump(made(values))
+    return torch_archive({"data.pkl": file.getvalue()} | members, folder=stem)
+
+
+def _tensor(table: Mapping[str, Any], members: dict[str, bytes]) -> Call:
+    """A tensor of one value, and its storage among the members."""
+    dtype, shape = table.get("dtype", "float32"), tuple(table["tensor"])
+    key, item = str(len(members)), ITEM_BITS[dtype] // 8
+    members[f"data/{key}"] = int(table.get("value", 0)).to_bytes(item, "little") * prod(shape)
+    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    cls = next(name for name, ours in STORAGES.items() if ours == dtype)
+    storage = Storage(Name("torch", cls), key, prod(shape))
+    return Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, strides, False, {}))
+
+
+def torch_archive(members: Mapping[str, bytes], crc: bool = True, folder: str = "archive") -> bytes:
     """An archive with torch's framing: sizes in the directory alone, data at multiples of 64, zip64 end records.
 
     Args:
         members: name without the folder -> bytes.
         crc: False for what `torch.serialization.set_crc32_options(False)` leaves.
+        folder: the folder in it.
     """
     archive, directory = bytearray(), bytearray()
     for short, data in {**members, "byteorder": b"little", "version": b"3\n"}.items():
-        name = f"archive/{short}".encode()
+        name = f"{folder}/{short}".encode()
         at = len(archive)
         fill = -(at + 30 + len(name) + 4) % 64
         archive += struct.pack("<4s5H3I2H", b"PK\3\4", 0, 0x808, 0, 0, 0, 0, 0, 0, len(name), fill + 4)

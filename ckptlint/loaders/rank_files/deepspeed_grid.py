@@ -1,4 +1,4 @@
-"""What the files of a DeepSpeed tag say of the job: the grid of its ranks, the files it has, and where they disagree."""
+"""What the files of a DeepSpeed tag say of the job: the grid of its ranks, its files, and where they disagree."""
 
 from __future__ import annotations
 
