@@ -99,7 +99,7 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
     tensors, records, storages = reading.columns.made()
     problems += _leftovers(sets, own)
     if (said := _said_world(folder)) not in (None, world):
-        reading.disagree("world size", {str(said): [_CONFIG], str(world): [printable(own.files[0])]})
+        reading.disagree("world size", {str(world): [file.name for file in told], str(said): [_CONFIG]})
     declared, config, config_problems = read_configs(folder, None)
     unread = [file for file in told if not file.is_read and file.kind != "random state"]
     gone = [file for file in lost if file.kind != "random state"]
@@ -206,8 +206,8 @@ class _Reading:
 
     def judge(self) -> None:
         """Fill everything but `files`."""
-        self._names()
         self._worlds()
+        self._names()
         model = self._of("model")
         self._keys({rank: file.found.root for rank, file in model.items()}, model)
         self._optimizer()
@@ -232,6 +232,8 @@ class _Reading:
         """Files whose content says that another rank wrote them."""
         crcs = {key: _checksums(file.found) for key, file in self.files.items()}
         for (kind, rank), file in self.files.items():
+            if file.label in self.left_out:
+                continue
             writer = next((said for value in _values(file.found.root) if (said := _writer(value)) >= 0), -1)
             named = verl_name(f"{file.found.prefix}.pt")
             by = writer if writer >= 0 else named[2] if named[:2] == (kind, self.world) else -1
@@ -241,7 +243,7 @@ class _Reading:
                 inside = f"rank {named[2]} of {named[1]}"
             else:
                 continue
-            other = self.files.get((kind, by))
+            other = self.files.get((kind, by)) if by != rank else None
             is_same = other is not None and crcs[kind, rank] and crcs[kind, by] == crcs[kind, rank]
             same = other.label if other is not None and is_same else ""
             self.other_names.append(OtherName(file.label, inside, same, writer not in (-1, rank)))
@@ -253,7 +255,7 @@ class _Reading:
         sizes: dict[int, list[str]] = defaultdict(list)
         for file in self.files.values():
             world = next((size for value in _values(file.found.root) if (size := _world(value)) > 0), 0)
-            if world and file.label not in self.left_out:
+            if world:
                 sizes[world].append(file.label)
         if set(sizes) <= {self.world}:
             return
