@@ -216,11 +216,14 @@ def _stored(seed: str, entry: Mapping[str, Any], members: dict[str, bytes], tabl
         state = {"dim": int(dim)} if dim else {}
         placed.append(Stub("torch.distributed.tensor.placement_types", name, state))
     spec = {"mesh": Stub("torch.distributed.device_mesh", "DeviceMesh", mesh), "placements": tuple(placed)}
-    state = {"_local_tensor": plain, "_spec": Stub("torch.distributed.tensor._dtensor_spec", "DTensorSpec", spec)}
+    described = Stub("torch.distributed.tensor._dtensor_spec", "DTensorSpec", spec)
     tensor = Name("torch.distributed.tensor", "DTensor")
     whole = (tensor, Name("torch", dtype), shape, tuple(prod(shape[axis + 1 :]) for axis in range(len(shape))), 0)
     rebuild = Name("torch._utils", "_rebuild_wrapper_subclass")
-    return Call(Name("torch._tensor", "_rebuild_from_type_v2"), (rebuild, tensor, whole, state))
+    return Call(
+        Name("torch._tensor", "_rebuild_from_type_v2"),
+        (rebuild, tensor, whole, {"_local_tensor": plain, "_spec": described}),
+    )
 
 
 def torch_archive(members: Mapping[str, bytes], crc: bool = True, stem: str = "archive") -> bytes:
