@@ -192,7 +192,7 @@ def _stored(seed: str, entry: Mapping[str, Any], members: dict[str, bytes], tabl
     data = random.Random(seed).randbytes(prod(local) * item)  # noqa: S311
     members[f"data/{number}"] = bytes(byte & 0x3F for byte in data)
     strides = tuple(prod(local[axis + 1 :]) for axis in range(len(local)))
-    arguments = (Storage(cls, number, prod(local)), 0, local, strides, False, {})
+    arguments: tuple[Any, ...] = (Storage(cls, number, prod(local)), 0, local, strides, False, {})
     plain = Call(Name("torch._utils", "_rebuild_tensor_v2"), arguments)
     if "placements" not in entry:
         return plain

@@ -356,6 +356,15 @@ def test_values_and_bytes_of_one_rank(tmp_path: Path) -> None:
     assert told == {("PAY011", M.format(2)), ("PAY012", O.format(1))}
 
 
+def test_an_optimizer_of_more_parameters_than_the_model_has(tmp_path: Path) -> None:
+    shutil.copytree(RANK_FILES / "verl_hsdp_4r", tmp_path / "step")
+    on_all("model", 4, without("lm_head.weight"))(tmp_path / "step")
+    shutil.rmtree(tmp_path / "step" / "huggingface")
+    report = ckptlint.check(tmp_path / "step")
+    assert [row[:2] for row in found(report, "error", "warning")] == [("OPT008", "warning")]
+    assert any("lists 12 parameters, and the files of the model hold 11" in row[2] for row in found(report))
+
+
 def test_a_smaller_set_beside_the_whole_one_is_a_note(tmp_path: Path) -> None:
     shutil.copytree(RANK_FILES / "verl_fsdp2_4r", tmp_path / "step")
     shutil.copy(RANK_FILES / "verl_lora_2r/model_world_size_2_rank_1.pt", tmp_path / "step")
