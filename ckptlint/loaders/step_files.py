@@ -64,6 +64,7 @@ def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     is_dcp = not (ckpt.is_safetensors or ckpt.storages is not None)
     names = (*_READ_ELSEWHERE, "train_state.pt") if is_dcp else _READ_ELSEWHERE
     names = (*names, *([ckpt.config.file] if ckpt.config is not None else []))
+    parts |= {f"{name.rpartition('/')[0]}/" for name in parts if "/" in name}
     found = [item for item in _files_of(folder) if item.label not in parts]
     if is_dcp:  # whose metadata a loader has read, that of single ranks too
         found = [item for item in found if not RANK_METADATA.fullmatch(item.label)]
