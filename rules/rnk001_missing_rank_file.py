@@ -38,13 +38,13 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
     for kind, files in groups.items():
         there = sum(file.kind == kind for file in ckpt.rank_files.files)
         numbers = {name: {file.numbers[name] for file in files} for name in files[0].numbers}
-        of = ", ".join(f"{name} {ranges(found)}" for name, found in numbers.items())
+        of = "".join(f", {name} {ranges(found)}" for name, found in numbers.items()).replace(",", ":", 1)
         names = ", ".join(file.name for file in files[:_SHOWN])
         more = f" and {len(files) - _SHOWN:,} more" if len(files) > _SHOWN else ""
         yield Finding(
             f"{files[0].name} is missing"
             if len(files) == 1
-            else f"{len(files):,} of {len(files) + there:,} {kind} files are missing: {of}",
+            else f"{len(files):,} of {len(files) + there:,} {kind} files are missing{of}",
             at=Location(file=files[0].name, label=f"{plural(there, f'{kind} file')} of {len(files) + there:,} there"),
             missing=tuple(file.name for file in files),
             severity=Severity.WARNING if kind == "random state" else None,

@@ -75,8 +75,25 @@ def _facts(case: dict[str, Any]) -> Iterator[str]:
     for rank, items in enumerate(case.get("plans", ())):
         named = (item if isinstance(item, str) else f"{item['fqn']} {item.get('chunk', '')}" for item in items)
         yield f"rank {rank} plans " + ", ".join(named)
+    for name, values in case.get("torch", {}).items():
+        yield f"{name}: " + ", ".join(_leaves(values))
     yield from (f"{name}: {size}" for name, size in case.get("files", {}).items())
     yield from (f"{name}: {content[:60]!r}" for name, content in case.get("raw", {}).items())
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[str]:
+    """What a torch file holds: places and values."""
+    if isinstance(value, dict) and "tensor" in value:
+        yield f"{path} {value['tensor']}"
+    elif isinstance(value, dict):
+        inner = value["state"] if "class" in value else value
+        for key, item in inner.items():
+            yield from _leaves(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list) and any(isinstance(item, (dict, list)) for item in value):
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{path}.{number}")
+    else:
+        yield f"{path} = {value}"
 
 
 def catalogue(rules: Sequence[Rule], format_: str, width: int = 80) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
+from ckptlint.loaders.rank_files.plain import lone_state
 from ckptlint.loaders.recognise import METADATA, RANK_METADATA, LayoutKind, recognise, unsupported
 from ckptlint.loaders.safetensors import groups
 from ckptlint.model.text import printable
@@ -110,6 +111,8 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[Folder]:
         NothingToCheckError: there is none.
     """
     found = _find(folder, all_steps, levels=3)
+    if not found and (name := lone_state(folder)) is not None:
+        return [folder.without(folder.entries.keys() - {name}, name)]
     if not found and folder.unseen:
         hint = f"name the checkpoint folder itself, {folder.unseen}"
         raise NothingToCheckError(f"no .metadata under {folder.display}: {hint}")

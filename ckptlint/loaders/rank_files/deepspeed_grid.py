@@ -1,4 +1,4 @@
-"""What the files of a DeepSpeed tag say of the job: the grid of its ranks, the files it has, and where they disagree."""
+"""What the files of a DeepSpeed tag say of the job: the grid of its ranks, its files, and where they disagree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ckptlint.errors import CkptlintError
+from ckptlint.errors import CkptlintError, LimitError
 from ckptlint.loaders.rank_files.deepspeed_files import (
     Source,
     Tag,
@@ -158,7 +158,14 @@ _TRAINER_LIMIT = 64 * 1024**2
 
 
 def lost_files(tag: Tag, facts: Facts) -> tuple[tuple[RankFile, ...], str]:
-    """The files that the grid has and the folder has not, and what the grid is from."""
+    """The files that the grid has and the folder has not, and what the grid is from.
+
+    Raises:
+        LimitError: the files say that there are more than any job has.
+    """
+    counted = facts.mp * facts.dp + sum(facts.experts) * facts.tp
+    if counted > _FILES_LIMIT:
+        raise LimitError(f"counts {counted:,} files of ranks and experts, the limit is {_FILES_LIMIT:,}")
     there = {(file.kind, *sorted(file.numbers.items())) for file in tag.files}
     lost = [file for file in _expected(tag, facts) if (file.kind, *sorted(file.numbers.items())) not in there]
     sources = {
@@ -250,6 +257,8 @@ def surplus(tag: Tag, facts: Facts) -> list[Misfit]:
 
 # ---------------------------------------------------------------- what must be the same
 
+_FILES_LIMIT = 1_000_000
+
 STRUCTURE = ("ZeRO stage", "partition count", "data parallel size", "model parallel size", "parameters")
 
 
@@ -313,14 +322,16 @@ def _optimizer_steps(tag: Tag) -> Iterator[Disagreement]:
 
 def other_names(tag: Tag) -> Iterator[OtherName]:
     """The files that were written under another name of DeepSpeed's, which torch.save keeps inside the archive."""
+    named = {source.file.name: file_of(f"{source.found.prefix}.pt") for source in tag.sources}
+    alike: dict[tuple[tuple[int, int], ...], list[str]] = defaultdict(list)
     for source in tag.sources:
-        inside = file_of(f"{source.found.prefix}.pt")
-        if inside is None or (inside.kind, inside.numbers) == (source.file.kind, source.file.numbers):
-            continue
-        own = _checksums(source)
-        same = [other.file.name for other in tag.sources if other is not source and _checksums(other) == own]
-        yield OtherName(source.file.name, inside.name, same[0] if same and own else "")
+        alike[_checksums(source)].append(source.file.name)
+    for source in tag.sources:
+        name, inside, own = source.file.name, named[source.file.name], _checksums(source)
+        if inside is not None and (inside.kind, inside.numbers) != (source.file.kind, source.file.numbers):
+            same = [other for other in alike[own][:2] if other != name and own]
+            yield OtherName(name, inside.name, same[0] if same else "")
 
 
-def _checksums(source: Source) -> list[tuple[int, int]]:
-    return [(place.size, place.crc) for place in source.found.storages.values() if place.size]
+def _checksums(source: Source) -> tuple[tuple[int, int], ...]:
+    return tuple((place.size, place.crc) for place in source.found.storages.values() if place.size)

@@ -165,7 +165,7 @@ def _cut_groups(own: list[Source], models: list[Source], owner: str, experts: Ma
         parallel = max(max(counts) // ranks, 1)
         wanted = shapes[number] if number < len(shapes) else None
         for ep, members in _members(own, number, ranks, parallel):
-            whole = {member.index for member in members} == set(range(ranks))
+            whole = len(members) == ranks
             _judge_lengths(members, wanted, ranks, listed, made)
             _judge_names(members, wanted, whole, listed, made)
             local = experts if parallel > 1 else {}
@@ -178,10 +178,12 @@ def _members(own: list[Source], number: int, ranks: int, parallel: int) -> Itera
     Source:
         deepspeed.utils.groups._create_expert_and_data_parallel
     """
-    by_dp = {source.file.numbers["dp"]: source for source in own}
-    for ep in range(parallel):
-        places = {index * parallel + ep: index for index in range(ranks)}
-        yield ep, [_Member(by_dp[dp], index, number) for dp, index in places.items() if dp in by_dp]
+    found: dict[int, list[_Member]] = defaultdict(list)
+    for source in own:
+        index, ep = divmod(source.file.numbers["dp"], parallel)
+        if index < ranks:
+            found[ep].append(_Member(source, index, number))
+    yield from found.items()
 
 
 def _judge_lengths(

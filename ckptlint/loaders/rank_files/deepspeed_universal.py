@@ -175,7 +175,7 @@ class _States:
         found = []
         for fqn in self.wanted:
             if fqn not in self.there:
-                found.append(RankFile(printable(f"zero/{fqn}/"), "parameter", {}))
+                found.append(RankFile(printable(f"zero/{fqn}/"), "state", {}))
                 continue
             missing = [name for name in usual if name not in self.there[fqn]]
             found += [RankFile(printable(f"zero/{fqn}/{name}"), "state", {}) for name in missing]

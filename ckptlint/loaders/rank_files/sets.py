@@ -41,12 +41,13 @@ _INDEX = re.compile(r"(?P<stem>.+)\.bin\.index(?P<variant>\.[^.]+)?\.json")
 
 
 _VERL = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
-_PICKLE_SHARE = 4 * 1024**2
+PICKLE_SHARE = 4 * 1024**2
+"""Bytes of pickle and directory that are expected of a file, at most."""
 
 
 def input_bytes(folder: Folder) -> int:
     """Bytes of pickles and directories that are read of the sets in a folder, at most."""
-    return sum(min(folder.entries[name].size, _PICKLE_SHARE) for own in file_sets(folder) for name in own.files)
+    return sum(min(folder.entries[name].size, PICKLE_SHARE) for own in file_sets(folder) for name in own.files)
 
 
 def verl_name(name: str) -> tuple[str, int, int]:
