@@ -36,8 +36,9 @@ from ckptlint.loaders.megatron import (
     split_objects,
 )
 from ckptlint.loaders.problems import from_error, from_refusals
+from ckptlint.loaders.rank_files.megatron_legacy import read_legacy
 from ckptlint.loaders.rank_files.plain import read_weights
-from ckptlint.loaders.rank_files.sets import input_bytes
+from ckptlint.loaders.rank_files.sets import input_bytes, legacy_bytes
 from ckptlint.loaders.rank_files.verl import read_verl
 from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, LayoutKind, Recognised, recognise
 from ckptlint.loaders.run_folder import read_run, read_train_state
@@ -63,7 +64,12 @@ from ckptlint.vocabulary.litter import is_litter
 from ckptlint.vocabulary.mesh import read_topology
 
 _RENAMED = "the writer renames a finished file into place, so a short one is a copy that broke off or a full disk"
-_DESCRIBES_ITSELF: Mapping[LayoutKind, Format] = {"safetensors": "safetensors", "torch": "torch", "verl": "verl"}
+_DESCRIBES_ITSELF: Mapping[LayoutKind, Format] = {
+    "safetensors": "safetensors",
+    "torch": "torch",
+    "verl": "verl",
+    "megatron-legacy": "megatron-legacy",
+}
 """Kinds whose files describe their own tensors, and their formats."""
 _BYTECHECKPOINT = "bytecheckpoint."
 _NO_METADATA = {"dangling-link": "is a link that leads nowhere", "not-a-file": "is no regular file"}
@@ -129,8 +135,15 @@ def _metadata_bytes(folder: Folder) -> int:
     return sum(min(folder.entries[name].size, SIZE_LIMIT) for name in inputs)
 
 
+_TORCH_READERS: Mapping[LayoutKind, Callable[[Folder, bool], Checkpoint]] = {
+    "torch": read_weights,
+    "verl": read_verl,
+    "megatron-legacy": read_legacy,
+}
+
+
 def _open_torch(folder: Folder, found: Recognised, look_at_files: bool) -> Checkpoint:
-    ckpt = (read_verl if found.kind == "verl" else read_weights)(folder, look_at_files)
+    ckpt = _TORCH_READERS[found.kind](folder, look_at_files)
     problems = ckpt.problems + unread_beside(folder) + unfinished_marks(folder)
     return replace(ckpt, run=read_run(folder), problems=problems)
 
@@ -462,6 +475,7 @@ LAYOUTS: Mapping[LayoutKind, LayoutReader] = {
     "safetensors": LayoutReader(_open_safetensors, header_bytes),
     "torch": LayoutReader(_open_torch, input_bytes),
     "verl": LayoutReader(_open_torch, input_bytes),
+    "megatron-legacy": LayoutReader(_open_torch, legacy_bytes),
     "incomplete": LayoutReader(_incomplete),
     "unsupported": LayoutReader(_unsupported),
     "file": LayoutReader(_named_file),

@@ -11,7 +11,7 @@ from typing import Literal
 from ckptlint.errors import CkptlintError, LimitError, NothingToCheckError
 from ckptlint.formats.safe_pickle import asks_for_names
 from ckptlint.formats.sandbox import isolated
-from ckptlint.loaders.rank_files.sets import SetKind, file_sets
+from ckptlint.loaders.rank_files.sets import SetKind, file_sets, legacy_file
 from ckptlint.loaders.safetensors import groups
 from ckptlint.model.facts import fact
 from ckptlint.model.text import printable
@@ -72,6 +72,8 @@ def recognise(folder: Folder) -> Recognised | None:
         return Recognised("incomplete", evidence=known[0])
     if found := groups(folder):
         return Recognised("safetensors", evidence=(found[0].files or [found[0].index])[0])
+    if evidence := legacy_file(folder):
+        return Recognised("megatron-legacy", evidence=evidence)
     if sets := file_sets(folder):
         return Recognised(sets[0].kind, evidence=(sets[0].files or [sets[0].index])[0])
     if other := unsupported(folder):
