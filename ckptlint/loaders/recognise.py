@@ -26,7 +26,6 @@ _TEXT_LIMIT = 1024**2
 
 _HINTS = {
     "nanotron": "convert it with nanotron's examples/llama/convert_nanotron_to_hf.py",
-    "Megatron-LM legacy torch": "convert it to torch_dist with Megatron-LM's tools/checkpoint/convert.py",
     "DeepSpeed ZeRO": "convert it with DeepSpeed's ds_to_universal.py or zero_to_fp32.py, which check it on the way",
     "DeepSpeed universal": "load it with DeepSpeed, which checks it on the way",
     "Orbax": "Orbax reads it; it is a JAX checkpoint",
@@ -87,7 +86,7 @@ def unsupported(folder: Folder) -> Recognised | None:
     files = [name for name in folder.files_beside() if not (name.endswith(".distcp") or is_litter(name))]
     folders = folder.folders()
     marks: list[tuple[str, str | None]] = [
-        ("Megatron-LM legacy torch", _first(folders, r"mp_rank_\d\d.*") or _first(files, r"model_optim_rng\.pt")),
+        ("NeMo 1 or other, in mp_rank folders", None if legacy_file(folder) else _first(folders, r"mp_rank_\d\d.*")),
         ("NVRx local checkpoint", _first(files, r"iter_\d{7}_\d+_local.*\.pt")),
         ("DeepSpeed universal", _first(files, r"latest_universal") or _universal(folder)),
         ("DeepSpeed ZeRO", _first(files, r".*zero_pp_rank_.*_optim_states\.pt|mp_rank_.*_model_states\.pt")),
