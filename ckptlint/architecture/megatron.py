@@ -33,6 +33,8 @@ _LOCAL_NORMS = {
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
 
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
 FILE = "megatron.json"
 """The data file: `""` -> what it was made with; `gpt`, `hybrid` -> ranges, rows, forms (bench/architectures)."""
 
@@ -201,6 +203,9 @@ def rank_models(
                 name = name.replace(fused, apart)
             local |= _of_experts(name, tensor, "local_experts.{expert}.linear_fc{fc}.{what}")
         for form, tensors in (("Transformer Engine", engine), ("local", local)):
+            if (embedding := tensors.get(_EMBEDDING)) is not None and _HEAD not in tensors:
+                # the last stage has a copy of its own of what it shares with the first
+                tensors[_HEAD] = replace(embedding, needed=False, because=("untie_embeddings_and_output_weights",))
             if len(tensors) <= at_most and not any(_are_alike(tensors, other.tensors) for other in found):
                 found.append(replace(model, form=f"the modules of each rank, {form} {len(found)}", tensors=tensors))
     return tuple(found)

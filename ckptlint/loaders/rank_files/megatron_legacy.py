@@ -76,6 +76,7 @@ _COMPARED = (
 _STATES = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _ALIGNED = 64  # elements, to which the start of each parameter in a buffer is rounded up
 _BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq")  # stored with the model, and no parameters
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _SHOWN = 8
 
 
@@ -304,7 +305,7 @@ class _Reading:
             for key, tensor in own.items():
                 model[key].append(_Held(place, tensor, rank.number, rank.model, rank.label))  # type: ignore[arg-type]
             self._optimizer(place, rank, own, states, short)
-        self._shapes(model)
+        self._tied(model)
         for key, held in model.items():
             self._add(key, key, held)
         for what, found in states.items():
@@ -540,8 +541,14 @@ class _Reading:
 
     # ------------------------------------------------------------ placing
 
-    def _shapes(self, model: Held) -> None:
-        """Nothing yet."""
+    def _tied(self, model: Held) -> None:
+        """The head of the last stage has the bytes of the embedding that it shares with the first."""
+        if self.args.get("untie_embeddings_and_output_weights") is not False or self.sizes.pp == 1:
+            return
+        for head in model.get(_HEAD, ()):
+            same = [item for item in model.get(_EMBEDDING, ()) if item.place.tp == head.place.tp]
+            if same and same[0].tensor.shape == head.tensor.shape:
+                self._compare(_HEAD, [same[0], head], "content of copies", sure=True)
 
     def _add(self, fqn: str, key: str, held: list[_Held]) -> None:
         """Add the parts of a tensor, each where it lies in the whole where that is certain."""
@@ -611,7 +618,9 @@ class _Reading:
                     Misfit(printable(fqn), item.label, shape_text(item.tensor.shape), shape_text(usual), because)
                 )
 
-    def _compare(self, fqn: str, held: list[_Held]) -> None:
+    def _compare(
+        self, fqn: str, held: list[_Held], what: str = "content of other meshes", sure: bool = False
+    ) -> None:
         """Copies on several ranks have equal checksums where the file has one for each."""
         says: dict[str, list[str]] = defaultdict(list)
         for item in held:
@@ -619,7 +628,7 @@ class _Reading:
             if place is not None and place.crc and item.tensor.extent == item.tensor.length:
                 says[f"CRC-32 {place.crc:08x}"].append(item.label)
         if len(says) > 1:
-            self._disagree("content of other meshes", says, [fqn], sure=False)
+            self._disagree(what, says, [fqn], sure)
 
 
 # ---------------------------------------------------------------- one rank
