@@ -10,6 +10,7 @@ from ckptlint.model import Checkpoint, OptimizerFile
 from ckptlint.model.text import plural, printable
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
+from ckptlint.vocabulary.keys import is_adapter, parse
 
 _ELEMENTWISE = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 _PROJECTED = "rank"  # GaLore, APOLLO: moments of fewer rows than their parameters
@@ -18,7 +19,7 @@ _NAMED = 6
 
 @rule("OPT008", "optimizer-file", Severity.WARNING)
 def optimizer_file(ckpt: Checkpoint) -> Iterator[Finding]:
-    """What `optimizer.pt` or `optimizer.bin` says contradicts itself or the weights beside it.
+    """What `optimizer.pt`, `optimizer.bin` or the optimizer in a rank's file says contradicts itself or the weights beside it.
 
     What it checks:
         Groups list each parameter once, and each one that has state. `exp_avg` and `exp_avg_sq` of a parameter have one
@@ -62,7 +63,13 @@ def _odd(
         if first is not None and second is not None and first != second:
             both = f"the shapes {[*first]} and {[*second]}"
             yield f"exp_avg and exp_avg_sq of {_some([param])} in {file} have {both}", f"pair {param}", False
-    if is_alone and ckpt.format in ("safetensors", "torch") and ckpt.tensors and ckpt.is_sound and not ckpt.partial:
+    if (
+        is_alone
+        and ckpt.format in ("safetensors", "torch", "verl")
+        and ckpt.tensors
+        and ckpt.is_sound
+        and not ckpt.partial
+    ):
         yield from _against_model(ckpt, file, optimizer)
 
 
@@ -72,8 +79,13 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
         for param, own in optimizer.shapes.items()
         if (shape := next((own[name] for name in _ELEMENTWISE if own.get(name)), None))
     }
-    tensors = {key: tensor.global_shape for key, tensor in ckpt.tensors.items() if tensor.dtype in FLOATS}
-    if _PROJECTED in optimizer.settings or not moments or len(tensors) < len(ckpt.tensors):
+    model = {key: tensor for key, tensor in ckpt.tensors.items() if parse(key).kind == "model"}
+    tensors = {key: tensor.global_shape for key, tensor in model.items() if tensor.dtype in FLOATS}
+    if _PROJECTED in optimizer.settings or not moments or len(tensors) < len(model):
+        return
+    if len(optimizer.params) > len(model) and ckpt.format == "verl" and not all(map(is_adapter, map(parse, model))):
+        counts = plural(len(optimizer.params), "parameter"), f"{len(model):,}"
+        yield f"{file} lists {counts[0]}, and the files of the model hold {counts[1]}", "count", False
         return
     for param, shape in moments.items():
         own = tensors.get(param) if isinstance(param, str) else None

@@ -27,6 +27,8 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.metadata.Metadata.storage_data
     """
+    if ckpt.storages is not None:
+        raise NotApplicable("a torch file says in one place what a tensor is and where it lies")
     if not len(ckpt.records):
         lost = sum(bool(t.layout.live.any()) for t in ckpt.sound_tensors()) + len(ckpt.objects) + len(ckpt.byte_objects)
         if not lost:

@@ -179,9 +179,7 @@ def expected_models(
     return tuple(found.values())
 
 
-def rank_models(
-    args: Mapping[str, object], source: str = "args", at_most: int = MOST_KEYS
-) -> tuple[Expected, ...]:
+def rank_models(args: Mapping[str, object], source: str = "args", at_most: int = MOST_KEYS) -> tuple[Expected, ...]:
     """The same under the names that the modules of each rank have, as `state_dict` gives them.
 
     torch_dist renames the norms of the local implementation to those of Transformer Engine, and stacks the experts.

@@ -36,7 +36,8 @@ SIZE_LIMIT = 2 * 1024**3
 _WALK_LIMIT = 64 * 1024**2
 _NESTED_LIMIT = 8
 _ZIP = b"PK\3\4"
-_INNER_PICKLE = re.compile(rb"\x80[\x02-\x05]|PK\x03\x04")  # bytes of protocol 2 are UTF-8, which keeps this order
+_INNER_PICKLE = re.compile(rb"\x80[\x02-\x05]")
+_HOLDS_BYTES = ((b"CU\x8c", 1), (b"BTX", 4), (b"\x8e\x96\x8d", 8))  # opcodes of bytes and texts, width of their length
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # torch.serialization.MAGIC_NUMBER
 
 
@@ -531,7 +532,7 @@ def _judged(
     unknown = [printable(".".join(key)) for key in names.unknown if key not in names.called]
     error = None
     given = dict.fromkeys(names.loaded)
-    kept = dict.fromkeys(_bytes_of(found.root)) if not strict and _INNER_PICKLE.search(data, 2) else {}
+    kept = dict.fromkeys(_bytes_of(found.root)) if not strict and _may_hold_pickles(data) else {}
     for raw in given | kept:
         if depth == _NESTED_LIMIT:
             raise LimitError(f"holds pickles inside pickles, more than {_NESTED_LIMIT} deep")
@@ -571,6 +572,25 @@ def _read_bytes(raw: bytes, depth: int) -> Unpickled:
         if found.error is not None or not raw or (number == 0 and found.root != _LEGACY_MAGIC):
             break
     return Unpickled(None, tuple(refused), tuple(unknown))
+
+
+def _may_hold_pickles(data: bytes) -> bool:
+    """Whether bytes or a text in a pickle may start as a pickle or an archive does.
+
+    The same two bytes are part of the numbers by which a large pickle refers back. In protocol 2 bytes are a text of
+    their codes, of which UTF-8 puts one byte before the first.
+    """
+    if data.find(_ZIP, 2) >= 0:
+        return True
+    for match in _INNER_PICKLE.finditer(data, 2):
+        for at in {match.start(), match.start() - (data[match.start() - 1] == 0xC2)}:
+            for opcodes, width in _HOLDS_BYTES:
+                length = int.from_bytes(data[at - width : at], "little")
+                if at > width and data[at - width - 1] in opcodes and 2 <= length <= len(data) - at:
+                    return True
+            if data[at - 1] in b"VS" or data[at - 2] in b"S":
+                return True
+    return False
 
 
 def _bytes_of(root: Any) -> Iterator[bytes]:

@@ -211,7 +211,9 @@ def absent_writer_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
     rank = absent_writer(ckpt, tensor, region)
     if rank is None:
         return ""
-    file = f"shard-{rank + 1:05d}-*.safetensors" if ckpt.is_safetensors else f"__{rank}_0.distcp"
+    of_set = ckpt.rank_files.files if ckpt.rank_files else ()
+    own = next((file.name for file in of_set if file.numbers == {"rank": rank}), f"__{rank}_0.distcp")
+    file = f"shard-{rank + 1:05d}-*.safetensors" if ckpt.is_safetensors else own
     named = f"rank {rank} ({file}) should hold it"
     if rank in _ranks_with_entries(ckpt):
         return f"{named}; it stored other tensors, so its save did finish: its state dict lacked this part"

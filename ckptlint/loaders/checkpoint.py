@@ -36,9 +36,15 @@ from ckptlint.loaders.megatron import (
     split_objects,
 )
 from ckptlint.loaders.problems import from_error, from_refusals
+<<<<<<< HEAD
+from ckptlint.loaders.rank_files.megatron_keys import legacy_bytes
 from ckptlint.loaders.rank_files.megatron_legacy import read_legacy
 from ckptlint.loaders.rank_files.plain import read_weights
-from ckptlint.loaders.rank_files.sets import input_bytes, legacy_bytes
+from ckptlint.loaders.rank_files.sets import input_bytes
+=======
+from ckptlint.loaders.rank_files.plain import read_named, read_weights
+from ckptlint.loaders.rank_files.sets import input_bytes
+>>>>>>> rank
 from ckptlint.loaders.rank_files.verl import read_verl
 from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, LayoutKind, Recognised, recognise
 from ckptlint.loaders.run_folder import read_run, read_train_state
@@ -391,8 +397,10 @@ def _unsupported(folder: Folder, found: Recognised, _look_at_files: bool) -> Che
     return Checkpoint(folder.display, "unsupported", problems=[unsupported_problem(found)], readable=False)
 
 
-def _named_file(folder: Folder, found: Recognised, _look_at_files: bool) -> Checkpoint:
-    """A file that the user named and that belongs to no checkpoint; what it asks for is told with the step files."""
+def _named_file(folder: Folder, found: Recognised, look_at_files: bool) -> Checkpoint:
+    """A file by itself: a whole state, or one that belongs to no checkpoint; that is told with the step files."""
+    if (ckpt := read_named(folder, folder.part, look_at_files)) is not None:
+        return ckpt
     sentence = f"{found.evidence} is a file by itself, and no part of a checkpoint that ckptlint checks"
     hint = "name the folder of the checkpoint"
     problem = Problem("unsupported", found.evidence, sentence, hint=hint, blocks=True)
@@ -478,6 +486,6 @@ LAYOUTS: Mapping[LayoutKind, LayoutReader] = {
     "megatron-legacy": LayoutReader(_open_torch, legacy_bytes),
     "incomplete": LayoutReader(_incomplete),
     "unsupported": LayoutReader(_unsupported),
-    "file": LayoutReader(_named_file),
+    "file": LayoutReader(_named_file, lambda folder: sum(folder.entries[name].size for name in folder.files_beside())),
 }
 """What reads each kind of folder that `recognise` tells apart."""

@@ -9,8 +9,11 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
-from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder
-from ckptlint.loaders.rank_files.sets import legacy_file
+<<<<<<< HEAD
+from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
+=======
+from ckptlint.loaders.rank_files.plain import lone_state
+>>>>>>> rank
 from ckptlint.loaders.recognise import METADATA, RANK_METADATA, LayoutKind, recognise, unsupported
 from ckptlint.loaders.safetensors import groups
 from ckptlint.model.text import printable
@@ -112,6 +115,8 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[Folder]:
         NothingToCheckError: there is none.
     """
     found = _find(folder, all_steps, levels=3)
+    if not found and (name := lone_state(folder)) is not None:
+        return [folder.without(folder.entries.keys() - {name}, name)]
     if not found and folder.unseen:
         hint = f"name the checkpoint folder itself, {folder.unseen}"
         raise NothingToCheckError(f"no .metadata under {folder.display}: {hint}")

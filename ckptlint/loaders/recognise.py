@@ -11,7 +11,8 @@ from typing import Literal
 from ckptlint.errors import CkptlintError, LimitError, NothingToCheckError
 from ckptlint.formats.safe_pickle import asks_for_names
 from ckptlint.formats.sandbox import isolated
-from ckptlint.loaders.rank_files.sets import SetKind, file_sets, legacy_file
+from ckptlint.loaders.rank_files.megatron_keys import legacy_file
+from ckptlint.loaders.rank_files.sets import SetKind, file_sets
 from ckptlint.loaders.safetensors import groups
 from ckptlint.model.facts import fact
 from ckptlint.model.text import printable
@@ -29,9 +30,20 @@ _HINTS = {
     "DeepSpeed ZeRO": "convert it with DeepSpeed's ds_to_universal.py or zero_to_fp32.py, which check it on the way",
     "DeepSpeed universal": "load it with DeepSpeed, which checks it on the way",
     "Orbax": "Orbax reads it; it is a JAX checkpoint",
+    "NeMo 1 or other, in mp_rank folders": "convert it to torch_dist with NeMo, or give the folder that Megatron-LM saved",
+    "NVRx local checkpoint": "each node holds the part of its ranks: load it with the job that wrote it and save it "
+    "globally, as torch_dist",
+    "torchsnapshot": "load it with torchsnapshot and save it with torch.distributed.checkpoint",
+    "PaddlePaddle": "load it with paddle.distributed.load_state_dict, which reads its N.metadata",
+    "GGUF": "check the safetensors that it was made from",
+    "NeMo, packed": "unpack it (it is a tar archive) and give the folder of weights in it",
     "zarr (Megatron-Core <= 0.15)": "load it with Megatron-Core <= 0.15 and save it as torch_dist",
     "ByteCheckpoint": "load it with ByteCheckpoint",
 }
+
+_PADDLE = r"\d{1,9}\.metadata"
+_ALONE = (("GGUF", r".+\.gguf"), ("NeMo, packed", r".+\.nemo"))
+"""Files that are a model by themselves, where nothing else lies in the folder that is known."""
 
 LayoutKind = Literal["dcp", "per-rank", "safetensors", "incomplete", "unsupported", "file"] | SetKind
 
@@ -66,6 +78,8 @@ def recognise(folder: Folder) -> Recognised | None:
         return Recognised("dcp")
     if any(RANK_METADATA.fullmatch(name) for name in names):
         return Recognised("per-rank")
+    if paddle := _first(names, _PADDLE):
+        return Recognised("unsupported", "PaddlePaddle", paddle)
     if payload or "common.pt" in names or ".metadata.tmp" in names or _backend(folder) == "torch_dist":
         known = payload[:1] + [name for name in ("common.pt", ".metadata.tmp", "metadata.json") if name in names]
         return Recognised("incomplete", evidence=known[0])
@@ -78,6 +92,9 @@ def recognise(folder: Folder) -> Recognised | None:
     if other := unsupported(folder):
         return other
     is_file = folder.part != "" and [*folder.entries] == [folder.part]
+    for name, pattern in _ALONE:
+        if (is_file or not folder.folders()) and (packed := _first(names, pattern)):
+            return Recognised("unsupported", name, printable(packed))
     return Recognised("file", evidence=printable(folder.part)) if is_file else None
 
 
@@ -95,6 +112,7 @@ def unsupported(folder: Folder) -> Recognised | None:
         ("zarr (Megatron-Core <= 0.15)", "metadata.json" if _backend(folder) == "zarr" else _zarr(folder)),
         ("torch_checkpointing", _first(files, r"metadata\.pkl")),
         ("nanotron", _first(files, r"model_(weight|bias)(_pp-rank-.*)?\.safetensors")),
+        ("torchsnapshot", _first(files, r"\.snapshot_metadata")),
         ("TensorFlow", _first(files, r".+\.data-\d{5}-of-\d{5}")),
     ]  # fmt: skip
     for name, evidence in marks:

@@ -30,7 +30,7 @@ _UNKNOWN_LIMIT = 64  # files of unknown names that are opened, at most
 _TRAINER_STEP = re.compile(r"checkpoint-(\d{1,18})")  # transformers.trainer_utils.PREFIX_CHECKPOINT_DIR
 _ARCHIVE = b"PK\3\4"
 _RESUME = "a resume from this step reads it"
-_READ_ELSEWHERE = (COMMON_FILE, CONFIG_FILE, RUN_CONFIG, "config.json")
+_READ_ELSEWHERE = (COMMON_FILE, CONFIG_FILE, RUN_CONFIG, "config.json", "fsdp_config.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
         file, own = read.get(item.label) or (_told(item, _state_of(item, names)), [])
         files.append(file)
         problems += own
-    return replace(ckpt, step_files=tuple(files), problems=problems)
+    return replace(ckpt, step_files=(*ckpt.step_files, *files), problems=problems)
 
 
 def _files_of(folder: Folder) -> Iterator[_Found]:

@@ -17,7 +17,7 @@ from ckptlint.seals.digests import ALGORITHM
 from ckptlint.seals.file import SCHEMA, SEAL, metadata_hash
 from ckptlint.storage.local import LocalFolder
 from ckptlint.storage.paths import is_safe
-from ckptlint.testing.pickles import Call, Enum, Name, Pickler, Storage, Stub, archive, tensor_record
+from ckptlint.testing.pickles import Call, Enum, Name, Pickler, Storage, Stub, archive, rank_file, tensor_record
 from ckptlint.vocabulary.dtypes import ITEM_BITS, SAFETENSORS
 
 FRAMING = 1577
@@ -39,12 +39,14 @@ def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
     records: list[tuple[str, int, bytes]] = []
     for name, part, rank in _parts(table):
         content = _read_content(part, rank, "depth" in table)
-        if part.get("metadata", "safetensors" not in table):
+        if part.get("metadata", not {"safetensors", "rank_files"} & table.keys()):
             (folder / name).write_bytes(content.pickled(part))
         files |= content.ends
         records += content.records
     for name, file in table.get("safetensors", {}).items():
         write_safetensors(folder / name, file)
+    for name, file in table.get("rank_files", {}).items():
+        (folder / name).write_bytes(rank_file(file.get("prefix", Path(name).stem), file))
     if table.get("megatron"):
         config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
         config |= {"common_backend": "torch", "common_backend_version": 1}

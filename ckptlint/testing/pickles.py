@@ -160,16 +160,83 @@ def _tensor_pickle(dtype: str, shape: list[int], count: int, table: Mapping[str,
     return file.getvalue()
 
 
-def torch_archive(members: Mapping[str, bytes], crc: bool = True) -> bytes:
+def rank_file(stem: str, table: Mapping[str, Any]) -> bytes:
+    """A file of torch.save with tensors, of which some may be one rank's part of a DTensor of torch 2.13.
+
+    Args:
+        stem: the name that the folder in the archive has.
+        table: `tensors`, key -> `shape`, `dtype`, `seed` of its values; of a DTensor `local`, the shape of the part,
+            `placements` (`Shard(0)`, `Replicate()`), and `mesh`, its shape; `rank` and `names` of the mesh; `values`,
+            what lies beside the tensors; `state`, whether the tensors are an optimizer's, by `<number>.<name>`.
+    """
+    members: dict[str, bytes] = {}
+    root: dict[Any, Any] = dict(table.get("values", {}))
+    for key, entry in table.get("tensors", {}).items():
+        made = _stored(f"{key} {entry.get('seed', '')}", entry, members, table)
+        owner = root
+        name: Any = key
+        if table.get("state"):
+            number, _, name = key.partition(".")
+            owner = root.setdefault("state", {}).setdefault(int(number), {})
+        owner[name] = made
+    file = io.BytesIO()
+    Pickler(file, 2).dump(root)
+    return torch_archive({"data.pkl": file.getvalue()} | members, stem=stem)
+
+
+def _stored(seed: str, entry: Mapping[str, Any], members: dict[str, bytes], table: Mapping[str, Any]) -> Call:
+    dtype, shape = entry.get("dtype", "float32"), tuple(entry["shape"])
+    local, item = tuple(entry.get("local", shape)), ITEM_BITS[entry.get("dtype", "float32")] // 8
+    cls = Name("torch", next(name for name, ours in STORAGES.items() if ours == dtype))
+    number = str(len(members))
+    data = random.Random(seed).randbytes(prod(local) * item)  # noqa: S311
+    members[f"data/{number}"] = bytes(byte & 0x3F for byte in data)
+    strides = tuple(prod(local[axis + 1 :]) for axis in range(len(local)))
+    arguments: tuple[Any, ...] = (Storage(cls, number, prod(local)), 0, local, strides, False, {})
+    plain = Call(Name("torch._utils", "_rebuild_tensor_v2"), arguments)
+    if "placements" not in entry:
+        return plain
+    sizes, rank = list(entry["mesh"]), table.get("rank", 0)
+    steps = [prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+    axes = [
+        Stub("torch.distributed._mesh_layout", "_FlatLayout", {"shape": (size,), "stride": (step,)})
+        for size, step in zip(sizes, steps, strict=True)
+    ]
+    mesh = {
+        "_device_type": "cpu",
+        "_layout": Stub("torch.distributed._mesh_layout", "_MeshLayout", {"axes": tuple(axes)}),
+        "_mesh_dim_names": tuple(entry.get("names", ("fsdp", "tp")[: len(sizes)])),
+        "_flatten_rank_map": tuple(range(prod(sizes))),
+        "_rank": rank,
+        "_root_mesh": None,
+    }
+    placed = []
+    for text in entry["placements"]:
+        name, _, dim = text.rstrip(")").partition("(")
+        state = {"dim": int(dim)} if dim else {}
+        placed.append(Stub("torch.distributed.tensor.placement_types", name, state))
+    spec = {"mesh": Stub("torch.distributed.device_mesh", "DeviceMesh", mesh), "placements": tuple(placed)}
+    described = Stub("torch.distributed.tensor._dtensor_spec", "DTensorSpec", spec)
+    tensor = Name("torch.distributed.tensor", "DTensor")
+    whole = (tensor, Name("torch", dtype), shape, tuple(prod(shape[axis + 1 :]) for axis in range(len(shape))), 0)
+    rebuild = Name("torch._utils", "_rebuild_wrapper_subclass")
+    return Call(
+        Name("torch._tensor", "_rebuild_from_type_v2"),
+        (rebuild, tensor, whole, {"_local_tensor": plain, "_spec": described}),
+    )
+
+
+def torch_archive(members: Mapping[str, bytes], crc: bool = True, stem: str = "archive") -> bytes:
     """An archive with torch's framing: sizes in the directory alone, data at multiples of 64, zip64 end records.
 
     Args:
         members: name without the folder -> bytes.
         crc: False for what `torch.serialization.set_crc32_options(False)` leaves.
+        stem: name of the folder in it.
     """
     archive, directory = bytearray(), bytearray()
     for short, data in {**members, "byteorder": b"little", "version": b"3\n"}.items():
-        name = f"archive/{short}".encode()
+        name = f"{stem}/{short}".encode()
         at = len(archive)
         fill = -(at + 30 + len(name) + 4) % 64
         archive += struct.pack("<4s5H3I2H", b"PK\3\4", 0, 0x808, 0, 0, 0, 0, 0, 0, len(name), fill + 4)

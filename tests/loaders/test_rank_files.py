@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support import codes, found
+from support import REAL, codes, found, manifest
+from torch.distributed.tensor import DTensor, Replicate
 
 import ckptlint
+from ckptlint.analysis.inventory import inventory_of
 from ckptlint.depth import Depth
 
 DEPTHS = ("metadata", "files", "headers", "data")
 CONFIG = {
     "model_type": "llama", "vocab_size": 12, "hidden_size": 8, "intermediate_size": 10, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "tie_word_embeddings": False,
-    "architectures": ["LlamaForCausalLM"], "torch_dtype": "float32",
+    "architectures": ["LlamaForCausalLM"], "torch_dtype": "float32", "transformers_version": "4.40.0",
+    "attention_bias": False, "mlp_bias": False,
 }  # fmt: skip
 
 
@@ -135,3 +141,233 @@ def test_a_changed_byte_and_a_value_that_is_no_number(tmp_path: Path) -> None:
     assert "model.norm.weight" in sentences
     assert "lm_head.weight" in sentences
     assert found(ckptlint.check(tmp_path, depth=Depth.HEADERS)) == []
+
+
+# ---------------------------------------------------------------- real files
+
+RANK_FILES = REAL / "rank_files"
+ROWS = manifest(RANK_FILES)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["path"])
+def test_healthy_real_files_are_silent(row: dict[str, str], depth: str) -> None:
+    path = RANK_FILES / row["path"]
+    report = ckptlint.check(path, depth=Depth[depth.upper()])
+    assert found(report, "error", "warning") == []
+    ckpt = report.checkpoints[0].checkpoint
+    assert ckpt.format == ("verl" if row["path"].startswith("verl") else "torch")
+    assert ckpt.tensors
+    assert ckpt.partial == ""
+    # nothing passes for want of a place
+    assert all(len(tensor.chunks) and (tensor.chunks.record >= 0).all() for tensor in ckpt.tensors.values())
+
+
+def test_every_real_folder_is_in_the_manifest() -> None:
+    assert {row["path"] for row in ROWS} == {path.name for path in RANK_FILES.iterdir() if path.is_dir()}
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "states"),
+    [("verl_fsdp2_4r", 12, 24), ("verl_hsdp_4r", 12, 24), ("verl_tp2_fsdp2", 12, 24), ("verl_fsdp1_2r", 12, 2),
+     ("verl_fsdp1_shards_2r", 12, 2), ("verl_lora_2r", 16, 8), ("verl_lora_only_2r", 4, 8)],
+)  # fmt: skip
+def test_states_have_the_names_of_their_parameters(name: str, params: int, states: int) -> None:
+    ckpt = ckptlint.check(RANK_FILES / name).checkpoints[0].checkpoint
+    inventory = inventory_of(ckpt)
+    assert len([key for key in ckpt.tensors if key.startswith("optimizer.")]) == states
+    assert len(inventory.params) == params + ("model.seen" in ckpt.tensors)
+    if "fsdp1" not in name:
+        assert inventory.mapped_share == 1.0
+
+
+def test_rows_that_do_not_divide_lie_where_tensor_parallelism_cut_them() -> None:
+    """10 rows over (fsdp 2, tp 2): tp first, 5 and 5, then fsdp, 3 and 2."""
+    ckpt = ckptlint.check(RANK_FILES / "verl_tp2_fsdp2").checkpoints[0].checkpoint
+    tensor = ckpt.tensors["model.layers.0.mlp.gate_proj.weight"]
+    rows = {ckpt.chunk_file(tensor, row)[-4]: tensor.layout.box(row) for row in range(4)}
+    assert {rank: (box.offsets[0], box.sizes[0]) for rank, box in rows.items()} == {
+        "0": (0, 3), "1": (5, 3), "2": (3, 2), "3": (8, 2),
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- broken ones
+
+Edit = Callable[[Path], None]
+
+
+def rewritten(name: str, change: Callable[[Any], Any]) -> Edit:
+    """Load a file, change what it holds, and write it again under its name."""
+
+    def edit(folder: Path) -> None:
+        state = torch.load(folder / name, map_location="cpu", weights_only=False)
+        changed = change(state)
+        torch.save(state if changed is None else changed, folder / name)
+
+    return edit
+
+
+def on_all(kind: str, world: int, change: Callable[[Any], Any]) -> Edit:
+    def edit(folder: Path) -> None:
+        for rank in range(world):
+            rewritten(f"{kind}_world_size_{world}_rank_{rank}.pt", change)(folder)
+
+    return edit
+
+
+def bytes_of(name: str, change: Callable[[bytes], bytes]) -> Edit:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes())) and None
+
+
+def part(key: str, change: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Change one value of a state."""
+
+    def edit(state: Any) -> None:
+        state[key] = change(state[key])
+
+    return edit
+
+
+def without(*keys: Any) -> Callable[[Any], None]:
+    """Take one value out of a state, or out of what lies in it."""
+
+    def edit(state: Any) -> None:
+        for key in keys[:-1]:
+            state = state[key]
+        del state[keys[-1]]
+
+    return edit
+
+
+def with_local(value: Any, local: torch.Tensor) -> Any:
+    value._local_tensor = local
+    return value
+
+
+def with_spec(value: Any, **changed: Any) -> Any:
+    for name, new in changed.items():
+        object.__setattr__(value._spec, name, new)
+    return value
+
+
+def replicated(value: Any) -> Any:
+    return with_spec(value, placements=(Replicate(),))
+
+
+def renamed_mesh(state: Any) -> None:
+    mesh = next(value for value in state.values() if hasattr(value, "_spec"))._spec.mesh
+    mesh._mesh_dim_names = ("dp",)
+
+
+def back(scheduler: Any) -> Any:
+    return scheduler | {"last_epoch": 4}
+
+
+def later(state: Any) -> None:
+    for own in state["state"].values():
+        own["step"] += 1
+
+
+def shorter_moment(state: Any) -> None:
+    moment = state["state"][3]["exp_avg"]
+    with_local(moment, moment._local_tensor[:, :6].contiguous())
+    meta = moment._spec.tensor_meta
+    state["state"][3]["exp_avg"] = DTensor(
+        moment._local_tensor, with_spec(moment, tensor_meta=meta._replace(shape=torch.Size([12, 6])))._spec,
+        requires_grad=False,
+    )  # fmt: skip
+
+
+def copied(source: str, target: str) -> Edit:
+    return lambda folder: shutil.copy(folder / source, folder / target) and None
+
+
+def of_two_ranks(folder: Path) -> None:
+    shutil.copy(RANK_FILES / "verl_lora_2r/model_world_size_2_rank_1.pt", folder / "model_world_size_4_rank_1.pt")
+
+
+W = "model.layers.0.self_attn.q_proj.weight"
+M = "model_world_size_4_rank_{}.pt"
+O = "optim_world_size_4_rank_{}.pt"  # noqa: E741
+X = "extra_state_world_size_4_rank_{}.pt"
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
+BROKEN: dict[str, tuple[str, Edit, str, str]] = {
+    "no model of rank 2": ("fsdp2_4r", lambda f: (f / M.format(2)).unlink(), "RNK001", M.format(2)),
+    "no optimizer of rank 0": ("fsdp2_4r", lambda f: (f / O.format(0)).unlink(), "RNK001", O.format(0)),
+    "no random state of rank 3": ("fsdp2_4r", lambda f: (f / X.format(3)).unlink(), "RNK001", X.format(3)),
+    "cut": ("fsdp2_4r", bytes_of(M.format(1), lambda data: data[: len(data) * 2 // 3]), "PAY013", M.format(1)),
+    "0 bytes": ("fsdp2_4r", bytes_of(O.format(3), lambda data: b""), "PAY013", f"{O.format(3)} is empty (0 bytes)"),
+    "LFS pointer": ("hsdp_4r", bytes_of(M.format(0), lambda data: LFS), "PAY013", "Git LFS pointer"),
+    "zeros": ("hsdp_4r", bytes_of(M.format(0), lambda data: bytes(len(data))), "PAY013", M.format(0)),
+    "under another name": ("fsdp2_4r", copied(M.format(1), M.format(3)), "RNK006", "that of rank 1, and holds"),
+    "of another world": ("fsdp2_4r", of_two_ranks, "RNK002", "world size"),
+    "scheduler of another step": ("fsdp2_4r", rewritten(X.format(2), part("lr_scheduler", back)),
+                                  "RNK003", X.format(2)),
+    "optimizer of another step": ("fsdp2_4r", rewritten(O.format(2), later), "RNK003", f"{O.format(2)} is of step 6"),
+    "other placement": ("fsdp2_4r", rewritten(M.format(3), part(W, replicated)), "RNK002", "(Replicate)"),
+    "other mesh": ("hsdp_4r", rewritten(M.format(3), renamed_mesh), "RNK002", "mesh (dp"),
+    "a key that one rank lacks": ("fsdp2_4r", rewritten(M.format(2), without(W)), "RNK002", W),
+    "one row less": ("fsdp2_4r", rewritten(M.format(1), part(W, lambda v: with_local(v, v._local_tensor[:-1].clone()))),
+                     "RNK004", "[2, 12]"),
+    "a row more, uneven": ("tp2_fsdp2", rewritten(M.format(3), part("model.layers.0.mlp.up_proj.weight",
+                           lambda v: with_local(v, torch.zeros(3, 12)))), "RNK004", M.format(3)),
+    "another buffer": ("fsdp2_4r", rewritten(M.format(1), part("model.seen", lambda v: v + 1)), "RNK007", "model.seen"),
+    "a longer buffer": ("fsdp2_4r", rewritten(M.format(1), part("model.seen", lambda v: torch.ones(4))), "RNK002",
+                        "global shape of model.seen is [4]"),
+    "another dtype": ("fsdp2_4r", rewritten(M.format(0), part("model.seen", torch.Tensor.double)), "RNK002", "float64"),
+    "copies of HSDP differ": ("hsdp_4r", rewritten(M.format(2), part(W, lambda v: with_local(v, v._local_tensor + 1))),
+                              "RNK007", W),
+    "a moment of another shape": ("fsdp2_4r", on_all("optim", 4, shorter_moment), "OPT001", "exp_avg"),
+    "a state that one rank lacks": ("fsdp2_4r", rewritten(O.format(1), without("state", 4, "exp_avg")),
+                                    "RNK002", "exp_avg"),
+    "a parameter that nobody saved": ("fsdp2_4r", on_all("model", 4, without("model.norm.weight")),
+                                      "CFG001", "model.norm.weight"),
+    "hostile": ("fsdp2_4r", rewritten(M.format(1), lambda s: s | {"x": Marker()}), "SAF001", M.format(1)),
+    "another world in fsdp_config.json": ("fsdp2_4r", lambda f: (f / "fsdp_config.json").write_text(
+                                          '{"world_size": 8}') and None, "RNK002", "fsdp_config.json"),
+    "a configuration of another model": ("fsdp2_4r", lambda f: bytes_of("huggingface/config.json", lambda d: d.replace(
+                                         b'"vocab_size": 21', b'"vocab_size": 22'))(f), "CFG003", "embed_tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_what_is_broken_is_named_once(tmp_path: Path, case: str) -> None:
+    name, edit, code, key = BROKEN[case]
+    shutil.copytree(RANK_FILES / f"verl_{name}", tmp_path / "step")
+    edit(tmp_path / "step")
+    report = ckptlint.check(tmp_path / "step", depth=Depth.HEADERS)
+    loud = found(report, "error", "warning")
+    assert {row[0] for row in loud} == {code}, loud
+    told = " ".join(f"{item.title} {item.fqn} {item.finding.at.file}" for item in report.diagnostics)
+    assert key in told
+    assert not any(part.failed for part in report.checkpoints)
+
+
+def test_values_and_bytes_of_one_rank(tmp_path: Path) -> None:
+    shutil.copytree(RANK_FILES / "verl_fsdp2_4r", tmp_path / "step")
+    rewritten(M.format(2), part(W, lambda v: with_local(v, torch.full_like(v._local_tensor, float("nan")))))(
+        tmp_path / "step"
+    )
+    data = (tmp_path / "step" / O.format(1)).read_bytes()
+    middle = len(data) // 2
+    (tmp_path / "step" / O.format(1)).write_bytes(data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :])
+    report = ckptlint.check(tmp_path / "step", depth=Depth.DATA)
+    told = {(item.code, item.finding.at.file) for item in report.diagnostics if item.severity.label != "info"}
+    assert told == {("PAY011", M.format(2)), ("PAY012", O.format(1))}
+
+
+def test_an_optimizer_of_more_parameters_than_the_model_has(tmp_path: Path) -> None:
+    shutil.copytree(RANK_FILES / "verl_hsdp_4r", tmp_path / "step")
+    on_all("model", 4, without("lm_head.weight"))(tmp_path / "step")
+    shutil.rmtree(tmp_path / "step" / "huggingface")
+    report = ckptlint.check(tmp_path / "step")
+    assert [row[:2] for row in found(report, "error", "warning")] == [("OPT008", "warning")]
+    assert any("lists 12 parameters, and the files of the model hold 11" in row[2] for row in found(report))
+
+
+def test_a_smaller_set_beside_the_whole_one_is_a_note(tmp_path: Path) -> None:
+    shutil.copytree(RANK_FILES / "verl_fsdp2_4r", tmp_path / "step")
+    shutil.copy(RANK_FILES / "verl_lora_2r/model_world_size_2_rank_1.pt", tmp_path / "step")
+    report = ckptlint.check(tmp_path / "step")
+    assert found(report, "error", "warning") == []
+    assert any("world of 2 ranks" in row[2] for row in found(report, "info"))

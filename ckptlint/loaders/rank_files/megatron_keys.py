@@ -9,12 +9,16 @@ from math import prod
 from typing import Any, Literal
 
 from ckptlint.formats.torch_file import StoredTensor
+from ckptlint.loaders.rank_files.sets import PICKLE_SHARE
+from ckptlint.model.facts import fact
+from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.config_fields import attributes
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER_FILE = "distrib_optim.pt"
 _FOLDER = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
 _MOST = 2**16  # files of a grid
+_LOOKED = 8  # folders of ranks in which the file that shows the form is looked for
 _LAYER = re.compile(r"(?P<block>(?:.*?\.)?layers)\.(?P<number>\d{1,6})(?P<rest>\..+)")
 _EXPERT = re.compile(r"(?P<home>.*\.local_experts\.)(?P<number>\d{1,6})(?P<rest>\..+)")
 _NUMBERED_EXPERT = re.compile(r"(?P<home>.*\.experts\.linear_fc[12]\.(?:weight|bias))(?P<number>\d{1,6})(?P<rest>)")
@@ -112,6 +116,27 @@ def is_rank_folder(name: str) -> bool:
     (True, False)
     """
     return _FOLDER.fullmatch(name) is not None
+
+
+@fact
+def rank_folders(folder: Folder) -> list[str]:
+    """The folders of model parallel ranks of Megatron's in a step, in order."""
+    return sorted(name for name in folder.folders() if is_rank_folder(name) and not folder.outside(name))
+
+
+def legacy_file(folder: Folder) -> str:
+    """The first file of the ranks of Megatron's older form, "" where there is none."""
+    for name in rank_folders(folder)[:_LOOKED]:
+        there = folder.sub(name).files_beside()
+        if found := next((inner for inner in (*MODEL_FILES, OPTIMIZER_FILE) if inner in there), None):
+            return f"{name}/{found}"
+    return ""
+
+
+def legacy_bytes(folder: Folder) -> int:
+    """Bytes of pickles and directories that are read of the ranks of Megatron's, at most."""
+    subs = [folder.sub(name) for name in rank_folders(folder)]
+    return sum(min(sub.entries[name].size, PICKLE_SHARE) for sub in subs for name in sub.files_beside())
 
 
 def sizes_by_names(names: list[str]) -> Sizes:

@@ -33,6 +33,7 @@ from ckptlint.loaders.rank_files.megatron_keys import (
     layer_of,
     offsets_of,
     place_of,
+    rank_folders,
     sizes_by_names,
     sizes_of,
     view,
@@ -41,7 +42,6 @@ from ckptlint.loaders.rank_files.megatron_keys import (
 )
 from ckptlint.loaders.rank_files.onto import Columns, Part, damaged, read_file
 from ckptlint.loaders.rank_files.plain import walked
-from ckptlint.loaders.rank_files.sets import rank_folders
 from ckptlint.model import (
     Checkpoint,
     CommonState,
@@ -192,7 +192,9 @@ def _read_all(
             found = read_file(folder, path, problems) if state in READABLE else None
             is_model = inner in MODEL_FILES
             if found is not None and not (_is_state(found.root) if is_model else _is_optimizer(found.root)):
-                problems.append(damaged(label, f"{label} holds no state of {'a model' if is_model else 'an optimizer'}"))
+                problems.append(
+                    damaged(label, f"{label} holds no state of {'a model' if is_model else 'an optimizer'}")
+                )
                 found = None
             files.append(RankFile(label, "model" if is_model else "optimizer", {}, found is not None))
             if is_model:
@@ -311,10 +313,14 @@ class _Reading:
         for what, found in states.items():
             for key, held in found.items():
                 self._add(f"optimizer.state.{what}.{key}", key, held)
-        if len({item.file for item in short}) < len(self.ranks):  # of a job that trains a part only, all ranks are short
+        if len({item.file for item in short}) < len(
+            self.ranks
+        ):  # of a job that trains a part only, all ranks are short
             self.misfits += short
 
-    def _disagree(self, what: str, says: Mapping[str, Iterable[str]], fqns: Iterable[str] = (), sure: bool = True) -> None:
+    def _disagree(
+        self, what: str, says: Mapping[str, Iterable[str]], fqns: Iterable[str] = (), sure: bool = True
+    ) -> None:
         groups = sorted(((value, tuple(files)) for value, files in says.items()), key=lambda item: -len(item[1]))
         self.disagreements.append(Disagreement(what, tuple(groups), tuple(map(printable, fqns)), sure))
 
@@ -401,7 +407,9 @@ class _Reading:
             for block, own in counts.items()
         }
 
-    def _tensors(self, place: Place, rank: _Rank, offsets: dict[str, dict[tuple[int, int], int]]) -> dict[str, StoredTensor]:
+    def _tensors(
+        self, place: Place, rank: _Rank, offsets: dict[str, dict[tuple[int, int], int]]
+    ) -> dict[str, StoredTensor]:
         """The tensors of a rank under the names that they have in the whole model."""
         experts = self.args.get("num_experts")
         local = experts // self.sizes.ep if type(experts) is int and experts % self.sizes.ep == 0 else 0
@@ -459,7 +467,9 @@ class _Reading:
             is_known = shapes == [own[key].shape for key in chosen]
             if not is_known and len(shapes) < len(chosen):
                 what = f"{plural(len(shapes), 'fp32 copy', 'fp32 copies')} of parameters"
-                short.append(Misfit("", rank.label, what, f"{len(chosen):,}", "the model beside them has these", "count"))
+                short.append(
+                    Misfit("", rank.label, what, f"{len(chosen):,}", "the model beside them has these", "count")
+                )
             for position, tensor in enumerate(tensors):
                 state = moments.get(number + position)
                 found = {"fp32_param": tensor} | (
@@ -495,14 +505,25 @@ class _Reading:
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for key in keys:
             groups[own[key].dtype, own[key].key].append(key)
-        shared = [(dtype, names) for (dtype, _), names in groups.items() if own[names[0]].length > prod(own[names[0]].shape)]
+        shared = [
+            (dtype, names) for (dtype, _), names in groups.items() if own[names[0]].length > prod(own[names[0]].shape)
+        ]
         for dtype, entry in _entries(found.root):
             told = entry.get("numel_unpadded")
-            flats = {what: tensor for what, tensor in entry.items() if what in _STATES and isinstance(tensor, StoredTensor)}
+            flats = {
+                what: tensor for what, tensor in entry.items() if what in _STATES and isinstance(tensor, StoredTensor)
+            }
             for what, tensor in flats.items():
                 if type(told) is int and tensor.shape != (told,):
                     self.misfits.append(
-                        Misfit(what, rank.optimizer_label, f"{prod(tensor.shape):,}", f"{told:,}", "numel_unpadded beside it says so", "length")
+                        Misfit(
+                            what,
+                            rank.optimizer_label,
+                            f"{prod(tensor.shape):,}",
+                            f"{told:,}",
+                            "numel_unpadded beside it says so",
+                            "length",
+                        )
                     )
             if type(told) is not int:
                 continue
@@ -516,9 +537,7 @@ class _Reading:
             for name, start in zip(names, starts, strict=True):
                 for what, flat in flats.items():
                     if flat.shape == (told,) and (tensor := view(flat, start, own[name].shape)) is not None:
-                        states[_STATES[what]][name].append(
-                            _Held(place, tensor, number, found, rank.optimizer_label)
-                        )
+                        states[_STATES[what]][name].append(_Held(place, tensor, number, found, rank.optimizer_label))
         self._sums(rank, own, keys, short)
 
     def _sums(self, rank: _Rank, own: dict[str, StoredTensor], keys: list[str], short: list[Misfit]) -> None:
@@ -536,7 +555,9 @@ class _Reading:
             if sizes and not least <= numel <= most:
                 expected = f"{least:,}" if least == most else f"{least:,} to {most:,}"
                 because = f"so many have the {plural(len(sizes), 'parameter')} of {dtype} in {rank.label}"
-                item = Misfit(f"the buffers of {dtype}", rank.optimizer_label, f"{numel:,}", expected, because, "length")
+                item = Misfit(
+                    f"the buffers of {dtype}", rank.optimizer_label, f"{numel:,}", expected, because, "length"
+                )
                 (short if numel < least else self.misfits).append(item)
 
     # ------------------------------------------------------------ placing
@@ -597,7 +618,9 @@ class _Reading:
             shape = held[0].tensor.shape
             self._part(fqn, shape, (0,) * len(shape) if is_placed and copy == 0 else None, item.tensor, item)
 
-    def _part(self, fqn: str, shape: tuple[int, ...], offsets: tuple[int, ...] | None, tensor: StoredTensor, item: _Held) -> None:
+    def _part(
+        self, fqn: str, shape: tuple[int, ...], offsets: tuple[int, ...] | None, tensor: StoredTensor, item: _Held
+    ) -> None:
         place = item.found.storages.get(tensor.key)
         self.columns.parts.append(Part(fqn, tensor.dtype, shape, offsets, tensor, item.number, place))
 
@@ -618,9 +641,7 @@ class _Reading:
                     Misfit(printable(fqn), item.label, shape_text(item.tensor.shape), shape_text(usual), because)
                 )
 
-    def _compare(
-        self, fqn: str, held: list[_Held], what: str = "content of other meshes", sure: bool = False
-    ) -> None:
+    def _compare(self, fqn: str, held: list[_Held], what: str = "content of other meshes", sure: bool = False) -> None:
         """Copies on several ranks have equal checksums where the file has one for each."""
         says: dict[str, list[str]] = defaultdict(list)
         for item in held:

@@ -1,4 +1,4 @@
-"""Whole states in files of torch.save: `pytorch_model.bin` and its parts, full state dicts."""
+"""Whole states in files of torch.save: `pytorch_model.bin` and its parts, Lightning's `.ckpt`, full state dicts."""
 
 from __future__ import annotations
 
@@ -6,15 +6,29 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ckptlint.formats.torch_file import StoredTensor, TorchFile, is_tensor
+from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.formats.sandbox import isolated
+from ckptlint.formats.torch_file import StoredDTensor, StoredTensor, TorchFile, is_tensor, read_torch_file
 from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.rank_files.onto import Columns, damaged, read_file, some
-from ckptlint.loaders.rank_files.sets import FileSet, file_sets
+from ckptlint.loaders.rank_files.sets import PICKLE_SHARE, FileSet, file_sets
 from ckptlint.loaders.safetensors import no_files, read_index, weight_index
-from ckptlint.model import Checkpoint, FileState, FileTable, Problem, StoredFile
+from ckptlint.model import (
+    Checkpoint,
+    FileState,
+    FileTable,
+    OptimizerFile,
+    Problem,
+    StepClaim,
+    StepFile,
+    StoredFile,
+)
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.paths import is_safe
+from ckptlint.vocabulary.dtypes import FLOATS
+from ckptlint.vocabulary.litter import is_litter
+from ckptlint.vocabulary.step_files import family_of, may_be_pickle
 
 _STATES = ("state_dict", "model", "module", "model_state_dict", "model_state")
 
@@ -29,6 +43,79 @@ def read_weights(folder: Folder, look_at_files: bool) -> Checkpoint:
         AccessError: the operating system refused a read.
     """
     return read_states(folder, file_sets(folder)[0], look_at_files)
+
+
+def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | None:
+    """The state in a file that was named by the user or lies alone in its folder; None where it holds no weights."""
+    try:
+        found = read_torch_file(folder, name)
+    except UnreadableError:
+        return None
+    if not holds_weights(found.root):
+        return None
+    ckpt = read_states(folder, FileSet("torch", [name]), look_at_files)
+    label = printable(name)
+    optimizers = found.root.get("optimizer_states", [found.root.get("optimizer")])
+    states = [made for root in _listed(optimizers) if (made := optimizer_file(root)) is not None]
+    size = folder.look_at(name)[1] or 0
+    beside = tuple(StepFile(label, "optimizer state", "read", size, optimizer=state) for state in states)
+    step = found.root.get("global_step")
+    claims = (StepClaim(f"global_step of {label}", step),) if type(step) is int and step >= 0 else ()
+    return replace(ckpt, step_files=beside, claims=claims)
+
+
+def lone_state(folder: Folder) -> str | None:
+    """The one file in a folder that may hold weights, where it does; None for any other folder."""
+    names = [name for name in folder.files_beside() if may_be_pickle(name) and family_of(name) is None]
+    if len(names) != 1 or is_litter(names[0]) or folder.look_at(names[0])[0] not in READABLE:
+        return None
+
+    def holds() -> bool:
+        try:
+            return holds_weights(read_torch_file(folder, names[0]).root)
+        except UnreadableError:
+            return False
+
+    try:
+        return names[0] if isolated(holds, min(folder.size(names[0]), PICKLE_SHARE)) else None
+    except LimitError:
+        return None
+
+
+def holds_weights(root: Any) -> bool:
+    """Whether a value is a state with numbers that a model could have: no optimizer's, and not random numbers alone.
+
+    Source:
+        lightning (`state_dict`), torch.optim.Optimizer.state_dict, transformers (`rng_state.pth`)
+    """
+    if not isinstance(root, dict) or {"state", "param_groups"} <= root.keys():
+        return False
+    state = state_of(root)
+    return any(getattr(value, "dtype", "") in FLOATS for _, value in walked(state or {}))
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def optimizer_file(root: Any) -> OptimizerFile | None:
+    """The state dict of an optimizer; None for what has another form."""
+    states, groups = (root.get("state"), root.get("param_groups")) if isinstance(root, dict) else (None, None)
+    if not isinstance(states, dict) or not isinstance(groups, list):
+        return None
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+        return None
+    params = [param for group in groups for param in group["params"]]
+    if not all(isinstance(param, (int, str)) for param in (*params, *states)):
+        return None
+    shapes = {
+        param: {
+            str(name): value.shape for name, value in own.items() if isinstance(value, (StoredTensor, StoredDTensor))
+        }
+        for param, own in states.items()
+        if isinstance(own, dict)
+    }
+    return OptimizerFile(tuple(params), frozenset(str(name) for group in groups for name in group), shapes)
 
 
 def read_states(folder: Folder, own: FileSet, look_at_files: bool) -> Checkpoint:

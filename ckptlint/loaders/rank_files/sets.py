@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ckptlint.loaders.rank_files.megatron_keys import MODEL_FILES, OPTIMIZER_FILE, is_rank_folder
 from ckptlint.model.facts import fact
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.litter import is_litter
@@ -42,34 +41,13 @@ _INDEX = re.compile(r"(?P<stem>.+)\.bin\.index(?P<variant>\.[^.]+)?\.json")
 
 
 _VERL = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
-_PICKLE_SHARE = 4 * 1024**2
-_LOOKED = 8  # folders of ranks in which the file that shows the form is looked for
-
-
-@fact
-def rank_folders(folder: Folder) -> list[str]:
-    """The folders of model parallel ranks of Megatron's in a step, in order."""
-    return sorted(name for name in folder.folders() if is_rank_folder(name) and not folder.outside(name))
-
-
-def legacy_file(folder: Folder) -> str:
-    """The first file of the ranks of Megatron's older form, "" where there is none."""
-    for name in rank_folders(folder)[:_LOOKED]:
-        there = folder.sub(name).files_beside()
-        if found := next((inner for inner in (*MODEL_FILES, OPTIMIZER_FILE) if inner in there), None):
-            return f"{name}/{found}"
-    return ""
-
-
-def legacy_bytes(folder: Folder) -> int:
-    """Bytes of pickles and directories that are read of the ranks of Megatron's, at most."""
-    subs = [folder.sub(name) for name in rank_folders(folder)]
-    return sum(min(sub.entries[name].size, _PICKLE_SHARE) for sub in subs for name in sub.files_beside())
+PICKLE_SHARE = 4 * 1024**2
+"""Bytes of pickle and directory that are expected of a file, at most."""
 
 
 def input_bytes(folder: Folder) -> int:
     """Bytes of pickles and directories that are read of the sets in a folder, at most."""
-    return sum(min(folder.entries[name].size, _PICKLE_SHARE) for own in file_sets(folder) for name in own.files)
+    return sum(min(folder.entries[name].size, PICKLE_SHARE) for own in file_sets(folder) for name in own.files)
 
 
 def verl_name(name: str) -> tuple[str, int, int]:

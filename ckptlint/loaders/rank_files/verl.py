@@ -30,6 +30,7 @@ from ckptlint.formats.torch_file import (
 )
 from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.rank_files.onto import Columns, Part, damaged, read_file
+from ckptlint.loaders.rank_files.plain import optimizer_file
 from ckptlint.loaders.rank_files.sets import FileSet, file_sets, verl_name
 from ckptlint.loaders.run_folder import read_run
 from ckptlint.model import (
@@ -42,6 +43,7 @@ from ckptlint.model import (
     Problem,
     RankFile,
     RankFileSet,
+    StepFile,
     StoredFile,
 )
 from ckptlint.model.text import plural, printable, ranges, shape_text
@@ -99,12 +101,14 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
     tensors, records, storages = reading.columns.made()
     problems += _leftovers(sets, own)
     if (said := _said_world(folder)) not in (None, world):
-        reading.disagree("world size", {str(said): [_CONFIG], str(world): [printable(own.files[0])]})
+        reading.disagree("world size", {str(world): [file.name for file in told], str(said): [_CONFIG]})
     declared, config, config_problems = read_configs(folder, None)
     unread = [file for file in told if not file.is_read and file.kind != "random state"]
     gone = [file for file in lost if file.kind != "random state"]
     doubtful = len(unread) + len(gone) + len(reading.left_out)
     partial = f"{doubtful} of {len(told) + len(lost)} rank files are absent or cannot be used" if doubtful else ""
+    if reading.unplaced and not doubtful:
+        partial = f"the rank files contradict each other on {plural(len(reading.unplaced), 'key')}"
     readable = any(kind != "extra_state" for kind, _ in reading.files)
     label = f"{own.files[0]} .. {own.files[-1]}" if len(own.files) > 1 else own.files[0]
     return Checkpoint(
@@ -118,6 +122,7 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
         config=config,
         run=read_run(folder),
         topology=read_topology(declared, [], None, range(world)),
+        step_files=reading.beside,
         problems=problems + config_problems,
         readable=readable,
         partial=partial,
@@ -203,11 +208,13 @@ class _Reading:
     misfits: list[Misfit] = field(default_factory=list)
     other_names: list[OtherName] = field(default_factory=list)
     left_out: set[str] = field(default_factory=set)
+    unplaced: list[str] = field(default_factory=list)
+    beside: tuple[StepFile, ...] = ()
 
     def judge(self) -> None:
         """Fill everything but `files`."""
-        self._names()
         self._worlds()
+        self._names()
         model = self._of("model")
         self._keys({rank: file.found.root for rank, file in model.items()}, model)
         self._optimizer()
@@ -232,6 +239,8 @@ class _Reading:
         """Files whose content says that another rank wrote them."""
         crcs = {key: _checksums(file.found) for key, file in self.files.items()}
         for (kind, rank), file in self.files.items():
+            if file.label in self.left_out:
+                continue
             writer = next((said for value in _values(file.found.root) if (said := _writer(value)) >= 0), -1)
             named = verl_name(f"{file.found.prefix}.pt")
             by = writer if writer >= 0 else named[2] if named[:2] == (kind, self.world) else -1
@@ -241,7 +250,7 @@ class _Reading:
                 inside = f"rank {named[2]} of {named[1]}"
             else:
                 continue
-            other = self.files.get((kind, by))
+            other = self.files.get((kind, by)) if by != rank else None
             is_same = other is not None and crcs[kind, rank] and crcs[kind, by] == crcs[kind, rank]
             same = other.label if other is not None and is_same else ""
             self.other_names.append(OtherName(file.label, inside, same, writer not in (-1, rank)))
@@ -253,7 +262,7 @@ class _Reading:
         sizes: dict[int, list[str]] = defaultdict(list)
         for file in self.files.values():
             world = next((size for value in _values(file.found.root) if (size := _world(value)) > 0), 0)
-            if world and file.label not in self.left_out:
+            if world:
                 sizes[world].append(file.label)
         if set(sizes) <= {self.world}:
             return
@@ -297,6 +306,8 @@ class _Reading:
         for fqn, held in self._tensors(roots).items():
             known = {rank.rank for rank in held}
             places: list[Shape | None] = [None] * len(held)
+            if isinstance(held[0].value, StoredTensor) and not are_slices:
+                places[0] = (0,) * len(held[0].value.shape)
             differs = self._differs(held)
             if differs is not None:
                 split[differs].append(fqn)
@@ -311,8 +322,9 @@ class _Reading:
                 self._add_slices(fqn, held, files)
                 continue
             else:
-                places[0] = (0,) * len(_whole(held[0].value)[1])
                 self._compare(fqn, [held], files, "content")
+            if places == [None] * len(held):
+                self.unplaced.append(fqn)
             self._add(fqn, held, places, files)
         for (what, _, ranks), fqns in split.items():
             labels = [files[rank].label for rank in ranks]
@@ -425,6 +437,7 @@ class _Reading:
                     )
                 storage = file.found.storages.get(tensor.key)
                 parts.append(Part(fqn, value.dtype, value.shape, offsets, tensor, file.number, storage))
+        self.unplaced += [fqn] * (not fits)
         self.columns.parts += parts if fits else [part._replace(offsets=None) for part in parts]
 
     def _add_slices(self, fqn: str, held: list[_Held], files: Mapping[int, _File]) -> None:
@@ -466,6 +479,10 @@ class _Reading:
         if not states:
             return
         names = self._names_of(states)
+        if not names and all(not isinstance(value, StoredTensor) for value in self._moments(states)):
+            first = next(iter(files.values()))
+            if (made := optimizer_file(first.found.root)) is not None:
+                self.beside = (StepFile(first.label, "optimizer state", "read", first.found.size, optimizer=made),)
         roots: dict[int, dict[str, Any]] = {}
         for rank, state in states.items():
             flat = roots[rank] = {}
@@ -475,6 +492,11 @@ class _Reading:
                         flat[f"optimizer.state.{names.get(param, param)}.{what}"] = value
         self._keys(roots, files, are_slices=True)
         self._steps(states, files)
+
+    def _moments(self, states: Mapping[int, Mapping[Any, Any]]) -> Iterable[Any]:
+        """The moments in the first file; FSDP1 keeps slices of flat parameters, which tell no shapes."""
+        first = next(iter(states.values()))
+        return [own.get("exp_avg") for own in first.values() if isinstance(own, dict)]
 
     def _names_of(self, states: Mapping[int, Mapping[Any, Any]]) -> dict[Any, str]:
         """Number -> key of the parameter: the parameters in the order of the model, or its adapters alone."""
