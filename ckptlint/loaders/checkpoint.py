@@ -36,15 +36,10 @@ from ckptlint.loaders.megatron import (
     split_objects,
 )
 from ckptlint.loaders.problems import from_error, from_refusals
-<<<<<<< HEAD
 from ckptlint.loaders.rank_files.megatron_keys import legacy_bytes
 from ckptlint.loaders.rank_files.megatron_legacy import read_legacy
-from ckptlint.loaders.rank_files.plain import read_weights
-from ckptlint.loaders.rank_files.sets import input_bytes
-=======
 from ckptlint.loaders.rank_files.plain import read_named, read_weights
 from ckptlint.loaders.rank_files.sets import input_bytes
->>>>>>> rank
 from ckptlint.loaders.rank_files.verl import read_verl
 from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, LayoutKind, Recognised, recognise
 from ckptlint.loaders.run_folder import read_run, read_train_state

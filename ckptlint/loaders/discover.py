@@ -9,11 +9,8 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
-<<<<<<< HEAD
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
-=======
 from ckptlint.loaders.rank_files.plain import lone_state
->>>>>>> rank
 from ckptlint.loaders.recognise import METADATA, RANK_METADATA, LayoutKind, recognise, unsupported
 from ckptlint.loaders.safetensors import groups
 from ckptlint.model.text import printable
