@@ -29,7 +29,7 @@ def optimizer_presence(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.training.checkpointing.generate_state_dict
     """
-    if ckpt.format not in ("torch_dist", "fsdp_dtensor", "torch_dcp"):
+    if ckpt.format not in ("torch_dist", "fsdp_dtensor", "torch_dcp", "megatron-legacy"):
         raise NotApplicable("only Megatron's formats declare whether the optimizer was saved")
     declared = trusted(ckpt)
     saved, not_saved = flag(declared, "save_optim"), flag(declared, "no_save_optim")

@@ -25,6 +25,16 @@ _CHOICE = re.compile(r"\(([^()]+) if (\w+) else ([^()]+)\)")
 _STACKED = re.compile(r"decoder\.layers\.\D")
 _SPLIT = re.compile(r"experts\.\d+\.|linear_fc1\.(?:weight|bias)_[wv]$")
 
+_STACKED_EXPERTS = re.compile(r"(?P<home>.*\.experts\.)experts\.linear_fc(?P<fc>[12])\.(?P<what>weight|bias)")
+_LOCAL_NORMS = {
+    "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+}
+
+_EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+
 FILE = "megatron.json"
 """The data file: `""` -> what it was made with; `gpt`, `hybrid` -> ranges, rows, forms (bench/architectures)."""
 
@@ -167,6 +177,45 @@ def expected_models(
     except (NoTable, ExpressionError) as error:
         raise NoTable(f"{source} of Megatron: {error}") from None
     return tuple(found.values())
+
+
+def rank_models(args: Mapping[str, object], source: str = "args", at_most: int = MOST_KEYS) -> tuple[Expected, ...]:
+    """The same under the names that the modules of each rank have, as `state_dict` gives them.
+
+    torch_dist renames the norms of the local implementation to those of Transformer Engine, and stacks the experts.
+
+    Raises:
+        NoTable: as `expected_models`.
+
+    Source:
+        megatron.core.models.gpt.gpt_layer_specs (`sharded_state_dict_keys_map`), megatron.core.transformer.moe.experts
+    """
+    found: list[Expected] = []
+    for model in expected_models(args, source, "numbered", at_most):
+        engine: dict[str, ExpectedTensor] = {}
+        local: dict[str, ExpectedTensor] = {}
+        for key, tensor in model.tensors.items():
+            engine |= _of_experts(key, tensor, "linear_fc{fc}.{what}{expert}")
+            name = key
+            for fused, apart in _LOCAL_NORMS.items():
+                name = name.replace(fused, apart)
+            local |= _of_experts(name, tensor, "local_experts.{expert}.linear_fc{fc}.{what}")
+        for form, tensors in (("Transformer Engine", engine), ("local", local)):
+            if (embedding := tensors.get(_EMBEDDING)) is not None and _HEAD not in tensors:
+                # the last stage has a copy of its own of what it shares with the first
+                tensors[_HEAD] = replace(embedding, needed=False, because=("untie_embeddings_and_output_weights",))
+            if len(tensors) <= at_most and not any(_are_alike(tensors, other.tensors) for other in found):
+                found.append(replace(model, form=f"the modules of each rank, {form} {len(found)}", tensors=tensors))
+    return tuple(found)
+
+
+def _of_experts(key: str, tensor: ExpectedTensor, form: str) -> dict[str, ExpectedTensor]:
+    """A parameter by itself, or that of each expert where it is stacked."""
+    match = _STACKED_EXPERTS.fullmatch(key)
+    if match is None or not tensor.shape:
+        return {key: tensor}
+    one = replace(tensor, shape=tensor.shape[1:], dims=tensor.dims[1:])
+    return {match["home"] + form.format(expert=i, **match.groupdict()): one for i in range(tensor.shape[0])}
 
 
 def _are_alike(some: Mapping[str, ExpectedTensor], others: Mapping[str, ExpectedTensor]) -> bool:

@@ -38,6 +38,8 @@ from ckptlint.loaders.megatron import (
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.rank_files.deepspeed import read_deepspeed
 from ckptlint.loaders.rank_files.deepspeed_universal import read_universal, universal_bytes
+from ckptlint.loaders.rank_files.megatron_keys import legacy_bytes
+from ckptlint.loaders.rank_files.megatron_legacy import read_legacy
 from ckptlint.loaders.rank_files.plain import read_named, read_weights
 from ckptlint.loaders.rank_files.sets import input_bytes
 from ckptlint.loaders.rank_files.verl import read_verl
@@ -71,6 +73,7 @@ _DESCRIBES_ITSELF: Mapping[LayoutKind, Format] = {
     "verl": "verl",
     "deepspeed": "deepspeed",
     "deepspeed-universal": "deepspeed-universal",
+    "megatron-legacy": "megatron-legacy",
 }
 """Kinds whose files describe their own tensors, and their formats."""
 _BYTECHECKPOINT = "bytecheckpoint."
@@ -142,6 +145,7 @@ _TORCH_READERS: Mapping[LayoutKind, Callable[[Folder, bool], Checkpoint]] = {
     "verl": read_verl,
     "deepspeed": read_deepspeed,
     "deepspeed-universal": read_universal,
+    "megatron-legacy": read_legacy,
 }
 
 
@@ -482,6 +486,7 @@ LAYOUTS: Mapping[LayoutKind, LayoutReader] = {
     "verl": LayoutReader(_open_torch, input_bytes),
     "deepspeed": LayoutReader(_open_torch, input_bytes),
     "deepspeed-universal": LayoutReader(_open_torch, universal_bytes),
+    "megatron-legacy": LayoutReader(_open_torch, legacy_bytes),
     "incomplete": LayoutReader(_incomplete),
     "unsupported": LayoutReader(_unsupported),
     "file": LayoutReader(_named_file, lambda folder: sum(folder.entries[name].size for name in folder.files_beside())),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
+from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
 from ckptlint.loaders.rank_files.plain import lone_state
 from ckptlint.loaders.recognise import METADATA, RANK_METADATA, LayoutKind, recognise, unsupported
 from ckptlint.loaders.safetensors import groups
@@ -236,7 +237,7 @@ def _nested(folder: Folder, but: Collection[str], all_steps: bool = False, level
     """
     found: list[Folder] = []
     for name in folder.folders():
-        if name.startswith(".") or name in but:
+        if name.startswith(".") or name in but or is_rank_folder(name):
             continue
         sub = sub_folder(folder, name)
         if sub is None:
@@ -305,6 +306,8 @@ def find(path: str, all_steps: bool = False) -> list[Folder]:
         ConfigError: a URL that cannot be read here.
     """
     folder, name = folder_at(path)
+    if is_rank_folder(folder.name) and folder.parent is not None and legacy_file(folder.parent):
+        return [folder.parent]
     if name.endswith(_WEIGHTS) and (own := [part for part in components(folder) if part.has(name)]):
         return own
     if not name or name.endswith(_WEIGHTS) or _is_dcp(name):

@@ -11,6 +11,7 @@ from typing import Literal
 from ckptlint.errors import CkptlintError, LimitError, NothingToCheckError
 from ckptlint.formats.safe_pickle import asks_for_names
 from ckptlint.formats.sandbox import isolated
+from ckptlint.loaders.rank_files.megatron_keys import legacy_file
 from ckptlint.loaders.rank_files.sets import SetKind, file_sets
 from ckptlint.loaders.safetensors import groups
 from ckptlint.model.facts import fact
@@ -26,11 +27,21 @@ _TEXT_LIMIT = 1024**2
 
 _HINTS = {
     "nanotron": "convert it with nanotron's examples/llama/convert_nanotron_to_hf.py",
-    "Megatron-LM legacy torch": "convert it to torch_dist with Megatron-LM's tools/checkpoint/convert.py",
     "Orbax": "Orbax reads it; it is a JAX checkpoint",
+    "NeMo 1 or other, in mp_rank folders": "convert it to torch_dist with NeMo, or give the folder that Megatron-LM saved",
+    "NVRx local checkpoint": "each node holds the part of its ranks: load it with the job that wrote it and save it "
+    "globally, as torch_dist",
+    "torchsnapshot": "load it with torchsnapshot and save it with torch.distributed.checkpoint",
+    "PaddlePaddle": "load it with paddle.distributed.load_state_dict, which reads its N.metadata",
+    "GGUF": "check the safetensors that it was made from",
+    "NeMo, packed": "unpack it (it is a tar archive) and give the folder of weights in it",
     "zarr (Megatron-Core <= 0.15)": "load it with Megatron-Core <= 0.15 and save it as torch_dist",
     "ByteCheckpoint": "load it with ByteCheckpoint",
 }
+
+_PADDLE = r"\d{1,9}\.metadata"
+_ALONE = (("GGUF", r".+\.gguf"), ("NeMo, packed", r".+\.nemo"))
+"""Files that are a model by themselves, where nothing else lies in the folder that is known."""
 
 LayoutKind = Literal["dcp", "per-rank", "safetensors", "incomplete", "unsupported", "file"] | SetKind
 
@@ -65,6 +76,8 @@ def recognise(folder: Folder) -> Recognised | None:
         return Recognised("dcp")
     if any(RANK_METADATA.fullmatch(name) for name in names):
         return Recognised("per-rank")
+    if paddle := _first(names, _PADDLE):
+        return Recognised("unsupported", "PaddlePaddle", paddle)
     if payload or "common.pt" in names or ".metadata.tmp" in names or _backend(folder) == "torch_dist":
         known = payload[:1] + [name for name in ("common.pt", ".metadata.tmp", "metadata.json") if name in names]
         return Recognised("incomplete", evidence=known[0])
@@ -72,11 +85,16 @@ def recognise(folder: Folder) -> Recognised | None:
         return Recognised("safetensors", evidence=(found[0].files or [found[0].index])[0])
     if evidence := _universal(folder):
         return Recognised("deepspeed-universal", evidence=evidence)
+    if evidence := legacy_file(folder):
+        return Recognised("megatron-legacy", evidence=evidence)
     if sets := file_sets(folder):
         return Recognised(sets[0].kind, evidence=(sets[0].files or [sets[0].index])[0])
     if other := unsupported(folder):
         return other
     is_file = folder.part != "" and [*folder.entries] == [folder.part]
+    for name, pattern in _ALONE:
+        if (is_file or not folder.folders()) and (packed := _first(names, pattern)):
+            return Recognised("unsupported", name, printable(packed))
     return Recognised("file", evidence=printable(folder.part)) if is_file else None
 
 
@@ -85,13 +103,14 @@ def unsupported(folder: Folder) -> Recognised | None:
     files = [name for name in folder.files_beside() if not (name.endswith(".distcp") or is_litter(name))]
     folders = folder.folders()
     marks: list[tuple[str, str | None]] = [
-        ("Megatron-LM legacy torch", _first(folders, r"mp_rank_\d\d.*") or _first(files, r"model_optim_rng\.pt")),
+        ("NeMo 1 or other, in mp_rank folders", None if legacy_file(folder) else _first(folders, r"mp_rank_\d\d.*")),
         ("NVRx local checkpoint", _first(files, r"iter_\d{7}_\d+_local.*\.pt")),
         ("Orbax", _first(files + folders, r"_CHECKPOINT_METADATA|_METADATA|orbax\.checkpoint|manifest\.ocdbt|"
                          r"ocdbt\.process_.*|_sharding|array_metadatas|commit_success\.txt|_ROOT_METADATA")),
         ("zarr (Megatron-Core <= 0.15)", "metadata.json" if _backend(folder) == "zarr" else _zarr(folder)),
         ("torch_checkpointing", _first(files, r"metadata\.pkl")),
         ("nanotron", _first(files, r"model_(weight|bias)(_pp-rank-.*)?\.safetensors")),
+        ("torchsnapshot", _first(files, r"\.snapshot_metadata")),
         ("TensorFlow", _first(files, r".+\.data-\d{5}-of-\d{5}")),
     ]  # fmt: skip
     for name, evidence in marks:

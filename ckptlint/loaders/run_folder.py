@@ -14,6 +14,7 @@ from ckptlint.loaders.common_state import COMMON_FILE, integer
 from ckptlint.loaders.discover import COMPONENT, components, step_number, steps_of, sub_folder
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_refusals
+from ckptlint.loaders.rank_files.megatron_keys import MODEL_FILES, is_rank_folder, legacy_file, rank_folders
 from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise
 from ckptlint.loaders.safetensors import NUMBERED, SHARD
 from ckptlint.model import Problem, RunFolder, StepState
@@ -187,7 +188,10 @@ def step_state(step: Folder, levels: int = 2) -> StepState:
         return "unfinished"  # parts without the index that comes after them
     if any(name.endswith("_model_states.pt") for name in names):
         return "complete"  # DeepSpeed writes the tracker after all ranks; the grid tells of lost ones
-    if any(RANK_METADATA.fullmatch(name) or name.startswith("mp_rank_") for name in step.entries.others):
+    if ranks := rank_folders(step):
+        whole = all(any(step.sub(name).has(file) for file in MODEL_FILES) for name in ranks)
+        return "unknown" if not legacy_file(step) else "complete" if whole else "unfinished"
+    if any(RANK_METADATA.fullmatch(name) or is_rank_folder(name) for name in step.entries.others):
         return "unknown"
     has_payload = len(step.entries.payload) > 0 or any(name.endswith(".distcp") for name in names)
     if COMMON_FILE in names or has_payload or not step.entries:

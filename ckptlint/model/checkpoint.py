@@ -298,6 +298,11 @@ class Checkpoint:
         return self.format == "torch_dist"
 
     @property
+    def is_of_megatron(self) -> bool:
+        """Whether its model is named as Megatron-Core names it, and described by the arguments of its job."""
+        return self.format in ("torch_dist", "megatron-legacy")
+
+    @property
     def is_safetensors(self) -> bool:
         """Whether a record is the bare bytes of its tensor, described by the header of the file that it lies in."""
         return self.format in ("safetensors", "dcp-safetensors")

@@ -154,6 +154,8 @@ def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
     values, source = ckpt.config.values, ckpt.config.file
     try:
         most = max(_FEW, _MORE * len(ckpt.tensors))  # more is another model's
+        if ckpt.format == "megatron-legacy":
+            return megatron.rank_models(values, source, most)
         if ckpt.is_megatron:
             return megatron.expected_models(values, source, megatron.naming_of(ckpt.tensors), most)
         if source == MISTRAL_CONFIG:
@@ -179,13 +181,13 @@ def _held(ckpt: Checkpoint) -> Fit | str:
     forms = expectations(ckpt)
     if isinstance(forms, str):
         return forms
-    if ckpt.is_megatron and ckpt.partial:
+    if ckpt.is_of_megatron and ckpt.partial:
         return "the metadata describes a part of a save"
     if len(contradictions(ckpt)) >= 2:
         return f"{forms[0].source} belongs to another model (COM008)"
     names = [name for name in ckpt.tensors if ckpt.is_export or parse(name).kind == "model"]
     pairing = best_pairing(forms, names)
-    if not (_is_whole(pairing) if ckpt.is_megatron else pairing.fits):
+    if not (_is_whole(pairing) if ckpt.is_of_megatron else pairing.fits):
         return f"the names here are not those of model_type {forms[0].model_type} in {forms[0].source}"
     return _Judge(ckpt, pairing).fit()
 
@@ -209,7 +211,7 @@ def foreign_sizes(ckpt: Checkpoint) -> tuple[Contradiction, ...]:
     arguments belong to another model.
     """
     fit = _held(ckpt)
-    if isinstance(fit, str) or not ckpt.is_megatron or not fit.shapes:
+    if isinstance(fit, str) or not ckpt.is_of_megatron or not fit.shapes:
         return ()
     seen: dict[str, set[int]] = defaultdict(set)
     declared: dict[str, int] = {}
@@ -352,7 +354,7 @@ class _Judge:
 
     def _is_value_head(self, name: str) -> bool:
         """Whether a key is of an output layer of one row, as a critic or a reward model has it instead of its own."""
-        head = self.ckpt.tensors.get("output_layer.weight") if self.ckpt.is_megatron else None
+        head = self.ckpt.tensors.get("output_layer.weight") if self.ckpt.is_of_megatron else None
         return name.startswith("output_layer.") and head is not None and head.global_shape[:1] == (1,)
 
     def _is_quantised(self, name: str) -> bool:
@@ -366,7 +368,7 @@ class _Judge:
         expected = self.pairing.expected
         if expected.remote_code:
             return f"{expected.source} names code of its own (auto_map), whose model may differ from the library's"
-        if "transformers_version" in self.config or self.ckpt.config is None or self.ckpt.is_megatron:
+        if "transformers_version" in self.config or self.ckpt.config is None or self.ckpt.is_of_megatron:
             return ""
         given = set(self.config) | {inner for part in self.config.values() if isinstance(part, dict) for inner in part}
         named = (name for name in expected.fields if name not in _LABELS)

@@ -15,7 +15,7 @@ from ckptlint.model.facts import fact
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.litter import is_litter
 
-SetKind = Literal["torch", "verl", "deepspeed", "deepspeed-universal"]
+SetKind = Literal["torch", "verl", "deepspeed", "deepspeed-universal", "megatron-legacy"]
 
 
 @dataclass(slots=True)

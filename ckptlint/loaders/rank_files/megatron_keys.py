@@ -1,0 +1,262 @@
+"""Names and places of what a model parallel rank of Megatron saves: in which folder, of which layer, cut on which axis."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal
+
+from ckptlint.formats.torch_file import StoredTensor
+from ckptlint.loaders.rank_files.sets import PICKLE_SHARE
+from ckptlint.model.facts import fact
+from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.config_fields import attributes
+
+MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+OPTIMIZER_FILE = "distrib_optim.pt"
+_FOLDER = re.compile(r"mp_rank_(\d{2,5})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
+_MOST = 2**16  # files of a grid
+_LOOKED = 8  # folders of ranks in which the file that shows the form is looked for
+_LAYER = re.compile(r"(?P<block>(?:.*?\.)?layers)\.(?P<number>\d{1,6})(?P<rest>\..+)")
+_EXPERT = re.compile(r"(?P<home>.*\.local_experts\.)(?P<number>\d{1,6})(?P<rest>\..+)")
+_NUMBERED_EXPERT = re.compile(r"(?P<home>.*\.experts\.linear_fc[12]\.(?:weight|bias))(?P<number>\d{1,6})(?P<rest>)")
+_ROWS = re.compile(
+    r"(?:.*\.)?(?:word_embeddings\.weight|(?:output_layer|linear_(?:qkv|q|kv|fc1|q_proj|q_up_proj|kv_up_proj)"
+    r"|query_key_value|dense_h_to_4h)\.(?:weight|bias))"
+)
+_COLUMNS = re.compile(r".*\.(?:linear_proj|linear_fc2|(?:self|inter)_attention\.dense|dense_4h_to_h)\.weight")
+_WHOLE = re.compile(
+    r".*(?:norm\w*|router|position_embeddings|tokentype_embeddings|layer_norm_weight|layer_norm_bias)(?:\.\w+)?"
+    r"|.*\.(?:layer_norm_weight|layer_norm_bias|expert_bias|local_tokens_per_expert)"
+    r"|.*\.(?:linear_proj|linear_fc2|dense|dense_4h_to_h)\.bias"
+)
+_HALVED = re.compile(r".*\.(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)")
+_UNEVEN = (
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split", "pipeline_model_parallel_layout", "standalone_embedding_stage",
+    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "pipeline_model_parallel_split_rank",
+    "hybrid_override_pattern", "hybrid_layer_pattern", "encoder_num_layers",
+)  # fmt: skip
+"""Arguments that give the pipeline stages different numbers of layers."""
+
+Axis = Literal["whole", "unknown"] | int
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Parallel sizes of a job: tensor, pipeline, chunks of a stage, expert, and tensor parallel of the experts."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A model parallel rank: its number along each axis."""
+
+    tp: int = 0
+    pp: int = 0
+    ep: int = 0
+    etp: int = 0
+
+
+def sizes_of(args: Mapping[str, Any]) -> Sizes | None:
+    """The parallel sizes that arguments give; None where they give none, or none that a job has."""
+    found = {
+        axis: args.get(name)
+        for axis, name in {
+            "tp": "tensor_model_parallel_size",
+            "pp": "pipeline_model_parallel_size",
+            "vpp": "virtual_pipeline_model_parallel_size",
+            "ep": "expert_model_parallel_size",
+            "etp": "expert_tensor_parallel_size",
+        }.items()
+    }
+    tp = found["tp"]
+    values = {axis: tp if axis == "etp" and size is None else size or 1 for axis, size in found.items()}
+    if tp is None or not all(type(size) is int and 0 < size <= _MOST for size in values.values()):
+        return None
+    return Sizes(**values) if values["tp"] * values["pp"] * values["ep"] * values["etp"] <= _MOST else None
+
+
+def grid(sizes: Sizes) -> dict[str, Place]:
+    """Folder -> rank, for each that writes a file.
+
+    With experts the first ranks of each stage write, as many as hold all experts. Where these are cut over fewer ranks
+    than the rest, tensor and expert parallel ranks do not make a full grid.
+
+    Source:
+        megatron.training.checkpointing.get_checkpoint_name, save_checkpoint (`get_expert_data_parallel_rank`);
+        megatron.core.parallel_state.RankGenerator: tensor parallel ranks are innermost
+    """
+    writers = sizes.etp * sizes.ep if sizes.ep > 1 else sizes.tp
+    places = [
+        Place(rank % sizes.tp, stage, rank // sizes.etp % sizes.ep, rank % sizes.etp)
+        for stage in range(sizes.pp)
+        for rank in range(writers)
+    ]
+    return {folder_of(place, sizes): place for place in places}
+
+
+def folder_of(place: Place, sizes: Sizes) -> str:
+    """The folder of a rank."""
+    stage = f"_{place.pp:03d}" if sizes.pp > 1 else ""
+    return f"mp_rank_{place.tp:02d}{stage}" + (f"_{place.ep:03d}" if sizes.ep > 1 else "")
+
+
+def is_rank_folder(name: str) -> bool:
+    """Whether a folder is named like that of a model parallel rank.
+
+    >>> is_rank_folder("mp_rank_00_001"), is_rank_folder("mp_rank_0")
+    (True, False)
+    """
+    return _FOLDER.fullmatch(name) is not None
+
+
+@fact
+def rank_folders(folder: Folder) -> list[str]:
+    """The folders of model parallel ranks of Megatron's in a step, in order."""
+    return sorted(name for name in folder.folders() if is_rank_folder(name) and not folder.outside(name))
+
+
+def legacy_file(folder: Folder) -> str:
+    """The first file of the ranks of Megatron's older form, "" where there is none."""
+    for name in rank_folders(folder)[:_LOOKED]:
+        there = folder.sub(name).files_beside()
+        if found := next((inner for inner in (*MODEL_FILES, OPTIMIZER_FILE) if inner in there), None):
+            return f"{name}/{found}"
+    return ""
+
+
+def legacy_bytes(folder: Folder) -> int:
+    """Bytes of pickles and directories that are read of the ranks of Megatron's, at most."""
+    subs = [folder.sub(name) for name in rank_folders(folder)]
+    return sum(min(sub.entries[name].size, PICKLE_SHARE) for sub in subs for name in sub.files_beside())
+
+
+def sizes_by_names(names: list[str]) -> Sizes:
+    """The smallest grid that these folders fit in, where the arguments say nothing; a second number is a stage."""
+    numbers = [tuple(int(n) for n in match.groups() if n is not None) for n in names if (match := _FOLDER.fullmatch(n))]
+    axes = [max((own[i] for own in numbers if len(own) > i), default=0) + 1 for i in range(3)]
+    return Sizes(axes[0], axes[1], 1, axes[2], axes[0])
+
+
+def place_of(name: str, sizes: Sizes) -> Place | None:
+    """The rank of a folder in a job of these sizes; None where it has none."""
+    if (known := grid(sizes).get(name)) is not None:
+        return known
+    match = _FOLDER.fullmatch(name)
+    if match is None:
+        return None
+    tp, *others = (int(number) for number in match.groups() if number is not None)
+    axes = [axis for axis in ("pp", "ep") if getattr(sizes, axis) > 1]
+    if len(axes) != len(others) or tp >= sizes.tp:
+        return None
+    found = dict(zip(axes, others, strict=True))
+    if any(number >= getattr(sizes, axis) for axis, number in found.items()):
+        return None
+    return Place(tp, found.get("pp", 0), found.get("ep", 0), tp % sizes.etp)
+
+
+# ---------------------------------------------------------------- layers and experts
+
+
+def layer_of(key: str) -> tuple[str, int] | None:
+    """The block of layers that a key lies in, and its number there: counted from 0 in each stage and chunk."""
+    match = _LAYER.fullmatch(key)
+    return (match["block"], int(match["number"])) if match else None
+
+
+def with_layer(key: str, number: int) -> str:
+    """The key with another number of its layer."""
+    match = _LAYER.fullmatch(key)
+    return f"{match['block']}.{number}{match['rest']}" if match else key
+
+
+def with_global_expert(key: str, place: Place, local: int) -> str:
+    """The key with the number of its expert among those of all ranks.
+
+    Args:
+        local: experts of each rank; 0 where that is not known.
+    """
+    match = _EXPERT.fullmatch(key) or _NUMBERED_EXPERT.fullmatch(key)
+    return f"{match['home']}{place.ep * local + int(match['number'])}{match['rest']}" if match and local else key
+
+
+def is_expert(key: str) -> bool:
+    """Whether a parameter is of routed experts, which each expert parallel rank has for itself."""
+    return ".experts." in key and "shared_experts" not in key
+
+
+def even_share(args: Mapping[str, Any], sizes: Sizes) -> int:
+    """Layers of each chunk of a stage; 0 where the arguments do not say, or do not make them equal."""
+    layers = args.get("num_layers")
+    if type(layers) is not int or any(args.get(name) for name in _UNEVEN):
+        return 0
+    share, rest = divmod(layers, sizes.pp * sizes.vpp)
+    return 0 if rest else share
+
+
+def offsets_of(counts: Mapping[tuple[int, int], int], share: int, sizes: Sizes) -> dict[tuple[int, int], int]:
+    """(chunk, stage) -> how many layers come before its first.
+
+    Args:
+        counts: how many layers each has, where that is known.
+        share: how many each has by the arguments, 0 where they do not say.
+    """
+    if share and max(counts.values(), default=0) > share:
+        share = 0
+    found, before = {}, 0
+    for chunk in range(sizes.vpp):
+        for stage in range(sizes.pp):
+            found[chunk, stage] = before
+            before += share or counts.get((chunk, stage), 0)
+    return found
+
+
+# ---------------------------------------------------------------- axes
+
+
+def cut_axis(key: str) -> Axis:
+    """The axis on which tensor parallel ranks cut a parameter, `whole` where each holds all of it.
+
+    Source:
+        megatron.core.tensor_parallel.layers: ColumnParallelLinear and VocabParallelEmbedding cut rows, RowParallelLinear
+        columns; the layers that use them: megatron.core.transformer (0.10 - 0.19), megatron.legacy.model
+    """
+    if _WHOLE.fullmatch(key):
+        return "whole"
+    if _ROWS.fullmatch(key):
+        return 0
+    return 1 if _COLUMNS.fullmatch(key) else "unknown"
+
+
+def is_halved(key: str, args: Mapping[str, Any]) -> bool:
+    """Whether each rank holds a part of gate and then one of up: a gated projection in one weight."""
+    return (args.get("swiglu") is True or args.get("gated_linear_unit") is True) and bool(_HALVED.fullmatch(key))
+
+
+def halves(tensor: StoredTensor) -> Iterator[StoredTensor]:
+    """The upper and the lower half of the rows."""
+    rows = tensor.shape[0] // 2
+    for half in range(2):
+        begin = tensor.offset + half * rows * tensor.strides[0]
+        yield replace(tensor, shape=(rows, *tensor.shape[1:]), offset=begin)
+
+
+def view(flat: StoredTensor, start: int, shape: tuple[int, ...]) -> StoredTensor | None:
+    """A tensor of this shape that lies row by row in a flat one; None where that ends before it does."""
+    if start < 0 or start + prod(shape) > flat.shape[0]:
+        return None
+    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    return replace(flat, shape=shape, strides=strides, offset=flat.offset + start)
+
+
+def args_of(root: Any) -> dict[str, Any]:
+    """The arguments in a rank's file, {} without."""
+    return attributes(root.get("args")) if isinstance(root, dict) else {}

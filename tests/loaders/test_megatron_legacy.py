@@ -1,0 +1,378 @@
+"""Megatron's older form, one file per model parallel rank: real saves are silent, and what is broken in them is named."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import os
+import shutil
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support import REAL, codes, found
+
+import ckptlint
+from ckptlint.depth import Depth
+from ckptlint.loaders.rank_files.megatron_keys import Place, Sizes, grid, offsets_of
+
+LEGACY = REAL / "megatron_legacy"
+NAMES = sorted(folder.name for folder in LEGACY.iterdir())
+STEP = "iter_0000010"
+MODEL = "model_optim_rng.pt"
+
+
+@pytest.mark.parametrize("depth", ["METADATA", "FILES", "HEADERS", "DATA"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_megatron_saved_is_silent(name: str, depth: str) -> None:
+    report = ckptlint.check(LEGACY / name, depth=Depth[depth])
+    assert found(report) == []
+    [item] = report.checkpoints
+    assert item.checkpoint is not None
+    assert item.checkpoint.format == "megatron-legacy"
+    assert item.checkpoint.partial == ""
+
+
+def checkpoint(name: str) -> Any:
+    return ckptlint.check(LEGACY / name).checkpoints[0].checkpoint
+
+
+def test_parts_and_stages_become_one_model() -> None:
+    ckpt = checkpoint("tp2_pp2")
+    assert ckpt.tensors["embedding.word_embeddings.weight"].global_shape == (48, 16)
+    assert {key.split(".")[2] for key in ckpt.tensors if key.startswith("decoder.layers")} == {"0", "1"}
+    fc1 = ckpt.tensors["decoder.layers.1.mlp.linear_fc1.weight"]
+    assert fc1.global_shape == (48, 16)
+    assert sorted(fc1.layout.offsets[:, 0].tolist()) == [0, 12, 24, 36]  # gate and up of two ranks
+    moment = ckpt.tensors["optimizer.state.exp_avg.decoder.layers.1.mlp.linear_fc1.weight"]
+    assert (moment.global_shape, moment.dtype) == ((48, 16), "float32")
+
+
+@pytest.mark.parametrize("name", ["tp2_dp2_distributed", "pp2_vpp2_distributed", "ep2_distributed"])
+def test_flat_buffers_become_the_states_of_parameters(name: str) -> None:
+    ckpt = checkpoint(name)
+    model = {key for key in ckpt.tensors if not key.startswith("optimizer.")}
+    for what in ("fp32_param", "exp_avg", "exp_avg_sq"):
+        for key in model:
+            assert ckpt.tensors[f"optimizer.state.{what}.{key}"].global_shape == ckpt.tensors[key].global_shape
+
+
+def test_a_buffer_gives_each_parameter_its_own_numbers() -> None:
+    """The fp32 copy in the buffer, rounded, is the weight in the model: the places in the buffer are right."""
+    ckpt = checkpoint("pp2_vpp2_distributed")
+    step = LEGACY / "pp2_vpp2_distributed" / STEP
+
+    def bytes_of(key: str, dtype: torch.dtype) -> torch.Tensor:
+        tensor = ckpt.tensors[key]
+        file, offset, length = ckpt.byte_range_of(int(tensor.chunks.record[0]))
+        data = bytearray((step / file).read_bytes()[offset : offset + length])
+        return torch.frombuffer(data, dtype=dtype)
+
+    for key in ckpt.tensors:
+        if not key.startswith("optimizer."):
+            master = bytes_of(f"optimizer.state.fp32_param.{key}", torch.float32)
+            weight = bytes_of(key, torch.bfloat16).float()
+            assert (master - weight).abs().max() < 0.02, key  # the optimizer took one step after the copy was made
+
+
+# ---------------------------------------------------------------- grids
+
+
+def test_a_grid_of_fewer_expert_parts_than_tensor_parts() -> None:
+    assert grid(Sizes(tp=2, ep=2, etp=1)) == {"mp_rank_00_000": Place(0, 0, 0, 0), "mp_rank_01_001": Place(1, 0, 1, 0)}
+    assert len(grid(Sizes(tp=2, pp=3, ep=2, etp=2))) == 12
+
+
+def test_layers_before_a_chunk() -> None:
+    sizes = Sizes(pp=2, vpp=2)
+    assert offsets_of({}, 2, sizes) == {(0, 0): 0, (0, 1): 2, (1, 0): 4, (1, 1): 6}
+    assert offsets_of({(0, 0): 1, (0, 1): 2, (1, 0): 2, (1, 1): 1}, 0, sizes)[1, 1] == 5
+
+
+# ---------------------------------------------------------------- broken
+
+
+@pytest.fixture
+def megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enums of Megatron's under their own names, so that torch can read and write them."""
+    for module, name, members in (
+        ("megatron.core.enums", "ModelType", {"encoder_or_decoder": 1}),
+        ("megatron.core.transformer.enums", "AttnBackend", {f"m{i}": i for i in range(1, 7)}),
+        ("megatron.core.rerun_state_machine", "RerunMode", {"DISABLED": "disabled"}),
+    ):
+        parts = module.split(".")
+        for depth in range(1, len(parts) + 1):
+            place = ".".join(parts[:depth])
+            if depth < len(parts) and place in sys.modules and isinstance(sys.modules[place], Stub):
+                continue
+            monkeypatch.setitem(sys.modules, place, Stub(place))
+        made = enum.Enum(name, members, module=module)  # type: ignore[misc]
+        setattr(sys.modules[module], name, made)
+
+
+class Stub(types.ModuleType):
+    """A package that holds nothing."""
+
+    __path__: list[str] = []
+
+
+@pytest.fixture
+def copied(tmp_path: Path, megatron: None) -> Callable[[str], Path]:
+    def copy(name: str) -> Path:
+        shutil.copytree(LEGACY / name, tmp_path / name)
+        return tmp_path / name / STEP
+
+    return copy
+
+
+Copied = Callable[[str], Path]
+
+
+def edit(path: Path, change: Callable[[Any], Any]) -> None:
+    state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+
+
+def told(step: Path) -> list[tuple[str, str, str]]:
+    return found(ckptlint.check(step.parent), "error", "warning")
+
+
+def only(step: Path, code: str, *words: str, level: str = "error") -> None:
+    rows = told(step)
+    assert [row[:2] for row in rows] == [(code, level)], rows
+    for word in words:
+        assert word in rows[0][2], rows[0][2]
+
+
+def test_rewriting_changes_nothing(copied: Copied) -> None:
+    step = copied("tp2_pp2")
+    for path in step.rglob("*.pt"):
+        edit(path, lambda state: None)
+    assert told(step) == []
+
+
+def test_a_lost_rank_file(copied: Copied) -> None:
+    step = copied("tp2_pp2")
+    (step / "mp_rank_01_001" / MODEL).unlink()
+    only(step, "RNK001", "mp_rank_01_001/model_optim_rng.pt is missing")
+
+
+def test_a_lost_rank_folder(copied: Copied) -> None:
+    step = copied("tp2")
+    shutil.rmtree(step / "mp_rank_01")
+    only(step, "RNK001", "mp_rank_01/model_optim_rng.pt is missing")
+
+
+def test_a_lost_stage(copied: Copied) -> None:
+    step = copied("tp2_pp2")
+    for rank in (0, 1):
+        shutil.rmtree(step / f"mp_rank_0{rank}_000")
+    only(step, "RNK001", "2 of 4 model files are missing", "pp 0")
+
+
+def test_arguments_that_differ(copied: Copied) -> None:
+    step = copied("tp2_pp2")
+    edit(step / "mp_rank_01_000" / MODEL, lambda state: setattr(state["args"], "num_layers", 4))
+    only(step, "RNK002", "num_layers 4 in mp_rank_01_000/model_optim_rng.pt")
+
+
+def test_a_rank_of_a_job_of_other_sizes(copied: Copied) -> None:
+    step = copied("tp2")
+
+    def other(state: Any) -> None:
+        state["args"].tensor_model_parallel_size = state["args"].world_size = 4
+
+    edit(step / "mp_rank_01" / MODEL, other)
+    only(step, "RNK002", "tensor_model_parallel_size 4", "mp_rank_01/model_optim_rng.pt")
+
+
+def test_an_iteration_that_differs(copied: Copied) -> None:
+    step = copied("tp2_pp2")
+    edit(step / "mp_rank_00_001" / MODEL, lambda state: state.update(iteration=9))
+    only(step, "RNK003", "mp_rank_00_001/model_optim_rng.pt is of step 9")
+
+
+def test_a_folder_of_another_step(copied: Copied) -> None:
+    step = copied("one_rank")
+    step = step.rename(step.with_name("iter_0000020"))
+    (step.parent / "latest_checkpointed_iteration.txt").write_text("20")
+    only(step, "COM002", "the folder is named for step 20", "iteration 10")
+
+
+def test_a_tracker_that_names_what_is_not_there(copied: Copied) -> None:
+    step = copied("one_rank")
+    (step.parent / "latest_checkpointed_iteration.txt").write_text("30")
+    only(step, "COM002", "names step 30, which is not there", level="warning")
+
+
+def test_the_whole_where_a_part_should_be(copied: Copied) -> None:
+    step = copied("tp2")
+    key = "decoder.layers.0.mlp.linear_fc2.weight"
+    parts = [torch.load(step / f"mp_rank_0{i}" / MODEL, weights_only=False)["model"][key] for i in range(2)]
+    for rank in range(2):
+        edit(step / f"mp_rank_0{rank}" / MODEL, lambda state: state["model"].update({key: torch.cat(parts, 1)}))
+    rows = told(step)
+    assert rows
+    assert all(key in row[2] for row in rows), rows
+
+
+def test_parts_of_different_shape(copied: Copied) -> None:
+    step = copied("tp2")
+    key = "decoder.layers.1.self_attention.linear_proj.weight"
+    edit(step / "mp_rank_01" / MODEL, lambda state: state["model"].update({key: state["model"][key][:, :6].clone()}))
+    only(step, "RNK002", "local shape", key, "mp_rank_01")
+
+
+def test_a_layer_that_a_stage_lacks(copied: Copied) -> None:
+    step = copied("pp2_vpp2")
+
+    def drop(state: Any) -> None:
+        for key in [key for key in state["model1"] if key.startswith("decoder.layers.0.")]:
+            del state["model1"][key]
+
+    edit(step / "mp_rank_00_000" / MODEL, drop)
+    rows = told(step)
+    assert ("CFG001", "error") in {row[:2] for row in rows}, rows
+    assert "decoder.layers.2" in " ".join(row[2] for row in rows), rows
+
+
+def test_two_stages_with_the_same_bytes(copied: Copied) -> None:
+    step = copied("tp2_pp2")
+    shutil.copy(step / "mp_rank_01_000" / MODEL, step / "mp_rank_01_001" / MODEL)
+    rows = told(step)
+    assert [row[:2] for row in rows] == [("RNK006", "error")], rows
+    assert "mp_rank_01_001/model_optim_rng.pt" in rows[0][2]
+    assert "same bytes as mp_rank_01_000/model_optim_rng.pt" in rows[0][2]
+
+
+def test_two_ranks_that_changed_places(copied: Copied) -> None:
+    step = copied("tp2")
+    (step / "mp_rank_00").rename(step / "x")
+    (step / "mp_rank_01").rename(step / "mp_rank_00")
+    (step / "x").rename(step / "mp_rank_01")
+    rows = told(step)
+    assert {row[:2] for row in rows} == {("RNK006", "warning")}, rows
+    assert "mp_rank_00/model_optim_rng.pt was written as that of rank 1, mp_rank_01" in rows[0][2]
+
+
+def test_a_final_norm_that_is_lost(copied: Copied) -> None:
+    step = copied("pp2_uneven")
+    edit(step / "mp_rank_00_001" / MODEL, lambda state: state["model"].pop("decoder.final_layernorm.weight"))
+    rows = told(step)
+    assert "CFG001" in {row[0] for row in rows}, rows
+    assert "decoder.final_layernorm.weight" in " ".join(row[2] for row in rows)
+
+
+def test_a_vocabulary_padded_otherwise(copied: Copied) -> None:
+    step = copied("no_optimizer")
+    for rank in range(2):
+
+        def pad(state: Any) -> None:
+            for key in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                state["model"][key] = torch.cat([state["model"][key]] * 2)
+
+        edit(step / f"mp_rank_0{rank}" / MODEL, pad)
+    rows = told(step)
+    assert rows
+    assert all("word_embeddings" in row[2] or "vocab" in row[2] or "output_layer" in row[2] for row in rows), rows
+
+
+def test_a_lost_distributed_optimizer(copied: Copied) -> None:
+    step = copied("tp2_dp2_distributed")
+    (step / "mp_rank_01" / "distrib_optim.pt").unlink()
+    only(step, "RNK001", "mp_rank_01/distrib_optim.pt is missing")
+
+
+def test_a_short_buffer(copied: Copied) -> None:
+    step = copied("tp2_dp2_distributed")
+
+    def cut(state: Any) -> None:
+        [buffer] = state[0].values()
+        for what in ("param", "exp_avg", "exp_avg_sq"):
+            buffer[what] = buffer[what][:-400].clone()
+        buffer["numel_unpadded"] -= 400
+
+    edit(step / "mp_rank_01" / "distrib_optim.pt", cut)
+    only(step, "RNK008", "mp_rank_01/distrib_optim.pt has 2,608 elements instead of 3,008")
+
+
+def test_a_buffer_that_is_shorter_than_it_says(copied: Copied) -> None:
+    step = copied("tp2_dp2_distributed")
+
+    def cut(state: Any) -> None:
+        [buffer] = state[0].values()
+        buffer["exp_avg"] = buffer["exp_avg"][:-64].clone()
+
+    edit(step / "mp_rank_00" / "distrib_optim.pt", cut)
+    assert ("RNK008", "error") in {row[:2] for row in told(step)}
+
+
+def test_a_moment_of_another_shape(copied: Copied) -> None:
+    step = copied("tp2")
+
+    def cut(state: Any) -> None:
+        own = state["optimizer"]["optimizer"]["state"][3]
+        own["exp_avg"] = own["exp_avg"][:-1].clone()
+
+    edit(step / "mp_rank_00" / MODEL, cut)
+    assert ("RNK008", "error") in {row[:2] for row in told(step)}
+
+
+def test_an_expert_that_is_lost(copied: Copied) -> None:
+    step = copied("ep2")
+    key = "decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight"
+    edit(step / "mp_rank_00_001" / MODEL, lambda state: state["model"].pop(key))
+    rows = told(step)
+    assert "local_experts.3" in " ".join(row[2] for row in rows), rows
+
+
+class Marker:
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.system, ("echo ckptlint-marker",)
+
+
+@pytest.mark.parametrize("file", ["mp_rank_01/model_optim_rng.pt", "mp_rank_01/distrib_optim.pt"])
+def test_a_hostile_pickle(copied: Copied, file: str) -> None:
+    step = copied("tp2_dp2_distributed")
+    edit(step / file, lambda state: state.update(x=Marker()))
+    only(step, "SAF001", f"{file} asks to call")
+
+
+@pytest.mark.parametrize("keep", [0, 2000])
+def test_a_file_that_is_cut(copied: Copied, keep: int) -> None:
+    step = copied("tp2_pp2")
+    path = step / "mp_rank_01_000" / MODEL
+    path.write_bytes(path.read_bytes()[:keep])
+    only(step, "PAY013", "mp_rank_01_000/model_optim_rng.pt")
+
+
+def test_hostile_sizes_are_bounded(copied: Copied) -> None:
+    step = copied("one_rank")
+    edit(step / "mp_rank_00" / MODEL, lambda state: setattr(state["args"], "tensor_model_parallel_size", 2**40))
+    assert codes(ckptlint.check(step.parent)) is not None
+
+
+def test_folders_of_a_larger_job_are_a_note(copied: Copied) -> None:
+    step = copied("no_optimizer")
+    shutil.copytree(step / "mp_rank_01", step / "mp_rank_02")
+    assert told(step) == []
+    assert "mp_rank_02" in " ".join(row[2] for row in found(ckptlint.check(step.parent), "info"))
+
+
+def test_a_rank_stands_for_its_step() -> None:
+    for inner in ("mp_rank_01", f"mp_rank_01/{MODEL}"):
+        [item] = ckptlint.check(LEGACY / "tp2" / STEP / inner).checkpoints
+        assert item.checkpoint is not None
+        assert len(item.checkpoint.files) == 2
+
+
+def test_arguments_in_an_unknown_form(copied: Copied) -> None:
+    step = copied("tp2")
+    for rank in range(2):
+        edit(step / f"mp_rank_0{rank}" / MODEL, lambda state: state.update(args=argparse.Namespace()))
+    assert told(step) == []
