@@ -112,9 +112,25 @@ def _stand_ins(world: int, per_node: int) -> None:
 
     mesh: Any = DeviceMesh
     mesh.__init__ = on_cpu
+    _modules_stay()
     chosen = torch.set_default_device
     whole: Any = torch
     whole.set_default_device = lambda device: chosen(None if device is None else _off_gpu(torch.device(device)))
+
+
+def _modules_stay() -> None:
+    """Modules that move to a device stay where they are, all being one; torch cannot swap fake parameters in place."""
+    module: Any = torch.nn.Module
+    move = module.to
+
+    @functools.wraps(move)
+    def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        args, kwargs = tree_map(_off_gpu, (args, kwargs))
+        _, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        return self if dtype is None else cast(torch.nn.Module, move(self, *args, **kwargs))
+
+    module.to = to
+    module.cuda = lambda self, device=None: self
 
 
 def _gathered(found: list[Any], own: Any, group: Any = None) -> None:

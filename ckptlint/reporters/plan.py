@@ -74,7 +74,7 @@ def sections(plan: Plan) -> list[tuple[str, list[str], list[str]]]:
         f"{item.key}  {shape_text(item.stored)} stored, {shape_text(item.wanted)} wanted" for item in plan.mismatches
     ]
     add(f"Of another shape: {plural(len(shapes), 'tensor')}", shapes) if shapes else None
-    add(f"On no node whole: {plural(len(plan.astray), 'key')}", plan.astray) if plan.astray else None
+    add(f"Parts on another node: {plural(len(plan.astray), 'key')}", plan.astray) if plan.astray else None
     for effect, word in (("fails", "Refused"), ("drops", "Lost"), ("note", "Note")):
         for item in plan.constraints:
             if item.effect == effect and not item.guessed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from math import prod
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support import REPOSITORY
 
 import ckptlint
 from ckptlint.model import Checkpoint
@@ -243,3 +245,68 @@ def test_bytes_read_are_those_of_whole_records(tmp_path: Path) -> None:
     assert abs(read / int(plan.cost.read[0]) - 1) < 0.01
     assert plan.cost.needed[plan.cost.kind].tolist() == [1024 * 1024] * 4
     assert round(plan.cost.amplification, 2) == 4.0
+
+
+@pytest.mark.slow
+def test_the_function_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it stands in docs/recipes.md, for a model of the user."""
+    text = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(# job.py\n.*?)```", text, re.DOTALL)
+    (tmp_path / "job.py").write_text(code)
+    (tmp_path / "train.py").write_text(
+        "from torch import nn\n\n\nclass Model(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))\n        self.norm = nn.LayerNorm(8)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    job = exact_job("job.py:state_dict", {"dp": 48}, [])
+    weight = next(wish for wish in job.wishes if wish.key == "model.layers.0.weight")
+    assert weight.target is not None
+    assert weight.target.sizes[weight.target.box].tolist() == [[1, 8]] * 8 + [[0, 8]] * 40
+    states = [wish.key for wish in job.wishes if wish.key.startswith("optimizer.state.layers.1.bias.")]
+    assert {key.rpartition(".")[2] for key in states} == {"step", "exp_avg", "exp_avg_sq"}
+
+
+GPU_JOB = """
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+
+def state_dict():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 7))
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cuda")
+    extra = nn.Linear(4, 4, device=f"cuda:{torch.cuda.current_device()}").cuda()
+    huge = torch.empty(1 << 40, 64, device="cuda")
+    names = [None] * dist.get_world_size()
+    dist.all_gather_object(names, dist.get_rank())
+    assert float(extra.weight.sum()) == 1.0 and len(names) == dist.get_world_size()
+    return {"model": model, "extra": extra, "huge": huge}
+"""
+
+
+@pytest.mark.slow
+def test_a_job_for_gpus_runs_without_one(tmp_path: Path) -> None:
+    """nccl, cuda, meta, a tensor of 256 TiB: none of it is there, and the state dict is."""
+    (tmp_path / "gpu.py").write_text(GPU_JOB)
+    job = exact_job(f"{tmp_path}/gpu.py:state_dict", {"dp": 4}, [])
+    shapes = {wish.key: wish.target.shape for wish in job.wishes if wish.target is not None}
+    assert shapes == {
+        "extra.bias": (4,),
+        "extra.weight": (4, 4),
+        "huge": (1 << 40, 64),
+        "model.0.bias": (5,),
+        "model.0.weight": (5, 7),
+        "model.1.bias": (7,),
+        "model.1.weight": (7, 5),
+    }
+    parts = {wish.key: wish.target for wish in job.wishes if wish.target is not None}["model.0.weight"]
+    assert parts.sizes[parts.box][:, 0].tolist() == [2, 2, 1, 0]
