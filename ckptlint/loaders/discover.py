@@ -30,6 +30,8 @@ COMPONENT = re.compile(
 """Folders that hold one part of a step: of torch, accelerate, Automodel, NeMo, OLMo-core, prime-rl, verl, xtuner."""
 
 
+_UNIVERSAL = "_universal"  # what deepspeed.checkpoint.ds_to_universal makes of a step, beside it
+
 _DESCRIBES = (
     METADATA, "__0.metadata", "common.pt", "model.safetensors", "model.safetensors.index.json",
     "adapter_model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json",
@@ -182,6 +184,8 @@ def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
                 break
             continue
         inside = _find(step, all_steps, _levels(step, levels))
+        if inside and f"{name}{_UNIVERSAL}" in folder.folders() and (twin := sub_folder(folder, name + _UNIVERSAL)):
+            inside = inside + _find(twin, all_steps, 0)
         (found if inside else unfinished).extend(inside or [step])
         if found and not all_steps:
             break

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import REAL, found
 
 import ckptlint
 from ckptlint.depth import Depth
-from tests.support import REAL, found
 
 torch = pytest.importorskip("torch")
 
@@ -356,3 +356,10 @@ def test_a_trainers_step_without_weights_of_its_own_is_read_whole(copy: Callable
     assert [(item.code, item.title) for item in part.diagnostics] == [
         ("SAF002", "../rng_state_1.pth is empty (0 bytes)")
     ]
+
+
+def test_the_universal_form_of_a_step_is_judged_beside_it(tmp_path: Path) -> None:
+    for name in ("z1_fp32_2r", "universal_z1"):
+        shutil.copytree(SAVES / name, tmp_path, dirs_exist_ok=True)
+    names = [part.path.rpartition("/")[2] for part in ckptlint.check(tmp_path).checkpoints]
+    assert names == ["global_step2", "global_step2_universal"]
