@@ -16,9 +16,8 @@ def rng_axis(ckpt: Checkpoint) -> Iterator[Finding]:
     """The random state is saved per pipeline and tensor rank alone although other ranks draw their own numbers.
 
     What it checks:
-        `rng_state` has a third axis when the job has EP > 1, or data_parallel_random_init: Megatron-Core 0.16 cuts it by
-        (PP, TP, DP x CP) there, other versions by (PP, TP) alone.
-        A note unless the configuration shows that random numbers matter (that flag, dropout, jitter at the router's
+        `rng_state` has a third axis when the job has EP > 1, or data_parallel_random_init: Megatron-Core 0.16 cuts it
+        by (PP, TP, DP x CP) there, other versions by (PP, TP) alone. A note unless the configuration shows that random numbers matter (that flag, dropout, jitter at the router's
         input). Not judged where the expert ranks are the tensor ranks, where EP is not declared, or after a finetuning
         start.
     Why it matters:
@@ -27,8 +26,8 @@ def rng_axis(ckpt: Checkpoint) -> Iterator[Finding]:
     Usual causes:
         A Megatron-Core that declares the random state a replica over data and context parallelism.
     How to fix:
-        Nothing else of this checkpoint is affected: only the independence of the ranks is lost. Megatron-Core 0.16 saves
-        the third axis (which other versions cannot load).
+        Nothing else of this checkpoint is affected: only the independence of the ranks is lost. Megatron-Core 0.16
+        alone saves the third axis, which other versions cannot load.
     See:
         megatron.training.checkpointing.get_rng_state
     """
@@ -61,7 +60,7 @@ def rng_axis(ckpt: Checkpoint) -> Iterator[Finding]:
             ("ranks", f"{world - own:,} of {world:,} resume with the random state of another rank"),
             ("random", ", ".join(matters) if matters else "no dropout, jitter or random init is declared"),
         ),
-        hint="nothing else of this checkpoint is affected; Megatron-Core 0.16 alone saves a state for each of these ranks",
+        hint="nothing else of this checkpoint is affected; only Megatron-Core 0.16 saves a state for each of these ranks",
     )
 
 
