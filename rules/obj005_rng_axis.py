@@ -17,9 +17,9 @@ def rng_axis(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         `rng_state` has a third axis when the job has EP > 1, or data_parallel_random_init: Megatron-Core 0.16 cuts it
-        by (PP, TP, DP x CP) there, other versions by (PP, TP) alone. A note unless the configuration shows that random numbers matter (that flag, dropout, jitter at the router's
-        input). Not judged where the expert ranks are the tensor ranks, where EP is not declared, or after a finetuning
-        start.
+        by (PP, TP, DP x CP) there, other versions by (PP, TP) alone. A note unless the configuration shows that random
+        numbers matter (that flag, dropout, jitter at the router's input). Not judged where the expert ranks are the
+        tensor ranks, where EP is not declared, or after a finetuning start.
     Why it matters:
         Ranks that differ by expert or data parallelism resume with the same random state, so they drop the same
         activations.
@@ -60,7 +60,7 @@ def rng_axis(ckpt: Checkpoint) -> Iterator[Finding]:
             ("ranks", f"{world - own:,} of {world:,} resume with the random state of another rank"),
             ("random", ", ".join(matters) if matters else "no dropout, jitter or random init is declared"),
         ),
-        hint="nothing else of this checkpoint is affected; only Megatron-Core 0.16 saves a state for each of these ranks",
+        hint="nothing else of this checkpoint is affected; only Megatron-Core 0.16 saves a state for each of them",
     )
 
 
