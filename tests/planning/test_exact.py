@@ -22,7 +22,7 @@ from ckptlint.planning.reads import reads
 from ckptlint.planning.verdict import plan_of
 
 pytest.importorskip("torch")
-import jobs
+import torch_jobs as jobs
 
 JOBS = str(Path(jobs.__file__))
 

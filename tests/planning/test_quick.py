@@ -72,7 +72,7 @@ def boxes(job: Job, key: str) -> list[list[tuple[list[int], list[int]]]]:
 @pytest.fixture(scope="module")
 def jobs() -> ModuleType:
     pytest.importorskip("torch")
-    import jobs
+    import torch_jobs as jobs
 
     return jobs
 
