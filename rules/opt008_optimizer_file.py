@@ -64,15 +64,10 @@ def _odd(
         if first is not None and second is not None and first != second:
             both = f"the shapes {[*first]} and {[*second]}"
             yield f"exp_avg and exp_avg_sq of {_some([param])} in {file} have {both}", f"pair {param}", False
-    if (
-        is_alone
-        and ckpt.format in ("safetensors", "torch", "verl")
-        and ckpt.tensors
-        and ckpt.is_sound
-        and not ckpt.partial
-    ):
-        if not (ckpt.format == "verl" and judges(ckpt)):  # CFG001 tells what the model lacks
-            yield from _against_model(ckpt, file, optimizer)
+    is_told = ckpt.format == "verl" and judges(ckpt)  # CFG001 tells what the model lacks
+    is_judged = is_alone and ckpt.format in ("safetensors", "torch", "verl") and not is_told
+    if is_judged and ckpt.tensors and ckpt.is_sound and not ckpt.partial:
+        yield from _against_model(ckpt, file, optimizer)
 
 
 def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Iterator[tuple[str, str, bool]]:
