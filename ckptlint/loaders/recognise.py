@@ -34,7 +34,7 @@ _HINTS = {
     "ByteCheckpoint": "load it with ByteCheckpoint",
 }
 
-LayoutKind = Literal["dcp", "per-rank", "safetensors", "incomplete", "unsupported", "file"] | SetKind
+LayoutKind = Literal["dcp", "per-rank", "safetensors", "incomplete", "unsupported", "file", SetKind]
 
 
 @dataclass(frozen=True, slots=True)
