@@ -308,11 +308,11 @@ def test_the_mark_of_nemo_says_that_a_save_did_not_end(tmp_path: Path) -> None:
     assert ckptlint.check(dcp(tmp_path / "weights.incomplete")).exit_code == 1
 
 
-def test_per_rank_files_of_verl_are_told_and_never_pass(tmp_path: Path) -> None:
+def test_one_of_eight_rank_files_of_verl_never_passes(tmp_path: Path) -> None:
     saved(tmp_path / "global_step_10" / "actor" / "model_world_size_8_rank_0.pt", {})
     text(tmp_path / "global_step_10" / "actor" / "huggingface" / "config.json", "{}")
     report = ckptlint.check(tmp_path)
-    assert (codes(report, "error"), report.exit_code) == ({"SAF004"}, 1)
+    assert (codes(report, "error"), report.exit_code) == ({"RNK001"}, 1)
 
 
 def test_a_step_whose_component_did_not_finish_is_not_passed(tmp_path: Path) -> None:

@@ -329,12 +329,18 @@ def test_several_runs_below_a_path_are_all_judged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["optimizer.pt", "ck.tar", "model.pt", "config.json"])
 def test_a_named_file_that_is_no_part_of_a_checkpoint_is_refused_by_its_name(step: Path, name: str) -> None:
     if not (step / name).exists():
-        torch.save({"w": torch.ones(3)}, step / name)
+        torch.save({"epoch": 3, "rng": torch.arange(3)}, step / name)
     report = ckptlint.check(step / name)
     ((code, level, sentence),) = found(report)
     assert (code, level, report.exit_code) == ("SAF004", "error", 1)
     assert sentence.startswith(name)
     assert [part.checkpoint.path for part in report.checkpoints] == [str(step / name)]
+
+
+def test_a_named_file_of_weights_is_a_checkpoint(step: Path) -> None:
+    torch.save({"model": {"w": torch.ones(3)}, "epoch": 3}, step / "ck.tar")
+    report = ckptlint.check(step / "ck.tar")
+    assert (report.exit_code, list(report.checkpoints[0].checkpoint.tensors)) == (0, ["w"])
 
 
 def test_a_named_file_is_opened_by_the_safe_reader(step: Path) -> None:
