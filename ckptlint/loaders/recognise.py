@@ -30,7 +30,7 @@ _HINTS = {
     "DeepSpeed ZeRO": "convert it with DeepSpeed's ds_to_universal.py or zero_to_fp32.py, which check it on the way",
     "DeepSpeed universal": "load it with DeepSpeed, which checks it on the way",
     "Orbax": "Orbax reads it; it is a JAX checkpoint",
-    "NeMo 1 or other, in mp_rank folders": "convert it to torch_dist with NeMo, or give the folder that Megatron-LM saved",
+    "NeMo 1 or other, in mp_rank folders": "convert it to torch_dist with NeMo",
     "NVRx local checkpoint": "each node holds the part of its ranks: load it with the job that wrote it and save it "
     "globally, as torch_dist",
     "torchsnapshot": "load it with torchsnapshot and save it with torch.distributed.checkpoint",
