@@ -221,7 +221,7 @@ def cut_axis(key: str) -> Axis:
 
     Source:
         megatron.core.tensor_parallel.layers: ColumnParallelLinear and VocabParallelEmbedding cut rows,
-        RowParallelLinear columns; the layers that use them: megatron.core.transformer (0.10 - 0.19), megatron.legacy.model
+        RowParallelLinear columns; those that use them: megatron.core.transformer (0.10 - 0.19), megatron.legacy.model
     """
     if _WHOLE.fullmatch(key):
         return "whole"

@@ -318,7 +318,7 @@ class _Reading:
         self._states(states)
 
     def _states(self, states: Mapping[str, Held]) -> None:
-        """Add the states of the optimizer, where each of them is whole and certain; otherwise rules would count some."""
+        """Add the states of the optimizer where each of them is whole and certain; else rules would count a part."""
         if self.unplaced and not self.misfits:
             names = list(dict.fromkeys(self.unplaced))
             sentence = f"the states of the optimizer in {', '.join(names[:_SHOWN])} were not judged"
