@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from math import prod
 
+from ckptlint.analysis.fit.judgement import judges
 from ckptlint.model import Checkpoint, OptimizerFile
 from ckptlint.model.text import plural, printable
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -19,15 +20,15 @@ _NAMED = 6
 
 @rule("OPT008", "optimizer-file", Severity.WARNING)
 def optimizer_file(ckpt: Checkpoint) -> Iterator[Finding]:
-    """What `optimizer.pt`, `optimizer.bin` or the optimizer in a rank's file says contradicts itself or the weights beside it.
+    """What an optimizer's file says contradicts itself or the weights beside it.
 
     What it checks:
-        Groups list each parameter once, and each one that has state. `exp_avg` and `exp_avg_sq` of a parameter have one
-        shape. Groups of an optimizer with `betas` have state where `trainer_state.json` says a step above 0. Where
-        moments go by names, they have the shapes of the tensors of these names; where they go by numbers, as many have
-        each shape as tensors do. There it is a warning if all others match one to one, a note otherwise: weights may be
-        saved in another form than trained. Tied and frozen parameters, adapters, factored states and projected ones
-        (GaLore) are no findings.
+        In `optimizer.pt`, `optimizer.bin`, a `.ckpt` and the first rank's file of a set: groups list each parameter
+        once, and each one that has state. `exp_avg` and `exp_avg_sq` of a parameter have one shape. Groups of an
+        optimizer with `betas` have state where `trainer_state.json` says a step above 0. Where moments go by names,
+        they have the shapes of the tensors of these names; where they go by numbers, as many have each shape as tensors
+        do. There it is a warning if all others match one to one, a note otherwise: weights may be saved in another form
+        than trained. Tied and frozen parameters, adapters, factored states and projected ones (GaLore) are no findings.
     Why it matters:
         A resume fails at the first step, or goes on with the moments of other parameters.
     Usual causes:
@@ -63,13 +64,9 @@ def _odd(
         if first is not None and second is not None and first != second:
             both = f"the shapes {[*first]} and {[*second]}"
             yield f"exp_avg and exp_avg_sq of {_some([param])} in {file} have {both}", f"pair {param}", False
-    if (
-        is_alone
-        and ckpt.format in ("safetensors", "torch", "verl")
-        and ckpt.tensors
-        and ckpt.is_sound
-        and not ckpt.partial
-    ):
+    is_told = ckpt.format == "verl" and judges(ckpt)  # CFG001 tells what the model lacks
+    is_judged = is_alone and ckpt.format in ("safetensors", "torch", "verl") and not is_told
+    if is_judged and ckpt.tensors and ckpt.is_sound and not ckpt.partial:
         yield from _against_model(ckpt, file, optimizer)
 
 

@@ -112,6 +112,7 @@ def unsupported(folder: Folder) -> Recognised | None:
         ("zarr (Megatron-Core <= 0.15)", "metadata.json" if _backend(folder) == "zarr" else _zarr(folder)),
         ("torch_checkpointing", _first(files, r"metadata\.pkl")),
         ("nanotron", _first(files, r"model_(weight|bias)(_pp-rank-.*)?\.safetensors")),
+        ("PaddlePaddle", _first(files, _PADDLE)),
         ("torchsnapshot", _first(files, r"\.snapshot_metadata")),
         ("TensorFlow", _first(files, r".+\.data-\d{5}-of-\d{5}")),
     ]  # fmt: skip

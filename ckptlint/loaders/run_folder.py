@@ -15,7 +15,8 @@ from ckptlint.loaders.discover import COMPONENT, components, step_number, steps_
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.rank_files.megatron_keys import MODEL_FILES, is_rank_folder, legacy_file, rank_folders
-from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise
+from ckptlint.loaders.rank_files.sets import file_sets, has_all_ranks
+from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise, unsupported
 from ckptlint.loaders.safetensors import NUMBERED, SHARD
 from ckptlint.model import Problem, RunFolder, StepState
 from ckptlint.storage.folder import Folder
@@ -176,7 +177,7 @@ def step_state(step: Folder, levels: int = 2) -> StepState:
 
     `metadata.json` ends the saves that have a `common.pt`; fsdp_dtensor and torch_dcp have neither. Of a torch_dist
     step of Megatron-Core >= 0.19 without `metadata.json` this says `complete`: only its keys would tell. The index of
-    a Hugging Face model is written after its files.
+    a Hugging Face model is written after its files. Of verl's rank files each kind that is there has one of every rank.
     """
     names = step.files_beside()
     if METADATA in names:
@@ -184,12 +185,14 @@ def step_state(step: Folder, levels: int = 2) -> StepState:
         return "complete" if whole else "unfinished"
     if any(name.endswith(".safetensors.index.json") for name in names):
         return "complete"
+    if found := [own.files for own in file_sets(step) if own.kind == "verl"]:
+        return "complete" if any(map(has_all_ranks, found)) else "unfinished"
     if any(_is_part(name) for name in names):
         return "unfinished"  # parts without the index that comes after them
     if ranks := rank_folders(step):
         whole = all(any(step.sub(name).has(file) for file in MODEL_FILES) for name in ranks)
         return "unknown" if not legacy_file(step) else "complete" if whole else "unfinished"
-    if any(RANK_METADATA.fullmatch(name) or is_rank_folder(name) for name in step.entries.others):
+    if unsupported(step) or any(RANK_METADATA.fullmatch(name) or is_rank_folder(name) for name in step.entries.others):
         return "unknown"
     has_payload = len(step.entries.payload) > 0 or any(name.endswith(".distcp") for name in names)
     if COMMON_FILE in names or has_payload or not step.entries:

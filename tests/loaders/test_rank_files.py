@@ -365,6 +365,14 @@ def test_an_optimizer_of_more_parameters_than_the_model_has(tmp_path: Path) -> N
     assert any("lists 12 parameters, and the files of the model hold 11" in row[2] for row in found(report))
 
 
+def test_a_tracker_that_names_a_step_which_is_not_there(tmp_path: Path) -> None:
+    shutil.copytree(RANK_FILES / "verl_run", tmp_path / "run")
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("9")
+    report = ckptlint.check(tmp_path / "run")
+    assert [row[:2] for row in found(report, "error", "warning")] == [("COM002", "warning")]
+    assert "names step 9, which is not there" in found(report)[0][2]
+
+
 def test_a_smaller_set_beside_the_whole_one_is_a_note(tmp_path: Path) -> None:
     shutil.copytree(RANK_FILES / "verl_fsdp2_4r", tmp_path / "step")
     shutil.copy(RANK_FILES / "verl_lora_2r/model_world_size_2_rank_1.pt", tmp_path / "step")

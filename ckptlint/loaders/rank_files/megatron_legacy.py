@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -111,6 +111,8 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
     short = len(lost) + unread + reading.left_out
     tensors, records, storages = reading.columns.made()
     labels = [file.name for file in files]
+    if not used:
+        problems = [replace(problem, blocks=True) for problem in problems] or [_no_models(labels)]
     return Checkpoint(
         path=folder.display,
         format="megatron-legacy",
@@ -227,6 +229,12 @@ def _sizes(ranks: list[_Rank]) -> tuple[Sizes, str]:
         return set(grid(sizes)) <= there, count[sizes]
 
     return max(count, key=weight), "the arguments of the job"
+
+
+def _no_models(labels: list[str]) -> Problem:
+    sentence = f"no rank has a {MODEL_FILES[0]} beside {', '.join(labels[:_SHOWN])}"
+    why = "the model of each rank lies there: the save did not finish, or the copy left it out"
+    return Problem("incomplete", labels[0], sentence, why=why, blocks=True)
 
 
 def _leftover(outside: list[_Rank], sizes: Sizes) -> Problem:

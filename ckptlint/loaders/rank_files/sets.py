@@ -7,6 +7,7 @@ A kind of set is one row of `KINDS` here, one module beside this one that reads 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -34,7 +35,8 @@ class FileSet:
 
 
 _WEIGHTS = re.compile(
-    r"(?P<stem>(?:diffusion_)?pytorch_model|adapter_model)(?P<part>-(?P<k>\d{1,9})-of-(?P<n>\d{1,9}))?"
+    r"(?P<stem>(?:diffusion_)?pytorch_model(?:_fsdp)?(?:_\d{1,3})?|adapter_model)"
+    r"(?P<part>-(?P<k>\d{1,9})-of-(?P<n>\d{1,9}))?"
     r"(?P<variant>\.[^-.]+)?\.bin"
 )
 _INDEX = re.compile(r"(?P<stem>.+)\.bin\.index(?P<variant>\.[^.]+)?\.json")
@@ -54,6 +56,12 @@ def verl_name(name: str) -> tuple[str, int, int]:
     """(kind, world size, rank) of a file of verl's; ("", 0, -1) for other names."""
     match = _VERL.fullmatch(name)
     return (match[1], int(match[2]), int(match[3])) if match else ("", 0, -1)
+
+
+def has_all_ranks(names: list[str]) -> bool:
+    """Whether verl's files of one world size have one of every rank, of each kind that is there."""
+    kinds = Counter(kind for kind, _, _ in map(verl_name, names))
+    return set(kinds.values()) == {verl_name(names[0])[1]}
 
 
 @fact
