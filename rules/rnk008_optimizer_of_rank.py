@@ -8,8 +8,8 @@ from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _SENTENCES = {
-    "length": "{at} of {file} has {stored} elements instead of {expected}",
-    "state": "{at} of {file} is {stored} instead of {expected}",
+    "length": "{at} in {file} have {stored} elements instead of {expected}",
+    "state": "{at} in {file} is {stored} instead of {expected}",
     "count": "{file} holds {stored} instead of {expected}",
 }
 

@@ -28,7 +28,7 @@ _TEXT_LIMIT = 1024**2
 _HINTS = {
     "nanotron": "convert it with nanotron's examples/llama/convert_nanotron_to_hf.py",
     "Orbax": "Orbax reads it; it is a JAX checkpoint",
-    "NeMo 1 or other, in mp_rank folders": "convert it to torch_dist with NeMo, or give the folder that Megatron-LM saved",
+    "NeMo 1 or other, in mp_rank folders": "convert it to torch_dist with NeMo",
     "NVRx local checkpoint": "each node holds the part of its ranks: load it with the job that wrote it and save it "
     "globally, as torch_dist",
     "torchsnapshot": "load it with torchsnapshot and save it with torch.distributed.checkpoint",
@@ -110,6 +110,7 @@ def unsupported(folder: Folder) -> Recognised | None:
         ("zarr (Megatron-Core <= 0.15)", "metadata.json" if _backend(folder) == "zarr" else _zarr(folder)),
         ("torch_checkpointing", _first(files, r"metadata\.pkl")),
         ("nanotron", _first(files, r"model_(weight|bias)(_pp-rank-.*)?\.safetensors")),
+        ("PaddlePaddle", _first(files, _PADDLE)),
         ("torchsnapshot", _first(files, r"\.snapshot_metadata")),
         ("TensorFlow", _first(files, r".+\.data-\d{5}-of-\d{5}")),
     ]  # fmt: skip

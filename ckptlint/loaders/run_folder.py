@@ -16,7 +16,7 @@ from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.rank_files.megatron_keys import MODEL_FILES, is_rank_folder, legacy_file, rank_folders
 from ckptlint.loaders.rank_files.sets import file_sets, has_all_ranks
-from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise
+from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise, unsupported
 from ckptlint.loaders.safetensors import NUMBERED, SHARD
 from ckptlint.model import Problem, RunFolder, StepState
 from ckptlint.storage.folder import Folder
@@ -194,7 +194,7 @@ def step_state(step: Folder, levels: int = 2) -> StepState:
     if ranks := rank_folders(step):
         whole = all(any(step.sub(name).has(file) for file in MODEL_FILES) for name in ranks)
         return "unknown" if not legacy_file(step) else "complete" if whole else "unfinished"
-    if any(RANK_METADATA.fullmatch(name) or is_rank_folder(name) for name in step.entries.others):
+    if unsupported(step) or any(RANK_METADATA.fullmatch(name) or is_rank_folder(name) for name in step.entries.others):
         return "unknown"
     has_payload = len(step.entries.payload) > 0 or any(name.endswith(".distcp") for name in names)
     if COMMON_FILE in names or has_payload or not step.entries:

@@ -57,6 +57,7 @@ def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
     for name, file in table.get("safetensors", {}).items():
         write_safetensors(folder / name, file)
     for name, file in table.get("rank_files", {}).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(rank_file(file.get("prefix", Path(name).stem), file))
     if table.get("megatron"):
         config = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}

@@ -9,6 +9,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Mapping
+from copy import deepcopy
 from math import prod
 from types import MappingProxyType
 from typing import Any
@@ -205,13 +206,16 @@ def rank_file(stem: str, table: Mapping[str, Any]) -> bytes:
         table: `tensors`, key -> `shape`, `dtype`, `seed` of its values; of a DTensor `local`, the shape of the part,
             `placements` (`Shard(0)`, `Replicate()`), and `mesh`, its shape; `rank` and `names` of the mesh; `values`,
             what lies beside the tensors; `state`, whether the tensors are an optimizer's, by `<number>.<name>`.
+            A key `a/b` lies in a dict `a`.
     """
     members: dict[str, bytes] = {}
-    root: dict[Any, Any] = dict(table.get("values", {}))
+    root: dict[Any, Any] = deepcopy(dict(table.get("values", {})))
     for key, entry in table.get("tensors", {}).items():
         made = _stored(f"{key} {entry.get('seed', '')}", entry, members, table)
         owner = root
-        name: Any = key
+        *above, name = key.split("/")
+        for inner in above:
+            owner = owner.setdefault(inner, {})
         if table.get("state"):
             number, _, name = key.partition(".")
             owner = root.setdefault("state", {}).setdefault(int(number), {})

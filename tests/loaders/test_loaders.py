@@ -275,8 +275,7 @@ def test_load_gives_the_newest_step(tmp_path: Path) -> None:
 
 
 UNSUPPORTED = {
-    "Megatron-LM legacy torch": ["mp_rank_00/model_optim_rng.pt"],
-    "Megatron-LM legacy torch, pipeline": ["mp_rank_01_003/model_optim_rng.pt"],
+    "NeMo 1": ["mp_rank_00/megatron_gpt--val_loss=2.1-step=100.ckpt", "mp_rank_01/megatron_gpt--val_loss=2.1-step=100.ckpt"],
     "NVRx local": ["iter_0000010_3_local.pt"],
     "Orbax": ["_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"],
     "Orbax, sharding": ["_sharding", "array_metadatas/process_0"],
@@ -535,4 +534,4 @@ def test_an_error_elsewhere_outweighs_a_refusal(tmp_path: Path, monkeypatch: pyt
 
 
 def test_every_kind_of_folder_has_a_reader() -> None:
-    assert set(LAYOUTS) == set(get_args(LayoutKind))
+    assert set(LAYOUTS) == {kind for part in get_args(LayoutKind) for kind in get_args(part)}

@@ -1,4 +1,4 @@
-"""Megatron's older form, one file per model parallel rank: real saves are silent, and what is broken in them is named."""
+"""Megatron's older form, a file for each model parallel rank: real saves are silent, what is broken is named."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -117,7 +117,7 @@ def megatron(monkeypatch: pytest.MonkeyPatch) -> None:
 class Stub(types.ModuleType):
     """A package that holds nothing."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
 
 @pytest.fixture
@@ -198,14 +198,14 @@ def test_an_iteration_that_differs(copied: Copied) -> None:
 
 
 def test_a_folder_of_another_step(copied: Copied) -> None:
-    step = copied("one_rank")
+    step = copied("no_optimizer")
     step = step.rename(step.with_name("iter_0000020"))
     (step.parent / "latest_checkpointed_iteration.txt").write_text("20")
     only(step, "COM002", "the folder is named for step 20", "iteration 10")
 
 
 def test_a_tracker_that_names_what_is_not_there(copied: Copied) -> None:
-    step = copied("one_rank")
+    step = copied("no_optimizer")
     (step.parent / "latest_checkpointed_iteration.txt").write_text("30")
     only(step, "COM002", "names step 30, which is not there", level="warning")
 
@@ -238,7 +238,7 @@ def test_a_layer_that_a_stage_lacks(copied: Copied) -> None:
     edit(step / "mp_rank_00_000" / MODEL, drop)
     rows = told(step)
     assert ("CFG001", "error") in {row[:2] for row in rows}, rows
-    assert "decoder.layers.2" in " ".join(row[2] for row in rows), rows
+    assert "layer 2 of decoder.layers" in " ".join(row[2] for row in rows), rows
 
 
 def test_two_stages_with_the_same_bytes(copied: Copied) -> None:
@@ -298,7 +298,7 @@ def test_a_short_buffer(copied: Copied) -> None:
         buffer["numel_unpadded"] -= 400
 
     edit(step / "mp_rank_01" / "distrib_optim.pt", cut)
-    only(step, "RNK008", "mp_rank_01/distrib_optim.pt has 2,608 elements instead of 3,008")
+    only(step, "RNK008", "in mp_rank_01/distrib_optim.pt have 2,608 elements instead of")
 
 
 def test_a_buffer_that_is_shorter_than_it_says(copied: Copied) -> None:
@@ -352,7 +352,7 @@ def test_a_file_that_is_cut(copied: Copied, keep: int) -> None:
 
 
 def test_hostile_sizes_are_bounded(copied: Copied) -> None:
-    step = copied("one_rank")
+    step = copied("no_optimizer")
     edit(step / "mp_rank_00" / MODEL, lambda state: setattr(state["args"], "tensor_model_parallel_size", 2**40))
     assert codes(ckptlint.check(step.parent)) is not None
 

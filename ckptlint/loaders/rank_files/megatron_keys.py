@@ -1,4 +1,4 @@
-"""Names and places of what a model parallel rank of Megatron saves: in which folder, of which layer, cut on which axis."""
+"""What lies where in the files of Megatron's model parallel ranks: folders, layers, experts, and how each is cut."""
 
 from __future__ import annotations
 
@@ -41,6 +41,11 @@ _UNEVEN = (
 )  # fmt: skip
 """Arguments that give the pipeline stages different numbers of layers."""
 
+_SIZES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size",
+)  # fmt: skip
+
 Axis = Literal["whole", "unknown"] | int
 
 
@@ -67,21 +72,10 @@ class Place:
 
 def sizes_of(args: Mapping[str, Any]) -> Sizes | None:
     """The parallel sizes that arguments give; None where they give none, or none that a job has."""
-    found = {
-        axis: args.get(name)
-        for axis, name in {
-            "tp": "tensor_model_parallel_size",
-            "pp": "pipeline_model_parallel_size",
-            "vpp": "virtual_pipeline_model_parallel_size",
-            "ep": "expert_model_parallel_size",
-            "etp": "expert_tensor_parallel_size",
-        }.items()
-    }
-    tp = found["tp"]
-    values = {axis: tp if axis == "etp" and size is None else size or 1 for axis, size in found.items()}
-    if tp is None or not all(type(size) is int and 0 < size <= _MOST for size in values.values()):
-        return None
-    return Sizes(**values) if values["tp"] * values["pp"] * values["ep"] * values["etp"] <= _MOST else None
+    tp, pp, vpp, ep, etp = (args.get(name) for name in _SIZES)
+    found = tp, pp or 1, vpp or 1, ep or 1, tp if etp is None else etp
+    sizes = [size for size in found if type(size) is int and 0 < size <= _MOST]
+    return Sizes(*sizes) if len(sizes) == len(found) and sizes[0] * sizes[1] * sizes[3] * sizes[4] <= _MOST else None
 
 
 def grid(sizes: Sizes) -> dict[str, Place]:
@@ -226,8 +220,8 @@ def cut_axis(key: str) -> Axis:
     """The axis on which tensor parallel ranks cut a parameter, `whole` where each holds all of it.
 
     Source:
-        megatron.core.tensor_parallel.layers: ColumnParallelLinear and VocabParallelEmbedding cut rows, RowParallelLinear
-        columns; the layers that use them: megatron.core.transformer (0.10 - 0.19), megatron.legacy.model
+        megatron.core.tensor_parallel.layers: ColumnParallelLinear and VocabParallelEmbedding cut rows,
+        RowParallelLinear columns; those that use them: megatron.core.transformer (0.10 - 0.19), megatron.legacy.model
     """
     if _WHOLE.fullmatch(key):
         return "whole"

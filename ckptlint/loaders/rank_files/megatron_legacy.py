@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -20,6 +20,7 @@ from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.rank_files.megatron_keys import (
     MODEL_FILES,
     OPTIMIZER_FILE,
+    Axis,
     Place,
     Sizes,
     args_of,
@@ -110,6 +111,8 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
     short = len(lost) + unread + reading.left_out
     tensors, records, storages = reading.columns.made()
     labels = [file.name for file in files]
+    if not used:
+        problems = [replace(problem, blocks=True) for problem in problems] or [_no_models(labels)]
     return Checkpoint(
         path=folder.display,
         format="megatron-legacy",
@@ -121,7 +124,7 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
         declared=declared,
         config=config,
         topology=read_topology(declared, [], None),
-        problems=problems + config_problems,
+        problems=problems + reading.notes + config_problems,
         readable=bool(used),
         partial=f"{short} of {len(files) + len(lost)} rank files are absent or cannot be used" if short else "",
         metadata_file=labels[0] if len(labels) == 1 else f"{labels[0]} .. {labels[-1]}",
@@ -228,13 +231,18 @@ def _sizes(ranks: list[_Rank]) -> tuple[Sizes, str]:
     return max(count, key=weight), "the arguments of the job"
 
 
+def _no_models(labels: list[str]) -> Problem:
+    sentence = f"no rank has a {MODEL_FILES[0]} beside {', '.join(labels[:_SHOWN])}"
+    why = "the model of each rank lies there: the save did not finish, or the copy left it out"
+    return Problem("incomplete", labels[0], sentence, why=why, blocks=True)
+
+
 def _leftover(outside: list[_Rank], sizes: Sizes) -> Problem:
     names = [rank.folder for rank in outside]
     return Problem(
         "note",
         names[0],
-        f"{plural(len(names), 'folder')} of ranks beyond {_grid_text(sizes)} lie here, and were not read: "
-        f"{', '.join(names[:_SHOWN])}",
+        f"ranks beyond {_grid_text(sizes)} have folders here, which were not read: {', '.join(names[:_SHOWN])}",
         why="they are left over from a save of another job into this folder",
     )
 
@@ -289,6 +297,8 @@ class _Reading:
     disagreements: list[Disagreement] = field(default_factory=list)
     misfits: list[Misfit] = field(default_factory=list)
     other_names: list[OtherName] = field(default_factory=list)
+    unplaced: list[str] = field(default_factory=list)
+    notes: list[Problem] = field(default_factory=list)
     left_out: int = 0
     args: dict[str, Any] = field(default_factory=dict)
 
@@ -310,13 +320,30 @@ class _Reading:
         self._tied(model)
         for key, held in model.items():
             self._add(key, key, held)
+        # of a job that trains a part only, all ranks are short
+        if len({item.file for item in short}) < len(self.ranks):
+            self.misfits += short
+        self._states(states)
+
+    def _states(self, states: Mapping[str, Held]) -> None:
+        """Add the states of the optimizer where each of them is whole and certain; else rules would count a part."""
+        if self.unplaced and not self.misfits:
+            names = list(dict.fromkeys(self.unplaced))
+            sentence = f"the states of the optimizer in {', '.join(names[:_SHOWN])} were not judged"
+            why = "which of them belongs to which parameter does not follow from the file"
+            self.notes.append(Problem("note", names[0], sentence, why=why))
+        whole = [self._is_whole(key, held) for found in states.values() for key, held in found.items()]
+        if self.unplaced or not all(whole):
+            return
         for what, found in states.items():
             for key, held in found.items():
                 self._add(f"optimizer.state.{what}.{key}", key, held)
-        if len({item.file for item in short}) < len(
-            self.ranks
-        ):  # of a job that trains a part only, all ranks are short
-            self.misfits += short
+
+    def _is_whole(self, key: str, held: list[_Held]) -> bool:
+        """Whether all parts of a tensor are there, in one shape."""
+        ways = self.sizes.etp if is_expert(key) else self.sizes.tp
+        parts = {item.place.etp if is_expert(key) else item.place.tp for item in held}
+        return len(parts) == ways and len({item.tensor.shape for item in held}) == 1
 
     def _disagree(
         self, what: str, says: Mapping[str, Iterable[str]], fqns: Iterable[str] = (), sure: bool = True
@@ -368,7 +395,8 @@ class _Reading:
         for place, rank in self.ranks.items():
             if type(number := rank.args.get("rank")) is int and number >= 0:
                 writers[place] = number
-                world = rank.args.get("world_size") if type(rank.args.get("world_size")) is int else 0
+                said = rank.args.get("world_size")
+                world = said if type(said) is int else 0
         sums = {place: _checksums(rank) for place, rank in self.ranks.items()}
         first: dict[tuple[int, ...], Place] = {}
         for place, rank in list(self.ranks.items()):
@@ -383,7 +411,7 @@ class _Reading:
             return  # a converter wrote them all
         for place, number in writers.items():
             tp, pp = number % self.sizes.tp, place.pp
-            per_stage = (world or 0) // self.sizes.pp
+            per_stage = world // self.sizes.pp
             if per_stage and world % self.sizes.pp == 0 and not self.ranks[place].args.get("use_tp_pp_dp_mapping"):
                 pp = number // per_stage
             if (tp, pp) != (place.tp, place.pp):
@@ -465,8 +493,10 @@ class _Reading:
             ]
             shapes = [tensor.shape if isinstance(tensor, StoredTensor) else None for tensor in tensors]
             is_known = shapes == [own[key].shape for key in chosen]
+            if not is_known:
+                self.unplaced.append(rank.label)
             if not is_known and len(shapes) < len(chosen):
-                what = f"{plural(len(shapes), 'fp32 copy', 'fp32 copies')} of parameters"
+                what = f"fp32 copies of {plural(len(shapes), 'parameter')}"
                 short.append(
                     Misfit("", rank.label, what, f"{len(chosen):,}", "the model beside them has these", "count")
                 )
@@ -517,7 +547,7 @@ class _Reading:
                 if type(told) is int and tensor.shape != (told,):
                     self.misfits.append(
                         Misfit(
-                            what,
+                            f"the values of {what}",
                             rank.optimizer_label,
                             f"{prod(tensor.shape):,}",
                             f"{told:,}",
@@ -532,12 +562,14 @@ class _Reading:
                 if (starts := _starts([own[name] for name in names], told)) is not None:
                     shared.remove((dtype, names))
                     break
-            if starts is None:
+            if starts is None or any(flat.shape != (told,) for flat in flats.values()):
+                self.unplaced.append(rank.optimizer_label)
                 continue
             for name, start in zip(names, starts, strict=True):
                 for what, flat in flats.items():
-                    if flat.shape == (told,) and (tensor := view(flat, start, own[name].shape)) is not None:
-                        states[_STATES[what]][name].append(_Held(place, tensor, number, found, rank.optimizer_label))
+                    part = view(flat, start, own[name].shape)
+                    if part is not None:
+                        states[_STATES[what]][name].append(_Held(place, part, number, found, rank.optimizer_label))
         self._sums(rank, own, keys, short)
 
     def _sums(self, rank: _Rank, own: dict[str, StoredTensor], keys: list[str], short: list[Misfit]) -> None:
@@ -556,7 +588,12 @@ class _Reading:
                 expected = f"{least:,}" if least == most else f"{least:,} to {most:,}"
                 because = f"so many have the {plural(len(sizes), 'parameter')} of {dtype} in {rank.label}"
                 item = Misfit(
-                    f"the buffers of {dtype}", rank.optimizer_label, f"{numel:,}", expected, because, "length"
+                    f"the buffers of {dtype} parameters",
+                    rank.optimizer_label,
+                    f"{numel:,}",
+                    expected,
+                    because,
+                    "length",
                 )
                 (short if numel < least else self.misfits).append(item)
 
@@ -587,7 +624,7 @@ class _Reading:
         if len(dtypes) > 1:
             self._disagree("dtype", dtypes, [fqn])
         if axis == "unknown" and ways > 1:
-            axis = _told_by_shapes(held)
+            axis = _told_by_bytes(held)
         if ways == 1 or axis == "whole" or axis == "unknown" or not first.shape:
             if len(shapes) > 1:
                 self._misfit(fqn, held)
@@ -714,10 +751,9 @@ def _starts(tensors: list[StoredTensor], numel: int) -> list[int] | None:
     return starts
 
 
-def _told_by_shapes(held: list[_Held]) -> Any:
-    """The axis of a parameter of unknown name: `whole` where all ranks hold the same bytes, the only one that differs."""
-    shapes = {item.tensor.shape for item in held}
-    if len(shapes) == 1:
+def _told_by_bytes(held: list[_Held]) -> Axis:
+    """The axis of a parameter of unknown name: `whole` where all ranks hold the same bytes."""
+    if len({item.tensor.shape for item in held}) == 1:
         sums = {place.crc if (place := item.found.storages.get(item.tensor.key)) else 0 for item in held}
         return "whole" if len(sums) == 1 and 0 not in sums else "unknown"
     return "unknown"
