@@ -55,6 +55,7 @@ from ckptlint.model import (
     RankFile,
     RankFileSet,
     StoredFile,
+    empty_objects,
 )
 from ckptlint.model.text import plural, printable, shape_text
 from ckptlint.storage.folder import READABLE, Folder
@@ -123,7 +124,7 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
         common=common,
         declared=declared,
         config=config,
-        topology=read_topology(declared, [], None),
+        topology=read_topology(declared, empty_objects(), None),
         problems=problems + reading.notes + config_problems,
         readable=bool(used),
         partial=f"{short} of {len(files) + len(lost)} rank files are absent or cannot be used" if short else "",
