@@ -361,5 +361,5 @@ def test_a_trainers_step_without_weights_of_its_own_is_read_whole(copy: Callable
 def test_the_universal_form_of_a_step_is_judged_beside_it(tmp_path: Path) -> None:
     for name in ("z1_fp32_2r", "universal_z1"):
         shutil.copytree(SAVES / name, tmp_path, dirs_exist_ok=True)
-    names = [part.path.rpartition("/")[2] for part in ckptlint.check(tmp_path).checkpoints]
+    names = [part.checkpoint.path.rpartition("/")[2] for part in ckptlint.check(tmp_path).checkpoints]
     assert names == ["global_step2", "global_step2_universal"]
