@@ -275,7 +275,7 @@ def test_load_gives_the_newest_step(tmp_path: Path) -> None:
 
 
 UNSUPPORTED = {
-    "NeMo 1": ["mp_rank_00/megatron_gpt--val_loss=2.1-step=100.ckpt", "mp_rank_01/megatron_gpt--val_loss=2.1-step=100.ckpt"],
+    "NeMo 1": ["mp_rank_00/megatron_gpt.ckpt", "mp_rank_01/megatron_gpt.ckpt"],
     "NVRx local": ["iter_0000010_3_local.pt"],
     "DeepSpeed ZeRO": ["mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
     "DeepSpeed ZeRO 3": ["zero_pp_rank_0_mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
