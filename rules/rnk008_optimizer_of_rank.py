@@ -21,8 +21,8 @@ def optimizer_of_rank(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         The buffers of the distributed optimizer (`distrib_optim.pt`) are as long as they say (`numel_unpadded`), and as
         the parameters of the rank need, up to the gaps that rounding to 64 elements leaves. Without it there is an fp32
-        copy for each parameter, and each moment has the shape of its copy. A rank whose optimizer holds fewer
-        parameters is no finding where all ranks are so: the job may train a part of the model.
+        copy for each parameter, and each moment has the shape of its copy. An optimizer that
+        holds other parameters than the model is no finding where all ranks are so: the job may train or save a part.
     Why it matters:
         A load stops, or gives parameters the moments of others.
     Usual causes:

@@ -13,7 +13,8 @@ def unsupported_format(ckpt: Checkpoint) -> Iterator[Finding]:
     """The folder holds a checkpoint of a known format that is not checked.
 
     What it checks:
-        The marks of Orbax, legacy Megatron, zarr, nanotron, TensorFlow and others. A note where they lie
+        The marks of Orbax, PaddlePaddle, torchsnapshot, zarr, NVRx local files, GGUF, packed NeMo, nanotron, TensorFlow
+        and others. A note where they lie
         beside a checkpoint that is checked.
     Why it matters:
         A gate must not pass what nobody looked at.

@@ -27,6 +27,7 @@ _TEXT_LIMIT = 1024**2
 
 _HINTS = {
     "nanotron": "convert it with nanotron's examples/llama/convert_nanotron_to_hf.py",
+    "Megatron-LM legacy torch": "it is checked where it lies in a folder of its own",
     "Orbax": "Orbax reads it; it is a JAX checkpoint",
     "NeMo 1 or other, in mp_rank folders": "convert it to torch_dist with NeMo",
     "NVRx local checkpoint": "each node holds the part of its ranks: load it with the job that wrote it and save it "

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.formats.safe_pickle import read_state
-from ckptlint.formats.torch_archive import read_pickle_member
+from ckptlint.formats.torch_archive import END_SIZE, read_pickle_member
 from ckptlint.loaders.common_state import COMMON_FILE, integer
 from ckptlint.loaders.discover import COMPONENT, components, step_number, steps_of, sub_folder
 from ckptlint.loaders.megatron import CONFIG_FILE
@@ -192,8 +192,9 @@ def step_state(step: Folder, levels: int = 2) -> StepState:
     if any(name.endswith("_model_states.pt") for name in names):
         return "complete"  # DeepSpeed writes the tracker after all ranks; the grid tells of lost ones
     if ranks := rank_folders(step):
-        whole = all(any(step.sub(name).has(file) for file in MODEL_FILES) for name in ranks)
-        return "unknown" if not legacy_file(step) else "complete" if whole else "unfinished"
+        if not legacy_file(step):
+            return "unknown"
+        return "complete" if all(_is_written(step.sub(name)) for name in ranks) else "unfinished"
     if unsupported(step) or any(RANK_METADATA.fullmatch(name) or is_rank_folder(name) for name in step.entries.others):
         return "unknown"
     has_payload = len(step.entries.payload) > 0 or any(name.endswith(".distcp") for name in names)
@@ -204,6 +205,14 @@ def step_state(step: Folder, levels: int = 2) -> StepState:
     if "unfinished" in states:
         return "unfinished"
     return "complete" if "complete" in states else "unknown"
+
+
+def _is_written(rank: Folder) -> bool:
+    """Whether the model file of a rank of Megatron's has its end; files of torch < 1.6 have no mark there."""
+    file = next((file for file in MODEL_FILES if rank.has(file)), None)
+    if file is None or rank.head(file, 4) != b"PK\3\4":
+        return file is not None and rank.size(file) > 0
+    return b"PK\5\6" in rank.read_range(file, max(rank.size(file) - END_SIZE, 0), END_SIZE)
 
 
 def _is_part(name: str) -> bool:

@@ -18,7 +18,16 @@ from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
 from ckptlint.loaders.discover import COMPONENT, components, newest_readable_step, step_number, sub_folder
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_refusals
-from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, Recognised, unsupported, unsupported_hint
+from ckptlint.loaders.rank_files.megatron_keys import legacy_file
+from ckptlint.loaders.recognise import (
+    METADATA,
+    PAYLOAD_RANK,
+    RANK_METADATA,
+    Recognised,
+    recognise,
+    unsupported,
+    unsupported_hint,
+)
 from ckptlint.model import Checkpoint, OptimizerFile, Problem, StepFile, StepFileState
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import READABLE, Folder
@@ -307,6 +316,8 @@ def unfinished_marks(folder: Folder) -> list[Problem]:
 
 def unread_beside(folder: Folder) -> list[Problem]:
     other = unsupported(folder)
+    if (file := legacy_file(folder)) and (found := recognise(folder)) and found.kind != "megatron-legacy":
+        other = Recognised("unsupported", "Megatron-LM legacy torch", printable(file.partition("/")[0]))
     return [] if other is None else [unsupported_problem(other, beside=True)]
 
 

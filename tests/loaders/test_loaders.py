@@ -275,7 +275,7 @@ def test_load_gives_the_newest_step(tmp_path: Path) -> None:
 
 
 UNSUPPORTED = {
-    "NeMo 1": ["mp_rank_00/megatron_gpt--val_loss=2.1-step=100.ckpt", "mp_rank_01/megatron_gpt--val_loss=2.1-step=100.ckpt"],
+    "NeMo 1": ["mp_rank_00/megatron_gpt.ckpt", "mp_rank_01/megatron_gpt.ckpt"],
     "NVRx local": ["iter_0000010_3_local.pt"],
     "Orbax": ["_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"],
     "Orbax, sharding": ["_sharding", "array_metadatas/process_0"],

@@ -18,7 +18,9 @@ from support import REAL, codes, found
 
 import ckptlint
 from ckptlint.depth import Depth
+from ckptlint.loaders.discover import find
 from ckptlint.loaders.rank_files.megatron_keys import Place, Sizes, grid, offsets_of
+from ckptlint.loaders.run_folder import step_state
 
 LEGACY = REAL / "megatron_legacy"
 NAMES = sorted(folder.name for folder in LEGACY.iterdir())
@@ -375,4 +377,27 @@ def test_arguments_in_an_unknown_form(copied: Copied) -> None:
     step = copied("tp2")
     for rank in range(2):
         edit(step / f"mp_rank_0{rank}" / MODEL, lambda state: state.update(args=argparse.Namespace()))
+    assert told(step) == []
+
+
+def test_a_stage_that_is_being_written_is_not_finished(copied: Copied) -> None:
+    step = copied("tp2_pp2")
+    assert step_state(find(str(step))[0]) == "complete"
+    path = step / "mp_rank_01_001" / MODEL
+    path.write_bytes(path.read_bytes()[:-30])
+    assert step_state(find(str(step))[0]) == "unfinished"
+
+
+def test_no_rank_has_a_model(copied: Copied) -> None:
+    step = copied("tp2_dp2_distributed")
+    for rank in range(2):
+        (step / f"mp_rank_0{rank}" / MODEL).unlink()
+    only(step, "COM001", "no rank has a model_optim_rng.pt")
+
+
+def test_parameters_of_unknown_names_are_not_judged(copied: Copied) -> None:
+    step = copied("no_optimizer")
+    for rank in range(2):
+        part = {"adapter.x": torch.rand(3, rank + 2)}
+        edit(step / f"mp_rank_0{rank}" / MODEL, lambda state, part=part: state["model"].update(part))  # type: ignore[misc]
     assert told(step) == []

@@ -26,12 +26,15 @@ _ROWS = re.compile(
     r"(?:.*\.)?(?:word_embeddings\.weight|(?:output_layer|linear_(?:qkv|q|kv|fc1|q_proj|q_up_proj|kv_up_proj)"
     r"|query_key_value|dense_h_to_4h)\.(?:weight|bias))"
 )
-_COLUMNS = re.compile(r".*\.(?:linear_proj|linear_fc2|(?:self|inter)_attention\.dense|dense_4h_to_h)\.weight")
+_COLUMNS = re.compile(
+    r".*\.(?:linear_proj|linear_fc2|mixer\.out_proj|(?:self|inter)_attention\.dense|dense_4h_to_h)\.weight"
+)
 _WHOLE = re.compile(
     r".*(?:norm\w*|router|position_embeddings|tokentype_embeddings|layer_norm_weight|layer_norm_bias)(?:\.\w+)?"
     r"|.*\.(?:layer_norm_weight|layer_norm_bias|expert_bias|local_tokens_per_expert)"
     r"|.*\.(?:linear_proj|linear_fc2|dense|dense_4h_to_h)\.bias"
 )
+_MIXER_ROWS = re.compile(r".*\.mixer\.(?:(?:in_proj|conv1d)\.(?:weight|bias)|A_log|D|dt_bias|norm\.weight)")
 _HALVED = re.compile(r".*\.(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)")
 _UNEVEN = (
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split",
@@ -223,6 +226,10 @@ def cut_axis(key: str) -> Axis:
         megatron.core.tensor_parallel.layers: ColumnParallelLinear and VocabParallelEmbedding cut rows,
         RowParallelLinear columns; those that use them: megatron.core.transformer (0.10 - 0.19), megatron.legacy.model
     """
+    if is_expert(key):  # weight0, weight1: one for each expert of a rank
+        key = key.rstrip("0123456789")
+    if _MIXER_ROWS.fullmatch(key):
+        return 0
     if _WHOLE.fullmatch(key):
         return "whole"
     if _ROWS.fullmatch(key):

@@ -76,10 +76,13 @@ _COMPARED = (
 )  # fmt: skip
 """What all ranks of a job are given alike."""
 _STATES = {"param": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+_HALF = ("bfloat16", "float16")  # of which the optimizer keeps copies in fp32
 _ALIGNED = 64  # elements, to which the start of each parameter in a buffer is rounded up
 _BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq")  # stored with the model, and no parameters
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _SHOWN = 8
+
+Shape = tuple[int, ...]
 
 
 def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
@@ -321,7 +324,7 @@ class _Reading:
         self._tied(model)
         for key, held in model.items():
             self._add(key, key, held)
-        # of a job that trains a part only, all ranks are short
+        # of a job that trains or saves a part only, all ranks are so
         if len({item.file for item in short}) < len(self.ranks):
             self.misfits += short
         self._states(states)
@@ -408,8 +411,8 @@ class _Reading:
                 del self.ranks[place]
                 self.left_out += 1
                 writers.pop(place, None)
-        if len(writers) < 2 or len(set(writers.values())) < len(writers):
-            return  # a converter wrote them all
+        if len(writers) < 2 or len(set(writers.values())) < len(writers) or _has_ranks_of_encoders(self.ranks.values()):
+            return  # a converter wrote them all, or ranks are counted otherwise
         for place, number in writers.items():
             tp, pp = number % self.sizes.tp, place.pp
             per_stage = world // self.sizes.pp
@@ -462,6 +465,8 @@ class _Reading:
         for part in parts:
             if isinstance(part, dict) and isinstance(part.get("fp32_from_fp16_params"), list):
                 self._copies(place, rank, own, keys, part, states, short)
+            elif isinstance(part, dict) and part.get("state"):  # of a job in fp32
+                self.unplaced.append(rank.label)
         if rank.optimizer is not None:
             self._buffers(place, rank, own, keys, states, short)
 
@@ -489,7 +494,8 @@ class _Reading:
             chosen = [
                 key
                 for key in keys
-                if (len(own[key].shape) > 1 and not key.endswith(".bias")) is decays
+                if own[key].dtype in _HALF
+                and (len(own[key].shape) > 1 and not key.endswith(".bias")) is decays
                 and (is_expert(key) and self.sizes.ep > 1) is of_experts
             ]
             shapes = [tensor.shape if isinstance(tensor, StoredTensor) else None for tensor in tensors]
@@ -596,7 +602,7 @@ class _Reading:
                     because,
                     "length",
                 )
-                (short if numel < least else self.misfits).append(item)
+                short.append(item)
 
     # ------------------------------------------------------------ placing
 
@@ -627,11 +633,11 @@ class _Reading:
         if axis == "unknown" and ways > 1:
             axis = _told_by_bytes(held)
         if ways == 1 or axis == "whole" or axis == "unknown" or not first.shape:
-            if len(shapes) > 1:
+            if axis != "unknown" and len(shapes) > 1:
                 self._misfit(fqn, held)
-            elif fqn == key and axis != "unknown":
+            elif axis != "unknown" and fqn == key:
                 self._compare(fqn, held)
-            self._whole(fqn, held, is_placed=len(shapes) == 1)
+            self._whole(fqn, held, is_placed=len(shapes) == 1, is_cut=axis == "unknown" and len(held) > 1)
             return
         assert isinstance(axis, int)
         if axis >= len(first.shape):
@@ -651,16 +657,23 @@ class _Reading:
                     offsets = tuple(begin if i == axis else 0 for i in range(len(shape)))
                     self._part(fqn, shape, offsets if placed else None, piece, item)
 
-    def _whole(self, fqn: str, held: list[_Held], is_placed: bool) -> None:
+    def _whole(self, fqn: str, held: list[_Held], is_placed: bool, is_cut: bool = False) -> None:
+        """Add a tensor as its first rank holds it.
+
+        Args:
+            is_cut: whether other ranks may hold other parts, in an order that is not known, so that its shape tells
+                nothing of the whole.
+        """
         for copy, item in enumerate(held):
             shape = held[0].tensor.shape
-            self._part(fqn, shape, (0,) * len(shape) if is_placed and copy == 0 else None, item.tensor, item)
+            offsets = (0,) * len(shape) if is_placed and copy == 0 else None
+            self._part(fqn, shape, offsets, item.tensor, item, is_cut)
 
     def _part(
-        self, fqn: str, shape: tuple[int, ...], offsets: tuple[int, ...] | None, tensor: StoredTensor, item: _Held
+        self, fqn: str, shape: Shape, offsets: Shape | None, tensor: StoredTensor, item: _Held, is_cut: bool = False
     ) -> None:
         place = item.found.storages.get(tensor.key)
-        self.columns.parts.append(Part(fqn, tensor.dtype, shape, offsets, tensor, item.number, place))
+        self.columns.parts.append(Part(fqn, tensor.dtype, shape, offsets, tensor, item.number, place, is_cut))
 
     def _misfit(self, fqn: str, held: list[_Held]) -> None:
         """Parts of other shapes than most ranks have; without a majority, that they disagree."""
@@ -691,6 +704,12 @@ class _Reading:
 
 
 # ---------------------------------------------------------------- one rank
+
+
+def _has_ranks_of_encoders(ranks: Iterable[_Rank]) -> bool:
+    """Whether the first ranks are those of an encoder, with parallel sizes of its own."""
+    names = ("encoder_tensor_model_parallel_size", "encoder_pipeline_model_parallel_size")
+    return any(rank.args.get(name) for rank in ranks for name in names)
 
 
 def _root(rank: _Rank) -> dict[Any, Any]:
