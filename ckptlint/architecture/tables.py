@@ -147,8 +147,8 @@ class _Plan:
         """Adds the tensors of this row, all in all no more than so many."""
         same = not any(self._depends(dim) for dim in self.dims)
         tensor = None
-        for step, (name, values) in enumerate(self._names(0, self.texts[0], dict(fields))):
-            if len(found) >= at_most or step > 8 * at_most:
+        for name, values in self._names(0, self.texts[0], dict(fields), iter(range(16 * at_most))):
+            if name is None or len(found) >= at_most:
                 raise NoTable(f"it implies more than {at_most:,} tensors")
             if tensor is None or not same:
                 shape = tuple(whole(dim, values) for dim in self.dims)
@@ -156,15 +156,20 @@ class _Plan:
                 tensor = ExpectedTensor(shape, needed, self.row.dims, self.because)
             found[name] = tensor
 
-    def _names(self, at: int, name: str, values: dict[str, object]) -> Iterator[tuple[str, dict[str, object]]]:
+    def _names(
+        self, at: int, name: str, values: dict[str, object], steps: Iterator[int]
+    ) -> Iterator[tuple[str | None, dict[str, object]]]:
         """Every name of the row from the index at this place on that exists, with the fields and the indices that it
-        stands for."""
+        stands for; None where the steps do not suffice, of which each number of an index takes one."""
         if at == len(self.indices):
             yield name, values
             return
         after = self.texts[at + 1]
         for number in range(whole(self.ranges[at], values)):
+            if next(steps, None) is None:
+                yield None, values
+                return
             values[self.indices[at]] = number
             if self.here and at == self.asked_at and not true(self.here, values):
                 continue
-            yield from self._names(at + 1, f"{name}{number}{after}", values)
+            yield from self._names(at + 1, f"{name}{number}{after}", values, steps)

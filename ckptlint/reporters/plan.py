@@ -39,7 +39,7 @@ def job_line(plan: Plan) -> str:
 
 
 def verdict_line(plan: Plan) -> tuple[str, str]:
-    """The verdict in a word or two, and the sentence behind it."""
+    """The verdict in a word or two, and the sentence that follows it."""
     if plan.missing:
         first = f"torch raises RuntimeError: Missing key in checkpoint state_dict: {cut(plan.missing[0])}."
         return "Does not load", first
@@ -48,7 +48,7 @@ def verdict_line(plan: Plan) -> tuple[str, str]:
         stored, wanted = (f"torch.Size({[*shape]})" for shape in (item.stored, item.wanted))
         return "Does not load", f"torch raises ValueError: Size mismatch between saved {stored} and current: {wanted}"
     if failing := [item for item in plan.constraints if item.effect == "fails"]:
-        return "Does not load", f"{failing[0].sentence}."
+        return "Does not load", f"{plural(len(failing), 'reason')} below."
     if plan.astray:
         return "Does not load", f"nodes lack parts of {plural(len(plan.astray), 'key')}."
     if plan.exit_code:
