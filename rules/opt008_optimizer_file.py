@@ -27,8 +27,9 @@ def optimizer_file(ckpt: Checkpoint) -> Iterator[Finding]:
         once, and each one that has state. `exp_avg` and `exp_avg_sq` of a parameter have one shape. Groups of an
         optimizer with `betas` have state where `trainer_state.json` says a step above 0. Where moments go by names,
         they have the shapes of the tensors of these names; where they go by numbers, as many have each shape as tensors
-        do. There it is a warning if all others match one to one, a note otherwise: weights may be saved in another form
-        than trained. Tied and frozen parameters, adapters, factored states and projected ones (GaLore) are no findings.
+        do. There it is a warning if all others match one to one, or if all are one-dimensional, fit nothing and are
+        fewer elements than the weights; a note otherwise: weights may be saved in another form than trained. Tied and
+        frozen parameters, adapters, factored states and projected ones (GaLore) are no findings.
     Why it matters:
         A resume fails at the first step, or goes on with the moments of other parameters.
     Usual causes:
@@ -96,9 +97,19 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
         return
     wanted, there = Counter(moments.values()), Counter(tensors.values())
     odd, left = wanted - there, there - wanted
-    if not odd or sum(map(prod, moments.values())) == sum(map(prod, tensors.values())):
+    held, whole = sum(map(prod, moments.values())), sum(map(prod, tensors.values()))
+    if not odd or held == whole:
         return  # the second: parts that were trained as one
     told = ", ".join(f"{[*shape]}" for shape in list(odd)[:_NAMED])
+    is_flat = ckpt.format != "verl" and all(len(shape) == 1 for shape in moments.values())
+    if is_flat and held < whole and not wanted & there:
+        yield (
+            f"the moments in {file} are one-dimensional and fit no tensor: {held:,} elements of {whole:,}, one rank's "
+            "part saved as the whole",
+            "part",
+            False,
+        )
+        return
     is_one_to_one = odd.total() == left.total() and 2 * odd.total() < len(moments)
     yield (
         f"the moments of {odd.total()} of {plural(len(moments), 'parameter')} in {file} have shapes that the tensors "

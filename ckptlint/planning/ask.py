@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import replace
 from math import prod
 
 from ckptlint.errors import ConfigError
@@ -12,6 +13,7 @@ from ckptlint.planning.job import Job
 from ckptlint.planning.megatron import AXES, Version, constraints
 from ckptlint.planning.outcome import Constraint, Plan
 from ckptlint.planning.quick import quick_job, sizes_of
+from ckptlint.planning.rank_files import refusals
 from ckptlint.planning.verdict import plan_of
 from ckptlint.vocabulary.keys import parse
 
@@ -65,6 +67,8 @@ def make_plan(
         job = _quick(ckpt, to, world)
     if ckpt.is_megatron:
         job = _of_megatron(ckpt, job, frozenset(give_up), megatron)
+    if ckpt.rank_files is not None:
+        job = replace(job, known=(*refusals(ckpt, sizes_of(job.to), job.world), *job.known))
     return plan_of(ckpt, job, _per_node(ckpt, job, nodes, ranks_per_node, from_nodes), from_nodes)
 
 
@@ -79,6 +83,10 @@ def _exact(ckpt: Checkpoint, to: str, world: int | None, mesh: str | None, per_n
     if ckpt.is_megatron:
         raise ConfigError(
             "a checkpoint of Megatron-Core is loaded by its own planner: name sizes of axes, tp=2,pp=2,dp=4"
+        )
+    if ckpt.storages is not None:
+        raise ConfigError(
+            "files of torch.save are not loaded by torch.distributed.checkpoint: name sizes of axes, dp=4,tp=2"
         )
     keys = (*ckpt.tensors, *(item.fqn for item in ckpt.byte_objects))
     return exact_job(to, axes, keys, per_node, seconds)
