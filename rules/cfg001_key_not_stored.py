@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -13,6 +14,7 @@ from ckptlint.rule import Finding, Location, Severity, rule
 
 _MOST = 100_000
 _SHOWN = 4
+_EXPERT = re.compile(r"experts\.(\d{1,9})\.")
 
 
 @rule("CFG001", "key-not-stored", Severity.ERROR, whole=True)
@@ -111,8 +113,8 @@ def _experts(fit: Fit) -> str:
 
 def _expert(name: str) -> int | None:
     """The number of the expert that a key belongs to."""
-    number = name.partition(".experts.")[2].partition(".")[0]
-    return int(number) if number.isdecimal() else None
+    match = _EXPERT.search(name)
+    return int(match[1]) if match else None
 
 
 def _roles(fit: Fit, whole: dict[str, list[int]]) -> int:

@@ -38,7 +38,10 @@ def tensors(root: Any) -> dict[str, StoredTensor]:
 
 @pytest.mark.parametrize("new", [True, False], ids=["archive", "torch < 1.6"])
 def test_tensors_are_what_torch_says_of_them(tmp_path: Path, new: bool) -> None:
-    torch.save(states(), tmp_path / "state.pt", _use_new_zipfile_serialization=new)
+    saved = states()
+    if not new:  # torch itself does not read dtypes without a storage class of their own back from it
+        del saved["unsigned"], saved["fp8"]
+    torch.save(saved, tmp_path / "state.pt", _use_new_zipfile_serialization=new)
     folder, name = folder_at(str(tmp_path / "state.pt"))
     found = read_torch_file(folder, name)
     assert found.faults == ()
