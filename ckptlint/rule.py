@@ -50,6 +50,7 @@ class Location:
         file: the payload file concerned.
         byte_range: first byte and length within `file`.
         label: the line below the title; by default the metadata file with the tensor's dtype and shape.
+        ranks: the ranks concerned, where the rule knows them and the file's name does not say so.
     """
 
     fqn: str | None = None
@@ -59,6 +60,7 @@ class Location:
     file: str = ""
     byte_range: tuple[int, int] | None = None
     label: str = ""
+    ranks: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -70,9 +72,10 @@ class Location:
         file: str = "",
         byte_range: tuple[int, int] | None = None,
         label: str = "",
+        ranks: tuple[int, ...] = (),
     ) -> Location:
         """A tensor that is stored, under its own key; or a part of it."""
-        return cls(tensor.fqn, tensor, region, rows, file, byte_range, label)
+        return cls(tensor.fqn, tensor, region, rows, file, byte_range, label, ranks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,6 +93,7 @@ class Finding:
         explain: makes lines that cost time; called only for findings that are shown in full.
         alike: what findings of one group share; by default the sentence and the role of the key.
         detail: lines of a figure.
+        inferred_from: what it was inferred from ("the shapes of layers 0-3"); empty where the files state it.
         told_by: the code of a rule that tells the same: where it ran and found as much, this finding is left out.
     """
 
@@ -103,6 +107,7 @@ class Finding:
     explain: Callable[[], tuple[Note, ...]] | None = None
     alike: str = ""
     detail: tuple[str, ...] = ()
+    inferred_from: str = ""
     told_by: str = ""
 
     @classmethod

@@ -84,7 +84,9 @@ class Diagnostic:
     def all_notes(self) -> list[Note]:
         """Every note, those that cost time included; the hint comes last."""
         finding = self.finding
-        notes = [*finding.notes, *(finding.explain() if finding.explain else ()), ("hint", finding.hint)]
+        inferred = f"from {finding.inferred_from}" if finding.inferred_from else ""
+        notes = [*finding.notes, *(finding.explain() if finding.explain else ())]
+        notes += [("inferred", inferred), ("hint", finding.hint)]
         return sorted((note for note in notes if note[1]), key=lambda note: note[0] == "hint")
 
     @property
