@@ -25,7 +25,18 @@ from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats import pickle_names
-from ckptlint.formats.pickle_columns import END, WORTHWHILE, Buffer, ChunkRows, RecordRows, RowRun, Scan, scan
+from ckptlint.formats.pickle_columns import (
+    END,
+    WORTHWHILE,
+    ChunkRows,
+    OneChunk,
+    PlanRows,
+    RecordRows,
+    RowRun,
+    Scan,
+    scan,
+)
+from ckptlint.formats.pickle_rows import Buffer
 from ckptlint.formats.sandbox import give_back_freed_memory
 from ckptlint.formats.torch_archive import read_pickle_member
 from ckptlint.model.text import printable
@@ -633,12 +644,16 @@ def _read_row_runs(data: bytes | Buffer) -> Any:
         give_back_freed_memory()
     except Exception:  # whatever it is, reading the original pickle tells
         return None
-    return None if unpickler.names.refused or _placed(root) != len(found.row_runs) else root
+    return None if unpickler.names.refused or _placed(root) != (len(found.row_runs), len(found.single)) else root
 
 
-def _placed(root: Any) -> int:
-    """How many row runs stand where they belong: chunks in a list of chunks, records among those of storage_data."""
-    count = 0
+def _placed(root: Any) -> tuple[int, int]:
+    """How many row runs and chunks of row runs stand where they belong.
+
+    Chunks belong in a list of chunks, records among those of storage_data, planned items in the list of a plan, and the
+    chunk of a row run in a planned item.
+    """
+    count = single = 0
     state = _state(root, "Metadata")
     described, stored = state.get("state_dict_metadata"), state.get("storage_data")
     for tensor in described.values() if isinstance(described, dict) else ():
@@ -648,7 +663,15 @@ def _placed(root: Any) -> int:
             count += sum(isinstance(_rows(item), ChunkRows) and behind is END for item, behind in pairs)
     for key, info in stored.items() if isinstance(stored, dict) else ():
         count += type(key) is RowRun and isinstance(_rows(key), RecordRows) and info is END
-    return count
+    plans = state.get("all_local_plans")
+    for plan in plans if isinstance(plans, list) else ():
+        items = _state(plan, "SavePlan").get("items")
+        items = items if isinstance(items, list) else []
+        for item, behind in zip(items, [*items, None][1:], strict=True):
+            count += isinstance(_rows(item), PlanRows) and behind is END
+            data = _state(_state(item, "WriteItem").get("tensor_data"), "TensorWriteData")
+            single += type(data.get("chunk")) is OneChunk
+    return count, single
 
 
 def _rows(item: Any) -> Any:

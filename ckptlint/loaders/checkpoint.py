@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.formats.pickle_columns import WORTHWHILE, Buffer
+from ckptlint.formats.pickle_columns import WORTHWHILE
+from ckptlint.formats.pickle_rows import Buffer
 from ckptlint.formats.safe_pickle import SIZE_LIMIT, Node, Opaque, Unpickled, paused_gc, read_metadata
 from ckptlint.formats.sandbox import isolated
 from ckptlint.loaders.common_state import (
@@ -32,7 +33,6 @@ from ckptlint.loaders.megatron import (
     dialect,
     missing_marks,
     read_config,
-    read_plans,
     split_objects,
 )
 from ckptlint.loaders.problems import from_error, from_refusals
@@ -46,6 +46,7 @@ from ckptlint.loaders.rank_files.verl import read_verl
 from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, LayoutKind, Recognised, recognise
 from ckptlint.loaders.run_folder import read_run, read_train_state
 from ckptlint.loaders.safetensors import header_bytes, read_safetensors
+from ckptlint.loaders.save_plans import read_plans
 from ckptlint.loaders.step_files import (
     leftover_files,
     lost_ranks,

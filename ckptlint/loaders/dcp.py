@@ -345,7 +345,7 @@ class _RawRecords:
             transformed=np.zeros(total, bool),
         )
         rows = starts[is_node]
-        names, paths = _Numbering(nodes.names), _Numbering(nodes.paths)
+        names, paths = Numbering(nodes.names), Numbering(nodes.paths)
         whole._put(
             rows, nodes.fqn, nodes.hint, nodes.rank, nodes.offsets, nodes.file, nodes.byte_offset, nodes.byte_length
         )
@@ -447,7 +447,7 @@ def _numbered(texts: list[str]) -> tuple[Any, list[str]]:
     return np.fromiter(map(place.__getitem__, texts), np.int32, len(texts)), list(place)
 
 
-class _Numbering:
+class Numbering:
     """One numbering for texts that come from several tables."""
 
     def __init__(self, texts: list[str]) -> None:

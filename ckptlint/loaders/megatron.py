@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from ckptlint.errors import UnreadableError
-from ckptlint.formats.safe_pickle import Node
 from ckptlint.loaders.common_state import COMMON_ENTRY, COMMON_FILE
-from ckptlint.loaders.dcp import Description, state_of, states_of
+from ckptlint.loaders.dcp import Description
 from ckptlint.loaders.problems import from_error
-from ckptlint.model import ByteObject, Format, ObjectTable, Problem, SavePlans, empty_objects
-from ckptlint.model.layout import COORDINATE_LIMIT, IntArray
-from ckptlint.model.text import all_printable, printable
+from ckptlint.model import ByteObject, Format, ObjectTable, Problem, empty_objects
+from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
 CONFIG_FILE = "metadata.json"
@@ -152,63 +148,3 @@ def missing_marks(
             )
         )
     return problems
-
-
-# ---------------------------------------------------------------- every rank's plan
-
-
-def read_plans(plans: Any) -> SavePlans | None:
-    """Every rank's plan as columns, or None where there are none or they make no sense (they are advisory).
-
-    Source:
-        `all_local_plans` of megatron-core >= 0.11: a list by rank of SavePlan or MCoreSavePlan
-    """
-    if not isinstance(plans, list) or not plans:
-        return None
-    try:
-        listed = [state_of(plan, "SavePlan").get("items") or () for plan in plans]
-        states = states_of([*chain.from_iterable(listed)], "WriteItem")
-        index = states_of([*map(itemgetter("index"), states)], "MetadataIndex")
-        data = [state.get("tensor_data") for state in states]
-        is_bytes = np.array([item is None for item in data], bool)
-        rows = np.flatnonzero(~is_bytes)
-        held = states_of([item for item in data if item is not None], "TensorWriteData")
-        chunks = states_of([*map(itemgetter("chunk"), held)], "ChunkStorageMetadata")
-        names = [*map(itemgetter("fqn"), index)]
-        unique = {name: i for i, name in enumerate(dict.fromkeys(names))}
-        dtypes = [_dtype_of(item.get("properties")) for item in held]
-        unique_dtypes = {name: i for i, name in enumerate(dict.fromkeys(dtypes))}
-        dtype = np.full(len(states), -1, np.int16)
-        dtype[rows] = [unique_dtypes[name] for name in dtypes]
-        return SavePlans(
-            world_size=len(plans),
-            fqns=all_printable([*unique]),
-            fqn=np.array([*map(unique.__getitem__, names)], np.int32),
-            rank=np.repeat(np.arange(len(plans), dtype=np.int32), [*map(len, listed)]),
-            is_bytes=is_bytes,
-            offsets=_padded([*map(itemgetter("offsets"), chunks)], rows, len(states)),
-            sizes=_padded([*map(itemgetter("sizes"), chunks)], rows, len(states)),
-            dtypes=all_printable([*unique_dtypes]),
-            dtype=dtype,
-            global_shape=_padded([*map(itemgetter("size"), held)], rows, len(states)),
-        )
-    except (UnreadableError, KeyError, TypeError, ValueError, OverflowError):
-        return None
-
-
-def _dtype_of(properties: Any) -> str:
-    if type(properties).__base__ is Node and properties and isinstance(properties[0], tuple):
-        return str(properties[0][0])
-    return "unknown"
-
-
-def _padded(values: list[tuple[int, ...]], rows: IntArray, count: int) -> IntArray:
-    """int64 [count, d], the values in their rows, -1 everywhere else."""
-    lengths = np.array([*map(len, values)], np.int64)
-    flat = np.fromiter(chain.from_iterable(values), np.int64, int(lengths.sum()))
-    if ((flat <= -COORDINATE_LIMIT) | (flat >= COORDINATE_LIMIT)).any():
-        raise ValueError("a plan's numbers do not fit")
-    table = np.full((count, int(lengths.max(initial=0))), -1, np.int64)
-    own = np.repeat(np.cumsum(lengths) - lengths, lengths)
-    table[np.repeat(rows, lengths), np.arange(len(flat)) - own] = flat
-    return table

@@ -14,16 +14,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pickles import CF, CM, Size, dumped, new
+from pickles import CF, CM, CP, MT, Call, Size, dumped, name_of, new
 from support import REAL, examples
 
 from ckptlint.errors import CkptlintError, LimitError
-from ckptlint.formats import pickle_columns
+from ckptlint.formats import pickle_columns, pickle_rows
 from ckptlint.formats import safe_pickle as unpickle
-from ckptlint.formats.pickle_columns import Buffer, scan
+from ckptlint.formats.pickle_columns import scan
+from ckptlint.formats.pickle_rows import Buffer
 from ckptlint.formats.safe_pickle import Opaque, read_metadata
 from ckptlint.formats.sandbox import isolated
 from ckptlint.loaders.dcp import describe
+from ckptlint.loaders.save_plans import read_plans
 
 NEVER = 1 << 60
 METADATA = sorted(REAL.rglob("*.metadata"))
@@ -37,7 +39,8 @@ def read(data: bytes, worthwhile: int) -> Any:
         found = read_metadata(Buffer([data], len(data)) if worthwhile == 0 else data)
         if found.refused:
             return [refused.target for refused in found.refused]
-        return describe([found.root])
+        described = describe([found.root])
+        return described, read_plans(described.extras.pop("all_local_plans", None))
     except CkptlintError as error:
         return type(error), str(error)
     finally:
@@ -135,13 +138,14 @@ def test_a_large_file_is_read_as_columns() -> None:
     assert sum(row_run.count for row_run in found.row_runs) == 4 * 3 * 2500 // 2 - 1 - 1  # but the two first rows
     assert len(found.pickle) < len(data) / 20
     assert_read_alike(data)
-    described = read(data, 0)
+    described, _ = read(data, 0)
     assert described.records.owned.all() and len(described.paths) == 2500
     assert described.records.byte_offset.max() == 2 << 31
 
 
 def test_columns_widen_from_block_to_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickle_columns, "_BLOCK", 64)
+    monkeypatch.setattr(pickle_columns, "BLOCK", 64)
+    monkeypatch.setattr(pickle_rows, "BLOCK", 64)
     assert_read_alike(dumped(large(700)))
     rows = [chunk((1 << row // 8, 0), (1, 1 << row // 16)) for row in range(440)]
     stored = dict(record("a", Size((1 << row // 8, 0)), "__0_0.distcp", 1 << row // 8, row % 300) for row in range(440))
@@ -190,6 +194,132 @@ def test_random_metadata_says_the_same_both_ways(root: Any) -> None:
     assert_read_alike(dumped(root))
 
 
+# ---------------------------------------------------------------- plans
+
+
+LAYOUT = Call(name_of("torch.serialization", "_get_layout"), "torch.strided")
+FORMAT = Call(name_of(CM, "_MEM_FORMAT_ENCODING"), 0)
+
+
+def properties(dtype: str) -> Any:
+    """A TensorProperties, whose state is a tuple, with a dtype, a layout and a member of an enum that all share."""
+    return new(CM, "TensorProperties", raw_state=(name_of("torch", dtype), LAYOUT, False, FORMAT, False))
+
+
+KINDS = {number: Call(name_of(CP, "WriteItemType"), number) for number in (1, 2, 3)}
+
+
+def item(fqn: str, piece: Any, held: Any, size: Any, offset: Any = None, kind: int = 2) -> Any:
+    """A WriteItem of a tensor's chunk."""
+    index = new(CM, "MetadataIndex", fqn=fqn, index=None, offset=vars(piece)["offsets"] if offset is None else offset)
+    data = new(CP, "TensorWriteData", chunk=piece, properties=held, size=size)
+    return new(CP, "WriteItem", index=index, type=KINDS[kind], bytes_io_data=None, tensor_data=data)
+
+
+def bytes_item(fqn: str) -> Any:
+    index = new(CM, "MetadataIndex", fqn=fqn, index=None)
+    return new(CP, "WriteItem", index=index, type=KINDS[3], bytes_io_data=None, tensor_data=None)
+
+
+def plan(items: list[Any]) -> Any:
+    return new(CP, "SavePlan", items=items, storage_data=None, planner_data=None, usable=True)
+
+
+def planned(ranks: int, names: tuple[str, ...] = ("layers.0.weight", "layers.1.weight")) -> Any:
+    """Metadata whose ranks each planned a chunk of every tensor, an object, and a copy that was dropped."""
+    tensors, plans = {}, [list[Any]() for _ in range(ranks)]
+    for name in names:
+        chunks = [chunk((40 * rank, 0), (40, 7)) for rank in range(ranks)]
+        tensors[name] = tensor((40 * ranks, 7), chunks)
+        first = vars(tensors[name])["properties"] = properties("bfloat16")
+        for rank, of_rank in enumerate(plans):
+            held = first if rank == 0 else properties("bfloat16")
+            spelled = name if rank < 2 else name[:1] + name[1:]
+            size = vars(tensors[name])["size"] if rank < 3 else Size((40 * ranks, 7))
+            of_rank.append(item(spelled, chunks[rank], held, size))
+            of_rank.append(bytes_item(f"{name}._extra_state/shard_{rank}_{ranks}"))
+            of_rank.append(item(f"{spelled}.copy", chunk((0, 0), (40 * ranks, 7)), held, size))
+    stored = {}
+    for rank in range(ranks):
+        for name in names:
+            key, info = record(name, Size((40 * rank, 0)), f"__{rank}_0.distcp", rank << 31, rank)
+            stored[key] = info
+    root = metadata(tensors, stored)
+    vars(root)["all_local_plans"] = [plan(items) for items in plans]
+    return root
+
+
+def test_plans_are_read_as_columns() -> None:
+    data = dumped(planned(600))
+    found = scan(data)
+    assert found is not None
+    plans = found.tables[-1]
+    assert sum(run.count for run in found.row_runs if run.table is plans) > 600 * 6 - 20
+    assert_read_alike(data)
+    _, read_as = read(data, 0)
+    assert read_as.world_size == 600 and len(read_as) == 600 * 6
+    assert read_as.is_bytes.sum() == 600 * 2 and read_as.dtypes == ["bfloat16"]
+    assert read_as.offsets[read_as.rank == 7].tolist() == [[280, 0], [-1, -1], [0, 0]] * 2
+
+
+@st.composite
+def trees_with_plans(draw: st.DrawFn) -> Any:
+    """Metadata with plans whose chunks, sizes, properties and keys are shared, repeated, odd or absent."""
+    root = draw(trees())
+    tensors = vars(root)["state_dict_metadata"]
+    chunks = [one for each in tensors.values() for one in vars(each)["chunks"]]
+    held = [properties(dtype) for dtype in ("float32", "bfloat16")]
+    sizes = [vars(each)["size"] for each in tensors.values()]
+    extents = st.sampled_from([0, 1, 255, 256, 2**31, 2**62, -1])
+    fresh = st.lists(extents, max_size=4).map(lambda found: Size(tuple(found)))
+    texts = st.sampled_from([*tensors, "b", "size", "x" * 300, "index"])
+    own = st.builds(chunk, fresh.map(tuple), fresh.map(tuple))
+    made: list[Any] = []
+
+    def of_plan() -> list[Any]:
+        items = []
+        for _ in range(draw(st.integers(0, 8))):
+            if draw(st.integers(0, 3)) == 0:
+                items.append(bytes_item(draw(texts)))
+                continue
+            piece = draw(st.one_of(st.sampled_from(chunks), own) if chunks else own)
+            size = draw(st.one_of(st.sampled_from(sizes), fresh) if sizes else fresh)
+            shared = draw(st.one_of(st.sampled_from(held), st.builds(properties, st.sampled_from(["float32", "int8"]))))
+            items.append(item(draw(texts), piece, shared, size, kind=draw(st.integers(1, 3))))
+            if draw(st.integers(0, 5)) == 0:
+                chunks.append(piece)
+            odd = draw(st.integers(0, 40))
+            if odd == 0:
+                vars(items[-1])["bytes_io_data"] = new(CP, "BytesIOWriteData", nbytes=5)
+            elif odd == 1:
+                vars(items[-1])["tensor_data"] = vars(draw(st.sampled_from(made or items[-1:])))["tensor_data"]
+            elif odd == 2:
+                vars(vars(items[-1])["tensor_data"])["properties"] = None
+            elif odd == 3:
+                items.append(draw(st.sampled_from(items)))
+        made.extend(items)
+        return items
+
+    vars(root)["all_local_plans"] = [plan(of_plan()) for _ in range(draw(st.integers(0, 4)))]
+    return root
+
+
+@settings(max_examples=300, deadline=None)
+@given(trees_with_plans())
+def test_random_plans_say_the_same_both_ways(root: Any) -> None:
+    assert_read_alike(dumped(root))
+
+
+@pytest.mark.parametrize("module", [CP, MT])
+def test_a_plan_of_megatron_is_a_plan(module: str) -> None:
+    root = planned(40)
+    for one in vars(root)["all_local_plans"]:
+        one.__class__ = name_of(module, "SavePlan" if module == CP else "MCoreSavePlan")
+    data = dumped(root)
+    assert read(data, 0)[1] is not None
+    assert_read_alike(data)
+
+
 # ---------------------------------------------------------------- what is made to deceive
 
 
@@ -209,6 +339,7 @@ def opcodes_of(data: bytes) -> bytes:
 
 
 SMALL = opcodes_of(dumped(large(4, ("w", "v"))))
+SMALL_PLANS = opcodes_of(dumped(planned(4, ("w",))))
 
 
 def edits(seed: int) -> Iterator[bytes]:
@@ -216,7 +347,7 @@ def edits(seed: int) -> Iterator[bytes]:
     choose = random.Random(seed)
     opcodes = b"0123()]}NKMJhjqrtleaesubR\x81\x85\x86\x87\x8c\x90\x93\x94\x95Qc.\x88\x89\x8a"
     for _ in range(400):
-        edited = bytearray(SMALL)
+        edited = bytearray(choose.choice([SMALL, SMALL_PLANS]))
         for _ in range(choose.randint(1, 2)):
             at, kind = choose.randrange(len(edited)), choose.randrange(5)
             if kind == 0:
