@@ -612,7 +612,11 @@ class _Scanner:
                 rows = np.repeat(first - np.cumsum(count, dtype=np.int32) + count, count)
                 rows += np.arange(len(rows), dtype=np.int32)
                 table.base[rows] = np.repeat(memo - table.entries[first], count) + table.entries[rows]
-            table.entries = None
+            table.entries = table.referred = None
+            for column in table.columns:
+                referring = np.flatnonzero((column.kind == GET) & (table.base >= 0))
+                if (column.number[referring] >= table.base[referring] + column.memo[referring]).any():
+                    raise IrregularError  # refers to what is not there yet
 
     def _table_at(self, at: int, index: int, objects: int) -> Table | None:
         """The table that has a row run from here on."""
@@ -666,18 +670,10 @@ class _Scanner:
         return b"(J" + number.to_bytes(4, "little") + given + gets.tobytes() + b"tQ" + behind
 
     def _outside(self, row_run: RowRun, memo: int) -> IntArray:
-        """int64 [r], ascending: the memo indices outside of all row runs that the rows refer to."""
+        """int64 [r], ascending: the memo indices before it and outside of all row runs that its rows refer to."""
         table, rows = row_run.table, slice(row_run.first, row_run.first + row_run.count)
-        base = memo + table.entries[rows] - table.entries[row_run.first]
-        found = [np.zeros(0, np.int64)]
-        for column in map(table.columns.__getitem__, table.referring):
-            referring = np.flatnonzero(column.kind[rows] == GET)
-            indices = column.number[rows][referring].astype(np.int64)
-            if (indices >= (base + column.memo[rows])[referring]).any():
-                raise IrregularError  # refers to what is not there yet
-            found.append(indices)
-        indices = np.unique(np.concatenate(found))
-        indices = indices[indices < memo]
+        indices = np.unique(table.referred[rows]).astype(np.int64)
+        indices = indices[(indices >= 0) & (indices < memo)]
         if not self.row_runs:
             return indices
         at = self._run_before(indices)

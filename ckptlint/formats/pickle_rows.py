@@ -133,7 +133,7 @@ class Table:
         attributes: number of attributes of each object; empty for planned items, whose columns are those of `PLANNED`.
         entries: int32 [n + 1], memo entries of all rows before a row; None once `base` is known.
         base: int32 [n], memo index of a row's first entry; -1 for a row outside of any row run.
-        referring: the columns in which any row refers to the memo.
+        referred: int32 [n, r], the memo indices that a row refers to, -1 for none; None once `base` is known.
         row runs: first byte -> first row, number of rows, byte behind the last, whether any refers to the memo.
         alone: first bytes of the rows that no other follows.
         values: what the unpickler found under `names`, once it came across the first row run.
@@ -145,7 +145,7 @@ class Table:
     columns: list[Column]
     entries: Any
     base: Any
-    referring: tuple[int, ...]
+    referred: Any
     row_runs: dict[int, tuple[int, int, int, bool]]
     alone: set[int]
     values: tuple[Any, ...] = ()
@@ -427,16 +427,18 @@ def read_table(view: View, form: Form, at: int) -> Table:
     many = behind - firsts > 1  # a row alone may be appended by an opcode that takes one object
     alone = set(start[firsts[~many]].tolist())
     firsts, behind = firsts[many], behind[many]
+    referring = [column for column in columns if (column.kind == GET).any()]
+    referred = np.full((count, len(referring)), -1, np.int32)
+    for number, column in enumerate(referring):
+        np.copyto(referred[:, number], column.number, where=column.kind == GET, casting="unsafe")
     refers = np.zeros(count + 1, np.int32)
-    referring = tuple(number for number, column in enumerate(columns) if (column.kind == GET).any())
-    for number in referring:
-        refers[1:] |= columns[number].kind == GET
+    refers[1:] = (referred >= 0).any(axis=1)
     np.cumsum(refers, out=refers)
     described = firsts, behind - firsts, end[behind - 1], refers[behind] > refers[firsts]
     row_runs = dict(zip(start[firsts].tolist(), zip(*(part.tolist() for part in described), strict=True), strict=True))
     np.cumsum(entries, out=entries)
     base = np.full(count, -1, np.int32)
-    return Table(form.names, form.attributes, columns, entries, base, referring, row_runs, alone)
+    return Table(form.names, form.attributes, columns, entries, base, referred, row_runs, alone)
 
 
 def records(view: View, at: int, size_index: int) -> Table | None:
