@@ -36,13 +36,8 @@ from ckptlint.loaders.megatron import (
     split_objects,
 )
 from ckptlint.loaders.problems import from_error, from_refusals
-from ckptlint.loaders.rank_files.deepspeed import read_deepspeed
-from ckptlint.loaders.rank_files.deepspeed_universal import read_universal, universal_bytes
 from ckptlint.loaders.rank_files.megatron_keys import legacy_bytes
-from ckptlint.loaders.rank_files.megatron_legacy import read_legacy
-from ckptlint.loaders.rank_files.plain import read_named, read_weights
 from ckptlint.loaders.rank_files.sets import input_bytes
-from ckptlint.loaders.rank_files.verl import read_verl
 from ckptlint.loaders.recognise import METADATA, PAYLOAD_RANK, RANK_METADATA, LayoutKind, Recognised, recognise
 from ckptlint.loaders.run_folder import read_run, read_train_state
 from ckptlint.loaders.safetensors import header_bytes, read_safetensors
@@ -141,19 +136,31 @@ def _metadata_bytes(folder: Folder) -> int:
     return sum(min(folder.entries[name].size, SIZE_LIMIT) for name in inputs)
 
 
-_TORCH_READERS: Mapping[LayoutKind, Callable[[Folder, bool], Checkpoint]] = {
-    "torch": read_weights,
-    "verl": read_verl,
-    "deepspeed": read_deepspeed,
-    "deepspeed-universal": read_universal,
-    "megatron-legacy": read_legacy,
-}
+def _torch_reader(kind: LayoutKind) -> Callable[[Folder, bool], Checkpoint]:
+    """What reads a kind of files of torch.save; imported here, since a folder needs one of them and most need none."""
+    if kind == "verl":
+        from ckptlint.loaders.rank_files.verl import read_verl as read
+    elif kind == "deepspeed":
+        from ckptlint.loaders.rank_files.deepspeed import read_deepspeed as read
+    elif kind == "deepspeed-universal":
+        from ckptlint.loaders.rank_files.deepspeed_universal import read_universal as read
+    elif kind == "megatron-legacy":
+        from ckptlint.loaders.rank_files.megatron_legacy import read_legacy as read
+    else:
+        from ckptlint.loaders.rank_files.plain import read_weights as read
+    return read
 
 
 def _open_torch(folder: Folder, found: Recognised, look_at_files: bool) -> Checkpoint:
-    ckpt = _TORCH_READERS[found.kind](folder, look_at_files)
+    ckpt = _torch_reader(found.kind)(folder, look_at_files)
     problems = ckpt.problems + unread_beside(folder) + unfinished_marks(folder)
     return replace(ckpt, run=read_run(folder), problems=problems)
+
+
+def _universal_bytes(folder: Folder) -> int:
+    from ckptlint.loaders.rank_files.deepspeed_universal import universal_bytes
+
+    return universal_bytes(folder)
 
 
 def _open_safetensors(folder: Folder, _found: Recognised, look_at_files: bool) -> Checkpoint:
@@ -401,6 +408,8 @@ def _unsupported(folder: Folder, found: Recognised, _look_at_files: bool) -> Che
 
 def _named_file(folder: Folder, found: Recognised, look_at_files: bool) -> Checkpoint:
     """A file by itself: a whole state, or one that belongs to no checkpoint; that is told with the step files."""
+    from ckptlint.loaders.rank_files.plain import read_named
+
     if (ckpt := read_named(folder, folder.part, look_at_files)) is not None:
         return ckpt
     sentence = f"{found.evidence} is a file by itself, and no part of a checkpoint that ckptlint checks"
@@ -486,7 +495,7 @@ LAYOUTS: Mapping[LayoutKind, LayoutReader] = {
     "torch": LayoutReader(_open_torch, input_bytes),
     "verl": LayoutReader(_open_torch, input_bytes),
     "deepspeed": LayoutReader(_open_torch, input_bytes),
-    "deepspeed-universal": LayoutReader(_open_torch, universal_bytes),
+    "deepspeed-universal": LayoutReader(_open_torch, _universal_bytes),
     "megatron-legacy": LayoutReader(_open_torch, legacy_bytes),
     "incomplete": LayoutReader(_incomplete),
     "unsupported": LayoutReader(_unsupported),

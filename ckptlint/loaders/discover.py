@@ -10,7 +10,6 @@ from pathlib import PurePath
 
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
-from ckptlint.loaders.rank_files.plain import lone_state
 from ckptlint.loaders.recognise import METADATA, RANK_METADATA, LayoutKind, recognise, unsupported
 from ckptlint.loaders.safetensors import groups
 from ckptlint.model.text import printable
@@ -114,7 +113,7 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[Folder]:
         NothingToCheckError: there is none.
     """
     found = _find(folder, all_steps, levels=3)
-    if not found and (name := lone_state(folder)) is not None:
+    if not found and (name := _lone_state(folder)) is not None:
         return [folder.without(folder.entries.keys() - {name}, name)]
     if not found and folder.unseen:
         hint = f"name the checkpoint folder itself, {folder.unseen}"
@@ -297,6 +296,12 @@ def newest_readable_step(folder: Folder) -> str | None:
 
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
+
+
+def _lone_state(folder: Folder) -> str | None:
+    from ckptlint.loaders.rank_files.plain import lone_state
+
+    return lone_state(folder)
 
 
 def find(path: str, all_steps: bool = False) -> list[Folder]:

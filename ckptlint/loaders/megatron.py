@@ -21,7 +21,7 @@ CONFIG_FILE = "metadata.json"
 _CONFIG_LIMIT = 64 * 1024**2
 _DIGITS = 15
 _NUMBERS = rf"[0-9]{{1,{_DIGITS}}}(?:\.[0-9]{{1,{_DIGITS}}})*"
-_OBJECT = re.compile(rf"([^/]+)/shard_({_NUMBERS})_({_NUMBERS})")
+_OBJECT = re.compile(rf"^(?:([^/\n]+)/shard_({_NUMBERS})_({_NUMBERS})$|.*$)", re.MULTILINE)
 _PADDED = re.compile("[._]0[0-9]")  # a number that is not spelled as Python spells it
 _DESCRIBING = re.compile(r"(?:^|\.)(?:dp_group_idx_\d+\.optimizer|param_groups|param_state_sharding_type)$")
 _DESCRIBING_LIMIT = 64
@@ -38,20 +38,23 @@ def split_objects(entries: Mapping[str, int]) -> tuple[ObjectTable, list[ByteObj
     Source:
         megatron.core.dist_checkpointing.mapping.ShardedObject: `{key}/shard_{offset}_{shape}`, numbers joined by "."
     """
-    matches = [*map(_OBJECT.fullmatch, entries)]
-    others = [ByteObject(fqn, row) for match, (fqn, row) in zip(matches, entries.items(), strict=True) if not match]
-    found = [match for match in matches if match]
-    if not found:
+    # printable names have no line breaks
+    parts = dict(zip(entries, _OBJECT.findall("\n".join(entries)), strict=True)) if entries else {}
+    others = [ByteObject(fqn, entries[fqn]) for fqn, (key, _, _) in parts.items() if not key]
+    for other in others:
+        del parts[other.fqn]
+    if not parts:
         return empty_objects(), others
-    keys, offsets, shapes = zip(*(match.groups() for match in found), strict=True)
+    keys, offsets, shapes = zip(*parts.values(), strict=True)
     spelled = {pair: number for number, pair in enumerate(dict.fromkeys(zip(keys, shapes, strict=True)))}
     grids: dict[tuple[str, tuple[int, ...]], int] = {}
     one = [grids.setdefault((key, tuple(map(int, shape.split(".")))), len(grids)) for key, shape in spelled]
-    grid = np.array([*map(spelled.__getitem__, zip(keys, shapes, strict=True))], np.int32)
-    axes = np.array([offset.count(".") + 1 for offset in offsets], np.int64)
-    numbers = np.array(".".join(offsets).split("."), f"U{_DIGITS}").astype(np.int64)
-    record = np.array([entries[match.string] for match in found], np.int64)
-    odd = {row: match.string for row, match in enumerate(found) if _PADDED.search(match.string)}
+    grid = np.fromiter(map(spelled.__getitem__, zip(keys, shapes, strict=True)), np.int32, len(keys))
+    axes = np.fromiter((offset.count(".") + 1 for offset in offsets), np.int64, len(offsets))
+    numbers = np.fromiter(map(int, ".".join(offsets).split(".")), np.int64, int(axes.sum()))
+    record = np.fromiter(map(entries.__getitem__, parts), np.int64, len(parts))
+    is_odd = _PADDED.search("\n".join(parts)) is not None
+    odd = {row: fqn for row, fqn in enumerate(parts) if _PADDED.search(fqn)} if is_odd else {}
     return ObjectTable(
         [*grids], np.array(one, np.int32)[grid], numbers, np.append(0, np.cumsum(axes)), record, odd
     ), others

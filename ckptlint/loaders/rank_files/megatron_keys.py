@@ -6,13 +6,15 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from ckptlint.formats.torch_file import StoredTensor
 from ckptlint.loaders.rank_files.sets import PICKLE_SHARE
 from ckptlint.model.facts import fact
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.config_fields import attributes
+
+if TYPE_CHECKING:
+    from ckptlint.formats.torch_file import StoredTensor
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER_FILE = "distrib_optim.pt"
