@@ -42,6 +42,8 @@ Cut = tuple[str, tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]
 """A tensor: name, global shape, and for each rank the offsets and sizes of its chunk."""
 
 STREAM_FROM = 2_000_000
+FRAME = 64 * 1024
+BATCH = 1000  # items of a list or dict that one opcode takes
 ROWS, COLUMNS, ITEM = 8, 4096, 4
 
 
@@ -136,10 +138,38 @@ class _Stream:
     def __init__(self, file: BinaryIO) -> None:
         self.file, self.frame, self.memo = file, bytearray(), 0
         self.known: dict[str, int] = {}
+        self.keeping = False  # what is put is told first; no frame may end
+        self.met: set[int] = set()
+        self.same: dict[int, tuple[bytes, int]] = {}
         file.write(b"\x80\x04")
 
     def put(self, opcodes: bytes) -> None:
         self.frame += opcodes
+
+    def kept(self, write: Callable[[], None]) -> tuple[bytes, int]:
+        """The opcodes that `write` puts, which names nothing anew, and the memo entries they make; nothing is put."""
+        start, memo, named = len(self.frame), self.memo, len(self.known)
+        self.keeping = True
+        write()
+        self.keeping = False
+        opcodes, made = bytes(self.frame[start:]), self.memo - memo
+        assert named == len(self.known) and start + len(opcodes) == len(self.frame)
+        self.memo = memo
+        del self.frame[start:]
+        return opcodes, made
+
+    def again(self, key: int, write: Callable[[], None]) -> None:
+        """What `write` puts, kept under a key once it names nothing anew."""
+        if key in self.same:
+            opcodes, made = self.same[key]
+            self.frame += opcodes
+            self.memo += made
+        elif key in self.met:
+            self.same[key] = self.kept(write)
+            self.again(key, write)
+        else:
+            self.met.add(key)
+            write()
 
     def flush(self) -> None:
         self.file.write(b"\x95" + struct.pack("<Q", len(self.frame)) + self.frame)
@@ -216,11 +246,11 @@ class _Stream:
     def batches(self, opcode: bytes, items: Iterable[tuple[Callable[[], None], ...]]) -> None:
         number = -1
         for number, item in enumerate(items):
-            if number % 1000 == 0:
+            if number % BATCH == 0:
                 self.put(opcode + b"(" if number else b"(")
             for part in item:
                 part()
-            if len(self.frame) >= 64 * 1024:
+            if len(self.frame) >= FRAME and not self.keeping:
                 self.flush()
         if number >= 0:
             self.put(opcode)
@@ -257,7 +287,7 @@ def write_stream(tensors: int, file: BinaryIO, ranks: int = 1024) -> None:
         out.obj(here, "ChunkStorageMetadata", extents)
 
     def tensor() -> None:
-        chunks = (partial(chunk, rank) for rank in range(ranks))
+        chunks = (partial(out.again, rank, partial(chunk, rank)) for rank in range(ranks))
         size = partial(out.size, (ROWS * ranks, COLUMNS))
         attributes = {"properties": properties, "size": size, "chunks": partial(out.list, chunks)}
         out.obj(here, "TensorStorageMetadata", attributes)
@@ -267,9 +297,9 @@ def write_stream(tensors: int, file: BinaryIO, ranks: int = 1024) -> None:
         attributes = {"fqn": partial(out.text, name), "index": partial(out.integer, rank), "offset": offset}
         out.obj(here, "MetadataIndex", attributes)
 
-    def info(rank: int, number: int) -> None:
+    def info(rank: int, first: int) -> None:
         path = partial(out.text, f"__{rank}_0.distcp", f"path {rank}")
-        start, size = partial(out.integer, number * length), partial(out.integer, length)
+        start, size = partial(out.integer, first), partial(out.integer, length)
         attributes = {"relative_path": path, "offset": start, "length": size}
         out.obj("torch.distributed.checkpoint.filesystem", "_StorageInfo", attributes)
 
@@ -279,12 +309,41 @@ def write_stream(tensors: int, file: BinaryIO, ranks: int = 1024) -> None:
         out.put(b"\x86")
         out.memoize()
 
-    numbered = list(enumerate(all_names))
-    stored = ((partial(index, n, r), partial(info, r, i)) for r in range(ranks) for i, n in numbered)
+    def stored() -> None:
+        """A dict of records: of each rank the first, from which the opcodes of its others are told."""
+        out.put(b"}")
+        out.memoize()
+        sample, far = "sample name of a tensor", 123_456_789
+        spelled = [b"\x8c" + bytes([len(name)]) + name.encode() + b"\x94" for name in (*all_names, sample)]
+        starts = [out.kept(partial(out.integer, start))[0] for start in (*range(0, tensors * length, length), far)]
+        done = 0
+        for rank in range(ranks):
+            at = 0
+            while at < tensors:
+                if done % BATCH == 0:
+                    out.put(b"u(" if done else b"(")
+                count = min(tensors - at, BATCH - done % BATCH) if at else 1
+                if at == 0:
+                    index(all_names[0], rank)
+                    info(rank, 0)
+                    opcodes, made = out.kept(lambda rank=rank: (index(sample, rank), info(rank, far)))
+                    head, rest = opcodes.split(spelled[-1])
+                    middle, tail = rest.split(starts[-1])
+                else:
+                    rows = slice(at, at + count)
+                    out.put(
+                        b"".join(head + n + middle + s + tail for n, s in zip(spelled[rows], starts[rows], strict=True))
+                    )
+                    out.memo += count * made
+                at, done = at + count, done + count
+                if len(out.frame) >= FRAME:
+                    out.flush()
+        out.put(b"u")
+
     root = {
         "state_dict_metadata": lambda: out.dict((partial(out.text, name), tensor) for name in all_names),
         "planner_data": lambda: out.dict((partial(out.text, name), partial(path_of, name)) for name in all_names),
-        "storage_data": lambda: out.dict(stored),
+        "storage_data": stored,
         "storage_meta": partial(out.put, b"N"),
         "version": partial(out.text, "1.0.0"),
     }
