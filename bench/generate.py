@@ -262,6 +262,7 @@ def write_stream(tensors: int, file: BinaryIO, ranks: int = 1024) -> None:
     here = "torch.distributed.checkpoint.metadata"
     length = ROWS * COLUMNS * ITEM + 1600
     all_names = names(tensors)
+    tensors = len(all_names)
 
     def properties() -> None:
         out.cls(here, "TensorProperties")
@@ -330,10 +331,8 @@ def write_stream(tensors: int, file: BinaryIO, ranks: int = 1024) -> None:
                     head, rest = opcodes.split(spelled[-1])
                     middle, tail = rest.split(starts[-1])
                 else:
-                    rows = slice(at, at + count)
-                    out.put(
-                        b"".join(head + n + middle + s + tail for n, s in zip(spelled[rows], starts[rows], strict=True))
-                    )
+                    rows = zip(spelled[at : at + count], starts[at : at + count], strict=True)
+                    out.put(b"".join(head + name + middle + start + tail for name, start in rows))
                     out.memo += count * made
                 at, done = at + count, done + count
                 if len(out.frame) >= FRAME:
