@@ -2,8 +2,8 @@
 
 PYTHON is an interpreter in whose environment the earlier version is installed (`git worktree add ../before COMMIT`,
 then `pip install -e ../before` in an environment of its own). Prints a markdown table: seconds of processor and wall
-time and the peak memory, before and now, and how the times of now compare with what torch takes to read and validate the
-same file.
+time and the peak memory, before and now, and how the times of now compare with what torch takes to read and validate
+the same file.
 """
 
 from __future__ import annotations
