@@ -133,10 +133,11 @@ def _played(setup: str, block: str, files: Mapping[str, str]) -> str:
         folder, tools = Path(work, "work"), Path(work, "bin")
         folder.mkdir()
         tools.mkdir()
-        (tools / "ckptlint").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m ckptlint "$@"\n')
-        (tools / "ckptlint").chmod(0o755)
+        for name, module in (("ckptlint", "ckptlint"), ("torchrun", "torch.distributed.run")):
+            (tools / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m {module} "$@"\n')
+            (tools / name).chmod(0o755)
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("CKPTLINT_", "NO_COLOR", "FORCE_COLOR"))}
-        clean |= {"PATH": os.pathsep.join((str(tools), str(Path(sys.executable).parent), clean["PATH"]))}
+        clean |= {"PATH": os.pathsep.join((str(tools), clean["PATH"]))}
         clean |= {"PYTHONPATH": str(DOCS.parent), "PYTHONIOENCODING": "utf-8", "COLUMNS": "80"}
         clean |= {"OMP_NUM_THREADS": "1", "REAL": str(DOCS.parent / "fixtures" / "real")}
 
