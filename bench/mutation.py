@@ -98,8 +98,8 @@ def page(found: list[Row], count: int, sites: int, seed: int) -> str:
 _HEAD = """# How often the verdict is right
 
 Real bugs are few, but damages can be made in any number. An operator takes a healthy checkpoint that a real library
-wrote and does to it what a bug, a torn copy or an edit does; torch writes the metadata again. `ckptlint.check` judges the
-mutant like any checkpoint, at the operator's depth. This command writes the page:
+wrote and does to it what a bug, a torn copy or an edit does; torch writes the metadata again. `ckptlint.check` judges
+the mutant like any checkpoint, at the operator's depth. This command writes the page:
 
 ```sh
 python bench/mutation.py --sites {sites} --seed {seed} --output docs/verdict-quality.md
@@ -107,8 +107,9 @@ python bench/mutation.py --sites {sites} --seed {seed} --output docs/verdict-qua
 
 It damages every checkpoint in {sites} of the places where an operator fits, drawn by the seed (in all, if there are
 fewer). `tests/mutation` holds the operators and the rules that may report each. For some mutants it holds the reason
-why they are legal or cannot be seen, as a condition on the checkpoint, not on what ckptlint says. Its test judges a small
-sample in every run. The fixtures are small: where two layers stand for eighty, one has no siblings to compare it with.
+why they are legal or cannot be seen, as a condition on the checkpoint, not on what ckptlint says. Its test judges a
+small sample in every run. The fixtures are small: where two layers stand for eighty, one has no siblings to
+compare it with.
 """
 
 
