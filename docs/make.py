@@ -67,31 +67,13 @@ def _plain(text: str) -> str:
     return "`".join(parts)
 
 
-_ABOUT = {
-    "CFG": "The model against its own configuration",
-    "COM": "Saves that never finished, and the common state",
-    "EXP": "Experts",
-    "GEO": "The chunks of one tensor",
-    "LIV": "Running jobs, and seals",
-    "LNT": "The run of ckptlint itself",
-    "NAM": "Names",
-    "OBJ": "Objects of Megatron-Core",
-    "OPT": "The optimizer against the model",
-    "PAY": "Payload files and their records",
-    "REF": "Against a reference (`--expect`)",
-    "RNK": "Sets of per-rank torch files",
-    "RUN": "A step against the one before it",
-    "SAF": "Unsafe and unreadable files",
-    "SHP": "Shapes across tensors",
-}
-
-
 def rule_list(rules: tuple[Rule, ...]) -> str:
     """All rules in a table for each family, each linked to its page."""
     text = "# Rules\n\nOne page per rule, made from its docstring and its fixture by `docs/make.py`.\n"
-    for family in FAMILIES:
+    for family, about in FAMILIES.items():
         own = [rule for rule in rules if rule.code.startswith(family)]
-        text += f"\n## {family}: {_ABOUT[family]}\n\n{catalogue(own, 'markdown')}\n"
+        about = f"running jobs; {about}" if any(rule.live for rule in own) else about
+        text += f"\n## {family}: {about}\n\n{catalogue(own, 'markdown')}\n"
     return re.sub(r"^\| ([A-Z]{3}\d{3}) ", r"| [\1](\1.md) ", text, flags=re.MULTILINE)
 
 

@@ -65,9 +65,9 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert heading in slugs, f"{target}#{heading}"
 
 
-def test_every_family_has_a_heading_and_every_rule_a_row(make: ModuleType) -> None:
+def test_every_family_has_a_heading_and_every_rule_a_row() -> None:
     text = read(DOCS / "rules" / "README.md")
-    assert re.findall(r"^## ([A-Z]{3}): ", text, re.MULTILINE) == sorted(FAMILIES) == sorted(make._ABOUT)
+    assert re.findall(r"^## ([A-Z]{3}): ", text, re.MULTILINE) == sorted(FAMILIES)
     rows = re.findall(r"^\| \[([A-Z]{3}\d{3})\]", text, re.MULTILINE)
     assert rows == [rule.code for rule in load_rules()]
     about = read(REPOSITORY / "README.md").split("| family | about |")[1].split("\n\n")[0]
