@@ -24,11 +24,12 @@ _UNWRAPPED = 10_000
 _CONSOLE = re.compile(r"```console\n\$ (ckptlint [^\n]*fixtures/[^\n]*)\n.*?```", re.DOTALL)
 _MERMAID = re.compile(r"\n\n```mermaid\n.*?```", re.DOTALL)
 _SECONDS = re.compile(r"\d+\.\d+ s\b")
-_SLOWEST = re.compile(r"\n  slowest: .*")
+_SLOWEST = re.compile(r"\n *slowest: .*")
 _SCENE = re.compile(r"(<!-- run\n(.*?)-->\n```console\n)(.*?)```", re.DOTALL)
 _FILE = re.compile(r"^```\w+\n# ([\w.]+\.(?:py|toml))\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _DATE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d")
-_COUNT = re.compile(r"\b(\d+ of )?\d+ rules\b")  # a number of rules on a page would change with each new rule
+# a number of rules on a page would change with each new rule
+_COUNT = re.compile(r"\b(?:\d+ of )?\d+(?=\s+rules\b|\s+had\s+nothing\b)|(?<=--depth data )\d+(?=\.)")
 
 
 def pages() -> dict[Path, str]:
@@ -93,8 +94,7 @@ def _printed(match: re.Match[str]) -> str:
         encoding="utf-8",
         check=False,
     )
-    output = _SECONDS.sub("0.05 s", _SLOWEST.sub("", done.stdout + done.stderr)).rstrip()
-    output = _COUNT.sub("... rules", output).replace("All ... rules", "All rules")
+    output = _settled(done.stdout + done.stderr).rstrip()
     block = f"```console\n$ {command}\n{output}\n```"
     return f"{block}\n\n```mermaid\n{output}\n```" if "--format mermaid" in command else block
 
@@ -146,7 +146,7 @@ def _played(setup: str, block: str, files: Mapping[str, str]) -> str:
 def _settled(output: str) -> str:
     """What a command printed, without what changes by itself or with the catalogue."""
     output = _DATE.sub("2026-11-22 09:00", _SECONDS.sub("0.05 s", _SLOWEST.sub("", output)))
-    return _COUNT.sub("... rules", output).replace("All ... rules", "All rules")
+    return _COUNT.sub("...", output).replace("All ... rules", "All rules")
 
 
 def write(made: Mapping[Path, str], docs: Path = DOCS) -> None:
