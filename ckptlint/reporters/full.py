@@ -312,8 +312,8 @@ def verdict(report: Report, style: Style, wrapped: bool = False) -> list[str]:
     Args:
         wrapped: whether each is cut into lines of the terminal's width.
     """
-    *first, (kind, head, rest) = _verdict(report, style.verbose)
-    sentences = [*first, (kind, head, rest + (f" Settings: {report.settings}." if report.settings else ""))]
+    sentences = _verdict(report, style.verbose)
+    sentences += [("", "", f"Settings: {report.settings}.")] if report.settings else []
     if not wrapped:
         return [style.paint(head, kind) + rest for kind, head, rest in sentences]
     lines = []
