@@ -68,12 +68,12 @@ def page(found: list[Row], count: int, sites: int, seed: int) -> str:
         "| | |\n|---|---|",
         f"| healthy checkpoints damaged | {count} |",
         f"| harmful mutants | {len(harmful):,} |",
-        f"| caught by a warning or an error of a rule that may speak | {len(caught):,} |",
+        f"| caught by a warning or an error of a rule that may report it | {len(caught):,} |",
         f"| ... which names the key or file that was damaged | {sum(row.is_named for row in caught):,} |",
-        f"| known misses: nothing in the files tells (below) | {len(known):,} |",
+        f"| known misses: nothing in the files shows them (below) | {len(known):,} |",
         f"| open misses: an `info` alone, or nothing (below) | {len(open_):,} |",
-        f"| caught, of those that the files tell | {len(caught) / max(seen, 1):.1%} |",
-        f"| mutants of which a rule spoke that has nothing to do with the damage | {len(unrelated):,} |",
+        f"| caught, of those that the files show | {len(caught) / max(seen, 1):.1%} |",
+        f"| mutants on which a rule fired that has nothing to do with the damage | {len(unrelated):,} |",
         f"| legal mutants, and false alarms among them | {len(legal):,}, {_count(legal, 'alarm')} |",
         "\n## By operator\n",
         "| damage | depth | mutants | caught | named | info | known | open | rules that caught it |",
@@ -83,11 +83,11 @@ def page(found: list[Row], count: int, sites: int, seed: int) -> str:
         "| what | why it is legal | mutants | false alarms |\n|---|---|--:|--:|",
         *_reasons(legal, "legal", lambda rows: f"{len(rows)} | {_count(rows, 'alarm')}"),
         "\n## Known misses\n",
-        "| damage | why nothing in the files tells | missed |\n|---|---|--:|",
+        "| damage | why nothing in the files shows it | missed |\n|---|---|--:|",
         *_reasons(known, "unseen", lambda rows: str(len(rows))),
         "\n## Open misses\n",
         *_examples(open_),
-        "\n## Rules that spoke beside the point\n",
+        "\n## Rules that fired for something else\n",
         *(_examples(unrelated) or ["None."]),
         "\n## False alarms\n",
         *(_examples([row for row in legal if row.verdict == "alarm"]) or ["None."]),
@@ -97,18 +97,19 @@ def page(found: list[Row], count: int, sites: int, seed: int) -> str:
 
 _HEAD = """# How often the verdict is right
 
-Real bugs are few; damages can be made in any number. An operator takes a healthy checkpoint that a real library wrote
-and does to it what a bug, a torn copy or an edit does; torch writes the metadata again. The mutant goes the way of any
-checkpoint, through `ckptlint.check` at the operator's depth. This page is written by
+Real bugs are few, but damages can be made in any number. An operator takes a healthy checkpoint that a real library
+wrote and does to it what a bug, a torn copy or an edit does; torch writes the metadata again. `ckptlint.check` judges
+the mutant like any checkpoint, at the operator's depth. This command writes the page:
 
 ```sh
 python bench/mutation.py --sites {sites} --seed {seed} --output docs/verdict-quality.md
 ```
 
-which damages every checkpoint in {sites} of the places where an operator fits, drawn by the seed (all, where there are
-fewer). `tests/mutation` holds the operators, the rules that may speak of each, and for some mutants the reason why they
-are legal or cannot be seen, as a condition on the checkpoint, not on what ckptlint says; its test judges a small sample
-in every run. The fixtures are small: where two layers stand for eighty, one has no siblings that could speak for it.
+It damages every checkpoint in {sites} of the places where an operator fits, drawn by the seed (in all, if there are
+fewer). `tests/mutation` holds the operators and the rules that may report each. For some mutants it holds the reason
+why they are legal or cannot be seen, as a condition on the checkpoint, not on what ckptlint says. Its test judges a
+small sample in every run. The fixtures are small: where two layers stand for eighty, one has no siblings to
+compare it with.
 """
 
 

@@ -10,10 +10,12 @@ import re
 import shlex
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from ckptlint.lint.registry import load_rules
+from ckptlint.lint.registry import FAMILIES, load_rules
 from ckptlint.lint.rule_page import catalogue, page
 from ckptlint.rule import Rule
 
@@ -22,8 +24,12 @@ _UNWRAPPED = 10_000
 _CONSOLE = re.compile(r"```console\n\$ (ckptlint [^\n]*fixtures/[^\n]*)\n.*?```", re.DOTALL)
 _MERMAID = re.compile(r"\n\n```mermaid\n.*?```", re.DOTALL)
 _SECONDS = re.compile(r"\d+\.\d+ s\b")
-_SLOWEST = re.compile(r"\n  slowest: .*")
-_COUNT = re.compile(r"\b(\d+ of )?\d+ rules\b")  # a number of rules on a page would change with each new rule
+_SLOWEST = re.compile(r"\n *slowest: .*")
+_SCENE = re.compile(r"(<!-- run\n(.*?)-->\n```console\n)(.*?)```", re.DOTALL)
+_FILE = re.compile(r"^```\w+\n# ([\w.]+\.(?:py|toml))\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_DATE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d")
+# a number of rules on a page would change with each new rule
+_COUNT = re.compile(r"\b(?:\d+ of )?\d+(?=\s+rules\b|\s+had\s+nothing\b)|(?<=--depth data )\d+(?=\.)")
 
 
 def pages() -> dict[Path, str]:
@@ -32,7 +38,7 @@ def pages() -> dict[Path, str]:
     found = {DOCS / "rules" / f"{rule.code}.md": rule_page(rule) for rule in rules}
     found[DOCS / "rules" / "README.md"] = rule_list(rules)
     for name in ("tour.md", "recipes.md"):
-        found[DOCS / name] = printed((DOCS / name).read_text(encoding="utf-8"))
+        found[DOCS / name] = played(printed((DOCS / name).read_text(encoding="utf-8")))
     return found
 
 
@@ -63,11 +69,13 @@ def _plain(text: str) -> str:
 
 
 def rule_list(rules: tuple[Rule, ...]) -> str:
-    """All rules in a table, each linked to its page."""
-    table = catalogue(rules, "markdown")
-    for rule in rules:
-        table = table.replace(f"| {rule.code} ", f"| [{rule.code}]({rule.code}.md) ", 1)
-    return f"# Rules\n\nOne page per rule, made from its docstring and its fixture by `docs/make.py`.\n\n{table}\n"
+    """All rules in a table for each family, each linked to its page."""
+    text = "# Rules\n\nOne page per rule, made from its docstring and its fixture by `docs/make.py`.\n"
+    for family, about in FAMILIES.items():
+        own = [rule for rule in rules if rule.code.startswith(family)]
+        about = f"running jobs; {about}" if any(rule.live for rule in own) else about
+        text += f"\n## {family}: {about}\n\n{catalogue(own, 'markdown')}\n"
+    return re.sub(r"^\| ([A-Z]{3}\d{3}) ", r"| [\1](\1.md) ", text, flags=re.MULTILINE)
 
 
 def printed(text: str) -> str:
@@ -86,10 +94,59 @@ def _printed(match: re.Match[str]) -> str:
         encoding="utf-8",
         check=False,
     )
-    output = _SECONDS.sub("0.05 s", _SLOWEST.sub("", done.stdout + done.stderr)).rstrip()
-    output = _COUNT.sub("... rules", output).replace("All ... rules", "All rules")
+    output = _settled(done.stdout + done.stderr).rstrip()
     block = f"```console\n$ {command}\n{output}\n```"
     return f"{block}\n\n```mermaid\n{output}\n```" if "--format mermaid" in command else block
+
+
+def played(text: str) -> str:
+    """A page with what the commands below each `<!-- run` comment print now.
+
+    The comment is a script that sets a folder up for them, with `$REAL` for `fixtures/real`; blocks of the page that
+    begin with `# name.py` or `# name.toml` are files in it. All files there are two hours old.
+    """
+    files = dict(_FILE.findall(text))
+    return _SCENE.sub(lambda match: f"{match[1]}{_played(match[2], match[3], files)}```", text)
+
+
+def _played(setup: str, block: str, files: Mapping[str, str]) -> str:
+    commands = re.findall(r"^\$ (.*)", block, re.MULTILINE)
+    with tempfile.TemporaryDirectory() as work:
+        folder, tools = Path(work, "work"), Path(work, "bin")
+        folder.mkdir()
+        tools.mkdir()
+        for name, module in (("ckptlint", "ckptlint"), ("torchrun", "torch.distributed.run")):
+            (tools / name).write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m {module} "$@"\n')
+            (tools / name).chmod(0o755)
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("CKPTLINT_", "NO_COLOR", "FORCE_COLOR"))}
+        clean |= {"PATH": os.pathsep.join((str(tools), clean["PATH"]))}
+        clean |= {"PYTHONPATH": str(DOCS.parent), "PYTHONIOENCODING": "utf-8", "COLUMNS": "80"}
+        clean |= {"OMP_NUM_THREADS": "1", "REAL": str(DOCS.parent / "fixtures" / "real")}
+
+        def shell(script: str) -> str:
+            done = subprocess.run(  # noqa: S603  the commands stand in this repository
+                ["bash", "-c", f"exec 2>&1\n{script}"],  # noqa: S607
+                cwd=folder,
+                env=clean,
+                capture_output=True,
+                encoding="utf-8",
+                check=False,
+            )
+            return done.stdout
+
+        assert not (said := shell(f"set -e\n{setup}")), said
+        for name, text in files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        for path in folder.rglob("*"):
+            os.utime(path, (time.time() - 7200,) * 2)
+        shown = [f"$ {command}\n{_settled(shell(command))}".rstrip() + "\n" for command in commands]
+    return "\n".join(shown)
+
+
+def _settled(output: str) -> str:
+    """What a command printed, without what changes by itself or with the catalogue."""
+    output = _DATE.sub("2026-11-22 09:00", _SECONDS.sub("0.05 s", _SLOWEST.sub("", output)))
+    return _COUNT.sub("...", output).replace("All ... rules", "All rules")
 
 
 def write(made: Mapping[Path, str], docs: Path = DOCS) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckptlint.depth import Depth
 from ckptlint.errors import BudgetError
-from ckptlint.lint.report import CheckpointReport, Diagnostic
+from ckptlint.lint.report import UNREADABLE, CheckpointReport, Diagnostic
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
 from ckptlint.rule import NotApplicable, Rule, Severity
@@ -30,7 +30,7 @@ def run_rules(ckpt: Checkpoint, rules: Iterable[Rule], depth: Depth) -> Checkpoi
         elif rule.expects and ckpt.reference is None:
             report.not_run[rule.code] = "needs --expect"
         elif not ckpt.readable and not rule.always:
-            report.not_run[rule.code] = f"needs {ckpt.metadata_file}"
+            report.not_run[rule.code] = UNREADABLE.format(ckpt.metadata_file)
         else:
             crashes += _run(rule, ckpt, report)
     report.diagnostics[:] = _told_once(report.diagnostics)
@@ -68,13 +68,16 @@ def _run(rule: Rule, ckpt: Checkpoint, report: CheckpointReport) -> list[Problem
     except BudgetError as error:
         text = printable(str(error))
         report.failed[rule.code] = text
-        hint = f"--ignore {rule.code} goes on without it"
+        hint = f"to go on without it, run again with --ignore {rule.code}"
         return [Problem("crashed", "", f"{rule.code} {rule.name} cannot tell: {text}", hint=hint, fqn=rule.code)]
     except Exception as error:  # the one place where any error of a rule is caught
         text = printable(f"{type(error).__name__}: {error}"[:300])
         report.failed[rule.code] = text
         lines = tuple(printable(line) for line in traceback.format_exception(error)[-2].splitlines())
-        message, hint = f"{rule.code} {rule.name} crashed: {text}", f"--ignore {rule.code} goes on without it"
+        message, hint = (
+            f"{rule.code} {rule.name} crashed: {text}",
+            f"to go on without it, run again with --ignore {rule.code}",
+        )
         return [Problem("crashed", "", message, detail=lines, hint=hint, fqn=rule.code)]
     finally:
         report.seconds[rule.code] = time.perf_counter() - started

@@ -19,8 +19,24 @@ from ckptlint.rule import Rule
 GROUP = "ckptlint.rules"
 """The entry-point group in which an installed package names the package of its rules."""
 
-FAMILIES = ("CFG", "COM", "EXP", "GEO", "LIV", "LNT", "NAM", "OBJ", "OPT", "PAY", "REF", "RNK", "RUN", "SAF", "SHP")
-"""The letters that codes of ckptlint itself begin with."""
+FAMILIES = {
+    "CFG": "the tensors against the configuration of the model",
+    "COM": "common state, run markers, step numbers",
+    "EXP": "experts",
+    "GEO": "the chunks of one tensor",
+    "LIV": "what nodes see, and contents against a seal",
+    "LNT": "ckptlint itself",
+    "NAM": "names of keys",
+    "OBJ": "objects of Megatron-Core",
+    "OPT": "optimizer states against their parameters",
+    "PAY": "payload files and the records in them",
+    "REF": "against a reference (--expect)",
+    "RNK": "sets of files, one for each rank",
+    "RUN": "against the step before",
+    "SAF": "what is unsafe or cannot be read",
+    "SHP": "shapes of tensors against each other",
+}
+"""The letters that codes of ckptlint itself begin with, and what the rules of each family are about."""
 
 _PACKAGE = "ckptlint.rules"
 
@@ -90,13 +106,13 @@ def _may_name(place: str) -> bool:
 
 def _imported(name: str, barred: Iterable[Path]) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise ConfigError(f"{name!r} is no plug-in: name an importable package, not a path")
+        raise ConfigError(f"{name!r} is not a plug-in: name an importable package, not a path")
     spec = importlib.util.find_spec(name.partition(".")[0])
     if spec is None:
-        raise ConfigError(f"the plug-in {name} is not installed beside ckptlint")
+        raise ConfigError(f"the plug-in {name} is not installed where ckptlint is")
     places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location and spec.origin else [])]
     if any(_is_below(Path(place), barred) for place in places):
-        raise ConfigError(f"the plug-in {name} lies inside a checked path, from which nothing is imported")
+        raise ConfigError(f"the plug-in {name} lies inside a checked path, and ckptlint imports nothing from there")
     return importlib.import_module(name)
 
 
@@ -119,7 +135,7 @@ def _clash(rule: Rule, others: Iterable[Rule]) -> str:
     if rule.code[:3] in FAMILIES:
         return f"codes of the family {rule.code[:3]} belong to ckptlint, and {rule.code} is one"
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", rule.name):
-        return f"the name {rule.name!r} of {rule.code} is not small letters and hyphens"
+        return f"the name {rule.name!r} of {rule.code} may have only small letters, digits and hyphens"
     for other in others:
         if rule.code == other.code:
             return f"there are two rules {rule.code}: {other.name} and {rule.name}"

@@ -324,7 +324,7 @@ def lonely(save: Save, fqn: str, transposed: bool = False) -> str:
     axes = len(save.tensors[fqn].size)
     if siblings > 1 or (len(parts_of_states(save)) > 2 and any(not transposed or shapes[s] == axes for s in states)):
         return ""
-    return "neither two siblings in other layers nor an optimizer state tell its shape"
+    return "neither two siblings in other layers nor an optimizer state give its shape"
 
 
 def is_hidden_norm(save: Save, fqn: str) -> bool:
@@ -450,7 +450,7 @@ def drop_layer(save: Save) -> Iterator[Mutant]:
             modules = {key.partition(f".{number}.")[2].split(".")[0] for key in keys}
             unseen = "the upper layers alone are a legal save, so a lost layer 0 is an info" if not number else ""
             if len(modules - {"weight", "bias"}) < 2:
-                unseen = "a list with one weight in each place may skip numbers, as activations take some"
+                unseen = "a list with one weight per number may skip numbers, since activations take some"
             names = (block.rpartition(".")[2], *keys)
             yield Mutant(f"layer {number} of {block}", names, without(keys), unseen=unseen)
 
@@ -536,7 +536,7 @@ def lost_prefix(save: Save) -> Iterator[Mutant]:
             continue
         layer = _LAYER.match(fqn)
         mates = [key for key in save.tensors if layer and key.startswith(f"{layer[1]}.{layer[2]}.")]
-        unseen = "" if len(mates) > 4 else "names outside of layers, and of layers with few weights, begin as they like"
+        unseen = "" if len(mates) > 4 else "keys outside layers, or in layers with few weights, may begin with anything"
         if not unseen and not fqn.startswith(("model.", "module.")) and lonely(save, fqn):
             unseen = "the word is part of the names of the model, and no two other layers have a key of this role"
 
@@ -597,7 +597,7 @@ def swap_files(save: Save) -> Iterator[Mutant]:
                 (step / first).write_bytes(two)
                 (step / second).write_bytes(one)
 
-            unseen = "the files hold records of the same shapes at the same places" if len(one) == len(two) else ""
+            unseen = "the files hold records of the same shapes at the same offsets" if len(one) == len(two) else ""
             legal = "the files are equal" if one == two else ""
             yield Mutant(f"{first} with {second}", (first, second), edit, legal, unseen)
 
@@ -607,7 +607,7 @@ def relocated(index: MetadataIndex, **fields: Any) -> Callable[[Path], None]:
     return edited(lambda m, step: m.storage_data.update({index: replace(m.storage_data[index], **fields)}))
 
 
-@operator("a byte range behind the end", "files", f"{FILES} PAY005")
+@operator("a byte range after the end", "files", f"{FILES} PAY005")
 def dangling(save: Save) -> Iterator[Mutant]:
     for index, info in save.metadata.storage_data.items():
         if info.length:
@@ -621,7 +621,7 @@ def overlapping(save: Save) -> Iterator[Mutant]:
         if info.length and info.offset:
             change = relocated(index, offset=info.offset - min(200, info.offset))
             is_keyed = in_safetensors(save) and index.fqn in save.tensors
-            unseen = "a tensor of a safetensors file is found by its key, not by its place" if is_keyed else ""
+            unseen = "a tensor of a safetensors file is found by its key, not by its offset" if is_keyed else ""
             yield Mutant(f"{index}", (index.fqn, info.relative_path), change, unseen=unseen)
 
 
@@ -671,7 +671,7 @@ def stale_file(save: Save) -> Iterator[Mutant]:
             yield Mutant(name, ("__99_0.distcp",), lambda step, name=name: copy(step / name, step / "__99_0.distcp"))
 
 
-@operator("a save that did not end", "files", "COM001 SAF002")
+@operator("a save that never finished", "files", "COM001 SAF002")
 def unfinished(save: Save) -> Iterator[Mutant]:
     yield Mutant(".metadata absent", (".metadata",), lambda step: (step / ".metadata").unlink())
     yield Mutant(".metadata at half", (".metadata",), on_file(".metadata", lambda data: data[: len(data) // 2]))
@@ -965,7 +965,7 @@ def one_rank(save: Save) -> Iterator[Mutant]:
 # ---------------------------------------------------------------- what is legal
 
 
-LEGAL = "written otherwise, the same checkpoint"
+LEGAL = "written differently, the same checkpoint"
 
 
 @operator("write the metadata in another order", "data", "")

@@ -360,7 +360,7 @@ def test_experts_over_tensor_ranks() -> None:
     [
         ("fsdp2_4r", {"give_up": ["optim"]}, "concern its own checkpoints only"),
         ("megatron_tp2_pp2", {"give_up": ["data"]}, "'data' cannot be given up"),
-        ("megatron_tp2_pp2", {"megatron": "new"}, "is no version of megatron-core"),
+        ("megatron_tp2_pp2", {"megatron": "new"}, "is not a version of megatron-core"),
     ],
 )
 def test_what_makes_no_sense(name: str, options: dict[str, Any], says: str) -> None:

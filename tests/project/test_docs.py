@@ -10,6 +10,8 @@ from types import ModuleType
 import pytest
 from support import REPOSITORY
 
+from ckptlint.lint.registry import FAMILIES, load_rules
+
 DOCS = REPOSITORY / "docs"
 LIMIT = 250_000
 
@@ -49,11 +51,33 @@ def test_pages_keep_the_whole_text_of_a_rule(make: ModuleType) -> None:
     assert text.count("```") == 4
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tour.md", "docs/recipes.md", "docs/rules/README.md"])
-def test_links_lead_somewhere(page: str) -> None:
-    path = REPOSITORY / page
-    for target in re.findall(r"\]\(([^)#:]+)\)", read(path)):
-        assert (path.parent / target).exists(), target
+PAGES = sorted([*REPOSITORY.glob("*.md"), *DOCS.rglob("*.md")])
+
+
+@pytest.mark.parametrize("page", [pytest.param(path, id=path.relative_to(REPOSITORY).as_posix()) for path in PAGES])
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, heading in re.findall(r"\]\(([^)#:\s]*)(?:#([^)\s]*))?\)", read(page)):
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        if heading:
+            titles = re.findall(r"^#+ (.*)", read(there), re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert heading in slugs, f"{target}#{heading}"
+
+
+def test_every_family_has_a_heading_and_every_rule_a_row() -> None:
+    text = read(DOCS / "rules" / "README.md")
+    assert re.findall(r"^## ([A-Z]{3}): ", text, re.MULTILINE) == sorted(FAMILIES)
+    rows = re.findall(r"^\| \[([A-Z]{3}\d{3})\]", text, re.MULTILINE)
+    assert rows == [rule.code for rule in load_rules()]
+    about = read(REPOSITORY / "README.md").split("| family | about |")[1].split("\n\n")[0]
+    assert set(re.findall(r"[A-Z]{3}(?=[,| ])", re.sub(r"\|[^|]*\|$", "|", about, flags=re.MULTILINE))) == set(FAMILIES)
+
+
+def test_a_scene_is_played_in_a_folder_of_its_own(make: ModuleType) -> None:
+    page = "```toml\n# a.toml\nx = 1\n```\n<!-- run\necho y > b\n-->\n```console\n$ cat a.toml b\nold\n$ ls\n```\n"
+    assert make.played(page).split("```console\n")[1] == "$ cat a.toml b\nx = 1\ny\n\n$ ls\na.toml\nb\n```\n"
+    assert make.played(make.played(page)) == make.played(page)
 
 
 def read(path: Path) -> str:

@@ -1,7 +1,11 @@
-"""The recipes of `docs/recipes.md`, run: stand-ins note what upload, cluster and training would have done."""
+"""The recipes of `docs/recipes.md`, run: stand-ins note what upload, cluster and training would have done.
+
+What the pages print is written by `docs/make.py`, and `test_docs` holds it fresh.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -73,8 +77,34 @@ Shell = Callable[..., tuple[int, list[str], str]]
 
 def test_every_shell_block_is_run_here() -> None:
     known = ["Before an upload", "Does my export fit its config?", "Slurm", "Resume from the newest good step"]
-    known.append("Beside a running job")
-    assert RECIPES.count("```sh\n") == sum(len(blocks(heading, "sh")) for heading in known) == 9
+    known += ["Beside a running job", "Findings as data"]
+    assert RECIPES.count("```sh\n") == sum(len(blocks(heading, "sh")) for heading in known) == 13
+
+
+def test_every_command_prints_what_it_prints_now() -> None:
+    made = re.findall(
+        r"(?:^<!-- run\n.*?-->\n```console\n|^```console\n\$ ckptlint [^\n]*fixtures/)", RECIPES, re.M | re.S
+    )
+    assert RECIPES.count("```console\n") == len(made), "docs/make.py does not know how to run this block"
+    assert "command not found" not in RECIPES and "Traceback" not in RECIPES
+
+
+def test_each_of_the_eight_stories_has_a_page() -> None:
+    table = RECIPES.split("| you want to know | go to |\n|---|---|\n")[1].split("\n\n")[0].splitlines()
+    assert len(table) == 8
+    assert all(re.search(r"\]\([^)]+\) \|$|\]\([^)]+\), ", row) for row in table)
+
+
+def test_the_step_before_the_jump_of_the_loss_has_a_hole_in_a_moment() -> None:
+    printed, shown = blocks("The loss jumped after a resume", "console")
+    assert "error[GEO004]" in printed and "exp_avg" in printed
+    assert "3 chunks" in shown and "........" in shown
+
+
+def test_a_framework_with_live_mode_saves_the_good_state_and_refuses_the_other() -> None:
+    (printed,) = blocks("Live mode in a training framework", "console")
+    assert "step-2" in printed and "error[LIV205]" in printed and "bias" in printed
+    assert "step-1" not in printed.partition("step-2")[2]
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -144,18 +174,54 @@ def test_an_init_container_leaves_the_step_to_resume_from(shell: Shell, tmp_path
     assert shell(find)[0] == 1
 
 
-def test_from_an_alarm_to_the_step_to_resume_from(shell: Shell, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "code", "noted"),
+    [
+        ((GOOD, BAD), 0, ["python train.py --resume RUN/step-1"]),
+        ((), 0, ["python train.py"]),
+        ((BAD,), 1, []),
+    ],
+)
+def test_an_sbatch_script_starts_and_resumes(
+    shell: Shell, tmp_path: Path, steps: tuple[Path, ...], code: int, noted: list[str]
+) -> None:
+    script = blocks(RESUME, "sh")[2]
+    assert script.startswith("#!/bin/bash\n#SBATCH ")
+    (tmp_path / "run").mkdir()
+    for number, step in enumerate(steps, 1):
+        shutil.copytree(step, tmp_path / "run" / f"step-{number}")
+    done = shell(script, RUN_DIR=tmp_path / "run")
+    assert done[:2] == (code, [line.replace("RUN", str(tmp_path / "run")) for line in noted])
+
+
+def test_an_alarm_leads_to_the_step_to_resume_from() -> None:
     (page,) = blocks(RESUME, "console")
-    run = tmp_path / "run"
-    for number in range(100, 2100, 100):
-        shutil.copytree(BAD if number == 1900 else GOOD, run / f"step-{number}")
-    (run / "step-2000" / ".metadata").unlink()
-    os.truncate(run / "step-1800" / "__1_0.distcp", 5_000)
-    changing = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d|is \d+ \w+ old")
-    for told in page.split("$ ")[1:]:
-        command, _, printed = told.partition("\n")
-        text = shell(f"({command}) 2>&1 || true", COLUMNS="80")[2]
-        assert changing.sub("...", text).strip() == changing.sub("...", printed).strip()
+    alarm, answer, table = page.removeprefix("$ ").split("\n$ ")
+    assert "error[COM001]" in alarm
+    assert answer.rstrip().endswith("\nrun/step-1700")
+    assert [line.split()[0] for line in table.splitlines()[2:]] == [f"step-{n}" for n in (2000, 1900, 1800, 1700, 1600)]
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="jq is not installed")
+def test_jq_reads_the_json_report(shell: Shell) -> None:
+    findings, verdict, counts = blocks("Findings as data", "sh")
+    code, _, printed = shell(findings, CKPT=BAD)
+    assert code == 1
+    assert [line.split("\t")[0] for line in printed.splitlines()] == ["GEO004", "GEO004"]
+    assert all(line.endswith("feed_forward.w1.weight") for line in printed.splitlines())
+    summary = json.loads(shell(verdict, CKPT=BAD)[2])
+    assert (summary["verdict"], summary["error"]) == ("fail", 1)
+    assert json.loads(shell(verdict, CKPT=GOOD)[2])["verdict"] == "pass"
+    assert "GEO004 2" in shell(counts, CKPT=BAD)[2].splitlines()
+
+
+def test_known_findings_are_ignored_or_baselined_and_new_ones_fail() -> None:
+    ignored, baselined = blocks("Findings that are known", "console")
+    first, second = ignored.removeprefix("$ ").split("\n$ ")
+    assert "warning[PAY006]" in first and "[PAY006]" not in second and "ignored" in second
+    old, known, new = baselined.removeprefix("$ ").split("\n$ ")
+    assert "warning[PAY006]" in old and "[PAY006]" not in known and "baseline" in known
+    assert "GEO004" in new and "__9_0.distcp" not in new
 
 
 def test_a_watch_beside_a_job(shell: Shell, tmp_path: Path) -> None:
@@ -193,7 +259,7 @@ def test_the_gitlab_job_gates_and_keeps_its_report(shell: Shell, tmp_path: Path)
 @pytest.mark.parametrize("format_", ["full", "github"])
 def test_the_github_action_gates(shell: Shell, tmp_path: Path, format_: str) -> None:
     action = yaml.safe_load((REPOSITORY / "action.yml").read_text(encoding="utf-8"))
-    (use,) = (step for step in yaml.safe_load(blocks("GitHub Actions", "yaml")[0])["jobs"]["checkpoint"]["steps"])
+    (use,) = yaml.safe_load(blocks("GitHub Actions", "yaml")[0])["jobs"]["checkpoint"]["steps"]
     assert set(use["with"]) <= set(action["inputs"])
     assert {name for name, value in action["inputs"].items() if value.get("required")} <= set(use["with"])
     assert action["runs"]["using"] == "composite"
@@ -221,21 +287,55 @@ def test_the_github_action_gates(shell: Shell, tmp_path: Path, format_: str) -> 
     assert not (tmp_path / "hacked").exists()
 
 
-def test_the_pre_commit_hook_lints_the_folder_of_a_changed_metadata(shell: Shell) -> None:
+def test_sarif_is_uploaded_when_the_gate_fails_too(shell: Shell, tmp_path: Path) -> None:
+    job = yaml.safe_load(blocks("GitHub Actions", "yaml")[1])["jobs"]["checkpoint"]
+    gate, upload = job["steps"]
+    assert (upload["if"], job["permissions"]) == ("always()", {"security-events": "write"})
+    assert set(gate["env"]) == {"CKPT"}
+    assert shell(gate["run"], CKPT=BAD)[0] == 1
+    document = json.loads((tmp_path / upload["with"]["sarif_file"]).read_text(encoding="utf-8"))
+    assert document["version"] == "2.1.0"
+    assert "GEO004" in {item["ruleId"] for item in document["runs"][0]["results"]}
+
+
+def test_the_pre_commit_hook_checks_the_folder_of_a_changed_file(shell: Shell, tmp_path: Path) -> None:
     (hook,) = yaml.safe_load((REPOSITORY / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
     (repo,) = yaml.safe_load(blocks("pre-commit", "yaml")[0])["repos"]
     (use,) = repo["hooks"]
     assert use["id"] == hook["id"]
-    changed = [".metadata", "a/step/.metadata", "a/__0.metadata", "m/model.safetensors.index.json"]
+    changed = [".metadata", "a/step/.metadata", "a/__0.metadata", "m/model.safetensors.index.json", "a/__3_0.distcp"]
+    changed += ["model.safetensors", "m/model-00001-of-00002.safetensors", "iter_0000010/common.pt"]
     assert all(re.search(hook["files"], name) for name in changed)
-    assert not any(re.search(hook["files"], name) for name in ["a/.metadata.tmp", "a/x.metadata", "README.md"])
+    others = ["a/.metadata.tmp", "a/x.metadata", "README.md", "x.pt", "metadata.json", "notes.distcp.txt"]
+    assert not any(re.search(hook["files"], name) for name in others)
 
-    def commit(*folders: Path) -> int:
-        names = " ".join(shlex.quote(str(folder / ".metadata")) for folder in folders)
-        return shell(f"{hook['entry']} {shlex.join(use['args'])} {names}")[0]
+    def commit(*files: Path) -> tuple[int, str]:
+        names = " ".join(shlex.quote(str(file)) for file in files)
+        code, _, printed = shell(f"{hook['entry']} {shlex.join(use['args'])} {names}")
+        return code, printed
 
-    assert commit(GOOD) == 0
-    assert commit(GOOD, BAD) == 1
+    assert commit(GOOD / ".metadata")[0] == 0
+    assert commit(GOOD / ".metadata", BAD / ".metadata")[0] == 1
+    # all files of one checkpoint are one check; a payload file that was cut beside an unchanged .metadata is found
+    copied = shutil.copytree(GOOD, tmp_path / "step")
+    names = sorted(path for path in copied.iterdir() if re.search(hook["files"], path.name))
+    assert len(names) > 2
+    code, printed = commit(*names)
+    assert code == 0 and printed.count("tensors") == 1
+    payload = next(path for path in names if path.suffix == ".distcp")
+    payload.write_bytes(payload.read_bytes()[:-100])
+    code, printed = commit(payload)
+    assert code == 1 and "PAY004" in printed
+
+
+def test_a_bucket_is_gated_with_the_options_of_a_volume() -> None:
+    volume, bucket = (yaml.safe_load(text) for text in blocks("Kubernetes", "yaml"))
+    (gate,) = bucket["initContainers"]
+    (other,) = volume["spec"]["template"]["spec"]["initContainers"]
+    assert [word for word in gate["args"] if word != "s3://bucket/run"] == [w for w in other["args"] if w != "/ckpt"]
+    assert "volumeMounts" not in gate
+    lines = (REPOSITORY / "docs" / "Containerfile").read_text(encoding="utf-8")
+    assert "ARG EXTRA=\n" in lines and "--build-arg EXTRA='[remote]'" in RECIPES
 
 
 def test_the_kubernetes_job_ends_on_a_verdict_and_retries_without_one(shell: Shell) -> None:
@@ -281,7 +381,7 @@ def test_the_containerfile_installs_from_what_it_copies(tmp_path: Path) -> None:
                 else:
                     shutil.copy(path, source)
     (install,) = (line.removeprefix("RUN pip ") for line in lines if line.startswith("RUN "))
-    command = install.replace("/install", str(tmp_path / "install")).split()
+    command = shlex.split(install.replace("/install", str(tmp_path / "install")).replace("$EXTRA", ""))
     done: Any = subprocess.run(
         [sys.executable, "-m", "pip", *command, "--no-deps", "--no-build-isolation", "--ignore-installed", "--quiet"],
         cwd=source,

@@ -1,0 +1,76 @@
+"""CONTRIBUTING and the plug-in template, followed by someone who does what stands there, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import REPOSITORY
+
+from ckptlint.lint.registry import FAMILIES
+
+CONTRIBUTING = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+TEMPLATE = REPOSITORY / "docs" / "plugin-template"
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A copy of what a rule needs, the real checkpoints as a link; rules and fixtures are found as in a package."""
+    for name in ("ckptlint", "rules", "fixtures", "docs", "tests"):
+        ignore = shutil.ignore_patterns("__pycache__", "real", "make")
+        shutil.copytree(REPOSITORY / name, tmp_path / name, ignore=ignore)
+    for name in ("README.md", "CONTRIBUTING.md", "pyproject.toml"):
+        shutil.copy(REPOSITORY / name, tmp_path)
+    (tmp_path / "fixtures" / "real").symlink_to(REPOSITORY / "fixtures" / "real")
+    for name in ("rules", "fixtures"):
+        (tmp_path / "ckptlint" / name).symlink_to(tmp_path / name)
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_new_rule_is_two_files_and_three_commands(clone: Path) -> None:
+    section = re.split(r"^## ", CONTRIBUTING.split("## A new rule\n")[1], flags=re.MULTILINE)[0]
+    files = re.findall(r"^```\w+\n# (\S+/\S+)\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    assert [Path(name).parent.name for name, _ in files] == ["rules", "fixtures"]
+    for name, text in files:
+        (clone / name).write_text(text, encoding="utf-8")
+    (commands,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
+    tools = clone / "bin"
+    tools.mkdir()
+    for name, module in (("python", ""), ("pytest", "-m pytest"), ("ckptlint", "-m ckptlint")):
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" {module} "$@"\n')
+        (tools / name).chmod(0o755)
+    env = os.environ | {"PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(clone), "OMP_NUM_THREADS": "1"}
+    make, test, explain = commands.splitlines()
+    printed = {}
+    for command in (make, test, explain):
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=clone, env=env, capture_output=True, encoding="utf-8", timeout=300, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        printed[command] = done.stdout
+    code = Path(files[1][0]).stem
+    assert int(re.findall(r"(\d+) passed", printed[test])[0]) >= 6
+    assert printed[explain].startswith(f"{code} empty-part\n")
+    assert f"[{code}]({code}.md)" in (clone / "docs" / "rules" / "README.md").read_text(encoding="utf-8")
+    changed = {
+        path.relative_to(REPOSITORY).as_posix()
+        for path in (REPOSITORY / "docs").rglob("*.md")
+        if path.read_text(encoding="utf-8") != (clone / path.relative_to(REPOSITORY)).read_text(encoding="utf-8")
+    }
+    assert changed == {"docs/rules/README.md"}, "two new rules would conflict in these pages"
+
+
+def test_the_page_of_the_template_says_what_its_files_say() -> None:
+    page = (TEMPLATE / "README.md").read_text(encoding="utf-8")
+    families = page.split("families of ckptlint itself")[1].split(")")[0]
+    assert set(re.findall(r"\b[A-Z]{3}\b", families)) == set(FAMILIES)
+    (commands,) = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    (rule,) = (path for path in (TEMPLATE / "acme_ckpt_rules").glob("acm*.py"))
+    assert "ckptlint explain wide-float" in commands and rule.stem.endswith("wide_float")
+    assert all((TEMPLATE / name).exists() for name in re.findall(r"`([\w/.-]+/|[\w-]+\.toml)`", page))
