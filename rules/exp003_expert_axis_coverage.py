@@ -1,4 +1,4 @@
-"""EXP003: a hole in stacked experts is named by its experts."""
+"""EXP003: a hole in stacked experts is told by its experts."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 @rule("EXP003", "expert-axis-coverage", Severity.INFO, whole=True)
 def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Whole experts are what a hole in stacked expert weights leaves out.
+    """A hole in stacked expert weights is exactly a run of whole experts.
 
     What it checks:
         Where GEO004 finds a hole: whether every missing region is a run of whole experts.
     Why it matters:
-        It names the lost part of the mesh instead of offsets.
+        This points to a lost expert-parallel rank.
     Usual causes:
         replica_id lacks the tensor- or expert-parallel rank, or expert-parallel ranks claimed the same experts.
     How to fix:
@@ -35,7 +35,7 @@ def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
             axis = param.expert_axis or 0
             total = param.tensor.global_shape[axis]
             yield Finding(
-                f"experts {ranges(experts)} of {total}{{of}} are what the hole leaves out",
+                f"the hole{{of}} is exactly expert{'s' * (len(experts) > 1)} {ranges(experts)} of {total}",
                 at=Location.of(param.tensor),
                 missing=tuple(map(str, sorted(experts))),
                 notes=owners_note(ckpt, experts, total),

@@ -14,16 +14,18 @@ _SHOWN, _NAMED, _ROWS = 64, 3, 15
 
 @rule("GEO007", "duplicate-chunk", Severity.ERROR)
 def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Two chunks of a tensor have the same offsets.
+    """Two chunks of a tensor start at the same offset.
 
     What it checks:
-        The offsets of the chunks with elements are distinct within a tensor.
+        Chunks with elements have distinct offsets within a tensor. Where the chunks come from files of two saves, each
+        complete by itself, the finding says so.
     Why it matters:
-        Stored bytes are found by (fqn, offset), so only one of the two is on disk or can be reached.
+        Loaders find stored bytes by key and offset, so only one of the two can be read.
     Usual causes:
-        Two modules or ranks saved different tensors under one key, or metadata files were merged.
+        Two modules or ranks saved different tensors under one key; metadata files were merged; files of two saves lie
+        in one folder.
     How to fix:
-        Make keys unique per module, and save again.
+        Make keys unique per module, and save again. If the files come from two saves, move the older set away.
     See:
         torch.distributed.checkpoint.metadata.MetadataIndex
     """

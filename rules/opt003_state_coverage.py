@@ -18,32 +18,35 @@ _MOST = 0.9
 _SHOWN = 8
 _FROZEN = "; nothing is wrong if its parameters were frozen"
 _META = "param_to_group_meta."
+_RUN = "consecutive layers"
 _ADAPTERS = ("lora_", "adapter", "dora_", "prompt_")
 _BUFFERS = ("inv_freq", "freqs", "rotary", "running_", "num_batches", "position_ids", "expert_bias", "score_correction")
 
 
 @rule("OPT003", "state-coverage", Severity.ERROR, whole=True)
 def state_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Layers have no optimizer state while others of their block do, or a state has no parameter.
+    """Layers lack the optimizer state that the rest of their block has, or a state has no parameter.
 
     What it checks:
-        Where the optimizer names its parameters and nine of ten states find theirs: no whole pipeline stage, and no
-        last layers together with the final norm and output, are without state while the other layers of the block
-        have it; and every state has its parameter (a warning). Notes are other layers without state, a whole block
-        without, and single parameters without: frozen, never stepped or lost. Layers and blocks become errors where
-        the optimizer's own list (param_to_group_meta) names their parameters.
+        Where the optimizer names its parameters and 90% of the states find theirs, no whole pipeline stage, and no last
+        layers together with the final norm and output, lack the state that the other layers of the block have. A state
+        without a parameter is a warning. Other layers, whole blocks and single parameters without state are info: they
+        may be frozen, never stepped or lost. Layers and blocks become errors if the optimizer's own list
+        (param_to_group_meta) names their parameters.
     Why it matters:
-        Parameters without state restart their moments after a resume, which shows in the loss only.
+        Parameters without state restart their moments after a resume, which shows only in the loss.
     Usual causes:
-        Only the first of several local optimizer parts was saved, parts of different pipeline stages share keys, or
-        state was created lazily and not yet there.
+        Only the first of several local optimizer parts was saved; parts of different pipeline stages share keys; state
+        is created lazily and did not exist yet.
     How to fix:
-        Merge the parts under keys of their own per stage; create all state before saving.
+        Merge the parts under separate keys per stage; create all state before saving.
     See:
         torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
     """
     if ckpt.format in ("deepspeed", "deepspeed-universal"):
-        raise NotApplicable("DeepSpeed lists the parameters that have state, and RNK005 holds the files against it")
+        raise NotApplicable(
+            "DeepSpeed lists the parameters that have state, and RNK005 compares the files with that list"
+        )
     inventory = inventory_of(ckpt)
     if not inventory.states or not inventory.params:
         raise NotApplicable("no optimizer state is stored beside parameters that it names")
@@ -82,14 +85,14 @@ def _orphans(ckpt: Checkpoint, inventory: Inventory, stateful: set[Param]) -> It
         where = f"layer {key.layer} of {key.block}" if key.layer is not None else state.path
         notes: list[Note] = [("parameter", f"no {state.path} in the model")]
         if layers := layers_of.get(key.role):
-            notes.append(("layers", f"the model has it in layers {ranges(layers)}, the state is of {where}"))
+            notes.append(("layers", f"the model has it in layers {ranges(layers)}; the state is of {where}"))
         certain = key.role in layers_of or complete.get(_place(key), True)
         yield Finding(
             "state{of} belongs to no parameter",
             at=Location.of(state.tensor),
             severity=Severity.WARNING if certain else Severity.INFO,
             notes=tuple(notes),
-            why="either the parameter is missing from the model part or the state is a leftover that nothing will load",
+            why="either the model part lacks the parameter, or the state is a leftover that nothing loads",
             hint="compare the model's layers with those of the run that wrote the optimizer",
             alike=f"{state.chain} {key.role} {key.layer}",
         )
@@ -121,9 +124,9 @@ class _Gap:
     """Layers of one block without state.
 
     Attributes:
-        pattern: what the numbers look like, "" when they are no run and no stride.
+        pattern: what the numbers look like, "" when they are neither consecutive nor a stride.
         is_bottom: whether they are the lowest layers, which are often frozen on purpose.
-        is_stage: whether they are whole pipeline stages, or the last layers together with what comes behind them.
+        is_stage: whether they are whole pipeline stages, or the last layers together with what comes after them.
     """
 
     layers: tuple[int, ...]
@@ -155,7 +158,7 @@ def _gaps(
         if without and len(without) < len(of_layer):
             lost = [param for layer in sorted(without) for param in of_layer[layer]]
             gap = _gap(sorted(without), sorted(of_layer))
-            is_stage = gap.pattern == "a run of layers" and (
+            is_stage = gap.pattern == _RUN and (
                 _fills_stages(ckpt, gap.layers, len(of_layer)) or _reaches_output(inventory, stateful, gap, of_layer)
             )
             yield _layers(block, replace(gap, is_stage=is_stage), lost, len(of_layer), trained), lost
@@ -182,7 +185,7 @@ def _gap(without: list[int], present: list[int]) -> _Gap:
     places = [place[layer] for layer in without]
     steps = {b - a for a, b in pairwise(places)}
     if steps <= {1}:
-        return _Gap(tuple(without), "a run of layers", places[0] == 0)
+        return _Gap(tuple(without), _RUN, places[0] == 0)
     if len(steps) == 1 and len(places) >= (len(present) - 1) // min(steps):
         step = steps.pop()
         return _Gap(tuple(without), "every second layer" if step == 2 else f"one layer in {step}", False)
@@ -213,7 +216,7 @@ def _layers(block: str, gap: _Gap, lost: list[Param], count: int, trained: set[s
 def _block(block: str, params: list[Param], trained: set[str]) -> Finding:
     named = [param for param in params if param.key.path in trained]
     return Finding(
-        f"no parameter of {block} has optimizer state" + (", though it was trained" if named else ": frozen, or lost"),
+        f"no parameter of {block} has optimizer state" + (", though it was trained" if named else ": frozen or lost"),
         at=Location.of(params[0].tensor),
         missing=(block,),
         severity=None if named else Severity.INFO,
@@ -225,7 +228,7 @@ def _block(block: str, params: list[Param], trained: set[str]) -> Finding:
 def _evidence(named: list[Param]) -> tuple[Note, ...]:
     if not named:
         return ()
-    return (("trained", f"{_META[:-1]} names {len(named)} of them, so the optimizer did step them"),)
+    return (("trained", f"{_META[:-1]} names {len(named)} of them, so the optimizer stepped them"),)
 
 
 def _single(inventory: Inventory, stateful: set[Param], told: set[Param]) -> Iterator[Finding]:
