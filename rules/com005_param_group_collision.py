@@ -62,8 +62,7 @@ def param_group_collision(ckpt: Checkpoint) -> Iterator[Finding]:
                     *((name, ", ".join(_text(_value(groups[n], name)) for n in numbers)) for name in fields),
                     ("sizes", _sizes(groups, numbers)),
                 ),
-                hint="load with a Megatron-Core that also matches groups by max_lr and min_lr, and compare their learning "
-                "rates after loading"
+                hint="load with a Megatron-Core that also matches groups by max_lr and min_lr, then compare their rates"
                 if fields
                 else "",
             )

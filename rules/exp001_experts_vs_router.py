@@ -64,7 +64,7 @@ def _short(layer: MoeLayer, role: ExpertRole) -> Finding:
         at=Location.of(param.tensor),
         missing=(str(layer.rows), str(role.count)),
         notes=(("router", f"{layer.router.key.fqn} {shape_text(layer.router.tensor.global_shape)}"),),
-        hint="compare its placement with that of the other weights: it was probably recorded with the shape of one rank",
+        hint="compare its placement with that of the other weights: it was probably recorded with one rank's shape",
         inferred_from=f"the router and {agree[0]}",
     )
 

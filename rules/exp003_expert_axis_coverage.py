@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.experts import owners_note
 from ckptlint.analysis.inventory import Param, inventory_of
+from ckptlint.geometry.missing import absent_ranks
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import ranges
+from ckptlint.model.text import named_ranks, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
@@ -34,12 +35,15 @@ def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
         if experts:
             axis = param.expert_axis or 0
             total = param.tensor.global_shape[axis]
+            found = [absent_ranks(ckpt, param.tensor, region) for region in param.tensor.layout.coverage.missing]
+            ranks = tuple(sorted({rank for absent in found if absent for rank in absent.ranks}))
             yield Finding(
                 f"the hole{{of}} is exactly expert{'s' * (len(experts) > 1)} {ranges(experts)} of {total}",
-                at=Location.of(param.tensor),
+                at=Location.of(param.tensor, ranks=ranks),
                 missing=tuple(map(str, sorted(experts))),
                 notes=owners_note(ckpt, experts, total),
-                hint="look at replica_id and the expert offset of the ranks that own these experts",
+                hint="compare replica_id and the expert offsets of "
+                + (named_ranks(ranks) + " with the other ranks'" * (len(ranks) == 1) if ranks else "all ranks"),
             )
 
 

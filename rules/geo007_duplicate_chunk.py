@@ -6,7 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 
+from ckptlint.geometry.two_saves import saves_hint, saves_note
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import listed, shape_text
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _SHOWN, _NAMED, _ROWS = 64, 3, 15
@@ -34,18 +36,19 @@ def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
         for first, other in tensor.layout.duplicates:
             at_place[first].append(other)
         for first, others in islice(at_place.items(), _SHOWN):
-            place = f"{'both' if len(others) == 1 else 'all'} are filed under one entry, in "
-            place += ckpt.chunk_file(tensor, first) or "no file"
+            files = dict.fromkeys(ckpt.chunk_file(tensor, row) or "no file" for row in (first, *others))
+            place = "stored in " if len(files) > 1 else "one entry stands for all, in "
+            place += listed([*files][:_NAMED]) + (" and others" if len(files) > _NAMED else "")
             if len(at_place) > 1 and first == next(iter(at_place)):
-                place += f"; chunks repeat at {len(at_place):,} places"
+                place += f"; chunks repeat at {len(at_place):,} offsets"
             boxes = [tensor.layout.box(row) for row in (first, *others[:_NAMED])]
             same = (tensor.layout.sizes[others] == tensor.layout.sizes[first]).all()
             more = f" and {len(others) - _NAMED:,} more" if len(others) > _NAMED else ""
-            what = f"sizes {list(boxes[0].sizes)}" if same else " and ".join(map(str, boxes)) + more
+            what = f"sizes {shape_text(boxes[0].sizes)}" if same else " and ".join(map(str, boxes)) + more
             count = "two" if len(others) == 1 else f"{len(others) + 1:,}"
             yield Finding(
-                f"{count} chunks{{of}} start at {list(boxes[0].offsets)}: {what}",
+                f"{count} chunks{{of}} start at offset {shape_text(boxes[0].offsets)}: {what}",
                 at=Location.of(tensor, region=boxes[0].intersect(boxes[1]), rows=(first, *others[:_ROWS])),
-                notes=(("where", place),),
-                hint="find the two writers of this key; one of their tensors is lost",
+                notes=(("where", place), ("two saves", saves_note(ckpt))),
+                hint=saves_hint(ckpt) or "find the two writers of this key: the tensor of one of them is lost",
             )
