@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptlint.analysis.optimizer_records import optimizer_records
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import listed, printable, ranges
+from ckptlint.model.text import listed, printable
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.config_fields import is_plain
 
@@ -51,7 +51,7 @@ def param_group_collision(ckpt: Checkpoint) -> Iterator[Finding]:
             equal = ", ".join(f"{name} {_text(value)}" for name, value in zip(_IDENTITY, identity, strict=True))
             title = record.module.title
             yield Finding(
-                f"parameter groups {ranges(numbers)}{' of ' + title if title else ''} "
+                f"parameter groups {listed([*map(str, numbers)])}{' of ' + title if title else ''} "
                 + (f"differ only in {listed(fields)}" if fields else "cannot be told apart"),
                 at=Location(file=record.place.partition(": ")[0], label=record.place),
                 missing=(title, *fields),

@@ -81,8 +81,8 @@ def _finding(layers: list[MoeLayer], experts: Experts, usual: Experts, others: l
     has = [plural(count, "expert")] if count != usual_count else ["experts"]
     wants = [str(usual_count)] if count != usual_count else ["experts"]
     if shapes != usual_shapes:
-        has.append("of " + " and ".join(map(shape_text, sorted(shapes))))
-        wants.append("of " + " and ".join(map(shape_text, sorted(usual_shapes))))
+        has.append("of shape " + " and ".join(map(shape_text, sorted(shapes))))
+        wants.append("of shape " + " and ".join(map(shape_text, sorted(usual_shapes))))
     what = " ".join(has)
     numbers = [layer.layer or 0 for layer in layers]
     listed = ranges(numbers)

@@ -53,7 +53,7 @@ def _fault(box: Box, shape: tuple[int, ...]) -> str:
     """By how many elements a box leaves a shape on its worst axis, or which of its sizes is negative.
 
     >>> _fault(Box((12,), (8,)), (16,)), _fault(Box((4, 0), (-2, 8)), (16, 8))
-    ('reaches outside by 4 on dim 0 (size 16, 1/4 of the axis)', 'has size -2 on dim 0')
+    ('reaches 4 beyond the tensor on dim 0 (size 16, 1/4 of the axis)', 'has size -2 on dim 0')
     """
     axis = min(range(len(shape)), key=lambda a: box.sizes[a])
     if box.sizes[axis] < 0:
@@ -63,4 +63,4 @@ def _fault(box: Box, shape: tuple[int, ...]) -> str:
     size = shape[axis]
     ratio = Fraction(excess[axis], size) if size else Fraction(1, _DENOMINATOR + 1)
     share = f", {ratio} of the axis" if ratio.denominator <= _DENOMINATOR else ""
-    return f"reaches outside by {excess[axis]:,} on dim {axis} (size {size:,}{share})"
+    return f"reaches {excess[axis]:,} beyond the tensor on dim {axis} (size {size:,}{share})"

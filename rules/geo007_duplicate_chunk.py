@@ -37,8 +37,8 @@ def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
             at_place[first].append(other)
         for first, others in islice(at_place.items(), _SHOWN):
             files = dict.fromkeys(ckpt.chunk_file(tensor, row) or "no file" for row in (first, *others))
-            place = "stored in " if len(files) > 1 else "one entry stands for all, in "
-            place += listed([*files][:_NAMED]) + (" and others" if len(files) > _NAMED else "")
+            place = listed([*files][:_NAMED]) + (" and others" if len(files) > _NAMED else "")
+            place = f"stored in {place}" if len(files) > 1 else f"one entry in {place} stands for all of them"
             if len(at_place) > 1 and first == next(iter(at_place)):
                 place += f"; chunks repeat at {len(at_place):,} offsets"
             boxes = [tensor.layout.box(row) for row in (first, *others[:_NAMED])]

@@ -85,11 +85,11 @@ def _which(ckpt: Checkpoint, shape: tuple[int, ...], missing: list[tuple[int, ..
         if len(values) < size and len(missing) == len(values) * prod(shape) // size:
             names = axes_of_size(ckpt.topology, size)
             name = f"dim {axis} ({names[0]})" if len(names) == 1 else f"dim {axis}"
-            verb = "is" if len(values) == 1 else "are"
+            shards, verb = ("shard", "is") if len(values) == 1 else ("shards", "are")
             return (
                 (
                     "mesh",
-                    f"{name} has {size} shards; {ranges(values)} {verb} missing everywhere",
+                    f"{name} has {size} shards; {shards} {ranges(values)} {verb} missing everywhere",
                 ),
             )
     shown = ", ".join(".".join(map(str, offset)) for offset in missing[:8])

@@ -172,15 +172,25 @@ def _records(chain: tuple[str, ...], found: Mapping[int, str], recorded: Mapping
         witness = recorded.get(other, set()) & set(found)
         if lacking and len(lacking) <= len(witness):
             yield Finding(
-                f"dp group {ranges(lacking)} has buckets but no {name}, "
-                + (f"which group {ranges(witness)} has" if having else f"though it has {other}"),
+                f"{_groups(lacking)} buckets but no {name}, "
+                + (
+                    f"which {_groups(sorted(witness))}"
+                    if having
+                    else f"though they have {other}"
+                    if len(lacking) > 1
+                    else f"though it has {other}"
+                ),
                 at=Location(found[lacking[0]]),
                 missing=tuple(f"dp_group_idx_{number}.{name}" for number in lacking),
                 notes=(("chain", ".".join(chain) or "the optimizer without a chain"),),
                 why="the loader asks for the record of every group, and a strict load fails on the missing key",
                 hint="find the rank that should have written the record, in the plans or the log of the save",
-                inferred_from=f"the records of group {ranges(witness)}" if having else "",
+                inferred_from="the records of the other groups" if having else "",
             )
+
+
+def _groups(numbers: list[int]) -> str:
+    return f"dp groups {ranges(numbers)} have" if len(numbers) > 1 else f"dp group {numbers[0]} has"
 
 
 def _moments(buckets: list[Bucket]) -> Iterator[Finding]:

@@ -272,7 +272,8 @@ def absent_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
         return f"compare the offsets of this key on {who}, and save again"
     if absent.instead:
         box, owner = absent.instead
-        return f"compare the offset of this key on {who} with rank {owner}'s: {who} saved {box}, which is rank {owner}'s part"
+        mine = f"rank {owner}'s"
+        return f"compare the offset of this key on {who} with {mine}: {who} saved {box}, which is {mine} part"
     (rank,) = absent.ranks
     file, unnamed = _file_of(ckpt, rank), _unnamed_of(ckpt, rank)
     if rank not in _ranks_with_entries(ckpt):
