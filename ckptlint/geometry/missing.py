@@ -108,14 +108,27 @@ def lost_records(ckpt: Checkpoint) -> Mapping[tuple[str, Box], LostRecord]:
     found = {}
     for tensor in ckpt.sound_tensors() if by_rank else ():
         for region in tensor.layout.coverage.missing[:_REGIONS] if tensor.layout.live.any() else ():
-            absent = absent_ranks(ckpt, tensor, region)
-            lengths = _record_lengths(ckpt, tensor, region) if absent else frozenset()
-            hits = [gap for rank in (absent.ranks if absent else ()) for gap in by_rank[rank] if gap[2] in lengths]
-            if hits:
+            lengths = _record_lengths(ckpt, tensor, region)
+            hits = [gap for gap in _where_lost(ckpt, absent_ranks(ckpt, tensor, region), by_rank) if gap[2] in lengths]
+            if hits and len({file for file, *_ in hits}) == 1:
                 file, _, length = hits[0]
                 starts = tuple(start for name, start, size in hits if (name, size) == (file, length))
                 found[tensor.fqn, region] = LostRecord(tensor.fqn, region, file, starts, length)
     return found
+
+
+def _where_lost(
+    ckpt: Checkpoint, absent: Absent | None, by_rank: Mapping[int, list[tuple[str, int, int]]]
+) -> list[tuple[str, int, int]]:
+    """The bytes without an entry among which a missing part may be: its rank's, or any where no rank is known.
+
+    Where ranks planned one part several times, such bytes are the copies that were dropped.
+    """
+    if absent is not None and len(absent.ranks) == 1 and not absent.instead:
+        return by_rank.get(absent.ranks[0], [])
+    return (
+        [] if absent is not None or ckpt.save_plans is not None else [gap for gaps in by_rank.values() for gap in gaps]
+    )
 
 
 def _record_lengths(ckpt: Checkpoint, tensor: Tensor, region: Box) -> frozenset[int]:

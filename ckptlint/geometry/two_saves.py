@@ -18,7 +18,7 @@ from ckptlint.model.text import listed, plural
 _FORMATS = ("dcp-safetensors", "dcp-per-rank")
 """Where each file, or its own metadata, says what it holds, so that leftovers are read along."""
 
-_TENSORS, _ROWS, _NAMED = 64, 16, 4
+_TENSORS, _ROWS, _NAMED = 64, 16, 2
 _APART = 2.0  # seconds between two saves, at least
 _COUNT = re.compile(r"-of-(\d+)\.safetensors$")
 
@@ -122,7 +122,7 @@ def _tiles(ckpt: Checkpoint, tensor: Tensor, files: IntArray) -> bool:
 def saves_note(ckpt: Checkpoint) -> str:
     """The two saves in a sentence; "" where there are none."""
     saves = two_saves(ckpt)
-    return "" if saves is None else "files of two saves: " + "; ".join(map(_described, saves))
+    return "" if saves is None else "; ".join(map(_described, saves))
 
 
 def _described(save: FilesOfSave) -> str:
@@ -137,12 +137,10 @@ def saves_hint(ckpt: Checkpoint) -> str:
         return ""
     newer, older = saves
     if newer.is_complete and older.is_complete:
-        return f"keep one of the two saves and move the other away: {_names(older)} are the older files"
+        return f"these are files of two saves: keep one and move the other away; the older is {_names(older)}"
     if newer.is_complete:
-        return (
-            f"move {_names(older)} away: they are left from an older save, and the newer one is complete without them"
-        )
-    return f"the newer save is not complete: save again into an empty folder, or move {_names(newer)} away"
+        return f"move {_names(older)} away: these files are left from an older save, and the newer one is complete"
+    return f"save again into an empty folder, or move {_names(newer)} away: this newer save is not complete"
 
 
 def _when(save: FilesOfSave) -> str:
@@ -150,5 +148,4 @@ def _when(save: FilesOfSave) -> str:
 
 
 def _names(save: FilesOfSave) -> str:
-    rest = len(save.files) - _NAMED
-    return listed([*save.files[:_NAMED], *([f"{rest:,} more"] if rest > 0 else [])])
+    return listed(save.files) if len(save.files) <= _NAMED else f"{save.files[0]} .. {save.files[-1]}"
