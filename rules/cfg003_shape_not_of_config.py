@@ -162,7 +162,7 @@ def _sizes(source: str, items: list[ShapeDifference]) -> str:
             f"{lead.tensor.fqn} is {shape_text(stored)}, but {source} makes it {shape_text(expected)}"
             f"{' =' + dims if dims and any(not d.isdecimal() for d in lead.expected.dims) else ''}{tail}{more}"
         )
-    return f"{plural(len(items), 'tensor')} have {stored[axis]:,}, but {source} makes it {wanted}: {ratio}"
+    return f"{plural(len(items), 'tensor')} have size {stored[axis]:,}, but {source} makes it {wanted}: {ratio}"
 
 
 def _times(ratio: Fraction) -> str:
@@ -183,7 +183,7 @@ def _relation(ckpt: Checkpoint, dim: str, ratio: Fraction) -> tuple[Note, ...]:
         return (("relation", f"rows already padded were padded or multiplied again{mesh}"),)
     if dim.startswith("(1 + swiglu)") and ratio == Fraction(1, 2) and "tp" not in axes:
         return (("relation", "one of the two halves of a gated projection"),)
-    return (("relation", f"{what}, {factor} ranks{mesh}"),)
+    return (("relation", f"{what} ({factor} ranks{mesh})"),)
 
 
 def _fields(fit: Fit, item: ShapeDifference) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from ckptlint.analysis.experts import ExpertRole, MoeLayer, moe_layers
 from ckptlint.analysis.fit.judgement import judges
 from ckptlint.analysis.trusted_config import mesh_axes, number, trusted
+from ckptlint.geometry.missing import saved_by
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import ranges, shape_text
+from ckptlint.model.text import named_ranks, ranges, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _HINTS = {
@@ -80,6 +81,8 @@ def _finding(ckpt: Checkpoint, layer: MoeLayer, rows: int, router_is_odd: bool) 
         ("stored", f"{role.role}: {role.count} experts" + (f", keys {ranges(role.numbers)}" if role.numbers else ""))
         for role in layer.roles
     ]
+    ranks = tuple(sorted(set().union(*(saved_by(ckpt, p.tensor) for role in layer.roles for p in role.params))))
+    notes += [("saved by", named_ranks(ranks))] if ranks else []
     severity = None
     if rows < stored:
         severity, sentence = Severity.INFO, f"{stored} experts{{of}} are stored, but the router has {rows} rows"
@@ -95,7 +98,7 @@ def _finding(ckpt: Checkpoint, layer: MoeLayer, rows: int, router_is_odd: bool) 
             sentence = f"the router has {rows} rows for {stored} experts{{of}}: {factor} times as many"
     return Finding(
         sentence,
-        at=Location.of(lead.tensor),
+        at=Location.of(lead.tensor, ranks=ranks),
         missing=(str(rows), str(stored)),
         severity=severity,
         notes=tuple(notes),

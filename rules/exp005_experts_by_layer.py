@@ -11,7 +11,7 @@ from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.layer_outliers import shape_outliers
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural, ranges, shape_text
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import block_of
 
 Experts = tuple[tuple[str, int, frozenset[tuple[int, ...]]], ...]
@@ -78,22 +78,19 @@ def _finding(layers: list[MoeLayer], experts: Experts, usual: Experts, others: l
     number = next(i for i, (own, other) in enumerate(zip(experts, usual, strict=True)) if own != other)
     (name, count, shapes), (_, usual_count, usual_shapes) = experts[number], usual[number]
     lead = next(role.params[0] for role in layers[0].roles if role.role == name)
-    has = [plural(count, "expert")] if count != usual_count else ["experts"]
-    wants = [str(usual_count)] if count != usual_count else ["experts"]
-    if shapes != usual_shapes:
-        has.append("of shape " + " and ".join(map(shape_text, sorted(shapes))))
-        wants.append("of shape " + " and ".join(map(shape_text, sorted(usual_shapes))))
-    what = " ".join(has)
-    numbers = [layer.layer or 0 for layer in layers]
+    numbers, one = [layer.layer or 0 for layer in layers], len(others) == 1
+    shape, usual_shape = (" and ".join(map(shape_text, sorted(found))) for found in (shapes, usual_shapes))
+    has = plural(count, "expert") if count != usual_count else "experts"
+    wants = [str(usual_count)] if count != usual_count else []
+    with_shape = f" with shape {shape}" if shapes != usual_shapes else ""
+    wants += [f"shape {usual_shape}"] if shapes != usual_shapes else []
+    subject, like = ("layers", "them") if len(numbers) > 1 else ("layer", "it")
     listed = ranges(numbers)
-    notes: tuple[Note, ...] = (("others", f"layers {ranges(others)} are equal in everything else"),)
     return Finding(
-        f"layer{'s' if len(numbers) > 1 else ''} {listed} {'have' if len(numbers) > 1 else 'has'} "
-        f"{what}{{of}}, {plural(len(others), 'layer')} like {'them' if len(numbers) > 1 else 'it'} "
-        f"{'has' if len(others) == 1 else 'have'} {' '.join(wants)}",
+        f"{subject} {listed} {'have' if len(numbers) > 1 else 'has'} {has}{{of}}{with_shape}; "
+        f"{plural(len(others), 'layer')} like {like} {'has' if one else 'have'} {' and '.join(wants)}",
         at=Location.of(lead.tensor),
         missing=(name, listed),
-        notes=notes,
         hint="if no setting makes these layers special, look at how their stage or ranks saved them",
-        inferred_from=f"layer{'s' * (len(others) > 1)} {ranges(others)}",
+        inferred_from=f"layer{'s' * (not one)} {ranges(others)}, equal in everything else",
     )

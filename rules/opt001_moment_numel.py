@@ -8,8 +8,9 @@ from math import prod
 
 from ckptlint.analysis.inventory import MASTER_COPIES, Param, State, inventory_of
 from ckptlint.analysis.optimizer_fit import PAIR, StateMismatch, elementwise_states, moment_pairs, state_mismatches
+from ckptlint.geometry.missing import saved_by
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.text import ranges, shape_text
+from ckptlint.model.text import named_ranks, ranges, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _FILES = 4
@@ -50,13 +51,14 @@ def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: State) -> Finding:
     ratio = f"{misfit.quotient} of them" if misfit.quotient < 1 else f"{misfit.quotient} times as many"
     held = f"{misfit.elements:,} elements" if len(misfit.states) == 1 else f"{misfit.elements:,} with its other half"
     lead = misfit.params[0]
+    ranks = tuple(sorted(saved_by(ckpt, state.tensor)))
     severity = Severity.INFO if misfit.is_pattern else Severity.WARNING if misfit.is_inferred else None
     return Finding(
         f"state{{of}} has {held}, but its parameter has {misfit.expected:,}: {ratio}",
-        at=Location.of(state.tensor),
+        at=Location.of(state.tensor, ranks=ranks),
         severity=severity,
         notes=tuple(_notes(ckpt, misfit, state)),
-        hint=_hint(misfit),
+        hint=_hint(misfit, ranks),
         inferred_from="the sizes of the mesh axes" if misfit.is_inferred and not misfit.is_pattern else "",
         alike=f"{lead.key.scope} {lead.key.role} {misfit.elements}/{misfit.expected}",
     )
@@ -69,7 +71,7 @@ def _notes(ckpt: Checkpoint, misfit: StateMismatch, state: State) -> Iterator[No
         one = "1/" if misfit.quotient < 1 else ""
         yield (
             "ratio",
-            f"{misfit.quotient} = " + " = ".join(f"{one}{axis} from {source}" for axis, source in misfit.axes),
+            f"{misfit.quotient} = " + " = ".join(f"{one}{axis} ({source})" for axis, source in misfit.axes),
         )
     if misfit.is_local:
         yield "part", "the state is as long as one chunk of the parameter, which is what one rank holds"
@@ -79,9 +81,10 @@ def _notes(ckpt: Checkpoint, misfit: StateMismatch, state: State) -> Iterator[No
     yield "stored in", ", ".join(files) + (" and others" if len(state.tensor.chunks) > _FILES else "")
 
 
-def _hint(misfit: StateMismatch) -> str:
+def _hint(misfit: StateMismatch, ranks: tuple[int, ...]) -> str:
     if misfit.quotient < 1 and (misfit.axes or misfit.is_local):
-        return "wrap the state with its parameter's placement and save again; the other ranks' parts are not stored"
+        whose = f"the part of {named_ranks(ranks)} alone" if len(ranks) == 1 else "one rank's part"
+        return f"wrap the state with its parameter's placement and save again: this is probably {whose}"
     if misfit.is_pattern:
         return "compare with a state of the same optimizer that is known to be right"
     return "do not resume with this state: drop it, or take it from a step that passes"

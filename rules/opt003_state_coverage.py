@@ -9,14 +9,17 @@ from itertools import pairwise
 
 from ckptlint.analysis.inventory import Inventory, Param, inventory_of
 from ckptlint.analysis.trusted_config import trusted_topology
+from ckptlint.geometry.chunk_graph import ranks_of_files
+from ckptlint.geometry.missing import saved_by
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, ranges
+from ckptlint.model.layout import distinct
+from ckptlint.model.text import braces, named_ranks, plural, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Key, parse
 
 _MOST = 0.9
 _SHOWN = 8
-_FROZEN = "; nothing is wrong if its parameters were frozen"
+_FROZEN = "; nothing is wrong if these were frozen"
 _META = "param_to_group_meta."
 _RUN = "consecutive layers"
 _ADAPTERS = ("lora_", "adapter", "dora_", "prompt_")
@@ -147,7 +150,7 @@ def _gaps(
         having = [param for param in params if param in stateful]
         if not having:
             if not has_adapters and params[0].key.block:
-                yield _block(block, params, trained), params
+                yield _block(ckpt, block, params, trained), params
             continue
         roles = {param.key.role for param in having if not param.key.in_experts}
         of_layer: dict[int, list[Param]] = defaultdict(list)
@@ -161,7 +164,7 @@ def _gaps(
             is_stage = gap.pattern == _RUN and (
                 _fills_stages(ckpt, gap.layers, len(of_layer)) or _reaches_output(inventory, stateful, gap, of_layer)
             )
-            yield _layers(block, replace(gap, is_stage=is_stage), lost, len(of_layer), trained), lost
+            yield _layers(ckpt, block, replace(gap, is_stage=is_stage), lost, len(of_layer), trained), lost
 
 
 def _fills_stages(ckpt: Checkpoint, layers: tuple[int, ...], count: int) -> bool:
@@ -192,16 +195,18 @@ def _gap(without: list[int], present: list[int]) -> _Gap:
     return _Gap(tuple(without), "", False)
 
 
-def _layers(block: str, gap: _Gap, lost: list[Param], count: int, trained: set[str]) -> Finding:
+def _layers(ckpt: Checkpoint, block: str, gap: _Gap, lost: list[Param], count: int, trained: set[str]) -> Finding:
     named = [param for param in lost if param.key.path in trained]
     frozen = not named and (gap.is_bottom or not gap.is_stage)
     numbers = ranges(gap.layers)
     lead = lost[0]
-    noun = "layer" if len(gap.layers) == 1 else "layers"
+    subject = f"layer {numbers} of {block} has" if len(gap.layers) == 1 else f"layers {numbers} of {block} have"
+    others = count - len(gap.layers)
+    ranks = _savers(ckpt, lost)
     cause = "the lowest layers, often frozen" if gap.is_bottom else gap.pattern or "no pattern"
     return Finding(
-        f"{noun} {numbers} of {block} have no optimizer state, the other {count - len(gap.layers)} layers have it",
-        at=Location.of(lead.tensor),
+        f"{subject} no optimizer state; the other {plural(others, 'layer')} {'has' if others == 1 else 'have'} it",
+        at=Location.of(lead.tensor, ranks=ranks),
         missing=(block, numbers),
         severity=Severity.INFO if frozen else None,
         notes=(
@@ -209,20 +214,32 @@ def _layers(block: str, gap: _Gap, lost: list[Param], count: int, trained: set[s
             ("parameters", _names(lost)),
             *_evidence(named),
         ),
-        hint="look for the optimizer part of the stage that held these layers" + ("" if named else _FROZEN),
+        hint=f"look for the optimizer part of {_whose(ranks, 'these layers')}" + ("" if named else _FROZEN),
+        inferred_from="" if named else f"the other layers of {block}",
     )
 
 
-def _block(block: str, params: list[Param], trained: set[str]) -> Finding:
+def _block(ckpt: Checkpoint, block: str, params: list[Param], trained: set[str]) -> Finding:
     named = [param for param in params if param.key.path in trained]
     return Finding(
         f"no parameter of {block} has optimizer state" + (", though it was trained" if named else ": frozen or lost"),
-        at=Location.of(params[0].tensor),
+        at=Location.of(params[0].tensor, ranks=(ranks := _savers(ckpt, params))),
         missing=(block,),
         severity=None if named else Severity.INFO,
         notes=(("parameters", _names(params)), *_evidence(named)),
-        hint="look for the optimizer part of the ranks that held this block" + ("" if named else _FROZEN),
+        hint=f"look for the optimizer part of {_whose(ranks, 'this block')}" + ("" if named else _FROZEN),
+        inferred_from="" if named else "the other blocks",
     )
+
+
+def _savers(ckpt: Checkpoint, params: list[Param]) -> tuple[int, ...]:
+    """The ranks that saved these weights, where they are not all that saved anything."""
+    ranks = set().union(*(saved_by(ckpt, param.tensor) for param in params))
+    return tuple(sorted(ranks)) if ranks < set(distinct(ranks_of_files(ckpt)).tolist()) - {-1} else ()
+
+
+def _whose(ranks: tuple[int, ...], what: str) -> str:
+    return f"{named_ranks(ranks)}, which saved the weights of {what}" if ranks else f"the ranks that held {what}"
 
 
 def _evidence(named: list[Param]) -> tuple[Note, ...]:
