@@ -105,7 +105,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
     again = f"{'export' if fit.is_export else 'save'} again"
     hint = f"gather the whole tensor before the save, and {again}"
     if _is_empty(lead):
-        subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} hold no elements: {name} is"
+        subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} have a size of 0: {name} is"
         message = f"{subject} {shape_text(stored)}, but {source} makes it {shape_text(expected)}"
         hint = "gather the parameters before the save (stage3_gather_16bit_weights): ZeRO-3 leaves such placeholders"
     elif not lead.axes:
