@@ -110,9 +110,9 @@ def _transposed(ckpt: Checkpoint) -> Iterator[Finding]:
         pattern = len(odd) == len(found) and len(odd) > 1 and what not in _MADE_LIKE
         for state, param in odd:
             shape = state.tensor.global_shape
-            word = "transposed" if shape == expected[::-1] else "of another shape"
+            word = "is transposed" if shape == expected[::-1] else "has a different shape"
             yield Finding(
-                f"state{{of}} is {word}: {shape_text(shape)} for a parameter of {shape_text(expected)}",
+                f"state{{of}} {word}: {shape_text(shape)} for a parameter of {shape_text(expected)}",
                 at=Location.of(state.tensor),
                 severity=Severity.INFO if pattern else Severity.WARNING,
                 notes=(("parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"), *_others(found, len(odd))),
