@@ -288,12 +288,13 @@ def absent_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
         mine = f"rank {owner}'s"
         return f"compare the offset of this key on {who} with {mine}: {who} saved {box}, which is {mine} part"
     (rank,) = absent.ranks
-    file, unnamed = _file_of(ckpt, rank), _unnamed_of(ckpt, rank)
+    file = _file_of(ckpt, rank)
     if rank not in _ranks_with_entries(ckpt):
-        if unnamed:
+        if _unnamed_of(ckpt, rank, 1):
             return f"restore {ckpt.metadata_file} from a copy: {file} of {who} is here, but no entry names it"
         return f"save again with {who}: no entry names a file of it, so it probably never saved ({file})"
-    if unnamed >= min(_record_lengths(ckpt, tensor, region), default=unnamed + 1):
+    lengths = _record_lengths(ckpt, tensor, region)
+    if lengths and (unnamed := _unnamed_of(ckpt, rank, min(lengths))):
         return f"look into {file} of {who}: no entry names {unnamed:,} of its bytes, and this part may be among them"
     return f"look at the state dict of {who}: it should hold this part, but {file} holds only its other tensors"
 
@@ -308,11 +309,12 @@ def _file_of(ckpt: Checkpoint, rank: int) -> str:
     return f"shard-{rank + 1:05d}-*.safetensors" if ckpt.is_safetensors else own
 
 
-def _unnamed_of(ckpt: Checkpoint, rank: int) -> int:
-    """The bytes in the files of a rank that no entry names."""
+def _unnamed_of(ckpt: Checkpoint, rank: int, least: int) -> int:
+    """The bytes in the files of a rank that no entry names, where so many or more lie together."""
     rows = np.flatnonzero(ranks_of_files(ckpt) == rank).tolist()
     gaps = unnamed_bytes(ckpt)
-    return sum(stop - start for row in rows for start, stop in gaps.get(ckpt.files.names[row], ()))
+    sizes = (stop - start for row in rows for start, stop in gaps.get(ckpt.files.names[row], ()))
+    return sum(size for size in sizes if size >= least)
 
 
 @fact
