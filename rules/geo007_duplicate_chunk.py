@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 
+from ckptlint.geometry.missing import saved_by
 from ckptlint.geometry.two_saves import saves_hint, saves_note
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import listed, shape_text
@@ -46,9 +47,12 @@ def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
             more = f" and {len(others) - _NAMED:,} more" if len(others) > _NAMED else ""
             what = f"sizes {shape_text(boxes[0].sizes)}" if same else " and ".join(map(str, boxes)) + more
             count = "two" if len(others) == 1 else f"{len(others) + 1:,}"
+            rows = (first, *others[:_ROWS])
             yield Finding(
                 f"{count} chunks{{of}} start at offset {shape_text(boxes[0].offsets)}: {what}",
-                at=Location.of(tensor, region=boxes[0].intersect(boxes[1]), rows=(first, *others[:_ROWS])),
+                at=Location.of(
+                    tensor, region=boxes[0].intersect(boxes[1]), rows=rows, ranks=saved_by(ckpt, tensor, rows)
+                ),
                 notes=(("where", place), ("two saves", saves_note(ckpt))),
                 hint=saves_hint(ckpt) or "find the two writers of this key: the tensor of one of them is lost",
             )

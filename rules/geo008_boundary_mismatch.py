@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ckptlint.geometry.missing import saved_by
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box, Coverage, Crossing, Layout
 from ckptlint.model.text import span
@@ -86,7 +87,7 @@ def _finding(ckpt: Checkpoint, tensor: Tensor, misfit: Crossing) -> Finding:
     region = tensor.layout.box(rows[1])
     return Finding(
         f"chunks{{of}} divide dim {misfit.axis} differently: {span(a, b)} against {span(c, d)}",
-        at=Location.of(tensor, region=Box(region.offsets, region.sizes), rows=rows),
+        at=Location.of(tensor, region=Box(region.offsets, region.sizes), rows=rows, ranks=saved_by(ckpt, tensor, rows)),
         notes=where,
         hint="check that the ranks that wrote these files agree on the shard order; every element is stored once",
     )

@@ -51,7 +51,7 @@ def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: State) -> Finding:
     ratio = f"{misfit.quotient} of them" if misfit.quotient < 1 else f"{misfit.quotient} times as many"
     held = f"{misfit.elements:,} elements" if len(misfit.states) == 1 else f"{misfit.elements:,} with its other half"
     lead = misfit.params[0]
-    ranks = tuple(sorted(saved_by(ckpt, state.tensor)))
+    ranks = saved_by(ckpt, state.tensor)
     severity = Severity.INFO if misfit.is_pattern else Severity.WARNING if misfit.is_inferred else None
     return Finding(
         f"state{{of}} has {held}, but its parameter has {misfit.expected:,}: {ratio}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptlint.analysis.inventory import Bucket, dp_group, inventory_of
 from ckptlint.analysis.optimizer_fit import PAIR
@@ -117,12 +117,14 @@ def _set(
         # the dense parameters come first in a chained optimizer; after them may be the experts'
         severity = Severity.INFO if len(kinds) > 1 and chain[-1:] != ("chained_0",) else Severity.WARNING
     missing = sorted(set(range(kind.count)) - set(numbers))
-    if any(sizes[axis].source not in _EXACT for axis in ("tp", "pp", "ep", "etp") if axis in sizes):
+    is_known = all(sizes[axis].source in _EXACT for axis in ("tp", "pp", "ep", "etp") if axis in sizes)
+    if not is_known:
         severity = severity or Severity.WARNING
     sources = ", ".join(f"{a} from {sizes[a].source}" for a in ("tp", "pp", "ep", "etp") if a in sizes)
     expected = [f"{k.count} for {k.name} parameters ({k.formula})" for k in kinds]
     notes = (("mesh", f"{' or '.join(expected)}; {sources}"),)
-    yield _finding(name, found, missing, f"but the mesh has {kind.count}", kind, severity, notes)
+    finding = _finding(name, found, missing, f"but the mesh has {kind.count}", kind, severity, notes)
+    yield finding if is_known else replace(finding, inferred_from=f"the mesh: {sources}")
 
 
 def _is_partial(numbers: list[int], kind: _Kind) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.inventory import Param, State, inventory_of
 from ckptlint.analysis.optimizer_fit import elementwise_states, is_whole, mismatched_params
+from ckptlint.geometry.missing import saved_by
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -57,7 +58,7 @@ def _finding(ckpt: Checkpoint, state: State, param: Param, count: int, is_full: 
     held, of = f"{state.tensor.volume:,}", f"{param.tensor.volume:,}"
     return Finding(
         f"state{{of}} is 1 chunk, but its parameter is split into {count}",
-        at=Location.of(state.tensor),
+        at=Location.of(state.tensor, ranks=saved_by(ckpt, state.tensor)),
         severity=Severity.INFO if is_full else None,
         notes=(
             ("parameter", f"{param.tensor.fqn}: {shape_text(param.tensor.global_shape)} in {count} chunks"),

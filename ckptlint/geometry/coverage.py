@@ -8,7 +8,7 @@ from itertools import combinations
 
 from ckptlint.errors import BudgetError
 from ckptlint.geometry.chunk_graph import mesh_note, place_of
-from ckptlint.geometry.missing import absent_hint, absent_ranks, rank_note
+from ckptlint.geometry.missing import absent_hint, absent_ranks, rank_note, saved_by
 from ckptlint.geometry.two_saves import saves_hint, saves_note
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box
@@ -38,7 +38,7 @@ def overlaps(ckpt: Checkpoint) -> Iterator[Finding]:
         )
         yield Finding(
             message,
-            at=Location.of(tensor, region=region, rows=(first, second)),
+            at=Location.of(tensor, region=region, rows=(first, second), ranks=saved_by(ckpt, tensor, (first, second))),
             notes=(*_sizes(ckpt, tensor, first, second), ("two saves", saves_note(ckpt))),
             hint=saves_hint(ckpt) or _odd_one(ckpt, tensor, first, second),
         )

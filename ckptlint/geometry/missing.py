@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -181,10 +181,11 @@ def absent_writer(ckpt: Checkpoint, tensor: Tensor, region: Box) -> int | None:
     return rank if rank >= 0 and abs(missing - rank) < 1e-6 else None
 
 
-def saved_by(ckpt: Checkpoint, tensor: Tensor) -> set[int]:
-    """The ranks in whose files the chunks of a tensor lie, as far as the names of the files tell."""
-    rows = np.flatnonzero(tensor.chunks.record >= 0)
-    return set(distinct(_ranks_of(ckpt, tensor, rows)).tolist()) - {-1}
+def saved_by(ckpt: Checkpoint, tensor: Tensor, rows: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The ranks in whose files chunks of a tensor lie, all or these rows, as far as the names of the files tell."""
+    chosen = np.arange(len(tensor.chunks)) if rows is None else np.array(rows, np.int64)
+    ranks = distinct(_ranks_of(ckpt, tensor, chosen[tensor.chunks.record[chosen] >= 0]))
+    return tuple(ranks[ranks >= 0].tolist())
 
 
 def _ranks_of(ckpt: Checkpoint, tensor: Tensor, rows: IntArray) -> IntArray:
