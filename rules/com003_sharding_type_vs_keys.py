@@ -79,7 +79,7 @@ def sharding_type_vs_keys(ckpt: Checkpoint) -> Iterator[Finding]:
             ),
             missing=(declared_type, name),
             notes=(("keys", ", ".join(f"{_WORDS[form]}: {forms[name].get(form, 0):,}" for form in (wanted, found))),),
-            hint=f"set the type to {fitting}, which has these keys, and load again",
+            hint=f"set the type to {fitting}, whose keys these are, and load again",
         )
 
 

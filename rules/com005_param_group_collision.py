@@ -91,4 +91,4 @@ def _sizes(groups: dict[int, dict[Any, Any]], numbers: list[int]) -> str:
     params = [groups[number].get("params") for number in numbers]
     if not all(isinstance(own, list) for own in params):
         return ""
-    return ", ".join(f"{len(own):,}" for own in params if isinstance(own, list)) + " parameters"
+    return listed([f"{len(own):,}" for own in params if isinstance(own, list)]) + " parameters"

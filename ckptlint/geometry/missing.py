@@ -17,6 +17,7 @@ from ckptlint.model.text import listed, named_ranks
 _REGIONS = 3  # of a tensor, as findings show them
 _SIBLINGS = 64
 _NAMED = 3
+_PLANS = "the plans of all ranks"
 _ANYONE = "list which ranks pass this key to save, and compare their offsets"
 
 
@@ -144,7 +145,7 @@ def _record_lengths(ckpt: Checkpoint, tensor: Tensor, region: Box) -> frozenset[
 def absent_ranks(ckpt: Checkpoint, tensor: Tensor, region: Box) -> Absent | None:
     """The ranks that should have saved a missing region, by plans, file numbers or tensors that are cut alike."""
     if planned := _planned(ckpt, tensor, region):
-        return Absent(planned, "the plans of all ranks")
+        return Absent(planned, _PLANS)
     rank = absent_writer(ckpt, tensor, region)
     if rank is not None:
         return Absent((rank,), "the files of the other chunks")
@@ -297,6 +298,8 @@ def absent_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
     lengths = _record_lengths(ckpt, tensor, region)
     if lengths and (unnamed := _unnamed_of(ckpt, rank, min(lengths))):
         return f"look into {file} of {who}: no entry names {unnamed:,} of its bytes, and this part may be among them"
+    if absent.shown_by == _PLANS:
+        return f"save again: {who} planned this part, but {file} does not hold it"
     return f"look at the state dict of {who}: it should hold this part, but {file} holds only its other tensors"
 
 
