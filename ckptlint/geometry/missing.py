@@ -291,7 +291,7 @@ def absent_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
         return f"compare the offset of this key on {who} with {mine}: {who} saved {box}, which is {mine} part"
     (rank,) = absent.ranks
     file = _file_of(ckpt, rank)
-    if rank not in _ranks_with_entries(ckpt):
+    if rank not in ranks_with_entries(ckpt):
         if _unnamed_of(ckpt, rank, 1):
             return f"restore {ckpt.metadata_file} from a copy: {file} of {who} is here, but no entry names it"
         return f"save again with {who}: no entry names a file of it, so it probably never saved ({file})"
@@ -322,6 +322,6 @@ def _unnamed_of(ckpt: Checkpoint, rank: int, least: int) -> int:
 
 
 @fact
-def _ranks_with_entries(ckpt: Checkpoint) -> frozenset[int]:
+def ranks_with_entries(ckpt: Checkpoint) -> frozenset[int]:
     """The ranks in whose files an entry lies."""
     return frozenset(distinct(ranks_of_files(ckpt)[distinct(ckpt.records.file)]).tolist())
