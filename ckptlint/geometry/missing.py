@@ -15,7 +15,7 @@ from ckptlint.model.layout import Box, IntArray, distinct
 from ckptlint.model.text import listed, named_ranks
 
 _REGIONS = 3  # of a tensor, as findings show them
-_SIBLINGS = 64
+_SIBLINGS, _PARTS = 16, 64  # tensors of one shape that are compared, and chunks of each
 _NAMED = 3
 _PLANS = "the plans of all ranks"
 _ANYONE = "list which ranks pass this key to save, and compare their offsets"
@@ -229,9 +229,11 @@ def _by_siblings(ckpt: Checkpoint, tensor: Tensor, region: Box) -> Absent | None
 
     Of the parts that differ each must be one that this rank saved in place of its own.
     """
+    if len(tensor.chunks) > _PARTS:
+        return None
     own = _rank_by_box(ckpt, tensor)
     found: dict[int, Absent] = {}
-    for other in _by_shape(ckpt).get(tensor.global_shape, ())[:_SIBLINGS]:
+    for other in _whole_tensors(ckpt).get(tensor.global_shape, ()):
         theirs = _rank_by_box(ckpt, other)
         shared = own.keys() & theirs.keys()
         if region not in theirs or not shared:
@@ -245,14 +247,19 @@ def _by_siblings(ckpt: Checkpoint, tensor: Tensor, region: Box) -> Absent | None
 
 
 @fact
-def _by_shape(ckpt: Checkpoint) -> Mapping[tuple[int, ...], list[Tensor]]:
+def _whole_tensors(ckpt: Checkpoint) -> Mapping[tuple[int, ...], list[Tensor]]:
+    """Shape -> the first tensors of it that are whole."""
     found: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
     for tensor in ckpt.sound_tensors():
-        found[tensor.global_shape].append(tensor)
+        if (
+            len(tensor.chunks) <= _PARTS
+            and len(found[tensor.global_shape]) < _SIBLINGS
+            and not tensor.layout.coverage.missing
+        ):
+            found[tensor.global_shape].append(tensor)
     return found
 
 
-@fact
 def _rank_by_box(ckpt: Checkpoint, tensor: Tensor) -> Mapping[Box, int]:
     rows = np.flatnonzero(tensor.layout.live & (tensor.chunks.record >= 0))
     return dict(zip(map(tensor.layout.box, rows.tolist()), _ranks_of(ckpt, tensor, rows).tolist(), strict=True))
