@@ -19,22 +19,21 @@ _EXPERT = re.compile(r"experts\.(\d{1,9})\.")
 
 @rule("CFG001", "key-not-stored", Severity.ERROR, whole=True)
 def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Tensors that the configuration of the model implies are not stored.
+    """Tensors that the model's configuration implies are not stored.
 
     What it checks:
-        Every tensor of the model that the `config.json` beside the files declares is stored, by its type, its class
-        and its fields, or the arguments of a Megatron job (`args` in the common state, `run_config.yaml`); which
-        tensors these are stands in tables made from transformers and from megatron-core. Tied heads, buffers, scales of
-        quantised weights, layers for multi-token prediction and adapters may be there or not, and so may all that a
-        model without its head lacks. An info where a whole tower of a model of several is absent, and where the
-        configuration names code of its own or leaves fields open.
+        Every tensor of the model that the `config.json` beside the files declares, or the arguments of a Megatron job
+        (`args` in the common state, `run_config.yaml`), is stored. Tables made from transformers and megatron-core say
+        which tensors these are. Tied heads, buffers, scales of quantised weights, layers for multi-token prediction and
+        adapters are optional, and so is all that a model without its head lacks. It is only info if a whole tower of a
+        multi-part model is absent, or if the configuration names code of its own or leaves fields open.
     Why it matters:
-        A load that is not strict leaves absent parameters at their initial values and raises nothing.
+        A load that is not strict leaves absent parameters at their initial values and raises no error.
     Usual causes:
-        An export that lost some of its shards and wrote its index from the others, a save of one rank's part, a filter
-        or a map of names that dropped a role, a head taken for tied that is not.
+        An export lost some of its shards and wrote its index from the others; only one rank's part was saved; a filter
+        or map of keys dropped a role; a head was taken for tied that is not.
     How to fix:
-        Export again from the training checkpoint, and compare; or correct the field of the configuration that is wrong.
+        Export again from the training checkpoint and compare, or correct the wrong field of the configuration.
     See:
         transformers.PreTrainedModel.from_pretrained (output_loading_info)
     """
@@ -43,10 +42,10 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _finding(ckpt, fit)
     for tower in fit.absent_towers:
         yield Finding(
-            f"nothing of {tower} is stored, which is a part of {model_name(fit)}",
-            at=Location(tower, label=f"{ckpt.metadata_file}, held against {fit.place}"),
+            f"nothing of {tower} is stored, though it is a part of {model_name(fit)}",
+            at=Location(tower, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
             severity=Severity.INFO,
-            why="parts of a model of several are saved alone as well",
+            why="the parts of such a model are often saved alone",
         )
 
 
@@ -61,32 +60,32 @@ def _finding(ckpt: Checkpoint, fit: Fit) -> Finding:
     one = len(missing) == 1
     verb = "is" if one else "are"
     if because and len(names) == 1:
-        said = f"and {fit.expected.source} says {' and '.join(field_text(fit, name) for name in because)}"
+        said = f"but {fit.expected.source} says {' and '.join(field_text(fit, name) for name in because)}"
         if because == ("tie_word_embeddings",):
-            said = f"and {fit.expected.source} does not tie it ({field_text(fit, because[0])})"
+            said = f"but {fit.expected.source} does not tie it ({field_text(fit, because[0])})"
         message = f"{names[0]} {verb} not stored, {said}"
     elif experts := _experts(fit):
         message = experts
     elif len(names) == 1:
-        message = f"{names[0]} {verb} not stored, and {model_name(fit)} has {'it' if one else 'them'}"
+        message = f"{names[0]} {verb} not stored, but {model_name(fit)} has {'it' if one else 'them'}"
     elif len(whole) == 1 and len(names) == _roles(fit, whole):
         ((block, numbers),) = whole.items()
         home = fit.shown(block)
         layers = f"layer {numbers[0]} of {home} is" if in_layers == 1 else f"layers {ranges(numbers)} of {home} are"
-        message = f"{layers} not stored, and {fit.expected.source} declares {_layers_field(fit)}"
+        message = f"{layers} not stored, but {fit.expected.source} declares {_layers_field(fit)}"
     else:
         message = f"{len(missing):,} of the {plural(needed, 'tensor')} of {model_name(fit)} {verb} not stored"
     lost = implied_bytes(fit, missing)
     return Finding(
         message,
-        at=Location(fit.shown(missing[0]), label=f"{ckpt.metadata_file}, held against {fit.place}"),
+        at=Location(fit.shown(missing[0]), label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         missing=tuple(map(fit.shown, missing[:_MOST])),
         severity=Severity.INFO if fit.doubt else None,
         why=_consequence(fit, one),
         notes=(
             doubt_note(fit),
             ("missing", listed(fit, missing, whole) if len(names) > 1 else ""),
-            ("bytes", f"{human_bytes(lost)} of {human_bytes(implied_bytes(fit))} that the model has"),
+            ("bytes", f"{human_bytes(lost)} of the model's {human_bytes(implied_bytes(fit))}"),
             ("instead", _instead(fit)),
             core_note(fit) if len(names) > 1 else ("declared", ""),
         ),
@@ -132,7 +131,7 @@ def _consequence(fit: Fit, one: bool) -> str:
     if not fit.is_export:
         return ""
     them = "it" if one else "them"
-    return f"from_pretrained fills {them} with random values, and says so in a warning alone"
+    return f"from_pretrained fills {them} with random values and only warns"
 
 
 def _instead(fit: Fit) -> str:
@@ -140,16 +139,16 @@ def _instead(fit: Fit) -> str:
         return ""
     names = braces(fit.instead)
     more = f" and {len(names) - _SHOWN} more patterns" if len(names) > _SHOWN else ""
-    return f"stored there or alike: {', '.join(names[:_SHOWN])}{more}"
+    return f"the same modules hold {', '.join(names[:_SHOWN])}{more}"
 
 
 def _hint(fit: Fit, because: tuple[str, ...]) -> str:
     if fit.instead and not fit.is_export:
-        return "give these keys the names that all others of the model follow, and save again"
+        return "save again with the key names that the rest of the model follows"
     if fit.instead:
-        return "the names of another version of the model were saved: map them to those of this one, and export again"
+        return "map the stored keys to those of this model and export again: they are those of another version"
     if because == ("tie_word_embeddings",):
         return "if the head is the embedding, set tie_word_embeddings to true; otherwise export again with the head"
     if not fit.is_export:
-        return "list the keys that each rank passes to save and look for the rank or stage that held these"
-    return "export again from the training checkpoint, and compare the number of tensors with that of the model"
+        return "list the keys that each rank passes to save, and find the rank or stage that held these"
+    return "export again from the training checkpoint, and compare the number of tensors with the model's"

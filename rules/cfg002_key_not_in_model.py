@@ -18,19 +18,19 @@ _SHOWN = 4
 
 @rule("CFG002", "key-not-in-model", Severity.WARNING, whole=True)
 def key_not_in_model(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Tensors are stored that the model of the configuration does not have.
+    """Tensors are stored that the configured model does not have.
 
     What it checks:
-        Every stored tensor is one of the model that the `config.json` beside it declares, or the arguments of a
-        Megatron job. A warning for layers and experts beyond the declared number and for biases of weights that have
-        none; an info for whole modules that the model does not know, such as a head of one's own. Buffers, scales of
-        quantised weights, adapters, second copies and layers for multi-token prediction are left out, and so are names
+        Every stored tensor belongs to the model that the `config.json` beside it declares, or the arguments of a
+        Megatron job. Layers and experts beyond the declared number, and biases of weights that have none, are a
+        warning; whole modules that the model does not know, such as a custom head, are info. Buffers, scales of
+        quantised weights, adapters, second copies and layers for multi-token prediction are left out, and so are keys
         that stand where CFG001 misses others.
     Why it matters:
-        A loader leaves out what its model does not have, so that part of what was trained has no effect.
+        A loader leaves out what its model does not have, so part of what was trained has no effect.
     Usual causes:
-        A configuration that was kept from another run, a field that was changed by hand, a fused or added module that
-        the class in use does not have.
+        The configuration belongs to another run; a field was changed by hand; the class in use lacks a fused or added
+        module.
     How to fix:
         Correct the field that decides over these tensors, or load with the class that has them.
     See:
@@ -50,14 +50,14 @@ def _finding(ckpt: Checkpoint, fit: Fit, names: list[str], is_beyond: bool) -> F
     more = f", and {len(folded) - _SHOWN:,} more patterns" if len(folded) > _SHOWN else ""
     return Finding(
         f"{subject} stored that {model_name(fit)} does not have",
-        at=Location(names[0], label=f"{ckpt.metadata_file}, held against {fit.place}"),
+        at=Location(names[0], label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         missing=tuple(names[:_MOST]),
         severity=None if is_beyond and not fit.doubt else Severity.INFO,
-        why="from_pretrained leaves them out, and says so in a warning alone" if fit.is_export else "",
+        why="from_pretrained leaves them out and only warns" if fit.is_export else "",
         notes=(
             doubt_note(fit),
             ("keys", ", ".join(folded[:_SHOWN]) + more if len(names) > 1 else ""),
-            ("bytes", f"{human_bytes(size)} have no place in the model"),
+            ("bytes", f"{human_bytes(size)} that the model does not have"),
             core_note(fit),
         ),
         hint="compare the fields of the configuration with those of the job that trained the model"

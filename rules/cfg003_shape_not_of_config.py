@@ -22,21 +22,21 @@ _SMALL = 8  # kernels, channels of an image and the like
 
 @rule("CFG003", "shape-not-of-config", Severity.ERROR)
 def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Tensors have another shape than the configuration of the model implies.
+    """Tensors do not have the shape that the model's configuration implies.
 
     What it checks:
-        The number of dims and the size of each, as the fields of the `config.json` beside the files give them, or the
-        arguments of a Megatron job (`args` in the common state, `run_config.yaml`). Tensors that differ in the same way
-        are one finding. An info where embedding and head hold more rows than the declared vocabulary, alike; where the
-        configuration names code of its own or leaves fields open; and where the expected size is a plain number and
-        follows from no field. Weights that were quantised are left out.
+        Each tensor has the number of dims, and the size of each, that the fields of the `config.json` beside the files
+        give, or the arguments of a Megatron job (`args` in the common state, `run_config.yaml`). Tensors that differ in
+        the same way are one finding. It is only info if embedding and head alike hold more rows than the declared
+        vocabulary, if the configuration names code of its own or leaves fields open, or if the expected size is a
+        constant that follows from no field. Quantised weights are left out.
     Why it matters:
-        A load fails on another shape, or fills a part of the tensor and leaves the rest as it was in memory.
+        Loading fails on a different shape, or fills part of the tensor and leaves the rest as it was in memory.
     Usual causes:
-        ZeRO-3 or FSDP left one rank's part, or nothing, in the place of the whole tensor; replicas were joined as if
-        they were shards; padding was kept; the configuration belongs to another model.
+        ZeRO-3 or FSDP left one rank's part, or nothing, in place of the whole tensor; replicas were joined as if they
+        were shards; padding was kept; the configuration belongs to another model.
     How to fix:
-        Gather the tensors before the save, and export again; or correct the field that is wrong.
+        Gather the tensors before the save, and export again; or correct the wrong field.
     See:
         `ckptlint explain SHP004`
     """
@@ -105,18 +105,18 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
     again = f"{'export' if fit.is_export else 'save'} again"
     hint = f"gather the whole tensor before the save, and {again}"
     if _is_empty(lead):
-        subject = f"{name} is {shape_text(stored)}" if count == 1 else f"{plural(count, 'tensor')} hold nothing"
-        message = f"{subject}: a size of 0, where {source} makes {'it' if count == 1 else name} {shape_text(expected)}"
-        hint = "ZeRO-3 leaves such placeholders: gather the parameters before the save (stage3_gather_16bit_weights)"
+        subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} have a size of 0: {name} is"
+        message = f"{subject} {shape_text(stored)}, but {source} makes it {shape_text(expected)}"
+        hint = "gather the parameters before the save (stage3_gather_16bit_weights): ZeRO-3 leaves such placeholders"
     elif not lead.axes:
-        subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} have another number of dims: {name} is"
-        message = f"{subject} {shape_text(stored)}, and {source} makes it {shape_text(expected)}"
+        subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} have more or fewer dims: {name} is"
+        message = f"{subject} {shape_text(stored)}, but {source} makes it {shape_text(expected)}"
         part = Fraction(prod(stored), prod(expected) or 1)
         if part != 1:
             notes = (("ratio", f"{prod(stored):,} elements for {prod(expected):,} = {_times(part)}"),)
     elif _is_transposed(lead):
         subject = f"{name} is" if count == 1 else f"{plural(count, 'tensor')} are transposed: {name} is"
-        message = f"{subject} {shape_text(stored)}, and {source} makes it {shape_text(expected)}"
+        message = f"{subject} {shape_text(stored)}, but {source} makes it {shape_text(expected)}"
         hint = f"store them as the model's own class does, and {again}"
     else:
         message = _sizes(source, items)
@@ -124,14 +124,14 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
         dim = _dim(lead, lead.axes[0])
         notes = _relation(ckpt, dim, ratio) if len(lead.axes) == 1 else ()
         if ratio.denominator == 1:
-            hint = f"save one of the copies and not all of them, and {again}"
+            hint = f"save one of the copies instead of all, and {again}"
         if dim == "padded_vocab_size" and ratio > 1:
             hint = f"pad the vocabulary once, for all ranks together, and {again}"
         if ratio.numerator != 1 and ratio.denominator != 1:
             hint = "compare the fields of the configuration with those of the job that trained the model"
     return Finding(
         message,
-        at=Location.of(lead.tensor, label=f"{ckpt.metadata_file}, held against {fit.place}"),
+        at=Location.of(lead.tensor, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         missing=tuple(item.tensor.fqn for item in items[:_MOST]),
         severity=Severity.INFO if fit.doubt or _is_constant(lead) else None,
         why=_consequence(fit),
@@ -152,17 +152,17 @@ def _sizes(source: str, items: list[ShapeDifference]) -> str:
     if len({_dim(item, item.axes[0]) for item in items}) > 1:
         return (
             f"{plural(len(items), 'tensor')} have {ratio} of the size that {source} gives: {lead.tensor.fqn} is "
-            f"{shape_text(stored)} for {shape_text(expected)}"
+            f"{shape_text(stored)} instead of {shape_text(expected)}"
         )
     if len(items) == 1 or len(lead.axes) > 1:
         dims = f" [{', '.join(lead.expected.dims)}]" if lead.expected.dims else ""
         more = f", and {plural(len(items) - 1, 'other')} like it" if len(items) > 1 else ""
         tail = f": {ratio}" if len(lead.axes) == 1 else ""
         return (
-            f"{lead.tensor.fqn} is {shape_text(stored)}, and {source} makes it {shape_text(expected)}"
+            f"{lead.tensor.fqn} is {shape_text(stored)}, but {source} makes it {shape_text(expected)}"
             f"{' =' + dims if dims and any(not d.isdecimal() for d in lead.expected.dims) else ''}{tail}{more}"
         )
-    return f"{plural(len(items), 'tensor')} have {stored[axis]:,} where {source} makes it {wanted}: {ratio}"
+    return f"{plural(len(items), 'tensor')} have size {stored[axis]:,}, but {source} makes it {wanted}: {ratio}"
 
 
 def _times(ratio: Fraction) -> str:
@@ -178,12 +178,12 @@ def _relation(ckpt: Checkpoint, dim: str, ratio: Fraction) -> tuple[Note, ...]:
         return ()
     axes = axes_of_size(ckpt.topology, factor)
     mesh = f"; {' and '.join(axes)} {'has' if len(axes) == 1 else 'have'} size {factor}" if axes else ""
-    what = "one rank's part stands for the whole" if ratio < 1 else "copies of a replica count as shards"
+    what = "looks like one rank's part saved as the whole" if ratio < 1 else "looks like replicas saved as shards"
     if dim == "padded_vocab_size" and ratio > 1:
-        return (("relation", f"rows that were padded already were padded or multiplied once more{mesh}"),)
+        return (("relation", f"rows already padded were padded or multiplied again{mesh}"),)
     if dim.startswith("(1 + swiglu)") and ratio == Fraction(1, 2) and "tp" not in axes:
         return (("relation", "one of the two halves of a gated projection"),)
-    return (("relation", f"{what}, as from {factor} ranks{mesh}"),)
+    return (("relation", f"{what} ({factor} ranks{mesh})"),)
 
 
 def _fields(fit: Fit, item: ShapeDifference) -> str:
@@ -193,7 +193,7 @@ def _fields(fit: Fit, item: ShapeDifference) -> str:
 
 
 def _consequence(fit: Fit) -> str:
-    return "from_pretrained refuses a tensor of another size" if fit.is_export else ""
+    return "from_pretrained refuses a tensor of a different size" if fit.is_export else ""
 
 
 def _listed(items: list[ShapeDifference]) -> str:
@@ -207,24 +207,24 @@ def _many(ckpt: Checkpoint, fit: Fit) -> Finding:
     lead = fit.shapes[0]
     compared = len(fit.pairing.stored)
     return Finding(
-        f"{len(fit.shapes):,} of {plural(compared, 'tensor')} have other shapes than {fit.expected.source} gives: "
-        f"{lead.tensor.fqn} is {shape_text(lead.tensor.global_shape)} for {shape_text(lead.expected.shape)}",
-        at=Location.of(lead.tensor, label=f"{ckpt.metadata_file}, held against {fit.place}"),
+        f"{len(fit.shapes):,} of {plural(compared, 'tensor')} have shapes different from {fit.expected.source}: "
+        f"{lead.tensor.fqn} is {shape_text(lead.tensor.global_shape)} instead of {shape_text(lead.expected.shape)}",
+        at=Location.of(lead.tensor, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         missing=tuple(item.tensor.fqn for item in fit.shapes[:_MOST]),
         severity=Severity.INFO if fit.doubt else None,
         why=_consequence(fit),
         notes=(doubt_note(fit), ("tensors", _listed(fit.shapes))),
-        hint="the configuration may belong to another model: take that of the job that wrote the tensors",
+        hint="take the configuration of the job that wrote the tensors: this one probably belongs to another model",
     )
 
 
 def _grown(ckpt: Checkpoint, fit: Fit) -> Finding:
     declared = fit.expected.fields.get("vocab_size")
     return Finding(
-        f"the embedding has {fit.grown:,} rows, and {fit.expected.source} declares a vocabulary of {declared}",
-        at=Location(label=f"{ckpt.metadata_file}, held against {fit.place}"),
+        f"the embedding has {fit.grown:,} rows, but {fit.expected.source} declares a vocabulary of {declared}",
+        at=Location(label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         missing=("vocab_size", str(fit.grown)),
         severity=Severity.INFO,
-        why="tokens were added, or rows to pad the table; a loader that compares sizes refuses them",
+        why="these are added tokens or padding; a loader that compares sizes refuses them",
         hint="set vocab_size to the rows that are stored",
     )

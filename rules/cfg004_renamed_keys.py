@@ -1,4 +1,4 @@
-"""CFG004: no wrapper is left in the names of an export."""
+"""CFG004: no wrapper is left in the keys of an export."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ _LEADING = frozenset({"module", "base_model"})
 
 @rule("CFG004", "renamed-keys", Severity.ERROR)
 def renamed_keys(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The names of an export carry what a wrapper of the model left in them.
+    """The keys of an export still carry the name of a wrapper.
 
     What it checks:
-        In a folder of safetensors no name carries more than the `config.json` beside it implies: `_orig_mod.` of
+        In a folder of exported weights no key carries more than the `config.json` beside it implies: `_orig_mod.` of
         torch.compile, `_fsdp_wrapped_module.`, `module.` of DataParallel, `base_model.model.` of peft, at the start or
-        in the middle. Where nothing is known of the model these words in more than half of the names are a warning.
-        Training checkpoints may carry them: their loaders take them off again.
+        in the middle. If the model is not known, these words in more than half of the keys are a warning. Training
+        checkpoints may carry them: their loaders take them off again.
     Why it matters:
-        A loader finds none of the names it looks for, keeps the initial values and raises nothing.
+        A loader finds none of the keys it looks for, keeps the initial values and raises no error.
     Usual causes:
-        The state dict was taken from the wrapper and not from the model inside it.
+        The state dict was taken from the wrapper instead of the model inside it.
     How to fix:
-        Save the wrapped model itself (`model._orig_mod`, `accelerator.unwrap_model`), or take the words off the names.
+        Save the wrapped model itself (`model._orig_mod`, `accelerator.unwrap_model`), or strip the wrapper's name from
+        the keys.
     See:
         torch.distributed.checkpoint.state_dict.get_model_state_dict
     """
@@ -59,7 +60,7 @@ def _certain(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
             and not any(name.startswith(words) for name in fit.expected.tensors)
         )
         if not is_base:  # a base model takes the names of a model with a head as well
-            label = f"{ckpt.metadata_file}, held against {fit.place}"
+            label = f"{ckpt.metadata_file}, compared with {fit.place}"
             yield _finding(ckpt, words, count, total, label, shown, Severity.WARNING if fit.doubt else None)
 
 
@@ -80,13 +81,13 @@ def _words(name: str) -> frozenset[str]:
 def _finding(
     ckpt: Checkpoint, words: str, count: int, total: int, label: str, shown: str, severity: Severity | None = None
 ) -> Finding:
-    which = f"all {total:,} names carry" if count == total else f"{count:,} of {total:,} names carry"
+    which = f"all {total:,} keys carry" if count == total else f"{count:,} of {total:,} keys carry"
     return Finding(
-        f"{which} `{words}`, which a wrapper of the model left in them",
+        f"{which} `{words}`, which a wrapper of the model left there",
         at=Location(label=label),
         missing=(words,),
         severity=severity,
-        why="from_pretrained looks for the names without it, finds none of them and keeps random values",
-        notes=(("name", shown),),
-        hint="save the model inside of the wrapper, or take the words off every name of the files and the index",
+        why="from_pretrained looks for the keys without it, finds none of them and keeps random values",
+        notes=(("key", shown),),
+        hint="save the model inside the wrapper, or strip this from every key in the files and the index",
     )

@@ -17,17 +17,17 @@ _SHOWN = 4
 
 @rule("CFG005", "dtype-not-of-config", Severity.WARNING)
 def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Tensors are stored in another dtype than the configuration declares.
+    """Tensors are stored in a different dtype from the declared one.
 
     What it checks:
-        The float dtype of each tensor of an export is the `dtype` (or `torch_dtype`) of the `config.json` beside it. A
-        warning where wider tensors take a quarter more bytes than the model has; an info for a few of them, such as
-        routers kept in float32, and for narrower ones, from a hundredth of the bytes on. Quantised models and training
+        Each float tensor of an export has the `dtype` (or `torch_dtype`) of the `config.json` beside it. It is a
+        warning if wider tensors add a quarter or more to the model's bytes. It is info for a few wider ones, such as
+        routers kept in float32, and for narrower ones, from 1% of the bytes on. Quantised models and training
         checkpoints are left out.
     Why it matters:
-        The files are larger than the model, and a loader that takes the declared dtype converts every tensor.
+        The files are larger than the model, and a loader that uses the declared dtype converts every tensor.
     Usual causes:
-        Master weights were saved in the place of the model's, or the model was not cast before the export.
+        Master weights were saved instead of the model's, or the model was not cast before the export.
     How to fix:
         Cast the model to the declared dtype and export again, or declare the dtype that is stored.
     See:
@@ -47,10 +47,10 @@ def _finding(ckpt: Checkpoint, fit: Fit, item: OtherDtype) -> Finding:
     names = braces(item.names)
     more = f", and {len(names) - _SHOWN:,} more patterns" if len(names) > _SHOWN else ""
     subject = f"{names[0]} is" if len(item.names) == 1 else f"{plural(len(item.names), 'tensor')} are"
-    cost = f"{human_bytes(abs(item.extra))} {'more' if item.extra > 0 else 'fewer'} than the {human_bytes(size)} of"
+    cost = f"{human_bytes(abs(item.extra))} {'more' if item.extra > 0 else 'less'} than the {human_bytes(size)} of"
     return Finding(
-        f"{subject} {item.dtype}, and {fit.expected.source} declares {fit.expected.dtype}",
-        at=Location(label=f"{ckpt.metadata_file}, held against {fit.place}"),
+        f"{subject} {item.dtype}, but {fit.expected.source} declares {fit.expected.dtype}",
+        at=Location(label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         missing=(item.dtype, str(fit.expected.dtype)),
         severity=None if is_large else Severity.INFO,
         notes=(

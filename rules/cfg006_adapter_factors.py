@@ -23,16 +23,16 @@ def adapter_factors(ckpt: Checkpoint) -> Iterator[Finding]:
     """The two factors of a low-rank adapter do not fit each other, or one is missing.
 
     What it checks:
-        Every module has both factors (`lora_A` and `lora_B`, `lora_embedding_A` and `_B`, `lora_down` and `lora_up`),
-        neither is empty or flat, and the second has as many columns as the first has rows, divided by the groups of a
-        convolution. A magnitude vector of DoRA has one element per row of the second factor. A warning where a few
-        layers in a row lack the adapter of a module that the layers around them have, unless `adapter_config.json`
+        Every module has both factors (`lora_A` and `lora_B`, `lora_embedding_A` and `_B`, `lora_down` and `lora_up`).
+        Neither is empty or flat, and the second has as many columns as the first has rows, divided by the groups of a
+        convolution. A magnitude vector of DoRA has one element per row of the second factor. It is a warning if a few
+        consecutive layers lack the adapter of a module that the layers around them have, unless `adapter_config.json`
         chooses layers itself. No configuration is needed.
     Why it matters:
-        peft stops on a factor of the wrong size. A factor that is not stored keeps its initial values: the adapter then
-        does nothing there, or adds noise.
+        peft stops on a factor of the wrong size. A factor that is not stored keeps its initial values: there the
+        adapter does nothing, or adds noise.
     Usual causes:
-        An adapter that was saved while ZeRO-3 or FSDP held its parameters in parts, a filter of keys that missed some.
+        The adapter was saved while ZeRO-3 or FSDP held its parameters in parts, or a filter of keys missed some.
     How to fix:
         Gather the parameters before the save, and save again.
     See:
@@ -69,7 +69,7 @@ def _shapeless(tensors: dict[str, Tensor], keys: list[str], total: int, how: str
         at=Location.of(tensors[keys[0]]),
         missing=tuple(keys),
         notes=_keys(keys),
-        why="a load stops with a size mismatch; what was trained is not in this file",
+        why="loading stops with a size mismatch; what was trained is not in this file",
         hint="gather the parameters before saving: ZeRO-3 and FSDP keep only a part of each on a rank",
         alike=how,
     )
@@ -87,16 +87,12 @@ def _alone(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Findi
     for part, keys in lacking.items():
         if keys:
             yield Finding(
-                f"the factor {part} of {plural(len(keys), 'module')} of {both + len(keys)} is not stored",
+                f"factor {part} is not stored for {len(keys)} of {plural(both + len(keys), 'module')}",
                 at=Location.of(tensors[keys[0]]),
                 missing=(part, *keys),
                 notes=_keys(keys, "stored alone"),
-                why="a load only warns and keeps the initial values: "
-                + (
-                    "zeros, so that the adapter does nothing"
-                    if part == "B"
-                    else "random numbers under a trained factor"
-                ),
+                why="loading only warns and keeps the initial values: "
+                + ("zeros, so the adapter does nothing" if part == "B" else "random numbers under a trained factor"),
                 hint="save again with both, or take the adapter from an earlier step",
                 alike=f"alone {part}",
             )
@@ -111,10 +107,10 @@ def _ranks(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Findi
         is_grouped = len(b.global_shape) > 2 and rows % columns == 0
         if rows != columns and not is_grouped:
             yield Finding(
-                f"factor B{{of}} has {columns:,} columns, and factor A has {rows:,} rows",
+                f"factor B{{of}} has {columns:,} columns, but factor A has {rows:,} rows",
                 at=Location.of(b),
                 notes=(("factor A", f"{a.fqn}: {shape_text(a.global_shape)}"),),
-                why="the two are multiplied, so one of them is of another rank or of another module",
+                why="the two are multiplied, so one of them has a different rank or belongs to another module",
                 hint="take both from one save",
                 alike=f"rank {rows} {columns} {parse(b.fqn).role}",
             )
@@ -127,7 +123,7 @@ def _magnitudes(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[
             count, rows = prod(magnitude.global_shape), b.global_shape[0]
             if count != rows:
                 yield Finding(
-                    f"the magnitude{{of}} has {plural(count, 'element')}, and factor B has {plural(rows, 'row')}",
+                    f"the magnitude{{of}} has {plural(count, 'element')}, but factor B has {plural(rows, 'row')}",
                     at=Location.of(magnitude),
                     notes=(("factor B", f"{b.fqn}: {shape_text(b.global_shape)}"),),
                     hint="take both from one save",
@@ -163,14 +159,15 @@ def _gaps(ckpt: Checkpoint, modules: list[Factors]) -> Iterator[Finding]:
             lead = next(iter(stored.values()))
             name = role.rpartition("*.")[2]
             yield Finding(
-                f"{name} has no adapter in layer{'s' if len(lost) > 1 else ''} {ranges(lost)}, and one in "
-                f"{len(stored)} other layers",
+                f"{name} has no adapter in layer{'s' if len(lost) > 1 else ''} {ranges(lost)}, but "
+                f"has one in {len(stored)} other layers",
                 at=Location(lead.replace(f".{next(iter(stored))}.", f".{lost[0]}.", 1)),
                 missing=tuple(map(str, lost)),
                 severity=Severity.WARNING,
                 notes=(("others", f"other modules of {role.rpartition('.')[0]} have one in these layers"),),
-                why="a load only warns and keeps the initial values, so the adapter does nothing there",
+                why="loading only warns and keeps the initial values, so the adapter does nothing there",
                 hint="take it from the step before, or save again",
+                inferred_from=f"the {len(stored)} other layers",
             )
 
 

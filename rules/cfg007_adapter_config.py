@@ -23,19 +23,20 @@ _PROVEN_BY = {
 
 @rule("CFG007", "adapter-config", Severity.ERROR)
 def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
-    """An adapter's tensors have other names or ranks than its `adapter_config.json` says.
+    """The keys or ranks of an adapter do not match its `adapter_config.json`.
 
     What it checks:
-        Of adapters of type LORA: the rank of every module is `r`, or what `rank_pattern` gives it (patterns that are
-        more than plain text are never run: their ranks are allowed everywhere); factors of fused experts are a multiple
-        of it. `use_dora` comes with magnitude vectors. Every name in `target_modules` and `modules_to_save` is stored:
-        a warning, and a note for names that many lists carry and the base model need not have. Names that peft does not
-        find are a warning: without `base_model.model.`, with the name of an adapter in them, or with what a wrapper
-        leaves. A note where no configuration lies beside an adapter. Of other types nothing is judged.
+        For adapters of type LORA, the rank of every module is `r`, or what `rank_pattern` gives it; factors of fused
+        experts are a multiple of it. Patterns that are more than plain text are never run: their ranks are allowed
+        everywhere. `use_dora` comes with magnitude vectors. Every name in `target_modules` and `modules_to_save` is
+        stored: a missing one is a warning, or info for names that many lists carry and the base model need not have.
+
+        Keys that peft does not find are a warning: without `base_model.model.`, with the name of an adapter in them, or
+        with the name of a wrapper. An adapter without a configuration is info. Other types are not judged.
     Why it matters:
-        peft stops on another rank. Whatever it does not find keeps its initial values, after a warning at most.
+        peft stops on a different rank. Whatever it does not find keeps its initial values, after a warning at most.
     Usual causes:
-        The configuration of another run, a state dict that was filtered or saved by hand.
+        The configuration belongs to another run, or somebody filtered or saved the state dict by hand.
     How to fix:
         Restore the configuration of the run, or save again with `save_pretrained`.
     See:
@@ -49,13 +50,11 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
         return
     config = read_adapter_config(ckpt.config.values)
     if config.kind != "LORA" or not ckpt.tensors:
-        raise NotApplicable(
-            f"its type is {printable(config.kind[:_LONGEST]) or 'not given'}; LORA is what is known here"
-        )
+        raise NotApplicable(f"its type is {printable(config.kind[:_LONGEST]) or 'not given'}; only LORA is judged here")
     modules = {factors.module: factors for factors in factors_of(ckpt.tensors)}
     if not modules:
         yield _finding(
-            f"{ADAPTER_CONFIG} says LORA, and none of {plural(len(ckpt.tensors), 'tensor')} is a factor of it",
+            f"{ADAPTER_CONFIG} says LORA, but none of {plural(len(ckpt.tensors), 'tensor')} is a factor of it",
             "factors",
         )
         return
@@ -68,11 +67,11 @@ def adapter_config(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _without_config(ckpt: Checkpoint) -> Finding:
     return Finding(
-        f"{ckpt.metadata_file} lies here without {ADAPTER_CONFIG}",
+        f"{ckpt.metadata_file} is here without {ADAPTER_CONFIG}",
         at=Location(file=ckpt.metadata_file),
         missing=(ADAPTER_CONFIG,),
         severity=Severity.INFO,
-        why="peft cannot load it, and the factor that scales it (lora_alpha / r) is known nowhere else",
+        why="peft cannot load it, and the factor that scales it (lora_alpha / r) is stored nowhere else",
         hint="copy it from where the adapter was written",
     )
 
@@ -90,7 +89,7 @@ def _names(ckpt: Checkpoint) -> Iterator[Finding]:
             Severity.WARNING,
             notes=_listed("keys", braces(wrapped)),
             why="peft finds none of these in a model without that wrapper, warns, and keeps the initial values",
-            hint=f"take {word}. out of the names, or save the model that is inside the wrapper",
+            hint=f"strip {word}. from the keys, or save the model inside the wrapper",
         )
     elif not any(key.startswith("base_model.") for key in keys):
         yield _finding(
@@ -99,7 +98,7 @@ def _names(ckpt: Checkpoint) -> Iterator[Finding]:
             Severity.WARNING,
             notes=_listed("keys", braces(keys)),
             why="PeftModel.from_pretrained finds none of them, warns, and keeps the initial values",
-            hint=f"put {PREFIX} before every name, or save with save_pretrained",
+            hint=f"put {PREFIX} before every key, or save with save_pretrained",
         )
     if named:
         yield _finding(
@@ -107,9 +106,9 @@ def _names(ckpt: Checkpoint) -> Iterator[Finding]:
             "name",
             Severity.WARNING,
             notes=_listed("keys", braces(keys)),
-            why="peft puts the name there itself: release 0.21 finds the keys under this name alone, 0.17 under none; "
-            "what a load does not find keeps its initial values",
-            hint="take the name out of the keys, or save with save_pretrained",
+            why="peft puts the name there itself: release 0.21 finds the keys only under this name, 0.17 under none; "
+            "whatever is not found keeps its initial values",
+            hint="strip the name from the keys, or save with save_pretrained",
         )
 
 
@@ -130,7 +129,7 @@ def _ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
     for (rank, expected_ranks), keys in odd.items():
         wanted, verb = " or ".join(map(str, expected_ranks)), "have" if len(keys) > 1 else "has"
         yield _finding(
-            f"{plural(len(keys), 'module')} {verb} rank {rank}, and {ADAPTER_CONFIG} says {wanted}",
+            f"{plural(len(keys), 'module')} {verb} rank {rank}, but {ADAPTER_CONFIG} says {wanted}",
             f"rank {rank}",
             at=Location.of(ckpt.tensors[keys[0]]),
             notes=(
@@ -138,7 +137,7 @@ def _ranks(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
                 *_listed("keys", braces(keys)),
             ),
             why="peft builds the adapter with the declared rank and stops with a size mismatch",
-            hint=f"set r or rank_pattern of {ADAPTER_CONFIG} as the run had it; lora_alpha belongs to it",
+            hint=f"set r or rank_pattern in {ADAPTER_CONFIG} as the run had it, and lora_alpha with it",
         )
 
 
@@ -149,18 +148,19 @@ def _magnitudes(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
     if config.magnitudes and len(with_one) < len(modules):
         keys = [next(iter(f.keys.values())) for f in modules if "magnitude" not in f.keys]
         yield _finding(
-            f"use_dora is true, and {len(keys)} of {plural(len(modules), 'module')} have no magnitude vector",
+            f"use_dora is true, but {len(keys)} of {plural(len(modules), 'module')} have no magnitude vector",
             "magnitude",
             notes=_listed("modules", braces(keys)),
             why="peft warns and takes the norms of the base model instead of what was trained",
             hint="save again with save_pretrained",
         )
     elif with_one and not config.magnitudes:
+        verb = "is" if len(with_one) == 1 else "are"
         yield _finding(
-            f"use_dora is not set, and {plural(len(with_one), 'magnitude vector')} are stored",
+            f"use_dora is not set, but {plural(len(with_one), 'magnitude vector')} {verb} stored",
             "use_dora",
             Severity.WARNING,
-            why="peft then builds no magnitudes and ignores these, so the adapter is another one than was trained",
+            why="peft then ignores these, so the adapter differs from the one that was trained",
             hint=f"set use_dora in {ADAPTER_CONFIG} as the run had it",
         )
 
@@ -175,7 +175,7 @@ def _targets(modules: set[str], config: AdapterConfig) -> Iterator[Finding]:
         if names:
             is_sure, them = severity is Severity.WARNING, "it" if len(names) == 1 else "them"
             yield _finding(
-                f"target_modules names {_quoted(names)}, and no adapter of {them} is stored",
+                f"target_modules names {_quoted(names)}, but no adapter of {them} is stored",
                 "target_modules",
                 severity,
                 why="peft warns that the keys are missing and keeps the initial values: the adapter does nothing there"
@@ -201,11 +201,11 @@ def _saved(ckpt: Checkpoint, config: AdapterConfig) -> Iterator[Finding]:
     lost = [name for name in config.saved if name not in stored]
     if lost:
         yield _finding(
-            f"modules_to_save names {_quoted(lost)}, and nothing of {'it' if len(lost) == 1 else 'them'} is stored",
+            f"modules_to_save names {_quoted(lost)}, but nothing of {'it' if len(lost) == 1 else 'them'} is stored",
             "modules_to_save",
             Severity.WARNING,
             why="peft stops with a KeyError",
-            hint="save again with save_pretrained; without the run, take the name out and lose what was trained",
+            hint="save again with save_pretrained; if the run is gone, remove the name and lose what was trained",
         )
 
 

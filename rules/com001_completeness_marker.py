@@ -10,17 +10,17 @@ from ckptlint.rule import Finding, Severity, rule
 
 @rule("COM001", "completeness-marker", Severity.ERROR, always=True)
 def completeness_marker(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A file that a finished save has is missing.
+    """A file that every finished save has is missing.
 
     What it checks:
-        Payload files come with `.metadata` (or the `__N.metadata` of every rank); a Megatron-Core torch_dist checkpoint
-        has `metadata.json` and a source of its common state (`common.pt`, or the entry `common_state/shard_0_1` from
-        0.19 on); no `.metadata.tmp` is newer than `.metadata`.
+        Payload files come with `.metadata`, or with the `__N.metadata` of every rank. A Megatron-Core torch_dist
+        checkpoint also has `metadata.json` and its common state (`common.pt`, or the entry `common_state/shard_0_1`
+        from 0.19 on). No `.metadata.tmp` is newer than `.metadata`.
     Why it matters:
-        Each of these is written last in its stage, so the save or the copy did not finish.
+        Each of these files is written last in its stage, so the save or the copy did not finish.
     Usual causes:
-        A job that was killed, an asynchronous save nobody waited for, a partial copy (dot files are easily left
-        behind).
+        The job was killed; nobody waited for an asynchronous save; a copy left files out (dot files are easily
+        forgotten).
     How to fix:
         Use the newest complete step, or copy again from where the checkpoint was written.
     See:

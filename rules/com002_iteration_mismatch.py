@@ -29,31 +29,30 @@ Source:
 
 @rule("COM002", "iteration-mismatch", Severity.ERROR)
 def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The number of the step folder, the iteration saved in it and the tracker file disagree.
+    """The step folder's number, the iteration saved in it and the tracker file disagree.
 
     What it checks:
-        A folder `iter_<number>` holds the iteration of its name in the common state, or in Megatron-Bridge's
+        A folder `iter_<number>` holds the iteration of its name, in the common state or in Megatron-Bridge's
         `train_state.pt`. The tracker beside it (`latest_checkpointed_iteration.txt` of Megatron-LM, Megatron-Bridge,
-        slime and verl, `dlrover_latest.txt`, DeepSpeed's `latest`) names a step that is there and was finished, or
-        `release`; a finished step newer than the tracked one is a warning, and so is an absent tracked step where one
-        step alone was copied out of a run. The run folder is judged from its newest finished step only, so a step
-        chosen by hand stays silent.
+        slime and verl, `dlrover_latest.txt`, DeepSpeed's `latest`) names a finished step that is there, or `release`. A
+        finished step newer than the tracked one is a warning, and so is an absent tracked step if one step alone was
+        copied out of a run. Only the newest finished step of a run is compared with the tracker, so a step chosen by
+        hand stays silent.
 
-        A warning where a number in the step differs from that of its folder and the library that wrote them takes both
-        from one counter: `global_step` of a `trainer_state.json` in `checkpoint-<number>`, `train_state.step` of
-        torchtitan in `step-<number>`, `global_step` in `train/rank*.pt` of OLMo-core in `step<number>`, and
-        `global_step` of a `trainer_state.json` beside DeepSpeed's `global_step<number>`. Other counters
-        (`step`, `global_step`, `last_epoch` of a scheduler, Adam's own `step` at depth `headers`) may count batches, or
-        start anew: a note where they have the number of another step of the run; a warning where they have stood still
-        since the step before, with which they agreed.
+        A number inside the step that differs from the folder's is a warning if the library takes both from one counter:
+        `global_step` of a `trainer_state.json` in `checkpoint-<number>`, `train_state.step` of torchtitan in
+        `step-<number>`, `global_step` in `train/rank*.pt` of OLMo-core in `step<number>`, and `global_step` of a
+        `trainer_state.json` beside DeepSpeed's `global_step<number>`. Other counters (`step`, `global_step`,
+        `last_epoch` of a scheduler, Adam's own `step` at depth `headers`) may count batches or start anew. They are
+        info if they have the number of another step of the run, and a warning if they have not moved since the step
+        before, with which they agreed.
     Why it matters:
-        A resume takes the tracked step and counts on from the iteration in its common state, whatever the folder is
-        called.
+        A resume takes the tracked step and counts on from the iteration saved in it, whatever the folder is called.
     Usual causes:
-        A renamed or copied step folder, a save that was interrupted before the tracker was written, a tracker that was
-        not reduced over the ranks, a file of another step.
+        Somebody renamed or copied a step folder; the save was interrupted before the tracker was written; the tracker
+        was not reduced over the ranks; a file belongs to another step.
     How to fix:
-        Correct the tracker to the newest finished step, and give a renamed folder its own number back.
+        Set the tracker to the newest finished step, and give a renamed folder its own number back.
     See:
         megatron.training.checkpointing.read_metadata
     """
@@ -64,7 +63,7 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     for file in states:
         if file.step != file.folder_step:
             yield Finding(
-                f"the folder is named for step {file.folder_step}, and {file.name} says step {file.step}",
+                f"the folder is named for step {file.folder_step}, but {file.name} says step {file.step}",
                 at=Location(file=file.name),
                 missing=("global_step", str(file.step)),
                 severity=Severity.WARNING,
@@ -81,7 +80,7 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     for source, iteration in kept:
         if iteration != run.step and run.prefix == "iter_":
             yield Finding(
-                f"the folder is named for step {run.step}, and {source} says iteration {iteration}",
+                f"the folder is named for step {run.step}, but {source} says iteration {iteration}",
                 at=Location(file=source),
                 missing=("iteration", str(iteration)),
                 notes=_numbers(run, iteration),
@@ -107,17 +106,17 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
             at=Location(file=run.tracker_file),
             missing=("unfinished", str(run.tracker)),
             notes=_numbers(run, stored),
-            hint=f"write {run.step} into it, the newest step that was finished",
+            hint=f"write {run.step} into it, the newest finished step",
         )
     elif run.tracker != "release" and run.tracker < run.step:
         yield Finding(
-            f"{run.tracker_file} names step {run.tracker}, and this finished step {run.step} is newer",
+            f"{run.tracker_file} names step {run.tracker}, but this finished step {run.step} is newer",
             at=Location(file=run.tracker_file),
             missing=("newer", str(run.tracker)),
             severity=Severity.WARNING,
-            why=f"a resume takes step {run.tracker}, and the training between the two is repeated",
+            why=f"a resume starts from step {run.tracker} and repeats the training since then",
             notes=_numbers(run, stored),
-            hint=f"write {run.step} into it, unless the older step was chosen on purpose",
+            hint=f"write {run.step} into it, unless somebody chose the older step on purpose",
         )
 
 
@@ -161,13 +160,13 @@ def _counted(ckpt: Checkpoint, run: RunFolder, claims: list[StepClaim]) -> Itera
         told.add(claim.step)
         is_file = any(file.name == claim.source for file in ckpt.step_files)
         yield Finding(
-            f"the folder is named for step {run.step}, and {claim.source} says step {claim.step}",
+            f"the folder is named for step {run.step}, but {claim.source} says step {claim.step}",
             at=Location(file=claim.source) if is_file else Location(claim.source),
             missing=("claim", str(claim.step)),
             severity=level,
-            why="a resume takes the step by its folder, and counts on from the number in it",
+            why="a resume finds the step by its folder, and counts on from the number inside",
             notes=(("because", because),),
-            hint="compare it with the step of that number before a resume",
+            hint=f"compare it with step {claim.step} before you resume",
         )
     if not told & {number for number in run.steps if number != run.step}:
         yield from _adam(ckpt, run)
@@ -185,7 +184,10 @@ def _level(ckpt: Checkpoint, run: RunFolder, claim: StepClaim) -> tuple[Severity
         stood = claim.step == before.run.step and claim in _claims(before)
         if stood:
             return Severity.WARNING, f"{run.folder_of(claim.step)} says the same, and it is step {claim.step}"
-    return Severity.INFO, f"{run.folder_of(claim.step)} is another step of the run; the counter may count otherwise"
+    return (
+        Severity.INFO,
+        f"{run.folder_of(claim.step)} is another step of the run; this counter may count something else",
+    )
 
 
 def _adam(ckpt: Checkpoint, run: RunFolder) -> Iterator[Finding]:
@@ -202,10 +204,13 @@ def _adam(ckpt: Checkpoint, run: RunFolder) -> Iterator[Finding]:
     step = known.get(next(iter(found)), run.step)
     if step != run.step:
         yield Finding(
-            f"the folder is named for step {run.step}, and the optimizer is at step {step}",
+            f"the folder is named for step {run.step}, but the optimizer is at step {step}",
             at=Location(states[0].tensor.fqn, states[0].tensor),
             missing=("adam", str(step)),
             severity=Severity.INFO,
-            notes=(("because", f"{run.folder_of(step)} is another step of the run; skipped steps are not counted"),),
-            hint="compare it with the step of that number before a resume",
+            notes=(
+                ("because", f"{run.folder_of(step)} is another step of the run; Adam does not count skipped steps"),
+            ),
+            hint=f"compare it with step {step} before you resume",
+            inferred_from="the checksum of Adam's step",
         )

@@ -31,19 +31,18 @@ _FORMS: dict[str, _Form] = {
 
 @rule("COM003", "sharding-type-vs-keys", Severity.ERROR)
 def sharding_type_vs_keys(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The optimizer's keys have another form than its declared sharding type.
+    """The optimizer's keys do not have the form that its sharding type asks for.
 
     What it checks:
-        A type in `content_metadata`, in the common state or in an object of the module goes with its keys:
-        dp_reshardable and fully_sharded_bucket_space with `dp_group_idx_N.gbuf_idx_*`; fully_reshardable and
-        fully_sharded_model_space with `optimizer.state.<what>.<parameter>`; dp_zero_gather_scatter with
-        `dp_group_idx_N.param_state`; fsdp_dtensor with `optimizer.state.<parameter>.<what>`. Prefixes of chains and
-        modules are taken off first; a module without optimizer keys is not judged.
+        The sharding type in `content_metadata`, in the common state or in an object of the module fits its keys:
+        dp_reshardable and fully_sharded_bucket_space have `dp_group_idx_N.gbuf_idx_*`; fully_reshardable and
+        fully_sharded_model_space have `optimizer.state.<what>.<parameter>`; dp_zero_gather_scatter has
+        `dp_group_idx_N.param_state`; fsdp_dtensor has `optimizer.state.<parameter>.<what>`. Prefixes of chains and
+        modules do not count; a module without optimizer keys is not judged.
     Why it matters:
-        The loader picks its code path by the type and finds none of the keys that path asks for.
+        The loader picks its code path by the type and finds none of the keys that the path asks for.
     Usual causes:
-        The type was lost and replaced by a default or by that of another module, or the format was converted without
-        changing it.
+        The type was replaced by a default or by another module's, or a conversion changed the format but not the type.
     How to fix:
         Set the type that the keys show, in the place named, and load again.
     See:
@@ -73,14 +72,14 @@ def sharding_type_vs_keys(ckpt: Checkpoint) -> Iterator[Finding]:
         of = f" of mimo.{name}" if name else ""
         fitting = " or ".join(kind for kind, form in _FORMS.items() if form == found)
         yield Finding(
-            f"sharding type {declared_type}{of} asks for keys {_WORDS[wanted]}, and all {count:,} are {_WORDS[found]}",
+            f"sharding type {declared_type}{of} asks for keys {_WORDS[wanted]}, but all {count:,} are {_WORDS[found]}",
             at=Location(
                 file=places[0].partition(": ")[0] if places[0] != "content_metadata" else _source(ckpt),
                 label=", ".join(places[:4]),
             ),
             missing=(declared_type, name),
             notes=(("keys", ", ".join(f"{_WORDS[form]}: {forms[name].get(form, 0):,}" for form in (wanted, found))),),
-            hint=f"the keys are those of {fitting}: set that type and load again",
+            hint=f"set the type to {fitting}, whose keys these are, and load again",
         )
 
 

@@ -26,22 +26,22 @@ _WORDS: dict[RecordKind, str] = {
 
 @rule("COM004", "optimizer-module-record", Severity.ERROR)
 def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The state of an optimizer is there, and a record that its loader needs is not.
+    """An optimizer's state is stored without a record that its loader needs.
 
     What it checks:
-        For each optimizer (the only one, each chain, each module of a multimodal job) that has state tensors or
-        buckets, the common state or an object holds its parameter groups and, for the distributed optimizer, its
-        sharding type. A warning where only another chain of the same module has the record, and for a module that has
-        parameter groups while other modules alone have a sharding type. States that a caller of the library saved
-        without a training loop are not judged.
+        For each optimizer that has state tensors or buckets (the only one, each chain, each module of a multimodal job)
+        the common state or an object holds its parameter groups and, for the distributed optimizer, its sharding type.
+        It is a warning if another chain of the same module has the record, or if a module has parameter groups and only
+        other modules have a sharding type. States that a caller of the library saved without a training loop are not
+        judged.
     Why it matters:
-        The load stops with a KeyError or an assertion for that optimizer.
+        Loading stops with a KeyError or an assertion for that optimizer.
     Usual causes:
-        Plain values are kept by rank 0 alone, which does not own the module; an empty dict was dropped on the way; the
-        common state was edited or filtered.
+        Only rank 0 keeps plain values, and it does not own the module; an empty dict was dropped on the way; somebody
+        edited or filtered the common state.
     How to fix:
-        Store the records as ShardedObjects of the module. To use this checkpoint, take them over from another step of
-        the same job, or load without the optimizer.
+        Save the records as ShardedObjects of the module. To use this checkpoint, take them from another step of the
+        same job, or load without the optimizer.
     See:
         megatron.core.optimizer.distrib_optimizer.DistributedOptimizer.load_state_dict
     """
@@ -83,7 +83,7 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
         if types and module.name and module not in optimizers and not any(owner.covers(module) for owner in types):
             assert ckpt.common is not None
             yield Finding(
-                f"{module.title} has parameter groups and no sharding type, which other modules have",
+                f"{module.title} has parameter groups but no sharding type, unlike other modules",
                 at=Location(file=ckpt.common.source, label=f"{ckpt.common.source} and {len(ckpt.objects):,} objects"),
                 missing=(module.title, "param_state_sharding_type"),
                 severity=Severity.WARNING,
@@ -119,15 +119,15 @@ def _notes(ckpt: Checkpoint, lost: list[RecordKind], kept: dict[RecordKind, list
     for kind in lost:
         owners = sorted({owner.title or "an optimizer without a name" for owner in kept[kind]})
         if owners:
-            notes.append((kind, f"kept for {', '.join(owners[:6])}"))
+            notes.append((kind, f"stored for {', '.join(owners[:6])}"))
     return tuple(notes)
 
 
 def _hint(ckpt: Checkpoint, lost: list[RecordKind]) -> str:
     declared = content_metadata(ckpt).get("distrib_optim_sharding_type")
     if lost == ["param_state_sharding_type"] and isinstance(declared, str):
-        return f"content_metadata declares {printable(declared)}: put that into the common state, beside param_groups"
+        return f"put {printable(declared)}, which content_metadata declares, into the common state beside param_groups"
     return (
-        "take the values over from another step of the same job, or load without the optimizer (no_load_optim), "
+        "take the values from another step of the same job, or load without the optimizer (no_load_optim), "
         "which starts with fresh moments"
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptlint.analysis.optimizer_records import optimizer_records
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import printable
+from ckptlint.model.text import listed, printable
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.config_fields import is_plain
 
@@ -18,19 +18,19 @@ _COMPARED = ("max_lr", "min_lr", "start_wd", "end_wd", "lr", "weight_decay")
 
 @rule("COM005", "param-group-collision", Severity.WARNING)
 def param_group_collision(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Two parameter groups look the same to a loader and have different learning rates or decays.
+    """Loaders cannot tell two parameter groups apart, yet their learning rates or decays differ.
 
     What it checks:
-        In each list of Megatron-Core's parameter groups, two groups with equal (wd_mult, lr_mult, is_expert_parallel,
-        is_decoupled_lr) have equal max_lr, min_lr, start_wd, end_wd, lr and weight_decay. Groups without any
-        difference in these fields are a note; groups of different chains or modules are never compared.
+        In each list of Megatron-Core's parameter groups, two groups with equal wd_mult, lr_mult, is_expert_parallel and
+        is_decoupled_lr also have equal max_lr, min_lr, start_wd, end_wd, lr and weight_decay. Groups that differ in
+        none of these fields are only info. Groups of different chains or modules are never compared.
     Why it matters:
         Loaders that match groups by these four fields give one group the learning rate or decay of the other.
     Usual causes:
-        Groups that differ in their own learning rate or decay alone, saved for loaders whose identity of a group lacks
-        max_lr and min_lr.
+        The groups differ only in their learning rate or decay, and the loader's identity of a group lacks max_lr and
+        min_lr.
     How to fix:
-        Load with a version that matches groups by max_lr and min_lr as well, or give the groups different multipliers.
+        Load with a version that also matches groups by max_lr and min_lr, or give the groups different multipliers.
     See:
         megatron.core.optimizer.optimizer.MegatronOptimizer._filter_and_reorder_param_groups
     """
@@ -49,22 +49,20 @@ def param_group_collision(ckpt: Checkpoint) -> Iterator[Finding]:
                 continue
             fields = [name for name in _COMPARED if len({_value(groups[n], name) for n in numbers}) > 1]
             equal = ", ".join(f"{name} {_text(value)}" for name, value in zip(_IDENTITY, identity, strict=True))
-            listed = ", ".join(map(str, numbers))
             title = record.module.title
             yield Finding(
-                f"parameter groups {listed}{' of ' + title if title else ''} "
-                + (f"differ in {', '.join(fields)} alone" if fields else "cannot be told apart"),
+                f"parameter groups {listed([*map(str, numbers)])}{' of ' + title if title else ''} "
+                + (f"differ only in {listed(fields)}" if fields else "cannot be told apart"),
                 at=Location(file=record.place.partition(": ")[0], label=record.place),
                 missing=(title, *fields),
                 severity=None if fields else Severity.INFO,
-                why="" if fields else "a loader that matches groups by these fields takes one for both",
+                why="" if fields else "a loader that matches groups by these fields uses one for both",
                 notes=(
                     ("equal", equal),
                     *((name, ", ".join(_text(_value(groups[n], name)) for n in numbers)) for name in fields),
                     ("sizes", _sizes(groups, numbers)),
                 ),
-                hint="load with a Megatron-Core that matches groups by max_lr and min_lr too, and compare the learning "
-                "rates of the groups after the load"
+                hint="load with a Megatron-Core that also matches groups by max_lr and min_lr, then compare their rates"
                 if fields
                 else "",
             )
@@ -91,6 +89,6 @@ def _text(value: Any) -> str:
 def _sizes(groups: dict[int, dict[Any, Any]], numbers: list[int]) -> str:
     """How many parameters the groups have, "" where they do not say."""
     params = [groups[number].get("params") for number in numbers]
-    if not all(isinstance(listed, list) for listed in params):
+    if not all(isinstance(own, list) for own in params):
         return ""
-    return ", ".join(f"{len(listed):,}" for listed in params if isinstance(listed, list)) + " parameters"
+    return listed([f"{len(own):,}" for own in params if isinstance(own, list)]) + " parameters"

@@ -26,15 +26,15 @@ def runtime_state_in_common(ckpt: Checkpoint) -> Iterator[Finding]:
     """The common state holds values of one rank: tensors, steps of single parameters, arguments of the running job.
 
     What it checks:
-        Outside of the random state and the parameter groups the common state holds no tensors and no `step` of a single
-        parameter, and `args` has no attribute that only a running job sets (loaded_iteration). The `common_step` that
-        optimizers share is no such value.
+        Outside of the random state and the parameter groups, the common state holds no tensor and no `step` of a single
+        parameter. `args` has no attribute that only a running job sets (loaded_iteration). The `common_step` that
+        optimizers share is allowed.
     Why it matters:
-        What rank 0 had is restored on every rank, and ranks that compare their common states see false differences.
+        Every rank restores what rank 0 had, and ranks that compare their common states see false differences.
     Usual causes:
-        The state dict was not filtered before the save, or the job wrote into its own arguments.
+        Nobody filtered the state dict before the save, or the job wrote into its own arguments.
     How to fix:
-        Drop these keys before saving; for a load they can be ignored.
+        Drop these keys before saving; when loading they can be ignored.
     See:
         megatron.core.dist_checkpointing.serialization.save
     """
@@ -48,7 +48,7 @@ def runtime_state_in_common(ckpt: Checkpoint) -> Iterator[Finding]:
     for found in by_role.values():
         path, sizes = found[0][0], [size for _, size in found]
         known = [size for size in sizes if size is not None]
-        what = f"{path} lies" if len(found) == 1 else f"{len(found):,} values like {path} lie"
+        what = f"{path} is" if len(found) == 1 else f"{len(found):,} values like {path} are"
         yield Finding(
             f"{what} in the common state, which every rank restores",
             at=Location(file=ckpt.common.source, label=f"{ckpt.common.source}: {path}"),

@@ -14,18 +14,18 @@ from ckptlint.vocabulary.keys import parse
 
 @rule("COM007", "optimizer-presence", Severity.WARNING)
 def optimizer_presence(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The job says that it saves the optimizer and there is none, or the reverse.
+    """The job says that it saves the optimizer and none is stored, or the reverse.
 
     What it checks:
         `save_optim` or `no_save_optim` of the job's configuration agrees with whether any key belongs to an optimizer.
-        Not judged in a folder `release`, at iteration 0 and after a finetuning start, where weights are exported alone;
+        Not judged in a folder `release`, at iteration 0 and after a finetuning start, where weights are exported alone,
         nor where no flag is declared.
     Why it matters:
         A resume stops with a KeyError, or starts with fresh moments although the configuration promises otherwise.
     Usual causes:
         The flag changed between two jobs, or an export of the weights kept the configuration of the training.
     How to fix:
-        Load the weights alone (finetune, or no_load_optim), or resume from a step that has the optimizer.
+        Load only the weights (finetune, or no_load_optim), or resume from a step that has the optimizer.
     See:
         megatron.training.checkpointing.generate_state_dict
     """
@@ -44,13 +44,15 @@ def optimizer_presence(ckpt: Checkpoint) -> Iterator[Finding]:
     source = declared[name].source
     value = declared[name].value
     yield Finding(
-        f"{name} is {value} in {source}, and {f'{len(keys):,} keys belong' if keys else 'no key belongs'} "
+        f"{name} is {value} in {source}, but {f'{len(keys):,} keys belong' if keys else 'no key belongs'} "
         "to an optimizer",
         at=Location(file=source, label=f"{source}: {name}"),
         missing=(name,),
-        why="a load that follows the flag ignores the optimizer state" if keys else "",
+        why="loading by this flag ignores the optimizer state" if keys else "",
         notes=(("keys", ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")),) if keys else (),
-        hint="" if keys else "load with finetune or no_load_optim if the weights are what you want",
+        hint="set the flag as the job that wrote the checkpoint had it"
+        if keys
+        else "load with finetune or no_load_optim if you only want the weights",
     )
 
 

@@ -17,24 +17,24 @@ _MODEL_SIZES = ("layers", "hidden", "experts")
 
 @rule("COM008", "layer-count", Severity.ERROR, whole=True)
 def layer_count(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A block has another number of layers than the job declared, or the declared sizes belong to another job.
+    """A block stores more or fewer layers than the job declared, or the declared sizes belong to another job.
 
     What it checks:
-        The layers of the main block, numbered in the keys or stacked on an axis, are as many as the arguments,
-        `run_config.yaml` or `config.json` say; encoder and decoder have numbers of their own, layers for multi-token
-        prediction and hybrid patterns are counted in. More layers than declared are a warning. When two or more
-        declared sizes (layers, hidden size, experts, mesh axes, world size) contradict what is stored, that is said
-        once, as a warning, or as a note when only the mesh differs, and every other rule ignores what was declared;
-        so are two sizes of any kind where all tensors of a Megatron model are known from its arguments (CFG003).
-        Where every layer is known from a configuration (CFG001) its number is not compared.
+        The main block has as many layers, numbered in the keys or stacked on an axis, as the arguments,
+        `run_config.yaml` or `config.json` declare. Encoder and decoder have numbers of their own; layers for
+        multi-token prediction and hybrid patterns count too. More layers than declared are a warning. Where CFG001
+        knows every layer from a configuration, layers are not counted here.
+
+        If two or more declared sizes (layers, hidden size, experts, mesh axes, world size) contradict what is stored,
+        that is one warning, or info if only the mesh differs, and all other rules ignore what was declared. For a
+        Megatron model whose tensors all follow from its arguments (CFG003), two sizes of any kind are enough.
     Why it matters:
-        Whole stages are absent or hidden under the names of another stage, so their layers load with the values that
-        were in memory.
+        Whole stages are absent or hidden under the keys of another stage, so their layers keep whatever was in memory.
     Usual causes:
-        Layers numbered from 0 on every pipeline stage, a stage that did not save, arguments kept from another job.
+        Every pipeline stage numbered its layers from 0; a stage did not save; the arguments belong to another job.
     How to fix:
-        Number layers through over all stages and save all stages; with foreign arguments give the sizes on the command
-        line instead of taking them from the checkpoint.
+        Number layers across all stages and save all stages. If the arguments are another job's, give the sizes on the
+        command line instead of taking them from the checkpoint.
     See:
         megatron.core.transformer.transformer_layer.get_transformer_layer_offset
     """
@@ -45,7 +45,7 @@ def layer_count(ckpt: Checkpoint) -> Iterator[Finding]:
             yield _foreign(ckpt, foreign)
             return
     if judges(ckpt):
-        raise NotApplicable("CFG001 and CFG002 hold every layer against the configuration")
+        raise NotApplicable("CFG001 and CFG002 compare every layer with the configuration")
     counts = layer_counts(ckpt)
     if not counts:
         raise NotApplicable("no declared number of layers belongs to a block here")
@@ -70,19 +70,20 @@ def _finding(ckpt: Checkpoint, count: LayerCount) -> Finding:
         equal = " = ".join(f"1/{axis}" for axis in axes)
         notes.append(("ratio", f"{count.found}/{declared} = {ratio}" + (f" = {equal}" if axes else "")))
     if "pp" in axes:
-        hint = "each pipeline stage seems to have numbered its layers from 0: number them through, and save again"
+        hint = "number layers across all stages and save again: each pipeline stage probably started at 0"
     elif count.found < declared:
-        hint = "compare with the keys of an earlier step; a load leaves the missing layers as they were in memory"
+        hint = "compare with the keys of an earlier step; after loading, missing layers keep whatever was in memory"
     else:
-        hint = "pass the number of layers that is stored, or find out which job wrote the configuration"
+        hint = "set the number of layers to what is stored, or find out which job wrote the configuration"
     stored = "1 layer is" if count.found == 1 else f"{count.found} layers are"
     return Finding(
-        f"{stored} stored under {count.block}, and {count.declared.source} declares {declared}",
+        f"{stored} stored under {count.block}, but {count.declared.source} declares {declared}",
         at=Location(count.block, label=ckpt.metadata_file),
         severity=Severity.WARNING if count.found > declared else None,
-        why="a model of the declared size loads without the layers behind it" if count.found > declared else "",
+        why="a model of the declared size loads without the further layers" if count.found > declared else "",
         notes=tuple(notes),
         hint=hint,
+        inferred_from=f"the {'numbers in the keys' if count.numbers or count.stages else 'shapes'} of {count.block}",
     )
 
 
@@ -97,9 +98,10 @@ def _foreign(ckpt: Checkpoint, foreign: tuple[Contradiction, ...]) -> Finding:
         at=Location(file=ckpt.common.source if sources == ["args"] and ckpt.common is not None else sources[0]),
         missing=tuple(item.name for item in foreign),
         severity=Severity.WARNING if of_model else Severity.INFO,
-        why="a load that takes its sizes from the checkpoint builds that model"
+        why="loading with the sizes in the checkpoint builds that other model"
         if of_model
         else "nothing that follows from the declared sizes could be checked",
-        notes=tuple((item.name, f"{item.found} by {item.shown_by}") for item in foreign),
+        notes=tuple((item.name, f"{item.found} in {item.shown_by}") for item in foreign),
         hint="give the sizes on the command line; the other rules ignored what was declared",
+        inferred_from=f"{len(foreign)} declared sizes that contradict what is stored",
     )

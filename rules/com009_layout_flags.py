@@ -17,14 +17,14 @@ _FSDP_RECORD = "optimizer.param_to_group_meta."
 
 @rule("COM009", "layout-flags", Severity.ERROR)
 def layout_flags(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A flag says that keys are laid out in one way, and they are laid out in the other.
+    """The keys are not laid out as the flags of the save say.
 
     What it checks:
-        In the `content_metadata` of Megatron-Core: singleton_local_shards goes with keys `_w` and `_v` instead of one
-        fused weight, non_homogeneous_layers with numbered instead of stacked layers, chained_optim_avoid_prefix with
-        states that have no prefix `chained_<i>.` (all warnings); a flag that is not there is not judged. The backend in
-        `metadata.json` is the one whose files lie here. Flattened optimizer states, which newer versions refuse, are a
-        note.
+        Flags in Megatron-Core's `content_metadata` fit the keys: singleton_local_shards means keys `_w` and `_v`
+        instead of one fused weight, non_homogeneous_layers numbered instead of stacked layers,
+        chained_optim_avoid_prefix states without a prefix `chained_<i>.`. These are warnings; an absent flag is not
+        judged. The backend in `metadata.json` is that of the files here. Flattened optimizer states, which newer
+        versions refuse, are info.
     Why it matters:
         The loader asks for keys of the form that the flag names, and finds none.
     Usual causes:
@@ -62,7 +62,7 @@ def layout_flags(ckpt: Checkpoint) -> Iterator[Finding]:
 def _finding(ckpt: Checkpoint, name: str, value: bool, keys: list[str], found: str, wanted: str) -> Finding:
     source = ckpt.common.source if ckpt.common is not None else ""
     return Finding(
-        f"{name} is {value}, and {len(keys):,} keys are {found}",
+        f"{name} is {value}, but {len(keys):,} keys are {found}",
         at=Location(file=source, label=f"{source}: content_metadata"),
         missing=(name, str(value)),
         severity=Severity.WARNING,
@@ -85,10 +85,10 @@ def _backend(ckpt: Checkpoint) -> Iterator[Finding]:
         return
     found = "fsdp_dtensor, which has no such file" if is_fsdp else _BACKEND
     yield Finding(
-        f"{declared.source} says sharded_backend {printable(str(declared.value))}, and what lies here is {found}",
+        f"{declared.source} says sharded_backend {printable(str(declared.value))}, but the files here are {found}",
         at=Location(file=declared.source),
         missing=("sharded_backend",),
-        why="Megatron-Core chooses its reader by it, and that one does not find what it reads",
+        why="Megatron-Core chooses its reader by this, and that reader does not find its files",
         hint=f"delete {declared.source}"
         if is_fsdp
         else f"restore {declared.source} from another step of the job, or set {_BACKEND} there",
@@ -99,11 +99,11 @@ def _flattened(ckpt: Checkpoint) -> Iterator[Finding]:
     flattened = [tensor for tensor in ckpt.sound_tensors() if tensor.is_flattened]
     if flattened:
         yield Finding(
-            f"{len(flattened):,} optimizer states are stored flattened, which Megatron-Core reads up to version 0.15",
+            f"{len(flattened):,} optimizer states are stored flattened; Megatron-Core reads these up to version 0.15",
             at=Location(file=ckpt.metadata_file),
             missing=("flattened",),
             severity=Severity.INFO,
-            why="later versions refuse flattened_range, so the optimizer cannot be resumed with them",
+            why="later versions refuse flattened_range, so they cannot resume the optimizer",
             notes=(("keys", flattened[0].fqn),),
             hint="resume once with Megatron-Core 0.15 and save as fully_reshardable to carry the moments over",
         )

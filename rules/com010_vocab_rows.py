@@ -17,19 +17,21 @@ _ADDED_TOKENS = 4096
 
 @rule("COM010", "vocab-rows", Severity.ERROR)
 def vocab_rows(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The embedding or the output layer has a multiple of the declared vocabulary's rows, or of the other one's.
+    """The embedding or output layer has too many or too few rows for the vocabulary.
 
     What it checks:
         The rows are vocab_size, padded_vocab_size, or vocab_size rounded up to make_vocab_size_divisible_by times any
         tensor-parallel size. TP times the padded size, TP > 1, is an error; another whole multiple, or the rows of a
-        single tensor-parallel rank, are a warning; other numbers far above the padded size are a note. A few thousand
-        rows more are tokens that were added. Where that finds nothing, or nothing is declared: embedding and output
-        layer have equal rows (a warning), in Megatron's formats exactly, elsewhere up to a factor that is no whole
-        number, since some models have a vocabulary for each.
+        single tensor-parallel rank, is a warning; other numbers far above the padded size are info. A few thousand
+        further rows are added tokens.
+
+        If that finds nothing, or nothing is declared, embedding and output layer have equal rows (else a warning):
+        exactly in Megatron's formats, elsewhere up to a factor that is no whole number, since some models have a
+        vocabulary for each.
     Why it matters:
-        The load fails with a size mismatch, or the tail of the table is rows that were never trained.
+        Loading fails with a size mismatch, or the tail of the table is rows that were never trained.
     Usual causes:
-        The padded size was multiplied by TP a second time, or the padded size of a shard was used for offsets.
+        The padded size was multiplied by TP a second time, or the padded size of one shard was used for the offsets.
     How to fix:
         Declare the padded size once, as a global size, and save again.
     See:
@@ -74,7 +76,7 @@ def _unequal(ckpt: Checkpoint, tables: list[Param]) -> Iterator[Finding]:
     if rows == more or times > _TP_LIMIT or (rest and not ckpt.format.startswith("torch_")):
         return  # the output of a value head has one row
     yield Finding(
-        f"{more:,} rows{{of}} are {more - rows:,} more than those of {few.tensor.fqn}"
+        f"{more:,} rows{{of}} are {more - rows:,} more than {few.tensor.fqn} has"
         if rest
         else f"{more:,} rows{{of}} are {times} times those of {few.tensor.fqn}",
         at=Location.of(many.tensor),
@@ -82,6 +84,7 @@ def _unequal(ckpt: Checkpoint, tables: list[Param]) -> Iterator[Finding]:
         notes=(("rows", f"{rows:,} of {few.tensor.fqn}, {more:,} of {many.tensor.fqn}"),),
         why="both are tables of one vocabulary, so one of them was padded twice or cut",
         hint="compare with vocab_size and its padding in the job's configuration",
+        inferred_from=f"the rows of {few.tensor.fqn}",
     )
 
 
@@ -96,7 +99,7 @@ def _judged(ckpt: Checkpoint, param: Param, rows: int, base: int, tp: int, is_pa
             f"{rows:,} rows{{of}} are {times} times {what} of {base:,}" + (f", and TP is {tp}" if twice else ""),
             severity=None if twice else Severity.WARNING,
             tp=tp,
-            hint="the padded size was multiplied by TP a second time: declare it once, as the global size"
+            hint="declare the padded size once, as the global size: it was multiplied by TP a second time"
             if twice
             else "find out which size the writer declared for this table",
         )
@@ -107,7 +110,7 @@ def _judged(ckpt: Checkpoint, param: Param, rows: int, base: int, tp: int, is_pa
             f"{rows:,} rows{{of}} are 1/{tp} of {what} of {base:,}, and TP is {tp}",
             severity=Severity.WARNING,
             tp=tp,
-            hint="the rows of one tensor-parallel rank were declared as the whole table: declare the axis, save again",
+            hint="declare the tensor-parallel axis and save again: one rank's rows were declared as the whole table",
         )
     elif rows - base > max(_ADDED_TOKENS, base // 16):
         yield _finding(

@@ -10,15 +10,15 @@ from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 @rule("COM011", "no-tensors", Severity.ERROR, whole=True)
 def no_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The files of a model or an adapter, safetensors or of torch.save, hold no tensor.
+    """A file of weights holds no tensor.
 
     What it checks:
-        The files of a model together name at least one tensor. One rank's shard may be empty. A DCP
-        checkpoint without tensors is none of its business: jobs save states that hold objects alone.
+        The files of a model or adapter, safetensors or of torch.save, together name at least one tensor. One rank's
+        shard may be empty. DCP checkpoints are not judged, since jobs also save states that hold only objects.
     Why it matters:
-        The file loads without an error, and the model keeps what it was initialised with.
+        The file loads without an error, and the model keeps its initial values.
     Usual causes:
-        An adapter saved from parameters that ZeRO-3 or FSDP had sharded away, a filter of keys that matched none.
+        An adapter was saved from parameters that ZeRO-3 or FSDP had sharded away, or a filter of keys matched none.
     How to fix:
         Gather the parameters before the save, and save again.
     See:
@@ -28,4 +28,5 @@ def no_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("no files of weights")
     if not ckpt.tensors:
         file = ckpt.metadata_file
-        yield Finding(f"{file} holds no tensors", at=Location(file=file), missing=("tensors",))
+        hint = "gather the parameters before the save, and save again"
+        yield Finding(f"{file} holds no tensors", at=Location(file=file), missing=("tensors",), hint=hint)

@@ -17,17 +17,17 @@ _NAMED = 8
 
 @rule("COM012", "numbered-files", Severity.WARNING)
 def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Files that trainers number by rank or by object have gaps.
+    """Files that trainers number by rank or object have gaps.
 
     What it checks:
-        `rng_state_N.pth` of the Hugging Face Trainer and `random_states_N.pkl` of accelerate, one per rank, and
-        `custom_checkpoint_N.pkl`, one per registered object, go from 0 on without gap, and reach the last rank that
-        wrote payload. Files from some number on, as a node keeps them that shares no file system, are a note, and so is
-        one file of rank 0. So do the entries `dataloader.dp_rank_N` of torchtitan, one per data-parallel rank.
+        `rng_state_N.pth` of the Hugging Face Trainer and `random_states_N.pkl` of accelerate (one per rank), and
+        `custom_checkpoint_N.pkl` (one per registered object) run from 0 without a gap, up to the last rank that wrote
+        payload. So do the entries `dataloader.dp_rank_N` of torchtitan. It is only info if the first numbers alone are
+        missing, since a node without a shared file system keeps its own files, or if rank 0 alone has a file.
     Why it matters:
-        A resume goes on with other random numbers on these ranks, or does not find the state of an object.
+        A resume continues with different random numbers on these ranks, or does not find the state of an object.
     Usual causes:
-        A copy that broke off, a rank or node that was killed in the save.
+        A copy stopped midway, or a rank or node was killed during the save.
     How to fix:
         Copy the files again from where they were written.
     See:
@@ -42,7 +42,7 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
             kept.setdefault((family.name, family.counted_by, folder + slash, pattern), set()).add(number)
     entries = _dataloaders(ckpt) if not ckpt.partial else {}
     if not kept and not entries:
-        raise NotApplicable("no files or entries that are numbered by rank or object")
+        raise NotApplicable("no files or entries are numbered by rank or object")
     for prefix, numbers in entries.items():
         if lost := _lost(numbers, max(numbers)):
             names = _names(prefix + "{}", lost)
@@ -52,6 +52,7 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
                 at=Location(names[0]),
                 missing=tuple(names),
                 alike=prefix,
+                hint="save again with all ranks: the data of these ranks starts anew after a resume",
             )
     ranks = max((int(match[1]) for name in ckpt.files.names if (match := _PAYLOAD.search(name))), default=-1)
     for (what, counted_by, folder, pattern), numbers in kept.items():
@@ -69,6 +70,7 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
             missing=tuple(names),
             severity=Severity.INFO if is_unsure else None,
             alike=pattern,
+            hint="" if is_unsure else "copy the files again from where they were written",
         )
 
 

@@ -7,39 +7,40 @@ from collections.abc import Iterator
 from ckptlint.analysis.experts import ExpertRole, MoeLayer, moe_layers
 from ckptlint.analysis.fit.judgement import judges
 from ckptlint.analysis.trusted_config import mesh_axes, number, trusted
+from ckptlint.geometry.missing import saved_by
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import ranges
+from ckptlint.model.text import named_ranks, ranges, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _HINTS = {
-    True: "compare the router with those of other layers, and check that its placement is Replicate",
-    False: "save again with global expert numbers or the expert-parallel placement; this file has lost the others",
+    True: "check that the router's placement is Replicate, as in other layers: it was probably saved as several copies",
+    False: "save again with global expert numbers or the expert-parallel placement; the other experts are not stored",
 }
 
 
 @rule("EXP001", "experts-vs-router", Severity.ERROR, whole=True)
 def experts_vs_router(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A router has more rows than experts are stored.
+    """A layer stores fewer experts than its router has rows.
 
     What it checks:
-        In every layer with routed experts the rows of the router (or the length of its bias) are the experts that are
-        stored: the size of the expert axis, or the numbered keys times the experts each holds; and where one of the
-        stacked weights has them all, the others have too. A warning when the rows
-        are no multiple of the experts; silent when the job declares as many experts as are stored (zero or redundant
-        experts), and a note when more are stored than the router knows.
+        In every layer with routed experts, the rows of the router (or the length of its bias) equal the number of
+        stored experts: the size of the expert axis, or the numbered keys times the experts that each holds. If one
+        stacked weight has all experts, the others have them too. It is a warning if the rows are no multiple of the
+        experts, info if more experts are stored than the router has rows, and silent if the job declares as many
+        experts as are stored (zero or redundant experts).
     Why it matters:
-        Tokens are routed to experts that are not in the file; a load fills them with a peer's experts or with random
-        values.
+        The router sends tokens to experts that are not in the file; loading fills them with a peer's experts or with
+        random values.
     Usual causes:
-        Expert-parallel ranks saved local numbers under one name and deduplication kept one of them, or the expert mesh
-        was dropped from the placement.
+        Expert-parallel ranks saved local numbers under the same keys and deduplication kept one of each, or the
+        placement dropped the expert mesh axis.
     How to fix:
         Number experts globally, or give the expert axis its expert-parallel placement, and save again.
     See:
         torch.distributed.checkpoint._dedup_save_plans.dedup_save_plans
     """
     if judges(ckpt):
-        raise NotApplicable("CFG001 holds every expert against the configuration")
+        raise NotApplicable("CFG001 compares every expert with the configuration")
     layers = [layer for layer in moe_layers(ckpt) if layer.rows is not None]
     if not layers:
         raise NotApplicable("there are no routed experts with a router")
@@ -60,11 +61,12 @@ def _short(layer: MoeLayer, role: ExpertRole) -> Finding:
     [param] = role.params[:1]
     agree = [other.role for other in layer.roles if other.count == layer.rows]
     return Finding(
-        f"only {role.count} of {layer.rows} experts{{of}} are stored; {agree[0]} has all of them",
+        f"only {role.count} of {layer.rows} experts{{of}} are stored, but {agree[0]} has all of them",
         at=Location.of(param.tensor),
         missing=(str(layer.rows), str(role.count)),
-        notes=(("router", f"{layer.router.key.fqn} {list(layer.router.tensor.global_shape)}"),),
-        hint="this weight alone was recorded with the shape of one rank's part: compare its placement with the others'",
+        notes=(("router", f"{layer.router.key.fqn} {shape_text(layer.router.tensor.global_shape)}"),),
+        hint="compare its placement with that of the other weights: it was probably recorded with one rank's shape",
+        inferred_from=f"the router and {agree[0]}",
     )
 
 
@@ -73,15 +75,17 @@ def _finding(ckpt: Checkpoint, layer: MoeLayer, rows: int, router_is_odd: bool) 
     assert layer.router is not None
     lead = max(layer.roles, key=lambda role: role.count).params[0]
     stored = layer.count
-    shape = list(layer.router.tensor.global_shape)
+    shape = shape_text(layer.router.tensor.global_shape)
     notes: list[Note] = [("router", f"{layer.router.key.fqn} {shape} has {rows} rows")]
     notes += [
         ("stored", f"{role.role}: {role.count} experts" + (f", keys {ranges(role.numbers)}" if role.numbers else ""))
         for role in layer.roles
     ]
+    ranks = tuple(sorted(set().union(*(saved_by(ckpt, p.tensor) for role in layer.roles for p in role.params))))
+    notes += [("saved by", named_ranks(ranks))] if ranks else []
     severity = None
     if rows < stored:
-        severity, sentence = Severity.INFO, f"{stored} experts{{of}} are stored, its router has {rows} rows"
+        severity, sentence = Severity.INFO, f"{stored} experts{{of}} are stored, but the router has {rows} rows"
     elif rows % stored:
         severity, sentence = Severity.WARNING, f"only {stored} of {rows} experts{{of}} are stored"
     else:
@@ -91,12 +95,13 @@ def _finding(ckpt: Checkpoint, layer: MoeLayer, rows: int, router_is_odd: bool) 
         sentence = f"only {stored} of {rows} experts{{of}} are stored: 1/{factor}{named}"
         if router_is_odd:
             severity = Severity.WARNING
-            sentence = f"the router has {rows} rows for {stored} experts{{of}}: it may be stored as {factor} copies"
+            sentence = f"the router has {rows} rows for {stored} experts{{of}}: {factor} times as many"
     return Finding(
         sentence,
-        at=Location.of(lead.tensor),
+        at=Location.of(lead.tensor, ranks=ranks),
         missing=(str(rows), str(stored)),
         severity=severity,
         notes=tuple(notes),
         hint=_HINTS[router_is_odd],
+        inferred_from="the rows of the router",
     )

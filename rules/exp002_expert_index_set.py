@@ -16,17 +16,16 @@ _LIMIT = 100_000  # no layer has as many experts, but a key may claim any number
 
 @rule("EXP002", "expert-index-set", Severity.ERROR, whole=True)
 def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Numbers are missing among the experts of a layer.
+    """Expert numbers are missing in a layer.
 
     What it checks:
-        The expert numbers in the keys of a layer run from 0 to the largest one, or to as many as its router expects,
-        and are the same for all weights of the experts; where the job declares as many experts as are stored, the
-        router's further rows count for nothing. A note where EXP001 says the same, and where layers with
-        routers of one size have other numbers.
+        The expert numbers in a layer's keys run from 0 to the largest one, or to as many as its router has rows, and
+        are the same for all weights of the experts. If the job declares as many experts as are stored, further rows of
+        the router do not count. It is only info where EXP001 already counts the missing experts.
     Why it matters:
-        The missing experts keep their initial values after a load.
+        The missing experts keep their initial values after loading.
     Usual causes:
-        One writer filter for several expert-parallel ranks, ranks that did not save, a lost pipeline stage.
+        One writer was elected for several expert-parallel ranks; ranks did not save; a pipeline stage was lost.
     How to fix:
         Let one rank of each expert-parallel group write, and save again.
     See:
@@ -35,7 +34,7 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
     if not ckpt.is_sound:
         raise NotApplicable("some tensors cannot be judged, so it is not known which experts are stored")
     if judges(ckpt):
-        raise NotApplicable("CFG001 holds every expert against the configuration")
+        raise NotApplicable("CFG001 compares every expert with the configuration")
     layers = [layer for layer in moe_layers(ckpt) if any(role.numbers for role in layer.roles)]
     if not layers:
         raise NotApplicable("no experts are numbered in names")
@@ -52,13 +51,21 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
                 is_tail = layer.rows is not None and missing == set(range(len(role.numbers), keys))
                 same = all(set(r.numbers) == set(role.numbers) for r in numbered)
                 yield Finding(
-                    f"experts {ranges(missing)} of {keys}{{of}} are missing; there are {ranges(role.numbers)}",
+                    f"{_experts(missing)} of {keys}{{of}} {'is' if len(missing) == 1 else 'are'} missing; "
+                    f"{ranges(role.numbers)} {'is' if len(role.numbers) == 1 else 'are'} stored",
                     at=Location.of(role.params[0].tensor),
                     missing=tuple(map(str, sorted(missing))),
                     severity=Severity.INFO if is_tail and same else None,
                     notes=owners_note(ckpt, missing, keys),
-                    hint="the ranks that own these experts did not write them: check who is elected to write",
+                    hint="check which ranks are elected to write these experts: none of them did",
+                    inferred_from="the rows of the router"
+                    if keys > max(union) + 1
+                    else "the numbers of the other experts",
                 )
+
+
+def _experts(numbers: set[int]) -> str:
+    return f"expert{'s' * (len(numbers) > 1)} {ranges(numbers)}"
 
 
 def _expected_keys(layer: MoeLayer, least: int) -> int:

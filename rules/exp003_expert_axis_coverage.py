@@ -1,4 +1,4 @@
-"""EXP003: a hole in stacked experts is named by its experts."""
+"""EXP003: a hole in stacked experts is told by its experts."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.experts import owners_note
 from ckptlint.analysis.inventory import Param, inventory_of
+from ckptlint.geometry.missing import absent_ranks
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import ranges
+from ckptlint.model.text import named_ranks, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
 @rule("EXP003", "expert-axis-coverage", Severity.INFO, whole=True)
 def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Whole experts are what a hole in stacked expert weights leaves out.
+    """A hole in stacked expert weights is exactly a run of whole experts.
 
     What it checks:
         Where GEO004 finds a hole: whether every missing region is a run of whole experts.
     Why it matters:
-        It names the lost part of the mesh instead of offsets.
+        This points to a lost expert-parallel rank.
     Usual causes:
         replica_id lacks the tensor- or expert-parallel rank, or expert-parallel ranks claimed the same experts.
     How to fix:
@@ -34,12 +35,15 @@ def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
         if experts:
             axis = param.expert_axis or 0
             total = param.tensor.global_shape[axis]
+            found = [absent_ranks(ckpt, param.tensor, region) for region in param.tensor.layout.coverage.missing]
+            ranks = tuple(sorted({rank for absent in found if absent for rank in absent.ranks}))
             yield Finding(
-                f"experts {ranges(experts)} of {total}{{of}} are what the hole leaves out",
-                at=Location.of(param.tensor),
+                f"the hole{{of}} is exactly expert{'s' * (len(experts) > 1)} {ranges(experts)} of {total}",
+                at=Location.of(param.tensor, ranks=ranks),
                 missing=tuple(map(str, sorted(experts))),
                 notes=owners_note(ckpt, experts, total),
-                hint="look at replica_id and the expert offset of the ranks that own these experts",
+                hint="compare replica_id and the expert offsets of "
+                + (named_ranks(ranks) + " with the other ranks'" * (len(ranks) == 1) if ranks else "all ranks"),
             )
 
 

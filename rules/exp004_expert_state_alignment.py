@@ -6,19 +6,20 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.inventory import MOMENTS, inventory_of
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
 @rule("EXP004", "expert-state-alignment", Severity.INFO)
 def expert_state_alignment(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A moment has another number of experts than its weight.
+    """A moment has a different number of experts from its weight.
 
     What it checks:
-        Where OPT001 finds a moment of another size: whether only the expert axis differs.
+        Where OPT001 finds a moment of a different size: whether only the expert axis differs.
     Why it matters:
-        It says that the moments of whole experts are missing or belong to other experts.
+        The moments of whole experts are missing or belong to other experts.
     Usual causes:
-        The expert axis was restored for the weights before saving, and not for the optimizer.
+        The job restored the expert axis of the weights before saving, but not that of the optimizer state.
     How to fix:
         Restore it for the optimizer state too, and save again.
     See:
@@ -35,9 +36,9 @@ def expert_state_alignment(ckpt: Checkpoint) -> Iterator[Finding]:
         if state.what in MOMENTS and len(own) == len(expected) and differing == [param.expert_axis]:
             here, there = own[param.expert_axis], expected[param.expert_axis]
             yield Finding(
-                f"the state{{of}} has {here} experts, the weight has {there}",
+                f"the state{{of}} has {here} experts, but its weight has {there}",
                 at=Location.of(state.tensor),
                 missing=(str(here), str(there)),
-                notes=(("weight", f"{param.key.fqn} {list(expected)}"),),
-                hint="compare with the expert-parallel size: the state may be one rank's part",
+                notes=(("weight", f"{param.key.fqn} {shape_text(expected)}"),),
+                hint="compare with the expert-parallel size: the state is probably one rank's part",
             )

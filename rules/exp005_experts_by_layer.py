@@ -11,7 +11,7 @@ from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.layer_outliers import shape_outliers
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural, ranges, shape_text
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.keys import block_of
 
 Experts = tuple[tuple[str, int, frozenset[tuple[int, ...]]], ...]
@@ -20,23 +20,23 @@ Experts = tuple[tuple[str, int, frozenset[tuple[int, ...]]], ...]
 
 @rule("EXP005", "experts-by-layer", Severity.WARNING, whole=True)
 def experts_by_layer(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Layers that are equal in all other shapes differ in the number or the shape of their experts.
+    """Layers that are otherwise equal differ in the number or shape of their experts.
 
     What it checks:
-        Layers of one block whose parameters outside of experts have the same names and shapes, the router's included,
-        have as many experts, of the same shapes. Numbers are compared where no router tells them (EXP001, EXP002).
-        Left out are single layers that SHP002 reports, and jobs that declare layers of their own kinds.
+        Layers of one block whose other parameters, the router's included, have the same names and shapes store as many
+        experts, of the same shapes. Numbers are compared only where no router tells them (EXP001, EXP002). Single
+        layers that SHP002 reports are left out, and so are jobs that declare heterogeneous layers.
     Why it matters:
-        A load into equal layers fails, or leaves the experts that are not stored at their initial values.
+        Loading into equal layers fails, or leaves the experts that are not stored at their initial values.
     Usual causes:
-        A stage or node that wrote its own part of the experts, an export that merged two saves.
+        A stage or node saved only its own experts, or an export merged two saves.
     How to fix:
-        Look at which ranks wrote these layers, and save again.
+        Find the ranks that wrote these layers, and save again.
     See:
         megatron.core.transformer.moe.experts.SequentialMLP.sharded_state_dict
     """
     if judges(ckpt):
-        raise NotApplicable("CFG001 holds every expert against the configuration")
+        raise NotApplicable("CFG001 compares every expert with the configuration")
     layers = [layer for layer in moe_layers(ckpt) if layer.layer is not None]
     if len(layers) < 2 or not ckpt.is_sound:
         raise NotApplicable("there are no two layers with experts that can be judged")
@@ -78,21 +78,19 @@ def _finding(layers: list[MoeLayer], experts: Experts, usual: Experts, others: l
     number = next(i for i, (own, other) in enumerate(zip(experts, usual, strict=True)) if own != other)
     (name, count, shapes), (_, usual_count, usual_shapes) = experts[number], usual[number]
     lead = next(role.params[0] for role in layers[0].roles if role.role == name)
-    has = [plural(count, "expert")] if count != usual_count else ["experts"]
+    numbers, one = [layer.layer or 0 for layer in layers], len(others) == 1
+    shape, usual_shape = (" and ".join(map(shape_text, sorted(found))) for found in (shapes, usual_shapes))
+    has = plural(count, "expert") if count != usual_count else "experts"
     wants = [str(usual_count)] if count != usual_count else []
-    if shapes != usual_shapes:
-        has.append("of " + " and ".join(map(shape_text, sorted(shapes))))
-        wants.append("of " + " and ".join(map(shape_text, sorted(usual_shapes))))
-    what = " ".join(has)
-    numbers = [layer.layer or 0 for layer in layers]
+    with_shape = f" with shape {shape}" if shapes != usual_shapes else ""
+    wants += [f"shape {usual_shape}"] if shapes != usual_shapes else []
+    subject, like = ("layers", "them") if len(numbers) > 1 else ("layer", "it")
     listed = ranges(numbers)
-    notes: tuple[Note, ...] = (("others", f"layers {ranges(others)} are equal in all else"),)
     return Finding(
-        f"layer{'s' if len(numbers) > 1 else ''} {listed} {'have' if len(numbers) > 1 else 'has'} "
-        f"{what}{{of}}, and {plural(len(others), 'layer')} like "
-        f"{'them' if len(numbers) > 1 else 'it'} {' '.join(wants)}",
+        f"{subject} {listed} {'have' if len(numbers) > 1 else 'has'} {has}{{of}}{with_shape}; "
+        f"{plural(len(others), 'layer')} like {like} {'has' if one else 'have'} {' and '.join(wants)}",
         at=Location.of(lead.tensor),
         missing=(name, listed),
-        notes=notes,
         hint="if no setting makes these layers special, look at how their stage or ranks saved them",
+        inferred_from=f"layer{'s' * (not one)} {ranges(others)}, equal in everything else",
     )

@@ -15,18 +15,18 @@ _DENOMINATOR = 1024
 
 @rule("GEO001", "chunk-out-of-bounds", Severity.ERROR)
 def chunk_out_of_bounds(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A chunk leaves the tensor it belongs to.
+    """A chunk lies partly or wholly outside its tensor.
 
     What it checks:
-        On every axis a chunk starts at 0 or later, its size is not negative, and it ends at the global size or before.
-        An empty chunk outside is a note only.
+        On every axis a chunk starts at 0 or later, has a size of 0 or more, and ends at the global size or before. An
+        empty chunk outside the tensor is only info.
     Why it matters:
-        A load reads the wrong rows, or fails on this tensor.
+        Loading reads the wrong rows, or fails on this tensor.
     Usual causes:
-        The global size counts packed elements and the offset unpacked ones (NVFP4), padding is counted in the offset
-        but not in the size, or the metadata was edited.
+        The global size counts packed elements and the offset unpacked ones (NVFP4); padding counts in the offset but
+        not in the size; somebody edited the metadata.
     How to fix:
-        Make the writer declare the size it strides over, and save again.
+        Let the writer declare the size that its offsets run over, and save again.
     See:
         torch.distributed.checkpoint.metadata.ChunkStorageMetadata
     """
@@ -35,9 +35,9 @@ def chunk_out_of_bounds(ckpt: Checkpoint) -> Iterator[Finding]:
         rows = layout.outside.tolist()
         for row in rows[:_SHOWN]:
             box = layout.box(row)
-            place = f"the chunk is stored in {ckpt.chunk_file(tensor, row) or 'no file'}"
+            place = f"stored in {ckpt.chunk_file(tensor, row) or 'no file'}"
             if row == rows[0] and len(rows) > 1:
-                place += f"; {len(rows):,} chunks are like it"
+                place += f"; {len(rows):,} chunks of this tensor lie outside"
             yield Finding(
                 f"chunk {box}{{of}} {_fault(box, tensor.global_shape)}",
                 at=Location.of(
@@ -45,7 +45,7 @@ def chunk_out_of_bounds(ckpt: Checkpoint) -> Iterator[Finding]:
                 ),
                 severity=None if layout.live[row] or min(box.sizes) < 0 else Severity.INFO,
                 notes=(("where", place),),
-                hint="compare this tensor with the same one of the step before; the other chunks tell its true size",
+                hint="compare this tensor with the same one of the step before; its other chunks show its true size",
             )
 
 
@@ -53,14 +53,14 @@ def _fault(box: Box, shape: tuple[int, ...]) -> str:
     """By how many elements a box leaves a shape on its worst axis, or which of its sizes is negative.
 
     >>> _fault(Box((12,), (8,)), (16,)), _fault(Box((4, 0), (-2, 8)), (16, 8))
-    ('leaves the tensor by 4 on dim 0 (size 16, 1/4 of the axis)', 'has the size -2 on dim 0')
+    ('reaches 4 beyond the tensor on dim 0 (size 16, 1/4 of the axis)', 'has size -2 on dim 0')
     """
     axis = min(range(len(shape)), key=lambda a: box.sizes[a])
     if box.sizes[axis] < 0:
-        return f"has the size {box.sizes[axis]:,} on dim {axis}"
+        return f"has size {box.sizes[axis]:,} on dim {axis}"
     excess = [max(-start, stop - size) for start, stop, size in zip(box.offsets, box.ends, shape, strict=True)]
     axis = max(range(len(shape)), key=lambda a: excess[a])
     size = shape[axis]
     ratio = Fraction(excess[axis], size) if size else Fraction(1, _DENOMINATOR + 1)
     share = f", {ratio} of the axis" if ratio.denominator <= _DENOMINATOR else ""
-    return f"leaves the tensor by {excess[axis]:,} on dim {axis} (size {size:,}{share})"
+    return f"reaches {excess[axis]:,} beyond the tensor on dim {axis} (size {size:,}{share})"

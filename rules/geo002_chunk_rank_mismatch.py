@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import plural, shape_text
 from ckptlint.rule import Finding, Location, Severity, rule
 
 
 @rule("GEO002", "chunk-rank-mismatch", Severity.ERROR)
 def chunk_rank_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A chunk has another number of axes than its tensor.
+    """A chunk has a different number of axes from its tensor.
 
     What it checks:
         The offsets and the sizes of each chunk have as many numbers as the global shape.
     Why it matters:
         torch raises an IndexError that does not name the tensor, or slices the wrong axes.
     Usual causes:
-        Prepended layer or expert axes are present in the offsets and absent in the sizes, or the shape was edited.
+        A layer or expert axis was prepended to the offsets but not to the sizes, or somebody edited the shape.
     How to fix:
-        Give the sizes the same leading ones as the offsets, and save again.
+        Prepend the same axes to the sizes as to the offsets, and save again.
     See:
         torch.distributed.checkpoint.metadata.ChunkStorageMetadata
     """
@@ -29,9 +30,10 @@ def chunk_rank_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
             continue
         chunk = chunks[0]
         yield Finding(
-            f"{len(chunks)} of {len(chunks) + len(tensor.chunks)} chunks{{of}} do not have its "
-            f"{len(tensor.global_shape)} axes: offsets {list(chunk.offsets)}, sizes {list(chunk.sizes)}, "
-            f"shape {list(tensor.global_shape)}",
+            f"{len(chunks)} of {plural(len(chunks) + len(tensor.chunks), 'chunk')}{{of}} "
+            f"{'does' if len(chunks) == 1 else 'do'} not have its {len(tensor.global_shape)} axes: "
+            f"offsets {shape_text(chunk.offsets)}, sizes {shape_text(chunk.sizes)}, "
+            f"shape {shape_text(tensor.global_shape)}",
             at=Location.of(tensor),
-            hint="look for an axis that was prepended (layer, expert) or dropped on one side only",
+            hint="look for an axis (layer, expert) that was prepended or dropped on one side only",
         )

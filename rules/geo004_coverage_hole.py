@@ -14,16 +14,16 @@ _BUCKET = ".bucket_idx_"
 
 @rule("GEO004", "coverage-hole", Severity.ERROR, whole=True)
 def coverage_hole(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Part of a tensor's global shape is in no chunk.
+    """Part of a tensor is missing: no chunk holds it.
 
     What it checks:
-        Every index of the global shape lies in at least one chunk. A warning in the buckets of Megatron-Core's
-        distributed optimizer where the common state declares padding, which is not stored and not decoded here.
+        Every index of the global shape lies in at least one chunk. In the buckets of Megatron-Core's distributed
+        optimizer a hole is only a warning if the common state declares padding, which nobody stores.
     Why it matters:
-        A load leaves this region as it was in memory and raises nothing.
+        Loading raises no error; this part keeps whatever was in memory.
     Usual causes:
-        One rank's state dict lacked the tensor, a mesh axis was lost from its placements, padding was not declared, or
-        the plan of an earlier save was reused.
+        One rank's state dict lacked the tensor; the placements lost a mesh axis; padding was not declared; the plan of
+        an earlier save was reused.
     How to fix:
         Repair the placements and save again from the job, or go back to a step that passes.
     See:

@@ -1,4 +1,4 @@
-"""GEO005: an exact fraction that is covered names the lost mesh axis."""
+"""GEO005: the fraction that is stored shows which mesh axis was lost."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _MOST = 0.8
 
 @rule("GEO005", "coverage-fraction-hint", Severity.INFO, whole=True)
 def coverage_fraction_hint(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Tensors with holes are covered by exactly 1/k, and k is the size of a mesh axis.
+    """Exactly 1/k of the tensors with holes is stored, and k is the size of a mesh axis.
 
     What it checks:
-        Where GEO004 fires: whether the covered share is exactly 1/k, with k the size of a known parallel axis, or the
+        Where GEO004 fires: whether the stored share is exactly 1/k, with k the size of a known parallel axis, or the
         same k for most of five or more tensors with holes.
     Why it matters:
-        An exact fraction says which mesh axis the placement lost.
+        The fraction shows which mesh axis the placement lost.
     Usual causes:
-        A placement or mesh without that axis; only one rank of the axis was taken for a writer.
+        The placement or mesh lacks that axis, or only one rank of the axis was elected as writer.
     How to fix:
         Add the axis to the placement, and save again.
     """
@@ -38,11 +38,18 @@ def coverage_fraction_hint(ckpt: Checkpoint) -> Iterator[Finding]:
         axes = axes_of_size(ckpt.topology, factor)
         if not axes and (len(holed) < _FEW or len(tensors) < _MOST * len(holed)):
             continue
-        named = f"the size of {' and '.join(axes)}" if axes else f"the same in {len(tensors)} of {len(holed)} tensors"
+        named = (
+            f"and {factor} is the size of {' and '.join(axes)}"
+            if axes
+            else f"the same share in {len(tensors)} of {len(holed)} tensors with holes"
+        )
+        whose = "the tensor with a hole" if len(tensors) == 1 else f"each of {len(tensors)} tensors with holes"
+        lost = f"{' or '.join(axes)} axis" if axes else f"mesh axis of size {factor}"
         keys = ", ".join(tensor.fqn for tensor in tensors[:4]) + (", ..." if len(tensors) > 4 else "")
         yield Finding(
-            f"exactly 1/{factor} of {len(tensors)} tensors with holes is stored, and {factor} is {named}",
+            f"exactly 1/{factor} of {whose} is stored, {named}",
             at=Location(label=f"{ckpt.metadata_file}: {keys}"),
             missing=(f"1/{factor}", *(tensor.fqn for tensor in tensors)),
-            hint=f"look for a placement that lost the {' or '.join(axes) or f'mesh axis of size {factor}'}",
+            hint=f"look at the placements of these tensors: one probably dropped the {lost}",
+            inferred_from="the stored share and the sizes of the mesh axes" if axes else "the stored share",
         )

@@ -11,16 +11,16 @@ from ckptlint.vocabulary.keys import role
 
 @rule("GEO006", "empty-chunk-list", Severity.ERROR, whole=True)
 def empty_chunk_list(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A tensor is listed, and no chunk holds any of it.
+    """A tensor is listed, but no chunk holds any of it.
 
     What it checks:
-        A tensor whose global shape has elements has at least one chunk with elements; a scalar needs its one chunk.
+        A tensor whose global shape has elements has at least one chunk with elements. A scalar needs its one chunk.
     Why it matters:
-        The key loads as if it were present, and nothing is read.
+        The key loads as if it were there, and nothing is read.
     Usual causes:
         No rank considered itself the writer, because the main replica was elected in the wrong group.
     How to fix:
-        Elect a main replica in the right group, and save again.
+        Elect the main replica in the right group, and save again.
     See:
         torch.distributed.checkpoint.metadata.TensorStorageMetadata
     """
@@ -31,5 +31,7 @@ def empty_chunk_list(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 f"nothing{{of}} is stored: {count}",
                 at=Location.of(tensor),
-                hint="the same tensor of other layers has chunks" if role(tensor.fqn) in stored else "",
+                hint="compare with the same tensor of another layer, which has chunks"
+                if role(tensor.fqn) in stored
+                else "check which rank is elected to write it (replica_id): none was",
             )

@@ -6,7 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 
+from ckptlint.geometry.missing import saved_by
+from ckptlint.geometry.two_saves import saves_hint, saves_note
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import listed, shape_text
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _SHOWN, _NAMED, _ROWS = 64, 3, 15
@@ -14,16 +17,18 @@ _SHOWN, _NAMED, _ROWS = 64, 3, 15
 
 @rule("GEO007", "duplicate-chunk", Severity.ERROR)
 def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Two chunks of a tensor have the same offsets.
+    """Two chunks of a tensor start at the same offset.
 
     What it checks:
-        The offsets of the chunks with elements are distinct within a tensor.
+        Chunks with elements have distinct offsets within a tensor. Where the chunks come from files of two saves, each
+        complete by itself, the finding says so.
     Why it matters:
-        Stored bytes are found by (fqn, offset), so only one of the two is on disk or can be reached.
+        Loaders find stored bytes by key and offset, so only one of the two can be read.
     Usual causes:
-        Two modules or ranks saved different tensors under one key, or metadata files were merged.
+        Two modules or ranks saved different tensors under one key; metadata files were merged; files of two saves lie
+        in one folder.
     How to fix:
-        Make keys unique per module, and save again.
+        Make keys unique per module, and save again. If the files come from two saves, move the older set away.
     See:
         torch.distributed.checkpoint.metadata.MetadataIndex
     """
@@ -32,18 +37,22 @@ def duplicate_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
         for first, other in tensor.layout.duplicates:
             at_place[first].append(other)
         for first, others in islice(at_place.items(), _SHOWN):
-            place = f"{'both' if len(others) == 1 else 'all'} are filed under one entry, in "
-            place += ckpt.chunk_file(tensor, first) or "no file"
+            files = dict.fromkeys(ckpt.chunk_file(tensor, row) or "no file" for row in (first, *others))
+            place = listed([*files][:_NAMED]) + (" and others" if len(files) > _NAMED else "")
+            place = f"stored in {place}" if len(files) > 1 else f"one entry in {place} stands for all of them"
             if len(at_place) > 1 and first == next(iter(at_place)):
-                place += f"; chunks repeat at {len(at_place):,} places"
+                place += f"; chunks repeat at {len(at_place):,} offsets"
             boxes = [tensor.layout.box(row) for row in (first, *others[:_NAMED])]
             same = (tensor.layout.sizes[others] == tensor.layout.sizes[first]).all()
             more = f" and {len(others) - _NAMED:,} more" if len(others) > _NAMED else ""
-            what = f"sizes {list(boxes[0].sizes)}" if same else " and ".join(map(str, boxes)) + more
+            what = f"sizes {shape_text(boxes[0].sizes)}" if same else " and ".join(map(str, boxes)) + more
             count = "two" if len(others) == 1 else f"{len(others) + 1:,}"
+            rows = (first, *others[:_ROWS])
             yield Finding(
-                f"{count} chunks{{of}} start at {list(boxes[0].offsets)}: {what}",
-                at=Location.of(tensor, region=boxes[0].intersect(boxes[1]), rows=(first, *others[:_ROWS])),
-                notes=(("where", place),),
-                hint="find the two writers of this key; one of their tensors is lost",
+                f"{count} chunks{{of}} start at offset {shape_text(boxes[0].offsets)}: {what}",
+                at=Location.of(
+                    tensor, region=boxes[0].intersect(boxes[1]), rows=rows, ranks=saved_by(ckpt, tensor, rows)
+                ),
+                notes=(("where", place), ("two saves", saves_note(ckpt))),
+                hint=saves_hint(ckpt) or "find the two writers of this key: the tensor of one of them is lost",
             )

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from ckptlint.geometry.missing import saved_by
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box, Coverage, Crossing, Layout
+from ckptlint.model.text import span
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.keys import role
 
@@ -18,19 +20,19 @@ _MOST = 0.8
 
 @rule("GEO008", "boundary-mismatch", Severity.WARNING)
 def boundary_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Groups of chunks cut one axis at different places.
+    """Chunks of one tensor divide an axis at different indices.
 
     What it checks:
-        On no axis do the intervals of two chunks cross; and none lies strictly inside another where at least four in
-        five of three or more siblings (the same tensor of other layers) are cut as a plain grid. Tensors with holes,
-        overlaps or duplicates are left to GEO001 to GEO007. Flat cuts are let pass: tensors in which every chunk is one
-        contiguous run, and the pieces of single rows where a tensor-parallel block was flattened.
+        On no axis do the intervals of two chunks cross. None lies strictly inside another either, where at least 80% of
+        three or more siblings (the same tensor of other layers) form a plain grid. Tensors with holes, overlaps or
+        duplicates are left to GEO001 to GEO007; flattened tensors, whose chunks are contiguous runs or pieces of single
+        rows, are allowed.
     Why it matters:
-        Ranks disagree where a shared axis is divided, so an operation that assumes one grid mixes rows although every
-        element is stored once and torch accepts the plan.
+        Ranks disagree where a shared axis is divided, so code that assumes one grid mixes rows. torch accepts the plan,
+        since every element is stored once.
     Usual causes:
-        Uneven boundaries computed per tensor-parallel rank, one rank with another bucket layout, or a shard order that
-        was ignored.
+        Each tensor-parallel rank computed uneven boundaries of its own; one rank has a different bucket layout; the
+        shard order was ignored.
     How to fix:
         Derive the offsets of all ranks from one layout, and save again.
     See:
@@ -79,15 +81,15 @@ def _finding(ckpt: Checkpoint, tensor: Tensor, misfit: Crossing) -> Finding:
     (a, b), (c, d) = misfit.first, misfit.second
     rows = tuple(_holder(tensor, misfit.axis, interval) for interval in (misfit.first, misfit.second))
     where: tuple[Note, ...] = tuple(
-        ("cut", f"dim {misfit.axis} {start}:{stop} at {tensor.layout.box(row)} in {ckpt.chunk_file(tensor, row)}")
+        ("cut", f"{span(start, stop)} by chunk {tensor.layout.box(row)} in {ckpt.chunk_file(tensor, row)}")
         for (start, stop), row in zip((misfit.first, misfit.second), rows, strict=True)
     )
     region = tensor.layout.box(rows[1])
     return Finding(
-        f"chunks{{of}} cut dim {misfit.axis} at different places: {a}:{b} against {c}:{d}",
-        at=Location.of(tensor, region=Box(region.offsets, region.sizes), rows=rows),
+        f"chunks{{of}} divide dim {misfit.axis} differently: {span(a, b)} against {span(c, d)}",
+        at=Location.of(tensor, region=Box(region.offsets, region.sizes), rows=rows, ranks=saved_by(ckpt, tensor, rows)),
         notes=where,
-        hint="every element is stored once; check that the ranks that wrote these files agree on the shard order",
+        hint="check that the ranks that wrote these files agree on the shard order; every element is stored once",
     )
 
 

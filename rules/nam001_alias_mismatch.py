@@ -1,4 +1,4 @@
-"""NAM001: a parameter has one name, or names of one shape."""
+"""NAM001: a parameter has one key, or keys of one shape."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _INNER = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 @rule("NAM001", "alias-mismatch", Severity.ERROR)
 def alias_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Two keys name one parameter and differ in shape, or one key lacks the wrapper that its layer has.
+    """Two keys name one parameter but differ in shape, or a key lacks the wrapper of its layer.
 
     What it checks:
-        Keys that become equal once wrappers (`_orig_mod.`, `module.`) are stripped have equal global shapes; a note
-        when they do. Where only a leading wrapper differs, half of the keys below each must have such a twin. A
-        warning for embedding and output layer where the configuration ties them, and for the few keys of a block of
-        layers that begin with other wrappers (`model.`, none) than most keys of the block and others of their layer.
-        Names of different stages, modules, chains or copies of the model are no twins.
+        Keys that become equal once wrappers (`_orig_mod.`, `module.`) are stripped have equal global shapes; if they
+        do, it is only info. Where only a leading wrapper differs, half of the keys below each must have such a twin. It
+        is a warning if embedding and output layer differ although the configuration ties them, or if a few keys of a
+        block of layers begin with different wrappers (`model.`, none) from most keys of the block and from others of
+        their layer. Keys of different stages, modules, chains or copies of the model are no twins.
     Why it matters:
-        One of the two names bypassed the sharding rule, and which of them a loader takes is chance; a name that lacks
-        its wrapper is not found by the loader.
+        One of the two keys bypassed the sharding rule, and a loader may take either. A key that lacks its wrapper is
+        not found.
     Usual causes:
-        A wrapper's name that is missing from the map of placements.
+        The map of placements lacks the name of a wrapper.
     How to fix:
-        Register the placement for every alias, and save the parameter under one name.
+        Register the placement for every alias, and save the parameter under one key.
     """
     if not judges(ckpt):  # CFG001 names a key that stands under another name than the model's
         yield from _odd_wrappers(ckpt)
@@ -67,12 +67,13 @@ def _odd_wrappers(ckpt: Checkpoint) -> Iterator[Finding]:
             expected = f"{usual}.{param.key.path}".removeprefix(".")
             if _prefix(param) != usual and param.key.layer in layers and expected not in ckpt.tensors:
                 yield Finding(
-                    f"key{{of}} should be {expected}: {count} of {len(params)} keys of the block begin so",
+                    f"key{{of}} should be {expected}: {count} of {len(params)} keys of its block begin that way",
                     at=Location.of(param.tensor),
                     missing=(expected,),
                     severity=Severity.WARNING,
-                    why="a loader that asks for the whole name finds nothing and leaves the parameter as it was",
+                    why="a loader that asks for the whole key finds nothing and leaves the parameter as it was",
                     hint="look for a map of names that forgot this one, and save again",
+                    inferred_from=f"{count} of {len(params)} keys of its block",
                 )
 
 
@@ -92,7 +93,7 @@ def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
     text = (
         f"two keys name one parameter, both {shape_text(b.global_shape)}"
         if equal
-        else f"two keys name one parameter and differ: {shapes}"
+        else f"two keys name one parameter but differ: {shapes}"
     )
     share = Fraction(b.volume, a.volume) if a.volume else Fraction(1)
     part = f", {share} of the elements" if share != 1 else ""
@@ -107,8 +108,9 @@ def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
             ("other key", f"{a.fqn}: {a.dtype} {shape_text(a.global_shape)}"),
             ("this key", f"{b.fqn}: {b.dtype} {shape_text(b.global_shape)}{part}"),
         ),
-        why="the parameter is stored twice, and which copy a loader takes is chance" if equal else "",
-        hint="" if equal else "find out which of the two your loader asks for; the smaller may be one rank's part",
+        why="the parameter is stored twice, and a loader may take either copy" if equal else "",
+        hint="" if equal else "find out which of the two your loader asks for; the smaller is probably one rank's part",
+        inferred_from="the two keys, which are equal without wrappers",
     )
 
 
@@ -130,7 +132,7 @@ def _tied(ckpt: Checkpoint) -> Iterator[Finding]:
             continue
         shapes = f"{shape_text(a.global_shape)} and {shape_text(b.global_shape)}"
         yield Finding(
-            f"embedding and output layer are tied and differ: {shapes}",
+            f"embedding and output layer are tied but differ: {shapes}",
             at=Location.of(b),
             missing=(a.fqn,),
             severity=Severity.WARNING,
@@ -142,6 +144,6 @@ def _tied(ckpt: Checkpoint) -> Iterator[Finding]:
                 ),
                 ("tied by", f"{declared[name].source}"),
             ),
-            why="they are one weight, so what is loaded depends on which of the two is read",
+            why="they are one weight, so what you load depends on which of the two is read",
             hint="check the padding of the vocabulary and the placement of both, or untie them in the configuration",
         )

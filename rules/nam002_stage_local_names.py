@@ -10,7 +10,7 @@ from ckptlint.analysis.inventory import optimizer_parts, split_state
 from ckptlint.analysis.save_plans import Duplicate, duplicates
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint, SavePlans
-from ckptlint.model.text import ranges, shape_text
+from ckptlint.model.text import listed, named_ranks, ranges, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Key, parse
 
@@ -31,16 +31,16 @@ class _Shared:
 
 @rule("NAM002", "stage-local-names", Severity.WARNING)
 def stage_local_names(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Ranks of different pipeline stages planned different layers under the same numbers.
+    """Pipeline stages planned different layers under the same number.
 
     What it checks:
-        Where the plans of all ranks are stored and there are several stages: no two stages planned the same key of a
-        numbered layer, or of the optimizer state of one, at the same offset while their shapes or the roles in that
-        layer differ. Equal layers are left to OBJ001, tied embeddings are no layers.
+        Where the plans of all ranks are stored and there are several stages, no two stages planned the same key of a
+        numbered layer, or of its optimizer state, at the same offset while their shapes or the roles in that layer
+        differ. Equal layers are left to OBJ001. Tied embeddings are no layers.
     Why it matters:
         One stage overwrites the other, so the layers or moments of all stages but one are lost.
     Usual causes:
-        Layers numbered from 0 on each stage, or optimizer parts saved without a stage prefix.
+        Each stage numbers its layers from 0, or optimizer parts were saved without a stage prefix.
     How to fix:
         Number the layers globally, or give every stage a prefix of its own.
     See:
@@ -112,7 +112,7 @@ def _difference(
                 for stage, found in zip(stages, sets, strict=True)
                 if found & differing
             ]
-            return (("roles", f"in layer {key.layer} {', '.join(alone)}, which not all of them have"),)
+            return (("roles", f"in layer {key.layer} {', '.join(alone)}; not all stages have these"),)
     return ()
 
 
@@ -120,17 +120,20 @@ def _finding(
     ckpt: Checkpoint, shared: _Shared, stages: tuple[int, ...], found: tuple[Note, ...], per_stage: int
 ) -> Finding:
     lead = shared.same[0]
-    ranks = [f"stage {stage} is {ranges(range(stage * per_stage, (stage + 1) * per_stage))}" for stage in stages]
+    ranks = {rank for duplicate in shared.same for rank in duplicate.ranks}
+    homes = [named_ranks(range(stage * per_stage, (stage + 1) * per_stage)) for stage in stages]
     keys = list(dict.fromkeys(duplicate.fqn for duplicate in shared.same))
     more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
     return Finding(
-        f"pipeline stages {ranges(stages)} planned different layers under number {ranges(shared.layers)}",
-        at=Location(lead.fqn, ckpt.tensors.get(lead.fqn)),
+        f"pipeline stages {listed([*map(str, stages)])} planned different layers under "
+        f"number{'s' * (len(shared.layers) > 1)} {ranges(shared.layers)}",
+        at=Location(lead.fqn, ckpt.tensors.get(lead.fqn), ranks=tuple(sorted(ranks))),
         missing=tuple(keys),
         notes=(
-            ("ranks", ", ".join(ranks)),
+            ("ranks", ", ".join(f"stage {stage} is {home}" for stage, home in zip(stages, homes, strict=True))),
             *found,
             ("shared", ", ".join(keys[:_SHOWN]) + more),
         ),
-        hint="compare the layer offset of each stage; the state of all but one stage is not in this checkpoint",
+        hint=f"compare the layer offsets of {named_ranks(ranks)}; this checkpoint holds these layers of one stage only",
+        inferred_from=f"the number of pipeline stages ({trusted_topology(ckpt)['pp'].source})",
     )

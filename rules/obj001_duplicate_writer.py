@@ -10,26 +10,26 @@ import numpy as np
 
 from ckptlint.analysis.save_plans import Duplicate, duplicates
 from ckptlint.model import Checkpoint, RecordState
-from ckptlint.model.text import ranges
+from ckptlint.model.text import listed, named_ranks, plural, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import role
 
 
 @rule("OBJ001", "duplicate-writer", Severity.ERROR)
 def duplicate_writer(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Two or more ranks planned to write the same key at the same offset.
+    """Several ranks planned to write the same key at the same offset.
 
     What it checks:
-        In the plans of all ranks, which Megatron-Core stores from before deduplication, every (fqn, offset) occurs
+        In the plans of all ranks, which Megatron-Core stores from before deduplication, every key and offset occurs
         once. Equal sizes, shapes and dtypes make it a warning. Not judged where plans are absent, were reused from
         another state, or come from a writer whose ranks all plan their replicas. From depth headers on, the record of
-        every ShardedObject is a list of one: a longer one holds several objects that one rank had under one key.
+        every ShardedObject is a list of one; a longer list holds several objects that one rank saved under one key.
     Why it matters:
-        One copy survives and the rest is dropped without a message, so if they differed a module or a rank has lost its
-        state.
+        One copy survives and the rest is dropped without a message, so if they differed, a module or a rank has lost
+        its state.
     Usual causes:
-        replica_id lacks a mesh axis (tp, ep), two modules share inner keys without a prefix, or a tied layer is claimed
-        by two pipeline stages.
+        replica_id lacks a mesh axis (tp, ep); two modules share inner keys without a prefix; two pipeline stages claim
+        a tied layer.
     How to fix:
         Put every replicated axis into replica_id, and prefix keys per module.
     See:
@@ -72,27 +72,29 @@ def _lists(ckpt: Checkpoint) -> Iterator[Finding]:
             f"one rank saved {count} objects{{of}} under one key",
             at=Location(obj.fqn, file=file, byte_range=(start, length)),
             missing=("list",),
-            notes=(("record", f"{file}, bytes {start:,}-{start + length:,}: a list of {count}"),),
-            why="a load hands out the first of them, so the state of the others is lost",
-            hint="two modules share this key on one rank: give each a prefix of its own",
+            notes=(("record", f"{file}, bytes {start:,}-{start + length - 1:,}: a list of {count}"),),
+            why="loading returns the first of them, so the state of the others is lost",
+            hint="give each module a prefix of its own: two of them share this key on one rank",
             alike=f"list {count}",
         )
 
 
 def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
     first = same[0]
-    ranks = " and ".join(map(str, first.ranks)) if len(first.ranks) < 4 else ranges(first.ranks)
+    ranks = f"ranks {listed([*map(str, first.ranks)])}" if len(first.ranks) < 4 else named_ranks(first.ranks)
+    all_ = "both" if len(first.ranks) == 2 else "all"
     if first.offset is None:
-        what = f"{len(first.ranks)} copies{{of}} were written"
+        what = f"{ranks} {all_} wrote a copy{{of}}; one copy was kept"
     else:
-        what = f"{len(same)} chunk{'s' if len(same) > 1 else ''}{{of}} {'were' if len(same) > 1 else 'was'} written"
+        each = " of each" if len(same) > 1 else ""
+        what = f"{ranks} {all_} wrote {plural(len(same), 'chunk')}{{of}}; one copy{each} was kept"
     return Finding(
-        f"{what} by ranks {ranks}, and one was kept",
-        at=Location(first.fqn, ckpt.tensors.get(first.fqn)),
+        what,
+        at=Location(first.fqn, ckpt.tensors.get(first.fqn), ranks=first.ranks),
         missing=tuple(str(duplicate.offset) for duplicate in same),
         severity=Severity.WARNING if first.equal else None,
         explain=partial(_plans, ckpt, first),
-        hint="if the ranks' values differ, the state of all but one is gone: compare replica_id of these ranks",
+        hint=f"compare replica_id of {ranks}; if their values differed, all but one copy is lost",
         alike=f"{first.ranks} {first.equal}",
     )
 
@@ -106,15 +108,19 @@ def _plans(ckpt: Checkpoint, duplicate: Duplicate) -> tuple[Note, ...]:
         ("kept", f"the entry points to {ckpt.byte_range_of(record)[0]}" if record >= 0 else "no entry is left")
     ]
     if duplicate.offset is None:
-        notes.append(("plans", "they do not say whether the objects are equal"))
+        notes.append(("plans", "the plans do not say whether the objects are equal"))
     elif duplicate.equal:
-        notes.append(("plans", "sizes and dtypes are the same on these ranks; they do not say whether the values are"))
+        notes.append(
+            ("plans", "sizes and dtypes are equal on these ranks; the plans do not say whether the values are")
+        )
     else:
         for row in duplicate.rows[:4]:
             sizes = [v for v in table.sizes[row].tolist() if v >= 0]
             shape = [v for v in table.global_shape[row].tolist() if v >= 0]
             dtype = table.dtypes[int(table.dtype[row])] if table.dtype[row] >= 0 else "bytes"
-            notes.append(("plan", f"rank {int(table.rank[row])}: sizes {sizes} of {shape}, {dtype}"))
+            notes.append(
+                ("plan", f"rank {int(table.rank[row])}: sizes {shape_text(sizes)} of {shape_text(shape)}, {dtype}")
+            )
     return tuple(notes)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import ranges
+from ckptlint.model.text import ranges, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -22,12 +22,12 @@ def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
     """Some shards of a ShardedObject are missing.
 
     What it checks:
-        For every key with suffix `/shard_<offset>_<shape>` the offsets are all those of the grid `shape`. A warning for
+        For every key with the suffix `/shard_<offset>_<shape>`, the offsets fill the grid `shape`. It is a warning for
         `_extra_state`, whose absence most loads survive.
     Why it matters:
         Megatron-Core refuses to load a key whose shards are not all there.
     Usual causes:
-        Ranks were missing when the job saved, or a stage or branch of the model was not written.
+        Ranks were missing when the job saved, or a stage or branch of the model did not save.
     How to fix:
         Save again with all ranks, or go back to a complete step.
     See:
@@ -43,13 +43,13 @@ def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
         lost, outside = prod(shape) - len(inside), len(present) - len(inside)
         if not len(present) or not (lost or outside):
             continue
-        place = f"{ckpt.metadata_file}: grid {list(shape)}, {len(inside):,} of {prod(shape):,} shards"
+        place = f"{ckpt.metadata_file}: grid {shape_text(shape)}, {len(inside):,} of {prod(shape):,} shards stored"
         if outside:
             far = present[~is_inside][0]
             subject = "1 shard{of} lies" if outside == 1 else f"{outside:,} shards{{of}} lie"
-            message = f"{subject} outside its grid {list(shape)}, the first at {far.tolist()}"
+            message = f"{subject} outside its grid {shape_text(shape)}, the first at {shape_text(far.tolist())}"
         else:
-            message = f"{len(inside):,} of {prod(shape):,} ShardedObject shards{{of}} are there"
+            message = f"{lost:,} of {prod(shape):,} ShardedObject shards{{of}} {'is' if lost == 1 else 'are'} missing"
         missing = _missing(shape, set(map(tuple, inside.tolist())))
         yield Finding(
             message,
@@ -57,9 +57,9 @@ def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
             missing=tuple(".".join(map(str, offset)) for offset in missing[:64]),
             severity=Severity.WARNING if key.endswith("_extra_state") else None,
             notes=_which(ckpt, shape, missing, lost) if lost else (),
-            hint="the ranks of the missing shards did not save it, or none of them was its main replica (replica_id)"
+            hint="look at the ranks of the missing shards: they did not save, or none was the main replica (replica_id)"
             if lost
-            else "its names were made for another grid; compare them with those of another step",
+            else "compare its keys with those of another step: they were made for another grid",
         )
 
 
@@ -85,6 +85,12 @@ def _which(ckpt: Checkpoint, shape: tuple[int, ...], missing: list[tuple[int, ..
         if len(values) < size and len(missing) == len(values) * prod(shape) // size:
             names = axes_of_size(ckpt.topology, size)
             name = f"dim {axis} ({names[0]})" if len(names) == 1 else f"dim {axis}"
-            return (("mesh", f"{name}: {ranges(values)} of 0-{size - 1} is missing everywhere"),)
+            shards, verb = ("shard", "is") if len(values) == 1 else ("shards", "are")
+            return (
+                (
+                    "mesh",
+                    f"{name} has {size} shards; {shards} {ranges(values)} {verb} missing everywhere",
+                ),
+            )
     shown = ", ".join(".".join(map(str, offset)) for offset in missing[:8])
     return (("missing", shown + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")),)

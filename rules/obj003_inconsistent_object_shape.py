@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import IntArray
+from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 
@@ -19,7 +20,7 @@ def inconsistent_object_shape(ckpt: Checkpoint) -> Iterator[Finding]:
     Why it matters:
         The loader asks for one shape and finds half a set.
     Usual causes:
-        Two saves of different topology in one folder, or ranks that disagree on the size of a group.
+        Two saves of different topology lie in one folder, or ranks disagree on the size of a group.
     How to fix:
         Save into an empty folder.
     See:
@@ -34,11 +35,11 @@ def inconsistent_object_shape(ckpt: Checkpoint) -> Iterator[Finding]:
         if len(rows_of) < 2:
             continue
         found = {shape: [_place(ckpt, row) for row in rows.tolist()] for shape, rows in rows_of.items()}
-        grids = " and ".join(str(list(shape)) for shape in sorted(found))
+        grids = " and ".join(map(shape_text, sorted(found)))
         notes: list[Note] = [
             (
                 "grid",
-                f"{list(shape)}: {', '.join(shards[:4])}{f' and {len(shards) - 4} more' if len(shards) > 4 else ''}",
+                f"{shape_text(shape)}: {', '.join(shards[:4])}" + (f" and {len(shards) - 4} more" * (len(shards) > 4)),
             )
             for shape, shards in sorted(found.items())
         ]
@@ -47,7 +48,7 @@ def inconsistent_object_shape(ckpt: Checkpoint) -> Iterator[Finding]:
             at=Location(key),
             missing=tuple(map(str, sorted(found))),
             notes=tuple(notes),
-            hint="compare the times of these files: the older set is a leftover of another topology",
+            hint="compare the times of these files: the older set is probably left from a save of another topology",
         )
 
 

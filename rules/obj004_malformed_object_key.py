@@ -7,21 +7,22 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
 @rule("OBJ004", "malformed-object-key", Severity.WARNING)
 def malformed_object_key(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A ShardedObject key does not parse.
+    """The key of a ShardedObject does not parse.
 
     What it checks:
-        In a Megatron-Core checkpoint every bytes entry with `/shard_` in its name is `<key>/shard_<offset>_<shape>`,
-        with numbers joined by dots, no other slash in the key, and as many numbers in offset and shape. One shape
-        number less is how zarr-era files are written, and is let pass.
+        In a Megatron-Core checkpoint every bytes entry with `/shard_` in its key is `<key>/shard_<offset>_<shape>`:
+        numbers joined by dots, no other slash in the key, and as many numbers in offset and shape. One shape number
+        less is allowed, as zarr-era writers leave one out.
     Why it matters:
-        Megatron-Core splits the name on "/" and "_" and misreads it.
+        Megatron-Core splits the key on "/" and "_" and misreads it.
     Usual causes:
-        A slash in a module name, or a key that was made by hand.
+        A module name contains a slash, or somebody made the key by hand.
     How to fix:
         Rename the module key, and save again.
     See:
@@ -33,12 +34,12 @@ def malformed_object_key(ckpt: Checkpoint) -> Iterator[Finding]:
         if "/shard_" in entry.fqn:
             key, _, suffix = entry.fqn.rpartition("/shard_")
             reason = f"the key {key!r} contains a slash" if "/" in key else f"{suffix!r} is not <offset>_<shape>"
-            yield Finding(f"the object name{{of}} does not parse: {reason}", at=Location(entry.fqn))
+            yield Finding(f"the object key{{of}} does not parse: {reason}", at=Location(entry.fqn))
     objects = ckpt.objects
     surplus = np.diff(objects.start) - np.array([len(shape) for _, shape in objects.grids], np.int64)[objects.grid]
     for row in np.flatnonzero((surplus != 0) & (surplus != 1)).tolist():
         obj = objects[row]
         yield Finding(
-            f"the object name{{of}} does not parse: offset {list(obj.offset)} and shape {list(obj.shape)}",
+            f"the object key{{of}} does not parse: offset {shape_text(obj.offset)}, shape {shape_text(obj.shape)}",
             at=Location(obj.fqn),
         )

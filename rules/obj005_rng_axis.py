@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.trusted_config import flag, trusted, trusted_topology
 from ckptlint.model import Checkpoint, Declared
+from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _RANDOM = ("attention_dropout", "hidden_dropout", "router_jitter")
@@ -13,21 +14,21 @@ _RANDOM = ("attention_dropout", "hidden_dropout", "router_jitter")
 
 @rule("OBJ005", "rng-axis", Severity.WARNING)
 def rng_axis(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The random state is saved per pipeline and tensor rank alone although other ranks draw their own numbers.
+    """Ranks that draw their own random numbers share one saved random state.
 
     What it checks:
-        `rng_state` has a third axis when the job has EP > 1, or data_parallel_random_init: Megatron-Core 0.16 cuts it
-        by (PP, TP, DP x CP) there, other versions by (PP, TP) alone. A note unless the configuration shows that random
+        `rng_state` has a third axis if the job has EP > 1 or data_parallel_random_init: Megatron-Core 0.16 then cuts it
+        by (PP, TP, DP x CP), other versions only by (PP, TP). It is info unless the configuration shows that random
         numbers matter (that flag, dropout, jitter at the router's input). Not judged where the expert ranks are the
         tensor ranks, where EP is not declared, or after a finetuning start.
     Why it matters:
         Ranks that differ by expert or data parallelism resume with the same random state, so they drop the same
         activations.
     Usual causes:
-        A Megatron-Core that declares the random state a replica over data and context parallelism.
+        Most versions of Megatron-Core treat the random state as a replica over data and context parallelism.
     How to fix:
-        Nothing else of this checkpoint is affected: only the independence of the ranks is lost. Megatron-Core 0.16
-        alone saves the third axis, which other versions cannot load.
+        Nothing else of this checkpoint is affected; only the independence of the ranks is lost. Only Megatron-Core 0.16
+        saves the third axis, and other versions cannot load it.
     See:
         megatron.training.checkpointing.get_rng_state
     """
@@ -53,14 +54,14 @@ def rng_axis(ckpt: Checkpoint) -> Iterator[Finding]:
     matters += ["data_parallel_random_init"] if random_init else []
     because = f"EP is {ep}" if ep > 1 else "data_parallel_random_init is set"
     yield Finding(
-        f"{own:,} random state{' is' if own == 1 else 's are'} stored for {world:,} ranks, and {because}",
-        at=Location("rng_state", label=f"{ckpt.metadata_file}: grid {list(grid)} of pipeline and tensor ranks"),
+        f"{own:,} random state{' is' if own == 1 else 's are'} stored for {world:,} ranks, though {because}",
+        at=Location("rng_state", label=f"{ckpt.metadata_file}: grid {shape_text(grid)} of pipeline and tensor ranks"),
         severity=None if matters else Severity.INFO,
         notes=(
             ("ranks", f"{world - own:,} of {world:,} resume with the random state of another rank"),
             ("random", ", ".join(matters) if matters else "no dropout, jitter or random init is declared"),
         ),
-        hint="nothing else of this checkpoint is affected; only Megatron-Core 0.16 saves a state for each of them",
+        hint="resume as it is if equal random numbers do no harm: nothing else of this checkpoint is affected",
     )
 
 

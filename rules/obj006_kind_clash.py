@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ckptlint.analysis.inventory import dp_group
 from ckptlint.model import ByteObject, Checkpoint, Tensor
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import braces
+from ckptlint.model.text import braces, plural
 from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.keys import parse
 
@@ -31,11 +31,11 @@ def kind_clash(ckpt: Checkpoint) -> Iterator[Finding]:
     """One logical key is a tensor in one place and bytes in another.
 
     What it checks:
-        A key that differs only by the number of a layer or expert, by a wrapper, or by standing in the optimizer and
-        not in the model, is stored as a tensor everywhere or as bytes everywhere. A note for `_extra_state`; other
-        runtime entries are left out.
+        A key that differs only by the number of a layer or expert, by a wrapper, or by standing in the optimizer
+        instead of the model, is a tensor everywhere or bytes everywhere. It is info for `_extra_state`; other runtime
+        entries are left out.
     Why it matters:
-        A planner chooses how to read by the kind of the key in the running job, and fails late where the file has the
+        A planner chooses how to read by the kind of the key in the running job, and fails late if the file has the
         other kind.
     Usual causes:
         A library changed how it wraps a state between the saves of two parts.
@@ -81,7 +81,8 @@ def _finding(ckpt: Checkpoint, kinds: _Kinds) -> Finding:
     files = {ckpt.byte_range_of(record)[0] for _, record in in_bytes if record >= 0}
     files |= {ckpt.chunk_file(tensor, 0) for tensor in kinds.tensors if len(tensor.chunks)} - {""}
     return Finding(
-        f"key{{of}} is a tensor here and bytes elsewhere: {len(kinds.tensors)} against {len(in_bytes)}",
+        f"key{{of}} is a tensor here and bytes elsewhere: {plural(len(kinds.tensors), 'tensor')}, "
+        f"{len(in_bytes)} in bytes",
         at=Location.of(lead),
         severity=Severity.INFO if is_extra else None,
         notes=(
@@ -90,6 +91,7 @@ def _finding(ckpt: Checkpoint, kinds: _Kinds) -> Finding:
             ("stored in", ", ".join(sorted(files)[:_SHOWN]) + (" and others" if len(files) > _SHOWN else "")),
         ),
         hint="find out which library version wrote each of the two, and load with that one",
+        inferred_from="keys that are equal but for a number or a wrapper",
     )
 
 

@@ -8,8 +8,9 @@ from math import prod
 
 from ckptlint.analysis.inventory import MASTER_COPIES, Param, State, inventory_of
 from ckptlint.analysis.optimizer_fit import PAIR, StateMismatch, elementwise_states, moment_pairs, state_mismatches
+from ckptlint.geometry.missing import saved_by
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.text import ranges, shape_text
+from ckptlint.model.text import named_ranks, ranges, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _FILES = 4
@@ -18,23 +19,23 @@ _MADE_LIKE = frozenset((*PAIR, "max_exp_avg_sq", *MASTER_COPIES))
 
 @rule("OPT001", "moment-numel", Severity.ERROR)
 def moment_numel(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A moment or master weight has another number of elements than its parameter.
+    """A moment or master weight has more or fewer elements than its parameter.
 
     What it checks:
         exp_avg, exp_avg_sq, momentum_buffer, the master weights and the like have as many elements as their parameter,
-        in whatever shape; the halves of a fused weight together. A warning where the shape alone differs at equal
-        number of axes. Left out are scalars, factored and quantised states, flat parameters and buckets; a note is what
-        all parameters of one shape share, since it looks like an optimizer that is not known here; moments of Adam and
-        master weights, which are made like their parameter, stay a warning when all of them are transposed.
+        in whatever shape; the halves of a fused weight count together. It is a warning if only the shape differs at an
+        equal number of axes. Scalars, factored and quantised states, flat parameters and buckets are left out. If all
+        parameters of a shape deviate alike, it is only info, since the optimizer may be unknown here; Adam's moments
+        and master weights stay a warning when all are transposed.
     Why it matters:
-        DCP loads a state of the recorded size without comparing it with the parameter, so a part of the moments, or
-        those of other elements, are applied.
+        DCP loads a state of the recorded size without comparing it with the parameter, so part of the moments, or those
+        of other elements, are applied.
     Usual causes:
-        A rank's local tensor saved under a shared key, an expert axis that was not restored before saving, a stale
-        index map, or bucket padding that was kept.
+        A rank saved its local tensor under a shared key; the expert axis was not restored before saving; the index map
+        is stale; bucket padding was kept.
     How to fix:
-        Save the state with the parameter's placement; reset the state of these parameters, or go back to a step that
-        passes.
+        Save the state with the parameter's placement. For this checkpoint, reset the state of these parameters, or go
+        back to a step that passes.
     See:
         torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
     """
@@ -47,16 +48,18 @@ def moment_numel(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: State) -> Finding:
-    ratio = f"{misfit.quotient} of it" if misfit.quotient < 1 else f"{misfit.quotient} times as many"
+    ratio = f"{misfit.quotient} of them" if misfit.quotient < 1 else f"{misfit.quotient} times as many"
     held = f"{misfit.elements:,} elements" if len(misfit.states) == 1 else f"{misfit.elements:,} with its other half"
     lead = misfit.params[0]
+    ranks = saved_by(ckpt, state.tensor)
     severity = Severity.INFO if misfit.is_pattern else Severity.WARNING if misfit.is_inferred else None
     return Finding(
-        f"state{{of}} has {held}, its parameter has {misfit.expected:,}: {ratio}",
-        at=Location.of(state.tensor),
+        f"state{{of}} has {held}, but its parameter has {misfit.expected:,}: {ratio}",
+        at=Location.of(state.tensor, ranks=ranks),
         severity=severity,
         notes=tuple(_notes(ckpt, misfit, state)),
-        hint=_hint(misfit),
+        hint=_hint(misfit, ranks),
+        inferred_from="the sizes of the mesh axes" if misfit.is_inferred and not misfit.is_pattern else "",
         alike=f"{lead.key.scope} {lead.key.role} {misfit.elements}/{misfit.expected}",
     )
 
@@ -68,19 +71,20 @@ def _notes(ckpt: Checkpoint, misfit: StateMismatch, state: State) -> Iterator[No
         one = "1/" if misfit.quotient < 1 else ""
         yield (
             "ratio",
-            f"{misfit.quotient} = " + " = ".join(f"{one}{axis} from {source}" for axis, source in misfit.axes),
+            f"{misfit.quotient} = " + " = ".join(f"{one}{axis} ({source})" for axis, source in misfit.axes),
         )
     if misfit.is_local:
-        yield "part", "the state is as long as one chunk of the parameter: what one rank holds"
+        yield "part", "the state is as long as one chunk of the parameter, which is what one rank holds"
     if misfit.is_pattern:
-        yield "pattern", "every parameter of this shape shows it: perhaps an optimizer that is not known here"
+        yield "pattern", "every parameter of this shape deviates alike: perhaps an optimizer unknown to ckptlint"
     files = sorted({ckpt.chunk_file(state.tensor, row) for row in range(min(len(state.tensor.chunks), _FILES))} - {""})
     yield "stored in", ", ".join(files) + (" and others" if len(state.tensor.chunks) > _FILES else "")
 
 
-def _hint(misfit: StateMismatch) -> str:
+def _hint(misfit: StateMismatch, ranks: tuple[int, ...]) -> str:
     if misfit.quotient < 1 and (misfit.axes or misfit.is_local):
-        return "wrap the state with the placement of its parameter before saving; what the other ranks held is lost"
+        whose = f"the part of {named_ranks(ranks)} alone" if len(ranks) == 1 else "one rank's part"
+        return f"wrap the state with its parameter's placement and save again: this is probably {whose}"
     if misfit.is_pattern:
         return "compare with a state of the same optimizer that is known to be right"
     return "do not resume with this state: drop it, or take it from a step that passes"
@@ -106,13 +110,13 @@ def _transposed(ckpt: Checkpoint) -> Iterator[Finding]:
         pattern = len(odd) == len(found) and len(odd) > 1 and what not in _MADE_LIKE
         for state, param in odd:
             shape = state.tensor.global_shape
-            word = "transposed" if shape == expected[::-1] else "of another shape"
+            word = "is transposed" if shape == expected[::-1] else "has a different shape"
             yield Finding(
-                f"state{{of}} is {word}: {shape_text(shape)} for a parameter of {shape_text(expected)}",
+                f"state{{of}} {word}: {shape_text(shape)} for a parameter of {shape_text(expected)}",
                 at=Location.of(state.tensor),
                 severity=Severity.INFO if pattern else Severity.WARNING,
                 notes=(("parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"), *_others(found, len(odd))),
-                why="the number of elements is right, so it loads, and each element then gets the moments of another",
+                why="the number of elements is right, so it loads, and each element gets the moments of another",
                 hint=_transposed_hint(shapes[param, shape]),
                 alike=f"{param.key.scope} {param.key.role} {shape} {expected}",
             )
@@ -120,7 +124,7 @@ def _transposed(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _transposed_hint(count: int) -> str:
     if count > 1:
-        return f"{count} states of this parameter have this shape: perhaps the parameter's shape is the wrong one"
+        return f"check the parameter's own shape: {count} of its states have this one"
     return "check how this state was gathered: save it in the shape of its parameter"
 
 

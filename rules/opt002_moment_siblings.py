@@ -16,7 +16,7 @@ from ckptlint.analysis.optimizer_fit import (
     same_chunks,
 )
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.text import shape_text
+from ckptlint.model.text import plural, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _OTHER = {PAIR[0]: PAIR[1], PAIR[1]: PAIR[0]}
@@ -25,20 +25,20 @@ _EXPECTED = frozenset((*PAIR, "max_exp_avg_sq", "step", "param", "fp32_param", "
 
 @rule("OPT002", "moment-siblings", Severity.ERROR, whole=True)
 def moment_siblings(ckpt: Checkpoint) -> Iterator[Finding]:
-    """exp_avg and exp_avg_sq of one parameter differ, or one of them is absent.
+    """exp_avg and exp_avg_sq of one parameter differ, or one of them is missing.
 
     What it checks:
-        The two have one shape, and one of them alone is stored only where the same parameter of other layers has one
-        alone too. A warning where only the chunks differ and both are whole, or where other roles alone say that both
-        belong there. Left out are parameters that OPT001 speaks about, holes (GEO004), scalars, factored and quantised
-        states; a warning is a shape, and a note are chunks or one moment alone, that all parameters of one shape or
-        one role share.
+        The two have one shape, and neither is stored alone unless the same parameter of other layers has one alone too.
+        It is a warning if only the chunks differ and both are whole, or if only other roles show that both belong
+        there. If all parameters of a shape or role deviate alike, a different shape is a warning, and different chunks
+        or a single moment are info. Parameters that OPT001 reports, holes (GEO004), scalars, factored and quantised
+        states are left out.
     Why it matters:
-        Both are created and sharded together, so a difference shows that one of them is wrong and a resume goes on with
+        Both are created and sharded together, so a difference shows that one is wrong, and a resume continues with
         moments of other elements or from zero.
     Usual causes:
-        A partial write, a transposed state, state that one rank had not created yet, or one rank's offset colliding
-        with another's.
+        A write stopped midway; a state was transposed; one rank had not created its state yet; one rank's offset
+        collided with another's.
     How to fix:
         Save again from the job; without it, reset the state of these parameters.
     See:
@@ -65,7 +65,7 @@ def _shapes(pairs: list[MomentPair]) -> Iterator[Finding]:
             has, other = shape_text(wrong.tensor.global_shape), shape_text(right.tensor.global_shape)
             agrees = f"; {right.what} agrees with it" if _fits(right, shape) else "; neither agrees with it"
             yield Finding(
-                f"moment{{of}} is {has}, its sibling {right.what} is {other}",
+                f"moment{{of}} is {has}, but its sibling {right.what} is {other}",
                 at=Location.of(wrong.tensor),
                 severity=Severity.WARNING if pattern else None,
                 notes=(
@@ -73,7 +73,7 @@ def _shapes(pairs: list[MomentPair]) -> Iterator[Finding]:
                     ("chunks", f"{_count(wrong.tensor)} of {wrong.what}, {_count(right.tensor)} of {right.what}"),
                     ("shared by", f"{len(odd)} of {len(members)} parameters of this shape"),
                 ),
-                hint=f"drop {wrong.what} of this parameter or save it again: resuming applies it to other elements",
+                hint=f"drop {wrong.what} of this parameter or save it again: a resume applies it to other elements",
             )
 
 
@@ -87,12 +87,13 @@ def _chunks(pairs: list[MomentPair]) -> Iterator[Finding]:
         if not (is_whole(a.layout) and is_whole(b.layout)):
             continue
         yield Finding(
-            f"moment{{of}} is cut otherwise than its sibling {PAIR[0]}: {_count(b)} chunks against {_count(a)}",
+            f"moment{{of}} is split differently from its sibling {PAIR[0]}: {plural(_count(b), 'chunk')} against "
+            f"{_count(a)}",
             at=Location.of(b),
             severity=Severity.INFO if len(odd) == len(cut) > 1 else Severity.WARNING,
             notes=(_parameter(pair.param, f", {_count(pair.param.tensor)} chunks"), _first_chunks(a, b)),
-            why="both are sharded together, so one of them went through another path; every element is stored",
-            hint="compare how the two were wrapped on the ranks that wrote them",
+            why="both are sharded together, so one of them took a different path; every element is stored",
+            hint="compare how the ranks that wrote them wrapped the two",
         )
 
 
@@ -126,9 +127,10 @@ def _absent(ckpt: Checkpoint) -> Iterator[Finding]:
                 missing=(absent,),
                 severity=severity,
                 notes=(_witness(group[1], both[group], sum(both.values()), len(whats)),),
-                why=f"a strict load fails on the missing key, any other resumes with {absent} at zero",
+                why=f"a strict load fails on the missing key; any other resumes with {absent} at zero",
                 hint="save again once every state exists; without the job, reset both moments of this parameter",
                 alike=f"{group} {absent}",
+                inferred_from="the same parameter of other layers" if both[group] else "the other parameters",
             )
 
 

@@ -9,41 +9,47 @@ from itertools import pairwise
 
 from ckptlint.analysis.inventory import Inventory, Param, inventory_of
 from ckptlint.analysis.trusted_config import trusted_topology
+from ckptlint.geometry.chunk_graph import ranks_of_files
+from ckptlint.geometry.missing import saved_by
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, ranges
+from ckptlint.model.layout import distinct
+from ckptlint.model.text import braces, named_ranks, plural, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Key, parse
 
 _MOST = 0.9
 _SHOWN = 8
-_FROZEN = "; nothing is wrong if its parameters were frozen"
+_FROZEN = "; nothing is wrong if these were frozen"
 _META = "param_to_group_meta."
+_RUN = "consecutive layers"
 _ADAPTERS = ("lora_", "adapter", "dora_", "prompt_")
 _BUFFERS = ("inv_freq", "freqs", "rotary", "running_", "num_batches", "position_ids", "expert_bias", "score_correction")
 
 
 @rule("OPT003", "state-coverage", Severity.ERROR, whole=True)
 def state_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Layers have no optimizer state while others of their block do, or a state has no parameter.
+    """Layers lack the optimizer state that the rest of their block has, or a state has no parameter.
 
     What it checks:
-        Where the optimizer names its parameters and nine of ten states find theirs: no whole pipeline stage, and no
-        last layers together with the final norm and output, are without state while the other layers of the block
-        have it; and every state has its parameter (a warning). Notes are other layers without state, a whole block
-        without, and single parameters without: frozen, never stepped or lost. Layers and blocks become errors where
-        the optimizer's own list (param_to_group_meta) names their parameters.
+        Where the optimizer names its parameters and 90% of the states find theirs, no whole pipeline stage, and no last
+        layers together with the final norm and output, lack the state that the other layers of the block have. A state
+        without a parameter is a warning. Other layers, whole blocks and single parameters without state are info: they
+        may be frozen, never stepped or lost. Layers and blocks become errors if the optimizer's own list
+        (param_to_group_meta) names their parameters.
     Why it matters:
-        Parameters without state restart their moments after a resume, which shows in the loss only.
+        Parameters without state restart their moments after a resume, which shows only in the loss.
     Usual causes:
-        Only the first of several local optimizer parts was saved, parts of different pipeline stages share keys, or
-        state was created lazily and not yet there.
+        Only the first of several local optimizer parts was saved; parts of different pipeline stages share keys; state
+        is created lazily and did not exist yet.
     How to fix:
-        Merge the parts under keys of their own per stage; create all state before saving.
+        Merge the parts under separate keys per stage; create all state before saving.
     See:
         torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
     """
     if ckpt.format in ("deepspeed", "deepspeed-universal"):
-        raise NotApplicable("DeepSpeed lists the parameters that have state, and RNK005 holds the files against it")
+        raise NotApplicable(
+            "DeepSpeed lists the parameters that have state, and RNK005 compares the files with that list"
+        )
     inventory = inventory_of(ckpt)
     if not inventory.states or not inventory.params:
         raise NotApplicable("no optimizer state is stored beside parameters that it names")
@@ -82,14 +88,14 @@ def _orphans(ckpt: Checkpoint, inventory: Inventory, stateful: set[Param]) -> It
         where = f"layer {key.layer} of {key.block}" if key.layer is not None else state.path
         notes: list[Note] = [("parameter", f"no {state.path} in the model")]
         if layers := layers_of.get(key.role):
-            notes.append(("layers", f"the model has it in layers {ranges(layers)}, the state is of {where}"))
+            notes.append(("layers", f"the model has it in layers {ranges(layers)}; the state is of {where}"))
         certain = key.role in layers_of or complete.get(_place(key), True)
         yield Finding(
             "state{of} belongs to no parameter",
             at=Location.of(state.tensor),
             severity=Severity.WARNING if certain else Severity.INFO,
             notes=tuple(notes),
-            why="either the parameter is missing from the model part or the state is a leftover that nothing will load",
+            why="either the model part lacks the parameter, or the state is a leftover that nothing loads",
             hint="compare the model's layers with those of the run that wrote the optimizer",
             alike=f"{state.chain} {key.role} {key.layer}",
         )
@@ -121,9 +127,9 @@ class _Gap:
     """Layers of one block without state.
 
     Attributes:
-        pattern: what the numbers look like, "" when they are no run and no stride.
+        pattern: what the numbers look like, "" when they are neither consecutive nor a stride.
         is_bottom: whether they are the lowest layers, which are often frozen on purpose.
-        is_stage: whether they are whole pipeline stages, or the last layers together with what comes behind them.
+        is_stage: whether they are whole pipeline stages, or the last layers together with what comes after them.
     """
 
     layers: tuple[int, ...]
@@ -144,7 +150,7 @@ def _gaps(
         having = [param for param in params if param in stateful]
         if not having:
             if not has_adapters and params[0].key.block:
-                yield _block(block, params, trained), params
+                yield _block(ckpt, block, params, trained), params
             continue
         roles = {param.key.role for param in having if not param.key.in_experts}
         of_layer: dict[int, list[Param]] = defaultdict(list)
@@ -155,10 +161,10 @@ def _gaps(
         if without and len(without) < len(of_layer):
             lost = [param for layer in sorted(without) for param in of_layer[layer]]
             gap = _gap(sorted(without), sorted(of_layer))
-            is_stage = gap.pattern == "a run of layers" and (
+            is_stage = gap.pattern == _RUN and (
                 _fills_stages(ckpt, gap.layers, len(of_layer)) or _reaches_output(inventory, stateful, gap, of_layer)
             )
-            yield _layers(block, replace(gap, is_stage=is_stage), lost, len(of_layer), trained), lost
+            yield _layers(ckpt, block, replace(gap, is_stage=is_stage), lost, len(of_layer), trained), lost
 
 
 def _fills_stages(ckpt: Checkpoint, layers: tuple[int, ...], count: int) -> bool:
@@ -182,23 +188,25 @@ def _gap(without: list[int], present: list[int]) -> _Gap:
     places = [place[layer] for layer in without]
     steps = {b - a for a, b in pairwise(places)}
     if steps <= {1}:
-        return _Gap(tuple(without), "a run of layers", places[0] == 0)
+        return _Gap(tuple(without), _RUN, places[0] == 0)
     if len(steps) == 1 and len(places) >= (len(present) - 1) // min(steps):
         step = steps.pop()
         return _Gap(tuple(without), "every second layer" if step == 2 else f"one layer in {step}", False)
     return _Gap(tuple(without), "", False)
 
 
-def _layers(block: str, gap: _Gap, lost: list[Param], count: int, trained: set[str]) -> Finding:
+def _layers(ckpt: Checkpoint, block: str, gap: _Gap, lost: list[Param], count: int, trained: set[str]) -> Finding:
     named = [param for param in lost if param.key.path in trained]
     frozen = not named and (gap.is_bottom or not gap.is_stage)
     numbers = ranges(gap.layers)
     lead = lost[0]
-    noun = "layer" if len(gap.layers) == 1 else "layers"
+    subject = f"layer {numbers} of {block} has" if len(gap.layers) == 1 else f"layers {numbers} of {block} have"
+    others = count - len(gap.layers)
+    ranks = _savers(ckpt, lost)
     cause = "the lowest layers, often frozen" if gap.is_bottom else gap.pattern or "no pattern"
     return Finding(
-        f"{noun} {numbers} of {block} have no optimizer state, the other {count - len(gap.layers)} layers have it",
-        at=Location.of(lead.tensor),
+        f"{subject} no optimizer state; the other {plural(others, 'layer')} {'has' if others == 1 else 'have'} it",
+        at=Location.of(lead.tensor, ranks=ranks),
         missing=(block, numbers),
         severity=Severity.INFO if frozen else None,
         notes=(
@@ -206,26 +214,38 @@ def _layers(block: str, gap: _Gap, lost: list[Param], count: int, trained: set[s
             ("parameters", _names(lost)),
             *_evidence(named),
         ),
-        hint="look for the optimizer part of the stage that held these layers" + ("" if named else _FROZEN),
+        hint=f"look for the optimizer part of {_whose(ranks, 'these layers')}" + ("" if named else _FROZEN),
+        inferred_from="" if named else f"the other layers of {block}",
     )
 
 
-def _block(block: str, params: list[Param], trained: set[str]) -> Finding:
+def _block(ckpt: Checkpoint, block: str, params: list[Param], trained: set[str]) -> Finding:
     named = [param for param in params if param.key.path in trained]
     return Finding(
-        f"no parameter of {block} has optimizer state" + (", though it was trained" if named else ": frozen, or lost"),
-        at=Location.of(params[0].tensor),
+        f"no parameter of {block} has optimizer state" + (", though it was trained" if named else ": frozen or lost"),
+        at=Location.of(params[0].tensor, ranks=(ranks := _savers(ckpt, params))),
         missing=(block,),
         severity=None if named else Severity.INFO,
         notes=(("parameters", _names(params)), *_evidence(named)),
-        hint="look for the optimizer part of the ranks that held this block" + ("" if named else _FROZEN),
+        hint=f"look for the optimizer part of {_whose(ranks, 'this block')}" + ("" if named else _FROZEN),
+        inferred_from="" if named else "the other blocks",
     )
+
+
+def _savers(ckpt: Checkpoint, params: list[Param]) -> tuple[int, ...]:
+    """The ranks that saved these weights, where they are not all that saved anything."""
+    ranks = set().union(*(saved_by(ckpt, param.tensor) for param in params))
+    return tuple(sorted(ranks)) if ranks < set(distinct(ranks_of_files(ckpt)).tolist()) - {-1} else ()
+
+
+def _whose(ranks: tuple[int, ...], what: str) -> str:
+    return f"{named_ranks(ranks)}, which saved the weights of {what}" if ranks else f"the ranks that held {what}"
 
 
 def _evidence(named: list[Param]) -> tuple[Note, ...]:
     if not named:
         return ()
-    return (("trained", f"{_META[:-1]} names {len(named)} of them, so the optimizer did step them"),)
+    return (("trained", f"{_META[:-1]} names {len(named)} of them, so the optimizer stepped them"),)
 
 
 def _single(inventory: Inventory, stateful: set[Param], told: set[Param]) -> Iterator[Finding]:

@@ -18,12 +18,12 @@ def integer_state_keys(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Keys `optimizer.state.<int>.<name>` occur only where there is one pipeline stage and one optimizer.
     Why it matters:
-        Integer ids follow the order in which parameters were created, so they cannot be matched after a change of
-        stages or parameter groups.
+        Integer ids follow the order in which parameters were created, so after a change of stages or parameter groups
+        they belong to other parameters.
     Usual causes:
-        The raw `optimizer.state_dict()` was saved.
+        The job saved the raw `optimizer.state_dict()`.
     How to fix:
-        Save the keys by name, with torch's get_optimizer_state_dict.
+        Save the states by name, with torch's get_optimizer_state_dict.
     See:
         torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
     """
@@ -38,7 +38,7 @@ def integer_state_keys(ckpt: Checkpoint) -> Iterator[Finding]:
     ids = {int(number) for key in keys if (number := key.path.split(".state.", 1)[-1].split(".")[0]).isdecimal()}
     several = [f"{stages} pipeline stages"] * (stages > 1) + [f"{parts} optimizers"] * (parts > 1)
     yield Finding(
-        f"{len(numbered)} states are keyed by integers ({ranges(ids)}), with {' and '.join(several)}",
+        f"{len(numbered)} states are keyed by integers ({ranges(ids)}) in a job with {' and '.join(several)}",
         at=Location.of(numbered[0]),
-        hint="after a change of stages or groups these states go to other parameters: load with the same layout",
+        hint="load with the same layout: after a change of stages or groups these states go to other parameters",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckptlint.analysis.inventory import Bucket, dp_group, inventory_of
 from ckptlint.analysis.optimizer_fit import PAIR
@@ -41,19 +41,18 @@ class _Kind:
 
 @rule("OPT005", "dp-group-set", Severity.ERROR)
 def dp_group_set(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The groups of the distributed optimizer's buckets are not those of the mesh.
+    """The groups of the distributed optimizer's buckets do not match the mesh.
 
     What it checks:
-        Per optimizer chain and module, the numbers behind dp_group_idx_ are 0 to n-1 with n = tp x pp, or etp x ep x pp
-        for the chain of the experts; and every group has the records (bucket sizes, param_groups, ...) and both
-        moments that others of the chain have. Whole
-        stages without a group are a warning, and a note for a chain that may be the experts': a stage of dense layers
-        has none. A warning where the mesh is inferred. From depth headers on, each bucket is as long as its record of
-        unpadded sizes says.
+        Per optimizer chain and module, the numbers after dp_group_idx_ are 0 to n-1, with n = tp x pp, or etp x ep x pp
+        for the chain of the experts. Every group has the records (bucket sizes, param_groups, ...) and both moments
+        that others of the chain have. Whole stages without a group are a warning, and info for a chain that may be the
+        experts', since a stage of dense layers has none. If the mesh is inferred, it is a warning. From depth headers
+        on, each bucket is as long as its record of unpadded sizes says.
     Why it matters:
         Two model-parallel groups wrote under one key, or one did not write, so its moments are lost.
     Usual causes:
-        Modules without a key prefix of their own, or a group index computed in the wrong process group.
+        Modules have no key prefix of their own, or a group index was computed in the wrong process group.
     How to fix:
         Prefix the keys per module, and number over all model-parallel groups.
     See:
@@ -108,22 +107,24 @@ def _set(
     if not kinds:
         missing = sorted(set(range(numbers[-1])) - set(numbers)) if numbers[-1] < 2**16 else []
         if missing:
-            yield _finding(name, found, missing, f"numbers run from 0 to {numbers[-1]}", None, Severity.WARNING, ())
+            yield _finding(name, found, missing, f"numbered up to {numbers[-1]}", None, Severity.WARNING, ())
         return
     kind = min(kinds, key=lambda kind: abs(kind.count - len(numbers)))
     fitting = [k for k in kinds if numbers[-1] < k.count and not _is_partial(numbers, k)]
     severity = None
     if fitting:
         kind = fitting[0]
-        # the dense parameters come first in a chained optimizer; behind them may be the experts'
+        # the dense parameters come first in a chained optimizer; after them may be the experts'
         severity = Severity.INFO if len(kinds) > 1 and chain[-1:] != ("chained_0",) else Severity.WARNING
     missing = sorted(set(range(kind.count)) - set(numbers))
-    if any(sizes[axis].source not in _EXACT for axis in ("tp", "pp", "ep", "etp") if axis in sizes):
+    is_known = all(sizes[axis].source in _EXACT for axis in ("tp", "pp", "ep", "etp") if axis in sizes)
+    if not is_known:
         severity = severity or Severity.WARNING
     sources = ", ".join(f"{a} from {sizes[a].source}" for a in ("tp", "pp", "ep", "etp") if a in sizes)
     expected = [f"{k.count} for {k.name} parameters ({k.formula})" for k in kinds]
     notes = (("mesh", f"{' or '.join(expected)}; {sources}"),)
-    yield _finding(name, found, missing, f"the mesh has {kind.count}", kind, severity, notes)
+    finding = _finding(name, found, missing, f"but the mesh has {kind.count}", kind, severity, notes)
+    yield finding if is_known else replace(finding, inferred_from=f"the mesh: {sources}")
 
 
 def _is_partial(numbers: list[int], kind: _Kind) -> bool:
@@ -145,7 +146,9 @@ def _finding(
 ) -> Finding:
     numbers = sorted(found)
     extra = [number for number in numbers if kind is not None and number >= kind.count]
-    odd = f"{ranges(missing)} missing" if missing else f"{ranges(extra)} too many"
+    odd = (
+        f"{ranges(missing)} {'is' if len(missing) == 1 else 'are'} missing" if missing else f"{ranges(extra)} too many"
+    )
     if missing and extra:
         odd += f", {ranges(extra)} too many"
     stages = ""
@@ -171,14 +174,25 @@ def _records(chain: tuple[str, ...], found: Mapping[int, str], recorded: Mapping
         witness = recorded.get(other, set()) & set(found)
         if lacking and len(lacking) <= len(witness):
             yield Finding(
-                f"dp group {ranges(lacking)} has buckets and no {name}, "
-                + (f"which group {ranges(witness)} has" if having else f"and has {other}"),
+                f"{_groups(lacking)} buckets but no {name}, "
+                + (
+                    f"which {_groups(sorted(witness))}"
+                    if having
+                    else f"though they have {other}"
+                    if len(lacking) > 1
+                    else f"though it has {other}"
+                ),
                 at=Location(found[lacking[0]]),
                 missing=tuple(f"dp_group_idx_{number}.{name}" for number in lacking),
                 notes=(("chain", ".".join(chain) or "the optimizer without a chain"),),
                 why="the loader asks for the record of every group, and a strict load fails on the missing key",
-                hint="look for the rank that should have written the record in the plans or the log of the save",
+                hint="find the rank that should have written the record, in the plans or the log of the save",
+                inferred_from="the records of the other groups" if having else "",
             )
+
+
+def _groups(numbers: list[int]) -> str:
+    return f"dp groups {ranges(numbers)} have" if len(numbers) > 1 else f"dp group {numbers[0]} has"
 
 
 def _moments(buckets: list[Bucket]) -> Iterator[Finding]:
@@ -195,7 +209,8 @@ def _moments(buckets: list[Bucket]) -> Iterator[Finding]:
             at=Location.of(homes[home][what].tensor),
             missing=(f"{home}.{absent}",),
             why="the loader asks for both moments of every bucket, and a strict load fails on the missing key",
-            hint="look for the rank that should have written it in the plans or the log of the save",
+            hint="find the rank that should have written it, in the plans or the log of the save",
+            inferred_from="the other buckets of the chain",
         )
 
 
@@ -221,7 +236,7 @@ def _lengths(ckpt: Checkpoint) -> Iterator[Finding]:
         found = bucket.tensor.global_shape[0]
         if expected is not None and expected != found:
             yield Finding(
-                f"bucket{{of}} has {found:,} elements, its record of {_UNPADDED} says {expected:,}",
+                f"bucket{{of}} has {found:,} elements, but its record of {_UNPADDED} says {expected:,}",
                 at=Location.of(bucket.tensor),
                 missing=(_UNPADDED,),
                 why="the two come from different groups or modules: one of them overwrote the other's key",

@@ -1,4 +1,4 @@
-"""OPT006: a state is cut where its parameter is."""
+"""OPT006: a state is split where its parameter is."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.inventory import Param, State, inventory_of
 from ckptlint.analysis.optimizer_fit import elementwise_states, is_whole, mismatched_params
+from ckptlint.geometry.missing import saved_by
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -16,16 +17,16 @@ _ELEMENTWISE = frozenset({"exp_avg_diff", "exp_inf", "grad_avg", "square_avg", "
 
 @rule("OPT006", "writer-outlier", Severity.WARNING, whole=True)
 def writer_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A state is one chunk while its parameter is cut into several.
+    """A state is one chunk while its parameter is split into several.
 
     What it checks:
-        An elementwise state has more than one chunk where its parameter has; a note where the one chunk holds as many
-        elements as the parameter. Left out are scalars, factored and quantised states, parameters that OPT001 speaks
-        about, and states that Megatron-Core gathers before saving (fully_reshardable).
+        An elementwise state has more than one chunk if its parameter has. It is only info if the one chunk holds as
+        many elements as the parameter. Scalars, factored and quantised states, parameters that OPT001 reports, and
+        states that Megatron-Core gathers before saving (fully_reshardable) are left out.
     Why it matters:
-        Each rank seems to have saved its own part under one key, and one part was kept.
+        Each rank probably saved its own part under one key, and one part was kept.
     Usual causes:
-        The state was a plain tensor and not wrapped with the parameter's placement.
+        The state was a plain tensor, not wrapped with the parameter's placement.
     How to fix:
         Wrap it with the parameter's placement, and save again.
     See:
@@ -56,8 +57,8 @@ def _finding(ckpt: Checkpoint, state: State, param: Param, count: int, is_full: 
     row = int(state.tensor.layout.live.argmax())
     held, of = f"{state.tensor.volume:,}", f"{param.tensor.volume:,}"
     return Finding(
-        f"state{{of}} is 1 chunk, its parameter is cut into {count}",
-        at=Location.of(state.tensor),
+        f"state{{of}} is 1 chunk, but its parameter is split into {count}",
+        at=Location.of(state.tensor, ranks=saved_by(ckpt, state.tensor)),
         severity=Severity.INFO if is_full else None,
         notes=(
             ("parameter", f"{param.tensor.fqn}: {shape_text(param.tensor.global_shape)} in {count} chunks"),
@@ -65,7 +66,10 @@ def _finding(ckpt: Checkpoint, state: State, param: Param, count: int, is_full: 
             ("written by", ckpt.chunk_file(state.tensor, row) or "no file"),
         ),
         why="the state is complete, so it was gathered or replicated before saving" if is_full else "",
-        hint="" if is_full else "compare the length with what one rank holds: the parts of the other ranks are lost",
+        hint=""
+        if is_full
+        else "compare its length with what one rank holds; the parts of the other ranks are not stored",
+        inferred_from=f"the chunks of {param.tensor.fqn}",
     )
 
 

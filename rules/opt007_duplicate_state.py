@@ -17,7 +17,7 @@ def duplicate_state(ckpt: Checkpoint) -> Iterator[Finding]:
     """Two optimizer entries hold the same state of one parameter.
 
     What it checks:
-        No two entries of one optimizer and chain lead to the same state of the same parameter once wrappers are
+        Within one optimizer and chain, no two entries lead to the same state of the same parameter once wrappers are
         stripped, and no parameter has two master copies (param, fp32_param, main_param, master_param) of equal length
         and dtype. From depth headers on, the message says whether the checksums of the two are equal.
     Why it matters:
@@ -78,7 +78,7 @@ def _compared(ckpt: Checkpoint, first: State, second: State) -> str:
 def _finding(first: State, second: State, total: int, count: int, compared: str) -> Finding:
     tensor = second.tensor
     return Finding(
-        f"state{{of}} is a second copy: its parameter has {first.what} already{compared}",
+        f"state{{of}} is a second copy: its parameter already has {first.what}{compared}",
         at=Location.of(tensor),
         notes=(
             ("first", f"{first.tensor.fqn}: {first.tensor.dtype} {shape_text(first.tensor.global_shape)}"),

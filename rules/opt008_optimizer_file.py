@@ -8,7 +8,7 @@ from math import prod
 
 from ckptlint.analysis.fit.judgement import judges
 from ckptlint.model import Checkpoint, OptimizerFile
-from ckptlint.model.text import plural, printable
+from ckptlint.model.text import plural, printable, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import is_adapter, parse
@@ -20,20 +20,22 @@ _NAMED = 6
 
 @rule("OPT008", "optimizer-file", Severity.WARNING)
 def optimizer_file(ckpt: Checkpoint) -> Iterator[Finding]:
-    """What an optimizer's file says contradicts itself or the weights beside it.
+    """The optimizer's file contradicts itself or the weights beside it.
 
     What it checks:
-        In `optimizer.pt`, `optimizer.bin`, a `.ckpt` and the first rank's file of a set: groups list each parameter
-        once, and each one that has state. `exp_avg` and `exp_avg_sq` of a parameter have one shape. Groups of an
-        optimizer with `betas` have state where `trainer_state.json` says a step above 0. Where moments go by names,
-        they have the shapes of the tensors of these names; where they go by numbers, as many have each shape as tensors
-        do. There it is a warning if all others match one to one, or if all are one-dimensional, fit nothing and are
-        fewer elements than the weights; a note otherwise: weights may be saved in another form than trained. Tied and
-        frozen parameters, adapters, factored states and projected ones (GaLore) are no findings.
+        In `optimizer.pt`, `optimizer.bin`, a `.ckpt` and the first rank's file of a set, the groups list each parameter
+        once, and every parameter that has state. `exp_avg` and `exp_avg_sq` of a parameter have one shape. Groups of an
+        optimizer with `betas` have state if `trainer_state.json` says a step above 0.
+
+        Moments keyed by name have the shapes of the tensors of these names. Of moments keyed by number, as many have
+        each shape as tensors do: a warning if all others match one to one, or if all are one-dimensional, fit nothing
+        and hold fewer elements than the weights; otherwise info, since weights may be saved in a different form from
+        the trained one. Tied and frozen parameters, adapters, factored states and projected ones (GaLore) are no
+        findings.
     Why it matters:
-        A resume fails at the first step, or goes on with the moments of other parameters.
+        A resume fails at the first step, or continues with the moments of other parameters.
     Usual causes:
-        A file of another run or step, an embedding that was resized after the step, groups that were built anew.
+        The file belongs to another run or step; an embedding was resized after the step; the groups were built anew.
     How to fix:
         Restore the optimizer of this step, or resume without one.
     See:
@@ -57,13 +59,13 @@ def _odd(
     if twice := [param for param, count in listed.items() if count > 1]:
         yield f"the groups of {file} list {plural(len(twice), 'parameter')} twice: {_some(twice)}", "twice", False
     if unlisted := [param for param in shapes if param not in listed]:
-        yield f"{file} has state for {_some(unlisted)}, which no group of it lists", "unlisted", False
+        yield f"{file} has state for {_some(unlisted)}, which none of its groups lists", "unlisted", False
     if listed and not shapes and step and "betas" in optimizer.settings:
         yield f"{file} has no state for its {plural(len(listed), 'parameter')}, at step {step}", "empty", False
     pairs = {param: (own.get("exp_avg"), own.get("exp_avg_sq")) for param, own in shapes.items()}
     for param, (first, second) in pairs.items():
         if first is not None and second is not None and first != second:
-            both = f"the shapes {[*first]} and {[*second]}"
+            both = f"the shapes {shape_text(first)} and {shape_text(second)}"
             yield f"exp_avg and exp_avg_sq of {_some([param])} in {file} have {both}", f"pair {param}", False
     is_told = ckpt.format == "verl" and judges(ckpt)  # CFG001 tells what the model lacks
     is_judged = is_alone and ckpt.format in ("safetensors", "torch", "verl") and not is_told
@@ -83,13 +85,14 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
         return
     if len(optimizer.params) > len(model) and ckpt.format == "verl" and not all(map(is_adapter, map(parse, model))):
         counts = plural(len(optimizer.params), "parameter"), f"{len(model):,}"
-        yield f"{file} lists {counts[0]}, and the files of the model hold {counts[1]}", "count", False
+        yield f"{file} lists {counts[0]}, but the files of the model hold {counts[1]}", "count", False
         return
     for param, shape in moments.items():
         own = tensors.get(param) if isinstance(param, str) else None
         if own is not None and own != shape:
             yield (
-                f"the moments of {printable(str(param))} in {file} are {[*shape]}, the tensor is {[*own]}",
+                f"the moments of {printable(str(param))} in {file} are {shape_text(shape)}, but the tensor is "
+                f"{shape_text(own)}",
                 str(param),
                 False,
             )
@@ -100,7 +103,7 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
     held, whole = sum(map(prod, moments.values())), sum(map(prod, tensors.values()))
     if not odd or held == whole:
         return  # the second: parts that were trained as one
-    told = ", ".join(f"{[*shape]}" for shape in list(odd)[:_NAMED])
+    told = ", ".join(map(shape_text, list(odd)[:_NAMED]))
     is_flat = ckpt.format != "verl" and all(len(shape) == 1 for shape in moments.values())
     if is_flat and held < whole and not wanted & there:
         yield (
@@ -112,8 +115,8 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
         return
     is_one_to_one = odd.total() == left.total() and 2 * odd.total() < len(moments)
     yield (
-        f"the moments of {odd.total()} of {plural(len(moments), 'parameter')} in {file} have shapes that the tensors "
-        f"do not have as often: {told}",
+        f"the moments of {odd.total()} of {plural(len(moments), 'parameter')} in {file} have shapes that fewer "
+        f"tensors have: {told}",
         f"shapes {told}",
         not is_one_to_one,
     )

@@ -18,20 +18,19 @@ _ADAM = ".betas"
 
 @rule("OPT009", "groups-without-state", Severity.WARNING, whole=True)
 def groups_without_state(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The parameter groups of an optimizer that has stepped are there, and no state of it at all.
+    """An optimizer that has stepped is stored without any state.
 
     What it checks:
-        Parameter groups with a step above 0 (Megatron-Core), or with betas, which every form of Adam has from its
-        first step on, come with at least one tensor or object of state. Groups of optimizers that need no state, such
-        as SGD without momentum, are not judged; nor is what a flag of the job says (COM007). A single entry is a note:
-        its parameter may be frozen.
+        Parameter groups with a step above 0 (Megatron-Core), or with betas, which every form of Adam has from its first
+        step on, come with at least one tensor or object of state. Groups of optimizers that need no state, such as SGD
+        without momentum, are not judged, nor is what a flag of the job says (COM007). A single entry is only info: its
+        parameter may be frozen.
     Why it matters:
-        A resume finds an optimizer, takes its settings, and goes on with moments of zero.
+        A resume finds the optimizer, takes its settings, and continues with moments of zero.
     Usual causes:
-        State that was filtered out by its keys, ranks that held the state and did not save, state that was moved
-        elsewhere before the save.
+        A filter of keys dropped the state; the ranks that held it did not save; it was moved elsewhere before the save.
     How to fix:
-        Resume from a step that has the state, or load the weights alone and warm up again.
+        Resume from a step that has the state, or load only the weights and warm up again.
     See:
         torch.distributed.checkpoint.state_dict.get_optimizer_state_dict
     """
@@ -52,13 +51,13 @@ def groups_without_state(ckpt: Checkpoint) -> Iterator[Finding]:
     adam = [name for name in optimizer if name.endswith(_ADAM) and any(word in name for word in _GROUPS)]
     if adam:
         count = "1 entry" if len(adam) == 1 else f"{len(adam)} entries"
-        found = _finding(ckpt.metadata_file, adam[0], f"({count}) have betas, as those of Adam")
+        found = _finding(ckpt.metadata_file, adam[0], f"({count}) have betas, as Adam's do")
         yield found if len(adam) > 1 else replace(found, severity=Severity.INFO)  # one may be frozen
 
 
 def _finding(file: str, place: str, text: str) -> Finding:
     return Finding(
-        f"the parameter groups of an optimizer {text}, and no state of it is stored",
+        f"the parameter groups of an optimizer {text}, but no state of it is stored",
         at=Location(file=file, label=place),
         missing=("state", place),
         hint="load without the optimizer, or take a step that has its state",

@@ -91,7 +91,7 @@ def owners_note(ckpt: Checkpoint, experts: set[int], total: int) -> tuple[Note, 
     owners = {number // each for number in experts}
     if experts != {number for number in range(total) if number // each in owners}:
         return ()
-    return (("mesh", f"these are all experts of ep rank {ranges(owners)} of {size.size} ({size.source})"),)
+    return (("mesh", f"exactly the experts of ep rank {ranges(owners)} of {size.size} (from {size.source})"),)
 
 
 def _roles(params: list[Param], hidden: int | None) -> list[ExpertRole]:

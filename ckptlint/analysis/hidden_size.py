@@ -96,7 +96,7 @@ def hidden_params(ckpt: Checkpoint) -> list[Param]:
 
 
 def _is_final(param: Param) -> bool:
-    """Whether it is the embedding, or the norm behind the last layer."""
+    """Whether it is the embedding, or the norm after the last layer."""
     name = module_path(param.key)[-1]
     is_norm = param.key.function == "norm" and len(param.own_shape) == 1 and "bias" not in param.key.path
     return (is_norm and name in FINAL_NORMS) or (param.key.function == "embedding" and is_weight(param))

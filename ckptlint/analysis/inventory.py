@@ -89,7 +89,7 @@ class State:
     """An optimizer state tensor.
 
     Attributes:
-        what: its name (`exp_avg`), the parts behind it included (`exp_avg.codes`).
+        what: its name (`exp_avg`), the parts after it included (`exp_avg.codes`).
         chain: optimizer chain and module it belongs to.
         path: the parameter's path as the state names it.
         params: the parameters it belongs to: one, or the components of which the state is the fused whole; empty when
@@ -224,7 +224,7 @@ def _modules(scope: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def optimizer_parts(key: Key) -> tuple[tuple[str, ...], str]:
-    """Chain and module of an optimizer key, and the rest of its name behind them.
+    """Chain and module of an optimizer key, and the rest of its name after them.
 
     >>> optimizer_parts(parse("optimizer.mimo.vision.0.chained_1.optimizer.state.exp_avg.w"))
     (('mimo.vision', 'chained_1'), 'state.exp_avg.w')
@@ -252,7 +252,7 @@ def dp_group(fqn: str) -> tuple[tuple[str, ...], int, str] | None:
 
 
 def split_state(rest: str) -> tuple[str, str] | None:
-    """Name of the state and of its parameter behind `optimizer.state.`, by the words alone.
+    """Name of the state and of its parameter after `optimizer.state.`, by the words alone.
 
     None when the parameter is named by a number, or when no word is the name of a state.
 
@@ -282,7 +282,7 @@ def _add_optimizer(inventory: Inventory, tensor: Tensor, key: Key, index: _Index
 
 
 def _state(tensor: Tensor, chain: tuple[str, ...], rest: str, index: _Index) -> State | None:
-    """The state behind `optimizer.state.`, or None when it names its parameter by number.
+    """The state after `optimizer.state.`, or None when it names its parameter by number.
 
     Megatron-Core writes `<what>.<param>`, torch `<param>.<what>`; where both readings are possible the one whose
     parameter exists is taken.

@@ -42,7 +42,7 @@ def shape_outliers(ckpt: Checkpoint) -> list[Outlier]:
     for members, classes in _alike(ckpt):
         numbers = [member.key.layer for member in members if member.key.layer is not None]
         for item in _outliers(members, [member.own_shape for member in members]):
-            # the first and last of a plain stack take the shape of what comes before and behind
+            # the first and last of a plain stack take the shape of what comes before and after
             if len(classes) > 1 or item.param.key.layer not in (min(numbers), max(numbers)):
                 found.append(item)
     modules: dict[tuple[object, ...], set[str]] = defaultdict(set)

@@ -81,9 +81,9 @@ class Change:
         return {
             "gone": f"nothing{{of}} is {here}; {before} has {was}",
             "new": f"{now}{{of}} is new; {before} does not have it",
-            "shape": f"the shape{{of}} is {shape_text(now.shape)}, and {shape_text(was.shape)} in {before}",
-            "dtype": f"the dtype{{of}} is {now.dtype}, and {was.dtype} in {before}",
-            "cut": f"the number of chunks{{of}} is {now.parts:,}, and {was.parts:,} in {before}",
+            "shape": f"the shape{{of}} is {shape_text(now.shape)}; it was {shape_text(was.shape)} in {before}",
+            "dtype": f"the dtype{{of}} is {now.dtype}; it was {was.dtype} in {before}",
+            "cut": f"the number of chunks{{of}} is {now.parts:,}; it was {was.parts:,} in {before}",
         }[self.kind]
 
 

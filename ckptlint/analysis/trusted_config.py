@@ -36,7 +36,7 @@ _HYBRID_SEPARATORS = "/|"
 _EMBEDDINGS = frozenset({"word_embeddings", "embed_tokens", "tok_embeddings", "wte"})
 
 FINAL_NORMS = frozenset({"final_layernorm", "final_norm", "ln_f", "norm"})
-"""Names of the norm behind the last layer."""
+"""Names of the norm after the last layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,7 @@ def _accepted(declared: Mapping[str, Declared], layers: int) -> set[int]:
     """The numbers of layers that a declared one allows.
 
     Source:
-        DeepSeek-V3 stores its layers for multi-token prediction behind the others, under the same block
+        DeepSeek-V3 stores its layers for multi-token prediction after the others, under the same block
     """
     accepted = {layers, layers + 1, layers + (number(declared, "mtp_layers") or 0)}
     pattern = declared.get("hybrid_pattern")

@@ -80,7 +80,7 @@ def whole(expression: Expression, fields: Mapping[str, Value]) -> int:
     """
     value = expression.value(fields)
     if not isinstance(value, int) or not 0 <= value < LARGEST:
-        raise ExpressionError(f"{expression.text} is {_shown(value)}, and no size")
+        raise ExpressionError(f"{expression.text} is {_shown(value)}, which is no size")
     return int(value)
 
 

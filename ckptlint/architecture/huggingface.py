@@ -192,7 +192,7 @@ def _values(config: Mapping[str, object], table: Mapping[str, Any]) -> dict[str,
             declared = [value for path in paths if path.startswith(flat) for value in _at(config, path[len(flat) :])]
         value = declared[0] if declared else None
         if value is not None and not _is_kind(value, kind):
-            raise NoTable(f"{name} is {printable(repr(value)[:60])}, and no {kind}")
+            raise NoTable(f"{name} is {printable(repr(value)[:60])}, which is no {kind}")
         if not declared and not defaults:
             raise NoTable(f"it does not give {name}")
         if value is None and defaults and (not declared or len(defaults) > 1):
@@ -202,11 +202,11 @@ def _values(config: Mapping[str, object], table: Mapping[str, Any]) -> dict[str,
             value = [spelled.get(word, word) if isinstance(word, str) else word for word in value]
         known = table.get("words", {}).get(name)
         if known and isinstance(value, list) and not all(word in known for word in value):
-            raise NoTable(f"{name} holds another word than {', '.join(known)}")
+            raise NoTable(f"{name} holds a word other than {', '.join(known)}")
         values[name] = value
     for name, only in table.get("only", {}).items():
         if next(_at(config, name), only) not in (only, None):
-            raise NoTable(f"{name} is another than {printable(repr(only)[:60])}, with which the table was made")
+            raise NoTable(f"{name} is not {printable(repr(only)[:60])}, with which the table was made")
     if "tied_by" in table and next(_at(config, table["tied_by"]), None) is True:
         values["tie_word_embeddings"] = True
     return values

@@ -347,7 +347,7 @@ def _size(given: Mapping[str, object], name: str, default: int | None) -> int:
     if value is None and default is not None:
         return default
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < LARGEST:
-        raise NoTable(f"{name} is {_shown(value)}, and no size")
+        raise NoTable(f"{name} is {_shown(value)}, which is no size")
     return value
 
 
@@ -356,7 +356,7 @@ def _flag(given: Mapping[str, object], name: str, default: bool) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise NoTable(f"{name} is {_shown(value)}, and no flag")
+        raise NoTable(f"{name} is {_shown(value)}, which is no flag")
     return value
 
 

@@ -125,7 +125,7 @@ def axis_name(ckpt: Checkpoint, axis: int, count: int) -> str:
 
 
 def mesh_note(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
-    """Which place of which axis a missing region is, in one sentence; "" when the axes have no plain path."""
+    """Which shard of which axis a missing region is, in one sentence; "" when the axes have no plain path."""
     parts = []
     crossing = []
     for axis, (slots, inside) in coordinates(tensor.layout, region).items():
@@ -135,15 +135,15 @@ def mesh_note(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
         # stacked layers or experts, each stored by itself, are no mesh axis
         name = axis_name(ckpt, axis, count) if count < tensor.global_shape[axis] else f"dim {axis}"
         lengths = distinct(slots.stops - slots.starts)
-        of = f" of {lengths[0]:,}" if len(lengths) == 1 else ""
+        of = f" of size {lengths[0]:,}" if len(lengths) == 1 else ""
         plural = "s" if len(inside) > 1 else ""
         if slots.is_absent[inside].all():
             verb = "are" if plural else "is"
-            parts.append(f"{name} has {count} places{of}; place{plural} {ranges(inside)} {verb} missing")
+            parts.append(f"{name} is split into {count} shards{of}; shard{plural} {ranges(inside)} {verb} missing")
         elif len(inside) < count:
-            crossing.append(f"{name} place{plural} {ranges(inside)} of {count}")
+            crossing.append(f"shard{plural} {ranges(inside)} of {count} on {name}")
     if crossing and not parts:
-        parts.append("every axis is whole; the crossing " + " x ".join(crossing) + " is missing")
+        parts.append("no axis lacks a shard; what is missing is " + " x ".join(crossing))
     elif crossing:
         parts.append("at " + " x ".join(crossing))
     return "; ".join(parts)
@@ -163,58 +163,8 @@ def rank_of(file: str) -> int | None:
     return int(match[1]) - 1 if match else None
 
 
-def absent_writer(ckpt: Checkpoint, tensor: Tensor, region: Box) -> int | None:
-    """The rank whose file would hold the missing region, when file numbers follow the places of the present chunks.
-
-    The ranks of the present chunks must be an affine function of their places, with at least two chunks to spare;
-    deduplicated replicas are spread by load and follow no such rule, then nothing is claimed.
-    """
-    layout = tensor.layout
-    at = coordinates(layout, region)
-    axes = [axis for axis, (slots, _) in at.items() if len(slots) > 1]
-    rows = np.flatnonzero(layout.live & (tensor.chunks.record >= 0))
-    if not axes or not len(rows) > len(axes) + 1 or any(len(at[axis][1]) != 1 for axis in axes):
-        return None
-    others = [axis for axis in range(len(layout.shape)) if axis not in at and layout.shape[axis] > 1]
-    if any(len(layout.intervals(axis)) > 1 for axis in others):
-        return None
-    ranks = [rank_of(ckpt.chunk_file(tensor, row)) for row in rows.tolist()]
-    if None in ranks:
-        return None
-    position = np.ones((len(rows), len(axes) + 1))
-    for column, axis in enumerate(axes):
-        position[:, column] = np.searchsorted(at[axis][0].starts, layout.offsets[rows, axis])
-    wanted = np.array(ranks, float)
-    factors, *_ = np.linalg.lstsq(position, wanted, rcond=None)
-    if np.abs(position @ factors - wanted).max() > 1e-6 or np.abs(factors[:-1]).min() < 0.5:
-        return None
-    missing = float(np.array([at[axis][1][0] for axis in axes] + [1.0]) @ factors)
-    rank = round(missing)
-    return rank if rank >= 0 and abs(missing - rank) < 1e-6 else None
-
-
 @fact
 def ranks_of_files(ckpt: Checkpoint) -> IntArray:
     """int64 [n], `rank_of` each payload file; -1 where the name tells none."""
     ranks = (rank_of(name) for name in ckpt.files.names)
     return np.fromiter((-1 if rank is None else rank for rank in ranks), np.int64, len(ckpt.files))
-
-
-@fact
-def _ranks_with_entries(ckpt: Checkpoint) -> frozenset[int]:
-    """The ranks in whose files an entry lies."""
-    return frozenset(distinct(ranks_of_files(ckpt)[distinct(ckpt.records.file)]).tolist())
-
-
-def absent_writer_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
-    """What the file of the rank that should have written a region tells; "" when the rank is not known."""
-    rank = absent_writer(ckpt, tensor, region)
-    if rank is None:
-        return ""
-    of_set = ckpt.rank_files.files if ckpt.rank_files else ()
-    own = next((file.name for file in of_set if file.numbers == {"rank": rank}), f"__{rank}_0.distcp")
-    file = f"shard-{rank + 1:05d}-*.safetensors" if ckpt.is_safetensors else own
-    named = f"rank {rank} ({file}) should hold it"
-    if rank in _ranks_with_entries(ckpt):
-        return f"{named}; it stored other tensors, so its save did finish: its state dict lacked this part"
-    return f"{named}, and no entry names a file of rank {rank}: it did not save, or its files are lost from the map"

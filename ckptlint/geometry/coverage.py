@@ -7,14 +7,17 @@ from functools import partial
 from itertools import combinations
 
 from ckptlint.errors import BudgetError
-from ckptlint.geometry.chunk_graph import absent_writer_hint, mesh_note, place_of
+from ckptlint.geometry.chunk_graph import mesh_note, place_of
+from ckptlint.geometry.missing import absent_hint, absent_ranks, rank_note, saved_by
+from ckptlint.geometry.two_saves import saves_hint, saves_note
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box
+from ckptlint.model.text import listed, plural, shape_text, span
 from ckptlint.rule import Finding, Location, Note, Severity
 
 _SHOWN = 3
 _PAIR_LIMIT = 64
-_STOPPED = "the search stopped there, the chunks are too tangled to tell all"
+_STOPPED = "the search stopped there, since the chunks are too tangled to count all"
 
 
 def overlaps(ckpt: Checkpoint) -> Iterator[Finding]:
@@ -29,13 +32,15 @@ def overlaps(ckpt: Checkpoint) -> Iterator[Finding]:
         if not pairs:
             continue
         region, first, second = pairs[0]
-        count = f"{len(pairs)}{'+' if len(pairs) >= _PAIR_LIMIT else ''} pairs" if len(pairs) > 1 else "2 chunks"
-        verb = f"{count}{{of}} overlap, first in {region}" if len(pairs) > 1 else f"{count}{{of}} both hold {region}"
+        count = f"{len(pairs)}{'+' if len(pairs) >= _PAIR_LIMIT else ''} pairs of chunks"
+        message = (
+            f"{count}{{of}} overlap, the first in {region}" if len(pairs) > 1 else f"2 chunks{{of}} both hold {region}"
+        )
         yield Finding(
-            verb,
-            at=Location.of(tensor, region=region, rows=(first, second)),
-            notes=_sizes(ckpt, tensor, first, second),
-            hint=_odd_one(ckpt, tensor, first, second),
+            message,
+            at=Location.of(tensor, region=region, rows=(first, second), ranks=saved_by(ckpt, tensor, (first, second))),
+            notes=(*_sizes(ckpt, tensor, first, second), ("two saves", saves_note(ckpt))),
+            hint=saves_hint(ckpt) or _odd_one(ckpt, tensor, first, second),
         )
     _admit(unsure, "overlaps")
 
@@ -55,12 +60,17 @@ def holes(ckpt: Checkpoint, padded: str | None = None) -> Iterator[Finding]:
         severity = Severity.WARNING if padded and padded in tensor.fqn else None
         if not coverage.missing:
             lost = coverage.missing_volume
-            message = f"part{{of}} is in no chunk: at least {lost:,} element{'s' if lost > 1 else ''}"
+            message = f"part{{of}} is missing: at least {plural(lost, 'element')}"
             yield Finding(message, at=Location.of(tensor), severity=severity, notes=_total(tensor))
         for number, region in enumerate(coverage.missing[:_SHOWN]):
             yield Finding(
                 _sentence(region, tensor.global_shape),
-                at=Location.of(tensor, region=region, rows=_neighbours(tensor, region)),
+                at=Location.of(
+                    tensor,
+                    region=region,
+                    rows=_neighbours(tensor, region),
+                    ranks=absent.ranks if (absent := absent_ranks(ckpt, tensor, region)) else (),
+                ),
                 severity=severity,
                 notes=_total(tensor) if number == 0 else (),
                 explain=partial(_explain, ckpt, tensor, region),
@@ -94,42 +104,44 @@ def _pairs(tensor: Tensor) -> Iterator[tuple[Box, int, int]]:
 
 def _sizes(ckpt: Checkpoint, tensor: Tensor, first: int, second: int) -> tuple[Note, ...]:
     coverage = tensor.layout.coverage
-    volume = f"{coverage.doubled_volume:,} elements"
+    volume = plural(coverage.doubled_volume, "element")
+    verb = "is" if coverage.doubled_volume == 1 else "are"
     boxes = " and ".join(
         f"{tensor.layout.box(row)} in {ckpt.chunk_file(tensor, row) or 'no file'}" for row in (first, second)
     )
     if not coverage.exact:
-        return (("chunks", f"{boxes}; at least {volume} are held more than once: {_STOPPED}"),)
-    return (("chunks", f"{boxes}; {volume} are held more than once"),)
+        return (("chunks", f"{boxes}; at least {volume} {verb} stored more than once: {_STOPPED}"),)
+    return (("chunks", f"{boxes}; {volume} {verb} stored more than once"),)
 
 
 def _odd_one(ckpt: Checkpoint, tensor: Tensor, *rows: int) -> str:
-    """Which of the chunks differs in size from all its peers."""
+    """Whose chunk to look at: the one that differs in size from all its peers, or else both."""
     sizes = tensor.layout.sizes
-    if len(sizes) < 4:
-        return ""
-    for row in rows:
+    for row in rows if len(sizes) >= 4 else ():
         same = int((sizes == sizes[row]).all(axis=1).sum())
         others = {tuple(size) for i, size in enumerate(sizes.tolist()) if i != row}
         if same == 1 and len(others) == 1:
-            own, peers = list(tensor.layout.box(row).sizes), list(others.pop())
+            own, peers = shape_text(tensor.layout.box(row).sizes), shape_text(others.pop())
             where = ckpt.chunk_file(tensor, row) or "no file"
-            return f"the chunk in {where} has sizes {own}, its {len(sizes) - 1} peers {peers}"
-    return ""
+            return f"look at who wrote {where}: its chunk has sizes {own}, the {len(sizes) - 1} other chunks {peers}"
+    files = list(dict.fromkeys(name for row in rows if (name := ckpt.chunk_file(tensor, row))))
+    return f"compare the offsets of this key on the ranks that wrote {listed(files)}" if files else ""
 
 
 def _sentence(region: Box, shape: tuple[int, ...]) -> str:
     """Rows where the region spans all other axes, the whole box otherwise.
 
     >>> _sentence(Box((8, 0), (4, 8)), (16, 8)), _sentence(Box((8, 0), (4, 4)), (16, 8))
-    ('rows 8:12{of} are in no chunk', '[8:12, 0:4]{of} is in no chunk')
+    ('rows 8-11{of} are missing', '[8:12, 0:4]{of} is missing')
     """
     if not shape:
-        return "the only element{of} is in no chunk"
+        return "the only element{of} is missing"
     if region.sizes[1:] != shape[1:]:
-        return f"{region}{{of}} is in no chunk"
-    noun = "elements" if len(shape) == 1 else "rows"
-    return f"{noun} {region.offsets[0]}:{region.ends[0]}{{of}} are in no chunk"
+        return f"{region}{{of}} is missing"
+    noun, verb = ("element" if len(shape) == 1 else "row"), "is"
+    if region.sizes[0] > 1:
+        noun, verb = f"{noun}s", "are"
+    return f"{noun} {span(region.offsets[0], region.ends[0])}{{of}} {verb} missing"
 
 
 def _total(tensor: Tensor) -> tuple[Note, ...]:
@@ -155,4 +167,9 @@ def _neighbours(tensor: Tensor, region: Box) -> tuple[int, ...]:
 
 
 def _explain(ckpt: Checkpoint, tensor: Tensor, region: Box) -> tuple[Note, ...]:
-    return (("mesh", mesh_note(ckpt, tensor, region)), ("hint", absent_writer_hint(ckpt, tensor, region)))
+    absent = absent_ranks(ckpt, tensor, region)
+    return (
+        ("mesh", mesh_note(ckpt, tensor, region)),
+        ("rank", rank_note(absent)),
+        ("hint", absent_hint(ckpt, tensor, region)),
+    )

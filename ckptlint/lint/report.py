@@ -294,7 +294,7 @@ class Report:
         >>> import ckptlint
         >>> ckptlint.check("fixtures/real/fsdp2_4r_hole").raise_for_findings()
         Traceback (most recent call last):
-        ckptlint.errors.CheckpointError: GEO004 rows 6:9 of model.layers.0.feed_forward.w1.weight are in no chunk
+        ckptlint.errors.CheckpointError: GEO004 rows 6-8 of model.layers.0.feed_forward.w1.weight are missing
 
         Raises:
             CheckpointError: with the first finding, or with what could not be judged.

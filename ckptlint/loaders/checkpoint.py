@@ -88,7 +88,8 @@ def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
         AccessError: the operating system refused a read; damage and malice become problems instead.
         ReaderError: ckptlint itself made a mistake.
     """
-    ckpt = replace(_open(folder, look_at_files), written=folder.newest)
+    ckpt = _open(folder, look_at_files)
+    ckpt = replace(ckpt, written=folder.newest, times=_times(folder, ckpt))
     if folder.linked_to:
         sentence = f"{printable(folder.name)} is a link to {folder.linked_to}, outside of the run"
         note = Problem(
@@ -97,6 +98,13 @@ def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
         ckpt = replace(ckpt, problems=[*ckpt.problems, note])
     ckpt = replace(ckpt, unseen=(*ckpt.unseen, *folder.strays))
     return with_step_files(folder, ckpt) if look_at_files else ckpt
+
+
+def _times(folder: Folder, ckpt: Checkpoint) -> dict[str, float]:
+    """When the payload files were written, where files of two saves would be read as one."""
+    if ckpt.format not in ("dcp-safetensors", "dcp-per-rank"):
+        return {}
+    return {name: folder.entries[name].mtime for name in ckpt.files.names if name in folder.entries}
 
 
 def _open(folder: Folder, look_at_files: bool) -> Checkpoint:

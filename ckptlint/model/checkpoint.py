@@ -244,6 +244,7 @@ class Checkpoint:
         payload: what the records say; None below depth `headers`.
         seal: what the saving job sealed; None without a seal, and below depth `data`.
         written: when the newest file of its folder was written, seconds since the epoch; 0 where nobody knows.
+        times: payload file -> when it was written, seconds since the epoch, where each file says itself what it holds.
         metadata_hash: BLAKE2b of `.metadata`, as a seal names it; "" without either.
         ranks: what the ranks of a running job hold; None for files.
         rank_files: the files of a checkpoint that is a set of torch files; None elsewhere.
@@ -282,6 +283,7 @@ class Checkpoint:
     seal: Seal | None = None
     metadata_hash: str = ""
     written: float = 0.0
+    times: Mapping[str, float] = field(default_factory=dict)
     ranks: RankTable | None = None
     rank_files: RankFileSet | None = None
     storages: StorageTable | None = None

@@ -50,6 +50,15 @@ def ranges(values: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
+def span(start: int, stop: int) -> str:
+    """The indices from `start` to before `stop`, inclusive, as sentences name them.
+
+    >>> span(6, 9), span(6, 7)
+    ('6-8', '6')
+    """
+    return str(start) if stop - start == 1 else f"{start}-{stop - 1}"
+
+
 def gaps(values: Iterable[int], count: int) -> str:
     """The numbers from 0 below a count that are not among some, as ranges; the count may be as large as it likes.
 

@@ -94,7 +94,7 @@ def test_the_naming_that_most_names_follow_is_taken(tmp_path: Path) -> None:
 
 def test_names_of_another_scheme_are_not_judged(tmp_path: Path) -> None:
     ckpt = stored({f"blocks.{i}.w{j}": (4, 4) for i in range(4) for j in range(4)}, tmp_path)
-    assert config_fit(ckpt) == "the names here are not those of model_type tiny in config.json"
+    assert config_fit(ckpt) == "the keys here are not those of model_type tiny in config.json"
 
 
 def test_a_tower_that_is_absent_as_a_whole_is_not_missing(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ import pytest
 
 from ckptlint.geometry.chunk_graph import (
     AxisSlots,
-    absent_writer,
-    absent_writer_hint,
     axis_graph,
     axis_name,
     axis_slots,
@@ -118,7 +115,7 @@ def test_places_fill_a_gap_with_the_usual_length(
 @pytest.mark.parametrize(
     "spans",
     [[(0, 5), (4, 8)], [(0, 8), (2, 4)], [(-1, 4), (4, 8)], [(0, 4), (4, 9)]],
-    ids=["crossing", "nested", "before the start", "behind the end"],
+    ids=["crossing", "nested", "before the start", "after the end"],
 )
 def test_an_axis_without_a_plain_path_has_no_places(spans: list[tuple[int, int]]) -> None:
     assert axis_slots(strip(8, *spans), 0) is None
@@ -150,20 +147,35 @@ def test_coordinates_leave_out_an_axis_that_is_not_cut() -> None:
 @pytest.mark.parametrize(
     ("shape", "chunks", "region", "note"),
     [
-        ([16, 8], ["0:4, :", "4:8, :", "12:16, :"], Box((8, 0), (4, 8)), "dim 0 has 4 places of 4; place 2 is missing"),
-        ([16, 8], ["0:4, :", "12:16, :"], Box((4, 0), (8, 8)), "dim 0 has 4 places of 4; places 1-2 are missing"),
-        ([10, 4], ["0:3, :", "3:6, :", "9:10, :"], Box((6, 0), (3, 4)), "dim 0 has 4 places; place 2 is missing"),
+        (
+            [16, 8],
+            ["0:4, :", "4:8, :", "12:16, :"],
+            Box((8, 0), (4, 8)),
+            "dim 0 is split into 4 shards of size 4; shard 2 is missing",
+        ),
+        (
+            [16, 8],
+            ["0:4, :", "12:16, :"],
+            Box((4, 0), (8, 8)),
+            "dim 0 is split into 4 shards of size 4; shards 1-2 are missing",
+        ),
+        (
+            [10, 4],
+            ["0:3, :", "3:6, :", "9:10, :"],
+            Box((6, 0), (3, 4)),
+            "dim 0 is split into 4 shards; shard 2 is missing",
+        ),
         (
             [8, 6],
             ["0:4, 0:3", "0:4, 3:6", "4:8, 0:3"],
             Box((4, 3), (4, 3)),
-            "every axis is whole; the crossing dim 0 place 1 of 2 x dim 1 place 1 of 2 is missing",
+            "no axis lacks a shard; what is missing is shard 1 of 2 on dim 0 x shard 1 of 2 on dim 1",
         ),
         (
             [12, 6],
             ["0:4, 0:3", "0:4, 3:6", "8:12, 0:3", "8:12, 3:6"],
             Box((4, 0), (4, 6)),
-            "dim 0 has 3 places of 4; place 1 is missing",
+            "dim 0 is split into 3 shards of size 4; shard 1 is missing",
         ),
         ([8], ["0:5", "4:6"], Box((6,), (2,)), ""),
         ([8], [], Box((0,), (8,)), ""),
@@ -179,13 +191,15 @@ def test_mesh_note_names_the_mesh_axis_that_alone_has_the_size(tmp_path: Path) -
     ckpt = opened(tmp_path, [16, 8], ["0:4, :", "4:8, :", "12:16, :"])
     region = Box((8, 0), (4, 8))
     named = replace(ckpt, topology={"tp": AxisSize(4, "args"), "pp": AxisSize(2, "args"), "world": AxisSize(4, "args")})
-    assert mesh_note(named, the_tensor(named), region) == "dim 0 (tp) has 4 places of 4; place 2 is missing"
+    assert (
+        mesh_note(named, the_tensor(named), region) == "dim 0 (tp) is split into 4 shards of size 4; shard 2 is missing"
+    )
     twice = replace(ckpt, topology={"tp": AxisSize(4, "args"), "dp": AxisSize(4, "args")})
-    assert mesh_note(twice, the_tensor(twice), region) == "dim 0 has 4 places of 4; place 2 is missing"
+    assert mesh_note(twice, the_tensor(twice), region) == "dim 0 is split into 4 shards of size 4; shard 2 is missing"
     assert axis_name(named, 1, 1) == "dim 1"
 
 
-# ---------------------------------------------------------------- who should have written it
+# ---------------------------------------------------------------- ranks of files
 
 
 @pytest.mark.parametrize(
@@ -194,88 +208,3 @@ def test_mesh_note_names_the_mesh_axis_that_alone_has_the_size(tmp_path: Path) -
 )
 def test_rank_of_a_file_name(file: str, rank: int | None) -> None:
     assert rank_of(file) == rank
-
-
-@pytest.mark.parametrize(("absent", "rank"), [(0, 0), (2, 2), (3, 3)])
-def test_the_absent_writer_of_a_row_shard(tmp_path: Path, absent: int, rank: int) -> None:
-    rows = [i for i in range(4) if i != absent]
-    ckpt = opened(tmp_path, [16, 8], [f"{4 * i}:{4 * i + 4}, :" for i in rows], rows)
-    assert absent_writer(ckpt, the_tensor(ckpt), Box((4 * absent, 0), (4, 8))) == rank
-
-
-def test_the_absent_writer_of_an_uneven_last_shard(tmp_path: Path) -> None:
-    ckpt = opened(tmp_path, [10, 4], ["0:3, :", "3:6, :", "6:9, :"], [0, 1, 2])
-    assert absent_writer(ckpt, the_tensor(ckpt), Box((9, 0), (1, 4))) == 3
-
-
-def test_the_absent_writer_counts_in_steps_of_the_inner_mesh_axis(tmp_path: Path) -> None:
-    # rows over tp 4 in a mesh where tp is the outer axis of stride 2: ranks 0, 2, 4, 6
-    ckpt = opened(tmp_path, [16, 8], ["0:4, :", "4:8, :", "12:16, :"], [0, 2, 6])
-    assert absent_writer(ckpt, the_tensor(ckpt), Box((8, 0), (4, 8))) == 4
-
-
-def blocks(order: str, absent: tuple[int, int]) -> tuple[list[str], list[int]]:
-    """Chunks of [16, 8] over fsdp 4 x tp 2 and their ranks, one block left out."""
-    kept = [(dp, tp) for dp, tp in product(range(4), range(2)) if (dp, tp) != absent]
-    ranks = {"tp inner": lambda dp, tp: 2 * dp + tp, "dp inner": lambda dp, tp: 4 * tp + dp}[order]
-    chunks = [f"{4 * dp}:{4 * dp + 4}, {4 * tp}:{4 * tp + 4}" for dp, tp in kept]
-    return chunks, [ranks(dp, tp) for dp, tp in kept]
-
-
-@pytest.mark.parametrize(("order", "rank"), [("tp inner", 5), ("dp inner", 6)])
-def test_the_absent_writer_on_a_mesh_of_fsdp_and_tp(tmp_path: Path, order: str, rank: int) -> None:
-    ckpt = opened(tmp_path, [16, 8], *blocks(order, (2, 1)))
-    assert absent_writer(ckpt, the_tensor(ckpt), Box((8, 4), (4, 4))) == rank
-
-
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        [3, 0, 2, 1, 4, 6, 7],  # dedup spreads replicas over the least loaded ranks
-        [0, 1, 2, 3, 4, 6, 5],  # all but two follow the places
-        [0, 0, 0, 0, 0, 0, 0],  # one rank holds all
-        [0, 1, 0, 1, 0, 1, 0],  # places along one axis do not change the rank: replicas over the other
-    ],
-    ids=["spread by load", "two swapped", "one rank", "one axis without effect"],
-)
-def test_nothing_is_claimed_of_load_balanced_replicas(tmp_path: Path, ranks: list[int]) -> None:
-    chunks, _ = blocks("tp inner", (3, 1))
-    ckpt = opened(tmp_path, [16, 8], chunks, ranks)
-    assert absent_writer(ckpt, the_tensor(ckpt), Box((12, 4), (4, 4))) is None
-    assert absent_writer_hint(ckpt, the_tensor(ckpt), Box((12, 4), (4, 4))) == ""
-
-
-@pytest.mark.parametrize(
-    ("shape", "chunks", "ranks", "region"),
-    [
-        ([8, 4], ["0:2, :", "2:4, :"], [0, 1], Box((4, 0), (2, 4))),
-        ([16, 4], ["0:4, :", "12:16, :", "4:8, :"], [3, 1, 2], Box((8, 0), (4, 4))),
-        ([16, 4], ["4:8, :", "8:12, :", "12:16, :"], [0, 1, 2], Box((0, 0), (4, 4))),
-        ([20, 4], ["0:4, :", "4:8, :", "8:12, :"], [0, 1, 2], Box((12, 0), (8, 4))),
-        ([8], ["0:4", "3:6", "6:7"], [0, 1, 2], Box((7,), (1,))),
-    ],
-    ids=["too few chunks", "no even steps", "before rank 0", "two places", "no path"],
-)
-def test_nothing_is_claimed_without_evidence(
-    tmp_path: Path, shape: list[int], chunks: list[str], ranks: list[int], region: Box
-) -> None:
-    ckpt = opened(tmp_path, shape, chunks, ranks)
-    assert absent_writer(ckpt, the_tensor(ckpt), region) is None
-
-
-def test_nothing_is_claimed_of_files_without_a_rank(tmp_path: Path) -> None:
-    tensor = {"shape": [16], "chunks": ["0:4", "4:8", "12:16"], "records": [f"{n}.bin 0:1600" for n in "abc"]}
-    write_checkpoint({"tensors": {"w": tensor}}, tmp_path)
-    ckpt = load_folder(tmp_path)
-    assert absent_writer(ckpt, the_tensor(ckpt), Box((8,), (4,))) is None
-
-
-def test_the_hint_tells_a_rank_that_saved_from_one_that_did_not(tmp_path: Path) -> None:
-    chunks, region = ["0:4, :", "4:8, :", "12:16, :"], Box((8, 0), (4, 8))
-    other = {"v": {"shape": [4], "records": ["__2_0.distcp 0:1600"]}}
-    saved = opened(tmp_path / "a", [16, 8], chunks, [0, 1, 3], more=other)
-    hint = absent_writer_hint(saved, the_tensor(saved), region)
-    assert hint.startswith("rank 2 (__2_0.distcp) should hold it")
-    assert "its save did finish" in hint
-    lost = opened(tmp_path / "b", [16, 8], chunks, [0, 1, 3])
-    assert "no entry names a file of rank 2" in absent_writer_hint(lost, the_tensor(lost), region)

@@ -43,7 +43,7 @@ def test_a_tiling_that_was_not_looked_through_is_no_pass(no_budget: None) -> Non
 def test_volumes_alone_tell_a_hole_that_was_not_located(no_budget: None) -> None:
     report = judged(PINWHEEL[:-1], "GEO004", "GEO005")
     (hole,) = report.diagnostics
-    assert (hole.title, hole.region) == ("part of model.w is in no chunk: at least 1 element", None)
+    assert (hole.title, hole.region) == ("part of model.w is missing: at least 1 element", None)
     assert "the search stopped there" in str(hole.all_notes())
 
 
@@ -59,7 +59,7 @@ def test_a_search_that_stopped_says_so_beside_what_it_found(monkeypatch: pytest.
         report = judged([*PINWHEEL, ((0, 0), (1, 2)), ((1, 1), (2, 2))], "GEO003")
         said += [str(item.all_notes()) for item in report.diagnostics if item.code == "GEO003"]
     assert "at least" in said[0] and "the search stopped there" in said[0]
-    assert "; 6 elements are held more than once" in said[-1]
+    assert "; 6 elements are stored more than once" in said[-1]
 
 
 def test_the_tensors_of_a_checkpoint_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def test_wrong_arguments_raise(arguments: dict[str, object]) -> None:
 
 def test_raise_for_findings() -> None:
     ckptlint.check(GOOD).raise_for_findings("warning")
-    with pytest.raises(ckptlint.CheckpointError, match="GEO004 rows 6:9 of model"):
+    with pytest.raises(ckptlint.CheckpointError, match="GEO004 rows 6-8 of model"):
         ckptlint.check(BAD).raise_for_findings()
     ckptlint.check(WARNING).raise_for_findings()
     with pytest.raises(ckptlint.CheckpointError, match="GEO008"):

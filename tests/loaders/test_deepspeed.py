@@ -340,10 +340,10 @@ def test_the_trainer_and_the_engine_name_one_step(copy: Callable[[str], Path]) -
     told = json.loads((step / "trainer_state.json").read_text()) | {"global_step": 4}
     (step / "trainer_state.json").write_text(json.dumps(told))
     [(code, _, title)] = found(ckptlint.check(step))
-    assert (code, title) == ("COM002", "the folder is named for step 2, and trainer_state.json says step 4")
+    assert (code, title) == ("COM002", "the folder is named for step 2, but trainer_state.json says step 4")
     step = step.rename(step.with_name("checkpoint-4"))
     (code, _, title), *more = found(ckptlint.check(step))
-    assert (code, title) == ("COM002", "the folder is named for step 2, and ../trainer_state.json says step 4")
+    assert (code, title) == ("COM002", "the folder is named for step 2, but ../trainer_state.json says step 4")
     assert not more
 
 

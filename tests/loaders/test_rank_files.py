@@ -362,7 +362,7 @@ def test_an_optimizer_of_more_parameters_than_the_model_has(tmp_path: Path) -> N
     shutil.rmtree(tmp_path / "step" / "huggingface")
     report = ckptlint.check(tmp_path / "step")
     assert [row[:2] for row in found(report, "error", "warning")] == [("OPT008", "warning")]
-    assert any("lists 12 parameters, and the files of the model hold 11" in row[2] for row in found(report))
+    assert any("lists 12 parameters, but the files of the model hold 11" in row[2] for row in found(report))
 
 
 def test_a_tracker_that_names_a_step_which_is_not_there(tmp_path: Path) -> None:

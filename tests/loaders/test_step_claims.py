@@ -64,7 +64,7 @@ def test_torchtitan(tmp_path: Path) -> None:
     assert numbers(tmp_path / "step-4", "headers") == []
     (tmp_path / "step-4").rename(tmp_path / "step-6")
     assert numbers(tmp_path / "step-6", "headers") == [
-        ("warning", "the folder is named for step 6, and train_state.step says step 4")
+        ("warning", "the folder is named for step 6, but train_state.step says step 4")
     ]
 
 
@@ -72,7 +72,7 @@ def test_an_older_step_under_a_newer_name(tmp_path: Path) -> None:
     """One cause, one finding: the train state, the scheduler and Adam all say 2."""
     shutil.copytree(titan(tmp_path, 2), tmp_path / "step-4")
     found = numbers(tmp_path / "step-4", "headers")
-    assert found == [("warning", "the folder is named for step 4, and train_state.step says step 2")]
+    assert found == [("warning", "the folder is named for step 4, but train_state.step says step 2")]
 
 
 def test_adam_alone(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_adam_alone(tmp_path: Path) -> None:
         dcp.save(state, checkpoint_id=str(tmp_path / "other" / f"step_{step}"), no_dist=True)
     assert numbers(tmp_path / "other" / "step_4") == []
     assert numbers(tmp_path / "other" / "step_4", "headers") == [
-        ("info", "the folder is named for step 4, and the optimizer is at step 2")
+        ("info", "the folder is named for step 4, but the optimizer is at step 2")
     ]
 
 

@@ -113,5 +113,5 @@ def test_an_adapter_alone_is_a_note(tmp_path: Path) -> None:
     shutil.copytree(ADAPTERS / "lora", tmp_path / "a")
     (tmp_path / "a" / "adapter_config.json").unlink()
     assert found(ckptlint.check(tmp_path / "a")) == [
-        ("CFG007", "info", "adapter_model.safetensors lies here without adapter_config.json")
+        ("CFG007", "info", "adapter_model.safetensors is here without adapter_config.json")
     ]

@@ -48,7 +48,7 @@ def test_metadata_json_of_another_backend(backend: str, tmp_path: Path) -> None:
     (folder / "metadata.json").write_text(json.dumps(config | {"sharded_backend": backend}))
     report = ckptlint.check(folder)
     assert found(report, "error", "warning") == [
-        ("COM009", "error", f"metadata.json says sharded_backend {backend}, and what lies here is torch_dist")
+        ("COM009", "error", f"metadata.json says sharded_backend {backend}, but the files here are torch_dist")
     ]
 
 
@@ -57,6 +57,6 @@ def test_metadata_json_beside_fsdp_dtensor(tmp_path: Path) -> None:
     shutil.copytree(REAL / "megatron_fsdp_dtensor_tp2_dp2" / "iter_0000010", folder)
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     sentence = (
-        "metadata.json says sharded_backend torch_dist, and what lies here is fsdp_dtensor, which has no such file"
+        "metadata.json says sharded_backend torch_dist, but the files here are fsdp_dtensor, which has no such file"
     )
     assert found(ckptlint.check(folder), "error", "warning") == [("COM009", "error", sentence)]

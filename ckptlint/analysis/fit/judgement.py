@@ -150,7 +150,7 @@ def told_shapes(ckpt: Checkpoint) -> Mapping[str, Shape]:
 def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
     """What the configuration of a checkpoint implies, in each naming; or why that is not known."""
     if ckpt.config is None:
-        return "no configuration of a model lies with these tensors"
+        return "no configuration of a model lies beside these tensors"
     values, source = ckpt.config.values, ckpt.config.file
     try:
         most = max(_FEW, _MORE * len(ckpt.tensors))  # more is another model's
@@ -161,7 +161,7 @@ def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
         if source == MISTRAL_CONFIG:
             return mistral.expected_models(values, source)
         if source == ADAPTER_CONFIG:
-            return "beside an adapter lies the configuration of the adapter, which CFG006 and CFG007 judge"
+            return "the configuration here is the adapter's, which CFG006 and CFG007 judge"
         return huggingface.expected_models(values, source, most)
     except NoTable as reason:
         return str(reason)
@@ -188,7 +188,7 @@ def _held(ckpt: Checkpoint) -> Fit | str:
     names = [name for name in ckpt.tensors if ckpt.is_export or parse(name).kind == "model"]
     pairing = best_pairing(forms, names)
     if not (_is_whole(pairing) if ckpt.is_of_megatron else pairing.fits):
-        return f"the names here are not those of model_type {forms[0].model_type} in {forms[0].source}"
+        return f"the keys here are not those of model_type {forms[0].model_type} in {forms[0].source}"
     return _Judge(ckpt, pairing).fit()
 
 
@@ -374,7 +374,7 @@ class _Judge:
         named = (name for name in expected.fields if name not in _LABELS)
         open_ = [name for name in named if name.rpartition(".")[2] not in given]
         more = f" and {len(open_) - 3} more" if len(open_) > 3 else ""
-        return f"{expected.source} does not give {', '.join(open_[:3])}{more}: defaults were taken" if open_ else ""
+        return f"{expected.source} leaves {', '.join(open_[:3])}{more} open: defaults were assumed" if open_ else ""
 
 
 def _may_lie_beside(name: str) -> bool:

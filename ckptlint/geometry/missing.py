@@ -1,0 +1,334 @@
+"""Who should have saved a missing part of a tensor, and whether its record still lies in a payload file."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptlint.geometry.chunk_graph import coordinates, ranks_of_files
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.facts import fact
+from ckptlint.model.layout import Box, IntArray, distinct
+from ckptlint.model.text import listed, named_ranks
+
+_REGIONS = 3  # of a tensor, as findings show them
+_SIBLINGS, _PARTS = 16, 64  # tensors of one shape that are compared, and chunks of each
+_NAMED = 3
+_PLANS = "the plans of all ranks"
+_ANYONE = "list which ranks pass this key to save, and compare their offsets"
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """The ranks that should have saved a missing part.
+
+    Attributes:
+        ranks: one; or several that planned one and the same part of the key, of which one holds the missing one.
+        shown_by: what says so.
+        instead: a part that the rank saved in place of its own, and the rank whose part that is elsewhere.
+    """
+
+    ranks: tuple[int, ...]
+    shown_by: str
+    instead: tuple[Box, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LostRecord:
+    """Bytes that no entry names, as many as the record of a missing part would have.
+
+    Attributes:
+        fqn, region: the part.
+        file: the payload file, of a rank that should have saved it.
+        starts: where such bytes start in it; more than one where records of one length are lost together.
+        length: bytes of the record.
+    """
+
+    fqn: str
+    region: Box
+    file: str
+    starts: tuple[int, ...]
+    length: int
+
+
+# ---------------------------------------------------------------- bytes without an entry
+
+
+@fact
+def unnamed_bytes(ckpt: Checkpoint, least: int = 1) -> Mapping[str, tuple[tuple[int, int], ...]]:
+    """Payload file -> the [start, stop) of at least so many bytes each that no entry names; all of a file without one.
+
+    Left out are files that were not looked at, files with an entry at a negative place, and files whose entries tell
+    no place.
+    """
+    table, found = ckpt.records, {}
+    order = np.lexsort((table.byte_offset, table.file))
+    bounds = np.searchsorted(table.file[order], np.arange(len(ckpt.files) + 1))
+    for number in _with_room(ckpt, order, least).tolist():
+        file, rows = ckpt.files[number], order[bounds[number] : bounds[number + 1]]
+        if not file.size or not file.name.endswith(".distcp") or (len(rows) and not ckpt.locates_bytes):
+            continue
+        reached = np.maximum.accumulate(np.concatenate([[0], _ends(table.byte_offset[rows], table.byte_length[rows])]))
+        nexts = np.concatenate([table.byte_offset[rows], [file.size]])
+        wide = np.flatnonzero(nexts - reached >= least).tolist()
+        if wide:
+            found[file.name] = tuple((int(reached[i]), int(nexts[i])) for i in wide)
+    return found
+
+
+def _with_room(ckpt: Checkpoint, order: IntArray, least: int) -> IntArray:
+    """The files with room between two entries that follow each other, or after the last one."""
+    table, files = ckpt.records, ckpt.files
+    file, start = table.file[order], table.byte_offset[order]
+    stop = _ends(start, table.byte_length[order])
+    before = np.concatenate([[0], stop[:-1]])
+    before[1:][file[1:] != file[:-1]] = 0
+    end = np.zeros(len(files), np.int64)
+    np.maximum.at(end, file, stop)
+    has_room = files.size - end >= least
+    has_room[file[start - before >= least]] = True
+    has_room[file[(start < 0) | (table.byte_length[order] < 0)]] = False
+    return np.flatnonzero(has_room & files.are("ok"))
+
+
+def _ends(starts: IntArray, lengths: IntArray) -> IntArray:
+    stops: IntArray = starts + np.minimum(lengths, np.iinfo(np.int64).max - np.maximum(starts, 0))
+    return stops
+
+
+@fact
+def lost_records(ckpt: Checkpoint) -> Mapping[tuple[str, Box], LostRecord]:
+    """(key, missing region) -> the record that probably holds it and that no entry names."""
+    by_rank: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
+    rank_of_file = dict(zip(ckpt.files.names, ranks_of_files(ckpt).tolist(), strict=True))
+    for file, gaps in unnamed_bytes(ckpt).items():
+        by_rank[rank_of_file[file]] += [(file, start, stop - start) for start, stop in gaps]
+    found = {}
+    for tensor in ckpt.sound_tensors() if by_rank else ():
+        for region in tensor.layout.coverage.missing[:_REGIONS] if tensor.layout.live.any() else ():
+            lengths = _record_lengths(ckpt, tensor, region)
+            hits = [gap for gap in _where_lost(ckpt, absent_ranks(ckpt, tensor, region), by_rank) if gap[2] in lengths]
+            if hits and len({file for file, *_ in hits}) == 1:
+                file, _, length = hits[0]
+                starts = tuple(start for name, start, size in hits if (name, size) == (file, length))
+                found[tensor.fqn, region] = LostRecord(tensor.fqn, region, file, starts, length)
+    return found
+
+
+def _where_lost(
+    ckpt: Checkpoint, absent: Absent | None, by_rank: Mapping[int, list[tuple[str, int, int]]]
+) -> list[tuple[str, int, int]]:
+    """The bytes without an entry among which a missing part may be: its rank's, or any where no rank is known.
+
+    Where ranks planned one part several times, such bytes are the copies that were dropped.
+    """
+    if absent is not None and len(absent.ranks) == 1 and not absent.instead:
+        return by_rank.get(absent.ranks[0], [])
+    return (
+        [] if absent is not None or ckpt.save_plans is not None else [gap for gaps in by_rank.values() for gap in gaps]
+    )
+
+
+def _record_lengths(ckpt: Checkpoint, tensor: Tensor, region: Box) -> frozenset[int]:
+    """The bytes of the records of chunks that are as large as a region."""
+    peers = (tensor.layout.sizes == np.array(region.sizes, np.int64)).all(axis=1) & (tensor.chunks.record >= 0)
+    return frozenset(ckpt.records.byte_length[tensor.chunks.record[peers]].tolist())
+
+
+# ---------------------------------------------------------------- ranks
+
+
+@fact
+def absent_ranks(ckpt: Checkpoint, tensor: Tensor, region: Box) -> Absent | None:
+    """The ranks that should have saved a missing region, by plans, file numbers or tensors that are cut alike."""
+    if planned := _planned(ckpt, tensor, region):
+        return Absent(planned, _PLANS)
+    rank = absent_writer(ckpt, tensor, region)
+    if rank is not None:
+        return Absent((rank,), "the files of the other chunks")
+    return _by_siblings(ckpt, tensor, region)
+
+
+def absent_writer(ckpt: Checkpoint, tensor: Tensor, region: Box) -> int | None:
+    """The rank whose file would hold the missing region, when file numbers follow the places of the present chunks.
+
+    The ranks of the present chunks must be an affine function of their places, with at least two chunks to spare;
+    deduplicated replicas are spread by load and follow no such rule, then nothing is claimed.
+    """
+    layout = tensor.layout
+    at = coordinates(layout, region)
+    axes = [axis for axis, (slots, _) in at.items() if len(slots) > 1]
+    rows = np.flatnonzero(layout.live & (tensor.chunks.record >= 0))
+    if not axes or not len(rows) > len(axes) + 1 or any(len(at[axis][1]) != 1 for axis in axes):
+        return None
+    others = [axis for axis in range(len(layout.shape)) if axis not in at and layout.shape[axis] > 1]
+    if any(len(layout.intervals(axis)) > 1 for axis in others):
+        return None
+    ranks = _ranks_of(ckpt, tensor, rows)
+    if (ranks < 0).any():
+        return None
+    position = np.ones((len(rows), len(axes) + 1))
+    for column, axis in enumerate(axes):
+        position[:, column] = np.searchsorted(at[axis][0].starts, layout.offsets[rows, axis])
+    wanted = ranks.astype(float)
+    factors, *_ = np.linalg.lstsq(position, wanted, rcond=None)
+    if np.abs(position @ factors - wanted).max() > 1e-6 or np.abs(factors[:-1]).min() < 0.5:
+        return None
+    missing = float(np.array([at[axis][1][0] for axis in axes] + [1.0]) @ factors)
+    rank = round(missing)
+    return rank if rank >= 0 and abs(missing - rank) < 1e-6 else None
+
+
+def saved_by(ckpt: Checkpoint, tensor: Tensor, rows: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The ranks in whose files chunks of a tensor lie, all or these rows, as far as the names of the files tell."""
+    chosen = np.arange(len(tensor.chunks)) if rows is None else np.array(rows, np.int64)
+    ranks = distinct(_ranks_of(ckpt, tensor, chosen[tensor.chunks.record[chosen] >= 0]))
+    return tuple(ranks[ranks >= 0].tolist())
+
+
+def _ranks_of(ckpt: Checkpoint, tensor: Tensor, rows: IntArray) -> IntArray:
+    ranks: IntArray = ranks_of_files(ckpt)[ckpt.records.file[tensor.chunks.record[rows]]]
+    return ranks
+
+
+def _planned(ckpt: Checkpoint, tensor: Tensor, region: Box) -> tuple[int, ...]:
+    """The ranks that planned the region itself, or else those that planned one other part of the key together."""
+    plans = ckpt.save_plans
+    rows = _plan_rows(ckpt).get(tensor.fqn)
+    if plans is None or rows is None:
+        return ()
+    axes = len(region.offsets)
+    offsets, sizes = plans.offsets[rows, :axes], plans.sizes[rows, :axes]
+    exact = ((offsets == region.offsets) & (sizes == region.sizes)).all(axis=1)
+    if exact.any():
+        return tuple(distinct(plans.rank[rows[exact]]).tolist())
+    owners: dict[tuple[int, ...], set[int]] = defaultdict(set)
+    for row, offset, size in zip(rows.tolist(), offsets.tolist(), sizes.tolist(), strict=True):
+        if Box(tuple(offset), tuple(size)).volume and region.volume % Box(tuple(offset), tuple(size)).volume == 0:
+            owners[tuple(offset)].add(int(plans.rank[row]))
+    several = {tuple(sorted(ranks)) for ranks in owners.values() if len(ranks) > 1}
+    return several.pop() if len(several) == 1 else ()
+
+
+@fact
+def _plan_rows(ckpt: Checkpoint) -> Mapping[str, IntArray]:
+    """Key -> the rows of the plans that are about it; {} unless they are of this very state, before deduplication."""
+    plans = ckpt.save_plans
+    if plans is None or not ckpt.is_megatron or set(plans.fqns) != set(ckpt.records.fqns):
+        return {}
+    order = np.argsort(plans.fqn, kind="stable")
+    bounds = np.searchsorted(plans.fqn[order], np.arange(len(plans.fqns) + 1))
+    return {fqn: order[bounds[i] : bounds[i + 1]] for i, fqn in enumerate(plans.fqns)}
+
+
+def _by_siblings(ckpt: Checkpoint, tensor: Tensor, region: Box) -> Absent | None:
+    """The rank that saved the region of other tensors of the shape, where ranks saved the same parts of both.
+
+    Of the parts that differ each must be one that this rank saved in place of its own.
+    """
+    if len(tensor.chunks) > _PARTS:
+        return None
+    own = _rank_by_box(ckpt, tensor)
+    found: dict[int, Absent] = {}
+    for other in _whole_tensors(ckpt).get(tensor.global_shape, ()):
+        theirs = _rank_by_box(ckpt, other)
+        shared = own.keys() & theirs.keys()
+        if region not in theirs or not shared:
+            continue
+        rank = theirs[region]
+        moved = [box for box in shared if own[box] != theirs[box]]
+        if len(moved) < 2 and all(own[box] == rank for box in moved):
+            instead = (moved[0], theirs[moved[0]]) if moved else None
+            found.setdefault(rank, Absent((rank,), f"the file of the same part of {other.fqn}", instead))
+    return next(iter(found.values())) if len(found) == 1 and -1 not in found else None
+
+
+@fact
+def _whole_tensors(ckpt: Checkpoint) -> Mapping[tuple[int, ...], list[Tensor]]:
+    """Shape -> the first tensors of it that are whole."""
+    found: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+    for tensor in ckpt.sound_tensors():
+        if (
+            len(tensor.chunks) <= _PARTS
+            and len(found[tensor.global_shape]) < _SIBLINGS
+            and not tensor.layout.coverage.missing
+        ):
+            found[tensor.global_shape].append(tensor)
+    return found
+
+
+def _rank_by_box(ckpt: Checkpoint, tensor: Tensor) -> Mapping[Box, int]:
+    rows = np.flatnonzero(tensor.layout.live & (tensor.chunks.record >= 0))
+    return dict(zip(map(tensor.layout.box, rows.tolist()), _ranks_of(ckpt, tensor, rows).tolist(), strict=True))
+
+
+# ---------------------------------------------------------------- in words
+
+
+def rank_note(absent: Absent | None) -> str:
+    """Which ranks should have saved the part, and what says so; "" where that is not known."""
+    if absent is None:
+        return ""
+    who = named_ranks(absent.ranks)
+    if len(absent.ranks) > 1:
+        return f"{who} planned the same part of this key, so one of them should have saved this one"
+    return f"{who} should have saved it, as {absent.shown_by} show{'s' * absent.shown_by.startswith('the file of')}"
+
+
+def absent_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
+    """What to do about a missing part: where its record probably is, or whose state dict or offsets to look at."""
+    if lost := lost_records(ckpt).get((tensor.fqn, region)):
+        at = listed([f"{start:,}" for start in lost.starts[:_NAMED]], "or")
+        return (
+            f"restore {ckpt.metadata_file} from a copy: the record is probably still in {lost.file} at byte {at}; "
+            "only its entry is missing"
+        )
+    absent = absent_ranks(ckpt, tensor, region)
+    if absent is None:
+        return _ANYONE
+    who = named_ranks(absent.ranks)
+    if len(absent.ranks) > 1:
+        return f"compare the offsets of this key on {who}, and save again"
+    if absent.instead:
+        box, owner = absent.instead
+        mine = f"rank {owner}'s"
+        return f"compare the offset of this key on {who} with {mine}: {who} saved {box}, which is {mine} part"
+    (rank,) = absent.ranks
+    file = _file_of(ckpt, rank)
+    if rank not in ranks_with_entries(ckpt):
+        if _unnamed_of(ckpt, rank, 1):
+            return f"restore {ckpt.metadata_file} from a copy: {file} of {who} is here, but no entry names it"
+        return f"save again with {who}: no entry names a file of it, so it probably never saved ({file})"
+    lengths = _record_lengths(ckpt, tensor, region)
+    if lengths and (unnamed := _unnamed_of(ckpt, rank, min(lengths))):
+        return f"look into {file} of {who}: no entry names {unnamed:,} of its bytes, and this part may be among them"
+    if absent.shown_by == _PLANS:
+        return f"save again: {who} planned this part, but {file} does not hold it"
+    return f"look at the state dict of {who}: it should hold this part, but {file} holds only its other tensors"
+
+
+def _file_of(ckpt: Checkpoint, rank: int) -> str:
+    """The file of a rank: its first one here, or else what it would be called."""
+    rows = np.flatnonzero(ranks_of_files(ckpt) == rank)
+    if len(rows):
+        return ckpt.files.names[int(rows[0])]
+    of_set = ckpt.rank_files.files if ckpt.rank_files else ()
+    own = next((file.name for file in of_set if file.numbers == {"rank": rank}), f"__{rank}_0.distcp")
+    return f"shard-{rank + 1:05d}-*.safetensors" if ckpt.is_safetensors else own
+
+
+def _unnamed_of(ckpt: Checkpoint, rank: int, least: int) -> int:
+    """The bytes in the files of a rank that no entry names, where so many or more lie together."""
+    rows = np.flatnonzero(ranks_of_files(ckpt) == rank).tolist()
+    gaps = unnamed_bytes(ckpt)
+    sizes = (stop - start for row in rows for start, stop in gaps.get(ckpt.files.names[row], ()))
+    return sum(size for size in sizes if size >= least)
+
+
+@fact
+def ranks_with_entries(ckpt: Checkpoint) -> frozenset[int]:
+    """The ranks in whose files an entry lies."""
+    return frozenset(distinct(ranks_of_files(ckpt)[distinct(ckpt.records.file)]).tolist())

@@ -1,0 +1,151 @@
+"""Files of two saves in one folder: told apart by their times or their names, each tried as a whole."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.facts import fact
+from ckptlint.model.layout import Coverage, IntArray, Layout, distinct
+from ckptlint.model.text import listed, plural
+
+_FORMATS = ("dcp-safetensors", "dcp-per-rank")
+"""Where each file, or its own metadata, says what it holds, so that leftovers are read along."""
+
+_TENSORS, _ROWS, _NAMED = 64, 16, 2
+_APART = 2.0  # seconds between two saves, at least
+_COUNT = re.compile(r"-of-(\d+)\.safetensors$")
+
+
+@dataclass(frozen=True, slots=True)
+class FilesOfSave:
+    """The files of one of two saves.
+
+    Attributes:
+        files: their names, in order.
+        written: when the last of them was written, seconds since the epoch; 0 where nobody knows.
+        is_complete: whether they alone hold every element once, of the tensors that the two saves share.
+    """
+
+    files: tuple[str, ...]
+    written: float
+    is_complete: bool
+
+
+@fact
+def two_saves(ckpt: Checkpoint) -> tuple[FilesOfSave, FilesOfSave] | None:
+    """The newer and the older save whose files lie here together, where one at least is complete by itself.
+
+    None where nothing is stored twice, or the files fall into no two such sets.
+    """
+    if ckpt.format not in _FORMATS:
+        return None
+    pairs, shared = _conflicts(ckpt)
+    if not pairs:
+        return None
+    used = set(distinct(ckpt.records.file).tolist())
+    for older in (_older_by_time(ckpt, used), _older_by_count(ckpt, used)):
+        if not older or any((a in older) == (b in older) for a, b in pairs):
+            continue
+        saves = tuple(_of_save(ckpt, files, shared) for files in (used - older, older))
+        if any(save.is_complete for save in saves):
+            return saves[0], saves[1]
+    return None
+
+
+def _conflicts(ckpt: Checkpoint) -> tuple[set[tuple[int, int]], list[Tensor]]:
+    """The pairs of files that hold the same elements, and the tensors of which they do."""
+    pairs: set[tuple[int, int]] = set()
+    shared = []
+    for tensor in ckpt.sound_tensors():
+        layout = tensor.layout
+        if not (layout.duplicates or layout.coverage.doubled):
+            continue
+        rows = [*layout.duplicates]
+        for region in layout.coverage.doubled:
+            rows += combinations(layout.touching(region)[:_ROWS], 2)
+        records = tensor.chunks.record
+        for a, b in rows:
+            if records[a] >= 0 and records[b] >= 0 and layout.box(a).intersect(layout.box(b)) is not None:
+                pairs.add((int(ckpt.records.file[records[a]]), int(ckpt.records.file[records[b]])))
+        shared.append(tensor)
+        if len(shared) == _TENSORS:
+            break
+    return pairs, shared
+
+
+def _older_by_time(ckpt: Checkpoint, used: set[int]) -> set[int]:
+    """The files before the longest pause between two that follow each other."""
+    times = sorted((ckpt.times.get(ckpt.files.names[number], 0.0), number) for number in used)
+    pauses = np.diff([moment for moment, _ in times])
+    if not len(pauses) or times[0][0] <= 0 or pauses.max() < _APART:
+        return set()
+    return {number for _, number in times[: int(pauses.argmax()) + 1]}
+
+
+def _older_by_count(ckpt: Checkpoint, used: set[int]) -> set[int]:
+    """The files of one of two totals in their names (`-of-00002`): of the older one, where times tell."""
+    by_count: dict[str, set[int]] = defaultdict(set)
+    for number in used:
+        match = _COUNT.search(ckpt.files.names[number])
+        by_count[match[1] if match else ""].add(number)
+    if len(by_count) != 2:
+        return set()
+    return min(by_count.values(), key=lambda files: _written(ckpt, files))
+
+
+def _written(ckpt: Checkpoint, files: set[int]) -> float:
+    return max(ckpt.times.get(ckpt.files.names[number], 0.0) for number in files)
+
+
+def _of_save(ckpt: Checkpoint, files: set[int], shared: list[Tensor]) -> FilesOfSave:
+    names = tuple(sorted(ckpt.files.names[number] for number in files))
+    numbers = np.array(sorted(files), np.int64)
+    return FilesOfSave(names, _written(ckpt, files), all(_tiles(ckpt, tensor, numbers) for tensor in shared))
+
+
+def _tiles(ckpt: Checkpoint, tensor: Tensor, files: IntArray) -> bool:
+    """Whether the chunks in some files hold every element of a tensor once."""
+    record = tensor.chunks.record
+    kept = (record >= 0) & np.isin(ckpt.records.file[record], files)
+    layout = tensor.layout
+    part = Layout(layout.shape, layout.offsets[kept], layout.sizes[kept])
+    return not len(part.outside) and not part.duplicates and part.coverage == Coverage()
+
+
+def saves_note(ckpt: Checkpoint) -> str:
+    """The two saves in a sentence; "" where there are none."""
+    saves = two_saves(ckpt)
+    return "" if saves is None else "; ".join(map(_described, saves))
+
+
+def _described(save: FilesOfSave) -> str:
+    state = "complete by themselves" if save.is_complete else "not complete"
+    return f"{plural(len(save.files), 'file')}{_when(save)}, {state} ({_names(save)})"
+
+
+def saves_hint(ckpt: Checkpoint) -> str:
+    """What to do about files of two saves; "" where there are none."""
+    saves = two_saves(ckpt)
+    if saves is None:
+        return ""
+    newer, older = saves
+    if newer.is_complete and older.is_complete:
+        return f"these are files of two saves: keep one and move the other away; the older is {_names(older)}"
+    if newer.is_complete:
+        return f"move {_names(older)} away: these files are left from an older save, and the newer one is complete"
+    return f"save again into an empty folder, or move {_names(newer)} away: this newer save is not complete"
+
+
+def _when(save: FilesOfSave) -> str:
+    return time.strftime(" written %Y-%m-%d %H:%M:%S", time.localtime(save.written)) if save.written else ""
+
+
+def _names(save: FilesOfSave) -> str:
+    return listed(save.files) if len(save.files) <= _NAMED else f"{save.files[0]} .. {save.files[-1]}"
