@@ -19,9 +19,10 @@ from ckptlint.vocabulary.keys import Key, parse
 
 _SHOWN = 3
 _HINTS = {
-    True: "compare the experts' values with an earlier step; reload the repeated ones from it",
-    False: "check whether the parameter should be Replicate on this axis, and load one copy of it",
+    True: "compare the experts with an earlier step, and reload the repeated ones from it",
+    False: "check whether the parameter should be Replicate on this axis; if so, load one copy of it",
 }
+_UNTRAINED = "ignore this if the values are still those of the initialisation"
 
 
 @rule("PAY010", "identical-shards", Severity.WARNING, needs=Depth.HEADERS)
@@ -29,20 +30,19 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
     """Two chunks of a tensor, or two experts of a layer, hold the same data.
 
     What it checks:
-        No two chunks of one floating tensor, and no two experts' weights of one layer, agree in length, CRC-32 and in
-        up to 1 KiB of samples. Left out are chunks of one repeated value or of fewer than 64 elements, chunks along
-        axis 0 whose own rows are all alike, records without a CRC or with a larger storage than their chunk, flat
-        optimizer buckets, keys and values of attention unless there is one head at least for each tensor-parallel rank,
-        experts upcycled from a dense model, and optimizer state of another shape than its parameter. A note for
-        optimizer state whose parameter is cut otherwise or has the same chunks, which differ, or no parameter at all. A
-        note where the model looks untrained: iteration 0, moments or norms of one value each, or all experts seeded
-        alike; and where nothing tells (no iteration, moments or norms), unless another weight differs from chunk to
-        chunk.
+        No two chunks of a floating tensor, and no two experts of a layer, agree in length, CRC-32 and up to 1 KiB of
+        samples. Left out: chunks of one repeated value or of fewer than 64 elements, chunks of rows that are all alike,
+        records without a CRC or with a storage larger than their chunk, flat optimizer buckets, attention keys and
+        values unless each tensor-parallel rank has a head of its own, experts upcycled from a dense model, and
+        optimizer state with a shape different from its parameter's. It is only info if the model looks untrained
+        (iteration 0, moments or norms of one value, all experts seeded alike, or no sign of training and no weight
+        that differs from shard to shard), and for optimizer state unless its parameter repeats in the same shards: a
+        summed loss gives equal gradients.
     Why it matters:
-        A trained weight does not repeat itself, so this is a replica that was saved as shards, or one rank that held
-        its peer's shard.
+        A trained weight does not repeat itself, so either a replica was saved as shards, or one rank held its peer's
+        shard.
     Usual causes:
-        A replicated parameter matched by a sharding rule, a load that gave a rank its peer's shard, experts seeded
+        A sharding rule that matches a replicated parameter, a load that gave a rank its peer's shard, experts seeded
         alike.
     How to fix:
         Declare the placement Replicate, or take the experts from a good step.
@@ -111,14 +111,40 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
         what = f"{len(pairs):,} of {len(tensor.chunks):,} chunks{{of}} repeat another one, the first {box} is {other}"
     more = f" and {len(pairs) - _SHOWN:,} more" if len(pairs) > _SHOWN else ""
     listed = "; ".join(f"{_files(ckpt, tensor, a)} repeats {_files(ckpt, tensor, b)}" for a, b in pairs[:_SHOWN])
+    ranks = {rank_of(ckpt.chunk_file(tensor, member)) for pair in pairs for member in pair}
+    severity = _severity(ckpt, payload, tensor, pairs)
+    key = parse(tensor.fqn)
+    doubt = ""
+    if severity is Severity.INFO:
+        doubt = _of_state(ckpt, tensor) if key.kind == "optimizer" else _UNTRAINED
     return Finding(
         what,
-        at=Location.of(tensor, region=box, rows=(row, earlier), file=ckpt.chunk_file(tensor, row)),
-        severity=_severity(ckpt, payload, tensor, pairs),
+        at=Location.of(
+            tensor,
+            region=box,
+            rows=(row, earlier),
+            file=ckpt.chunk_file(tensor, row),
+            ranks=tuple(sorted(rank for rank in ranks if rank is not None)),
+        ),
+        severity=severity,
+        why="a parameter that differs from shard to shard is sharded; equal gradients give equal moments"
+        if doubt and _is_cleared(ckpt, payload, tensor, pairs)
+        else "",
         notes=(_evidence(payload, record), ("chunks", listed + more)),
-        hint=_HINTS[parse(tensor.fqn).in_experts],
+        hint=doubt or _HINTS[key.in_experts],
+        inferred_from=_INFERRED,
         alike=f"chunks {pairs}",
     )
+
+
+_INFERRED = "equal lengths, CRC-32s and samples"
+
+
+def _of_state(ckpt: Checkpoint, tensor: Tensor) -> str:
+    """What to do about a state that repeats and whose parameter does not say that it should not."""
+    if tensor.fqn in _parameters(ckpt):
+        return "nothing to do if the loss is a sum over the shards, as in a test model; otherwise compare the gradients"
+    return "compare with the shards of the parameter, which is not in this checkpoint"
 
 
 def _experts(ckpt: Checkpoint, payload: PayloadTable, members: list[tuple[Key, Tensor, int]]) -> Iterator[Finding]:
@@ -140,9 +166,10 @@ def _experts(ckpt: Checkpoint, payload: PayloadTable, members: list[tuple[Key, T
         f"{names[0]} {repeating} {names[1]} {names[0]} {repeated}: the same data in {tensor.fqn}",
         at=Location.of(tensor, file=ckpt.byte_range_of(record)[0]),
         missing=(repeating,),
-        severity=_severity(ckpt, payload, tensor),
+        severity=(severity := _severity(ckpt, payload, tensor)),
         notes=(_evidence(payload, record),),
-        hint=_HINTS[True],
+        hint=_UNTRAINED if severity is Severity.INFO else _HINTS[True],
+        inferred_from=_INFERRED,
         alike=f"experts {repeating} {repeated}",
     )
 
