@@ -114,9 +114,9 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
     ranks = {rank_of(ckpt.chunk_file(tensor, member)) for pair in pairs for member in pair}
     severity = _severity(ckpt, payload, tensor, pairs)
     key = parse(tensor.fqn)
-    doubt = ""
+    why, hint = "", _HINTS[key.in_experts]
     if severity is Severity.INFO:
-        doubt = _of_state(ckpt, tensor) if key.kind == "optimizer" else _UNTRAINED
+        why, hint = _of_state(ckpt, payload, tensor, row, earlier) if key.kind == "optimizer" else ("", _UNTRAINED)
     return Finding(
         what,
         at=Location.of(
@@ -127,11 +127,9 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
             ranks=tuple(sorted(rank for rank in ranks if rank is not None)),
         ),
         severity=severity,
-        why="a parameter that differs from shard to shard is sharded; equal gradients give equal moments"
-        if doubt and _is_cleared(ckpt, payload, tensor, pairs)
-        else "",
+        why=why,
         notes=(_evidence(payload, record), ("chunks", listed + more)),
-        hint=doubt or _HINTS[key.in_experts],
+        hint=hint,
         inferred_from=_INFERRED,
         alike=f"chunks {pairs}",
     )
@@ -140,11 +138,20 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
 _INFERRED = "equal lengths, CRC-32s and samples"
 
 
-def _of_state(ckpt: Checkpoint, tensor: Tensor) -> str:
-    """What to do about a state that repeats and whose parameter does not say that it should not."""
-    if tensor.fqn in _parameters(ckpt):
-        return "nothing to do if the loss is a sum over the shards, as in a test model; otherwise compare the gradients"
-    return "compare with the shards of the parameter, which is not in this checkpoint"
+def _of_state(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, row: int, earlier: int) -> tuple[str, str]:
+    """Why it matters little that two chunks of a state repeat, and what to do."""
+    param = _parameters(ckpt).get(tensor.fqn)
+    if param is None:
+        return "", "compare with the shards of the parameter, which is not in this checkpoint"
+    boxes = tensor.layout.box(row), tensor.layout.box(earlier)
+    records = [int(param.chunks.record[i]) for i in range(len(param.chunks)) if param.layout.box(i) in boxes]
+    sums = {int(payload.crc[record]) for record in records if record >= 0 and payload.crc[record] > 0}
+    if len(sums) < len(boxes):
+        return "", "compare with the shards of the parameter, which do not say whether the state may repeat"
+    return (
+        "the parameter's own shards differ, so they are shards; equal gradients, as of a summed loss, repeat a state",
+        "compare the gradients of the two ranks, unless the loss is a sum as in a toy model",
+    )
 
 
 def _experts(ckpt: Checkpoint, payload: PayloadTable, members: list[tuple[Key, Tensor, int]]) -> Iterator[Finding]:
