@@ -15,7 +15,10 @@ from ckptlint.rule import Finding, Location, Severity, rule
 
 _SENTENCES: dict[FileState, tuple[str, str]] = {
     "absent": ("is missing", "are missing"),
-    "unsafe-path": ("has a path that leaves the checkpoint; not opened", "have paths that leave the checkpoint; not opened"),
+    "unsafe-path": (
+        "has a path that leaves the checkpoint; not opened",
+        "have paths that leave the checkpoint; not opened",
+    ),
     "not-a-file": ("is not a regular file", "are not regular files"),
     "link-outside": ("is a link to a file outside the checkpoint", "are links to files outside the checkpoint"),
     "dangling-link": ("is a broken link", "are broken links"),

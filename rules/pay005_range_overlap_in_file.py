@@ -70,7 +70,7 @@ def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
             severity=Severity.WARNING
             if start[hit] == start[other] and stop[hit] == stop[other] and _tied(*names)
             else None,
-            hint="compare both offsets with the file's other entries: records lie end to end, so one of the two is wrong",
+            hint="compare both offsets with the file's other entries: records lie end to end, so one of them is wrong",
         )
 
 

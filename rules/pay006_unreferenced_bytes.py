@@ -75,9 +75,11 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
             why=_LOST_ENTRY if lost else "",
             notes=(("record", _told(lost)),) if lost else (),
             explain=partial(_planned_elsewhere, ckpt, file.name),
-            inferred_from=f"the length of the other records of {listed([fqn for _, fqn in lost][:_SHOWN])}" if lost else "",
-            hint="restore the original .metadata, or compare the plans: either the entry is lost, or this rank saved its "
-            "part under the offsets of another rank"
+            inferred_from=f"the length of the other records of {listed([fqn for _, fqn in lost][:_SHOWN])}"
+            if lost
+            else "",
+            hint="compare .metadata with the original: either it lost an entry, or this rank saved its part under the "
+            "offsets of another rank"
             if lost
             else _hint(is_named=len(rows) > 0),
         )

@@ -40,8 +40,9 @@ def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
     for (file, kind), damages in by_file.items():
         yield _whole(file, damages[0]) if kind == "file" else _records(ckpt, file, damages)
     if payload.unlisted:
+        files = plural(len(payload.unlisted), "payload file")
         yield Finding(
-            f"integrity.json does not list {plural(len(payload.unlisted), 'payload file')}, first {payload.unlisted[0]}",
+            f"integrity.json does not list {files}, first {payload.unlisted[0]}",
             at=Location(file=payload.unlisted[0]),
             missing=payload.unlisted,
             severity=Severity.INFO,
@@ -55,7 +56,7 @@ def _whole(file: str, damage: Damage) -> Finding:
     return Finding(
         what
         if lost
-        else f"{what}: its SHA-256 starts with {damage.computed[:12]}, integrity.json says {damage.recorded[8:20]}",
+        else f"{what}: its SHA-256 starts with {damage.computed[:12]}, but integrity.json says {damage.recorded[8:20]}",
         at=Location(file=file),
         missing=(file,),
         alike="absent" if lost else "sha256",
@@ -78,9 +79,8 @@ def _records(ckpt: Checkpoint, file: str, damages: list[Damage]) -> Finding:
             f"{first.computed} computed"
         )
     else:
-        message = (
-            f"zeros have overwritten {plural(count, 'record')} in {file}, checksums included: {zeros:,} of {held:,} bytes"
-        )
+        records = f"{plural(count, 'record')} in {file}"
+        message = f"zeros have overwritten {records}, checksums included: {zeros:,} of {held:,} bytes"
     notes: list[Note] = [("keys", ", ".join(_region(ckpt, damage) for damage in damages[:_SHOWN]))]
     if len(damages) > _SHOWN:
         notes.append(("more", f"{len(damages) - _SHOWN:,} more members of this file"))

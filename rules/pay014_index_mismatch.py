@@ -137,7 +137,9 @@ def _total(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
         severity=Severity.INFO if is_close else Severity.WARNING,
         why="the index was written for files different from these",
         notes=(("difference", f"{human_bytes(abs(difference))} {'fewer' if difference > 0 else 'more'} are stored"),),
-        hint="" if is_close else "compare the index with that of the export; a change of dtype alone has the same effect",
+        hint=""
+        if is_close
+        else "compare the index with that of the export; a change of dtype alone has the same effect",
     )
 
 
@@ -153,7 +155,7 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
     if shared and not ckpt.partial:
         files = sorted({file for key in shared for file in homes[key]})
         yield Finding(
-            f"{_count(shared)} {'lies' if len(shared) == 1 else 'lie'} in several files, and no index says which counts",
+            f"{_count(shared)} {'lies' if len(shared) == 1 else 'lie'} in several files, and no index names the right one",
             at=Location(
                 file=files[0],
                 label=", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""),

@@ -40,6 +40,7 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
         of = "".join(f", {name} {ranges(found)}" for name, found in numbers.items()).replace(",", ":", 1)
         names = ", ".join(file.name for file in files[:_SHOWN])
         more = f" and {len(files) - _SHOWN:,} more" if len(files) > _SHOWN else ""
+        it = "it" if len(files) == 1 else "them"
         yield Finding(
             f"{files[0].name} is missing"
             if len(files) == 1
@@ -52,7 +53,6 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
             missing=tuple(file.name for file in files),
             severity=Severity.WARNING if kind == "random state" else None,
             notes=(("files", f"{names}{more}"), ("because", ckpt.rank_files.grid)),
-            hint=f"copy {'it' if len(files) == 1 else 'them'} from the node that wrote {'it' if len(files) == 1 else 'them'}"
-            ", or go back to a complete step",
+            hint=f"copy {it} from the node that wrote {it}, or go back to a complete step",
             alike=kind,
         )

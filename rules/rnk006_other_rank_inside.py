@@ -28,7 +28,7 @@ def other_rank_inside(ckpt: Checkpoint) -> Iterator[Finding]:
     if ckpt.rank_files is None:
         raise NotApplicable("no set of rank files")
     for item in ckpt.rank_files.other_names:
-        same = f", and holds the same bytes as {item.same_as}" if item.same_as else ""
+        same = f": the same bytes as {item.same_as}" if item.same_as else ""
         yield Finding(
             f"{item.file} holds what was saved as {item.inside}{same}",
             at=Location(file=item.file),

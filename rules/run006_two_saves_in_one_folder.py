@@ -11,7 +11,6 @@ from ckptlint.analysis.inventory import State, inventory_of
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
-
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FORMS
 

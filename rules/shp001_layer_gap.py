@@ -130,6 +130,7 @@ def _lacking(ckpt: Checkpoint, layers: Layers) -> Iterator[Finding]:
     odd = {layer: found for layer, found in roles.items() if found != usual}
     if len(odd) > max(1, (1 - _MOST) * len(roles)) or not all(found < usual for found in odd.values()):
         return
+    others = ranges(layer for layer in roles if roles[layer] == usual)
     lead = {role: param for layer in layers if roles[layer] == usual for role, param in _roles(layers[layer]).items()}
     for layer, found in sorted(odd.items()):
         homes = {_home(lead[role]) for role in found}
@@ -145,8 +146,7 @@ def _lacking(ckpt: Checkpoint, layers: Layers) -> Iterator[Finding]:
                 at=Location(fqn, label=f"{ckpt.metadata_file}: layer {layer} has {len(found)} of {len(usual)} keys"),
                 missing=(fqn,),
                 severity=Severity.WARNING,
-                notes=(("siblings", f"layers {(others := ranges(n for n in roles if roles[n] == usual))} have all "
-                        f"{len(usual)}"),),  # fmt: skip
+                notes=(("siblings", f"layers {others} have all {len(usual)}"),),
                 hint="find the filter or the rename that dropped this key in one layer, and save again",
                 inferred_from=f"the keys of layers {others}",
                 alike=f"{role} missing",

@@ -91,8 +91,8 @@ def _finding(ckpt: Checkpoint, swap: Swap) -> Finding:
         at=Location.of(tensor),
         severity=swap.severity,
         notes=swap.notes,
-        hint=f"use Shard({b}) instead of Shard({a}) where the job transposes this weight, and save again; all values are "
-        f"here, but those from {from_:,} of dim {a} on belong at {to:,} of dim {b}",
+        hint=f"use Shard({b}) instead of Shard({a}) where the job transposes this weight, and save again; no value is "
+        f"lost, but those from {from_:,} of dim {a} on belong at {to:,} of dim {b}",
         inferred_from="" if swap.severity is None else swap.basis,
         alike=f"{numbers} {swap.basis}",
     )

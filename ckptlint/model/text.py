@@ -178,4 +178,4 @@ def named_ranks(ranks: Iterable[int]) -> str:
 def unknown_classes(names: Sequence[str]) -> str:
     """How many classes ckptlint does not know, and the first of them."""
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f"{len(names)} classes unknown to ckptlint: {shown}"
+    return f"{len(names)} {'class' if len(names) == 1 else 'classes'} unknown to ckptlint: {shown}"

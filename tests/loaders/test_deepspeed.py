@@ -188,7 +188,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
     ),
     "a file is cut": (Z1, cut(RANK1, 0.6), "PAY013", RANK1),
     "a file is empty": (Z3, cut(MODEL1, 0), "PAY013", f"{MODEL1} is empty"),
-    "a copy of another rank": (Z1, copied(RANK1, RANK3), "RNK006", f"{RANK3} was written as that of {RANK1}"),
+    "a copy of another rank": (Z1, copied(RANK1, RANK3), "RNK006", f"{RANK3} holds what was saved as {RANK1}"),
     "another stage": (Z1, edit(RANK3, state(put("zero_stage", to=ZeroStageEnum.gradients))), "RNK002", RANK3),
     "another partition count": (Z1, edit(RANK3, state(put("partition_count", to=[8, 8]))), "RNK002", RANK3),
     "another version": (Z1, edit(RANK3, put("ds_version", to="0.15.4")), "RNK002", "DeepSpeed version is 0.15.4"),

@@ -303,7 +303,12 @@ BROKEN: dict[str, tuple[str, Edit, str, str]] = {
     "of another world": ("fsdp2_4r", of_two_ranks, "RNK002", "world size"),
     "scheduler of another step": ("fsdp2_4r", rewritten(X.format(2), part("lr_scheduler", back)),
                                   "RNK003", X.format(2)),
-    "optimizer of another step": ("fsdp2_4r", rewritten(O.format(2), later), "RNK003", f"{O.format(2)} is of step 6"),
+    "optimizer of another step": (
+        "fsdp2_4r",
+        rewritten(O.format(2), later),
+        "RNK003",
+        f"{O.format(2)} comes from step 6",
+    ),
     "other placement": ("fsdp2_4r", rewritten(M.format(3), part(W, replicated)), "RNK002", "(Replicate)"),
     "other mesh": ("hsdp_4r", rewritten(M.format(3), renamed_mesh), "RNK002", "mesh (dp"),
     "a key that one rank lacks": ("fsdp2_4r", rewritten(M.format(2), without(W)), "RNK002", W),

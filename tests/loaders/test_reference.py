@@ -292,7 +292,7 @@ def test_swapped_dims_are_named(tmp_path: Path) -> None:
     (item,) = [item for item in report.diagnostics if item.code == "REF002"]
     assert (
         "relation",
-        "dim 1 is 2 times and dim 0 1/2 of it at equal volume: the sharded dims were swapped (SHP003)",
+        "dim 1 is 2 times as long, dim 0 1/2, at equal volume: the sharded dims were swapped (SHP003)",
     ) in (item.finding.notes)
 
 
