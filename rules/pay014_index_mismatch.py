@@ -155,7 +155,7 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
     if shared and not ckpt.partial:
         files = sorted({file for key in shared for file in homes[key]})
         yield Finding(
-            f"{_count(shared)} {'lies' if len(shared) == 1 else 'lie'} in several files, and no index names the right one",
+            f"several files hold {_count(shared)}, and no index names the right one",
             at=Location(
                 file=files[0],
                 label=", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""),

@@ -77,7 +77,7 @@ def test_what_is_no_such_file_is_said_in_a_sentence(tmp_path: Path) -> None:
     assert "where the archive's end record should be" in edited(path, whole[: len(whole) // 2])
     assert "Git LFS pointer" in edited(path, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     assert "starts with zero bytes" in edited(path, bytes(5000))
-    assert "is no file of torch.save" in edited(path, b"<html>not found</html>")
+    assert "is not a file of torch.save" in edited(path, b"<html>not found</html>")
     torch.save(states(), path, _use_new_zipfile_serialization=False)
     old = path.read_bytes()
     assert "inside a pickle" in edited(path, old[:300])

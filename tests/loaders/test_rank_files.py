@@ -299,7 +299,7 @@ BROKEN: dict[str, tuple[str, Edit, str, str]] = {
     "0 bytes": ("fsdp2_4r", bytes_of(O.format(3), lambda data: b""), "PAY013", f"{O.format(3)} is empty (0 bytes)"),
     "LFS pointer": ("hsdp_4r", bytes_of(M.format(0), lambda data: LFS), "PAY013", "Git LFS pointer"),
     "zeros": ("hsdp_4r", bytes_of(M.format(0), lambda data: bytes(len(data))), "PAY013", M.format(0)),
-    "under another name": ("fsdp2_4r", copied(M.format(1), M.format(3)), "RNK006", "that of rank 1, and holds"),
+    "under another name": ("fsdp2_4r", copied(M.format(1), M.format(3)), "RNK006", "saved as rank 1: the same bytes"),
     "of another world": ("fsdp2_4r", of_two_ranks, "RNK002", "world size"),
     "scheduler of another step": ("fsdp2_4r", rewritten(X.format(2), part("lr_scheduler", back)),
                                   "RNK003", X.format(2)),
