@@ -25,6 +25,11 @@ _SENTENCES: dict[FileState, tuple[str, str]] = {
     "other-case": ("is there only in other letter case", "are there only in other letter case"),
 }
 """State -> the verb for one file, and for several."""
+_HINTS: dict[FileState, str] = {
+    "unsafe-path": "do not load this folder: a load would open these paths",
+    "not-a-file": "copy the payload again from where the checkpoint was written",
+    "dangling-link": "copy the files themselves, not the links to them",
+}
 _OTHER_CASE = "it loads here, but not after a copy to a file system or store that tells upper from lower case"
 
 
@@ -71,7 +76,7 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
             severity=Severity.INFO if state in ("link-outside", "other-case") else None,
             why=_OTHER_CASE if state == "other-case" else "",
             notes=(("keys", ", ".join(keys[:4]) + (f" and {len(keys) - 4:,} more" if len(keys) > 4 else "")),),
-            hint=_instead(ckpt, numbers) or (_pattern(ckpt, names) if state == "absent" else ""),
+            hint=_instead(ckpt, numbers) or (_pattern(ckpt, names) if state == "absent" else _HINTS.get(state, "")),
         )
 
 

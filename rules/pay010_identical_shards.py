@@ -108,7 +108,7 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
     record = int(tensor.chunks.record[row])
     what = f"chunk {box}{{of}} repeats chunk {other}"
     if len(pairs) > 1:
-        what = f"{len(pairs):,} of {len(tensor.chunks):,} chunks{{of}} repeat another one, the first {box} is {other}"
+        what = f"{len(pairs):,} of {len(tensor.chunks):,} chunks{{of}} repeat another one, the first: {box} repeats {other}"
     more = f" and {len(pairs) - _SHOWN:,} more" if len(pairs) > _SHOWN else ""
     listed = "; ".join(f"{_files(ckpt, tensor, a)} repeats {_files(ckpt, tensor, b)}" for a, b in pairs[:_SHOWN])
     ranks = {rank_of(ckpt.chunk_file(tensor, member)) for pair in pairs for member in pair}
@@ -290,11 +290,13 @@ def _moments(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor) -> bool | 
 
 @fact
 def _norms_are_constant(ckpt: Checkpoint, payload: PayloadTable) -> bool | None:
-    """Whether each norm holds one value; None when there are none to look at."""
+    """Whether each norm holds one value; None when there are none to look at, or all repeat as seeds do."""
     norms = []
     for param in inventory_of(ckpt).params:
         if param.key.function == "norm" and param.tensor.fqn.endswith("weight"):
             records = param.tensor.chunks.record
+            if (_numbers(payload, param.tensor) >= 0).any():
+                continue
             norms += [bool(payload.constant[r]) for r in records.tolist() if r >= 0 and payload.state[r] == 0]
     return all(norms) if norms else None
 

@@ -47,12 +47,12 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
             else f"{len(files):,} of {len(files) + there:,} {kind} files are missing{of}",
             at=Location(
                 file=files[0].name,
-                label=f"{there:,} of {plural(len(files) + there, f'{kind} file')} are there",
+                label=f"{there:,} of {plural(len(files) + there, f'{kind} file')} {'is' if there == 1 else 'are'} there",
                 ranks=tuple(sorted(numbers.get("rank", ()))),
             ),
             missing=tuple(file.name for file in files),
             severity=Severity.WARNING if kind == "random state" else None,
-            notes=(("files", f"{names}{more}"), ("because", ckpt.rank_files.grid)),
+            notes=(("files", f"{names}{more}" if len(files) > 1 else ""), ("because", ckpt.rank_files.grid)),
             hint=f"copy {it} from the node that wrote {it}, or go back to a complete step",
             alike=kind,
         )

@@ -92,4 +92,4 @@ def test_a_storage_that_is_too_short_is_a_fault(tmp_path: Path) -> None:
     at = data.index(b"K\x40tq")  # the storage's 64 elements
     (tmp_path / "state.pt").write_bytes(data[: at + 1] + b"\x20" + data[at + 2 :])
     found = read_torch_file(*folder_at(str(tmp_path / "state.pt")))
-    assert [sentence for sentence, _ in found.faults] == ["has 256 bytes in data/0, and its data.pkl says 128"]
+    assert [sentence for sentence, _ in found.faults] == ["has 256 bytes in data/0, but its data.pkl says 128"]

@@ -260,7 +260,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
         Z1,
         lambda step: torch.save(torch.load(step / RANK3, weights_only=False), step / ("bf16_" + OPTIM.format(4, 0))),
         "RNK005",
-        "is of rank 4, and there are the ranks 0-3",
+        "belongs to rank 4, but there are only the ranks 0-3",
     ),
     "a hostile pickle": (Z2, edit(RANK1, hostile), "SAF001", RANK1),
     "a hostile pickle in a layer": (

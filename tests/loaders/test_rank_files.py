@@ -383,4 +383,4 @@ def test_a_smaller_set_beside_the_whole_one_is_a_note(tmp_path: Path) -> None:
     shutil.copy(RANK_FILES / "verl_lora_2r/model_world_size_2_rank_1.pt", tmp_path / "step")
     report = ckptlint.check(tmp_path / "step")
     assert found(report, "error", "warning") == []
-    assert any("world of 2 ranks" in row[2] for row in found(report, "info"))
+    assert any("world size 2" in row[2] for row in found(report, "info"))

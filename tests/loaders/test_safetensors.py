@@ -394,7 +394,7 @@ def test_holes_and_overlaps_of_a_header() -> None:
     faults = [sentence for sentence, _, _ in layout_faults(header, len(start) + 60)]
     assert faults == [
         "4 bytes belong to two tensors, b and the one before it",
-        "12 bytes before c belong to no tensor",
+        "no tensor claims 12 bytes before c",
         "no tensor claims 4 bytes after the last tensor",
     ]
 
