@@ -108,7 +108,8 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
     record = int(tensor.chunks.record[row])
     what = f"chunk {box}{{of}} repeats chunk {other}"
     if len(pairs) > 1:
-        what = f"{len(pairs):,} of {len(tensor.chunks):,} chunks{{of}} repeat another one, the first: {box} repeats {other}"
+        count = f"{len(pairs):,} of {len(tensor.chunks):,} chunks"
+        what = f"{count}{{of}} repeat another one, the first: {box} repeats {other}"
     more = f" and {len(pairs) - _SHOWN:,} more" if len(pairs) > _SHOWN else ""
     listed = "; ".join(f"{_files(ckpt, tensor, a)} repeats {_files(ckpt, tensor, b)}" for a, b in pairs[:_SHOWN])
     ranks = {rank_of(ckpt.chunk_file(tensor, member)) for pair in pairs for member in pair}

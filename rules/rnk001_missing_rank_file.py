@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint, RankFile
-from ckptlint.model.text import plural, ranges
+from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _SHOWN = 6
@@ -47,7 +47,7 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
             else f"{len(files):,} of {len(files) + there:,} {kind} files are missing{of}",
             at=Location(
                 file=files[0].name,
-                label=f"{there:,} of {plural(len(files) + there, f'{kind} file')} {'is' if there == 1 else 'are'} there",
+                label=f"{there:,} of {len(files) + there:,} {kind} files {'is' if there == 1 else 'are'} there",
                 ranks=tuple(sorted(numbers.get("rank", ()))),
             ),
             missing=tuple(file.name for file in files),

@@ -297,7 +297,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
         "universal_z1",
         lambda step: (step / "tmp").mkdir(),
         "COM001",
-        "tmp/ was left behind",
+        "tmp/ is still there",
     ),
     "universal: hostile": (
         "universal_z1",
