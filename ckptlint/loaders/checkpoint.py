@@ -405,7 +405,7 @@ def _named_file(folder: Folder, found: Recognised, look_at_files: bool) -> Check
     if (ckpt := read_named(folder, folder.part, look_at_files)) is not None:
         return ckpt
     family = family_of(folder.part)
-    kind = f"; by its name it is of the kind: {family.name}" if family is not None else ""
+    kind = f" (by its name: {family.name})" if family is not None else ""
     sentence = f"{found.evidence} is not a checkpoint that ckptlint checks{kind}"
     problem = Problem("unsupported", found.evidence, sentence, hint=_folder_to_name(folder), blocks=True)
     return Checkpoint(folder.display, "unsupported", problems=[problem], readable=False, metadata_file=found.evidence)

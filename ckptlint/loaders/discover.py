@@ -323,7 +323,7 @@ def find(path: str, all_steps: bool = False) -> list[Folder]:
             if folder.unseen:
                 raise
             raise NothingToCheckError(
-                f"{printable(name)} in {folder.display} has the name of a checkpoint's file, but not its content, and "
-                "no checkpoint lies beside it: name the folder that holds the checkpoint, or a run folder above it"
+                f"{printable(name)} in {folder.display} belongs to no checkpoint: neither .metadata nor payload nor "
+                "*.safetensors lie beside it; name the folder that holds them, or the run folder above it"
             ) from None
     return [folder.without(folder.entries.keys() - {name}, name)]
