@@ -43,14 +43,14 @@ def _finding(item: Disagreement) -> Finding:
     shown = ", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else "")
     keys = item.fqns[0] if len(item.fqns) == 1 else f"{len(item.fqns):,} keys"
     if item.what == "keys":
-        holders = plural(others, "other")
-        message = f"{shown} {'lacks' if len(files) == 1 else 'lack'} {keys}, which {holders} hold"
+        holders, s = plural(others, "other file"), "s" * (others == 1)
+        message = f"{shown} {'lacks' if len(files) == 1 else 'lack'} {keys}, which {holders} hold{s}"
         if fewest == "hold":
-            message = f"{shown} {'holds' if len(files) == 1 else 'hold'} {keys}, which {holders} lack"
+            message = f"{shown} {'holds' if len(files) == 1 else 'hold'} {keys}, which {holders} lack{s}"
     else:
         of = f" of {keys}" if item.fqns else ""
         says = "; ".join(f"{value} in {plural(len(found), 'file')}" for value, found in item.says[:-1])
-        message = f"the {item.what}{of} is {fewest} in {shown}, and {says}"
+        message = f"the {item.what}{of} is {fewest} in {shown}, but {says}"
     folded = braces(list(item.fqns))
     more = f" and {len(folded) - _SHOWN} more" if len(folded) > _SHOWN else ""
     return Finding(
