@@ -31,13 +31,11 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         No two chunks of a floating tensor, and no two experts of a layer, agree in length, CRC-32 and up to 1 KiB of
-        samples. Left out: chunks of one repeated value or of fewer than 64 elements, chunks of rows that are all alike,
-        records without a CRC or with a storage larger than their chunk, flat optimizer buckets, attention keys and
-        values unless each tensor-parallel rank has a head of its own, experts upcycled from a dense model, and
-        optimizer state with a shape different from its parameter's. It is only info if the model looks untrained
-        (iteration 0, moments or norms of one value, all experts seeded alike, or no sign of training and no weight
-        that differs from shard to shard), and for optimizer state unless its parameter repeats in the same shards: a
-        summed loss gives equal gradients.
+        samples. What may repeat is left out: fewer than 64 elements, one repeated value, rows that are all alike, views
+        of a larger storage, records without a CRC, flat optimizer buckets, attention heads that ranks share, experts
+        upcycled from a dense model. It is only info if nothing shows that the model was trained (iteration 0, moments
+        or norms of one value, all seeded alike), and for optimizer state unless its parameter repeats in the same
+        shards: a summed loss gives equal gradients.
     Why it matters:
         A trained weight does not repeat itself, so either a replica was saved as shards, or one rank held its peer's
         shard.

@@ -30,12 +30,10 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         Each key of `*.safetensors.index.json` or `*.bin.index.json` lies in the file that the index names, and no file
-        `model-<k>-of-<N>.safetensors` is missing. A missing number is only a warning beside an index and in the shards
-        of torch's writer, which may have left keys out on purpose. Warnings too: several numbered files without an
-        index, which transformers refuses to load (info in Mistral's own format, from torch's writer, and for names
-        without `-of-`); keys that the index lacks or places in another file; keys in two files without an index; and a
-        `total_size` more than 1 % away from the stored bytes, unless tied weights explain it (info if less). A
-        `total_size` that the configuration implies is left to CFG001 and CFG005.
+        `model-<k>-of-<N>.safetensors` is missing. These are only warnings: a key that the index does not list or that
+        two files hold, several numbered files without an index, a missing number beside an index or among the shards
+        of torch's writer, and a `total_size` more than 1 % off (info if less, or if tied weights explain it). If the
+        configuration explains `total_size`, CFG001 and CFG005 report it.
     Why it matters:
         A loader that follows the index misses tensors, and one that reads every file takes stale ones.
     Usual causes:

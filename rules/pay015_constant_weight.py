@@ -49,12 +49,11 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
     """A weight, or a whole shard of one, holds only zeros or one repeated value, unlike the weights like it.
 
     What it checks:
-        No weight matrix is all zeros, or one value, while at least as many weights of the same name in other layers or
-        experts hold several values. No chunk is all zeros while the tensor's other chunks are not, unless most weights
-        like it have zeros there too (padded heads, a fused part that starts as zeros). Left out: biases, norms,
-        adapters, masks, scales, fewer than 64 elements, and the last rows of embeddings and output layers, which are
-        padding. It is only info if it may be meant: iteration 0, no moments or moments of zeros, more than half of the
-        weights constant, only the two output projections of a layer (an added layer starts so), an unusual part of the
+        No weight matrix is all zeros, or one value, while at least as many of the same name in other layers or experts
+        are not; and no chunk is all zeros while the tensor's others are not, unless most weights like it have zeros
+        there too. Biases, norms, adapters, masks, scales, fewer than 64 elements and the padding rows of embeddings are
+        left out. It is only info if it may be meant: iteration 0, no moments or moments of zeros, more than half of the
+        weights constant, only the output projections of a layer (an added layer starts so), an unusual part of the
         first or last layer, or fewer than 128 rows of a table, whose tokens may never have occurred.
     Why it matters:
         The layer, expert or shard does nothing after a load, and no checksum shows it: the record is whole.
