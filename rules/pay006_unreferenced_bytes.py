@@ -81,14 +81,16 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
             hint="compare .metadata with the original: either it lost an entry, or this rank saved its part under the "
             "offsets of another rank"
             if lost
-            else _hint(is_named=len(rows) > 0),
+            else _hint(is_named=len(rows) > 0, is_repeater=rank_of(file.name) in repeaters),
         )
 
 
 _LOST_ENTRY = "the bytes of the missing part are probably here; without their entry no load finds them"
 
 
-def _hint(is_named: bool) -> str:
+def _hint(is_named: bool, is_repeater: bool) -> str:
+    if is_repeater:
+        return "compare the plans of the ranks: this rank also wrote keys whose entry names another rank's file"
     if is_named:
         return "find the keys that this file's rank wrote besides its entries; OBJ001 lists them if plans are stored"
     return "delete the file if it is left from another save into this folder; compare its time with .metadata's"

@@ -227,7 +227,7 @@ def _own_config(folder: Folder, files: list[str]) -> tuple[ModelConfig | None, l
     except LimitError as error:
         damage: UnreadableError = error
     except (ValueError, RecursionError) as error:
-        damage = UnreadableError(f"is no JSON object ({printable(str(error))[:120]})")
+        damage = UnreadableError(f"is not a JSON object ({printable(str(error))[:120]})")
     hint = "restore it from where the files were written"
     return None, [from_error(damage, name, why="a load starts with it, so it fails", hint=hint)]
 
