@@ -822,3 +822,23 @@ def test_the_files_of_a_step_are_read_by_ranges_and_few_requests(
     assert [file.name for file in files if file.state != "read"] == []
     assert len(s3.asked) <= 3 * len(files) + 20, len(s3.asked)
     assert s3.sent - before < 2_000_000  # of 24 MB
+
+
+@pytest.mark.parametrize(
+    ("scheme", "needs"),
+    [
+        ("s3", r"needs s3fs: pip install 'ckptlint\[remote\]'$"),
+        ("gs", r"needs gcsfs: pip install 'ckptlint\[remote\]' gcsfs$"),
+        ("abfs", r"needs adlfs: pip install 'ckptlint\[remote\]' adlfs$"),
+    ],
+)
+def test_the_package_that_a_scheme_needs_is_named(monkeypatch: pytest.MonkeyPatch, scheme: str, needs: str) -> None:
+    import fsspec
+
+    def refuse(_protocol: str) -> None:
+        raise ImportError
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", refuse)
+    requests._made.cache_clear()
+    with pytest.raises(ConfigError, match=f"{scheme}:// {needs}"):
+        requests.filesystem(scheme)
