@@ -8,11 +8,11 @@ class CkptlintError(Exception):
 
 
 class ConfigError(CkptlintError):
-    """An option, a rule code or a setting is wrong; the command line ends in exit 2."""
+    """An option, a rule code or a setting is wrong; the command line exits with 2."""
 
 
 class NothingToCheckError(CkptlintError):
-    """No checkpoint lies under a path; the command line ends in exit 3."""
+    """No checkpoint lies under a path; the command line exits with 3."""
 
 
 class AccessError(CkptlintError):
@@ -20,7 +20,7 @@ class AccessError(CkptlintError):
 
 
 class UnreadableError(CkptlintError):
-    """A file is not what its name promises: damaged, cut short, or of another format. Becomes SAF002.
+    """A file is not what its name promises: damaged, truncated, or of another format. Becomes SAF002.
 
     Attributes:
         position: first byte that could not be understood, when known.
@@ -40,7 +40,7 @@ class BudgetError(CkptlintError):
 
 
 class ReaderError(CkptlintError):
-    """A loader ended in an error of its own; the verdict is incomplete, exit 4."""
+    """A loader crashed; the verdict is incomplete, exit 4."""
 
 
 class CheckpointError(CkptlintError):

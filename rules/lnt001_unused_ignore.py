@@ -14,13 +14,13 @@ def unused_ignore(ckpt: Checkpoint) -> Iterator[Finding]:
     """An ignore of the settings matched no finding.
 
     What it checks:
-        Each entry of `per-key-ignores` hid at least one finding of some checkpoint of the run. Only entries are judged
-        whose rules all ran: one that was deselected, or needs a greater depth, does not make its ignore unused. A note
-        where no key or file matches at all, since the settings may serve several models.
+        Each entry of `per-key-ignores` hid at least one finding in this run. Only entries whose rules all ran are
+        judged: a rule that was deselected, or needs a greater depth, does not make its ignore unused. It is only info
+        if the entry matches no key or file at all, because the settings may serve several models.
     Why it matters:
-        A dead ignore hides the next real finding of its rule.
+        An ignore that hides nothing today hides the next real finding of its rule.
     Usual causes:
-        The problem was solved, or a key was renamed.
+        Somebody fixed the problem, or renamed the key.
     How to fix:
         Delete the entry.
     """

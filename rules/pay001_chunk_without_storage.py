@@ -1,4 +1,4 @@
-"""PAY001: the place of every chunk's bytes is known."""
+"""PAY001: the metadata says where the bytes of every chunk lie."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
     """A chunk or bytes entry has no storage entry.
 
     What it checks:
-        Every chunk with elements, every bytes entry and every ShardedObject is filed in storage_data under its name and
-        offset.
+        storage_data has an entry for every chunk with elements, every bytes entry and every ShardedObject, under its
+        key and offset.
     Why it matters:
-        The load asks for bytes whose place nobody knows, and fails.
+        The load does not know where to find these bytes, and fails.
     Usual causes:
-        The results of some ranks were not merged, a plan of an earlier save was reused, or the metadata was edited.
+        The save did not merge the results of some ranks, reused the plan of an earlier save, or somebody edited the
+        metadata.
     How to fix:
         Save again with a fresh plan.
     See:
         torch.distributed.checkpoint.metadata.Metadata.storage_data
     """
     if ckpt.storages is not None:
-        raise NotApplicable("a torch file says in one place what a tensor is and where it lies")
+        raise NotApplicable("a torch file describes a tensor and locates its bytes together")
     if not len(ckpt.records):
         lost = sum(bool(t.layout.live.any()) for t in ckpt.sound_tensors()) + len(ckpt.objects) + len(ckpt.byte_objects)
         if not lost:
             raise NotApplicable("nothing is stored")
         yield Finding(
-            f"storage_data is empty: the place of all {lost:,} entries is unknown",
+            f"storage_data is empty: {'1 entry has' if lost == 1 else f'all {lost:,} entries have'} no known file",
             missing=("all",),
-            hint="the metadata was rewritten or merged without its storage part; take the original",
+            hint="restore the original .metadata: a rewrite or a merge dropped its storage part",
         )
         return
     strays: dict[str, list[int]] = defaultdict(list)
@@ -62,5 +63,7 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _filed_elsewhere(ckpt: Checkpoint, strays: list[int]) -> str:
-    places = [str(list(ckpt.records.strays[row] or ())) for row in strays[:3]]
-    return f"storage_data holds an entry for offset {', '.join(places)}, where no chunk starts" if places else ""
+    offsets = [str(list(ckpt.records.strays[row] or ())) for row in strays[:3]]
+    if not offsets:
+        return "save again with a fresh plan, or restore the original .metadata"
+    return f"compare the offsets: storage_data has an entry at {', '.join(offsets)}, where no chunk starts"

@@ -18,21 +18,21 @@ def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
     """A storage entry matches no chunk and no bytes entry.
 
     What it checks:
-        The name and offset of each entry in storage_data occur among the chunks and bytes entries. Tensors whose chunks
-        other rules call wrong (GEO001, GEO002, PAY001) are left to them.
+        Each entry in storage_data has the key and offset of a chunk or of a bytes entry. Tensors with wrong chunks are
+        left to GEO001, GEO002 and PAY001.
     Why it matters:
-        Bytes were written that no key can reach.
+        The file holds bytes that no key leads to.
     Usual causes:
-        A cached plan of another state was reused, or the metadata was edited.
+        The save reused a cached plan of another state, or somebody edited the metadata.
     How to fix:
         Save again with a fresh plan.
     See:
         torch.distributed.checkpoint.metadata.Metadata.storage_data
     """
     if ckpt.is_safetensors:
-        raise NotApplicable("a safetensors header describes a tensor and says where it lies in one entry")
+        raise NotApplicable("a safetensors header describes a tensor and locates its bytes in one entry")
     if ckpt.storages is not None:
-        raise NotApplicable("a torch file describes a tensor and says where it lies in one place")
+        raise NotApplicable("a torch file describes a tensor and locates its bytes together")
     if ckpt.partial:
         raise NotApplicable(ckpt.partial)
     table = ckpt.records
@@ -56,12 +56,16 @@ def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
         where = "without an offset" if offset is None else f"at offset {list(offset)}"
         file, start, length = ckpt.byte_range_of(row)
         known = (
-            "no chunk starts there" if fqn in ckpt.tensors else "it is no tensor" if fqn in others else "no such key"
+            "no chunk starts there"
+            if fqn in ckpt.tensors
+            else "it is not a tensor"
+            if fqn in others
+            else "there is no such key"
         )
         yield Finding(
-            f"{len(rows):,} storage entries{{of}} belong to nothing, the first {where}: {known}"
+            f"{len(rows):,} storage entries{{of}} match nothing, the first {where}: {known}"
             if more
-            else f"the storage entry{{of}} {where} belongs to nothing: {known}",
+            else f"the storage entry{{of}} {where} matches nothing: {known}",
             at=Location(fqn, file=file, byte_range=(start, length)),
             missing=tuple(str(table.strays[row]) for row in rows[:_SHOWN]),
             hint="compare the keys with those of another step; a reused plan repeats the keys of an older state",

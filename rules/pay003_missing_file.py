@@ -13,15 +13,24 @@ from ckptlint.model.layout import IntArray, distinct
 from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, Location, Severity, rule
 
-_SENTENCES: dict[FileState, str] = {
-    "absent": "missing",
-    "unsafe-path": "named by a path that leaves the checkpoint; not opened",
-    "not-a-file": "no regular file",
-    "link-outside": "a link to a file outside the checkpoint",
-    "dangling-link": "a link that leads nowhere",
-    "other-case": "there only under a name of another case",
+_SENTENCES: dict[FileState, tuple[str, str]] = {
+    "absent": ("is missing", "are missing"),
+    "unsafe-path": (
+        "has a path that leaves the checkpoint; not opened",
+        "have paths that leave the checkpoint; not opened",
+    ),
+    "not-a-file": ("is not a regular file", "are not regular files"),
+    "link-outside": ("is a link to a file outside the checkpoint", "are links to files outside the checkpoint"),
+    "dangling-link": ("is a broken link", "are broken links"),
+    "other-case": ("is there only in other letter case", "are there only in other letter case"),
 }
-_OTHER_CASE = "it loads here, and is missing once it is copied to a file system or store that minds case"
+"""State -> the verb for one file, and for several."""
+_HINTS: dict[FileState, str] = {
+    "unsafe-path": "do not load this folder: a load would open these paths",
+    "not-a-file": "copy the payload again from where the checkpoint was written",
+    "dangling-link": "copy the files themselves, not the links to them",
+}
+_OTHER_CASE = "it loads here, but not after a copy to a file system or store that tells upper from lower case"
 
 
 @rule("PAY003", "missing-file", Severity.ERROR, needs=Depth.FILES)
@@ -29,14 +38,14 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
     """A payload file that the metadata names is missing, or its path leaves the checkpoint.
 
     What it checks:
-        The relative path of every storage entry names a regular file inside the folder. A link to a regular file
-        outside is a note, since model caches link to blobs; so is a name that a file system finds only because it
-        ignores case. What a store does not tell is not judged, and the report says so.
+        The path of every storage entry names a regular file inside the folder. It is only info if the path is a link
+        to a regular file outside, as model caches have, or if the file system finds the file only because it ignores
+        case. If a store does not list its files, nothing is judged, and the report says so.
     Why it matters:
         The tensors with chunks in these files cannot be loaded.
     Usual causes:
-        Node-local file systems (each node kept its own ranks' files), a partial copy or upload, cleaning by name, a
-        copy that changed the case of names or joined them with `//`.
+        Each node saved to its own disk, a copy or upload was partial, a cleanup removed files by name, or a copy
+        changed the case of names or joined them with `//`.
     How to fix:
         Copy the files of all nodes into one folder, or go back to a complete step.
     See:
@@ -54,16 +63,20 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
         filed, lost = len(rows), sum(length for length in table.byte_length[rows].tolist() if length > 0)
         keys = list(dict.fromkeys(table.name(row) for row in rows.tolist()))
         count = names[0] if len(names) == 1 else f"{len(names)} of {len(used)} payload files"
-        verb = "is" if len(names) == 1 else "are"
+        verb = _SENTENCES[state][len(names) > 1]
         shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         yield Finding(
-            f"{count} {verb} {_SENTENCES[state]}: {filed:,} {'entry' if filed == 1 else 'entries'}, {lost:,} bytes",
-            at=Location(file=names[0], label=f"{ckpt.metadata_file}: {shown}"),
+            f"{count} {verb}: {filed:,} {'entry' if filed == 1 else 'entries'}, {lost:,} bytes",
+            at=Location(
+                file=names[0],
+                label=f"{ckpt.metadata_file}: {shown}",
+                ranks=tuple(sorted({rank for name in names if (rank := rank_of(name)) is not None})),
+            ),
             missing=tuple(names),
             severity=Severity.INFO if state in ("link-outside", "other-case") else None,
             why=_OTHER_CASE if state == "other-case" else "",
             notes=(("keys", ", ".join(keys[:4]) + (f" and {len(keys) - 4:,} more" if len(keys) > 4 else "")),),
-            hint=_instead(ckpt, numbers) or (_pattern(ckpt, names) if state == "absent" else ""),
+            hint=_instead(ckpt, numbers) or (_pattern(ckpt, names) if state == "absent" else _HINTS.get(state, "")),
         )
 
 
@@ -78,9 +91,11 @@ def _pattern(ckpt: Checkpoint, names: list[str]) -> str:
     lost = {rank for name in names if (rank := rank_of(name)) is not None}
     lost -= set(ranks_of_files(ckpt)[ckpt.files.are("ok")].tolist())
     if not lost:
-        return ""
+        return f"copy the missing {'file' if len(names) == 1 else 'files'} again from where the checkpoint was written"
     low, high = min(lost), max(lost)
     whole_node = len(lost) > 1 and high - low + 1 == len(lost) and low % len(lost) == 0
     if whole_node:
-        return f"ranks {ranges(lost)} have no file at all: looks like every file of one node"
-    return f"rank{'s' if len(lost) > 1 else ''} {ranges(lost)} {'have' if len(lost) > 1 else 'has'} no file at all"
+        return f"ranks {ranges(lost)} have no file at all, probably one whole node: copy that node's files here"
+    if len(lost) > 1:
+        return f"ranks {ranges(lost)} have no file at all: copy their files from the nodes that wrote them"
+    return f"rank {ranges(lost)} has no file at all: copy its files from the node that wrote them"

@@ -16,6 +16,7 @@ from ckptlint.rule import Finding, Location, Note, Severity, rule
 _SHOWN = 4
 _HEADER = 10
 """Least bytes of a safetensors header: its length and an empty object."""
+_COPY = "compare its size with the original's and copy it again; an interrupted copy often leaves a round size"
 
 
 @rule("PAY004", "range-past-eof", Severity.ERROR, needs=Depth.FILES)
@@ -23,12 +24,12 @@ def range_past_eof(ckpt: Checkpoint) -> Iterator[Finding]:
     """A payload file is shorter than the metadata says.
 
     What it checks:
-        Each storage entry starts at 0 or later, has a length that is not negative, and ends inside its file. In the
-        safetensors serialisation, where entries tell no place, a file has at least the bytes of all its tensors.
+        Each storage entry ends inside its file, and neither its offset nor its length is negative. In the safetensors
+        serialisation entries have no byte offsets; there a file has at least the bytes of all its tensors.
     Why it matters:
-        The payload is cut, so these tensors cannot be loaded.
+        The end of the file is missing, so these tensors cannot be loaded.
     Usual causes:
-        A writer that was killed, a full disk, an interrupted copy or upload.
+        A killed writer, a full disk, an interrupted copy or upload.
     How to fix:
         Copy the file again from where it was written, or go back one step.
     See:
@@ -48,7 +49,7 @@ def range_past_eof(ckpt: Checkpoint) -> Iterator[Finding]:
 
 
 def _smaller_than_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Files of the safetensors serialisation that are shorter than a header and the tensors that begin behind it."""
+    """Files of the safetensors serialisation that are shorter than a header and the tensors that begin after it."""
     table = ckpt.records
     for rows in _by_file(table, ~table.transformed):
         file = ckpt.files[int(table.file[rows[0]])]
@@ -70,7 +71,7 @@ def _smaller_than_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
                 ),
                 missing=(file.name,),
                 notes=_shown(keys),
-                hint="compare the size with the file where it was written; a copy that broke off leaves a round number",
+                hint=_COPY,
             )
 
 
@@ -82,7 +83,7 @@ def _by_file(table: RecordTable, chosen: npt.NDArray[np.bool_]) -> list[IntArray
 
 
 def _truncated(ckpt: Checkpoint, rows: IntArray) -> Finding:
-    """The finding for the entries of one file that end behind it."""
+    """The finding for the entries of one file that reach past its end."""
     table = ckpt.records
     file, start, length = ckpt.byte_range_of(int(rows[np.argmin(table.byte_offset[rows])]))
     has = ckpt.files[int(table.file[rows[0]])].size or 0
@@ -98,11 +99,11 @@ def _truncated(ckpt: Checkpoint, rows: IntArray) -> Finding:
             keys[0] if len(keys) == 1 else None,
             file=file,
             byte_range=(start, length),
-            label=f"{file}: {_entries(len(rows))} behind the end, the first at byte {start:,}",
+            label=f"{file}: {_entries(len(rows))} past the end, the first from byte {start:,}",
         ),
         missing=(file,),
         notes=_shown(keys),
-        hint="compare the size with the file where it was written; a copy that broke off leaves a round number",
+        hint=_COPY,
     )
 
 
@@ -111,7 +112,9 @@ def _damaged(ckpt: Checkpoint, rows: IntArray) -> Finding:
     file, start, length = ckpt.byte_range_of(int(rows[0]))
     keys = _keys(ckpt, rows)
     return Finding(
-        f"{file}: a storage entry{{of}} claims {length:,} bytes at {start:,}",
+        f"the storage entry{{of}} is impossible: {length:,} bytes at offset {start:,} of {file}"
+        if len(rows) == 1
+        else f"{_entries(len(rows))} of {file} are impossible, the first: {length:,} bytes at offset {start:,}",
         at=Location(
             keys[0] if len(keys) == 1 else None,
             file=file,
@@ -120,7 +123,8 @@ def _damaged(ckpt: Checkpoint, rows: IntArray) -> Finding:
         ),
         missing=(file, "negative"),
         notes=_shown(keys),
-        hint="the entry was damaged or edited; take .metadata from where it was written",
+        why="the metadata is wrong, not the payload: the bytes may all be there, but a load cannot find them",
+        hint="restore .metadata from where it was written",
     )
 
 

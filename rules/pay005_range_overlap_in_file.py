@@ -9,6 +9,7 @@ import numpy as np
 
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import byte_span
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _SHOWN = 32
@@ -21,14 +22,14 @@ def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
     """Two entries of a payload file share bytes.
 
     What it checks:
-        The byte ranges of the storage entries of one file do not intersect. Empty ranges count for nothing. A warning
-        where an input embedding and an output layer, which may be tied, have exactly the same range.
+        The byte ranges of a file's storage entries do not overlap; empty ranges do not count. It is only a warning if
+        an input embedding and an output layer, which may be tied, have exactly the same range.
     Why it matters:
         At least one of the two tensors reads bytes of the other.
     Usual causes:
-        Damaged or edited metadata, or two writers in one file at the same time.
+        Damaged or edited metadata, or two ranks that wrote to one file at the same time.
     How to fix:
-        Save again; check which of the two values is right before using either.
+        Save again. Check which of the two tensors is right before you use either.
     See:
         torch.distributed.checkpoint.filesystem._StorageInfo
     """
@@ -55,18 +56,21 @@ def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
         names = table.name(first), table.name(second)
         shared = int(min(stop[hit], stop[other]) - start[hit])
         place = ckpt.files.names[int(file[hit])]
-        spans = [f"[{int(start[i]):,}, {int(stop[i]):,}) {name}" for i, name in ((other, names[0]), (hit, names[1]))]
+        spans = [
+            f"{byte_span(int(start[i]), int(stop[i] - start[i]))} {name}"
+            for i, name in ((other, names[0]), (hit, names[1]))
+        ]
         more = f" (the first of {len(hits):,} such pairs)" if hit == hits[0] and len(hits) > 1 else ""
         yield Finding(
             f"{shared:,} bytes of {place} belong to two entries: {names[0]} and {names[1]}{more}",
             at=Location(
-                names[1], file=place, byte_range=(int(start[hit]), shared), label=f"{place}: " + ", ".join(spans)
+                names[1], file=place, byte_range=(int(start[hit]), shared), label=f"{place}: bytes " + ", ".join(spans)
             ),
             missing=(names[0],),
             severity=Severity.WARNING
             if start[hit] == start[other] and stop[hit] == stop[other] and _tied(*names)
             else None,
-            hint="one of the two offsets is wrong; the file's other entries tell which, since records lie end to end",
+            hint="compare both offsets with the file's other entries: records lie end to end, so one of them is wrong",
         )
 
 

@@ -11,8 +11,9 @@ from ckptlint.analysis.save_plans import duplicates, planned_by
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
+from ckptlint.model.facts import fact
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import human_bytes
+from ckptlint.model.text import byte_span, human_bytes, listed
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 
 _SHOWN = 3
@@ -22,22 +23,23 @@ _HEADER_ALONE = 512
 
 @rule("PAY006", "unreferenced-bytes", Severity.WARNING, needs=Depth.FILES, whole=True)
 def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Finding]:
-    """Bytes of a payload file belong to no entry.
+    """No tensor or object claims some bytes of a payload file.
 
     What it checks:
-        The entries of each `.distcp` file tile it from its first to its last byte, but for gaps below 64 bytes
-        (option `min-bytes`); a file that no entry names is empty. In the safetensors serialisation entries tell no
-        place, so only files that no entry names are looked at, and a header alone counts for nothing. A note where the
-        plans of all ranks show the second writer: OBJ001 reports it, or it is a replica. Files with entries that PAY004
+        The entries of each `.distcp` file cover it from its first to its last byte, except for gaps below 64 bytes
+        (option `min-bytes`), and a file that no entry names is empty. In the safetensors serialisation entries have no
+        byte offsets, so only files that no entry names count, unless they hold a header alone. It is only info if the
+        plans of all ranks show a second writer: OBJ001 reports it, or it is a replica. Files with entries that PAY004
         calls damaged are left to it.
     Why it matters:
-        Stray bytes prove a second writer: where ranks plan on their own (Megatron-Core, NVRx) each writes its copy and
-        only the map is deduplicated, so what one of them held is lost.
+        A rank wrote these bytes, but no load will read them. Where each rank plans for itself (Megatron-Core, NVRx)
+        two ranks may write one key; the metadata keeps one entry, and what the other rank held is lost.
     Usual causes:
-        Two ranks were main replica of one tensor or object (see OBJ001), or files of an older or interrupted save.
+        Two ranks were main replica of one tensor or object (see OBJ001), the metadata lost an entry (see GEO004), or an
+        older or interrupted save left its files.
     How to fix:
-        Find the second writer and give it the missing mesh axis or prefix; delete leftovers before saving into a used
-        folder.
+        If a tensor lacks exactly as many bytes, restore the original .metadata. If two ranks wrote one key, give the
+        second one the missing mesh axis or prefix. Delete leftovers before you save into a used folder.
     See:
         megatron.core.dist_checkpointing.strategies.state_dict_saver
     """
@@ -54,25 +56,77 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
         if total < least:
             continue
         if not len(rows):
-            message = f"no entry names {file.name}, which holds {human_bytes(file.size)}"
+            message = f"no tensor or object lies in {file.name}, which holds {human_bytes(file.size)}"
         else:
-            message = f"{total:,} bytes of {file.name} ({total / file.size:.1%}) are in no entry"
-        spans = ", ".join(f"[{start:,}, {stop:,})" for start, stop in gaps[:_SHOWN])
+            message = f"no tensor or object claims {total:,} bytes of {file.name} ({total / file.size:.1%})"
+        spans = ", ".join(byte_span(start, stop - start) for start, stop in gaps[:_SHOWN])
+        more = f" and {len(gaps) - _SHOWN} more gaps" if len(gaps) > _SHOWN else ""
+        lost = [] if rank_of(file.name) in repeaters else _lost_here(ckpt, gaps)
         yield Finding(
             message,
             at=Location(
                 file=file.name,
                 byte_range=(gaps[0][0], gaps[0][1] - gaps[0][0]),
-                label=f"{file.name}: {spans}" + (f" and {len(gaps) - _SHOWN} more gaps" if len(gaps) > _SHOWN else ""),
+                label=f"{file.name}: bytes {spans}{more}",
             ),
             missing=(file.name,),
             severity=Severity.INFO if rank_of(file.name) in repeaters else None,
-            alike="gaps" if len(rows) else "unnamed",
+            alike=("gaps" if len(rows) else "unnamed") + " ".join(fqn for _, fqn in lost),
+            why=_LOST_ENTRY if lost else "",
+            notes=(("record", _told(lost)),) if lost else (),
             explain=partial(_planned_elsewhere, ckpt, file.name),
-            hint="if a save into this folder was interrupted before, these are its leftovers"
-            if not len(rows)
-            else "look for keys that this file's rank wrote too (OBJ001 lists them where plans are stored)",
+            inferred_from=f"the length of the other records of {listed([fqn for _, fqn in lost][:_SHOWN])}"
+            if lost
+            else "",
+            hint="compare .metadata with the original: either it lost an entry, or this rank saved its part under the "
+            "offsets of another rank"
+            if lost
+            else _hint(is_named=len(rows) > 0, is_repeater=rank_of(file.name) in repeaters),
         )
+
+
+_LOST_ENTRY = "the bytes of the missing part are probably here; without their entry no load finds them"
+
+
+def _hint(is_named: bool, is_repeater: bool) -> str:
+    if is_repeater:
+        return "compare the plans of the ranks: this rank also wrote keys whose entry names another rank's file"
+    if is_named:
+        return "find the keys that this file's rank wrote besides its entries; OBJ001 lists them if plans are stored"
+    return "delete the file if it is left from another save into this folder; compare its time with .metadata's"
+
+
+def _told(lost: list[tuple[int, str]]) -> str:
+    parts = [f"the bytes from {start:,} on are as long as the missing record of {fqn}" for start, fqn in lost[:_SHOWN]]
+    return "; ".join(parts) + (f"; and {len(lost) - _SHOWN:,} more" if len(lost) > _SHOWN else "")
+
+
+def _lost_here(ckpt: Checkpoint, gaps: list[tuple[int, int]]) -> list[tuple[int, str]]:
+    """(first byte, key) of each gap that is exactly as long as the record that a tensor lacks."""
+    lengths = _lacking(ckpt) if ckpt.locates_bytes else {}
+    return [(start, lengths[stop - start]) for start, stop in gaps if stop - start in lengths]
+
+
+@fact
+def _lacking(ckpt: Checkpoint) -> dict[int, str]:
+    """Length of a record -> the tensor that lacks one: its hole, or chunk without an entry, is as large as a peer.
+
+    Lengths that several tensors lack are left out: nothing says whose record it is.
+    """
+    table = ckpt.records
+    found: dict[int, set[str]] = {}
+    for tensor in ckpt.sound_tensors():
+        layout, records = tensor.layout, tensor.chunks.record
+        stored = layout.live & (records >= 0)
+        lost = [box.volume for box in layout.coverage.missing] if layout.coverage.missing_volume else []
+        lost += [layout.box(row).volume for row in np.flatnonzero(layout.live & (records < 0))[:_SHOWN].tolist()]
+        if not lost or not stored.any():
+            continue
+        rows = np.flatnonzero(stored)
+        alike = rows[np.isin(layout.sizes[rows].prod(axis=1), lost)]
+        for length in np.unique(table.byte_length[records[alike]]).tolist():
+            found.setdefault(length, set()).add(tensor.fqn)
+    return {length: next(iter(fqns)) for length, fqns in found.items() if len(fqns) == 1}
 
 
 def _repeaters(ckpt: Checkpoint) -> set[int]:
@@ -124,4 +178,4 @@ def _planned_elsewhere(ckpt: Checkpoint, name: str) -> tuple[Note, ...]:
     if not lost:
         return ()
     more = f" and {len(lost) - _SHOWN:,} more" if len(lost) > _SHOWN else ""
-    return (("planned", f"rank {rank} also planned {', '.join(lost[:_SHOWN])}{more}, stored by another rank"),)
+    return (("planned", f"rank {rank} also planned {', '.join(lost[:_SHOWN])}{more}, which another rank stored"),)

@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.text import byte_span
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import nbytes
 
@@ -21,23 +22,23 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
     """A stored record is too short for its chunk.
 
     What it checks:
-        The length of each chunk's record is at least its elements times the bytes of the dtype. A record that is longer
-        by more than 4 KiB and 1 % is a note: usually a view that was saved with its whole storage. In safetensors the
-        two are equal, and a longer one is an error. Transformed records, packed and unknown dtypes are left out. A
-        record's own framing, which safetensors do not have, hides a lack of up to 1.6 KB.
+        Each record is at least as long as its chunk's elements need. If it is longer by more than 4 KiB and 1 %, that
+        is info: usually somebody saved a view with its whole storage. In safetensors the two are equal, and a longer
+        one is an error. Transformed records, packed and unknown dtypes are left out. Outside of safetensors a record
+        has a header of its own, which hides a lack of up to 1.6 KB.
     Why it matters:
-        The record cannot hold the chunk, so a load fails or fills it with other bytes.
+        The record cannot hold the chunk, so a load fails or takes other bytes for values.
     Usual causes:
-        The dtype or shape in the metadata differs from what was written.
+        The metadata states another dtype or shape than the rank wrote.
     How to fix:
-        Save again; clone views before saving.
+        Save again, and clone views before you save.
     See:
         torch.distributed.checkpoint.filesystem._StorageInfo.length
     """
     if not ckpt.locates_bytes:
         raise NotApplicable("in the safetensors serialisation a record's length is that of the tensor by definition")
     if ckpt.storages is not None:
-        raise NotApplicable("a tensor that reaches beyond its storage is told with its file (PAY013)")
+        raise NotApplicable("PAY013 reports a tensor that reaches past its storage")
     table = ckpt.records
     for tensor in ckpt.sound_tensors():
         if nbytes(tensor.dtype, 1) is None:
@@ -63,9 +64,12 @@ def payload_length(ckpt: Checkpoint) -> Iterator[Finding]:
                 at=Location.of(tensor, rows=(row,)),
                 severity=None if ckpt.is_safetensors else Severity.INFO,
                 notes=(("excess", f"{len(long):,} of {len(rows):,} records, the first by {extra:,} bytes"),),
-                why="readers of safetensors refuse a file in which shape and dtype do not explain the bytes of a tensor"
+                why="readers of safetensors refuse a file if a tensor's bytes do not match its shape and dtype"
                 if ckpt.is_safetensors
-                else "usually a view that was saved with its whole storage: legal, and wasteful",
+                else "usually a view, saved with its whole storage: it loads, but wastes space",
+                hint="write the file again"
+                if ckpt.is_safetensors
+                else "clone the view before saving, if the space matters",
             )
 
 
@@ -85,6 +89,6 @@ def _too_short(ckpt: Checkpoint, tensor: Tensor, rows: np.ndarray, record: int) 
     return Finding(
         f"{what} too short: {needed:,} bytes needed, {length:,} stored ({share} of it)",
         at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
-        notes=(("record", f"{file}, bytes {start:,}-{start + length:,}"),),
+        notes=(("record", f"{file}, bytes {byte_span(start, length)}"),),
         hint="compare dtype and shape with the same tensor of another step",
     )

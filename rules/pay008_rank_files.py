@@ -8,7 +8,7 @@ from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import distinct
-from ckptlint.model.text import ranges
+from ckptlint.model.text import plural, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 
@@ -17,13 +17,13 @@ def rank_files(ckpt: Checkpoint) -> Iterator[Finding]:
     """Some ranks stored nothing.
 
     What it checks:
-        The numbers in the names of the payload files that entries refer to have no gap. Where the plans of all ranks
-        are stored they reach the number of ranks, and ranks that planned nothing do not count.
+        Every rank has a payload file that some entry names: the rank numbers in the names have no gap. If the metadata
+        holds the plans of all ranks, every rank that planned something counts.
     Why it matters:
-        It is context for other findings: a rank whose every item was deduplicated stores nothing, and so does a rank
-        that was lost.
+        It explains other findings. A rank stores nothing if deduplication gave all its items to other ranks, and also
+        if it never saved.
     Usual causes:
-        Deduplication, a save by one group of ranks only (HSDP), or a lost file.
+        Deduplication, a save by one group of ranks only (HSDP), or a rank that never saved.
     How to fix:
         Nothing by itself; read it together with PAY003, GEO004 and OBJ002.
     See:
@@ -33,7 +33,7 @@ def rank_files(ckpt: Checkpoint) -> Iterator[Finding]:
     ranks = distinct(ranks_of_files(ckpt)[distinct(table.file[table.byte_length > 0])])
     present = set(ranks[ranks >= 0].tolist())
     if not present:
-        raise NotApplicable("no payload file carries a rank number")
+        raise NotApplicable("no payload file has a rank number in its name")
     planning = set(distinct(ckpt.save_plans.rank).tolist()) if ckpt.save_plans else None
     world = ckpt.topology.get("world")
     last = max(present) if planning is None or world is None else world.size - 1
@@ -43,6 +43,9 @@ def rank_files(ckpt: Checkpoint) -> Iterator[Finding]:
     if silent:
         yield Finding(
             f"rank{'s' if len(silent) > 1 else ''} {ranges(silent)} of {last + 1} stored nothing that an entry names",
-            at=Location(label=f"{len(present)} ranks stored something"),
+            at=Location(
+                label=f"{plural(len(present), 'rank')} of {last + 1} stored something", ranks=tuple(sorted(silent))
+            ),
             missing=tuple(str(rank) for rank in sorted(silent)),
+            inferred_from="the rank numbers in the names of the payload files",
         )

@@ -12,7 +12,7 @@ from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable, RecordContent, Tensor
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import ranges
+from ckptlint.model.text import byte_span, named_ranks, plural
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import ITEM_BITS, loses, nbytes
 
@@ -36,23 +36,22 @@ class _Mismatch:
 
 @rule("PAY009", "payload-header-mismatch", Severity.ERROR, needs=Depth.HEADERS)
 def payload_header_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A record holds another shape, dtype or place than its chunk.
+    """A record holds a shape, dtype or offset different from its chunk's.
 
     What it checks:
-        The header inside each record names the dtype of the tensor and the shape of the chunk, and its storage is large
-        enough for them; in the SAFETENSORS mode of torch's FileSystemWriter it also names the chunk's offsets. A
-        warning where all chunks of a tensor agree on the other dtype and no value changes when it is converted to that
-        of the metadata; a note for subclasses of tensors and records with several storages. Records that went through a
-        stream transform are not opened.
+        The header inside each record states the tensor's dtype and the chunk's shape, and its storage is large enough;
+        in the SAFETENSORS mode of torch's FileSystemWriter it also states the chunk's offsets. It is only a warning if
+        all chunks of a tensor agree on the other dtype and conversion changes no value, and info for tensor subclasses
+        and records with several storages. Records that went through a stream transform are not opened.
     Why it matters:
-        torch takes sizes and dtype from the first rank's plan, so what another rank really wrote shows only here; a
-        wrong dtype loads silently, a wrong shape fails or fills part of the chunk.
+        torch takes sizes and dtype from the first rank's plan, so only the record shows what another rank wrote. A
+        wrong dtype loads without an error; a wrong shape fails, or fills only part of the chunk.
     Usual causes:
-        A TP-local payload under a chunk of full size, ranks in different precision, a deduplicated chunk of another
-        size, edited metadata, payload files that changed places, two chunks of one key that a rank wrote into one
-        safetensors file, where torch (2.13) keeps the last.
+        A rank wrote its tensor-parallel part under a chunk of full size, ranks ran in different precision, a
+        deduplicated chunk had another size, somebody edited the metadata or swapped payload files, or a rank wrote two
+        chunks of one key into one safetensors file, where torch (2.13) keeps the last.
     How to fix:
-        Build the chunk's metadata from the tensor that is written, and save again.
+        Build the chunk's metadata from the tensor that the rank writes, and save again.
     See:
         torch.distributed.checkpoint.planner_helpers._create_write_items, filesystem._write_files_from_queue
     """
@@ -127,14 +126,14 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, found: lis
     content = payload.of(record)
     stored = f"{content.dtype} {list(content.shape)}" if content and content.form != "object" else first.text
     notes: list[Note] = [
-        ("record", f"{file}, bytes {start:,}-{start + length:,}: {stored} in {int(payload.stored[record]):,} bytes"),
+        ("record", f"{file}, bytes {byte_span(start, length)}: {stored} in {int(payload.stored[record]):,} bytes"),
         ("chunk", f"{tensor.dtype} {list(box.sizes)} needs {nbytes(tensor.dtype, box.volume) or 0:,} bytes"),
     ]
     if first.what == "dtype" and not agreed:
         notes += _ranks(ckpt, payload, tensor, read)
     if agreed:
-        cost = "every value is converted" if is_harmless else "values change as they are converted"
-        notes.append(("load", f"a reader that makes the tensor from the metadata, such as dcp_to_torch_save: {cost}"))
+        cost = "converts every value" if is_harmless else "changes values as it converts them"
+        notes.append(("load", f"a reader that takes the dtype of the metadata, such as dcp_to_torch_save, {cost}"))
     return Finding(
         f"{which} {first.text} where the metadata says {expected}",
         at=Location.of(
@@ -142,7 +141,7 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, found: lis
         ),
         severity=severity,
         notes=tuple(notes),
-        hint="compare with the same tensor of another step: the record shows what its rank really held",
+        hint="compare with the same tensor of another step; the record shows what its rank held",
     )
 
 
@@ -157,7 +156,8 @@ def _ranks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, read: list[i
         if (rank := rank_of(ckpt.chunk_file(tensor, row))) is not None:
             by_dtype.setdefault(content.dtype, set()).add(rank)
     texts = [
-        f"{dtype} in {count[dtype]:,} chunks" + (f" of ranks {ranges(by_dtype[dtype])}" if dtype in by_dtype else "")
+        f"{dtype} in {plural(count[dtype], 'chunk')}"
+        + (f" of {named_ranks(by_dtype[dtype])}" if dtype in by_dtype else "")
         for dtype in count
     ]
     return [("dtypes", ", ".join(texts))]

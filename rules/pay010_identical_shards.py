@@ -19,9 +19,10 @@ from ckptlint.vocabulary.keys import Key, parse
 
 _SHOWN = 3
 _HINTS = {
-    True: "compare the experts' values with an earlier step; reload the repeated ones from it",
-    False: "check whether the parameter should be Replicate on this axis, and load one copy of it",
+    True: "compare the experts with an earlier step, and reload the repeated ones from it",
+    False: "check whether the parameter should be Replicate on this axis; if so, load one copy of it",
 }
+_UNTRAINED = "ignore this if the values are still those of the initialisation"
 
 
 @rule("PAY010", "identical-shards", Severity.WARNING, needs=Depth.HEADERS)
@@ -29,20 +30,17 @@ def identical_shards(ckpt: Checkpoint) -> Iterator[Finding]:
     """Two chunks of a tensor, or two experts of a layer, hold the same data.
 
     What it checks:
-        No two chunks of one floating tensor, and no two experts' weights of one layer, agree in length, CRC-32 and in
-        up to 1 KiB of samples. Left out are chunks of one repeated value or of fewer than 64 elements, chunks along
-        axis 0 whose own rows are all alike, records without a CRC or with a larger storage than their chunk, flat
-        optimizer buckets, keys and values of attention unless there is one head at least for each tensor-parallel rank,
-        experts upcycled from a dense model, and optimizer state of another shape than its parameter. A note for
-        optimizer state whose parameter is cut otherwise or has the same chunks, which differ, or no parameter at all. A
-        note where the model looks untrained: iteration 0, moments or norms of one value each, or all experts seeded
-        alike; and where nothing tells (no iteration, moments or norms), unless another weight differs from chunk to
-        chunk.
+        No two chunks of a floating tensor, and no two experts of a layer, agree in length, CRC-32 and up to 1 KiB of
+        samples. What may repeat is left out: fewer than 64 elements, one repeated value, rows that are all alike, views
+        of a larger storage, records without a CRC, flat optimizer buckets, attention heads that ranks share, experts
+        upcycled from a dense model. It is only info if nothing shows that the model was trained (iteration 0, moments
+        or norms of one value, all seeded alike), and for optimizer state unless its parameter repeats in the same
+        shards: a summed loss gives equal gradients.
     Why it matters:
-        A trained weight does not repeat itself, so this is a replica that was saved as shards, or one rank that held
-        its peer's shard.
+        A trained weight does not repeat itself, so either a replica was saved as shards, or one rank held its peer's
+        shard.
     Usual causes:
-        A replicated parameter matched by a sharding rule, a load that gave a rank its peer's shard, experts seeded
+        A sharding rule that matches a replicated parameter, a load that gave a rank its peer's shard, experts seeded
         alike.
     How to fix:
         Declare the placement Replicate, or take the experts from a good step.
@@ -108,16 +106,50 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
     record = int(tensor.chunks.record[row])
     what = f"chunk {box}{{of}} repeats chunk {other}"
     if len(pairs) > 1:
-        what = f"{len(pairs):,} of {len(tensor.chunks):,} chunks{{of}} repeat another one, the first {box} is {other}"
+        count = f"{len(pairs):,} of {len(tensor.chunks):,} chunks"
+        what = f"{count}{{of}} repeat another one, the first: {box} repeats {other}"
     more = f" and {len(pairs) - _SHOWN:,} more" if len(pairs) > _SHOWN else ""
     listed = "; ".join(f"{_files(ckpt, tensor, a)} repeats {_files(ckpt, tensor, b)}" for a, b in pairs[:_SHOWN])
+    ranks = {rank_of(ckpt.chunk_file(tensor, member)) for pair in pairs for member in pair}
+    severity = _severity(ckpt, payload, tensor, pairs)
+    key = parse(tensor.fqn)
+    why, hint = "", _HINTS[key.in_experts]
+    if severity is Severity.INFO:
+        why, hint = _of_state(ckpt, payload, tensor, row, earlier) if key.kind == "optimizer" else ("", _UNTRAINED)
     return Finding(
         what,
-        at=Location.of(tensor, region=box, rows=(row, earlier), file=ckpt.chunk_file(tensor, row)),
-        severity=_severity(ckpt, payload, tensor, pairs),
+        at=Location.of(
+            tensor,
+            region=box,
+            rows=(row, earlier),
+            file=ckpt.chunk_file(tensor, row),
+            ranks=tuple(sorted(rank for rank in ranks if rank is not None)),
+        ),
+        severity=severity,
+        why=why,
         notes=(_evidence(payload, record), ("chunks", listed + more)),
-        hint=_HINTS[parse(tensor.fqn).in_experts],
+        hint=hint,
+        inferred_from=_INFERRED,
         alike=f"chunks {pairs}",
+    )
+
+
+_INFERRED = "equal lengths, CRC-32s and samples"
+
+
+def _of_state(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, row: int, earlier: int) -> tuple[str, str]:
+    """Why it matters little that two chunks of a state repeat, and what to do."""
+    param = _parameters(ckpt).get(tensor.fqn)
+    if param is None:
+        return "", "compare with the shards of the parameter, which is not in this checkpoint"
+    boxes = tensor.layout.box(row), tensor.layout.box(earlier)
+    records = [int(param.chunks.record[i]) for i in range(len(param.chunks)) if param.layout.box(i) in boxes]
+    sums = {int(payload.crc[record]) for record in records if record >= 0 and payload.crc[record] > 0}
+    if len(sums) < len(boxes):
+        return "", "compare with the shards of the parameter, which do not say whether the state may repeat"
+    return (
+        "the parameter's own shards differ, so they are shards; equal gradients, as of a summed loss, repeat a state",
+        "compare the gradients of the two ranks, unless the loss is a sum as in a toy model",
     )
 
 
@@ -140,9 +172,10 @@ def _experts(ckpt: Checkpoint, payload: PayloadTable, members: list[tuple[Key, T
         f"{names[0]} {repeating} {names[1]} {names[0]} {repeated}: the same data in {tensor.fqn}",
         at=Location.of(tensor, file=ckpt.byte_range_of(record)[0]),
         missing=(repeating,),
-        severity=_severity(ckpt, payload, tensor),
+        severity=(severity := _severity(ckpt, payload, tensor)),
         notes=(_evidence(payload, record),),
-        hint=_HINTS[True],
+        hint=_UNTRAINED if severity is Severity.INFO else _HINTS[True],
+        inferred_from=_INFERRED,
         alike=f"experts {repeating} {repeated}",
     )
 
@@ -256,11 +289,13 @@ def _moments(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor) -> bool | 
 
 @fact
 def _norms_are_constant(ckpt: Checkpoint, payload: PayloadTable) -> bool | None:
-    """Whether each norm holds one value; None when there are none to look at."""
+    """Whether each norm holds one value; None when there are none to look at, or all repeat as seeds do."""
     norms = []
     for param in inventory_of(ckpt).params:
         if param.key.function == "norm" and param.tensor.fqn.endswith("weight"):
             records = param.tensor.chunks.record
+            if (_numbers(payload, param.tensor) >= 0).any():
+                continue
             norms += [bool(payload.constant[r]) for r in records.tolist() if r >= 0 and payload.state[r] == 0]
     return all(norms) if norms else None
 

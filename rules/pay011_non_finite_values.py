@@ -24,14 +24,14 @@ def non_finite_values(ckpt: Checkpoint) -> Iterator[Finding]:
     """A tensor holds NaN or infinity.
 
     What it checks:
-        Every value of every floating tensor, fp8 included, is finite. A note for optimizer state, whose padding may be
-        uninitialised memory, for buffers, and for single values without axes that no optimizer trains (`best = inf`),
-        unless their name is that of a weight, bias or scale. Masks, and tensors that hold nothing but 0 and -Inf, are
-        left out, as are views with gaps between their elements.
+        Every value of every floating tensor, fp8 included, is finite. It is only info for optimizer state, whose
+        padding may be uninitialised memory, for buffers, and for scalars that no optimizer trains (`best = inf`),
+        unless their name is that of a weight, bias or scale. Masks, tensors that hold only 0 and -Inf, and views with
+        gaps between their elements are left out.
     Why it matters:
         The next forward pass spreads them over the whole model.
     Usual causes:
-        A run that diverged, a race while tensors were staged to the host, a lost page.
+        The run diverged, a race while tensors were staged to the host, a lost memory page.
     How to fix:
         Go back to a step without them.
     See:
@@ -75,7 +75,7 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntA
         at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
         severity=Severity.INFO if key.kind != "model" or _is_beside(ckpt, tensor) else None,
         notes=(("chunks", "; ".join(parts) + more),),
-        hint="look for the first step that has them; the loss of that step tells whether the run diverged",
+        hint="find the first step that has them; the loss of that step shows whether the run diverged",
         alike=f"{key.kind} {key.role or key.path.rpartition('.')[2]}",
     )
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Damage
+from ckptlint.model.text import plural
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _SHOWN = 4
@@ -14,18 +15,18 @@ _SHOWN = 4
 
 @rule("PAY012", "payload-checksum", Severity.ERROR, needs=Depth.DATA)
 def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The bytes of a payload file are not those that were written.
+    """The bytes of a payload file changed after they were written.
 
     What it checks:
-        The CRC-32 of every member of every record is that of its bytes, the SHA-256 of every file is the one that
-        Megatron-Core's integrity.json lists, and every file it lists is there; a payload file that it does not list is
-        a note. Records whose archive itself is wiped out by zeros are named too. Writers may leave CRCs out (0).
+        The CRC-32 of every member of every record matches its bytes, the SHA-256 of every file matches Megatron-Core's
+        integrity.json, and every file it lists is there; a payload file that it does not list is info. Records that
+        zeros have overwritten are named too. Writers may leave CRCs out (0).
     Why it matters:
         The bytes changed after they were written, and torch does not check them when it loads a tensor.
     Usual causes:
-        A lost page, a torn copy, an overwritten file, a file from another save.
+        A lost page, an incomplete copy, an overwritten file, a file from another save.
     How to fix:
-        Copy the file again from where it was written, or fall back one step.
+        Copy the file again from where it was written, or go back one step.
     See:
         torch.serialization.set_crc32_options
     """
@@ -39,22 +40,23 @@ def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
     for (file, kind), damages in by_file.items():
         yield _whole(file, damages[0]) if kind == "file" else _records(ckpt, file, damages)
     if payload.unlisted:
+        files = plural(len(payload.unlisted), "payload file")
         yield Finding(
-            f"integrity.json does not list {len(payload.unlisted)} payload files, {payload.unlisted[0]} first",
+            f"integrity.json does not list {files}, first {payload.unlisted[0]}",
             at=Location(file=payload.unlisted[0]),
             missing=payload.unlisted,
             severity=Severity.INFO,
-            why="they were added after the checksums were taken, or by another save",
+            why="another save added them, or somebody did after the checksums were taken",
         )
 
 
 def _whole(file: str, damage: Damage) -> Finding:
     lost = damage.computed == "absent"
-    what = f"{file} is listed in integrity.json and absent" if lost else f"{file} is not the file that was written"
+    what = f"integrity.json lists {file}, which is missing" if lost else f"{file} is not the file that was written"
     return Finding(
         what
         if lost
-        else f"{what}: its SHA-256 starts with {damage.computed[:12]}, recorded is {damage.recorded[8:20]}",
+        else f"{what}: its SHA-256 starts with {damage.computed[:12]}, but integrity.json says {damage.recorded[8:20]}",
         at=Location(file=file),
         missing=(file,),
         alike="absent" if lost else "sha256",
@@ -77,13 +79,14 @@ def _records(ckpt: Checkpoint, file: str, damages: list[Damage]) -> Finding:
             f"{first.computed} computed"
         )
     else:
-        message = f"{count:,} records in {file} lost their checksums: {zeros:,} of {held:,} bytes are blocks of zeros"
+        records = f"{plural(count, 'record')} in {file}"
+        message = f"zeros have overwritten {records}, checksums included: {zeros:,} of {held:,} bytes"
     notes: list[Note] = [("keys", ", ".join(_region(ckpt, damage) for damage in damages[:_SHOWN]))]
     if len(damages) > _SHOWN:
         notes.append(("more", f"{len(damages) - _SHOWN:,} more members of this file"))
     if first.member and zeros:
         notes.append(
-            ("zeros", f"{zeros:,} of {held:,} bytes of these records lie in blocks of 512 zeros: a lost page?")
+            ("zeros", f"{zeros:,} of {held:,} bytes of these records lie in blocks of 512 zeros, as a lost page leaves")
         )
     return Finding(
         message,
@@ -91,7 +94,7 @@ def _records(ckpt: Checkpoint, file: str, damages: list[Damage]) -> Finding:
         missing=(file, *names[:_SHOWN]),
         notes=tuple(notes),
         alike="crc" if first.member else "zeros",
-        hint="compare the file with the one on the node that wrote it",
+        hint="compare the file with the one on the node that wrote it, and copy it again",
     )
 
 

@@ -26,22 +26,19 @@ Held = dict[str, set[str]]
 
 @rule("PAY014", "index-mismatch", Severity.ERROR)
 def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The index of a model names other files or keys than there are, or one of its files is missing.
+    """The index of a model does not match its files, or one of the files is missing.
 
     What it checks:
-        Each key of `*.safetensors.index.json` or `*.bin.index.json` lies in the file that the index names. Without an
-        index no number of `model-<k>-of-<N>.safetensors` is missing (in the shards of torch's writer and beside an
-        index a warning: a number may belong to keys that were left out on purpose). Several such files without an index
-        are a warning, since transformers refuses them; a note in Mistral's own format, from torch's writer, and for
-        names without `-of-`. Keys that the index lacks or has in another file, and keys that two files hold without an
-        index, are a warning. So is a `total_size` more than 1 % away from the bytes that are stored, where tied weights
-        do not explain it; smaller differences are common, and a note. Where it is what the configuration implies,
-        CFG001 and CFG005 tell the difference.
+        Each key of `*.safetensors.index.json` or `*.bin.index.json` lies in the file that the index names, and no file
+        `model-<k>-of-<N>.safetensors` is missing. These are only warnings: a key that the index does not list or that
+        two files hold, several numbered files without an index, a missing number beside an index or among the shards
+        of torch's writer, and a `total_size` more than 1 % off (info if less, or if tied weights explain it). If the
+        configuration explains `total_size`, CFG001 and CFG005 report it.
     Why it matters:
-        A loader that follows the index misses tensors, and one that takes every file reads stale ones.
+        A loader that follows the index misses tensors, and one that reads every file takes stale ones.
     Usual causes:
-        An interrupted upload or download, the index of another export, an export into a folder that held another one, a
-        map of keys that was built on one rank.
+        An interrupted upload or download, the index of another export, an export into a folder that held another one,
+        or a map of keys that was built on one rank.
     How to fix:
         Copy the missing file again, or write the index again from the headers of the files.
     See:
@@ -74,11 +71,13 @@ def _misplaced(index: WeightIndex, held: Held) -> Iterator[Finding]:
         is_absent = file in index.absent
         homes = sorted(other for other, present in held.items() if present & set(lost))
         yield Finding(
-            f"{index.file} has {_count(lost)} in {file}, which {'is not there' if is_absent else 'lacks them'}",
+            f"{index.file} places {_count(lost)} in {file}, which "
+            f"{'is missing' if is_absent else 'does not hold ' + ('it' if len(lost) == 1 else 'them')}",
             at=Location(file=file, label=f"{index.file}: {file}"),
             missing=(file, *lost[:_MOST]),
             notes=_keys(lost),
-            hint=f"they lie in {', '.join(homes[:_SHOWN])}: write the index again from the headers"
+            hint=f"write the index again from the headers: {'it lies' if len(lost) == 1 else 'they lie'} in "
+            f"{', '.join(homes[:_SHOWN])}"
             if homes
             else "copy the file again from where the model was written",
             alike="absent" if is_absent else "lacking",
@@ -94,7 +93,10 @@ def _unlisted(index: WeightIndex, held: Held) -> Iterator[Finding]:
             for key in present & index.places.keys()
             if index.places[key] != file and key in held.get(index.places[key], ())
         )
-        for keys, text in ((lacking, f"that {index.file} lacks"), (double, f"that {index.file} has in another file")):
+        for keys, text in (
+            (lacking, f"that {index.file} does not list"),
+            (double, f"that {index.file} places in another file"),
+        ):
             if keys:
                 yield Finding(
                     f"{file} holds {_count(keys)} {text}",
@@ -105,7 +107,7 @@ def _unlisted(index: WeightIndex, held: Held) -> Iterator[Finding]:
                     why="a loader that follows the index never reads them, one that takes every file does",
                     hint="write the index again from the headers"
                     if file in index.places.values()
-                    else "no key of the index lies in this file: it may be left over from another export",
+                    else "check whether another export left this file: the index places no key in it",
                     alike="lacks" if keys is lacking else "double",
                 )
 
@@ -127,13 +129,15 @@ def _total(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
         return
     is_close = abs(difference) <= _SLACK * stored or difference in tied
     yield Finding(
-        f"{index.file} says {index.total_size:,} bytes in all, and {stored:,} are stored",
+        f"{index.file} says {index.total_size:,} bytes in total, but {stored:,} are stored",
         at=Location(file=index.file),
         missing=("total_size",),
         severity=Severity.INFO if is_close else Severity.WARNING,
-        why="the index was written for other files than these",
+        why="the index was written for files different from these",
         notes=(("difference", f"{human_bytes(abs(difference))} {'fewer' if difference > 0 else 'more'} are stored"),),
-        hint="" if is_close else "compare the index with that of the export; a change of dtype alone does this too",
+        hint=""
+        if is_close
+        else "compare the index with that of the export; a change of dtype alone has the same effect",
     )
 
 
@@ -149,7 +153,7 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
     if shared and not ckpt.partial:
         files = sorted({file for key in shared for file in homes[key]})
         yield Finding(
-            f"{_count(shared)} lie in several files, and no index says in which of them",
+            f"several files hold {_count(shared)}, and no index names the right one",
             at=Location(
                 file=files[0],
                 label=", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""),
@@ -157,8 +161,8 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
             missing=tuple(shared[:_MOST]),
             severity=Severity.WARNING,
             notes=_keys(shared),
-            why="which of the copies is loaded depends on the order of the files",
-            hint="files of an earlier export may have been left in the folder",
+            why="the order of the files decides which copy is loaded",
+            hint="check whether an earlier export left files in this folder, and delete those",
         )
     elif not ckpt.partial:
         # what is numbered is read by an index; without all its files the index is no cause of its own
@@ -171,7 +175,7 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
             f"the model lies in {len(ckpt.files)} files without an index",
             missing=("index",),
             severity=Severity.WARNING if is_read_by_index else Severity.INFO,
-            why="transformers refuses to load more than one file without it; other loaders take every file",
+            why="transformers refuses several files without an index; other loaders take every file",
             hint="write the index from the headers of the files, or copy it from where the model was written",
         )
 
@@ -208,10 +212,10 @@ def _numbers(ckpt: Checkpoint) -> Iterator[Finding]:
             at=Location(label=f"{len(present)} of {total} files are there"),
             missing=tuple(f"{number}-of-{total}" for number in sorted(missing)),
             severity=Severity.WARNING if is_listed or ckpt.format == "dcp-safetensors" else None,
-            why="the index names no key in them, so nothing loads from them: it was made from the files that were there"
+            why="the index was made without them, so their tensors are not loaded and no error says so"
             if is_listed
             else "",
-            hint="if the model is whole without them, number the files again"
+            hint="compare with the original model; if it is whole without them, number the files again"
             if is_listed
             else "copy the missing files again from where the model was written",
         )

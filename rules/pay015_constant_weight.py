@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ckptlint.analysis.inventory import Param, inventory_of, is_weight, siblings
 from ckptlint.depth import Depth
+from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import BoolArray, Box, IntArray
@@ -22,7 +23,7 @@ _BY_DESIGN = ("mask", "scale", "rotary", "rope", "freq", "zero", "buffer")
 _LEAST_ELEMENTS = 64
 _TOKENS = 128
 _SHOWN = 3
-_HINT = "copy the file again from where it was written, or go back one step and compare the values there"
+_HINT = "copy the file again from where it was written, or compare the values with those of an earlier step"
 
 
 _Layer = tuple[tuple[str, ...], str, int | None]
@@ -45,23 +46,20 @@ class _Part:
 
 @rule("PAY015", "constant-weight", Severity.WARNING, needs=Depth.DATA)
 def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A weight, or a whole shard of one, holds zeros or one repeated value, and the weights like it do not.
+    """A weight, or a whole shard of one, holds only zeros or one repeated value, unlike the weights like it.
 
     What it checks:
-        A floating weight matrix of the model whose values are all 0, or all the same, while at least as many weights of
-        the same name in other layers or experts hold several values; and a chunk of zeros in a weight whose other
-        chunks are not zeros, unless most weights like it have zeros there too (padded heads, a fused part that starts
-        as zeros) and the file holds other weights that are not zeros. Left out are biases, norms, adapters, masks,
-        scales, weights and chunks of fewer than 64 elements, and the last rows of embeddings and output layers, which
-        are padding. A note where it may be legal: iteration 0, no moments or moments of zeros, more than half of the
-        weights constant, both output projections of a layer and nothing else in it (an added layer starts so), an
-        unusual part of the first or last layer, and fewer than 128 rows of a table outside of the layers, which may
-        be tokens that never occurred.
+        No weight matrix is all zeros, or one value, while at least as many of the same name in other layers or experts
+        are not; and no chunk is all zeros while the tensor's others are not, unless most weights like it have zeros
+        there too. Biases, norms, adapters, masks, scales, fewer than 64 elements and the padding rows of embeddings are
+        left out. It is only info if it may be meant: iteration 0, no moments or moments of zeros, more than half of the
+        weights constant, only the output projections of a layer (an added layer starts so), an unusual part of the
+        first or last layer, or fewer than 128 rows of a table, whose tokens may never have occurred.
     Why it matters:
-        The layer, expert or shard does nothing after a load, and no checksum tells: the record is whole.
+        The layer, expert or shard does nothing after a load, and no checksum shows it: the record is whole.
     Usual causes:
-        A shard that was uploaded as zeros or saved before it was loaded, a rank that never received its weights, a
-        parameter that was moved off the meta device and not initialised.
+        Somebody uploaded zeros, a rank saved before it had loaded or received its weights, or a parameter left the meta
+        device and was never initialised.
     How to fix:
         Go back to a step where the weight has values, or copy the file again.
     See:
@@ -161,11 +159,11 @@ def _constant(
         what = "0" if not part.value else f"the same, {part.value:.3g} in magnitude"
         doubt = _doubt(ckpt, payload, parts, part, part.rows)
         if not doubt and _layer(part) in added:
-            doubt = "both output projections of this layer are zeros and nothing else: a layer that was added starts so"
+            doubt = "only the two output projections of this layer are zeros: an added layer starts so"
         if not doubt and len(odd) > len(usual):
             doubt = f"so are {len(odd)} of {len(parts)} weights of this name"
         if not doubt and part.param.key.function == "other" and part.param.key.layer in ends:
-            doubt = "the first and the last layer may have parts that are not used and never change"
+            doubt = "the first and the last layer may have parts that nothing uses or changes"
         yield _finding(
             ckpt,
             part.param,
@@ -214,14 +212,14 @@ def _doubt(ckpt: Checkpoint, payload: PayloadTable, parts: Sequence[_Part], part
     moments = _moments(ckpt)
     if part.param not in moments:
         others = any(other.param in moments for other in parts)
-        return "it has no optimizer state, unlike the others, so it may not be trained" if others else ""
+        return "it has no optimizer state, unlike the others: it may not be trained" if others else ""
     boxes = {part.param.tensor.layout.box(row) for row in rows.tolist()}
     for tensor in moments[part.param]:
         records = tensor.chunks.record
         seen = [r for row, r in enumerate(records.tolist()) if r >= 0 and tensor.layout.box(row) in boxes]
         if not seen or not (payload.scanned[seen] & (payload.most[seen] == 0)).all():
             return ""
-    return "its moments are zeros as well, so it may not be trained"
+    return "its moments are zeros too: it may not be trained"
 
 
 # ---------------------------------------------------------------- single chunks
@@ -264,7 +262,7 @@ def _own_box(param: Param, row: int) -> Box:
 
 
 def _without_padding(param: Param, rows: Sequence[int], zeros: dict[int, Box]) -> list[int]:
-    """The rows of a table's chunks that are not at its end: a vocabulary is padded with rows of zeros."""
+    """The rows of a table's chunks that do not lie at its end: a vocabulary is padded with rows of zeros."""
     layout = param.tensor.layout
     live = np.flatnonzero(layout.live)
     others = live[~np.isin(live, list(zeros))]
@@ -284,13 +282,16 @@ def _chunks(
     box = layout.box(int(rows[0]))
     where = f"chunk {box}{{of}} holds" if len(rows) == 1 else f"{len(rows):,} chunks{{of}}, the first {box}, hold"
     files = {int(file) for file in ckpt.records.file[_records(part.param, rows)]}
-    whole = "every sharded weight in it is zeros" if files <= dead else ""
+    whole = "every sharded weight in this file is zeros" if files <= dead else ""
     doubt = "" if whole else _doubt(ckpt, payload, parts, part, rows)
     if not doubt and not part.param.key.block and int(layout.sizes[rows, 0].sum()) < _TOKENS:
         doubt = "these few rows may belong to tokens that never occurred"
+    ranks = {rank_of(ckpt.chunk_file(part.param.tensor, int(row))) for row in rows}
     others = len(part.rows) - len(rows)
     message = f"{where} only zeros, unlike its {plural(others, 'other chunk')}"
-    return _finding(ckpt, part.param, rows, message, box, (("file", whole), ("doubt", doubt)))
+    finding = _finding(ckpt, part.param, rows, message, box, (("file", whole), ("doubt", doubt)))
+    at = replace(finding.at, ranks=tuple(sorted(rank for rank in ranks if rank is not None)))
+    return replace(finding, at=at, inferred_from="the other chunks of the tensor")
 
 
 def _finding(
@@ -306,5 +307,6 @@ def _finding(
         severity=Severity.INFO if dict(notes)["doubt"] else None,
         notes=(*notes, ("files", listed([*names[:_SHOWN], *more]) if len(names) > 1 else "")),
         hint="" if dict(notes)["doubt"] else _HINT,
+        inferred_from="the other weights of this name",
         alike=f"{names}",
     )

@@ -10,7 +10,7 @@ from ckptlint.analysis.fit.judgement import told_keys
 from ckptlint.analysis.key_matching import KeyComparison, KeyEntry, LoneKeys, match_keys
 from ckptlint.analysis.trusted_config import flag
 from ckptlint.model import Checkpoint, Reference
-from ckptlint.model.text import braces, ranges
+from ckptlint.model.text import braces, plural, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _COMPUTED = frozenset({"inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "freqs_cis", "position_ids"})
@@ -24,18 +24,18 @@ def key_diff(ckpt: Checkpoint) -> Iterator[Finding]:
     """Keys differ from those of the reference.
 
     What it checks:
-        With --expect, every parameter of the reference is stored here. A warning for optimizer state and second copies
-        of the model that are missing, and for keys that the reference does not have. Names are compared without
-        wrappers, and stacked layers and experts with numbered ones; names that may mean the same in another scheme are
-        listed as an info, never called missing. Silent on keys of which CFG001 and CFG002 tell.
+        With --expect, every parameter of the reference is stored here. Missing optimizer state, a missing second copy
+        of the model, and keys that the reference does not have are warnings. Keys are compared without wrappers, and
+        stacked layers and experts with numbered ones; keys that may mean the same in another naming scheme are listed
+        as info, never called missing. Keys that CFG001 and CFG002 report are left to them.
     Why it matters:
-        A load that is not strict leaves absent parameters at their initial values and raises nothing.
+        A load that is not strict leaves missing parameters at their initial values and raises no error.
     Usual causes:
-        Keys were gathered over one group of ranks only, a pipeline stage or the ranks of some experts did not save, a
-        name map or a filter differs from rank to rank, or the model was built from another configuration.
+        Only one group of ranks gathered keys, a pipeline stage or the ranks of some experts never saved, a key map or a
+        filter differs from rank to rank, or the model has another configuration.
     How to fix:
-        Compare the keys that each rank passes to save with the reference, save again from the job, or go back to a step
-        that has them.
+        Compare the keys that each rank passes to save with the reference and save again from the job, or go back to a
+        step that has them.
     See:
         torch.distributed.checkpoint.DefaultLoadPlanner (allow_partial_load), `ckptlint manifest`
     """
@@ -60,17 +60,17 @@ def _lacking(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> It
     saves = {"save_optim": False, "no_save_optim": True}
     left_out = next((name for name, value in saves.items() if flag(ckpt.declared, name) is value), "")
     for kind in sorted(found.lacking):
-        reason, hint = "", "if it was left out on purpose, compare with a step or a manifest without it"
+        reason, hint = "", "compare with a step or a manifest without it, if the job left it out on purpose"
         if kind == "model":
-            reason, hint = "the folder is named for the optimizer and holds its state alone", ""
+            reason, hint = "the folder is named for the optimizer and holds only its state", ""
         elif kind == "optimizer" and left_out:
             reason, hint = f"the job declares that it does not save it ({left_out})", ""
         count = found.expected[kind]
         yield Finding(
-            f"nothing of the {_KINDS[kind]} is stored here; the reference has {count:,} key{'s' * (count > 1)} of it",
+            f"nothing of the {_KINDS[kind]} is stored here; the reference has {plural(count, 'key')} of it",
             at=Location(label=_place(ckpt, reference)),
             severity=Severity.INFO if reason else Severity.WARNING,
-            why="a load that wants this part fails or starts it anew",
+            why="a load that needs this part fails or starts it from scratch",
             notes=(("because", reason),),
             hint=hint,
         )
@@ -88,11 +88,11 @@ def _finding(
     what = " ".join(part for part in (entry.dtype, _shape(entry)) if part)
     if is_absent:
         subject = f"{single.part}{{of}} {'is' if _is_one(single.part) else 'are'} not" if single.part else ""
-        tail = f"; the reference has {what}" if what else ", and the reference names it"
+        tail = f"; the reference has {what}" if what else ", but the reference names it"
         message = f"{subject} stored here{tail}" if subject else f"nothing{{of}} is stored here{tail}"
     else:
         subject = f"{single.part}{{of}} {'is' if _is_one(single.part) else 'are'} not" if single.part else ""
-        message = f"{subject or 'nothing{of} is'} in the reference; stored here: {what}"
+        message = f"{subject or 'nothing{of} is'} in the reference; stored here is {what}"
     severity, reason = _level(ckpt, reference, entry, is_absent)
     kind = _KINDS[entry.kind]
     return Finding(
@@ -100,7 +100,7 @@ def _finding(
         at=Location(entry.fqn, None if is_absent else ckpt.tensors.get(entry.fqn), label=_place(ckpt, reference)),
         severity=severity,
         missing=(single.part,) if single.part else (),
-        why="" if is_absent else f"a strict load fails on {kind} that it does not expect",
+        why="" if is_absent else f"a strict load fails on unexpected {kind}",
         notes=(("because", reason), *notes),
         hint="" if severity is Severity.INFO else _hint(is_absent),
         alike=f"{is_absent} {shared.get(entry, '')}" if entry in shared else "",
@@ -110,8 +110,8 @@ def _finding(
 
 def _hint(is_absent: bool) -> str:
     if is_absent:
-        return "list the keys that each rank passes to save and look for the rank or stage that held these"
-    return "if the model was changed on purpose, write a new manifest from this step with `ckptlint manifest`"
+        return "list the keys that each rank passes to save, and find the rank or stage that held these"
+    return "write a new manifest from this step with `ckptlint manifest`, if the model changed on purpose"
 
 
 def _level(ckpt: Checkpoint, reference: Reference, entry: KeyEntry, is_absent: bool) -> tuple[Severity | None, str]:
@@ -120,7 +120,7 @@ def _level(ckpt: Checkpoint, reference: Reference, entry: KeyEntry, is_absent: b
     if last in _COMPUTED:
         return Severity.INFO, f"{last} is a buffer that the model computes; newer versions do not store it"
     if _QUANTISED.fullmatch(last):
-        return Severity.INFO, f"{last} goes with quantised weights; the other side may hold them in full precision"
+        return Severity.INFO, f"{last} belongs to quantised weights; the other side may hold them in full precision"
     if entry.key.function == "output" and _is_tied(ckpt, reference, is_absent):
         return Severity.INFO, "the output layer shares the weight of the embedding"
     return None if is_absent and entry.kind == "model" else Severity.WARNING, ""
@@ -163,17 +163,17 @@ def _unpaired(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> F
     paired = len({pair.expected.fqn for pair in found.pairs})
     named = sum(count for kind, count in found.expected.items() if kind not in found.lacking)
     return Finding(
-        f"{len(found.unpaired_expected):,} names of the reference and {len(found.unpaired_stored):,} names here cannot "
-        "be paired: they may mean the same in another naming scheme",
+        f"{plural(len(found.unpaired_expected), 'key')} of the reference and "
+        f"{plural(len(found.unpaired_stored), 'key')} here have no counterpart: the naming schemes may differ",
         at=Location(label=_place(ckpt, reference)),
         severity=Severity.INFO,
-        why="nothing is called missing where names differ by their scheme",
+        why="ckptlint calls no key missing that may be stored under another name",
         notes=(
             ("paired", f"{paired:,} of {named:,} keys of the reference"),
             ("expected", _listed(found.unpaired_expected)),
             ("stored", _listed(found.unpaired_stored)),
         ),
-        hint="compare with a reference that uses the names of this checkpoint, for example another step",
+        hint="compare with a reference that uses the keys of this checkpoint, for example another step",
     )
 
 

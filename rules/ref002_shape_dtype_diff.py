@@ -26,17 +26,17 @@ _FROM_CHECKPOINT = ("hybrid_pattern", "mtp_layers", "heterogeneous")
 
 @rule("REF002", "shape-dtype-diff", Severity.ERROR, expects=True)
 def shape_dtype_diff(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A tensor has another shape or dtype than in the reference.
+    """A tensor's shape or dtype differs from the reference.
 
     What it checks:
-        With --expect, the global shape (error) and the dtype (warning) of every key that both sides have, and the
-        counts that a config.json declares: layers, hidden units, heads, experts, vocabulary rows (warning). How a
-        tensor is cut into chunks is no difference. Silent on shapes of which CFG003 tells.
+        With --expect, every key that both sides have has the same global shape (error) and dtype (warning), and the
+        counts that a config.json declares match: layers, hidden units, heads, experts, vocabulary rows (warning).
+        Chunks may differ. Shapes that CFG003 reports are left to it.
     Why it matters:
-        A load fails on another shape and converts another dtype without a word.
+        A load fails on another shape, and converts another dtype without an error.
     Usual causes:
-        A mesh axis was lost from the placements, so that one rank's part counts as the whole; two sharded dims were
-        swapped; a trailing part was cut off; the dtype of the export was changed.
+        The placements lost a mesh axis, so that one rank's part counts as the whole; two sharded dims were swapped; the
+        end of a tensor was cut off; somebody changed the dtype of the export.
     How to fix:
         Find the first step that differs, repair the placements, and save again from the job.
     See:
@@ -98,9 +98,9 @@ def _shape_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Fin
         f"the shape{{of}} is {_shape(stored)}{each}, the reference has {_shape(expected)}",
         at=Location.of(ckpt.tensors[pair.stored.fqn], label=_place(ckpt, reference, pair)),
         severity=Severity.INFO if padding else None,
-        why="a load fails on this tensor, and a planner that does not compare sizes fills a part of it",
+        why="a load fails on this tensor; a planner that does not compare sizes fills only part of it",
         notes=(("because", padding), *_ratios(expected, stored), *_relation(ckpt, expected, stored)),
-        hint="" if padding else "find the first step with this shape and what changed in the job before it was saved",
+        hint="" if padding else "find the first step with this shape, and what changed in the job before it",
         told_by="CFG003" if told_shapes(ckpt).get(pair.stored.fqn) == expected else "",
     )
 
@@ -112,15 +112,16 @@ def _is_padding(ckpt: Checkpoint, pair: KeyPair) -> str:
         return ""
     padded = number(ckpt.declared, "padded_vocab")
     if padded == stored[0]:
-        return f"the job declares {padded:,} padded vocabulary rows, a number that depends on the tensor-parallel size"
+        return f"the job declares {padded:,} padded vocabulary rows, which depend on the tensor-parallel size"
     return ""
 
 
 def _ratios(expected: Shape, stored: Shape) -> tuple[Note, ...]:
     if len(expected) != len(stored):
-        return (("ratio", f"{len(stored)} axes for {len(expected)}, {prod(stored):,} elements for {prod(expected):,}"),)
+        axes = f"{len(stored)} axes instead of {len(expected)}"
+        return (("ratio", f"{axes}, {prod(stored):,} elements instead of {prod(expected):,}"),)
     parts = [
-        f"dim {axis}: {a:,} for {b:,}" + (f" = {_times(Fraction(a, b))}" if a and b else "")
+        f"dim {axis}: {a:,} instead of {b:,}" + (f" = {_times(Fraction(a, b))}" if a and b else "")
         for axis, (a, b) in enumerate(zip(stored, expected, strict=True))
         if a != b
     ]
@@ -137,7 +138,7 @@ def _relation(ckpt: Checkpoint, expected: Shape, stored: Shape) -> tuple[Note, .
         factor = Fraction(stored[long], expected[long])
         if factor.denominator != 1:
             return ()
-        swapped = f"dim {long} is {factor} times and dim {short} 1/{factor} of it at equal volume"
+        swapped = f"dim {long} is {factor} times as long, dim {short} 1/{factor}, at equal volume"
         if (stored[long], stored[short]) == (expected[short], expected[long]):
             return (
                 ("relation", f"{swapped}: transposed, or the sharded dims swapped (SHP003){_meshes(ckpt, factor)}"),
@@ -150,12 +151,15 @@ def _relation(ckpt: Checkpoint, expected: Shape, stored: Shape) -> tuple[Note, .
             return (
                 (
                     "relation",
-                    f"dim {axes[0]} is 1/{k}: one rank's part stands for the whole (SHP004){_meshes(ckpt, k)}",
+                    f"dim {axes[0]} is 1/{k}: one rank's part counts as the whole (SHP004){_meshes(ckpt, k)}",
                 ),
             )
         if ratio.denominator == 1:
             return (
-                ("relation", f"dim {axes[0]} is {ratio} times: copies count as shards (SHP004){_meshes(ckpt, ratio)}"),
+                (
+                    "relation",
+                    f"dim {axes[0]} is {ratio} times as long: copies count as shards (SHP004){_meshes(ckpt, ratio)}",
+                ),
             )
     return ()
 
@@ -177,8 +181,8 @@ def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Fin
         f"the dtype{{of}} is {pair.stored.dtype}, the reference has {pair.expected.dtype}",
         at=Location.of(ckpt.tensors[pair.stored.fqn], label=_place(ckpt, reference, pair)),
         severity=Severity.WARNING,
-        why="a load converts the values without a word, and what precision was lost stays lost",
-        hint="give --expect a reference of the same precision if the change was meant",
+        why="a load converts the values without an error, and lost precision stays lost",
+        hint="give --expect a reference of the same precision, if the change was meant",
         alike=f"dtype {pair.stored.kind} {pair.stored.dtype} {pair.expected.dtype}",
     )
 
@@ -213,9 +217,9 @@ def _counts(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> Ite
                 f"{count:,} {_WORDS[name]} here, {wanted:,} in the reference",
                 at=Location(label=_place(ckpt, reference)),
                 severity=Severity.WARNING,
-                why="the checkpoint belongs to another model, or a part of it is lost",
-                notes=(("source", f"{count:,} is {source}, {wanted:,} stands in {declared.source}"),),
-                hint="compare with the configuration that the job was started with",
+                why="the checkpoint belongs to another model, or part of it is lost",
+                notes=(("source", f"{count:,} is {source}, {wanted:,} is in {declared.source}"),),
+                hint="compare with the configuration that the job started with",
             )
 
 

@@ -37,20 +37,19 @@ class _Sum:
 
 @rule("REF003", "bytes-ratio", Severity.WARNING, whole=True, expects=True)
 def bytes_ratio(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The state, or a part of it, is a half, a quarter, an eighth of the reference.
+    """The state, or a part of it, has only a half, a quarter or an eighth of the reference's bytes.
 
     What it checks:
-        With --expect, the stored bytes of the model, of the optimizer, and of each block and its experts, over the keys
-        that both have; within 2 % of a power of two below the reference is a finding. Holes do not count as stored, and
-        experts that are missing beside others count as expected. Both sides are counted at the dtypes of the reference,
-        so another precision is no difference.
+        With --expect, the model, the optimizer, each block and its experts do not have 1/2, 1/4, 1/8, ... of the bytes
+        of the same keys in the reference, within 2 %. Holes do not count as stored; experts that are missing beside
+        others count as expected. Both sides are counted in the reference's dtypes, so precision makes no difference.
     Why it matters:
-        A drop by a power of two usually is a lost mesh axis, so that only one rank's part of several was kept.
+        A drop by a power of two usually means a lost mesh axis: the save kept only one rank's part of several.
     Usual causes:
         The replica id or the placement lacks an axis of the mesh, and the ranks along it count as copies of each other.
     How to fix:
-        See the findings on the keys themselves (GEO004, EXP003, OBJ001, REF001, REF002); repair the placements and save
-        again.
+        Read the findings on the keys themselves (GEO004, EXP003, OBJ001, REF001, REF002), repair the placements and
+        save again.
     See:
         megatron.core.dist_checkpointing.mapping.ShardedTensor (replica_id)
     """
@@ -62,7 +61,7 @@ def bytes_ratio(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("the reference uses another naming scheme")
     sums = _sums(ckpt, found)
     if not sums:
-        raise NotApplicable("the reference gives no shapes, or has no key in common")
+        raise NotApplicable("the reference gives no shapes, or shares no key with this checkpoint")
     whole: dict[str, _Sum] = defaultdict(_Sum)
     for (kind, _), part in sums.items():
         whole[kind].expected += part.expected
@@ -133,9 +132,10 @@ def _finding(ckpt: Checkpoint, subject: str, part: str, total: _Sum, factor: int
         at=Location(label=f"{ckpt.metadata_file}, compared with {ckpt.reference.source}"),
         missing=(part, str(factor)),
         notes=(
-            ("counted", f"{total.stored:,} and {total.expected:,} bytes, at the dtypes of the reference"),
+            ("counted", f"{total.stored:,} and {total.expected:,} bytes, in the dtypes of the reference"),
             ("parts", ", ".join(sizes[:_SHOWN])),
             ("mesh", mesh),
         ),
-        hint="look whether the replica id or the placement of these tensors names every axis of the mesh",
+        hint="check that the replica id and the placement of these tensors name every axis of the mesh",
+        inferred_from=f"the bytes of {total.keys:,} keys that the reference has too",
     )

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint, RankFile
-from ckptlint.model.text import plural, ranges
+from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _SHOWN = 6
@@ -14,19 +14,18 @@ _SHOWN = 6
 
 @rule("RNK001", "missing-rank-file", Severity.ERROR)
 def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A file of a set of per-rank torch files is not there.
+    """A file of a set of per-rank torch files is missing.
 
     What it checks:
-        Names and content say how many ranks (layers, experts, stages) wrote the set; each of them has a file of every
-        kind that any of them has. A warning where only the random state of a rank is missing. A file that is there and
-        cannot be read is told by PAY013, SAF001 or SAF002.
+        File names and contents say how many ranks (layers, experts, stages) wrote the set; each of them has a file of
+        every kind that any of them has. It is only a warning if just the random state of a rank is missing. A file that
+        is there but cannot be read is left to PAY013, SAF001 and SAF002.
     Why it matters:
-        What this file held is nowhere else: a load stops, or goes on without it where a merger takes the files that
-        are there.
+        No other file holds what this one held: a load stops, or a merger joins the remaining files without it.
     Usual causes:
-        Each node saved to a disk of its own and one was not copied, a rank died while it wrote, or an upload broke off.
+        Each node saved to its own disk and one was not copied, a rank died while it wrote, or an upload broke off.
     How to fix:
-        Copy the file from the node that wrote it, or go back to a step that is whole.
+        Copy the file from the node that wrote it, or go back to a complete step.
     See:
         deepspeedai/DeepSpeed#2319, verl FSDPCheckpointManager
     """
@@ -41,13 +40,19 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
         of = "".join(f", {name} {ranges(found)}" for name, found in numbers.items()).replace(",", ":", 1)
         names = ", ".join(file.name for file in files[:_SHOWN])
         more = f" and {len(files) - _SHOWN:,} more" if len(files) > _SHOWN else ""
+        it = "it" if len(files) == 1 else "them"
         yield Finding(
             f"{files[0].name} is missing"
             if len(files) == 1
             else f"{len(files):,} of {len(files) + there:,} {kind} files are missing{of}",
-            at=Location(file=files[0].name, label=f"{plural(there, f'{kind} file')} of {len(files) + there:,} there"),
+            at=Location(
+                file=files[0].name,
+                label=f"{there:,} of {len(files) + there:,} {kind} files {'is' if there == 1 else 'are'} there",
+                ranks=tuple(sorted(numbers.get("rank", ()))),
+            ),
             missing=tuple(file.name for file in files),
             severity=Severity.WARNING if kind == "random state" else None,
-            notes=(("files", f"{names}{more}"), ("because", ckpt.rank_files.grid)),
+            notes=(("files", f"{names}{more}" if len(files) > 1 else ""), ("because", ckpt.rank_files.grid)),
+            hint=f"copy {it} from the node that wrote {it}, or go back to a complete step",
             alike=kind,
         )

@@ -1,4 +1,4 @@
-"""RNK002: the files of a set say the same of what they share."""
+"""RNK002: the files of a set agree on what they share."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ _OTHER_RULES = ("step", "content", "content of copies", "content of other meshes
 
 @rule("RNK002", "rank-files-disagree", Severity.ERROR)
 def rank_files_disagree(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Files of one set say different things of the same tensor or of the same job.
+    """Files of one set disagree on a tensor or on the job.
 
     What it checks:
-        All files of a set of per-rank torch files hold the same keys, and say the same of each: form, dtype, global
-        shape, device mesh and placements; and the same of the job: world size, version, stage, counts. Keys that only
-        some pipeline stages or expert groups have are no findings. Where files disagree on a tensor its parts are not
-        placed, and GEO rules say nothing of it.
+        All files of a set of per-rank torch files hold the same keys and agree on each: form, dtype, global shape,
+        device mesh and placements. They also agree on the job: world size, version, stage, counts. Keys that only some
+        pipeline stages or expert groups have are fine. If files disagree on a tensor, GEO rules do not judge it.
     Why it matters:
         The parts do not belong together: a load fails, or puts rows where others belong.
     Usual causes:
-        Files of two saves in one folder, a save into a used folder after a change of the number of GPUs, or a rank that
-        ran other code.
+        Files of two saves in one folder, a save into a used folder with another number of GPUs, or a rank that ran
+        other code.
     How to fix:
-        Take all files from one save; what the fewest files say is likely the other save.
+        Take all files from one save. The smaller group of files is probably the one from the other save.
     See:
         torch.distributed.tensor.DTensor, verl/model_merger/fsdp_model_merger.py
     """
@@ -44,14 +43,14 @@ def _finding(item: Disagreement) -> Finding:
     shown = ", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else "")
     keys = item.fqns[0] if len(item.fqns) == 1 else f"{len(item.fqns):,} keys"
     if item.what == "keys":
-        holders = plural(others, "other")
-        message = f"{shown} {'lacks' if len(files) == 1 else 'lack'} {keys}, which {holders} hold"
+        holders, s = plural(others, "other file"), "s" * (others == 1)
+        message = f"{shown} {'lacks' if len(files) == 1 else 'lack'} {keys}, which {holders} hold{s}"
         if fewest == "hold":
-            message = f"{shown} {'holds' if len(files) == 1 else 'hold'} {keys}, which {holders} lack"
+            message = f"{shown} {'holds' if len(files) == 1 else 'hold'} {keys}, which {holders} lack{s}"
     else:
         of = f" of {keys}" if item.fqns else ""
         says = "; ".join(f"{value} in {plural(len(found), 'file')}" for value, found in item.says[:-1])
-        message = f"the {item.what}{of} is {fewest} in {shown}, and {says}"
+        message = f"the {item.what}{of} is {fewest} in {shown}, but {says}"
     folded = braces(list(item.fqns))
     more = f" and {len(folded) - _SHOWN} more" if len(folded) > _SHOWN else ""
     return Finding(
@@ -60,5 +59,6 @@ def _finding(item: Disagreement) -> Finding:
         missing=(item.what, *files, *item.fqns[:1000]),
         severity=None if item.is_sure else Severity.WARNING,
         notes=(("keys", ", ".join(folded[:_SHOWN]) + more),) if len(item.fqns) > 1 else (),
+        hint="take all files from one save; compare the times of these files with the others'",
         alike=f"{item.what} {files[0]}",
     )

@@ -1,4 +1,4 @@
-"""RNK003: all files of a set are of one step."""
+"""RNK003: all files of a set belong to one step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _SHOWN = 6
 
 @rule("RNK003", "ranks-at-other-steps", Severity.ERROR)
 def ranks_at_other_steps(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Files of one set were saved at different steps.
+    """Files of one set come from different steps.
 
     What it checks:
-        What the files of a set of per-rank torch files count (the step of the optimizer, of the scheduler, the
-        iteration) is one number in all of them.
+        All files of a set of per-rank torch files state the same step of the optimizer, step of the scheduler and
+        iteration.
     Why it matters:
-        Each tensor is put together from parts of two steps, which shows in the loss at most.
+        A load joins parts of two steps into one tensor, and only the loss may show it.
     Usual causes:
-        A save that was broken off in a folder that held an older one, or files of several nodes that were copied at
+        An interrupted save into a folder that held an older one, or files of several nodes that were copied at
         different times.
     How to fix:
         Take all files from one save, or go back to a step whose files agree.
@@ -36,9 +36,10 @@ def ranks_at_other_steps(ckpt: Checkpoint) -> Iterator[Finding]:
         shown = ", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else "")
         rest = "; ".join(f"{len(found)} at step {value}" for value, found in item.says[:-1])
         yield Finding(
-            f"{shown} {'is' if len(files) == 1 else 'are'} of step {step}, the other files of its kind are of another: "
+            f"{shown} {'comes' if len(files) == 1 else 'come'} from step {step}, the other files of this kind do not: "
             f"{rest}",
             at=Location(file=files[0]),
             missing=files,
             severity=None if item.is_sure else Severity.WARNING,
+            hint="take all files from one save, or go back to a step whose files agree",
         )

@@ -1,4 +1,4 @@
-"""RNK004: each rank holds of a tensor what mesh and placements give it."""
+"""RNK004: each rank holds the part of a tensor that mesh and placements give it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 @rule("RNK004", "local-shape", Severity.ERROR)
 def local_shape(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A rank's part of a tensor has another shape than its placements imply.
+    """A rank's part of a tensor does not have the shape that its placements imply.
 
     What it checks:
-        From the global shape, the device mesh, the placements and the rank follows how many rows and columns a rank
-        holds: pieces of one size, rounded up, the last ones short or empty. A ShardedTensor's shard is the one that
-        all files list for its rank. What GEO rules would say of the same part is left out.
+        The global shape, the device mesh, the placements and the rank say how many rows and columns a rank holds: parts
+        of one size, rounded up, the last ones short or empty. The shard of a ShardedTensor is the one that all files
+        list for its rank. GEO rules do not repeat this for the same part.
     Why it matters:
-        The parts do not tile the tensor: a merge joins too few rows, or rows twice.
+        The parts do not tile the tensor: a merge lacks rows, or takes rows twice.
     Usual causes:
-        The file of another rank or of another world size, a tensor that was cut or padded by hand.
+        The file of another rank or of another world size, or a tensor that somebody cut or padded by hand.
     How to fix:
-        Take the file of this rank from the same save, or go back to a step whose files fit.
+        Take this rank's file from the same save, or go back to a step whose files fit.
     See:
         torch.distributed.tensor.placement_types.Shard, torch.distributed._shard.sharded_tensor
     """
@@ -34,5 +34,6 @@ def local_shape(ckpt: Checkpoint) -> Iterator[Finding]:
                 at=Location(item.fqn, file=item.file),
                 missing=(item.file,),
                 notes=(("because", item.because),),
+                hint="take this file from the save that the others come from, or go back one step",
                 alike=f"{item.file} {item.stored} {item.expected}",
             )

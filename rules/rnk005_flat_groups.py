@@ -1,4 +1,4 @@
-"""RNK005: the flat groups of DeepSpeed's ZeRO hold the parameters that they should, and no more."""
+"""RNK005: the flat groups of DeepSpeed's ZeRO hold their parameters and nothing else."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _SENTENCES = {
     "length": "{at} of {file} has {stored} elements instead of {expected}",
-    "padding": "{at} of {file} says that {stored} of its elements are padding, and {expected} are",
+    "padding": "{at} of {file} says that {stored} of its elements are padding, but {expected} are",
     "slice": "{file} has {stored}{{of}} instead of {expected}",
     "weight": "{file} holds {stored}{{of}} instead of {expected}",
     "state": "{file} is {stored}{{of}} instead of {expected}",
-    "rank": "{file} is of {stored}, and there are the ranks {expected}",
+    "rank": "{file} belongs to {stored}, but there are only the ranks {expected}",
 }
 _OF_KEYS = ("slice", "weight", "state")
 
@@ -23,17 +23,16 @@ def flat_groups(ckpt: Checkpoint) -> Iterator[Finding]:
     """A flat group of DeepSpeed's ZeRO is longer or shorter than its parameters need.
 
     What it checks:
-        Stages 1 and 2 lay the parameters of a group end to end, pad them to twice as many elements as there are ranks
-        and cut that evenly: each rank's part, the padding that it states, and the moments beside it have the lengths
-        that follow from `param_shapes` and `partition_count`, and every parameter has its slices and its weight, the
-        gate of experts as many rows as there are experts. Stage 3 cuts each
-        parameter by itself, rounded up: the groups of each rank together are as long as its shares, and moments as long
-        as their group. In the universal form each state is as large as its parameter. No file is of a rank beyond the
-        ranks that the files count.
+        Stages 1 and 2 lay the parameters of a group end to end, pad them to a multiple of twice the number of ranks and
+        split them evenly. Each rank's part, its stated padding and its moments have the lengths that `param_shapes` and
+        `partition_count` imply; every parameter has its slices and its weight, and the gate of experts one row for each
+        expert. Stage 3 splits each parameter by itself, rounded up: the groups of a rank are as long as its shares,
+        and moments as long as their group. In the universal form each state is as large as its parameter. No file
+        belongs to a rank beyond those that the files count.
     Why it matters:
-        All that lies after the wrong place is taken for part of another parameter, or a load stops.
+        Everything after the wrong element counts as part of another parameter, or the load stops.
     Usual causes:
-        A file of another save or of another number of GPUs, a model that was changed before the save, files that were
+        A file of another save or of another number of GPUs, a model that changed before the save, files that somebody
         edited or merged by hand.
     How to fix:
         Take all files from one save, or go back one step.
@@ -54,5 +53,6 @@ def _finding(item: Misfit) -> Finding:
         at=Location(item.fqn if item.what in _OF_KEYS else None, file=item.file),
         missing=(item.fqn, item.file),
         notes=(("because", item.because),),
+        hint="take all files from one save, or go back one step",
         alike=f"{item.what} {item.because}",
     )

@@ -10,16 +10,16 @@ from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 @rule("RNK006", "other-rank-inside", Severity.ERROR)
 def other_rank_inside(ckpt: Checkpoint) -> Iterator[Finding]:
-    """What lies in a rank's file was written by another rank.
+    """A rank's file holds what another rank wrote.
 
     What it checks:
-        The rank in the name of a file is the one that the content states: the device mesh and a ShardedTensor say who
-        wrote them, and torch.save names the folder inside its archive after the file. A warning where only that folder
-        says otherwise and no other file has the same bytes: the file may have been renamed.
+        The rank in a file's name is the rank that its content states: a device mesh and a ShardedTensor say who wrote
+        them, and torch.save names the folder inside its archive after the file. It is only a warning if just that
+        folder differs and no other file has the same bytes: somebody may have renamed the file.
     Why it matters:
-        One rank's part is there twice and another's is lost, while every file is whole.
+        One rank's part is there twice and another's is lost, although every file is whole.
     Usual causes:
-        A copy or an upload that wrote one file under two names, a script that renumbered ranks.
+        A copy or an upload that wrote one file under two names, or a script that renumbered ranks.
     How to fix:
         Copy the file again from the node that wrote it, or go back one step.
     See:
@@ -28,11 +28,13 @@ def other_rank_inside(ckpt: Checkpoint) -> Iterator[Finding]:
     if ckpt.rank_files is None:
         raise NotApplicable("no set of rank files")
     for item in ckpt.rank_files.other_names:
-        same = f", and holds the same bytes as {item.same_as}" if item.same_as else ""
+        same = f": the same bytes as {item.same_as}" if item.same_as else ""
         yield Finding(
-            f"{item.file} was written as that of {item.inside}{same}",
+            f"{item.file} holds what was saved as {item.inside}{same}",
             at=Location(file=item.file),
             missing=(item.file,),
             severity=None if item.is_sure or item.same_as else Severity.WARNING,
-            hint="" if item.is_sure or item.same_as else "where it was renamed on purpose, nothing is lost",
+            hint="copy the file again from the node that wrote it, or go back one step"
+            if item.is_sure or item.same_as
+            else "check whether somebody renamed it on purpose; then nothing is lost",
         )

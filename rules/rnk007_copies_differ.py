@@ -1,4 +1,4 @@
-"""RNK007: what all ranks hold whole is the same on all of them."""
+"""RNK007: what several ranks hold whole is the same on all of them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ _OF = {
 
 @rule("RNK007", "copies-differ", Severity.WARNING)
 def copies_differ(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Copies of one tensor in the files of several ranks differ.
+    """The copies of a tensor in the files of several ranks differ.
 
     What it checks:
-        A plain tensor (a buffer) that each rank's file holds whole, and the shards that a replicated axis of the mesh
-        (HSDP) holds more than once, have equal CRC-32 in the directories of the archives; no tensor is read. A note for
-        tensors on a part of the mesh alone, such as norms beside tensor parallel weights, whose copies may drift.
-        Tensors that share a storage with others are not compared.
+        Plain tensors (buffers) that each rank's file holds whole, and shards that a replicated mesh axis (HSDP) holds
+        more than once, have equal CRC-32s in the directories of the archives; no tensor is read. It is only info for
+        tensors on some axes of the mesh, such as norms beside tensor-parallel weights, whose copies may drift. Tensors
+        that share a storage with others are not compared.
     Why it matters:
-        A merge takes one of the copies: the others trained with other values, or one file is damaged.
+        A merge takes one of the copies: the other ranks trained with other values, or one file is damaged.
     Usual causes:
-        A buffer that each rank changes for itself, ranks that went apart, or a file of another save.
+        A buffer that each rank changes for itself, ranks that drifted apart, or a file of another save.
     How to fix:
-        Find out from when on the ranks differ, and resume from a step before it; counters of a rank's own may be meant.
+        Find the first step at which the ranks differ, and resume from the one before it. A rank's own counters may be
+        meant.
     See:
         verl#7612, verl/model_merger/fsdp_model_merger.py
     """
@@ -43,12 +44,13 @@ def copies_differ(ckpt: Checkpoint) -> Iterator[Finding]:
         shown = ", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else "")
         for fqn in item.fqns:
             yield Finding(
-                f"the copy{{of}} in {shown} differs from that in other files, {_OF[item.what]}",
+                f"the copy{{of}} in {shown} differs from the one in other files, {_OF[item.what]}",
                 at=Location.of(ckpt.tensors[fqn], file=files[0])
                 if fqn in ckpt.tensors
                 else Location(fqn, file=files[0]),
                 missing=files,
                 severity=None if item.is_sure else Severity.INFO,
+                hint="find the first step at which the copies differ, and resume from the one before it",
                 notes=(
                     ("copies", "; ".join(f"{value} in {braces(list(found))[0]}" for value, found in item.says[:4])),
                 ),

@@ -17,19 +17,19 @@ _PLACE = "compared with the step before"
 
 @rule("RUN001", "lost-since-step-before", Severity.WARNING, whole=True)
 def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Keys or files that the step before this one has are not here.
+    """This step lacks keys or files that the step before it has.
 
     What it checks:
-        The nearest older finished step of the same run is the reference: each tensor, object and bytes entry that it
-        has is here too, and each family of files beside the weights. What is gone together with everything of its kind
-        (a module of the model, the whole optimizer) is a note, what is gone while its siblings stay a warning: one
-        layer, one moment, the random state of a step that keeps its optimizer. Where more than half of the model's
-        keys are gone that is said once, and is a note where all of them are: the names changed as a whole.
+        Every tensor, object, bytes entry and kind of side file of the nearest older finished step of the run is here
+        too. What is gone while its siblings stay is a warning: one layer, one moment, the random state of a step that
+        keeps its optimizer. What is gone with everything of its kind (a module of the model, the whole optimizer) is
+        only info. If more than half of the model's keys are gone, one finding says so; it is only info if all of them
+        are, because then somebody renamed them.
     Why it matters:
-        A resume from this step loads without these values, or stops at the first that is missing.
+        A resume from this step loads without these values, or stops at the first missing one.
     Usual causes:
         A plan that was reused after the structure changed, a save that is incomplete from the second step on, a rank
-        that did not write its part, a rotation that removed files.
+        that never saved its part, a rotation that removed files.
     How to fix:
         Compare with `ckptlint diff OLDER THIS`, and resume from the older step unless the change was meant.
     See:
@@ -54,6 +54,7 @@ def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
             at=Location(label=_PLACE),
             missing=("kind", kind),
             severity=Severity.INFO if kind == "optimizer" or "optimizer" not in kept else None,
+            inferred_from=f"the keys of {older_name(ckpt)}",
         )
     for change in gone:
         kind = parse(change.fqns[0]).kind
@@ -69,7 +70,8 @@ def _findings(ckpt: Checkpoint, change: Change) -> Iterator[Finding]:
             at=Location(fqn, label=_PLACE),
             severity=None if change.is_partial else Severity.INFO,
             notes=(("because", change.rest),),
-            hint="resume from the older step unless it was left out on purpose" if change.is_partial else "",
+            hint="resume from the older step, unless the job left it out on purpose" if change.is_partial else "",
+            inferred_from=f"the keys of {older_name(ckpt)}",
             alike=f"gone {change.fqns[0]}",
         )
 
@@ -79,16 +81,17 @@ def _renamed(ckpt: Checkpoint, was: Mapping[str, object], now: Mapping[str, obje
     paths = {parse(fqn).path for fqn in was if fqn not in now}
     same = sum(parse(fqn).path in paths for fqn in new)
     return Finding(
-        f"{lost:,} of the {plural(model, 'key')} of the model in {older_name(ckpt)} are not here",
+        f"{lost:,} of the model's {plural(model, 'key')} in {older_name(ckpt)} are missing here",
         at=Location(label=_PLACE),
         missing=("renamed", str(lost)),
         severity=Severity.INFO if lost == model and new else None,
         notes=(
-            ("new", f"{plural(len(new), 'key')} that it has not"),
-            ("because", f"{same:,} differ in a wrapper's name alone, such as {new[0]}" if same else ""),
+            ("new", f"{plural(len(new), 'key')} that {older_name(ckpt)} does not have"),
+            ("because", f"{same:,} differ only in a wrapper's name, such as {new[0]}" if same else ""),
         ),
-        why="a load by the older names finds none of them",
+        why="a load by the older keys finds none of them",
         hint="resume with the code that wrote this step, or rename the keys",
+        inferred_from=f"the keys of {older_name(ckpt)}",
     )
 
 
@@ -103,10 +106,11 @@ def _files(ckpt: Checkpoint, keeps_optimizer: bool) -> Iterator[Finding]:
     is_meant = "optimizer state" in names and not keeps_optimizer
     for family, name in names.items():
         yield Finding(
-            f"no {family} lies here; {older_name(ckpt)} has {name}",
+            f"there is no {family} here; {older_name(ckpt)} has {name}",
             at=Location(file=name),
             missing=("family", family),
             severity=Severity.INFO if is_meant else None,
-            notes=(("because", "the optimizer is not here either: this step may hold the model alone" * is_meant),),
+            notes=(("because", "the optimizer is missing too: this step may hold only the model" * is_meant),),
             hint="" if is_meant else "resume from the older step, or copy the file from where this step was written",
+            inferred_from=f"the files of {older_name(ckpt)}",
         )

@@ -1,4 +1,4 @@
-"""RUN002: a step holds nothing that the step before it did not hold."""
+"""RUN002: a step holds nothing that the step before it does not hold."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _SHOWN = 6
 
 @rule("RUN002", "new-since-step-before", Severity.INFO, whole=True)
 def new_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Keys are here that the step before this one does not have.
+    """This step has keys that the step before it does not have.
 
     What it checks:
-        Against the nearest older finished step of the same run: tensors, objects and bytes entries under new keys.
-        Always a note, since states appear with the first gradient of their parameter.
+        The nearest older finished step of the run has all keys of this step. A new key is only info: optimizer state
+        appears with the first gradient of its parameter.
     Why it matters:
         Code that reads the older step does not know these keys.
     Usual causes:
-        A module that was added or unfrozen, an optimizer that makes its state with the first step.
+        Somebody added or unfroze a module, or the optimizer made its state at its first step.
     How to fix:
-        Nothing where the change was meant.
+        Nothing, if the change was meant.
     """
     before = ckpt.before
     if before is None:
@@ -45,4 +45,5 @@ def new_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
             at=Location(label="compared with the step before"),
             missing=(kind,),
             notes=(("new", ", ".join([*names[:_SHOWN], *more])),),
+            inferred_from=f"the keys of {older_name(ckpt)}",
         )

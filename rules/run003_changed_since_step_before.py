@@ -1,4 +1,4 @@
-"""RUN003: shapes, dtypes and cuts are those of the step before."""
+"""RUN003: shapes, dtypes and numbers of shards are those of the step before."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 @rule("RUN003", "changed-since-step-before", Severity.WARNING, whole=True)
 def changed_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A tensor has another shape or dtype than in the step before, or is cut into fewer chunks than its siblings.
+    """A tensor's shape, dtype or number of chunks differs from the step before.
 
     What it checks:
-        Against the nearest older finished step of the same run. A dtype that changed everywhere, and a vocabulary that
-        grew in all embeddings, are notes; any other shape, and a dtype that changed for some, are warnings. Fewer
-        chunks count where most tensors kept theirs: another world size cuts all of them anew, and is silent.
+        Every tensor has the shape and dtype that it has in the nearest older finished step of the run. It is only info
+        if a dtype changed everywhere, or a vocabulary grew in all embeddings. Fewer chunks count if most tensors kept
+        theirs; another world size changes all of them, and that is fine.
     Why it matters:
-        Nothing but values should change between two steps, so a load into the model of the older step fails or
-        converts.
+        Only values should change between two steps, so a load into the model of the older step fails or converts.
     Usual causes:
         A plan or a placement that was kept after the structure changed, one rank with another configuration, a cast
-        that met some parameters.
+        that reached only some parameters.
     How to fix:
         Compare with `ckptlint diff OLDER THIS --layout`, and resume from the older step unless the change was meant.
     See:
@@ -48,6 +47,7 @@ def _findings(ckpt: Checkpoint, older: str, change: Change) -> Iterator[Finding]
             missing=(change.kind,),
             severity=None if change.is_partial else Severity.INFO,
             notes=(("because", change.rest),),
-            hint="resume from the older step unless the change was meant" if change.is_partial else "",
+            hint="resume from the older step, unless the change was meant" if change.is_partial else "",
+            inferred_from=f"the same tensor in {older}",
             alike=f"{change.kind} {change.fqns[0]}",
         )

@@ -12,36 +12,38 @@ from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 @rule("RUN004", "smaller-than-step-before", Severity.WARNING, whole=True)
 def smaller_than_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The records hold less than half, or more than twice, the bytes of the step before, under the same keys.
+    """The same keys take less than half, or more than twice, the bytes of the step before.
 
     What it checks:
-        The lengths of all storage entries together, against the nearest older finished step of the same run, where
-        keys, shapes and dtypes are the same and no record went through a stream transform.
+        All storage entries together are about as long as in the nearest older finished step of the run. Steps with
+        different keys, shapes or dtypes, or with stream transforms, are not compared.
     Why it matters:
-        The same tensors need the same bytes, so one of the two steps holds other data than it says.
+        The same tensors need the same bytes, so one of the two steps does not hold what its metadata says.
     Usual causes:
-        Storage of views that was saved whole, records that were cut, metadata of one step over the payload of another.
+        Views that were saved with their whole storage, truncated records, the metadata of one step beside the payload
+        of another.
     How to fix:
-        Read both with `--depth headers`, and resume from the one that passes.
+        Check both with `--depth headers`, and resume from the one that passes.
     """
     before = ckpt.before
     if before is None:
         raise NotApplicable("there is no older step to compare with")
     if before.partial or ckpt.format != before.format:
-        raise NotApplicable(f"{before.path} is stored otherwise")
+        raise NotApplicable(f"{before.path} is stored in another format")
     was, now = held_by(before), held_by(ckpt)
     tensors = {fqn: (one.dtype, one.shape) for fqn, one in now.items() if one.is_tensor}
     if tensors != {fqn: (one.dtype, one.shape) for fqn, one in was.items() if one.is_tensor}:
-        raise NotApplicable("other tensors are stored than in the step before")
+        raise NotApplicable("the step before holds different tensors")
     if ckpt.records.transformed.any() or before.records.transformed.any():
         raise NotApplicable("records went through a stream transform")
     held, held_before = (int(part.records.byte_length.sum()) for part in (ckpt, before))
     if not held_before or held_before <= 2 * held <= 4 * held_before:
         return
     yield Finding(
-        f"the records hold {human_bytes(held)}, and {human_bytes(held_before)} in {older_name(ckpt)} for the same keys",
+        f"the records hold {human_bytes(held)}, but {human_bytes(held_before)} in {older_name(ckpt)} for the same keys",
         at=Location(label="compared with the step before"),
         missing=("bytes",),
         notes=(("ratio", f"{held / held_before:.2f}"),),
-        hint="check both with --depth headers",
+        hint="check both with --depth headers, and resume from the one that passes",
+        inferred_from=f"the bytes of {older_name(ckpt)}",
     )

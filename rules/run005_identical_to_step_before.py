@@ -1,4 +1,4 @@
-"""RUN005: a step holds other values than the step before."""
+"""RUN005: a step's values differ from the step before."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     """The weights are bit for bit those of the step before.
 
     What it checks:
-        The CRC-32s that the records carry, for tensors of 64 elements and more that are cut alike in both steps. All
-        weights and all moments the same is a warning: one save under two names. All weights the same while no moment
-        is compared, or while moments moved, is a note: a learning rate of zero is legal. Frozen weights beside others
-        that moved are silent.
+        The CRC-32s of the records differ between the two steps, for tensors of at least 64 elements with the same
+        chunks in both. If all weights and all moments are the same, it is a warning: one save under two names. If all
+        weights are the same but no moment can be compared, or moments changed, it is only info: the learning rate may
+        be zero. Frozen weights beside others that changed are fine.
     Why it matters:
         The training between the two steps is not in this one.
     Usual causes:
-        An asynchronous save that staged its data too late, a save that wrote a stale copy of the state.
+        An asynchronous save that staged its data too late, or a save that wrote a stale copy of the state.
     How to fix:
-        Resume from the older step, and look for what the asynchronous save copies and when.
+        Resume from the older step, and find out what the asynchronous save copies and when.
     See:
         NVIDIA-NeMo/RL#3312
     """
@@ -51,7 +51,10 @@ def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         missing=("identical",),
         severity=None if is_copy else Severity.INFO,
         notes=(("compared", f"{len(weights):,} weights and {len(moments):,} moments, by CRC-32 and length"),),
-        hint="resume from the older step: this one is a copy of it" if is_copy else "",
+        hint="resume from the older step: this one is a copy of it"
+        if is_copy
+        else "check whether the weights were frozen, or the learning rate zero, between the two steps",
+        inferred_from="equal lengths and CRC-32s",
     )
 
 
@@ -69,7 +72,7 @@ def _compared(ckpt: Checkpoint, before: Checkpoint, tensors: list[Tensor]) -> li
 
 
 def _sums(ckpt: Checkpoint, tensor: Tensor) -> np.ndarray | None:
-    """CRC-32, size and place of each chunk, in the order of their places; None where one has no checksum."""
+    """CRC-32, size and offsets of each chunk, in the order of their offsets; None where one has no checksum."""
     assert ckpt.payload is not None
     rows = tensor.chunks.record
     if not len(rows) or (rows < 0).any() or (ckpt.payload.crc[rows] <= 0).any():

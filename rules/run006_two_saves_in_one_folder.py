@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.inventory import State, inventory_of
 from ckptlint.depth import Depth
+from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import listed
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FORMS
 
@@ -19,18 +19,19 @@ _LARGEST = 2_000_000
 
 @rule("RUN006", "two-saves-in-one-folder", Severity.WARNING, needs=Depth.HEADERS)
 def two_saves_in_one_folder(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The optimizer's step differs from file to file: payload of two saves lies in one folder.
+    """The optimizer's step differs from file to file: the folder holds files of two saves.
 
     What it checks:
-        The 0-d `step` that Adam keeps for each parameter, by the CRC-32 of its record. Each file has one value, two
-        files have different ones, and parameters of one layer (or outside of layers) are among both. Parameters that
-        lag, since they got no gradient, were frozen or were reset, differ within files or layer by layer: silent.
+        The scalar `step` that Adam keeps for each parameter is the same in all files, by the CRC-32 of its record.
+        Parameters that lag behind because they got no gradient, were frozen or were reset differ within one file, or
+        from layer to layer; that is fine.
     Why it matters:
-        The tensors of the two files belong to different moments of the training; a load mixes them without an error.
+        The files belong to different moments of the training, and a load mixes them without an error.
     Usual causes:
-        A save into a folder that held an older step, a copy that broke off over an older one, a rank that staged late.
+        A save into a folder that held an older step, an interrupted copy over an older one, or a rank that staged its
+        data late.
     How to fix:
-        Resume from another step; copy the files again from where they were written.
+        Copy the files of one save again from where they were written, or resume from another step.
     See:
         torch.optim.Adam: `step` is a tensor for each parameter
     """
@@ -60,11 +61,15 @@ def two_saves_in_one_folder(ckpt: Checkpoint) -> Iterator[Finding]:
     told = sorted(files.items(), key=lambda pair: -len(pair[1]))
     crc, names = told[-1]
     yield Finding(
-        f"the optimizer is at another step in {listed(sorted(names)[:4])} than in the other files",
-        at=Location(file=sorted(names)[0]),
+        f"files of two saves: the optimizer's step in {_some(names)} differs from the other files",
+        at=Location(
+            file=sorted(names)[0],
+            ranks=tuple(sorted({rank for name in names if (rank := rank_of(name)) is not None})),
+        ),
         missing=("steps",),
         notes=tuple(("step", f"{_value(lead[c][0].tensor.dtype, c)} in {_some(group)}") for c, group in told[:4]),
-        hint="resume from another step, or copy these files again",
+        hint="compare the times of these files with the others', and copy the files of one save again",
+        inferred_from="the optimizer's step in each file",
     )
 
 

@@ -9,27 +9,25 @@ from ckptlint.model import Checkpoint
 from ckptlint.model.text import unknown_classes
 from ckptlint.rule import Finding, Severity, rule
 
-_INERT = "they were decoded as inert values and not looked at"
+_INERT = "ckptlint decoded them as inert values and did not look inside"
 
 
 @rule("SAF001", "unsafe-pickle", Severity.ERROR, always=True, fixed=True)
 def unsafe_pickle(ckpt: Checkpoint, trusted_modules: tuple[str, ...] = ()) -> Iterator[Finding]:
-    """A pickle names something that checkpoint data does not need, or calls what nobody knows.
+    """A pickle names something that checkpoint data does not need, or calls something unknown.
 
     What it checks:
-        Every name in `.metadata` is one of torch's or Megatron-Core's checkpoint classes. In the common state, where
-        classes of the training code are normal, the call decides: what the stream calls is one of the exact names whose
-        effect is known, and names known to be dangerous (os, subprocess, importlib, eval, ...) or with dots in them are
-        refused, called or not. A class nobody knows that is only made and filled is a note. Pickles inside bytes are
-        read too. From depth files on the same holds for the files that a trainer saves beside the tensors (optimizer,
-        scheduler, random state, arguments, samplers, pickled weights), whatever form of torch.save or pickle they have;
-        from depth headers on for every record of the payload. ckptlint resolves and calls none of them.
-        `trusted-modules` lists packages of your own training code: neither their classes nor their functions are
-        reported.
+        `.metadata` names only torch's and Megatron-Core's checkpoint classes. The common state may name classes of the
+        training code, but calls only functions with a known effect, and never names dangerous ones (os, subprocess,
+        importlib, eval, ...) or names with dots; an unknown class that is only made and filled is info. The same holds
+        for pickles inside bytes, from depth files on for the files beside the tensors (optimizer, scheduler, random
+        state, arguments, samplers, pickled weights), and from depth headers on for every record. ckptlint imports and
+        calls none of these names. List packages of your own training code in `trusted-modules`: their classes and
+        functions are not reported.
     Why it matters:
         torch reads `.metadata` with a plain pickle load, so opening the folder runs what it names.
     Usual causes:
-        A planted payload, or a custom writer that stores its own classes.
+        Somebody planted code, or a custom writer stores its own classes.
     How to fix:
         Do not load the folder; ask whoever gave it to you.
     See:

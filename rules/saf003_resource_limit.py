@@ -1,4 +1,4 @@
-"""SAF003: nothing in the input exceeds what can be represented and read."""
+"""SAF003: nothing in the input exceeds what torch can represent and ckptlint can read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ def resource_limit(ckpt: Checkpoint) -> Iterator[Finding]:
     """A number or size in the metadata exceeds a limit.
 
     What it checks:
-        A metadata file has at most 2 GiB and takes no more memory to read than its size explains; keys have at most
-        4,096 characters, tensors at most 64 axes; shapes, their volume, offsets and lengths fit 64 bits.
+        A metadata file has at most 2 GiB and takes no more memory to read than its size explains. Keys have at most
+        4,096 characters and tensors at most 64 axes. Shapes, their volume, offsets and lengths fit 64 bits.
     Why it matters:
         The input could exhaust memory, or torch cannot represent it.
     Usual causes:
         A damaged or hostile file.
     How to fix:
-        Take the file from where it was written; if it is honest, report it as a limit that is too low.
+        Copy the file again from where it was written. If it is sound, report that the limit is too low.
     """
     for problem in ckpt.problems_of("limit"):
         finding = Finding.of_problem(problem)

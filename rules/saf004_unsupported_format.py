@@ -1,4 +1,4 @@
-"""SAF004: what lies in the folder is a format that is checked."""
+"""SAF004: the folder holds a format that ckptlint checks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from ckptlint.rule import Finding, Severity, rule
 
 @rule("SAF004", "unsupported-format", Severity.ERROR, always=True, fixed=True)
 def unsupported_format(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The folder holds a checkpoint of a known format that is not checked.
+    """The folder holds a checkpoint in a format that ckptlint does not check.
 
     What it checks:
-        The marks of Orbax, PaddlePaddle, torchsnapshot, zarr, NVRx local files, GGUF, packed NeMo, nanotron, TensorFlow
-        and others. A note where they lie
-        beside a checkpoint that is checked.
+        The folder holds no files of Orbax, PaddlePaddle, torchsnapshot, zarr, NVRx local checkpoints, GGUF, packed
+        NeMo, nanotron, TensorFlow and others. It is only info if they lie beside a checkpoint that is checked.
     Why it matters:
         A gate must not pass what nobody looked at.
     Usual causes:
         A wrong path, or a checkpoint of another framework.
     How to fix:
-        Give the folder of the DCP or torch_dist checkpoint, or convert it.
+        Name the folder of the DCP or torch_dist checkpoint, or convert this one.
     """
     yield from map(Finding.of_problem, ckpt.problems_of("unsupported"))

@@ -1,4 +1,4 @@
-"""SHP001: the layers of a block are numbered through."""
+"""SHP001: the layers of a block are numbered without a gap."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptlint.analysis.fit.judgement import judges
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import ranges
+from ckptlint.model.text import plural, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Block, block_of, inside_layer, is_adapter, module_path, parse
 
@@ -29,32 +29,30 @@ def layer_gap(ckpt: Checkpoint) -> Iterator[Finding]:
     """Layers are missing from the middle or the start of a block, or one layer lacks part of a module.
 
     What it checks:
-        The layer numbers of a block run from 0 without a gap, unless the job declares as many layers as there are or
-        another block has the missing numbers. A start behind 0 that nothing else confirms is a warning, and an info
-        where only layer 0 is missing, or the embedding as well. A warning besides: a single weight that one layer lacks
-        and the others have, while the rest of its module is there.
+        The layer numbers of a block run from 0 without a gap, unless the job declares exactly the stored number of
+        layers or another block has the missing ones. A start above 0 that nothing else confirms is a warning, and info
+        if only layer 0, or the embedding too, is missing. It is also a warning if one layer lacks a single weight that
+        the others have, while the rest of its module is there.
     Why it matters:
         The missing layers or weights keep their initial values after a load.
     Usual causes:
-        Layers numbered per pipeline stage or virtual stage, so that some of them share names and were deduplicated; a
-        filter that dropped names; a stage that did not save.
+        Each pipeline or virtual stage numbered its layers from 0, so stages shared keys and deduplication kept one; a
+        filter dropped keys; a stage never saved.
     How to fix:
-        Number layers through over all (virtual) stages, and save again from the job.
+        Number the layers across all (virtual) stages, and save again from the job.
     See:
         megatron.core.transformer.transformer_layer.get_transformer_layer_offset
     """
     if judges(ckpt):
-        raise NotApplicable("CFG001 holds every key against the configuration")
+        raise NotApplicable("CFG001 compares every key with the configuration")
     if ckpt.format in ("deepspeed", "deepspeed-universal"):
-        raise NotApplicable(
-            "DeepSpeed lists its parameters, and leaves out frozen ones; RNK005 holds the files against it"
-        )
+        raise NotApplicable("DeepSpeed lists its parameters without frozen ones; RNK005 compares the files with it")
     blocks: dict[Block, Layers] = defaultdict(lambda: defaultdict(list))
     for param in inventory_of(ckpt).params:
         if param.key.layer is not None and not is_adapter(param.key):
             blocks[block_of(param.key)][param.key.layer].append(param)
     if not blocks:
-        raise NotApplicable("no layers are numbered in names")
+        raise NotApplicable("no key has a layer number")
     numbers: dict[Block, set[int]] = defaultdict(set)
     for name in ckpt.tensors:  # those that cannot be judged included
         key = parse(name)
@@ -91,24 +89,25 @@ def _gaps(ckpt: Checkpoint, block: Block, numbers: dict[Block, set[int]]) -> Ite
     stride = steps.pop() if len(steps) == 1 and len(present) > 2 else 1
     word = {2: "every second", 3: "every third"}.get(stride, f"every {stride}th")
     name = ".".join((*block[0], block[1]))
-    sentence = f"layers {ranges(missing)} of {name} are missing; there are {ranges(present)}"
+    sentence = f"layers {ranges(missing)} of {name} are missing; {ranges(present)} are there"
     if len(missing) == 1:
-        sentence = f"layer {ranges(missing)} of {name} is missing; there are {ranges(present)}"
+        sentence = f"layer {ranges(missing)} of {name} is missing; {ranges(present)} are there"
     notes: list[Note] = []
+    is_declared = count == present[-1] + 1
     if stride > 1:
-        notes.append(("numbers", f"{word} layer is there, as when virtual stages share names"))
-    if count == present[-1] + 1:
-        source = ckpt.declared["layers"].source
-        notes.append(("declared", f"{count} layers ({source}), of which {len(missing)} are missing"))
+        notes.append(("numbers", f"{word} layer is there, as if virtual stages had shared keys"))
+    if is_declared:
+        notes.append(("declared", f"{count} layers in {ckpt.declared['layers'].source}; {len(missing)} missing"))
     sizes = [f"{axis} {ckpt.topology[axis].size}" for axis in ("pp", "vpp") if axis in ckpt.topology]
     notes.append(("mesh", ", ".join(sizes)))
     yield Finding(
         sentence,
         at=Location(label=f"{ckpt.metadata_file}: {len(present)} layers in {name}"),
         missing=tuple(f"{name}.{layer}" for layer in sorted(missing)),
-        severity=_severity(ckpt, missing, count == present[-1] + 1),
+        severity=_severity(ckpt, missing, is_declared),
         notes=tuple(notes),
-        hint=f"look for the ranks or stages that hold layers {ranges(missing)}: under which names did they save?",
+        hint=f"find the ranks or stages that hold layers {ranges(missing)}, and the keys under which they saved them",
+        inferred_from="" if is_declared else f"the numbers of the {plural(len(present), 'other layer')}",
     )
 
 
@@ -131,6 +130,7 @@ def _lacking(ckpt: Checkpoint, layers: Layers) -> Iterator[Finding]:
     odd = {layer: found for layer, found in roles.items() if found != usual}
     if len(odd) > max(1, (1 - _MOST) * len(roles)) or not all(found < usual for found in odd.values()):
         return
+    others = ranges(layer for layer in roles if roles[layer] == usual)
     lead = {role: param for layer in layers if roles[layer] == usual for role, param in _roles(layers[layer]).items()}
     for layer, found in sorted(odd.items()):
         homes = {_home(lead[role]) for role in found}
@@ -143,11 +143,12 @@ def _lacking(ckpt: Checkpoint, layers: Layers) -> Iterator[Finding]:
                 continue  # only quantised layers have scales
             yield Finding(
                 f"nothing{{of}} is stored; {complete} other layers have theirs",
-                at=Location(fqn, label=f"{ckpt.metadata_file}: layer {layer} has {len(found)} of {len(usual)} names"),
+                at=Location(fqn, label=f"{ckpt.metadata_file}: layer {layer} has {len(found)} of {len(usual)} keys"),
                 missing=(fqn,),
                 severity=Severity.WARNING,
-                notes=(("siblings", f"layers {ranges(n for n in roles if roles[n] == usual)} have all {len(usual)}"),),
-                hint="look for a filter or a rename that dropped this name in one layer, and save again",
+                notes=(("siblings", f"layers {others} have all {len(usual)}"),),
+                hint="find the filter or the rename that dropped this key in one layer, and save again",
+                inferred_from=f"the keys of layers {others}",
                 alike=f"{role} missing",
             )
 

@@ -1,4 +1,4 @@
-"""SHP002: a parameter has the same shape and dtype in all layers of a kind."""
+"""SHP002: a parameter has the same shape and dtype in all layers of one kind."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from ckptlint.analysis.key_matching import is_confirmed
 from ckptlint.analysis.layer_outliers import Outlier, dtype_outliers, local_factor, shape_outliers
 from ckptlint.analysis.projections import swap_factor
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import shape_text
+from ckptlint.model.text import plural, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 
 @rule("SHP002", "role-shape-outlier", Severity.WARNING)
 def role_shape_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
-    """One layer stores a parameter in another shape or dtype than the layers like it.
+    """One layer stores a parameter with a shape or dtype different from the layers like it.
 
     What it checks:
-        Among layers with the same set of parameters, a parameter has one shape and one floating-point dtype. A single
-        layer that differs from three or more, or one run of at most a fifth of the layers. An info where several
-        modules of the layer differ, as in a layer that is wider by design.
+        In layers with the same parameters, each parameter has one shape and one floating-point dtype. A single layer
+        that differs from three or more is a finding, and so is one run of at most a fifth of the layers. If several
+        modules of the layer differ, it is only info: the layer may be wider by design.
     Why it matters:
-        The layer was written by another rule than its siblings, so a load fails on it or converts it silently.
+        The layer was saved differently from its siblings, so a load fails on it or converts it without an error.
     Usual causes:
-        A padded or rank-local size on one pipeline stage, mixed precision applied to one layer, two runs merged.
+        A padded or rank-local size on one pipeline stage, mixed precision in one layer, or two merged runs.
     How to fix:
         Compare the code path of this layer with that of its siblings, and save again.
     """
     if not any(param.key.layer is not None for param in inventory_of(ckpt).params):
-        raise NotApplicable("no layers are numbered in names")
+        raise NotApplicable("no key has a layer number")
     if "heterogeneous" not in ckpt.declared:
         for item in shape_outliers(ckpt):
             expected = item.usual
@@ -45,7 +45,7 @@ def role_shape_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
 def _shape(item: Outlier, usual: tuple[int, ...]) -> Finding:
     shape = item.param.own_shape
     quotients = ", ".join(
-        f"dim {item.param.own_axes[i]}: {size:,} against {other:,}"
+        f"dim {item.param.own_axes[i]}: {size:,} instead of {other:,}"
         for i, (size, other) in enumerate(zip(shape, usual, strict=False))
         if size != other
     )
@@ -56,7 +56,7 @@ def _shape(item: Outlier, usual: tuple[int, ...]) -> Finding:
 def _finding(item: Outlier, sentence: str, usual: str, notes: tuple[Note, ...]) -> Finding:
     number = item.others
     return Finding(
-        f"{sentence}, and {usual} in {number} other layer{'s' if number > 1 else ''}",
+        f"{sentence}, but {usual} in {plural(number, 'other layer')}",
         at=Location.of(item.param.tensor),
         severity=Severity.INFO if item.changed > 1 else None,
         notes=(
@@ -64,7 +64,8 @@ def _finding(item: Outlier, sentence: str, usual: str, notes: tuple[Note, ...]) 
             ("siblings", f"{usual} in layers {item.agreeing}"),
             ("layer", f"{item.changed} of its modules differ" if item.changed > 1 else ""),
         ),
-        hint=""
+        hint="check whether this layer is different by design"
         if item.changed > 1
-        else "if no setting makes this layer special, look at how its stage or rank saved it",
+        else "check how the stage or rank of this layer saved it, unless a setting makes the layer different",
+        inferred_from=f"layers {item.agreeing}",
     )

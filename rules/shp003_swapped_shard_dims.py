@@ -1,4 +1,4 @@
-"""SHP003: a weight was not transposed under its old placement."""
+"""SHP003: a transposed weight has a placement that was transposed with it."""
 
 from __future__ import annotations
 
@@ -45,28 +45,27 @@ class Swap:
 
 @rule("SHP003", "swapped-shard-dims", Severity.ERROR, whole=True)
 def swapped_shard_dims(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The shape of a weight is what a transposition makes of it when the shard dim stays where it was.
+    """A weight was transposed, but its placement still shards the old dim.
 
     What it checks:
-        No weight is p times too long on an axis that is cut in p places, and p times too short on one that is not cut.
-        The right shape comes from the reference; or from the hidden size that norms, embedding and routers agree on,
-        when the other projection of the same MLP or attention then fits; or from other layers, when the layers of a
-        role fall into two groups that differ in just this way. An error where a reference or the job's arguments say
-        so, a warning where it is inferred. Square weights show nothing. Pairs that fit each other as they are stored
-        are let pass, and so are experts of one key that several ranks concatenated.
+        No weight is p times too long on a dim that is split into p shards, and p times too short on one that is not
+        split. If the reference or the job's arguments give the right shape, that is an error. If it follows from the
+        hidden size (of norms, embedding and routers) and the partner projection, or from other layers, that is a
+        warning. Square weights, pairs that fit each other as they are, and experts that several ranks concatenated in
+        one key are left out.
     Why it matters:
-        Elements, chunks and chunk sizes are the same in both shapes, so a load that trusts the file fills rows with
-        columns of another rank, or fails on the size.
+        Both shapes have the same chunks, so a load that trusts the file fills rows with another rank's columns, or
+        fails on the size.
     Usual causes:
-        Transposing the local tensor and rebuilding the DTensor with its old placement, Shard(1) for what is now
+        The job transposed the local tensor and rebuilt the DTensor with its old placement: Shard(1) for what is now
         Shard(2).
     How to fix:
-        Move the placement together with the axes, and save again.
+        Transpose the placement together with the tensor, and save again.
     See:
         torch.distributed.tensor.DTensor.from_local
     """
     if not inventory_of(ckpt).params:
-        raise NotApplicable("no parameters are named")
+        raise NotApplicable("no key is that of a parameter")
     found: dict[str, Swap] = {}
     for swap in (*_from_reference(ckpt), *_from_hidden(ckpt), *_from_layers(ckpt)):
         if not is_confirmed(ckpt, swap.param):
@@ -88,12 +87,13 @@ def _finding(ckpt: Checkpoint, swap: Swap) -> Finding:
     from_, to = (p - 1) * (x // p), (p - 1) * y
     return Finding(
         f"shape{{of}} is {shape_text(tensor.global_shape)} where {shape_text(tuple(expected))} fits {swap.basis}; "
-        f"{numbers}, and {axis_name(ckpt, a, p)} is cut in {p} places",
+        f"{numbers}, and {axis_name(ckpt, a, p)} is split into {p} shards",
         at=Location.of(tensor),
         severity=swap.severity,
         notes=swap.notes,
-        hint=f"the values are there at wrong offsets: what lies at {from_:,} of dim {a} belongs at {to:,} of dim {b}; "
-        f"where the weight is transposed, place it with Shard({b}) instead of Shard({a})",
+        hint=f"use Shard({b}) instead of Shard({a}) where the job transposes this weight, and save again; no value is "
+        f"lost, but those from {from_:,} of dim {a} on belong at {to:,} of dim {b}",
+        inferred_from=swap.basis.partition(" from ")[0] if swap.severity is Severity.WARNING else "",
         alike=f"{numbers} {swap.basis}",
     )
 
@@ -164,12 +164,12 @@ def _confirmed(family: ProjectionFamily, hidden: Hidden, param: Param, expected:
         if width is not None and is_width(param, inner, partner, width):
             if param.key.expert is not None and axis_factor(partner.tensor, partner.own_axes[shape.index(width)]) > 1:
                 return None  # several ranks' experts in one key are longer on the same axes
-            note = f"{short_name(partner)} {stored} has {width:,} and {hidden.size:,}"
+            note = f"{short_name(partner)} {stored} has both {width:,} and {hidden.size:,}"
         else:
             other = _corrected(partner, hidden.size)
             if other is None or not _fit(param, expected, partner, other):
                 continue
-            note = f"{short_name(partner)} {stored} fits once it is corrected likewise"
+            note = f"{short_name(partner)} {stored} fits after the same correction"
         is_said = Severity.ERROR if hidden.declared else Severity.WARNING
         return Swap(param, expected, str(hidden), (("partner", note),), is_said)
     return None
@@ -215,11 +215,11 @@ def _from_layers(ckpt: Checkpoint) -> Iterator[Swap]:
 def _evidence(fits: bool, suspected: int, others: int) -> str:
     """What speaks for the shape of the other layers."""
     if fits:
-        return "the other projections of the layers speak for the expected shape"
+        return "the other projections of these layers fit the expected shape"
     if suspected == others:
-        return "nothing tells which of the two shapes is right"
+        return "nothing shows which of the two shapes is right"
     if suspected > others:
-        return f"most layers ({suspected} of {suspected + others}) have this shape; only the cut speaks against it"
+        return f"most layers ({suspected} of {suspected + others}) have this shape; only the split dim contradicts it"
     return f"most layers ({others} of {suspected + others}) have the expected shape"
 
 

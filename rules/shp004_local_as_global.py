@@ -1,4 +1,4 @@
-"""SHP004: the global shape of a tensor is not that of one rank's part, nor of several copies."""
+"""SHP004: the global shape of a tensor is not the shape of one rank's part, nor of several copies."""
 
 from __future__ import annotations
 
@@ -61,28 +61,26 @@ class Local:
 
 @rule("SHP004", "local-as-global", Severity.ERROR, whole=True)
 def local_as_global(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A tensor is recorded with the size of one rank's part as the whole, or a replica as k shards.
+    """The metadata records one rank's part as the whole tensor, or the copies of a replica as shards.
 
     What it checks:
-        No axis is exactly k times shorter than it must be, k being the size of a parallel axis, or the number by which
-        its partner is cut in more places. What it must be comes from the reference or the job's arguments (error), or
-        from tensors that share the size (warning): a bias and its weight, the inner axis of the two projections of an
-        MLP, query and key of a linear attention and its convolution, query and attention output or key and value where
-        the cuts say the same, the same tensor in other layers; for a norm the hidden size of the job's arguments, if
-        all other norms and the embedding have it. For biases of row-parallel layers, norms and routers also k times too
-        long. Vocabularies, the number of experts and latent attention are left out.
+        No dim is exactly k times too short, where k is the size of a mesh axis or follows from the shards of a partner.
+        For biases of row-parallel layers, norms and routers it is not k times too long either. If the reference or the
+        job's arguments give the right size, that is an error. If tensors that share the size give it, that is a
+        warning: a bias and its weight, the two projections of an MLP, the parts of an attention, the same tensor in
+        other layers. Vocabularies, the number of experts and latent attention are left out.
     Why it matters:
-        The rows of all ranks but one are in no file although every element of the recorded shape is stored.
+        No file holds the rows of the other ranks, although every element of the recorded shape is stored.
     Usual causes:
-        A parameter that is sharded without saying so (partition_dim, a placement), a rule for names that matches a
-        replicated parameter, or a size multiplied twice.
+        A sharded parameter that does not say so (partition_dim, a placement), a sharding rule that matches a replicated
+        parameter, or a size that was multiplied twice.
     How to fix:
-        Declare the axis on which the parameter is sharded, and save again from the job.
+        Declare the dim on which the parameter is sharded, and save again from the job.
     See:
         torch.distributed.tensor.DTensor.from_local
     """
     if not inventory_of(ckpt).params:
-        raise NotApplicable("no parameters are named")
+        raise NotApplicable("no key is that of a parameter")
     found: dict[str, Local] = {}
     for source in _SOURCES:
         for local in source(ckpt):
@@ -98,30 +96,35 @@ def _finding(ckpt: Checkpoint, local: Local) -> Finding:
     k = max(size, expected) // min(size, expected)
     if size < expected:
         numbers = f"{expected:,} = {k} x {size:,}"
-        note = ("lost", f"{expected - size:,} of {expected:,} on dim {local.axis} are in no file")
-        hint = f"declare dim {local.axis} as sharded on that axis and save again; this step does not hold the rest"
+        note = ("lost", f"no file holds the other {expected - size:,} of {expected:,} on dim {local.axis}")
+        hint = f"declare dim {local.axis} as sharded and save again from the job; this step does not hold the rest"
     else:
         numbers = f"{size:,} = {k} x {expected:,}"
-        note = ("copies", f"{k} ranks' replicas are laid end to end on dim {local.axis}")
-        hint = "declare it replicated on that axis and save again; the first part alone is the tensor, if all are equal"
+        note = ("copies", f"the copies of {k} ranks lie end to end on dim {local.axis}")
+        hint = "declare it replicated on that axis and save again; if all copies are equal, the first is the tensor"
     return Finding(
         f"dim {local.axis}{{of}} is {size:,} where {expected:,} fits {local.basis}; {numbers}, and {local.cause}",
         at=Location.of(tensor),
         severity=local.severity,
-        why="" if size < expected else "a replica that is stored as shards loads with another shape",
-        notes=(note, ("mesh", f"{axis_name(ckpt, local.axis, places)} is cut in {places} place{'s'[: places != 1]}")),
+        why="" if size < expected else "a replica that was saved as shards loads with another shape",
+        notes=(note, ("mesh", f"{axis_name(ckpt, local.axis, places)} is {_split(places)}")),
         explain=partial(_files, ckpt, local),
         hint=hint,
+        inferred_from=f"the size of {local.basis}" if local.severity is Severity.WARNING else "",
         alike=f"{short_name(local.param)} {numbers} {local.basis}",
         told_by="CFG003" if tensor.fqn in told_shapes(ckpt) else "",
     )
+
+
+def _split(shards: int) -> str:
+    return "not split" if shards == 1 else f"split into {shards} shards"
 
 
 def _files(ckpt: Checkpoint, local: Local) -> tuple[Note, ...]:
     tensor = local.param.tensor
     files = sorted({ckpt.chunk_file(tensor, row) for row in np.flatnonzero(tensor.layout.live)[:64].tolist()} - {""})
     more = f" and {len(files) - _FILES} more" if len(files) > _FILES else ""
-    return (("writers", f"all its chunks lie in {', '.join(files[:_FILES])}{more}" if files else ""),)
+    return (("written in", f"{', '.join(files[:_FILES])}{more}" if files else ""),)
 
 
 def _cause(ckpt: Checkpoint, k: int, fewer: tuple[Param, int], more: tuple[Param, int]) -> str | None:
@@ -131,7 +134,7 @@ def _cause(ckpt: Checkpoint, k: int, fewer: tuple[Param, int], more: tuple[Param
     mine, theirs = axis_factor(fewer[0].tensor, fewer[1]), axis_factor(more[0].tensor, more[1])
     if knows_mesh(ckpt) or theirs != k * mine:
         return None
-    return f"it is cut in {mine} place{'s'[: mine != 1]} against {theirs}"
+    return f"it is {_split(mine)}, its partner into {theirs}"
 
 
 def _short(ckpt: Checkpoint, param: Param, own: int, partner: Param, other: int, factor: int = 1) -> Iterator[Local]:
@@ -165,8 +168,7 @@ def _from_reference(ckpt: Checkpoint) -> Iterator[Local]:
             continue
         axes = mesh_axes(ckpt, k)
         if ckpt.reference is not None and (axes or not knows_mesh(ckpt)):
-            places = axis_factor(param.tensor, axis)
-            cut = f"it is cut in {places} place{'s'[: places != 1]}"
+            cut = f"it is {_split(axis_factor(param.tensor, axis))}"
             cause = f"{k} is the size of {' and '.join(axes)}" if axes else cut
             yield Local(param, axis, expected, f"the reference {ckpt.reference.source}", cause, None)
 
@@ -340,7 +342,7 @@ def _from_hidden(ckpt: Checkpoint) -> Iterator[Local]:
     axes = mesh_axes(ckpt, k)
     if rest or not length or not (axes or (length > size and places == k)):
         return
-    cause = f"{k} is the size of {' and '.join(axes)}" if axes else f"it is cut in {places} places"
+    cause = f"{k} is the size of {' and '.join(axes)}" if axes else f"it is {_split(places)}"
     basis = f"hidden_size of {item.source} and {len(shown) - 1} other tensors"
     yield Local(param, axis, size, basis, cause, None)
 

@@ -1,4 +1,4 @@
-"""SHP005: the parts that a fused projection was split into have sizes that fit together."""
+"""SHP005: the parts of a fused projection have sizes that fit together."""
 
 from __future__ import annotations
 
@@ -24,22 +24,21 @@ def fused_component_sum(ckpt: Checkpoint) -> Iterator[Finding]:
     """The parts of one fused projection have sizes that do not fit together.
 
     What it checks:
-        The halves `_w` and `_v` of a gated first projection are both there and have one shape. In a linear attention
-        query and key have equal rows, and a component has as many rows in the convolution as in the projection. In an
-        attention with separate weights the query's rows are a multiple of the key's, and key and value have equal rows
-        where query and attention output show that their heads are of one size. Latent attention is left out, and so is
-        what SHP002 or SHP004 report.
+        The halves `_w` and `_v` of a gated projection are both there, with one shape. In a linear attention query and
+        key have equally many rows, and each component as many in the convolution as in the projection. In an attention
+        with separate weights the query's rows are a multiple of the key's, and key and value have equally many if all
+        heads have one size. Latent attention, and what SHP002 or SHP004 report, is left out.
     Why it matters:
-        The parts are joined again on loading, so rows end up in another component, or the load fails on the size.
+        A load joins the parts again, so rows end up in another component, or the load fails on the size.
     Usual causes:
-        A global tensor split by the sizes of one tensor-parallel rank, or a rank's part by the global sizes.
+        The job split a global tensor by the sizes of one tensor-parallel rank, or a rank's part by the global sizes.
     How to fix:
-        Split every tensor by the sizes it has itself, and save again.
+        Split every tensor by its own sizes, and save again.
     See:
         megatron.core.transformer.mlp.apply_swiglu_sharded_factory
     """
     if not inventory_of(ckpt).params:
-        raise NotApplicable("no parameters are named")
+        raise NotApplicable("no key is that of a parameter")
     alone = {item.param for item in shape_outliers(ckpt) if item.changed == 1}
     for source in (_halves, _components, _attention):
         for finding, params in source(ckpt):
@@ -86,9 +85,10 @@ def _lone_half(param: Param, wanted: str) -> Finding:
         f"half{{of}} has no other half {name}",
         at=Location.of(param.tensor),
         missing=(wanted,),
-        why="the half that is not there keeps its initial values, or the load fails",
-        notes=(("rows", f"{name} is absent, {param.key.path.rpartition('.')[2]} {shape_text(param.own_shape)}"),),
-        hint="find out which step drops the half; both must be saved, or the fused weight",
+        why="the missing half keeps its initial values, or the load fails",
+        notes=(("halves", f"{param.key.path.rpartition('.')[2]} is {shape_text(param.own_shape)}, {name} is missing"),),
+        hint="find out what drops the other half, and save both halves or the fused weight",
+        inferred_from="the name of the stored half",
     )
 
 
@@ -96,10 +96,11 @@ def _odd_half(param: Param, other: Param) -> Finding:
     names = [half.key.path.rpartition(".")[2] for half in (param, other)]
     shapes = [shape_text(half.own_shape) for half in (param, other)]
     return Finding(
-        f"half{{of}} is {shapes[0]}, and {names[1]} {shapes[1]}",
+        f"half{{of}} is {shapes[0]}, but {names[1]} is {shapes[1]}",
         at=Location.of(param.tensor),
         notes=(("other half", f"{other.tensor.fqn}: {other.tensor.dtype} {shape_text(other.tensor.global_shape)}"),),
-        hint="the two halves must be equal: split the fused weight in its middle, and save again",
+        hint="split the fused weight in the middle, so that both halves are equal, and save again",
+        inferred_from="the shape of the other half",
     )
 
 
@@ -151,10 +152,11 @@ def _odd_component(odd: Param, partner: Param, parts: dict[tuple[str, str], Para
         table[name].append(f"{component} {param.own_shape[0]:,}")
     notes: tuple[Note, ...] = tuple((f"{name} rows", ", ".join(cells)) for name, cells in table.items())
     return Finding(
-        f"component{{of}} has {odd.own_shape[0]:,} rows, and {short_name(partner)} {partner.own_shape[0]:,}",
+        f"component{{of}} has {odd.own_shape[0]:,} rows, but {short_name(partner)} has {partner.own_shape[0]:,}",
         at=Location.of(odd.tensor),
         notes=notes,
-        hint="query and key have equal rows, and every component as many in conv1d as in in_proj: split by these sizes",
+        hint="split so that query and key have equally many rows, and each component as many in conv1d as in in_proj",
+        inferred_from="the rows of the other components",
     )
 
 
@@ -180,18 +182,20 @@ def _heads(family: ProjectionFamily, query: Param, key: Param, value: Param) -> 
     if rows["key"] != rows["value"] and is_plain:
         odd, other = (key, value) if rows["query"] % (rows["key"] or 1) else (value, key)
         finding = Finding(
-            f"weight{{of}} has {odd.own_shape[0]:,} rows, and {short_name(other)} {other.own_shape[0]:,}",
+            f"weight{{of}} has {odd.own_shape[0]:,} rows, but {short_name(other)} has {other.own_shape[0]:,}",
             at=Location.of(odd.tensor),
-            notes=(*notes, ("head size", f"one for all, as {short_name(out[0])} has {rows['query']:,} columns")),
-            hint="key and value have the same number of heads: compare how the fused weight was split",
+            notes=(*notes, ("head size", f"one for all, because {short_name(out[0])} has {rows['query']:,} columns")),
+            hint="check how the job split the fused weight: key and value have the same number of heads",
+            inferred_from="the rows of query, key and value",
         )
         yield finding, (query, key, value)
     elif rows["key"] and rows["query"] % rows["key"]:
         finding = Finding(
-            f"query{{of}} has {rows['query']:,} rows, no multiple of {rows['key']:,} of {short_name(key)}",
+            f"query{{of}} has {rows['query']:,} rows, not a multiple of the {rows['key']:,} of {short_name(key)}",
             at=Location.of(query.tensor),
             notes=notes,
-            hint="every head of the key serves a whole number of query heads: compare how the fused weight was split",
+            hint="check how the job split the fused weight: each key head serves a whole number of query heads",
+            inferred_from="the rows of query, key and value",
         )
         yield finding, (query, key, value)
 

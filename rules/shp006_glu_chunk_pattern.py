@@ -1,4 +1,4 @@
-"""SHP006: the two halves of a gated projection are cut apart."""
+"""SHP006: the two halves of a gated projection are stored in separate chunks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 
 from ckptlint.analysis.inventory import Param
 from ckptlint.analysis.optimizer_records import content_metadata
-from ckptlint.analysis.projections import axis_factor, families
+from ckptlint.analysis.projections import axis_factor, families, short_name
 from ckptlint.analysis.trusted_config import MAIN_BLOCKS, flag, main_params, number, trusted, trusted_topology
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import ranges
+from ckptlint.model.text import plural, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import module_path
 
@@ -22,18 +22,19 @@ _STARTS = 8
 
 @rule("SHP006", "glu-chunk-pattern", Severity.WARNING)
 def glu_chunk_pattern(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A gated projection is cut into other pieces than two for each tensor-parallel rank.
+    """A gated projection is not split into two chunks for each tensor-parallel rank.
 
     What it checks:
-        In torch_dist every tensor-parallel rank stores its part of gate and of up, so a fused linear_fc1 starts in
-        twice as many places as there are ranks. Only where the job says that it is gated, how wide it is, and that the
-        halves are not keys of their own, and where linear_fc2 is cut into as many places as there are ranks.
+        In torch_dist every tensor-parallel rank stores its part of gate and of up, so a fused linear_fc1 has twice as
+        many shards as there are ranks. The rule runs only if the job says that the projection is gated, how wide it is
+        and that the halves have no keys of their own, and if linear_fc2 has one shard for each rank.
     Why it matters:
-        Gate and up are interleaved: it loads unchanged on as many ranks as saved it, and wrong on any other number.
+        Gate and up are interleaved: the projection loads correctly on the number of ranks that saved it, and wrongly on
+        any other.
     Usual causes:
-        Shards of FSDP2 taken for the halves of a gated projection, or a gated projection saved as a plain one.
+        The job took shards of FSDP2 for the halves of a gated projection, or saved a gated projection as a plain one.
     How to fix:
-        Save with sharding that knows the two halves (fsdp_dtensor, or singleton_local_shards), from the job itself.
+        Save again from the job, with sharding that knows the two halves (fsdp_dtensor, or singleton_local_shards).
     See:
         megatron.core.transformer.mlp.apply_swiglu_sharded_factory
     """
@@ -44,7 +45,7 @@ def glu_chunk_pattern(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("the job does not say that projections are gated and stored fused")
     hidden, ffn = number(declared, "hidden"), number(declared, "ffn")
     if hidden is None or ffn is None or "tp" not in topology:
-        raise NotApplicable("the job does not say how wide and how parallel its projections are")
+        raise NotApplicable("the job does not state the width of its projections and its tensor-parallel size")
     tp = topology["tp"].size
     described = set(main_params(ckpt))
     for family in families(ckpt):
@@ -74,22 +75,22 @@ def _finding(ckpt: Checkpoint, fc1: Param, fc2: Param, tp: int, places: int) -> 
     starts = [int(start) for start in fc1.tensor.layout.intervals(axis)[: _STARTS + 1, 0]]
     shown = ", ".join(f"{start:,}" for start in starts[:_STARTS]) + (", ..." if len(starts) > _STARTS else "")
     source = trusted_topology(ckpt)["tp"].source
-    plural = "s" if places != 1 else ""
     return Finding(
-        f"dim {axis}{{of}} is cut in {places} place{plural} where two halves make {2 * tp} = 2 x tp {tp}",
+        f"dim {axis}{{of}} has {plural(places, 'shard')} where two halves make {2 * tp} = 2 x tp {tp}",
         at=Location.of(fc1.tensor),
         notes=(
             ("starts", shown),
-            ("expected", f"gate and up of {tp} tensor-parallel rank{'s'[: tp != 1]} (tp from {source})"),
-            ("partner", f"{fc2.tensor.fqn} is cut in {tp} place{'s'[: tp != 1]} on dim {fc2.own_axes[1]}"),
+            ("expected", f"gate and up of {plural(tp, 'tensor-parallel rank')} (tp from {source})"),
+            ("partner", f"{fc2.tensor.fqn} has {plural(tp, 'shard')} on dim {fc2.own_axes[1]}"),
         ),
         explain=partial(_writers, ckpt, fc1, axis),
-        hint="load it on as many ranks as saved it, and save it again with the halves kept apart",
+        hint="load it on the number of ranks that saved it, and save it again with separate halves",
+        inferred_from=f"tp {tp} and the shards of {short_name(fc2)}",
     )
 
 
 def _writers(ckpt: Checkpoint, param: Param, axis: int) -> tuple[Note, ...]:
-    """Which ranks own two chunks half the tensor apart: what a shard taken for two halves looks like."""
+    """Which ranks own two chunks half the tensor apart, as of a shard that was taken for two halves."""
     tensor = param.tensor
     starts: dict[int, list[int]] = {}
     for row in np.flatnonzero(tensor.layout.live)[:1024].tolist():

@@ -1,4 +1,4 @@
-"""SHP007: a tensor is cut where its siblings are."""
+"""SHP007: a tensor is sharded if its siblings are."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from ckptlint.analysis.inventory import inventory_of, siblings
+from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Severity, rule
@@ -17,18 +18,18 @@ _MEMBERS = 5
 
 @rule("SHP007", "writer-count-outlier", Severity.INFO, whole=True)
 def writer_count_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A tensor is one chunk while its siblings in other layers are cut into several.
+    """A tensor is a single chunk, but its siblings in other layers are sharded.
 
     What it checks:
-        A parameter or optimizer state with one chunk has no five siblings of the same role, and four fifths of the
-        role, with more than one. Tensors that are smaller than the smallest chunk of the siblings are left out, as
-        writers do not cut them.
+        A parameter or optimizer state with one chunk does not stand among at least five siblings, and four fifths of
+        its role, with several. Tensors smaller than the siblings' smallest chunk are left out: writers do not split
+        them.
     Why it matters:
-        The tensor may have bypassed the sharding of its siblings, and then holds one rank's part only.
+        The tensor may have bypassed the sharding of its siblings, and then holds only one rank's part.
     Usual causes:
-        A plain tensor among sharded ones, an expert or layer that was added by hand, a gathered copy.
+        A plain tensor among sharded ones, an expert or layer that somebody added by hand, or a gathered copy.
     How to fix:
-        Compare its shape with its siblings'; if it is smaller, see EXP001 and OPT001.
+        Compare its shape with its siblings'. If it is smaller, see EXP001 and OPT001.
     """
     inventory = inventory_of(ckpt)
     groups: dict[tuple[object, ...], list[Tensor]] = defaultdict(list)
@@ -53,12 +54,14 @@ def _outliers(ckpt: Checkpoint, tensors: list[Tensor]) -> Iterator[Finding]:
         if count != 1 or tensor.volume < max(least, 2):
             continue
         row = int(tensor.layout.live.argmax())
+        writer = rank_of(ckpt.chunk_file(tensor, row))
         yield Finding(
-            f"tensor{{of}} is 1 chunk where {len(cut)} of {len(tensors)} of its role are cut into several",
-            at=Location.of(tensor),
+            f"tensor{{of}} is 1 chunk, but {len(cut)} of {len(tensors)} of its role have several",
+            at=Location.of(tensor, ranks=() if writer is None else (writer,)),
             notes=(
-                ("grids", f"{shape_text(tensor.global_shape)} in 1 chunk, {shape_text(shape)} in {usual} ({members}x)"),
-                ("written by", ckpt.chunk_file(tensor, row) or "no file"),
+                ("chunks", f"{shape_text(tensor.global_shape)} in 1, {shape_text(shape)} in {usual} ({members}x)"),
+                ("written in", ckpt.chunk_file(tensor, row) or "no file"),
             ),
-            hint="compare how this tensor is wrapped with its siblings",
+            hint="compare how the job wraps this tensor and its siblings",
+            inferred_from=f"{len(cut)} other tensors of this role",
         )

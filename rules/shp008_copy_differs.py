@@ -17,20 +17,20 @@ _FEW = 4
 
 @rule("SHP008", "copy-differs", Severity.WARNING, whole=True)
 def copy_differs(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A copy of the model under another root differs from the model in shape, or lacks keys in some layers.
+    """A second copy of the model differs from the model in shape, or lacks keys in some layers.
 
     What it checks:
-        Below `ema.`, `ema_model.`, `model_ema.`, `teacher.`, `ref_model.` and `target.` a key has the global shape of
-        the model's key of the same path, and a role that the copy has in some layers is in all layers of the model. An
-        info where whole layers are absent (frozen ones, or another depth), and one for each difference in dtype. Left
-        out are copies of another architecture: fewer than half of their keys are in the model, or half of the shapes
-        differ.
+        Every key under `ema.`, `ema_model.`, `model_ema.`, `teacher.`, `ref_model.` and `target.` has the global shape
+        of the model's key, and what the copy has in some layers it has in all layers of the model. Missing layers
+        (frozen ones, or another depth) and other dtypes are only info. Copies of another architecture are left out:
+        the model has fewer than half of their keys, or half of the shapes differ.
     Why it matters:
         The copy is loaded into the same architecture, where the load fails or takes one rank's part for the whole.
     Usual causes:
-        The copy was saved with other placements than the model, or its names are missing from the map of placements.
+        The job saved the copy with placements different from the model's, or left its keys out of the map of
+        placements.
     How to fix:
-        Save model and copy through the same path.
+        Save model and copy through the same code.
     """
     inventory = inventory_of(ckpt)
     if not inventory.copies:
@@ -58,13 +58,14 @@ def _shape(name: str, param: Param, copy: Param) -> Finding:
         f"dim {axis}: {Fraction(b, a)}" for axis, (a, b) in enumerate(zip(sizes, own, strict=False)) if a != b and a
     ]
     return Finding(
-        f"copy{{of}} in {name} is {shape_text(own)}, and {shape_text(sizes)} in the model",
+        f"copy{{of}} in {name} is {shape_text(own)}, but {shape_text(sizes)} in the model",
         at=Location.of(copy.tensor),
         notes=(
             ("model", f"{param.tensor.fqn}: {param.tensor.dtype} {shape_text(sizes)}"),
             ("share", ", ".join(quotients) if len(own) == len(sizes) else ""),
         ),
-        hint="give the copy the placement that the model's tensor has, and save both again",
+        hint="give the copy the placement of the model's tensor, and save both again",
+        inferred_from=f"the shape of {param.tensor.fqn}",
     )
 
 
@@ -91,8 +92,9 @@ def _absent(name: str, params: list[Param], copies: list[Param]) -> Iterator[Fin
             missing=tuple(param.key.path for param in absent),
             severity=None if in_layer else Severity.INFO,
             notes=notes,
-            why="" if in_layer else "the copy may be of trained layers only, or of another depth",
+            why="" if in_layer else "the copy may cover only the trained layers, or have another depth",
             hint="find out which filter drops these keys from the copy" if in_layer else "",
+            inferred_from="the keys of the model",
         )
 
 
@@ -106,5 +108,6 @@ def _dtypes(name: str, pairs: list[tuple[Param, Param]]) -> Iterator[Finding]:
             f"copy {name} holds {len(found):,} of {len(pairs):,} tensors as {own}, the model as {theirs}",
             at=Location(found[0].tensor.fqn),
             severity=Severity.INFO,
-            why="a copy in another precision is common, and converted on loading",
+            why="a copy in another precision is common; a load converts it",
+            inferred_from="the dtypes of the model",
         )

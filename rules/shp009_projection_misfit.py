@@ -25,26 +25,25 @@ Misfit = tuple[Param, int, Param, int, str]
 
 @rule("SHP009", "projection-misfit", Severity.WARNING, whole=True)
 def projection_misfit(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Projections of one attention or MLP have sizes with which none of them can follow the other.
+    """The projections of an attention or MLP have sizes that cannot be multiplied.
 
     What it checks:
-        Where the hidden size is known: gate and up have one shape, and the second projection of an MLP takes what the
-        first one gives, or half of it where gate and up may be one weight. Of an attention with separate weights the
-        output takes what query, key and value give: with heads of one size, with values of another, or with a gate in
-        the query. One that is stored the other way around than its partners is named. Left out are latent attention,
-        experts in one tensor whose last factor is stored untransposed, and what SHP002, SHP004 or SHP005 report.
+        If the hidden size is known: gate and up have one shape, and the second projection of an MLP takes as many
+        inputs as the first one gives (or half, if gate and up are one weight). The output of an attention with separate
+        weights takes what query, key and value give. A weight that is transposed relative to its partners is named.
+        Latent attention, experts in one tensor whose second weight is stored untransposed, and what SHP002, SHP004 or
+        SHP005 report are left out.
     Why it matters:
-        No model has these shapes, so one of the two was cut, padded or transposed on its way into the file.
+        No model has these shapes, so one of the two weights was truncated, padded or transposed before it was saved.
     Usual causes:
-        A rank's part that was exported as the whole, a weight that was transposed and its partner not, in every layer
-        alike.
+        An export took one rank's part for the whole, or transposed a weight but not its partner, in every layer.
     How to fix:
         Compare both with the configuration of the model, and export again.
     See:
         torch.nn.Linear
     """
     if not inventory_of(ckpt).params:
-        raise NotApplicable("no parameters are named")
+        raise NotApplicable("no key is that of a parameter")
     alone = {item.param for item in shape_outliers(ckpt)}
     for family in families(ckpt):
         if family.hidden is None or family.is_latent:
@@ -66,7 +65,8 @@ def _finding(family: ProjectionFamily, odd: Param, partner: Param, text: str) ->
         f"weight{{of}} is {shape_text(odd.tensor.global_shape)}, {text}",
         at=Location.of(odd.tensor),
         notes=notes,
-        hint="find out which of the two fits the configuration of the model: the other one is wrong in every layer",
+        hint="compare both with the configuration of the model; the one that does not fit is wrong in every layer",
+        inferred_from=f"{short_name(partner)} and {family.hidden}",
     )
 
 
@@ -96,7 +96,7 @@ def _mlp(family: ProjectionFamily) -> Iterator[Misfit]:
                 if width is not None and seconds[0].own_shape[width] in a.own_shape:
                     a, b = b, a  # what comes after it fits the other one
                 axis = next(i for i, (x, y) in enumerate(zip(a.own_shape, b.own_shape, strict=True)) if x != y)
-                yield a, axis, b, axis, f"and {short_name(b)} is {shape_text(b.tensor.global_shape)}"
+                yield a, axis, b, axis, f"but {short_name(b)} is {shape_text(b.tensor.global_shape)}"
             return
     if len(seconds) != 1:
         return
@@ -108,10 +108,10 @@ def _mlp(family: ProjectionFamily) -> Iterator[Misfit]:
         size, width = first.own_shape[own], second.own_shape[other]
         shape = shape_text(first.tensor.global_shape)
         if own == other and any(size == k * width for k in fused_factors(first)):
-            yield second, other, first, own, f"stored the same way around as {short_name(first)}, {shape}"
+            yield second, other, first, own, f"with the same orientation as {short_name(first)}, {shape}"
             return
         if not any(size == k * width for k in fused_factors(first)):
-            yield second, other, first, own, f"and {short_name(first)}, which comes before it, is {shape}"
+            yield second, other, first, own, f"but {short_name(first)} before it is {shape}"
             return
 
 
@@ -139,12 +139,12 @@ def _attention(family: ProjectionFamily) -> Iterator[Misfit]:
     heads = q - o  # a gate of one number for each head
     if is_plain or is_gated or (k == v and heads > 0 and o % heads == 0 and o // heads >= _LEAST_HEAD):
         return
-    text = f"and {short_name(out)}, which takes what it gives, is {shape_text(out.tensor.global_shape)}"
+    text = f"but {short_name(out)} after it is {shape_text(out.tensor.global_shape)}"
     yield query, side if own is None else own, out, 1 - side, text
 
 
 def _turned(hidden: int, weights: list[Param]) -> Iterator[Misfit]:
-    """The weight that is stored the other way around than most of them."""
+    """The weight that is transposed relative to most of them."""
     sides: dict[int, list[tuple[Param, int]]] = {0: [], 1: []}
     for number, param in enumerate(weights):
         axis = _inner(param, hidden)
@@ -153,7 +153,7 @@ def _turned(hidden: int, weights: list[Param]) -> Iterator[Misfit]:
     few, most = sorted(sides.values(), key=len)
     if len(few) == 1:
         (odd, own), (partner, other) = few[0], most[0]
-        yield odd, own, partner, other, f"stored the other way around than {short_name(partner)} asks for"
+        yield odd, own, partner, other, f"transposed relative to {short_name(partner)}"
     elif few:
         (odd, own), (partner, other) = sides[1][0], sides[0][0]
-        yield odd, own, partner, other, f"stored the other way around than {short_name(partner)} asks for"
+        yield odd, own, partner, other, f"transposed relative to {short_name(partner)}"

@@ -530,7 +530,7 @@ def _read(data: bytes, strict: bool, depth: int = 0) -> Unpickled:
     if not refused and error is not None:
         raise error
     if found.error is None and not refused and (rest := len(data) - found.end):
-        raise UnreadableError(f"has {rest:,} bytes behind the end of its pickle", found.end)
+        raise UnreadableError(f"has {rest:,} bytes after the end of its pickle", found.end)
     return Unpickled(found.root, refused, unknown)
 
 
@@ -688,10 +688,10 @@ def _wrong_start(data: bytes) -> str:
     if data.startswith(b"version https://git-lfs"):
         return "is a Git LFS pointer, not the file itself"
     if data.lstrip()[:1] in (b"{", b"["):
-        return "is a JSON text, not a pickle"
+        return "is JSON, not a pickle"
     if not data.strip(b"\0"):
         return "holds only zero bytes"
-    return f"starts with byte 0x{data[0]:02x}, a pickle starts with 0x80"
+    return f"is not a pickle: it starts with byte 0x{data[0]:02x} instead of 0x80"
 
 
 def _unreadable(data: bytes, error: Exception) -> UnreadableError:
@@ -706,7 +706,7 @@ def _unreadable(data: bytes, error: Exception) -> UnreadableError:
                 return UnreadableError(f"is a pickle that does not decode: {_first_line(error)}")
     except (ValueError, UnicodeError) as found:
         if "unknown" in str(found):
-            return UnreadableError(f"is no pickle from byte {position + 1:,} on", position + 1)
+            return UnreadableError(f"stops being a pickle at byte {position + 1:,}", position + 1)
     if len(data) <= _WALK_LIMIT or isinstance(error, EOFError) or "truncated" in str(error):
         return UnreadableError(f"ends at byte {len(data):,} inside a pickle (no STOP)", len(data))
     return UnreadableError(f"is a pickle that does not decode: {_first_line(error)}")

@@ -74,15 +74,15 @@ def header_length(start: bytes, size: int) -> int:
         raise UnreadableError("is a git-lfs pointer, not the file itself")
     if start[:4] == b"PK\x03\x04":
         raise UnreadableError(
-            "starts with a zip record: a value that is no tensor was written before the header, which no reader of "
-            "safetensors looks for there",
+            "starts with a zip record: torch wrote a value that is not a tensor before the header, and no reader of "
+            "safetensors expects it there",
             0,
         )
     if len(start) < 8:
         raise UnreadableError(f"ends after {len(start)} bytes, before the length of its header", 0)
     length = int.from_bytes(start[:8], "little")
     if len(start) > 8 and start[8:9] != b"{":
-        raise UnreadableError("does not start like a safetensors file: its header is no JSON object", 8)
+        raise UnreadableError("does not start like a safetensors file: its header is not a JSON object", 8)
     if length > size - 8:
         raise UnreadableError(
             f"ends inside its header, which claims {length:,} bytes; {size - 8:,} are there", min(size, 8)
@@ -101,14 +101,14 @@ def parse_header(text: bytes, payload: int) -> Header:
     entries = json_object(text)
     metadata = entries.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise UnreadableError("has a header whose __metadata__ is no object of texts", 8)
+        raise UnreadableError("has a header whose __metadata__ does not map text to text", 8)
     shapes, dtypes, spans = [], [], []
     for name, entry in entries.items():
         if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
             raise UnreadableError(f"has no dtype and shape for {printable(checked_key(name))}", 8)
         if not _DTYPE.fullmatch(entry["dtype"]):
             named = printable(entry["dtype"][:40])
-            raise UnreadableError(f"has the dtype {named!r} for {printable(name)}, which is no name of one", 8)
+            raise UnreadableError(f"has {named!r} as the dtype of {printable(name)}", 8)
         shapes.append(checked_shape(name, entry.get("shape")))
         dtypes.append(SAFETENSORS.get(entry["dtype"]))
         spans.append(_span(name, entry.get("data_offsets")))
@@ -119,7 +119,7 @@ def parse_header(text: bytes, payload: int) -> Header:
 def layout_faults(header: Header, size: int) -> list[tuple[str, str, int]]:
     """Where the tensors do not tile the payload: sentence, key concerned and first byte in the file, of each kind one.
 
-    A file that ends before its last tensor is not among them: its entries reach behind its end.
+    A file that ends before its last tensor is not among them: its entries reach past its end.
     """
     order = np.lexsort((header.end, header.begin))
     begin, end = header.begin[order], header.end[order]
@@ -127,7 +127,7 @@ def layout_faults(header: Header, size: int) -> list[tuple[str, str, int]]:
     faults = []
     for rows, sentence in (
         (np.flatnonzero(begin < reached[:-1]), "{shared:,} bytes belong to two tensors, {name} and the one before it"),
-        (np.flatnonzero(begin > reached[:-1]), "{hole:,} bytes before {name} belong to no tensor"),
+        (np.flatnonzero(begin > reached[:-1]), "no tensor claims {hole:,} bytes before {name}"),
     ):
         if len(rows):
             row = int(rows[0])
@@ -138,13 +138,13 @@ def layout_faults(header: Header, size: int) -> list[tuple[str, str, int]]:
             faults.append((text + more, name, header.payload + int(min(begin[row], reached[row]))))
     rest = size - header.payload - int(reached[-1])
     if rest > 0:
-        faults.append((f"{rest:,} bytes behind the last tensor belong to none", "", size - rest))
+        faults.append((f"no tensor claims {rest:,} bytes after the last tensor", "", size - rest))
     return faults
 
 
 def _span(name: str, value: Any) -> tuple[int, int]:
     if not isinstance(value, list) or len(value) != 2 or not all(is_size(offset) for offset in value):
-        raise UnreadableError(f"has data_offsets of {printable(name)} that are no pair of sizes", 8)
+        raise UnreadableError(f"has data_offsets of {printable(name)} that are not two sizes", 8)
     if value[1] < value[0]:
         raise UnreadableError(f"has data_offsets of {printable(name)} that end before they start", 8)
     return value[0], value[1]

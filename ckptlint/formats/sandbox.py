@@ -197,7 +197,7 @@ def _lower(which: int, value: int) -> None:
 def _ending(status: int) -> str:
     code = os.waitstatus_to_exitcode(status)
     if code == -signal.SIGXCPU:
-        return "reading it takes far longer than its size explains"
+        return "reading it would take far longer than its size explains"
     if code < 0:
         return f"its content crashes the reader ({signal.Signals(-code).name})"
     return f"the reader ended without an answer (status {code})"

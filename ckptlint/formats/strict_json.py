@@ -21,7 +21,7 @@ def json_object(text: bytes) -> dict[str, Any]:
     try:
         document = json.loads(text.decode(), object_pairs_hook=_unique, parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"holds no JSON that can be used ({printable(str(error))[:120]})", 8) from None
+        raise UnreadableError(f"is not valid JSON ({printable(str(error))[:120]})", 8) from None
     if not isinstance(document, dict):
         raise UnreadableError("holds no JSON object", 8)
     return document
@@ -36,7 +36,7 @@ def checked_shape(name: str, value: Any) -> tuple[int, ...]:
     """
     shown = printable(checked_key(name))
     if not isinstance(value, list) or not all(is_size(size) for size in value):
-        raise UnreadableError(f"has a shape of {shown} that is no list of sizes", 8)
+        raise UnreadableError(f"has a shape of {shown} that is not a list of sizes", 8)
     if len(value) > RANK_LIMIT or prod(value) >= 2**63:
         raise LimitError(f"has a shape of {shown} with {len(value)} axes whose elements do not fit 64 bits")
     return tuple(value)
@@ -61,7 +61,7 @@ def is_size(value: Any) -> bool:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     document = dict(pairs)
     if len(document) < len(pairs):
-        raise ValueError("it has a name twice in one object")
+        raise ValueError("one object has a name twice")
     for name in document:
         if not name.isascii():
             name.encode()  # a lone surrogate is a ValueError: no other reader takes it
@@ -69,4 +69,4 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")

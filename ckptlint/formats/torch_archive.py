@@ -88,7 +88,7 @@ def read_end(tail: bytes, length: int) -> Directory:
     """
     at = length - _PLAIN_END.size
     if len(tail) < _PLAIN_END.size:
-        raise UnreadableError(f"has {length:,} bytes, less than an archive's end record", 0)
+        raise UnreadableError(f"has {length:,} bytes, fewer than an archive's end record", 0)
     plain = _PLAIN_END.unpack(tail[-_PLAIN_END.size :])
     signature, disk, first_disk, here, count, size, start, comment = plain
     if signature != b"PK\x05\x06":
@@ -98,7 +98,7 @@ def read_end(tail: bytes, length: int) -> Directory:
         _, _, place, _ = _LOCATOR.unpack(tail[-42:-22])
         mark, _, _, _, disk, first_disk, here, *wide = _END64.unpack(tail[-END_SIZE:-42])
         if mark != b"PK\x06\x06" or place != at:
-            raise UnreadableError("has a zip64 locator that leads elsewhere than to its end record", length - 42)
+            raise UnreadableError("has a zip64 locator that does not lead to its end record", length - 42)
         pairs = ((count, wide[0], _MARK16), (size, wide[1], _MARK32), (start, wide[2], _MARK32))
         if any(narrow not in (value, limit) for narrow, value, limit in pairs):
             raise UnreadableError("has two end records that contradict each other", at)
@@ -106,7 +106,7 @@ def read_end(tail: bytes, length: int) -> Directory:
     if disk or first_disk or comment or here != count:
         raise UnreadableError("has an end record of a split or commented archive, which torch.save never writes", at)
     if start + size != at or not count:
-        raise UnreadableError(f"has its central directory at {start:,}-{start + size:,} instead of up to {at:,}", at)
+        raise UnreadableError(f"has a central directory that ends at {start + size:,} instead of {at:,}", at)
     if count > MEMBERS_LIMIT:
         raise LimitError(f"has {count:,} members, the limit is {MEMBERS_LIMIT:,}")
     return Directory(count, start, size)
@@ -141,17 +141,17 @@ def read_members(data: bytes, directory: Directory) -> list[Member]:
         members.append(Member(name, crc, size, header, directory.start + at))
         at = end + extra + comment
     if at != len(data):
-        raise UnreadableError(f"has {len(data) - at:,} bytes behind its central directory", directory.start + at)
+        raise UnreadableError(f"has {len(data) - at:,} bytes after its central directory", directory.start + at)
     members.sort(key=lambda member: member.header)
     limits = [member.header for member in members[1:]] + [directory.start]
     for member, limit in zip(members, limits, strict=True):
         if member.header + LOCAL_SIZE + len(member.name) + member.size > limit:
-            raise UnreadableError(f"has the member {_text(member.name)} reaching over the next one", member.header)
+            raise UnreadableError(f"has the member {_text(member.name)}, which overlaps the next one", member.header)
     # torch looks names up without regard to case, other readers do not
     names = {member.name.lower() for member in members}
     if len(names) < len(members) or len({name.partition(b"/")[0] for name in names}) > 1:
         raise UnreadableError(
-            "is an archive whose members readers take for different ones: it may hide what torch loads", directory.start
+            "is an archive that different readers read differently: it may hide what torch loads", directory.start
         )
     return members
 
@@ -222,7 +222,7 @@ def read_pickle_member(file: BinaryIO) -> bytes:
     """
     try:
         if file.read(4) != b"PK\x03\x04":
-            raise UnreadableError("is no torch.save archive: it does not start with a zip member")
+            raise UnreadableError("is not a torch.save archive: it does not start with a zip member")
         with zipfile.ZipFile(file) as archive:
             member = _only_pickle(archive)
             if member.file_size > PICKLE_LIMIT:
@@ -234,7 +234,7 @@ def read_pickle_member(file: BinaryIO) -> bytes:
         zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, ValueError, RuntimeError, OverflowError
     ) as error:  # fmt: skip  # OverflowError: a place beyond 2**63
         reason = printable(str(error)) or type(error).__name__
-        raise UnreadableError(f"is no torch.save archive ({reason})") from None
+        raise UnreadableError(f"is not a torch.save archive ({reason})") from None
 
 
 def _only_pickle(archive: zipfile.ZipFile) -> zipfile.ZipInfo:
@@ -249,7 +249,5 @@ def _only_pickle(archive: zipfile.ZipFile) -> zipfile.ZipInfo:
         raise UnreadableError("is a zip archive without a data.pkl")
     folders = {name.partition("/")[0] for name in names}
     if len(pickles) > 1 or len(set(names)) < len(names) or len(folders) > 1 or "/" not in pickles[0].filename:
-        raise UnreadableError(
-            "is an archive whose members readers take for different ones: it may hide what torch loads"
-        )
+        raise UnreadableError("is an archive that different readers read differently: it may hide what torch loads")
     return pickles[0]

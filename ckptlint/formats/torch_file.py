@@ -225,9 +225,9 @@ def read_torch_file(folder: Folder, name: str) -> TorchFile:
     if head.startswith(b"version https://git-lfs"):
         raise UnreadableError("is a Git LFS pointer, not the file itself", 0)
     if not folder.head(name, 4096).strip(b"\0"):
-        raise UnreadableError("starts with zero bytes, where an archive of torch.save has its first member", 0)
+        raise UnreadableError("starts with zero bytes instead of the first member of a torch.save archive", 0)
     if head[0] != 0x80:
-        raise UnreadableError(f"is no file of torch.save: it starts with the bytes {head[:4].hex(' ')}", 0)
+        raise UnreadableError(f"is not a file of torch.save: it starts with the bytes {head[:4].hex(' ')}", 0)
     return _file(read_state(folder.read(name, _PICKLED_LIMIT)), "", {}, size, folder, name)
 
 
@@ -421,15 +421,15 @@ class _Reading:
         bits = ITEM_BITS.get(tensor.dtype, 0)
         fault = ""
         if place is None:
-            fault = f"has no member data/{printable(tensor.key)}, in which a tensor of its data.pkl lies"
+            fault = f"has no member data/{printable(tensor.key)}, but its data.pkl has a tensor there"
         elif bits and tensor.length >= 0 and tensor.length * bits // 8 != place.size:
             fault = (
-                f"has {place.size:,} bytes in data/{printable(tensor.key)}, and its data.pkl says "
+                f"has {place.size:,} bytes in data/{printable(tensor.key)}, but its data.pkl says "
                 f"{tensor.length * bits // 8:,}"
             )
         elif 0 <= tensor.length < tensor.offset + tensor.extent:
             fault = (
-                f"has a tensor that ends at element {tensor.offset + tensor.extent:,} of data/{printable(tensor.key)}, "
+                f"has a tensor of {tensor.offset + tensor.extent:,} elements in data/{printable(tensor.key)}, "
                 f"which has {tensor.length:,}"
             )
         if fault:

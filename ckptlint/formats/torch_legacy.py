@@ -37,7 +37,7 @@ def split_pickles(data: bytes) -> list[bytes]:
                     end = at + (position or 0) + 1
         except (ValueError, UnicodeError) as error:
             if "unknown" in str(error):
-                raise UnreadableError(f"is no pickle from byte {at:,} on", at) from None
+                raise UnreadableError(f"stops being a pickle at byte {at:,}", at) from None
         if end == at:
             raise UnreadableError(f"ends at byte {len(data):,} inside a pickle (no STOP)", len(data))
         found.append(data[at:end])

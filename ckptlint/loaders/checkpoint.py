@@ -27,6 +27,7 @@ from ckptlint.loaders.common_state import (
     read_objects,
 )
 from ckptlint.loaders.dcp import Description, describe, state_of
+from ckptlint.loaders.discover import components, steps_of
 from ckptlint.loaders.megatron import (
     CONFIG_FILE,
     describing_objects,
@@ -55,14 +56,16 @@ from ckptlint.loaders.step_files import (
 from ckptlint.model import FILE_STATES, Checkpoint, Declared, FileTable, Format, Problem, RunFolder, StoredFile
 from ckptlint.model.files import Names
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import printable
+from ckptlint.model.text import plural, printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.listing import is_plain
 from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.litter import is_litter
 from ckptlint.vocabulary.mesh import read_topology
+from ckptlint.vocabulary.step_files import family_of
 
-_RENAMED = "the writer renames a finished file into place, so a short one is a copy that broke off or a full disk"
+_RENAMED = "the writer renames a finished file into place, so an interrupted copy or a full disk truncated it"
+_OTHER_CONTENT = "torch reads a pickle there, so another program wrote this file or a copy replaced it"
 _DESCRIBES_ITSELF: Mapping[LayoutKind, Format] = {
     "safetensors": "safetensors",
     "torch": "torch",
@@ -73,8 +76,9 @@ _DESCRIBES_ITSELF: Mapping[LayoutKind, Format] = {
 }
 """Kinds whose files describe their own tensors, and their formats."""
 _BYTECHECKPOINT = "bytecheckpoint."
-_NO_METADATA = {"dangling-link": "is a link that leads nowhere", "not-a-file": "is no regular file"}
-_WRITTEN_LAST = "it is written last, after all payload files, so the save or the copy did not finish"
+_NO_METADATA = {"dangling-link": "is a broken link", "not-a-file": "is not a regular file"}
+_WRITTEN_LAST = "the writer writes it last, after all payload files, so the save or the copy never finished"
+_RESTORE = "restore .metadata from where it was written, or use another step"
 
 
 def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
@@ -91,10 +95,8 @@ def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
     ckpt = _open(folder, look_at_files)
     ckpt = replace(ckpt, written=folder.newest, times=_times(folder, ckpt))
     if folder.linked_to:
-        sentence = f"{printable(folder.name)} is a link to {folder.linked_to}, outside of the run"
-        note = Problem(
-            "note", ckpt.metadata_file, sentence, why="who cleans up there, or saves anew, changes this step"
-        )
+        sentence = f"{printable(folder.name)} is a link to {folder.linked_to}, outside the run"
+        note = Problem("note", ckpt.metadata_file, sentence, why="a cleanup or another save there changes this step")
         ckpt = replace(ckpt, problems=[*ckpt.problems, note])
     ckpt = replace(ckpt, unseen=(*ckpt.unseen, *folder.strays))
     return with_step_files(folder, ckpt) if look_at_files else ckpt
@@ -198,7 +200,7 @@ def _open_dcp(folder: Folder, found: Recognised, look_at_files: bool) -> Checkpo
             if not problems:  # a refused root was reported already
                 problems.append(from_error(error, label, blocks=True))
     if described is None:
-        problems = [replace(p, blocks=True, hint=p.hint or other_step(folder)) for p in problems]
+        problems = [replace(p, blocks=True, hint=p.hint or other_step(folder) or _RESTORE) for p in problems]
         if any(p.kind == "unreadable" for p in problems):
             problems += unread_beside(folder)
         return Checkpoint(
@@ -276,7 +278,7 @@ def _assemble(
 def _unseen(folder: Folder, run: RunFolder | None, files: FileTable) -> tuple[str, ...]:
     """What could not be looked at and would be no finding if it could."""
     unchecked = int(files.are("unchecked").sum())
-    sizes = f"the server does not tell the size of {unchecked} of {len(files)} payload files" if unchecked else ""
+    sizes = f"the server does not give the size of {unchecked} of {len(files)} payload files" if unchecked else ""
     return tuple(sentence for sentence in (folder.unseen, run.unseen if run else "", sizes) if sentence)
 
 
@@ -284,8 +286,8 @@ def _read_metadata(folder: Folder, name: str, problems: list[Problem]) -> Unpick
     try:
         unpickled = read_metadata(_content(folder, name))
     except UnreadableError as error:
-        why = _RENAMED if error.position else _WRITTEN_LAST
-        problems.append(from_error(error, name, why=why))
+        why = _RENAMED if error.position else _OTHER_CONTENT if folder.size(name) else _WRITTEN_LAST
+        problems.append(from_error(error, name, why="" if isinstance(error, LimitError) else why))
         return None
     if isinstance(unpickled.root, Opaque) and unpickled.root.module.startswith(_BYTECHECKPOINT):
         own = tuple(refused for refused in unpickled.refused if not refused.target.startswith(_BYTECHECKPOINT))
@@ -420,19 +422,32 @@ def _named_file(folder: Folder, found: Recognised, look_at_files: bool) -> Check
 
     if (ckpt := read_named(folder, folder.part, look_at_files)) is not None:
         return ckpt
-    sentence = f"{found.evidence} is a file by itself, and no part of a checkpoint that ckptlint checks"
-    hint = "name the folder of the checkpoint"
-    problem = Problem("unsupported", found.evidence, sentence, hint=hint, blocks=True)
+    family = family_of(folder.part)
+    kind = f" (by its name: {family.name})" if family is not None else ""
+    sentence = f"{found.evidence} is not a checkpoint that ckptlint checks{kind}"
+    problem = Problem("unsupported", found.evidence, sentence, hint=_folder_to_name(folder), blocks=True)
     return Checkpoint(folder.display, "unsupported", problems=[problem], readable=False, metadata_file=found.evidence)
+
+
+def _folder_to_name(folder: Folder) -> str:
+    """Which folder to give instead of a file in it."""
+    whole = None if folder.parent is None else folder.parent.sub(folder.name)
+    place = folder.display.removesuffix(folder.part).rstrip("/") or "."
+    if whole is not None and steps_of(whole):
+        return f"name the run folder, {place}, or one of the steps in it"
+    if whole is not None and components(whole):
+        return f"name the folder of the checkpoint, {place}"
+    return "name the folder of the checkpoint, the one that holds .metadata, *.safetensors or rank files"
 
 
 def _incomplete(folder: Folder, found: Recognised, _look_at_files: bool) -> Checkpoint:
     payload = len(_listed(folder))
-    evidence = f"{payload} payload files" if payload else printable(found.evidence)
-    if folder.has(".metadata.tmp"):
-        evidence += " and .metadata.tmp"
+    evidence = plural(payload, "payload file") if payload else printable(found.evidence)
+    count = payload or 1
+    if folder.has(".metadata.tmp") and evidence != ".metadata.tmp":
+        evidence, count = f"{evidence} and .metadata.tmp", 2
     state = _NO_METADATA.get(folder.look_at(METADATA)[0], "is missing")
-    return _unfinished(folder, f"{METADATA} {state}, {evidence} are there", METADATA)
+    return _unfinished(folder, f"{METADATA} {state}, {evidence} {'is' if count == 1 else 'are'} there", METADATA)
 
 
 def _unfinished(folder: Folder, sentence: str, file: str) -> Checkpoint:
@@ -440,8 +455,9 @@ def _unfinished(folder: Folder, sentence: str, file: str) -> Checkpoint:
         "incomplete",
         file or folder.display,
         sentence,
-        why=_WRITTEN_LAST if file else "the step was begun and never written",
-        hint=other_step(folder) or "restore it if only the copy left it out (dot files are easily left behind)",
+        why=_WRITTEN_LAST if file else "a save began this step and never wrote it",
+        hint=other_step(folder)
+        or "copy it from where it was written, if the copy left it out (dot files are easy to miss)",
         blocks=True,
     )
     problems = [problem]

@@ -198,7 +198,7 @@ def _of_megatron(common: CommonState | None, sources: list[tuple[str, Any]]) -> 
 
 def _unread(name: str, error: Exception) -> Problem:
     reason = printable(str(error).splitlines()[0][:200]) if str(error) else type(error).__name__
-    return Problem("note", name, f"{name} cannot be read ({reason}); what it declares is not used")
+    return Problem("note", name, f"{name} cannot be read ({reason}); ckptlint does not use what it declares")
 
 
 def model_config(text: bytes) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def model_config(text: bytes) -> dict[str, Any]:
         raise LimitError(f"it has more than {_CONTAINERS_LIMIT:,} lists and objects")
     values = json.loads(text.decode())
     if not isinstance(values, dict):
-        raise ValueError("it holds no JSON object")
+        raise ValueError("it is not a JSON object")
     return {name: _shallow(value, _NESTED_LIMIT) for name, value in values.items()}
 
 
@@ -255,7 +255,7 @@ def _record(folder: Folder, location: Location) -> bytes:
     if not 0 < length <= PICKLE_LIMIT or offset < 0:
         raise LimitError(f"has a record that claims {length:,} bytes at {offset:,}")
     if folder.look_at(path)[0] not in READABLE:
-        raise UnreadableError("cannot be read: its payload file is not there")
+        raise UnreadableError("cannot be read: its payload file is missing")
     return read_pickle_member(io.BytesIO(folder.read_range(path, offset, length)))
 
 

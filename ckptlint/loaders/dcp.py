@@ -193,8 +193,8 @@ def _disagreement(fqn: str, states: list[Any], file: str) -> list[Problem]:
     if len(listed) == 1 or all(_volume(chunks, shape) >= prod(shape) for (shape, _), chunks in listed.items()):
         return []
     whole = " and ".join(f"{dtype} {_short(shape)}" for shape, dtype in islice(listed, 4))
-    sentence = f"{file}: ranks that hold {printable(fqn)} say that the whole is {whole}"
-    why = "each rank reads the whole from its own metadata, so what it loads depends on the rank"
+    sentence = f"{file}: ranks disagree on {printable(fqn)}: {whole}"
+    why = "each rank takes shape and dtype from its own metadata, so what it loads depends on the rank"
     return [Problem("unreadable", file, sentence, why=why, hint="save again from the job")]
 
 
@@ -401,7 +401,7 @@ class _RawRecords:
         except KeyError as error:
             raise UnreadableError(f"has a storage entry without {error}") from None
         if not {str} >= set(map(type, fqns)) | set(map(type, names)):
-            raise UnreadableError("has a storage entry whose name or path is no text")
+            raise UnreadableError("has a storage entry whose key or path is not text")
         fqn, different = _numbered(fqns)
         number, paths = _numbered(names)
         rank, offsets, odd = _filed_under([key.get("offset") for key in keys])  # absent for bytes entries

@@ -120,8 +120,8 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[Folder]:
         raise NothingToCheckError(f"no .metadata under {folder.display}: {hint}")
     if not found:
         raise NothingToCheckError(
-            f"no checkpoint under {folder.display}: looked for .metadata, __N.metadata, *.distcp, metadata.json, "
-            "step folders (iter_*, step-*, step_*, global_step_*, checkpoint-*) and component folders"
+            f"no checkpoint under {folder.display}: looked for .metadata, __N.metadata, *.distcp, *.safetensors, files "
+            "of torch.save, step folders (iter_*, step-*, step_*, global_step_*, checkpoint-*) and component folders"
         )
     return found
 
@@ -204,7 +204,7 @@ def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
 
 
 def _levels(sub: Folder, levels: int) -> int:
-    """How deep to look into a step: behind a link to a folder of another name into none of its sub-folders."""
+    """How deep to look into a step: where it is a link to a folder of another name, into none of its sub-folders."""
     return 0 if sub.linked_to and step_number(PurePath(sub.linked_to).name) is None else levels - 1
 
 
@@ -228,7 +228,7 @@ def sub_folder(folder: Folder, name: str) -> Folder | None:
 def astray(folder: Folder, name: str) -> str:
     """What is said of a link that `sub_folder` does not follow."""
     link = f"{folder.display.rstrip('/')}/{printable(name)}"
-    return f"{link} is a link to {printable(folder.outside(name))}, outside of the run, which was not searched"
+    return f"{link} is a link to {printable(folder.outside(name))}, outside the run; ckptlint did not follow it"
 
 
 def _nested(folder: Folder, but: Collection[str], all_steps: bool = False, levels: int = 0) -> list[Folder]:
@@ -319,6 +319,16 @@ def find(path: str, all_steps: bool = False) -> list[Folder]:
         return [folder.parent]
     if name.endswith(_WEIGHTS) and (own := [part for part in components(folder) if part.has(name)]):
         return own
-    if not name or name.endswith(_WEIGHTS) or _is_dcp(name):
+    if not name:
         return find_checkpoints(folder, all_steps)
+    if name.endswith(_WEIGHTS) or _is_dcp(name):
+        try:
+            return find_checkpoints(folder, all_steps)
+        except NothingToCheckError:
+            if folder.unseen:
+                raise
+            raise NothingToCheckError(
+                f"{printable(name)} in {folder.display} belongs to no checkpoint: neither .metadata nor payload nor "
+                "*.safetensors lie beside it; name the folder that holds them, or the run folder above it"
+            ) from None
     return [folder.without(folder.entries.keys() - {name}, name)]

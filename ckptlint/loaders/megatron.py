@@ -85,9 +85,9 @@ def read_config(folder: Folder) -> tuple[dict[str, Any] | None, Problem | None]:
     except UnreadableError as error:
         return None, from_error(error, CONFIG_FILE)
     except (ValueError, RecursionError) as error:
-        damage = UnreadableError(f"is no JSON ({printable(str(error))})")
-        why = "Megatron-Core writes it last and reads it first: without it the folder is not recognised"
-        return None, from_error(damage, CONFIG_FILE, why=why, hint="restore it from the step beside this one")
+        damage = UnreadableError(f"is not JSON ({printable(str(error))})")
+        why = "Megatron-Core writes it last and reads it first: without it, it does not recognise the folder"
+        return None, from_error(damage, CONFIG_FILE, why=why, hint="copy it from another step of the same job")
     return (config, None) if isinstance(config, dict) else ({}, None)
 
 
@@ -132,21 +132,21 @@ def missing_marks(
                 "incomplete",
                 CONFIG_FILE,
                 f"{CONFIG_FILE} is missing beside the Megatron-Core checkpoint in .metadata",
-                why="Megatron-Core writes it last, so the save did not finish, or the copy left it out",
-                hint="go back to the newest complete step; if all files are known to be there, restore it from a "
-                "step that the same job saved",
+                why="Megatron-Core writes it last, so the save never finished, or the copy left it out",
+                hint="go back to the newest complete step; if you know that all files are there, copy it from another "
+                "step of the same job",
             )
         )
     has_common = folder.has(COMMON_FILE) or COMMON_ENTRY in keys or folder.has("train_state.pt")
     if config and not has_common:
         declared = config.get("common_backend")
-        says = f"{CONFIG_FILE} declares the common backend {printable(str(declared))!r}" if declared else "no source"
+        says = f"; {CONFIG_FILE} declares the common backend {printable(str(declared))!r}" if declared else ""
         problems.append(
             Problem(
                 "incomplete",
                 COMMON_FILE,
-                f"{COMMON_FILE} is missing: {says}, and there is no entry {COMMON_ENTRY} either",
-                why="arguments, iteration and parameter groups live there; Megatron-Core cannot load without them",
+                f"{COMMON_FILE} is missing, and so is an entry {COMMON_ENTRY}{says}",
+                why="it holds arguments, iteration and parameter groups; Megatron-Core cannot load without them",
                 hint=f"copy {COMMON_FILE} again from where the checkpoint was written",
             )
         )

@@ -9,8 +9,8 @@ from ckptlint.model.text import unknown_classes
 
 _SENDER = "do not open this folder with torch.load or dcp.load; report it to whoever gave it to you"
 _VOUCH = (
-    "where this is code of your own, settings name its package in trusted-modules below [rules.unsafe-pickle]; "
-    "where it is not, do not load this file"
+    "if this is your own code, add its package to trusted-modules below [rules.unsafe-pickle] in the settings; if not, "
+    "do not load this file"
 )
 _OPENED = "torch reads this file with a plain pickle load, so opening the folder runs what it names"
 _CALLED = "a plain pickle load calls it, whatever it does"
@@ -29,7 +29,7 @@ def from_refusals(unpickled: Unpickled, file: str, where: str = "") -> list[Prob
         act = "asks to call" if refused.called else "names"
         at = f" at byte {refused.position:,}" if refused.position >= 0 else ""
         inside = " of a pickle inside its bytes" if at else " in a pickle inside its bytes"
-        end = ", which ckptlint does not know" if refused.unknown else "; ckptlint read the opcodes and did not run it"
+        end = ", which ckptlint does not know" if refused.unknown else "; ckptlint did not run it"
         problems.append(
             Problem(
                 "unsafe",

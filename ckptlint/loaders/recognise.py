@@ -27,15 +27,15 @@ _TEXT_LIMIT = 1024**2
 
 _HINTS = {
     "nanotron": "convert it with nanotron's examples/llama/convert_nanotron_to_hf.py",
-    "Megatron-LM legacy torch": "it is checked where it lies in a folder of its own",
-    "Orbax": "Orbax reads it; it is a JAX checkpoint",
+    "Megatron-LM legacy torch": "move it to a folder of its own, where ckptlint checks it",
+    "Orbax": "read it with Orbax: it is a JAX checkpoint",
     "NeMo 1 or other, in mp_rank folders": "convert it to torch_dist with NeMo",
-    "NVRx local checkpoint": "each node holds the part of its ranks: load it with the job that wrote it and save it "
-    "globally, as torch_dist",
+    "NVRx local checkpoint": "load it with the job that wrote it and save it globally, as torch_dist: each node holds "
+    "only the part of its ranks",
     "torchsnapshot": "load it with torchsnapshot and save it with torch.distributed.checkpoint",
     "PaddlePaddle": "load it with paddle.distributed.load_state_dict, which reads its N.metadata",
-    "GGUF": "check the safetensors that it was made from",
-    "NeMo, packed": "unpack it (it is a tar archive) and give the folder of weights in it",
+    "GGUF": "check the safetensors from which it was made",
+    "NeMo, packed": "unpack it (it is a tar archive) and name the folder of weights in it",
     "zarr (Megatron-Core <= 0.15)": "load it with Megatron-Core <= 0.15 and save it as torch_dist",
     "ByteCheckpoint": "load it with ByteCheckpoint",
 }
@@ -64,7 +64,7 @@ class Recognised:
 
 def unsupported_hint(name: str) -> str:
     """What to do with a format that is not checked."""
-    return _HINTS.get(name, "give the folder of a DCP or torch_dist checkpoint, or convert it")
+    return _HINTS.get(name, "name the folder of a DCP or torch_dist checkpoint, or convert this one")
 
 
 @fact

@@ -66,7 +66,7 @@ def read_reference(path: str) -> Reference:
         raise ConfigError(f"the reference {source} cannot be read: {error}") from None
     if not (reference.tensors or reference.declared or reference.parts):
         why = f": {reference.unseen}" if reference.unseen else ""
-        raise ConfigError(f"the reference {source} names no tensors, so that any checkpoint would pass{why}")
+        raise ConfigError(f"the reference {source} names no tensors, so any checkpoint would pass{why}")
     return reference
 
 
@@ -88,7 +88,7 @@ def _from_file(folder: Folder, name: str, path: str, source: str) -> Reference:
     if name == _CONFIG:  # what it implies, whatever lies beside it
         return isolated(partial(_configuration, folder, source), folder.size(name))
     if folder.look_at(name)[0] not in READABLE:
-        raise ConfigError(f"the reference {source} is no regular file")
+        raise ConfigError(f"the reference {source} is not a regular file")
     if name.endswith(".safetensors"):
         return isolated(partial(_safetensors_file, folder, name, source), _header_length(folder, name))
     size = folder.size(name)
@@ -123,10 +123,10 @@ def _manifest(folder: Folder, name: str, source: str) -> Reference:
     if "weight_map" in document:
         return _index_file(folder, name, source)
     if document.get("schema") != MANIFEST_SCHEMA:
-        raise UnreadableError(f"it is no manifest: its schema is not {MANIFEST_SCHEMA!r}")
+        raise UnreadableError(f"it is not a manifest: its schema is not {MANIFEST_SCHEMA!r}")
     entries = document.get("tensors")
     if not isinstance(entries, dict):
-        raise UnreadableError("its `tensors` is no object of names")
+        raise UnreadableError("its `tensors` is not an object of keys")
     # names come from `ckptlint manifest`, made printable already: escaping them again would change them
     tensors = {fqn if fqn.isprintable() else printable(fqn): _entry(fqn, entry) for fqn, entry in entries.items()}
     return Reference(source, "manifest", tensors)
@@ -155,7 +155,7 @@ def _model_folder(folder: Folder, source: str) -> Reference:
         for name in _safetensors(folder):
             header = _header(folder, name)
             if header is None:
-                raise UnreadableError(f"{printable(name)} is a git-lfs pointer, and no {_INDEX} gives the names")
+                raise UnreadableError(f"{printable(name)} is a git-lfs pointer, and no {_INDEX} gives the keys")
             if name.startswith("shard-"):
                 header = {fqn: (dtype, None) for fqn, (dtype, _) in header.items()}
             elif twice := next((fqn for fqn in header if fqn in tensors), None):
@@ -189,7 +189,7 @@ def _with_implied(reference: Reference, config: Mapping[str, Any]) -> Reference:
 
 def _unseen(reference: Reference, reason: str) -> str:
     counts = [name for name in reference.declared if name in ("layers", "hidden", "heads", "experts", "vocab")]
-    compared = f"; compared was only what it declares ({', '.join(counts)})" if counts else ""
+    compared = f"; ckptlint compared only what it declares ({', '.join(counts)})" if counts else ""
     return f"which tensors {reference.source} implies: {reason}{compared}"
 
 
@@ -208,7 +208,7 @@ def _indexed(folder: Folder, name: str) -> Tensors:
     """The keys of an index, with dtypes and shapes from the files that lie beside it."""
     places = _json(folder, name).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise UnreadableError("it has no weight_map from names to files")
+        raise UnreadableError("it has no weight_map from keys to files")
     headers: dict[str, Tensors] = {}
     for file in dict.fromkeys(places.values()):
         at_hand = file.endswith(".safetensors") and is_safe(file) and folder.look_at(file)[0] in READABLE
@@ -305,5 +305,5 @@ def _entry(fqn: str, entry: Any) -> tuple[str | None, tuple[int, ...] | None]:
         raise UnreadableError(f"it has no dtype and shape for {shown}")
     dtype, shape = entry.get("dtype"), entry.get("shape")
     if not isinstance(dtype, str | None):
-        raise UnreadableError(f"the dtype of {shown} is no text")
+        raise UnreadableError(f"the dtype of {shown} is not text")
     return None if dtype is None else printable(dtype), None if shape is None else checked_shape(fqn, shape)

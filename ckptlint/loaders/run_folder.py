@@ -21,7 +21,7 @@ from ckptlint.loaders.safetensors import NUMBERED, SHARD
 from ckptlint.model import Problem, RunFolder, StepState
 from ckptlint.storage.folder import Folder
 
-_UNSEEN = "the other steps of its run and their tracker were not looked at"
+_UNSEEN = "ckptlint did not look at the other steps of its run and their tracker"
 
 TRACKERS = ("latest_checkpointed_iteration.txt", "dlrover_latest.txt", "latest")
 """Megatron-LM, Megatron-Bridge, slime and verl; dlrover; DeepSpeed, which names a folder."""

@@ -34,7 +34,7 @@ from ckptlint.model import (
 from ckptlint.model.cover import Budget
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import IntArray, Layout
-from ckptlint.model.text import printable
+from ckptlint.model.text import plural, printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG
@@ -171,10 +171,10 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
     readable = bool(chunks.names) or len(unread) < len(names)
     if not readable:
         problems = [replace(problem, blocks=True) for problem in problems] or [no_files(label, absent)]
-    partial = f"{len(unread)} of {len(files)} files of this model are absent or cannot be read" if unread else ""
+    partial = f"{len(unread)} of {len(files)} files of this model are missing or unreadable" if unread else ""
     owner = _owners(chunks, names, places or {})
     if not partial and not group.index and not chunks.by_dcp and not owner.all() and not _is_numbered(group):
-        partial = "files without an index hold the same keys, so they are no parts of one model"
+        partial = "files without an index hold the same keys, so they are not parts of one model"
     tensors, records = _tables(chunks, owner)
     problems += _mixed(chunks, names)
     for tensor in tensors.values():
@@ -184,7 +184,7 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
             problems.append(Problem("limit", label, sentence, fqn=tensor.fqn))
     if chunks.unknown:
         shown_keys = ", ".join(chunks.unknown[:4]) + (", ..." if len(chunks.unknown) > 4 else "")
-        note = f"{len(chunks.unknown)} tensors have a dtype that torch has no name for: {shown_keys}"
+        note = f"{plural(len(chunks.unknown), 'tensor')} of a dtype that torch does not have: {shown_keys}"
         problems.append(Problem("note", label, note))
     is_model = not any(_ADAPTER.fullmatch(name) for name in names)  # beside an adapter lies its base model's config
     declared, config, config_problems = read_configs(folder, None) if is_model else ({}, None, [])
@@ -227,7 +227,7 @@ def _own_config(folder: Folder, files: list[str]) -> tuple[ModelConfig | None, l
     except LimitError as error:
         damage: UnreadableError = error
     except (ValueError, RecursionError) as error:
-        damage = UnreadableError(f"is no JSON object ({printable(str(error))[:120]})")
+        damage = UnreadableError(f"is not a JSON object ({printable(str(error))[:120]})")
     hint = "restore it from where the files were written"
     return None, [from_error(damage, name, why="a load starts with it, so it fails", hint=hint)]
 
@@ -247,7 +247,7 @@ def read_index(folder: Folder, index: str, problems: list[Problem]) -> tuple[dic
         for name in places:
             checked_key(name)
     except UnreadableError as error:
-        why = "loaders follow it from each key to its file"
+        why = "loaders use it to find the file of each key"
         hint = "write the index again from the headers of the files"
         problems.append(from_error(error, printable(index), why=why, hint=hint))
         return None, None
@@ -272,8 +272,10 @@ def no_files(label: str, absent: list[str]) -> Problem:
     return Problem(
         "incomplete",
         label,
-        f"{label} names {len(absent)} files, and none of them is there" if absent else f"{label} names no file",
-        why="the files of a save are written before their index, so a copy left them out",
+        f"{label} names {plural(len(absent), 'file')}, and none of them is there"
+        if absent
+        else f"{label} names no file",
+        why="a writer writes the index after the files, so a copy left them out",
         hint="copy the files again from where the index came from",
         blocks=True,
     )
@@ -291,7 +293,7 @@ def _read_file(
         header = read_header(folder, name, size)
         info = sharding_info(header)
         if info is None and group.sharded and header.names:
-            raise UnreadableError(f"is named like one rank's shard and has no {_INFO} in its header", 8)
+            raise UnreadableError(f"has the name of one rank's shard, but no {_INFO} in its header", 8)
     except LimitError as error:
         problems.append(from_error(error, shown))
         return False
@@ -327,7 +329,7 @@ def _container(file: str, sentence: str, position: int, fqn: str | None = None) 
         sentence,
         detail=(f"byte {position:,} of {file}",),
         why="readers of safetensors refuse the whole file, so none of its tensors loads",
-        hint="copy the file again from where it was written, or save again with nothing but tensors in it",
+        hint="copy the file again from where it was written, or save again with only tensors in it",
         fqn=fqn,
     )
 
@@ -375,8 +377,8 @@ def _mixed(chunks: _Chunks, files: list[str]) -> list[Problem]:
             list(found.values())[1],
             f"the shards of {printable(name)} are "
             + " and ".join(f"{dtype} in {file}" for dtype, file in found.items()),
-            why="a tensor has one dtype: a reader takes that of one shard for all, or fails",
-            hint="save again from the job, or restore the header of the file that differs from the others",
+            why="a tensor has one dtype: a reader uses one shard's dtype for all, or fails",
+            hint="save again from the job, or restore the header of the file that differs",
             fqn=printable(name),
         )
         for name, found in places.items()

@@ -29,7 +29,7 @@ from ckptlint.loaders.recognise import (
     unsupported_hint,
 )
 from ckptlint.model import Checkpoint, OptimizerFile, Problem, StepFile, StepFileState
-from ckptlint.model.text import printable
+from ckptlint.model.text import plural, printable
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.litter import is_litter
 from ckptlint.vocabulary.step_files import Family, family_of, holds_no_state, may_be_pickle
@@ -234,7 +234,7 @@ def _saved_step(item: _Found) -> int | None:
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"is no JSON ({printable(str(error)[:200])})") from None
+        raise UnreadableError(f"is not JSON ({printable(str(error)[:200])})") from None
     step = document.get("global_step") if isinstance(document, dict) else None
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
@@ -258,7 +258,8 @@ def lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
     problem = Problem(
         "incomplete",
         names,
-        f"{names} missing: the other {len(present)} ranks wrote theirs",
+        f"{names} {'is' if len(lost) == 1 else 'are'} missing; {plural(len(present), 'other rank')} wrote "
+        f"{'its own' if len(present) == 1 else 'their own'}",
         why="with use_collectives=False each rank describes only its own chunks, so what these ranks held is lost",
         hint="copy the files again from the node of these ranks, or go back to a complete step",
     )
@@ -273,8 +274,8 @@ def leftover_files(folder: Folder) -> list[Problem]:
             Problem(
                 "incomplete",
                 temporary,
-                f"{temporary} is newer than {METADATA}: a later save into this folder did not finish",
-                why="its payload files may have replaced the ones that .metadata describes",
+                f"{temporary} is newer than {METADATA}: a later save into this folder never finished",
+                why="its payload files may have replaced those that .metadata describes",
                 hint="use another step, or save again into an empty folder",
             )
         )
@@ -284,7 +285,7 @@ def leftover_files(folder: Folder) -> list[Problem]:
     for name in (METADATA, COMMON_FILE):
         if folder.has(name) and folder.look_at(name)[0] == "link-outside":
             sentence = f"{name} is a link to a file outside the checkpoint"
-            why = "model caches link to their files; elsewhere it may describe another checkpoint"
+            why = "in a model cache that is normal; elsewhere it may describe another checkpoint"
             problems.append(Problem("note", name, sentence, why=why))
     return problems
 
@@ -309,9 +310,9 @@ def unfinished_marks(folder: Folder) -> list[Problem]:
     if not is_marked:
         return []
     name = printable(marker)
-    sentence = f"{name} says that this save did not reach its end"
-    hint = other_step(folder) or "wait for the save to end, or use an earlier checkpoint"
-    return [Problem("incomplete", name, sentence, why="the writer removes the mark last", hint=hint)]
+    sentence = f"{name} says that this save never finished"
+    hint = other_step(folder) or "wait for the save to finish, or use an earlier checkpoint"
+    return [Problem("incomplete", name, sentence, why="the writer removes this mark last", hint=hint)]
 
 
 def unread_beside(folder: Folder) -> list[Problem]:
@@ -322,11 +323,11 @@ def unread_beside(folder: Folder) -> list[Problem]:
 
 
 def unsupported_problem(found: Recognised, beside: bool = False) -> Problem:
-    sentence = f"{found.evidence} shows a checkpoint of {found.name}, which ckptlint does not check"
+    sentence = f"{found.evidence} belongs to a format that ckptlint does not check: {found.name}"
     hint = unsupported_hint(found.name)
     return Problem("unsupported", found.evidence, sentence, hint=hint, blocks=not beside, beside=beside)
 
 
 def other_step(folder: Folder) -> str:
     step = newest_readable_step(folder)
-    return f"the newest other step here whose metadata reads is {printable(step)}" if step else ""
+    return f"use {printable(step)}, the newest other step here with readable metadata" if step else ""

@@ -129,6 +129,15 @@ def human_bytes(count: int) -> str:
     raise AssertionError
 
 
+def byte_span(start: int, length: int) -> str:
+    """The bytes from a first one on as an inclusive range.
+
+    >>> byte_span(0, 1705), byte_span(1705, 1), byte_span(64, 0)
+    ('0-1,704', '1,705', '64')
+    """
+    return f"{start:,}-{start + length - 1:,}" if length > 1 else f"{start:,}"
+
+
 def human_duration(seconds: float) -> str:
     """A time in its largest whole unit.
 
@@ -178,4 +187,4 @@ def named_ranks(ranks: Iterable[int]) -> str:
 def unknown_classes(names: Sequence[str]) -> str:
     """How many classes ckptlint does not know, and the first of them."""
     shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    return f"{len(names)} classes unknown to ckptlint: {shown}"
+    return f"{len(names)} {'class' if len(names) == 1 else 'classes'} unknown to ckptlint: {shown}"

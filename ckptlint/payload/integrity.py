@@ -27,7 +27,7 @@ def read_integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]
     except UnreadableError as error:
         return None, [from_error(error, INTEGRITY)]
     except (ValueError, RecursionError) as error:
-        return None, [from_error(UnreadableError(f"is no JSON ({printable(str(error))})"), INTEGRITY)]
+        return None, [from_error(UnreadableError(f"is not JSON ({printable(str(error))})"), INTEGRITY)]
     files = listed.get("files") if isinstance(listed, dict) else None
     if not isinstance(files, dict) or listed.get("algorithm") != "sha256":
         return None, [from_error(UnreadableError("lists no SHA-256 checksums of files"), INTEGRITY)]

@@ -85,9 +85,7 @@ class Contents:
             content = found.content
             is_lost = content is not None and name is not None and content.key not in ("", name)
             if content is not None and is_lost and (name or content.volume):
-                error = UnreadableError(
-                    f"has a data.pkl that refers to {printable(content.key)}, which is not there", 0
-                )
+                error = UnreadableError(f"has a data.pkl that refers to {printable(content.key)}, which is missing", 0)
                 found = replace(found, error=error)
             self.decoded.append(found)
             contents.append(content or RecordContent("object"))

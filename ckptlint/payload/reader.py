@@ -41,7 +41,7 @@ _NAMED = 4
 _EXAMINED = 64
 _TICK = 0.1
 _OF_VALUES = ("nan", "plus_inf", "minus_inf", "first", "masks", "zeros", "denormals", "least", "most", "one_value")
-_NO_SEAL = "copy it again from where it was written, or remove it: without it the contents are not compared"
+_NO_SEAL = "copy the seal again from where it was written, or remove it; without it the contents are not compared"
 T = TypeVar("T")
 
 
@@ -377,7 +377,7 @@ class Reader:
         for row in rows.tolist():
             item = found.get(self.ckpt.records.name(row))
             if item is None:
-                self.broken[file].append((row, UnreadableError("has no such tensor in its safetensors header", start)))
+                self.broken[file].append((row, UnreadableError("is not listed in the safetensors header", start)))
                 continue
             table.state[row] = RecordState.READ
             table.content[row] = len(table.contents)
@@ -583,7 +583,7 @@ class Reader:
         )
 
 
-_LOADED = "torch loads entries that are no tensors with a full unpickler, so a load may run what it names"
+_LOADED = "torch reads entries other than tensors with a full unpickler, so a load may run what they name"
 
 
 def _needed(ckpt: Checkpoint) -> tuple[IntArray, np.ndarray]:

@@ -235,7 +235,7 @@ def _walk(place: RecordPlace) -> _Walk:
     limits = [member.header for member in members[1:]] + [directory.start]
     for member, begin, limit in zip(members, starts, limits, strict=True):
         if begin + member.size > limit:
-            raise UnreadableError(f"has the member {member.short} reaching over the next one", member.header)
+            raise UnreadableError(f"has the member {member.short}, which overlaps the next one", member.header)
     at = next((i for i, member in enumerate(members) if member.short.lower() == "data.pkl"), None)
     if at is None:
         raise UnreadableError("is an archive without a data.pkl", directory.start)

@@ -44,7 +44,7 @@ def _decode(pickles: Sequence[bytes], crashes: list[int]) -> list[Decoded]:
     if not pickles:
         return []
     if not crashes[0]:  # each crash may cost the whole time limit
-        return [Decoded(None, error=LimitError("was not read: others like it crash the reader"))] * len(pickles)
+        return [Decoded(None, error=LimitError("was not read: one like it crashes the reader"))] * len(pickles)
     try:
         return isolated(partial(_all, pickles), sum(map(len, pickles)))
     except LimitError as error:

@@ -46,15 +46,16 @@ def read_blob(folder: Folder, path: str, start: int, size: int) -> dict[str, Blo
         raise UnreadableError(f"lies in a safetensors blob that {error}", 0) from None
     faults = [sentence for sentence, _, _ in layout_faults(header, size)]
     if len(header.end) and header.payload + int(header.end.max()) > size:
-        faults.append("its tensors reach behind the end of the file")
+        faults.append("its tensors reach past the end of the file")
     if faults:
-        raise UnreadableError(f"lies in a safetensors blob of which {faults[0]}", 0)
+        raise UnreadableError(f"lies in a damaged safetensors blob: {faults[0]}", 0)
     columns = zip(header.names, header.dtypes, header.shapes, header.begin.tolist(), header.end.tolist(), strict=True)
     found = {}
     for name, known, shape, begin, end in columns:
         dtype = known or "unknown"
         if dtype in ITEM_BITS and prod(shape) * ITEM_BITS[dtype] // 8 != end - begin:
-            raise UnreadableError(f"lies in a safetensors blob with {end - begin:,} bytes for {dtype} {list(shape)}", 0)
+            wrong = f"{end - begin:,} bytes for {dtype} {list(shape)}"
+            raise UnreadableError(f"lies in a damaged safetensors blob: its header says {wrong}", 0)
         strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
         place, _ = info.get(name, (None, None))
         content = RecordContent("tensor", dtype, shape, strides, declared_offsets=place)

@@ -38,14 +38,14 @@ def read_seal(folder: Folder) -> Seal | None:
         return None
     document = json_object(folder.read(SEAL, HEADER_LIMIT))
     if document.get("schema") != SCHEMA:
-        raise UnreadableError(f"is no seal that this version reads: its schema is not {SCHEMA}")
+        raise UnreadableError(f"is not a seal that this version reads: its schema is not {SCHEMA}")
     algorithm, metadata = _text(document, "algorithm"), _text(document, "metadata_blake2b")
     entries, skipped = document.get("entries"), document.get("skipped", {})
     step = document.get("step")
     if not isinstance(entries, dict) or not isinstance(skipped, dict) or not _HASH.fullmatch(metadata):
-        raise UnreadableError("is no seal: entries, skipped or metadata_blake2b are not what a seal has there")
+        raise UnreadableError("is not a seal: its entries, skipped or metadata_blake2b have another form")
     if step is not None and type(step) is not int:
-        raise UnreadableError("has a step that is no number")
+        raise UnreadableError("has a step that is not a number")
     return Seal(
         algorithm,
         metadata,
@@ -107,9 +107,9 @@ def _entry(key: str, entry: Any) -> tuple[str, SealEntry]:
 def _text(document: dict[str, Any], key: str) -> str:
     value = document.get(key, "")
     if not isinstance(value, str):
-        raise UnreadableError(f"has something else than a text as {printable(key[:_TEXT_LIMIT])}")
+        raise UnreadableError(f"has a {printable(key[:_TEXT_LIMIT])} that is not text")
     if len(value) > _TEXT_LIMIT:
-        raise LimitError(f"has {len(value):,} characters as {printable(key[:_TEXT_LIMIT])}, the limit is {_TEXT_LIMIT}")
+        raise LimitError(f"has {len(value):,} characters in {printable(key[:_TEXT_LIMIT])}, the limit is {_TEXT_LIMIT}")
     return printable(value)
 
 

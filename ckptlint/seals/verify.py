@@ -36,10 +36,10 @@ def misfit_of(seal: Seal | None, metadata: str) -> str:
     if seal is None:
         return f"there is no {SEAL}"
     if seal.algorithm != ALGORITHM:
-        return f"its digests are made by {seal.algorithm!r}, and this version knows {ALGORITHM!r}"
+        return f"{seal.algorithm!r} made its digests, but this version knows only {ALGORITHM!r}"
     if seal.metadata == metadata:
         return ""
-    return f"it belongs to {_named(seal.metadata)}, and here lies {_named(metadata)}"
+    return f"it belongs to {_named(seal.metadata)}, but this is {_named(metadata)}"
 
 
 def sealed_tensors(ckpt: Checkpoint) -> Iterator[Tensor]:

@@ -195,7 +195,7 @@ class Folder(ABC):
     def instead(self, relative: str) -> str:
         """What lies there in place of an absent file, as a sentence; "" for nothing."""
         other = self.other_case(relative)
-        return f"{printable(other)} is there: the case of its name was changed" if other else ""
+        return f"rename {printable(other)}, which differs only in letter case" if other else ""
 
     def read(self, name: str, limit: int) -> bytes:
         """The whole file.

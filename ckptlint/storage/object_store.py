@@ -74,7 +74,7 @@ class ObjectFolder(RemoteFolder):
         for info in self._infos:
             inside = info["name"].startswith(self.path + "/")
             if not inside and "//" in self.path:
-                raise AccessError(f"{self.display} cannot be listed: the library drops a slash of it")
+                raise AccessError(f"{self.display} cannot be listed: the library drops a slash from it")
             name = info["name"][len(self.path) + 1 :] if inside else info["name"].rpartition("/")[2]
             name = name.rstrip("/")
             if name:  # a key that ends in a slash marks a folder; one with `//` has a folder without a name
@@ -91,14 +91,17 @@ class ObjectFolder(RemoteFolder):
     def instead(self, relative: str) -> str:
         if other := super().instead(relative):
             return other
-        return "keys with `//` lie there: an upload joined its prefix with one slash too many" * self._has_nameless
+        return (
+            "copy the keys with `//` to names with one slash: an upload joined its prefix with one slash too many"
+            * self._has_nameless
+        )
 
     def size(self, name: str) -> int:
         if name in self.entries:
             return self.entries[name].size
         state, size = self.look_at(name)
         if state != "ok" or size is None:
-            raise AccessError(f"{printable(name)} in {self.display} cannot be read: it is not there")
+            raise AccessError(f"{printable(name)} in {self.display} cannot be read: it is missing")
         return size
 
     def look_at(self, relative: str) -> tuple[FileState, int | None]:

@@ -80,7 +80,7 @@ class RemoteFolder(Folder):
             return attempted(whole)
         except Exception as error:
             if is_absent(error):
-                raise AccessError(f"{what} cannot be read: it is no longer there") from None
+                raise AccessError(f"{what} cannot be read: it is gone") from None
             raise AccessError(f"{what} cannot be read: {reason(error, self.protocol)}") from None
 
 

@@ -38,14 +38,27 @@ WORKERS = 8
 """Requests at the same time."""
 
 WEB = ("http", "https")
-_PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "hf": "huggingface_hub"}
+_PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "hf": "huggingface_hub",
+    "http": "aiohttp",
+    "https": "aiohttp",
+}
+_IN_EXTRA = ("s3fs", "aiohttp")
+"""What the extra `remote` installs besides fsspec."""
 
 _CREDENTIALS = {
     "s3": "set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; FSSPEC_S3_ANON=true for a public bucket",
     "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
     "az": "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or AZURE_STORAGE_SAS_TOKEN",
     "hf": "set HF_TOKEN, or run `hf auth login`",
-    "http": "a store that may not be listed refuses absent files too: give its own URL then (s3://, gs://, ...)",
+    "http": "a store that refuses listing refuses missing files too: give its own URL instead (s3://, gs://, ...)",
 }
 
 _ALIKE = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az", "https": "http"}
@@ -62,14 +75,13 @@ def _made(protocol: str, _process: int) -> Any:
         import fsspec
         from fsspec.config import conf
     except ImportError:
-        raise ConfigError(f"{protocol}:// needs more packages: pip install 'ckptlint[remote]'") from None
+        raise ConfigError(_missing(protocol)) from None
     try:
         kind = fsspec.get_filesystem_class(protocol)
     except ImportError:
-        package = _PACKAGES.get(protocol, "'ckptlint[remote]'")
-        raise ConfigError(f"{protocol}:// needs more packages: pip install {package}") from None
+        raise ConfigError(_missing(protocol)) from None
     except ValueError:
-        raise ConfigError(f"{protocol}:// is no scheme that fsspec knows") from None
+        raise ConfigError(f"{protocol}:// is not a scheme that fsspec knows") from None
     names = (kind.protocol,) if isinstance(kind.protocol, str) else kind.protocol
     own: dict[str, Any] = {key: value for name in names for key, value in conf.get(name, {}).items()}
     options: dict[str, Any] = {"skip_instance_cache": True}
@@ -90,6 +102,13 @@ def _made(protocol: str, _process: int) -> Any:
     if "s3" in names:
         made.retries = 1  # `attempted` makes the attempts, for all stores alike
     return made
+
+
+def _missing(protocol: str) -> str:
+    """Which packages a scheme needs, and how to get them."""
+    package = _PACKAGES.get(protocol, "fsspec")
+    more = f" {package}" if package in _PACKAGES.values() and package not in _IN_EXTRA else ""
+    return f"{protocol}:// needs {package}: pip install 'ckptlint[remote]'{more}"
 
 
 def pool(protocol: str) -> ThreadPoolExecutor:
@@ -184,7 +203,7 @@ def reason(error: BaseException, protocol: str) -> str:
     status, kinds = _status(error), _kinds(error)
     code = str(_response(error).get("Error", {}).get("Code", ""))
     if _NO_CREDENTIALS & kinds:
-        return "no usable credentials were found" + remedy
+        return "there are no usable credentials" + remedy
     if status in (401, 403) or isinstance(error, PermissionError):
         named = f"{status}" if not code or code == str(status) else f"{status}, {printable(code)}"
         return f"access is denied ({named})" + remedy if status else "access is denied" + remedy
@@ -196,13 +215,13 @@ def reason(error: BaseException, protocol: str) -> str:
         return str(error)
     for part in _chain(error):
         if isinstance(part, socket.gaierror) or type(part).__name__ == "ClientConnectorDNSError":
-            return "the name of its host cannot be resolved"
+            return "its host name cannot be resolved"
         if isinstance(part, ssl.SSLError):
             return "its certificate or encryption is not accepted"
         if isinstance(part, OSError) and part.errno == errno.ECONNREFUSED:
-            return "the connection was refused"
+            return "the server refused the connection"
     if _BROKEN_OFF & kinds:
-        return "the server broke the connection off"
+        return "the server closed the connection early"
     if any("Timeout" in kind for kind in kinds):
         return f"the server did not answer within {READ_SECONDS} s"
     return _without_secrets(f"{type(error).__name__}: {error}")

@@ -39,7 +39,9 @@ class WebFolder(RemoteFolder):
         query: what follows every name, such as the signature of a storage account.
     """
 
-    unseen = "since a web server does not list its files: what .metadata does not name was not looked for"
+    unseen = (
+        "because a web server does not list its files: ckptlint did not look for files that .metadata does not name"
+    )
 
     def __init__(self, url: str, query: str) -> None:
         super().__init__()
@@ -85,7 +87,7 @@ class WebFolder(RemoteFolder):
             return self.entries[name].size
         size = self._ask(name)
         if size is None or size is False:
-            raise AccessError(f"{printable(name)} in {self.display} is not there or has no known size")
+            raise AccessError(f"{printable(name)} in {self.display} is missing or has no known size")
         return size
 
     def look_at(self, relative: str) -> tuple[FileState, int | None]:

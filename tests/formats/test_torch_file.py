@@ -77,7 +77,7 @@ def test_what_is_no_such_file_is_said_in_a_sentence(tmp_path: Path) -> None:
     assert "where the archive's end record should be" in edited(path, whole[: len(whole) // 2])
     assert "Git LFS pointer" in edited(path, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     assert "starts with zero bytes" in edited(path, bytes(5000))
-    assert "is no file of torch.save" in edited(path, b"<html>not found</html>")
+    assert "is not a file of torch.save" in edited(path, b"<html>not found</html>")
     torch.save(states(), path, _use_new_zipfile_serialization=False)
     old = path.read_bytes()
     assert "inside a pickle" in edited(path, old[:300])
@@ -92,4 +92,4 @@ def test_a_storage_that_is_too_short_is_a_fault(tmp_path: Path) -> None:
     at = data.index(b"K\x40tq")  # the storage's 64 elements
     (tmp_path / "state.pt").write_bytes(data[: at + 1] + b"\x20" + data[at + 2 :])
     found = read_torch_file(*folder_at(str(tmp_path / "state.pt")))
-    assert [sentence for sentence, _ in found.faults] == ["has 256 bytes in data/0, and its data.pkl says 128"]
+    assert [sentence for sentence, _ in found.faults] == ["has 256 bytes in data/0, but its data.pkl says 128"]

@@ -167,9 +167,9 @@ def told(report: Any) -> list[tuple[str, str | None, str, str]]:
     ("fault", "sentence"),
     [
         ("absent", "there is no ckptlint.seal.json"),
-        ("broken", "ckptlint.seal.json holds no JSON that can be used"),
+        ("broken", "ckptlint.seal.json is not valid JSON"),
         ("older", "it belongs to a .metadata with the BLAKE2b"),
-        ("later algorithm", "its digests are made by 'elem64-2'"),
+        ("later algorithm", "'elem64-2' made its digests"),
     ],
 )
 def test_a_seal_that_cannot_be_used_is_no_pass(fault: str, sentence: str, tmp_path: Path, sealed: Path) -> None:

@@ -188,7 +188,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
     ),
     "a file is cut": (Z1, cut(RANK1, 0.6), "PAY013", RANK1),
     "a file is empty": (Z3, cut(MODEL1, 0), "PAY013", f"{MODEL1} is empty"),
-    "a copy of another rank": (Z1, copied(RANK1, RANK3), "RNK006", f"{RANK3} was written as that of {RANK1}"),
+    "a copy of another rank": (Z1, copied(RANK1, RANK3), "RNK006", f"{RANK3} holds what was saved as {RANK1}"),
     "another stage": (Z1, edit(RANK3, state(put("zero_stage", to=ZeroStageEnum.gradients))), "RNK002", RANK3),
     "another partition count": (Z1, edit(RANK3, state(put("partition_count", to=[8, 8]))), "RNK002", RANK3),
     "another version": (Z1, edit(RANK3, put("ds_version", to="0.15.4")), "RNK002", "DeepSpeed version is 0.15.4"),
@@ -260,7 +260,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
         Z1,
         lambda step: torch.save(torch.load(step / RANK3, weights_only=False), step / ("bf16_" + OPTIM.format(4, 0))),
         "RNK005",
-        "is of rank 4, and there are the ranks 0-3",
+        "belongs to rank 4, but there are only the ranks 0-3",
     ),
     "a hostile pickle": (Z2, edit(RANK1, hostile), "SAF001", RANK1),
     "a hostile pickle in a layer": (
@@ -297,7 +297,7 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
         "universal_z1",
         lambda step: (step / "tmp").mkdir(),
         "COM001",
-        "tmp/ was left behind",
+        "tmp/ is still there",
     ),
     "universal: hostile": (
         "universal_z1",

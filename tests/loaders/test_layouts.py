@@ -366,7 +366,7 @@ def test_a_step_that_is_a_link_to_a_checkpoint_of_any_name_is_checked_and_told(t
     assert [part.checkpoint.path for part in report.checkpoints] == [str(tmp_path / "run" / name)]
     assert report.exit_code == 0
     assert [(code, level) for code, level, _ in found(report)] == [("SAF001", "info")]
-    assert found(report)[0][2] == f"{name} is a link to {target}, outside of the run"
+    assert found(report)[0][2] == f"{name} is a link to {target}, outside the run"
     (target / ".metadata").write_bytes(b"")
     assert ckptlint.check(tmp_path / "run").exit_code == 1
 

@@ -18,6 +18,7 @@ import ckptlint
 from ckptlint.errors import NothingToCheckError
 from ckptlint.lint.report import Report
 from ckptlint.loaders.checkpoint import LAYOUTS
+from ckptlint.loaders.discover import find
 from ckptlint.loaders.recognise import LayoutKind
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
@@ -535,3 +536,22 @@ def test_an_error_elsewhere_outweighs_a_refusal(tmp_path: Path, monkeypatch: pyt
 
 def test_every_kind_of_folder_has_a_reader() -> None:
     assert set(LAYOUTS) == {kind for part in get_args(LayoutKind) for kind in get_args(part)}
+
+
+def test_a_named_file_that_belongs_to_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "metadata.json").write_text("{}")
+    with pytest.raises(NothingToCheckError, match=r"metadata\.json in .* belongs to no checkpoint: .* name the folder"):
+        find(str(tmp_path / "metadata.json"))
+
+
+def test_a_named_file_beside_a_checkpoint_says_which_folder_to_name(tmp_path: Path) -> None:
+    shutil.copytree(REAL / "fsdp2_4r", tmp_path / "run" / "step-1")
+    (tmp_path / "run" / "latest").write_text("step-1")
+    (tmp_path / "run" / "step-1" / "notes.yaml").write_text("{}")
+    for path, hint in (
+        (tmp_path / "run" / "latest", "name the run folder, "),
+        (tmp_path / "run/step-1/notes.yaml", ""),
+    ):
+        (item,) = ckptlint.check(path).diagnostics
+        assert (item.code, str(path.parent) in item.finding.hint) == ("SAF004", True)
+        assert item.finding.hint.startswith(hint or "name the folder of the checkpoint, ")

@@ -196,7 +196,7 @@ def test_a_rank_of_a_job_of_other_sizes(copied: Copied) -> None:
 def test_an_iteration_that_differs(copied: Copied) -> None:
     step = copied("tp2_pp2")
     edit(step / "mp_rank_00_001" / MODEL, lambda state: state.update(iteration=9))
-    only(step, "RNK003", "mp_rank_00_001/model_optim_rng.pt is of step 9")
+    only(step, "RNK003", "mp_rank_00_001/model_optim_rng.pt comes from step 9")
 
 
 def test_a_folder_of_another_step(copied: Copied) -> None:
@@ -259,7 +259,7 @@ def test_two_ranks_that_changed_places(copied: Copied) -> None:
     (step / "x").rename(step / "mp_rank_01")
     rows = told(step)
     assert {row[:2] for row in rows} == {("RNK006", "warning")}, rows
-    assert "mp_rank_00/model_optim_rng.pt was written as that of rank 1, mp_rank_01" in rows[0][2]
+    assert "mp_rank_00/model_optim_rng.pt holds what was saved as rank 1, mp_rank_01" in rows[0][2]
 
 
 def test_a_final_norm_that_is_lost(copied: Copied) -> None:

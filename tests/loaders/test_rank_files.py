@@ -299,11 +299,16 @@ BROKEN: dict[str, tuple[str, Edit, str, str]] = {
     "0 bytes": ("fsdp2_4r", bytes_of(O.format(3), lambda data: b""), "PAY013", f"{O.format(3)} is empty (0 bytes)"),
     "LFS pointer": ("hsdp_4r", bytes_of(M.format(0), lambda data: LFS), "PAY013", "Git LFS pointer"),
     "zeros": ("hsdp_4r", bytes_of(M.format(0), lambda data: bytes(len(data))), "PAY013", M.format(0)),
-    "under another name": ("fsdp2_4r", copied(M.format(1), M.format(3)), "RNK006", "that of rank 1, and holds"),
+    "under another name": ("fsdp2_4r", copied(M.format(1), M.format(3)), "RNK006", "saved as rank 1: the same bytes"),
     "of another world": ("fsdp2_4r", of_two_ranks, "RNK002", "world size"),
     "scheduler of another step": ("fsdp2_4r", rewritten(X.format(2), part("lr_scheduler", back)),
                                   "RNK003", X.format(2)),
-    "optimizer of another step": ("fsdp2_4r", rewritten(O.format(2), later), "RNK003", f"{O.format(2)} is of step 6"),
+    "optimizer of another step": (
+        "fsdp2_4r",
+        rewritten(O.format(2), later),
+        "RNK003",
+        f"{O.format(2)} comes from step 6",
+    ),
     "other placement": ("fsdp2_4r", rewritten(M.format(3), part(W, replicated)), "RNK002", "(Replicate)"),
     "other mesh": ("hsdp_4r", rewritten(M.format(3), renamed_mesh), "RNK002", "mesh (dp"),
     "a key that one rank lacks": ("fsdp2_4r", rewritten(M.format(2), without(W)), "RNK002", W),
@@ -378,4 +383,4 @@ def test_a_smaller_set_beside_the_whole_one_is_a_note(tmp_path: Path) -> None:
     shutil.copy(RANK_FILES / "verl_lora_2r/model_world_size_2_rank_1.pt", tmp_path / "step")
     report = ckptlint.check(tmp_path / "step")
     assert found(report, "error", "warning") == []
-    assert any("world of 2 ranks" in row[2] for row in found(report, "info"))
+    assert any("world size 2" in row[2] for row in found(report, "info"))

@@ -218,7 +218,7 @@ def test_a_key_of_the_map_that_the_state_lacks_spoils_the_consolidated_file(writ
         library.safe_open(written / "ghost" / "model-00001-of-00002.safetensors", "numpy")
     report = ckptlint.check(written / "ghost")
     assert [(code, level) for code, level, _ in loud(report)] == [("PAY013", "error")]
-    assert "has the dtype '' for count" in loud(report)[0][2]
+    assert "has '' as the dtype of count" in loud(report)[0][2]
 
 
 def test_a_dropped_middle_rank_leaves_holes_and_names_its_file(copied: Callable[[str], Path]) -> None:
@@ -237,7 +237,7 @@ def test_a_dropped_shard_of_a_model_is_named_with_its_keys(copied: Callable[[str
     (folder / "model-00002-of-00002.safetensors").unlink()
     report = ckptlint.check(folder)
     assert [(code, level) for code, level, _ in loud(report)] == [("PAY014", "error")]
-    assert "3 keys in model-00002-of-00002.safetensors, which is not there" in loud(report)[0][2]
+    assert "3 keys in model-00002-of-00002.safetensors, which is missing" in loud(report)[0][2]
     assert ckptlint.check(folder, depth="metadata").exit_code == 1
     (folder / "model.safetensors.index.json").unlink()
     assert {title for _, _, title in found(ckptlint.check(folder), "error")} == {"file 2 of 2 is missing"}
@@ -394,8 +394,8 @@ def test_holes_and_overlaps_of_a_header() -> None:
     faults = [sentence for sentence, _, _ in layout_faults(header, len(start) + 60)]
     assert faults == [
         "4 bytes belong to two tensors, b and the one before it",
-        "12 bytes before c belong to no tensor",
-        "4 bytes behind the last tensor belong to none",
+        "no tensor claims 12 bytes before c",
+        "no tensor claims 4 bytes after the last tensor",
     ]
 
 

@@ -385,7 +385,7 @@ def test_a_folder_in_place_of_a_payload_file_is_a_finding(s3: Server, edited: Ed
     url, edit = edited
     edit("__1_0.distcp", None)
     edit("__1_0.distcp/", b"")
-    assert [(c, "no regular file" in t) for c, _, t in found(ckptlint.check(url), "error")] == [("PAY003", True)]
+    assert [(c, "not a regular file" in t) for c, _, t in found(ckptlint.check(url), "error")] == [("PAY003", True)]
 
 
 def test_keys_that_differ_by_case_alone_are_two(s3: Server, edited: Edited) -> None:
@@ -395,7 +395,7 @@ def test_keys_that_differ_by_case_alone_are_two(s3: Server, edited: Edited) -> N
     edit("__1_0.distcp", None)
     report = ckptlint.check(url)
     assert codes(report, "error") == {"PAY003"}
-    assert "__1_0.DISTCP is there" in next(report.diagnostics).finding.hint
+    assert "rename __1_0.DISTCP" in next(report.diagnostics).finding.hint
 
 
 def test_keys_with_two_slashes_are_not_taken_for_those_with_one(s3: Server, edited: Edited) -> None:
@@ -489,7 +489,7 @@ def test_missing_credentials_are_named(s3: Server, monkeypatch: pytest.MonkeyPat
         monkeypatch.delenv(name)
     report = ckptlint.check(f"s3://{BUCKET}/run")
     assert report.exit_code == 4
-    assert "no usable credentials were found; set AWS_PROFILE" in only_sentence(report)
+    assert "there are no usable credentials; set AWS_PROFILE" in only_sentence(report)
 
 
 @pytest.mark.parametrize("url", ["s3://no-such-bucket-here/run", f"s3://{BUCKET}/no-such-prefix"])
@@ -502,8 +502,8 @@ def test_what_does_not_exist_is_nothing_to_check(s3: Server, url: str) -> None:
 @pytest.mark.parametrize(
     ("endpoint", "says"),
     [
-        ("http://127.0.0.1:1", "the connection was refused"),
-        ("http://no-such-host.invalid", "the name of its host cannot be resolved"),
+        ("http://127.0.0.1:1", "the server refused the connection"),
+        ("http://no-such-host.invalid", "its host name cannot be resolved"),
     ],
 )
 @pytest.mark.usefixtures("afresh")
@@ -543,7 +543,7 @@ def test_an_object_that_vanishes_after_the_listing(s3: Server, put: Callable[...
     s3.trouble = failing(1000, 404, "NoSuchKey", only=".metadata")
     report = ckptlint.check(url)
     assert report.exit_code == 4
-    assert "no longer there" in only_sentence(report)
+    assert "it is gone" in only_sentence(report)
 
 
 def cut_short(times: int) -> Callable[[Handler], bool]:
@@ -598,7 +598,7 @@ def test_the_command_prints_one_sentence_and_no_secret(s3: Server, monkeypatch: 
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("gopher://host/run", "no scheme that fsspec knows"),
+        ("gopher://host/run", "not a scheme that fsspec knows"),
         ("simplecache::s3://bucket/run", "chains file systems"),
         ("s3://", "names no bucket"),
     ],
@@ -693,7 +693,7 @@ def test_a_web_server_is_asked_for_names_and_sends_only_metadata(web: Server) ->
     (sentence,) = report.checkpoints[0].checkpoint.unseen
     assert "does not list" in sentence
     text = REPORTERS["full"](report, Style(False, True, 100, 0, 0, False))
-    assert "not known: since a web server does not list" in text
+    assert "not known: because a web server does not list" in text
 
 
 def test_a_lost_payload_file_is_found_on_a_web_server(web: Server) -> None:
@@ -822,3 +822,23 @@ def test_the_files_of_a_step_are_read_by_ranges_and_few_requests(
     assert [file.name for file in files if file.state != "read"] == []
     assert len(s3.asked) <= 3 * len(files) + 20, len(s3.asked)
     assert s3.sent - before < 2_000_000  # of 24 MB
+
+
+@pytest.mark.parametrize(
+    ("scheme", "needs"),
+    [
+        ("s3", r"needs s3fs: pip install 'ckptlint\[remote\]'$"),
+        ("gs", r"needs gcsfs: pip install 'ckptlint\[remote\]' gcsfs$"),
+        ("abfs", r"needs adlfs: pip install 'ckptlint\[remote\]' adlfs$"),
+    ],
+)
+def test_the_package_that_a_scheme_needs_is_named(monkeypatch: pytest.MonkeyPatch, scheme: str, needs: str) -> None:
+    import fsspec
+
+    def refuse(_protocol: str) -> None:
+        raise ImportError
+
+    monkeypatch.setattr(fsspec, "get_filesystem_class", refuse)
+    requests._made.cache_clear()
+    with pytest.raises(ConfigError, match=f"{scheme}:// {needs}"):
+        requests.filesystem(scheme)

@@ -53,7 +53,7 @@ def read_deepspeed(folder: Folder, look_at_files: bool) -> Checkpoint:
     unread = [file.name for file in tag.files if not file.is_read]
     partial = ""
     if missing := len(unread) + len(lost) + len(copies):
-        partial = f"{missing} of {len(tag.files) + len(lost)} files of this save are absent or unread"
+        partial = f"{missing} of {len(tag.files) + len(lost)} files of this save are missing or unread"
     elif misfits or any(item.what in STRUCTURE for item in told):
         partial = "the files of this save contradict each other"
     tensors, records, storages = columns.made()
@@ -197,7 +197,7 @@ def _add_unnamed(columns: Columns, tag: Tag, placed: Collection[int]) -> tuple[s
     if not strange:
         return ()
     return (
-        f"{some(strange)}: an optimizer state in a form that is not read, its tensors are not held against the model",
+        f"{some(strange)}: ckptlint does not know this form of optimizer state and did not compare it with the model",
     )
 
 

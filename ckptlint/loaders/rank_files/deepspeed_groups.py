@@ -202,11 +202,11 @@ def _misfit(member: _Member, elements: int | None, ranks: int, listed: str) -> t
     """(where, stored, expected, why, what of) of the first length that does not fit."""
     flat, padding, what = member.flat, member.padding, f"group {member.number}"
     if flat is None:
-        return what, "no fp32 weights", "a flat tensor", "partition_count lists the group", "length"
+        return what, "no fp32 weights", "a flat tensor", "partition_count lists this group", "length"
     length = flat.shape[0]
     if elements is not None:
         part, pad = padded_part(elements + member.between, ranks, member.index)
-        because = f"the parameters of {listed} have {elements + member.between:,} elements, over {ranks} ranks"
+        because = f"the parameters in {listed} have {elements + member.between:,} elements, over {ranks} ranks"
         if padding is not None and padding != pad:
             return what, f"{padding:,}", f"{pad:,}", because, "padding"
         # the BF16 optimizer, which names no stage, keeps the padding, and so did versions that list none
@@ -215,10 +215,10 @@ def _misfit(member: _Member, elements: int | None, ranks: int, listed: str) -> t
             return what, f"{length:,}", f"{part - pad:,}", because, "length"
     end = max((start + count for start, count in (member.slices or {}).values()), default=0)
     if end > length:
-        return what, f"{length:,}", f"{end:,}", "param_slice_mappings reaches so far", "length"
+        return what, f"{length:,}", f"{end:,}", "param_slice_mappings ends there", "length"
     for name, moment in member.moments.items():
         if moment.shape[0] not in (length, length + (padding or 0)):
-            because = "the fp32 weights have as many, with their padding"
+            because = "the fp32 weights and their padding have as many"
             return f"{name} of {what}", f"{moment.shape[0]:,}", f"{length + (padding or 0):,}", because, "length"
     return None
 
@@ -341,7 +341,7 @@ def _fits(source: Source, groups: list[StoredTensor], shapes: Shapes, ranks: int
     file, lengths = source.file.name, [group.shape[0] for group in groups]
     needs = [sum(-(-prod(shape) // ranks) for shape in group.values()) for group in shapes]
     if sum(lengths) != sum(needs):
-        because = f"each parameter of {listed} is cut over {ranks} ranks, its last part padded"
+        because = f"each parameter in {listed} is split over {ranks} ranks, its last part padded"
         pairs = zip(lengths, needs, strict=True) if len(lengths) == len(needs) else ()
         odd = [f"group {i}" for i, (length, need) in enumerate(pairs) if length != need]
         what = ", ".join(odd) or "the groups together"

@@ -55,7 +55,7 @@ def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:
     unread = [file for file in tag.files if not file.is_read]
     partial = ""
     if unread or lost:
-        partial = f"{len(unread) + len(lost)} of {len(tag.files) + len(lost)} files of this form are absent or unread"
+        partial = f"{len(unread) + len(lost)} of {len(tag.files) + len(lost)} files of this form are missing or unread"
     elif misfits:
         partial = "the files of this form contradict each other"
     tensors, records, storages = columns.made()
@@ -218,6 +218,6 @@ def _left_over(folder: Folder) -> list[Problem]:
     """
     if "tmp" not in folder.folders():
         return []
-    sentence = "tmp/ was left behind: the conversion to the universal form did not reach its end"
-    why = "ds_to_universal removes it last, unless --keep_temp_folder was given"
+    sentence = "tmp/ is still there: the conversion to the universal form never finished"
+    why = "ds_to_universal removes it last, unless it ran with --keep_temp_folder"
     return [Problem("incomplete", "tmp", sentence, why=why, hint="convert the checkpoint again into a new folder")]

@@ -130,7 +130,7 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
         topology=read_topology(declared, empty_objects(), None),
         problems=problems + reading.notes + config_problems,
         readable=bool(used),
-        partial=f"{short} of {len(files) + len(lost)} rank files are absent or cannot be used" if short else "",
+        partial=f"{short} of {len(files) + len(lost)} rank files are missing or unusable" if short else "",
         metadata_file=labels[0] if len(labels) == 1 else f"{labels[0]} .. {labels[-1]}",
         rank_files=RankFileSet(
             tuple(files),
@@ -237,7 +237,7 @@ def _sizes(ranks: list[_Rank]) -> tuple[Sizes, str]:
 
 def _no_models(labels: list[str]) -> Problem:
     sentence = f"no rank has a {MODEL_FILES[0]} beside {', '.join(labels[:_SHOWN])}"
-    why = "the model of each rank lies there: the save did not finish, or the copy left it out"
+    why = "that file holds each rank's model: the save never finished, or the copy left it out"
     return Problem("incomplete", labels[0], sentence, why=why, blocks=True)
 
 
@@ -246,8 +246,8 @@ def _leftover(outside: list[_Rank], sizes: Sizes) -> Problem:
     return Problem(
         "note",
         names[0],
-        f"ranks beyond {_grid_text(sizes)} have folders here, which were not read: {', '.join(names[:_SHOWN])}",
-        why="they are left over from a save of another job into this folder",
+        f"ckptlint did not read the folders of ranks beyond {_grid_text(sizes)}: {', '.join(names[:_SHOWN])}",
+        why="they are probably left from another job's save into this folder",
     )
 
 
@@ -333,8 +333,8 @@ class _Reading:
         """Add the states of the optimizer where each of them is whole and certain; else rules would count a part."""
         if self.unplaced and not self.misfits:
             names = list(dict.fromkeys(self.unplaced))
-            sentence = f"the states of the optimizer in {', '.join(names[:_SHOWN])} were not judged"
-            why = "which of them belongs to which parameter does not follow from the file"
+            sentence = f"ckptlint did not judge the optimizer state in {', '.join(names[:_SHOWN])}"
+            why = "the file does not say which state belongs to which parameter"
             self.notes.append(Problem("note", names[0], sentence, why=why))
         whole = [self._is_whole(key, held) for found in states.values() for key, held in found.items()]
         if self.unplaced or not all(whole):
@@ -505,7 +505,7 @@ class _Reading:
             if not is_known and len(shapes) < len(chosen):
                 what = f"fp32 copies of {plural(len(shapes), 'parameter')}"
                 short.append(
-                    Misfit("", rank.label, what, f"{len(chosen):,}", "the model beside them has these", "count")
+                    Misfit("", rank.label, what, f"{len(chosen):,}", "the model beside them has as many", "count")
                 )
             for position, tensor in enumerate(tensors):
                 state = moments.get(number + position)
@@ -593,7 +593,7 @@ class _Reading:
             least, most = sum(sizes), sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
             if sizes and not least <= numel <= most:
                 expected = f"{least:,}" if least == most else f"{least:,} to {most:,}"
-                because = f"so many have the {plural(len(sizes), 'parameter')} of {dtype} in {rank.label}"
+                because = f"the {plural(len(sizes), 'parameter')} of {dtype} in {rank.label} have as many"
                 item = Misfit(
                     f"the buffers of {dtype} parameters",
                     rank.optimizer_label,
@@ -687,7 +687,7 @@ class _Reading:
             return
         for item in held:
             if item.tensor.shape != usual:
-                because = f"{plural(most, 'other rank')} {'holds' if most == 1 else 'hold'} this of it"
+                because = f"{plural(most, 'other rank')} {'holds' if most == 1 else 'hold'} that shape"
                 self.misfits.append(
                     Misfit(printable(fqn), item.label, shape_text(item.tensor.shape), shape_text(usual), because)
                 )

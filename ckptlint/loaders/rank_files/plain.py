@@ -23,7 +23,7 @@ from ckptlint.model import (
     StepFile,
     StoredFile,
 )
-from ckptlint.model.text import printable
+from ckptlint.model.text import plural, printable
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.dtypes import FLOATS
@@ -158,7 +158,7 @@ def read_states(folder: Folder, own: FileSet, look_at_files: bool) -> Checkpoint
         index=None if places is None else weight_index(printable(own.index), places, total, absent, unread),
         problems=problems + (config_problems if is_model else []),
         readable=readable,
-        partial=f"{len(unread)} of {len(files)} files of this model are absent or cannot be read" if unread else "",
+        partial=f"{len(unread)} of {len(files)} files of this model are missing or unreadable" if unread else "",
         metadata_file=label,
     )
 
@@ -179,7 +179,7 @@ def add_state(columns: Columns, number: int, found: TorchFile, label: str, probl
         else:
             strange.append(printable(fqn))
     if strange:
-        sentence = f"{label}: {len(strange):,} tensors are stored in a form that is not read: {some(strange)}"
+        sentence = f"{label}: {plural(len(strange), 'tensor')} in a form that ckptlint does not read: {some(strange)}"
         problems.append(Problem("note", label, sentence))
     return True
 

@@ -107,7 +107,7 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
     unread = [file for file in told if not file.is_read and file.kind != "random state"]
     gone = [file for file in lost if file.kind != "random state"]
     doubtful = len(unread) + len(gone) + len(reading.left_out)
-    partial = f"{doubtful} of {len(told) + len(lost)} rank files are absent or cannot be used" if doubtful else ""
+    partial = f"{doubtful} of {len(told) + len(lost)} rank files are missing or unusable" if doubtful else ""
     if reading.unplaced and not doubtful:
         partial = f"the rank files contradict each other on {plural(len(reading.unplaced), 'key')}"
     readable = any(kind != "extra_state" for kind, _ in reading.files)
@@ -168,9 +168,9 @@ def _leftovers(sets: list[FileSet], own: FileSet) -> list[Problem]:
         Problem(
             "note",
             printable(other.files[0]),
-            f"{plural(len(other.files), 'file')} of a world of {verl_name(other.files[0])[1]} ranks lie beside those "
-            f"of {world}, and were not read",
-            why="they are left over from another save into this folder",
+            f"ckptlint did not read {plural(len(other.files), 'file')} of world size {verl_name(other.files[0])[1]} "
+            f"beside those of world size {world}",
+            why="they are probably left from another save into this folder",
         )
         for other in sets
         if other is not own
