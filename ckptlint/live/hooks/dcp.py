@@ -24,7 +24,7 @@ Undo = Callable[[], None]
 """Takes a patch back."""
 
 
-def check_save(state_dict: Mapping[Any, Any], path: object, **options: Any) -> None:
+def check_save(state_dict: api.State, path: object, **options: Any) -> None:
     """Check what all ranks are about to save under a path, which may have been saved to before; see `live.check`."""
     if not api.is_off():
         api.installed().check(state_dict, tag=path, repeats=True, **options)
@@ -58,9 +58,10 @@ def _checked(original: Callable[..., Any], options: Mapping[str, Any]) -> Callab
             return original(state_dict, **arguments)
         writer = arguments.get("storage_writer")
         path = arguments.get("checkpoint_id") or getattr(writer, "path", "")
-        state = dict(resolved(state_dict))
+        # made within the check, which tells all ranks of one on which `state_dict()` raises
+        state = functools.cache(lambda: dict(resolved(state_dict)))
         check_save(state, path, resolve_stateful=False, **options)
-        return original(state, **arguments)
+        return original(state(), **arguments)
 
     return save
 
@@ -114,7 +115,7 @@ def compare(plans: Sequence[Any]) -> RankTable:
     """
     cached = [rank for rank, plan in enumerate(plans) if not getattr(plan, "usable", True)]
     if cached:
-        warnings.warn(f"plans that did not change are not compared: {named_ranks(cached)}", stacklevel=3)
+        warnings.warn(f"torch cached the save plans of {named_ranks(cached)}: they were not compared", stacklevel=3)
     described: dict[str, object] = {}
     sizes: dict[tuple[str, Any], Any] = {}
     torn: set[str] = set()
@@ -144,6 +145,6 @@ def _judge(table: RankTable, path: str) -> None:
     """Raise what is wrong, warn of what is suspicious, in the words of `live.check`."""
     report = api.judge(table, path, 0.0)
     if report.fails:
-        raise CheckpointError(api.as_text(report))
+        raise CheckpointError(f"{api.as_text(report)}{api.REFUSED}\n")
     if any(item.severity >= Severity.WARNING for item in report.diagnostics):
         warnings.warn(api.as_text(report), stacklevel=3)
