@@ -1,4 +1,4 @@
-"""`ckptlint check`, and `ckptlint config`, which tells what it would do.
+"""`ckptlint check`, and `ckptlint config`, which shows its settings.
 
 What judges is imported when there is something to check: the options of `check` are asked for by `--help`, by the
 shell's completion and by other commands.
@@ -53,15 +53,18 @@ class NoPath(click.UsageError):
 def check(paths: tuple[str, ...], **options: Any) -> None:
     """Check checkpoints: a checkpoint folder, a step folder, or a run folder (its newest step).
 
-    `-` reads paths from standard input, one per line.
+    With `-` for a PATH, paths come from standard input, one per line. Each option can also stand in ckptlint.toml
+    (depth = "headers") or in the environment (CKPTLINT_DEPTH=headers).
+
+    Exit codes: 0 passed, 1 findings, 2 wrong use, 3 nothing to check, 4 verdict incomplete.
     """
     format_, statistics = options["format_"], options["statistics"]
     if statistics and format_ != "full":
-        raise click.UsageError(f"--statistics is a text of its own and does not go with --format {format_}")
+        raise click.UsageError(f"--statistics prints a table of its own: leave out --format {format_}")
     outputs = [_output(value) for value in options["output"]]
     judge = judging(options)
     if not paths:
-        raise NoPath("which checkpoint? give a PATH, see `ckptlint --help`")
+        raise NoPath("which checkpoint? name a PATH; `ckptlint --help` shows how")
     _, checked = click.get_current_context().obj
     with progress(options["no_progress"]):
         report = judge(checked, all_steps=options["all_steps"])
@@ -133,7 +136,7 @@ def _level() -> Any:
             if (value := context.params[name]) and _source(context, name) == source
         }
         if len(said.keys() & {"strict", "exit_zero"}) == 2:
-            raise click.UsageError("--strict and --exit-zero contradict each other")
+            raise click.UsageError("--strict and --exit-zero contradict each other: give one of them")
         if said:
             return "warning" if "strict" in said else "never" if "exit_zero" in said else said["fail_on"]
     raise AssertionError("--fail-on has a default")
@@ -171,7 +174,7 @@ def _output(value: str) -> tuple[str, Path]:
         return name, Path(path)
     suffix = Path(value).suffix
     if suffix not in SUFFIXES:
-        raise click.UsageError(f"which format is {value}? use one of {', '.join(SUFFIXES)} or F=FILE")
+        raise click.UsageError(f"which format is {value}? end its name in one of {', '.join(SUFFIXES)}, or give F=FILE")
     return SUFFIXES[suffix], Path(value)
 
 
@@ -198,7 +201,7 @@ def _emit(report: Report, style: Style, format_: str, outputs: list[tuple[str, P
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS AND PATHS OF check]")
 def config(format_: str, arguments: tuple[str, ...]) -> None:
-    """The settings in force for `check`, and where each came from: default, file, environment or option."""
+    """Show the settings of `check`, and where each comes from: default, file, environment or option."""
     from ckptlint.lint.settings_file import every_rule, key_ignores
 
     context = check.make_context("check", [*arguments], parent=click.get_current_context().parent)

@@ -28,12 +28,12 @@ Kind = Literal["removed", "added", "renamed", "kind", "shape", "dtype", "cut", "
 _HEADINGS: dict[Kind, str] = {
     "removed": "only in the old one",
     "added": "only in the new one",
-    "renamed": "under another name",
-    "kind": "stored as something else",
-    "shape": "of another shape",
-    "dtype": "of another dtype",
-    "cut": "cut otherwise",
-    "files": "in other files",
+    "renamed": "under a different key",
+    "kind": "stored as a different kind",
+    "shape": "with a different shape",
+    "dtype": "with a different dtype",
+    "cut": "cut differently",
+    "files": "in different files",
 }
 _LINES = 40
 
@@ -102,13 +102,13 @@ class Diff:
 @click.command(context_settings=ENVIRONMENT)
 @click.argument("old")
 @click.argument("new")
-@click.option("--layout", is_flag=True, help="Also how tensors are cut and in which files they lie.")
+@click.option("--layout", is_flag=True, help="Also compare how tensors are cut, and which files hold them.")
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
 def diff(old: str, new: str, layout: bool, format_: str, color: str) -> None:
-    """The keys, shapes and dtypes that differ between two checkpoints; resharding is no difference.
+    """Compare the keys, shapes and dtypes of two checkpoints; resharding is no difference.
 
-    Exit codes: 0 the same, 1 different, or unsafe or unreadable, 3 nothing there.
+    Exit codes: 0 the same, 1 different, or one is unsafe or unreadable, 2 wrong use, 3 no checkpoint there, 4 not read.
     """
     found = differences(described(old), described(new), layout)
     style = terminal_style(color, False, 0, 0, False)
@@ -193,7 +193,7 @@ def _layout(old: Checkpoint, before: Tensor, new: Checkpoint, after: Tensor) -> 
     if not (np.array_equal(*offsets) and np.array_equal(*sizes)):
         texts = [_cut(before), _cut(after)]
         if texts[0] == texts[1]:
-            texts[1] += ", at other places"
+            texts[1] += ", at different offsets"
         yield Difference("cut", before.fqn, *texts)
         return
     files = [_files(old, before, a), _files(new, after, b)]

@@ -13,7 +13,7 @@ from ckptlint.commands.shared import ENVIRONMENT
 @click.command(context_settings=ENVIRONMENT)
 @click.argument("rule", shell_complete=one_rule)
 def explain(rule: str) -> None:
-    """The page of a rule: what it checks, why, usual causes, how to fix."""
+    """Print the page of a rule: what it checks, why it matters, usual causes, how to fix."""
     from ckptlint.lint.rule_page import page
     from ckptlint.lint.selection import find_rule
     from ckptlint.lint.settings_file import every_rule, find
@@ -26,7 +26,10 @@ def explain(rule: str) -> None:
     "--format", "format_", type=click.Choice(["table", "json", "markdown"]), default="table", show_default=True
 )
 def rules(format_: str) -> None:
-    """All rules: code, name, severity, the depth they need, what they find."""
+    """List all rules: code, name, severity, the depth they need, what they find.
+
+    A rule without a depth runs at the one that `check` reads by default.
+    """
     from ckptlint.lint.rule_page import catalogue
     from ckptlint.lint.settings_file import every_rule, find
 

@@ -26,7 +26,7 @@ _ENTITY = "&#x{:x};"  # in XML, and in labels of Graphviz and Mermaid
 @click.command(context_settings=ENVIRONMENT)
 @click.argument("path")
 @click.argument("fqn")
-@click.option("--axis", type=click.IntRange(min=0), help="One axis.  [default: those that are cut]")
+@click.option("--axis", type=click.IntRange(min=0), help="Draw this axis.  [default: those that are cut]")
 @click.option(
     "--format",
     "format_",
@@ -35,9 +35,11 @@ _ENTITY = "&#x{:x};"  # in XML, and in labels of Graphviz and Mermaid
     show_default=True,
 )
 def graph(path: str, fqn: str, axis: int | None, format_: str) -> None:
-    """The chunk graph of one tensor: per axis the intervals that chunks occupy, joined where one ends and one starts.
+    """Draw the chunks of one tensor as a graph: on each axis, which intervals they cover and where one is missing.
 
-    Exit codes: 0 drawn, 1 unsafe or unreadable, 2 no such tensor or axis, 3 nothing there.
+    Two intervals are joined where one ends and the next starts.
+
+    Exit codes: 0 drawn, 1 unsafe or unreadable, 2 no such tensor or axis, 3 no checkpoint there, 4 not read.
     """
     checkpoints = list(described(path, partial=True).values())
     holder = next((ckpt for ckpt in checkpoints if fqn in ckpt.tensors), None)
@@ -59,7 +61,7 @@ def drawing(ckpt: Checkpoint, tensor: Tensor, axis: int | None) -> nx.DiGraph[st
         ConfigError: there is no such axis, or chunks and shape cannot be compared.
     """
     if not tensor.is_sound:
-        raise ConfigError(f"the chunks of {tensor.fqn} do not fit its shape, see `ckptlint {ckpt.path}`")
+        raise ConfigError(f"the chunks of {tensor.fqn} do not fit its shape: run `ckptlint {ckpt.path}`")
     rank = len(tensor.global_shape)
     if axis is not None and not 0 <= axis < rank:
         axes = "no axes" if not rank else f"the axes 0 to {rank - 1}" if rank > 1 else "only axis 0"

@@ -30,22 +30,23 @@ _OF_REPORTS = (
     "--require",
     multiple=True,
     metavar="PARTS",
-    help=f"Parts that the step must hold: {', '.join(PARTS)}.  [default: those of the step before it]",
+    help=f"Which parts the step must hold: {', '.join(PARTS)}.  [default: those of the step before it]",
 )
-@click.option("--before", type=click.IntRange(min=0), metavar="STEP", help="Only steps below this number.")
+@click.option("--before", type=click.IntRange(min=0), metavar="STEP", help="Look only at steps below this number.")
 @click.option("--format", "answer", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @check_options(but=_OF_REPORTS)
 def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: str, **options: Any) -> None:
-    """The newest step of a run that passes, with the options of `check`: its path on stdout, and nothing else.
+    """Print the path of the newest step of a run that passes, and nothing else.
 
-    Steps are judged from the newest down; what was skipped, and why, goes to stderr. Without --require a step must hold
-    the parts that the finished step before it holds.
+    ckptlint judges the steps from the newest down, with the options of `check`. stderr names those it skipped, and why.
+    Without --require a step must hold the parts that the finished step before it holds.
 
-    Exit codes: 0 found, 1 no step passes, 2 wrong use, 3 no steps, 4 a newer step could not be judged, or several runs.
+    Exit codes: 0 found, 1 no step passes, 2 wrong use, 3 no step there, 4 a newer step could not be judged, or several
+    runs lie there.
     """
     required = tokens(require)
     if unknown := [part for part in required if part not in PARTS]:
-        raise click.UsageError(f"there is no part {unknown[0]!r}: {', '.join(PARTS)}")
+        raise click.UsageError(f"there is no part {unknown[0]!r}, only {', '.join(PARTS)}")
     judge = judging(options)
     from ckptlint.lint.steps import newest_good, runs_at
     from ckptlint.reporters.style import JSON_ESCAPE, inert
@@ -81,10 +82,10 @@ def _told(searches: Sequence[Search]) -> str:
         if search.found is None:
             lines.append(f"no step passes, and {doubt} could not be judged" if doubt else "no step passes")
         elif doubt:
-            lines.append(f"{search.found.name} passes, and {doubt} may be a newer good step: no answer")
+            lines.append(f"{search.found.name} passes, but {doubt} may be a newer good step: no answer")
         else:
             lines.append(
-                f"{search.found.name} passes (it holds {listed(search.found.parts) or 'no part that has a name'})"
+                f"{search.found.name} passes (it holds {listed(search.found.parts) or 'none of the named parts'})"
             )
         return "\n".join(f"ckptlint: {line}" for line in lines)
     from tabulate import tabulate
@@ -92,8 +93,8 @@ def _told(searches: Sequence[Search]) -> str:
     rows = [
         (search.run, search.found.name if search.found else "none", "; ".join(_skipped(search))) for search in searches
     ]
-    table = tabulate(rows, ("run", "newest good step", "newer, and skipped"), disable_numparse=True)
-    return f"{table}\n\nckptlint: {len(searches)} runs lie there: name one of them"
+    table = tabulate(rows, ("run", "newest good step", "newer steps, skipped"), disable_numparse=True)
+    return f"{table}\n\nckptlint: {len(searches)} runs lie there, name one of them"
 
 
 def _skipped(search: Search) -> list[str]:

@@ -14,22 +14,22 @@ from ckptlint.live.shared_check import joined
 
 @click.command(cls=WithSettings, context_settings=ENVIRONMENT)
 @click.argument("path")
-@click.option("--every-node", is_flag=True, help="Every node reads all of the payload, past its page cache.")
+@click.option("--every-node", is_flag=True, help="Read all of the payload on every node, past its page cache.")
 @click.option("--digest", is_flag=True, help="Short for --depth data.")
 @click.option(
     "--settle",
     type=click.FloatRange(min=0),
     default=0,
     metavar="SECONDS",
-    help="Wait so long for all nodes to see the same files.",
+    help="Wait at most this long until all nodes see the same files.",
 )
 @check_options(but=["all-steps"])
 @click.pass_context
 def live(context: click.Context, /, path: str, every_node: bool, digest: bool, settle: float, **options: Any) -> None:
-    """Check a checkpoint with all ranks of a job, with the options of `check`: every node must see the same files.
+    """Check a checkpoint with all ranks of a job: every node must see the same files.
 
-    Run as `torchrun --nproc-per-node N -m ckptlint live PATH`, on one node or many. At depths headers and data the
-    payload is shared out. Rank 0 prints; every rank ends with the same exit code. One process alone is a job too.
+    Run `torchrun --nproc-per-node N -m ckptlint live PATH`, on one node or many; one process alone is a job too. At
+    depths headers and data the ranks share the reading. Rank 0 prints, and every rank ends with the same exit code.
     """
     with joined(every_node, settle) as job:
         if digest:

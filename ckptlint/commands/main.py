@@ -17,20 +17,18 @@ from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
 
 COMMANDS = {
     "check": "Check checkpoints: a checkpoint folder, a step folder, or a run folder (its newest step).",
-    "config": "The settings in force for `check`, and where each came from: default, file, environment or option.",
-    "diff": "The keys, shapes and dtypes that differ between two checkpoints; resharding is no difference.",
-    "explain": "The page of a rule: what it checks, why, usual causes, how to fix.",
-    "graph": "The chunk graph of one tensor: per axis the intervals that chunks occupy, joined where one ends and one "
-    "starts.",
-    "latest": "The newest step of a run that passes, with the options of `check`: its path on stdout, and nothing "
-    "else.",
-    "live": "Check a checkpoint with all ranks of a job, with the options of `check`: every node must see the same "
-    "files.",
-    "manifest": "The tensors of a checkpoint as JSON, to compare others with: `ckptlint OTHER --expect FILE`.",
-    "plan": "Whether a checkpoint loads into a job of another shape, and what each of its ranks would read.",
-    "rules": "All rules: code, name, severity, the depth they need, what they find.",
-    "show": "What is in a checkpoint, without a verdict: tensors, shapes, dtypes, how they are cut, objects, topology.",
-    "watch": "Lint each step of a running job once, as soon as it is finished, with the options of `check`.",
+    "config": "Show the settings of `check`, and where each comes from: default, file, environment or option.",
+    "diff": "Compare the keys, shapes and dtypes of two checkpoints; resharding is no difference.",
+    "explain": "Print the page of a rule: what it checks, why it matters, usual causes, how to fix.",
+    "graph": "Draw the chunks of one tensor as a graph: on each axis, which intervals they cover and where one is "
+    "missing.",
+    "latest": "Print the path of the newest step of a run that passes, and nothing else.",
+    "live": "Check a checkpoint with all ranks of a job: every node must see the same files.",
+    "manifest": "Write the tensors of a checkpoint as JSON, to compare others with: `ckptlint OTHER --expect FILE`.",
+    "plan": "Tell whether a checkpoint loads into a job of another shape, and what each rank would read.",
+    "rules": "List all rules: code, name, severity, the depth they need, what they find.",
+    "show": "Show what is in a checkpoint, without a verdict: tensors, shapes, dtypes, chunks, objects, topology.",
+    "watch": "Check each step of a running job once, as soon as it is finished.",
 }
 """The commands, each with the first sentence of its help."""
 
@@ -84,8 +82,7 @@ class _LazyGroup(click.Group):
 def cli() -> None:
     """The linter for saved distributed checkpoints.
 
-    `ckptlint PATH` checks a checkpoint; it is short for `ckptlint check PATH`. A folder that is named like a command
-    is reached as ./NAME.
+    `ckptlint PATH` is short for `ckptlint check PATH`. Write ./NAME for a folder that has the name of a command.
 
     Exit codes: 0 passed, 1 findings, 2 wrong use, 3 nothing to check, 4 verdict incomplete.
     """

@@ -21,22 +21,22 @@ _SIZE = click.IntRange(min=1)
     "--to",
     metavar="JOB",
     shell_complete=jobs,
-    help="Sizes of axes, dp=64,tp=4,pp=2, or a function of the job, job.py:state_dict, which is run for each rank.  "
-    "[default: as many ranks as saved, under FSDP]",
+    help="The job that loads: sizes of axes (dp=64,tp=4,pp=2), or a function of its code (job.py:state_dict), which "
+    "ckptlint runs for each rank.  [default: as many ranks as saved, under FSDP]",
 )
-@click.option("--world", type=_SIZE, metavar="N", help="Ranks of the job, for a function.")
-@click.option("--mesh", metavar="AXES", help="The mesh that the function is given, dp=4,tp=2.  [default: dp=N]")
-@click.option("--timeout", type=_SIZE, metavar="S", default=600, show_default=True, help="Seconds for the function.")
-@click.option("--nodes", type=_SIZE, metavar="N", help="Also which files each of so many nodes must see.")
-@click.option("--ranks-per-node", type=_SIZE, metavar="N", help="The same, by how many ranks a node has.")
-@click.option("--from-nodes", type=_SIZE, metavar="N", help="So many nodes saved, and each has only its own files.")
-@click.option("--no-load-optim", is_flag=True, help="The job of Megatron-LM starts its optimizer anew.")
-@click.option("--no-load-rng", is_flag=True, help="It starts its random states anew.")
-@click.option("--megatron", metavar="V", help="The version of megatron-core that loads, 0.16.  [default: any]")
+@click.option("--world", type=_SIZE, metavar="N", help="How many ranks the job has; for a function.")
+@click.option("--mesh", metavar="AXES", help="The mesh to give the function: dp=4,tp=2.  [default: dp=N]")
+@click.option("--timeout", type=_SIZE, metavar="S", default=600, show_default=True, help="Stop the function after S seconds.")
+@click.option("--nodes", type=_SIZE, metavar="N", help="The job has N nodes: show which files each must see.")
+@click.option("--ranks-per-node", type=_SIZE, metavar="N", help="The same, with N ranks on each node.")
+@click.option("--from-nodes", type=_SIZE, metavar="N", help="N nodes saved, and each has only the files that it wrote.")
+@click.option("--no-load-optim", is_flag=True, help="The job starts its optimizer anew (Megatron-LM).")
+@click.option("--no-load-rng", is_flag=True, help="The job starts its random states anew (Megatron-LM).")
+@click.option("--megatron", metavar="V", help="The version of megatron-core that loads: 0.16.  [default: any]")
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Also write a page to this file.")
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
-@click.option("--no-progress", is_flag=True, help="No progress bar.")
+@click.option("--no-progress", is_flag=True, help="Show no progress bar.")
 def plan(
     path: str,
     format_: str,
@@ -48,17 +48,17 @@ def plan(
     no_load_rng: bool,
     **asked: Any,
 ) -> None:
-    """Whether a checkpoint loads into a job of another shape, and what each of its ranks would read.
+    """Tell whether a checkpoint loads into a job of another shape, and what each rank would read.
 
-    Axes: dp (FSDP shards), dp_replicate, tp, pp, vpp, ep, etp, cp. A function returns the state dict that the job loads
-    into, sharded for its rank; it takes a DeviceMesh, or nothing. It runs on the CPU, without memory and network.
+    Axes: dp (FSDP shards), dp_replicate, tp, pp, vpp, ep, etp, cp. A function takes a DeviceMesh, or nothing, and
+    returns the state dict that its rank loads into. It runs on the CPU, without memory and network.
 
-    Exit codes: 0 it loads, 1 it does not, or loses something, or is unsafe or unreadable, 2 wrong use, 3 nothing there,
-    4 could not be told.
+    Exit codes: 0 it loads, 1 it does not, or loses something, or is unsafe or unreadable, 2 wrong use, 3 no checkpoint
+    there, 4 could not tell.
     """
     found = described(path, files=True)
     if len(found) > 1:
-        raise ConfigError(f"{path} holds {len(found)} checkpoints, name one of them: {', '.join(found)}")
+        raise ConfigError(f"{path} holds {len(found)} checkpoints: name one of them ({', '.join(found)})")
     (ckpt,) = found.values()
     from ckptlint.planning.ask import make_plan
     from ckptlint.reporters.html import plan_page

@@ -20,7 +20,7 @@ from click.core import ParameterSource
 
 from ckptlint.commands.completion import many_rules
 from ckptlint.errors import CkptlintError
-from ckptlint.lint.options import CHECK_OPTIONS, CheckOption
+from ckptlint.lint.options import CHECK_OPTIONS, GROUPS, CheckOption
 from ckptlint.progress import listening
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _PATIENCE = 1.0  # seconds without a progress bar
 
 
 def check_options(but: Collection[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator that gives a command the options of `check`, in the order of their table, all but a few perhaps."""
+    """A decorator that gives a command the options of `check`, in the order of their table, without a few perhaps."""
 
     def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
         for option in reversed(CHECK_OPTIONS):  # click reads a stack of decorators upward
@@ -73,6 +73,18 @@ def _option(option: CheckOption) -> Callable[[Callable[..., Any]], Callable[...,
 
 class WithSettings(click.Command):
     """A command whose defaults come from the settings file; `ctx.obj` has the settings and the paths."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The options below headings; those that `check` does not have come first."""
+        group_of = {option.variable: option.group for option in CHECK_OPTIONS} | {"help": "settings"}
+        sections: dict[str, list[tuple[str, str]]] = {group: [] for group in ("", *GROUPS)}
+        for parameter in self.get_params(ctx):
+            if record := parameter.get_help_record(ctx):
+                sections[group_of.get(parameter.name or "", "")].append(record)
+        for group, records in sections.items():
+            if records:
+                with formatter.section(GROUPS.get(group, "Options")):
+                    formatter.write_dl(records)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing and not {"-h", "--help"} & set(args):

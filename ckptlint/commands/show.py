@@ -34,19 +34,19 @@ Branch = dict[str, "Branch | Tensor"]
 @click.command(context_settings=ENVIRONMENT)
 @click.argument("path")
 @click.argument("pattern", metavar="[GLOB]", required=False)
-@click.option("--tree", is_flag=True, help="By dotted name, layers that look the same folded.")
+@click.option("--tree", is_flag=True, help="Show keys as a tree; layers that look the same are one branch.")
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
 @click.option("--ascii", "ascii_only", is_flag=True, help="Draw with plain characters.")
 def show(path: str, pattern: str | None, tree: bool, format_: str, color: str, ascii_only: bool) -> None:
-    """What is in a checkpoint, without a verdict: tensors, shapes, dtypes, how they are cut, objects, topology.
+    """Show what is in a checkpoint, without a verdict: tensors, shapes, dtypes, chunks, objects, topology.
 
-    With a GLOB the tensors whose name matches, and how their chunks lie.
+    With a GLOB, show the tensors whose key matches, and a map of their chunks.
 
-    Exit codes: 0 shown, 1 unsafe or unreadable, 2 no tensor matches, 3 nothing there.
+    Exit codes: 0 shown, 1 unsafe or unreadable, 2 no tensor matches, 3 no checkpoint there, 4 not read.
     """
     if tree and format_ == "json":
-        raise click.UsageError("--tree is a form of text")
+        raise click.UsageError("--tree prints text: leave out --format json")
     checkpoints = list(described(path, files=True, partial=True).values())
     style = terminal_style(color, ascii_only, 0, 0, False)
     if format_ == "json":
@@ -258,10 +258,10 @@ def _map(ckpt: Checkpoint, tensor: Tensor, names_alike: list[str], style: Style)
     if grid is not None:
         yield from (f"  {line}".rstrip() for line in draw(ckpt, grid, None, style.ascii_only, style.width - 2))
     elif tensor.malformed:
-        yield "  chunks and shape have different numbers of axes"
+        yield "  the chunks have a different number of axes from the tensor"
     else:
         files = dict.fromkeys(ckpt.chunk_file(tensor, row) or "stored nowhere" for row in range(len(tensor.chunks)))
-        yield "  " + (", ".join(list(files)[:_LISTED]) or "in no chunk")
+        yield "  " + (", ".join(list(files)[:_LISTED]) or "stored in no chunk")
     if len(names_alike) > 1:
         names = braces(names_alike)
         more = f", and {len(names) - _LISTED:,} more patterns" if len(names) > _LISTED else ""
@@ -346,11 +346,11 @@ def _chunk(ckpt: Checkpoint, offsets: list[int], sizes: list[int], record: int) 
 
 @click.command(context_settings=ENVIRONMENT)
 @click.argument("path")
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file.")
+@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file, not to stdout.")
 def manifest(path: str, output: Path | None) -> None:
-    """The tensors of a checkpoint as JSON, to compare others with: `ckptlint OTHER --expect FILE`.
+    """Write the tensors of a checkpoint as JSON, to compare others with: `ckptlint OTHER --expect FILE`.
 
-    Exit codes: 0 written, 1 unsafe or unreadable, 3 nothing there.
+    Exit codes: 0 written, 1 unsafe or unreadable, 3 no checkpoint there, 4 not read.
     """
     text = manifest_text(described(path).values())
     if output is None:

@@ -1,4 +1,4 @@
-"""`ckptlint watch`: the steps of a running job, each linted once it is finished."""
+"""`ckptlint watch`: the steps of a running job, each checked once it is finished."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ def _seconds(_context: click.Context, _param: click.Parameter, value: str) -> fl
     """The seconds of a time such as `90s`, `30m` or `2h`."""
     match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)([smhd])", value)
     if match is None:
-        raise click.BadParameter(f"{value!r} is no time such as 90s, 30m or 2h")
+        raise click.BadParameter(f"{value!r} is not a time such as 90s, 30m or 2h")
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
 
 
 @click.command(cls=WithSettings, context_settings=ENVIRONMENT)
 @click.argument("run_dir")
 @click.option(
-    "--interval", type=click.FloatRange(min=0), default=30, show_default=True, help="Seconds between two looks."
+    "--interval", type=click.FloatRange(min=0), default=30, show_default=True, help="Look every so many seconds."
 )
 @click.option(
     "--stale", callback=_seconds, metavar="TIME", default="30m", show_default=True,
-    help="Report an unfinished step once nothing in it changed for this long.",
+    help="Report an unfinished step when nothing in it has changed for this long.",
 )  # fmt: skip
-@click.option("--once", is_flag=True, help="Lint what is finished, and end with the worst exit code.")
-@click.option("--exec", "command", metavar="CMD", help="Run for each step that does not give 0; see below.")
-@click.option("--jsonl", is_flag=True, help="One JSON object a line and step on stdout, in place of the reports.")
+@click.option("--once", is_flag=True, help="Check the finished steps, and exit with the worst code.")
+@click.option("--exec", "command", metavar="CMD", help="Run CMD on each step that does not exit with 0.")
+@click.option("--jsonl", is_flag=True, help="Print one line of JSON for each step, in place of the reports.")
 @check_options(but=["all-steps"])
 @click.pass_context
 def watch(
@@ -72,13 +72,13 @@ def watch(
     jsonl: bool,
     **options: Any,
 ) -> None:
-    """Lint each step of a running job once, as soon as it is finished, with the options of `check`.
+    """Check each step of a running job once, as soon as it is finished.
 
-    CMD finds CKPTLINT_STEP_PATH, CKPTLINT_EXIT_CODE and CKPTLINT_REPORT (a JSON file) in its environment. A report that
-    --output names is that of the last step. Ends on Ctrl-C (130).
+    CMD finds CKPTLINT_STEP_PATH, CKPTLINT_EXIT_CODE and CKPTLINT_REPORT (a JSON file) in its environment. A file that
+    --output names holds the report on the last step. Ctrl-C ends the watch (130).
 
-    Exit codes of --once: 1 a step has findings, or its save did not finish, 4 a step could not be read, 3 no step is
-    finished, 0 all pass; the first of these that holds.
+    Exit codes of --once, the first that applies: 1 a step has findings, or its save did not finish, 4 a step could not
+    be read, 3 no step is finished, 0 all pass.
     """
     with suppress(NoPath):  # a wrong option ends the watch now, not in an hour
         context.invoke(check, paths=(), **options)
@@ -100,7 +100,7 @@ def watch(
                 report = Path(folder, f"{len(codes)}.json")
                 code = _lint_step(context, step, report if command else None, options)
                 if code and is_vanishing(step, event):
-                    text = f"{event.step} is being removed: what was found in it does not count"
+                    text = f"somebody is removing {event.step}: its findings do not count"
                     click.echo(f"ckptlint: {text}", err=True)
                     continue
                 if event.kind == "unfinished" and not options["exit_zero"]:
@@ -119,8 +119,8 @@ def _banner(path: str, interval: float, stale: float, once: bool) -> str:
     """What is watched, how often, and what lies there."""
     steps = steps_of(_run_folder(path))
     there = f"{plural(len(steps), 'step')} there" + (f", the newest {printable(steps[0].name)}" if steps else "")
-    often = f"two looks, {interval:g} s apart" if once else f"a look every {interval:g} s"
-    return f"watching {shown(path)}: {there}; {often}; unfinished after {human_duration(stale)} without a change"
+    often = f"looks twice, {interval:g} s apart" if once else f"looks every {interval:g} s"
+    return f"watching {shown(path)}: {there}; {often}; reports an unfinished step after {human_duration(stale)} without a change"
 
 
 def _line(event: Event, path: str, code: int, reports: Sequence[Report]) -> str:
@@ -164,7 +164,7 @@ def _execute(command: str, step: str, code: int, report: Path) -> None:
     # the shell is the user's own: CMD comes from the command line, like a recipe of make
     ended = subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, env=os.environ | about, check=False)  # noqa: S602
     if ended.returncode:
-        click.echo(f"ckptlint: --exec ended in {ended.returncode}", err=True)
+        click.echo(f"ckptlint: the command of --exec exited with {ended.returncode}", err=True)
 
 
 # ---------------------------------------------------------------- which step is finished
@@ -279,9 +279,9 @@ def _look(path: str, memory: _Memory, stale: float) -> list[Event]:
             continue
         quiet = _quiet(memory.since[name], memory.sizes[name], run.entries[name].mtime)
         if place < newest:
-            text = f"{name} stays unfinished, and {names[newest]} is finished"
+            text = f"{name} is still unfinished, and {names[newest]} is finished"
         elif quiet >= stale:
-            text = f"{name} stays unfinished: nothing in it changed for {human_duration(quiet)}"
+            text = f"{name} is still unfinished: nothing in it has changed for {human_duration(quiet)}"
         else:
             continue
         memory.left_behind.add(name)
@@ -308,9 +308,9 @@ def _run_folder(path: str) -> Folder:
     """The run folder, listed anew."""
     run, file = folder_at(path)
     if file:
-        raise NothingToCheckError(f"{shown(path)} is a file: watch takes a run folder")
+        raise NothingToCheckError(f"{shown(path)} is a file: name the run folder")
     if not any(step_number(name) is not None for name in run.folders()) and components(run):
-        raise NothingToCheckError(f"{shown(path)} is a checkpoint: watch takes the run folder around its steps")
+        raise NothingToCheckError(f"{shown(path)} is a checkpoint: name the run folder that holds the steps")
     return run
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckptlint.depth import Depth
 from ckptlint.errors import BudgetError
-from ckptlint.lint.report import CheckpointReport, Diagnostic
+from ckptlint.lint.report import UNREADABLE, CheckpointReport, Diagnostic
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
 from ckptlint.rule import NotApplicable, Rule, Severity
@@ -30,7 +30,7 @@ def run_rules(ckpt: Checkpoint, rules: Iterable[Rule], depth: Depth) -> Checkpoi
         elif rule.expects and ckpt.reference is None:
             report.not_run[rule.code] = "needs --expect"
         elif not ckpt.readable and not rule.always:
-            report.not_run[rule.code] = f"needs {ckpt.metadata_file}"
+            report.not_run[rule.code] = UNREADABLE.format(ckpt.metadata_file)
         else:
             crashes += _run(rule, ckpt, report)
     report.diagnostics[:] = _told_once(report.diagnostics)

@@ -26,6 +26,14 @@ FORMATS = {
 SUFFIXES = {suffix: name for name, suffix in FORMATS.items() if suffix}
 """Formats by the suffix of an output file."""
 
+GROUPS = {
+    "read": "What to read",
+    "rules": "Which rules run, and what fails",
+    "output": "Output",
+    "settings": "Settings and help",
+}
+"""The headings that `--help` puts the options below."""
+
 
 @dataclass(frozen=True, slots=True)
 class CheckOption:
@@ -33,6 +41,7 @@ class CheckOption:
 
     Attributes:
         name: the long name, without dashes; also the key in a settings file.
+        group: which of `GROUPS` it belongs to.
         help: what it does, for `--help`.
         default: its value when nobody says another.
         metavar: what stands for the value in help texts; RULES are rules, which the shell completes.
@@ -46,6 +55,7 @@ class CheckOption:
     """
 
     name: str
+    group: str = "read"
     help: str = ""
     default: str | int | None = None
     metavar: str | None = None
@@ -78,44 +88,72 @@ class CheckOption:
 
 
 CHECK_OPTIONS = (
-    CheckOption("select", "Only these rules: codes, prefixes, names, ALL.", metavar="RULES", repeats=True),
-    CheckOption("extend-select", "These rules too.", metavar="RULES", repeats=True),
-    CheckOption("ignore", "Not these rules.", metavar="RULES", repeats=True),
-    CheckOption("severity", "Another severity for a rule.", metavar="RULE=LEVEL", repeats=True),
-    CheckOption(
-        "fail-on",
-        "Lowest severity that gives exit 1.",
-        default="error",
-        choices=("error", "warning", "info", "never"),
-    ),
-    CheckOption("strict", "Short for --fail-on warning.", is_flag=True),
-    CheckOption("exit-zero", "Short for --fail-on never; unsafe or unread input still fails.", is_flag=True),
     CheckOption(
         "depth",
-        "How much to read: the metadata only; names and sizes of payload files; each record's header; every byte.",
+        "read",
+        "How much to read: metadata; also names and sizes of payload files; also the header of each record; all "
+        "bytes.",
         default=Depth.FILES.value,
         choices=tuple(depth.value for depth in Depth),  # click shows members of an enum by their names
     ),
-    CheckOption("sample", "Read a random part of the records, at depths headers and data.", metavar="P%"),
-    CheckOption("seed", "Of --sample; printed when not given.", minimum=0),
-    CheckOption("jobs", "Threads that read files, and steps read at once.  [default: min(8, CPUs)]", minimum=1),
-    CheckOption("no-progress", "No progress bar on a terminal.", is_flag=True),
-    CheckOption("format", "What goes to stdout.", default="full", choices=tuple(FORMATS)),
+    CheckOption("sample", "read", "Read a random part of the records, at depths headers and data.", metavar="P%"),
+    CheckOption("seed", "read", "Seed of --sample.  [default: random, and printed]", metavar="N", minimum=0),
+    CheckOption("all-steps", "read", "Check every step of a run folder, not only the newest.", is_flag=True),
     CheckOption(
-        "output", "Also write a report; the format by suffix, or given as F=.", metavar="[F=]FILE", repeats=True
+        "expect", "read", "Compare with a manifest, safetensors, a model folder or another checkpoint.", metavar="REF"
     ),
-    CheckOption("max-per-rule", "Groups shown; 0 = all.", default=5, minimum=0),
-    CheckOption("statistics", "A table instead of findings: count, code, name, tensors.", is_flag=True),
-    CheckOption("color", default="auto", choices=("auto", "always", "never")),
-    CheckOption("ascii", "Draw chunk maps with plain characters.", is_flag=True),
-    CheckOption("all-steps", "Every step of a run folder, not only the newest.", is_flag=True),
-    CheckOption("expect", "Compare with a manifest, safetensors, a model folder or another checkpoint.", metavar="REF"),
-    CheckOption("baseline", "Hide the findings of this earlier JSON report.", metavar="FILE"),
-    CheckOption("config", "This settings file, instead of the nearest.", metavar="FILE", in_files=False),
-    CheckOption("isolated", "No settings file.", is_flag=True, in_files=False),
-    CheckOption("no-ignores", "Show what the ignores of the settings would hide.", is_flag=True),
-    CheckOption("quiet", "-q findings only, -qq exit code only.", short="q", minimum=0, counts=True),
-    CheckOption("verbose", "Also notes, rules that did not run and why, times.", short="v", is_flag=True),
+    CheckOption(
+        "jobs",
+        "read",
+        "Read with so many threads, and so many steps at once.  [default: min(8, CPUs)]",
+        metavar="N",
+        minimum=1,
+    ),
+    CheckOption("select", "rules", "Run only these rules: codes, prefixes, names, ALL.", metavar="RULES", repeats=True),
+    CheckOption("extend-select", "rules", "Run these rules too.", metavar="RULES", repeats=True),
+    CheckOption("ignore", "rules", "Do not run these rules.", metavar="RULES", repeats=True),
+    CheckOption("severity", "rules", "Change the severity of a rule.", metavar="RULE=LEVEL", repeats=True),
+    CheckOption(
+        "fail-on",
+        "rules",
+        "Exit with 1 on findings of this severity or a higher one.",
+        default="error",
+        choices=("error", "warning", "info", "never"),
+    ),
+    CheckOption("strict", "rules", "Short for --fail-on warning.", is_flag=True),
+    CheckOption(
+        "exit-zero",
+        "rules",
+        "Short for --fail-on never; unsafe or unreadable input still exits with 1.",
+        is_flag=True,
+    ),
+    CheckOption("baseline", "rules", "Hide the findings of this earlier JSON report.", metavar="FILE"),
+    CheckOption("no-ignores", "rules", "Show the findings that the settings ignore.", is_flag=True),
+    CheckOption("format", "output", "What to print.", default="full", choices=tuple(FORMATS)),
+    CheckOption(
+        "output",
+        "output",
+        "Also write a report to a file, in the format F or that of its suffix.",
+        metavar="[F=]FILE",
+        repeats=True,
+    ),
+    CheckOption(
+        "max-per-rule", "output", "Print at most N groups of findings per rule; 0 = all.", 5, metavar="N", minimum=0
+    ),
+    CheckOption(
+        "statistics", "output", "Print a table in place of the findings: count, code, name, tensors.", is_flag=True
+    ),
+    CheckOption(
+        "quiet", "output", "-q prints findings only, -qq prints nothing.", short="q", minimum=0, counts=True
+    ),
+    CheckOption(
+        "verbose", "output", "Also print notes, times, and which rules did not run and why.", short="v", is_flag=True
+    ),
+    CheckOption("color", "output", "Whether to print colors.", default="auto", choices=("auto", "always", "never")),
+    CheckOption("ascii", "output", "Draw with plain characters.", is_flag=True),
+    CheckOption("no-progress", "output", "Show no progress bar.", is_flag=True),
+    CheckOption("config", "settings", "Read this settings file, not the nearest.", metavar="FILE", in_files=False),
+    CheckOption("isolated", "settings", "Read no settings file.", is_flag=True, in_files=False),
 )
 
 

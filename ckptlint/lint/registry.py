@@ -19,8 +19,24 @@ from ckptlint.rule import Rule
 GROUP = "ckptlint.rules"
 """The entry-point group in which an installed package names the package of its rules."""
 
-FAMILIES = ("CFG", "COM", "EXP", "GEO", "LIV", "LNT", "NAM", "OBJ", "OPT", "PAY", "REF", "RNK", "RUN", "SAF", "SHP")
-"""The letters that codes of ckptlint itself begin with."""
+FAMILIES = {
+    "CFG": "the tensors against the configuration of the model",
+    "COM": "common state, run markers, step numbers",
+    "EXP": "experts",
+    "GEO": "the chunks of one tensor",
+    "LIV": "what the ranks of a running job hold",
+    "LNT": "ckptlint itself",
+    "NAM": "names of keys",
+    "OBJ": "objects of Megatron-Core",
+    "OPT": "optimizer states against their parameters",
+    "PAY": "payload files and the records in them",
+    "REF": "against a reference (--expect)",
+    "RNK": "sets of files, one for each rank",
+    "RUN": "against the step before",
+    "SAF": "what is unsafe or cannot be read",
+    "SHP": "shapes of tensors against each other",
+}
+"""The letters that codes of ckptlint itself begin with, and what the rules of each family are about."""
 
 _PACKAGE = "ckptlint.rules"
 

@@ -19,6 +19,9 @@ _PROPER_NAMES = ("Megatron", "PyTorch", "DCP")
 
 Verdict = Literal["pass", "fail", "incomplete"]
 
+UNREADABLE = "needs {}"
+"""Why a rule is not run where the metadata, whose file is named here, could not be read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
@@ -112,6 +115,23 @@ class FindingGroup:
         return self.members[0]
 
 
+@dataclass(frozen=True, slots=True)
+class RuleCounts:
+    """What became of the selected rules; every report format takes its numbers from here.
+
+    Attributes:
+        ran: they came to their end, with or without findings.
+        not_applicable: they found nothing to judge.
+        not_run: the depth, `--expect` or readable metadata was missing.
+        failed: they ended in an error.
+    """
+
+    ran: int
+    not_applicable: int
+    not_run: int
+    failed: int
+
+
 @dataclass(frozen=True, eq=False)
 class CheckpointReport:
     """What the rules made of one checkpoint.
@@ -153,6 +173,12 @@ class CheckpointReport:
     def ignored_groups(self) -> list[FindingGroup]:
         """The same of the ignored findings, each group with one reason; numbered after the others."""
         return _grouped(self.ignored, len(self.groups) + 1)
+
+    @property
+    def blocked(self) -> list[str]:
+        """Codes of the rules that could not run because the metadata could not be read."""
+        reason = UNREADABLE.format(self.checkpoint.metadata_file)
+        return [code for code, told in self.not_run.items() if told == reason]
 
     @property
     def is_incomplete(self) -> bool:
@@ -199,6 +225,24 @@ class Report:
     def counts(self) -> Counter[str]:
         """Problems by severity: a group of like findings counts once."""
         return Counter(group.lead.severity.label for part in self.checkpoints for group in part.groups)
+
+    @cached_property
+    def rule_counts(self) -> RuleCounts:
+        """What became of the selected rules; one that ran on any of the checkpoints ran."""
+        return self.rule_counts_of(*self.checkpoints)
+
+    def rule_counts_of(self, *parts: CheckpointReport) -> RuleCounts:
+        """The same on some of the checkpoints; the four numbers add up to that of the selected rules."""
+        failed = {code for part in parts for code in part.failed}
+        ran = {code for part in parts for code in part.passed} - failed
+        idle = {code for part in parts for code in part.not_applicable} - failed - ran
+        selected = {rule.code for rule in self.rules}
+        counts = [len(codes & selected) for codes in (ran, idle, failed)]
+        return RuleCounts(counts[0], counts[1], len(selected) - sum(counts), counts[2])
+
+    def added_by(self, depth: Depth) -> int:
+        """How many of the selected rules need this depth or a lesser one, and more than the depth of this report."""
+        return sum(depth.reaches(rule.needs) and not self.depth.reaches(rule.needs) for rule in self.rules)
 
     def is_failing(self, item: Diagnostic) -> bool:
         """Whether a finding makes the run fail: at or above `fail_on`, and always for errors of fixed rules.

@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ckptlint.depth import Depth
+from ckptlint.lint.registry import FAMILIES
 from ckptlint.model.text import named_ranks as ranks_in_words
 from ckptlint.rule import SECTIONS, Rule
 
@@ -97,7 +99,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[str]:
 
 
 def catalogue(rules: Sequence[Rule], format_: str, width: int = 80) -> str:
-    """All rules as a table, as Markdown, or as JSON."""
+    """All rules as a list by family, as a table in Markdown, or as JSON."""
     if format_ == "json":
         rows = [
             {
@@ -111,11 +113,37 @@ def catalogue(rules: Sequence[Rule], format_: str, width: int = 80) -> str:
             for rule in rules
         ]
         return json.dumps(rows, indent=2)
+    if format_ == "table":
+        return "\n".join(_listing(rules, width))
     from tabulate import tabulate
 
     heads = ("code", "name", "severity", "depth", "finds")
     cells = [(rule.code, rule.name, rule.severity.label, _needs(rule), rule.summary) for rule in rules]
-    if format_ == "markdown":
-        return tabulate(cells, heads, tablefmt="github")
-    room = max(24, width - 48)
-    return tabulate(cells, heads, tablefmt="simple", maxcolwidths=[None, None, None, None, room])
+    return tabulate(cells, heads, tablefmt="github")
+
+
+def _listing(rules: Sequence[Rule], width: int) -> Iterator[str]:
+    """One line for each rule that fits the width, by family; those on running jobs come last, under their own heading.
+
+    The depth stands beside the severity where it is more than the one that `check` reads by default.
+    """
+    families: dict[tuple[bool, str], list[Rule]] = {}
+    for rule in rules:
+        families.setdefault((rule.live, rule.code[:3]), []).append(rule)
+    for (is_live, family), members in sorted(families.items()):
+        about = FAMILIES.get(family, "a plug-in")
+        yield f"{family}  {about}{': `ckptlint.live`, `SaveLint`' if is_live else ''}"
+        marks = [_mark(rule) for rule in members]
+        name_width, mark_width = max(len(rule.name) for rule in members), max(map(len, marks))
+        for rule, mark in zip(members, marks, strict=True):
+            line = f"  {rule.code}  {rule.name:{name_width}}  {mark:{mark_width}}  "
+            room = max(width - len(line), 12)
+            yield line + textwrap.shorten(rule.summary, room, placeholder="...")
+        yield ""
+    yield "`ckptlint explain CODE` prints the page of a rule."
+
+
+def _mark(rule: Rule) -> str:
+    """The severity, and what `check` must be told so that the rule runs."""
+    needs = "--expect" if rule.expects else "" if rule.live or Depth.FILES.reaches(rule.needs) else rule.needs
+    return f"{rule.severity.label}, {needs}" if needs else rule.severity.label

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
+from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_map import draw, make_grid
-from ckptlint.lint.report import CheckpointReport, FindingGroup, Report, worst
+from ckptlint.lint.report import CheckpointReport, Diagnostic, FindingGroup, Report, worst
 from ckptlint.lint.steps import JudgedStep, newest_passing, steps_in
 from ckptlint.model import Checkpoint, RecordState, StepFile
 from ckptlint.model.checkpoint import FORMAT_NAMES
 from ckptlint.model.layout import Box
-from ckptlint.model.text import braces, human_bytes, plural
+from ckptlint.model.text import braces, human_bytes, plural, ranges, shape_text
 from ckptlint.reporters.style import Style, cut, cut_names, inert
 from ckptlint.rule import Finding, Note, Severity
 
@@ -41,7 +43,7 @@ def render(report: Report, style: Style) -> str:
         unread = [line for text in report.unread for line in style.wrap(text, "  ", "")]
         files = [file for part in report.checkpoints for file in part.checkpoint.step_files]
         told = style.wrap(account(files), "  ", "") if any(file.state != "read" for file in files) else []
-        blocks.append("\n".join([*unread, *told, *verdict(report, style)]))
+        blocks.append("\n".join([*unread, *told, *verdict(report, style, wrapped=True)]))
         if steps := steps_in(report):
             blocks += [
                 "",
@@ -155,8 +157,8 @@ def block(ckpt: Checkpoint, group: FindingGroup, style: Style) -> list[str]:
     lines = [title[0].replace(label, style.paint(label, lead.severity.label), 1), *title[1:]]
     lines += style.wrap(finding.at.label or place_of(ckpt, finding), "      ", "  --> ")
     lines += [f"   | {line}".rstrip() for line in _figure(ckpt, finding, style)]
-    for name, text in notes(group):
-        lines += style.wrap(text, "     ", f"   = {name}: ")
+    for note in notes(group):
+        lines += style.wrap(note_line(note), "     ", "   = ")
     return lines
 
 
@@ -168,13 +170,27 @@ def notes(group: FindingGroup) -> list[Note]:
     return [note for note in listed if note[1]]
 
 
+def note_line(note: Note) -> str:
+    """A note in one line.
+
+    >>> note_line(("hint", "save again")), note_line(("inferred", "from the shapes of layers 0-3"))
+    ('hint: save again', 'inferred from the shapes of layers 0-3')
+    """
+    label, text = note
+    return f"{label} {text}" if label == "inferred" else f"{label}: {text}"
+
+
+def inferred(item: Diagnostic) -> str:
+    """What a finding was inferred from, in brackets, for formats of one line; "" where the files state it."""
+    return f" (inferred from {item.finding.inferred_from})" if item.finding.inferred_from else ""
+
+
 def place_of(ckpt: Checkpoint, finding: Finding) -> str:
     """What the line below the title names: the tensor as stored, the bytes, or the file."""
     if finding.at.tensor is not None:
         tensor = finding.at.tensor
         chunks = len(tensor.chunks) + len(tensor.malformed)
-        shape = "[" + ", ".join(map(str, tensor.global_shape)) + "]"
-        return f"{ckpt.metadata_file}: {tensor.dtype} {cut(shape)}, {plural(chunks, 'chunk')}"
+        return f"{ckpt.metadata_file}: {tensor.dtype} {cut(shape_text(tensor.global_shape))}, {plural(chunks, 'chunk')}"
     if finding.at.byte_range is not None:
         start, length = finding.at.byte_range
         return f"{finding.at.file}: bytes {start:,}-{start + length:,}"
@@ -200,22 +216,51 @@ def also(group: FindingGroup) -> str:
 
 
 def _details(report: Report, style: Style) -> str:
-    lines = []
+    """Which rules did not run, by reason; checkpoints of which the same is true share their lines."""
+    alike: dict[tuple[str, ...], list[CheckpointReport]] = {}
     for part in report.checkpoints:
-        lines.append(f"{part.checkpoint.path}: {plural(len(part.passed), 'rule')} ran")
-        for axis, size in part.checkpoint.topology.items():
-            lines.append(f"  {axis} = {size.size} ({size.source})")
-        for what, reasons in (("not run", part.not_run), ("not applicable", part.not_applicable)):
-            for code, reason in reasons.items():
-                lines += style.wrap(f"{code}: {reason}", "      ", f"  {what} ")
-        for group in part.ignored_groups:
-            lines += style.wrap(_ignored(group), "      ", "  ignored ")
-        slow = sorted(part.seconds.items(), key=lambda pair: -pair[1])[:3]
-        lines.append("  slowest: " + ", ".join(f"{code} {seconds:.3f} s" for code, seconds in slow))
+        alike.setdefault(tuple(_part_details(part, style)), []).append(part)
+    lines = []
+    for told, parts in alike.items():
+        paths = ", ".join(braces(part.checkpoint.path for part in parts))
+        lines += [f"{paths}: {plural(report.rule_counts_of(parts[0]).ran, 'rule')} ran", *told]
+    slow = Counter[str]()
+    for part in report.checkpoints:
+        slow.update(part.seconds)
+    if slow:
+        lines.append("slowest: " + ", ".join(f"{code} {seconds:.3f} s" for code, seconds in slow.most_common(3)))
     lines += [
         line for text in report.fixed_since_baseline for line in style.wrap(f"no longer occurs: {text}", "    ", "")
     ]
     return "\n".join(lines)
+
+
+def _part_details(part: CheckpointReport, style: Style) -> Iterator[str]:
+    for axis, size in part.checkpoint.topology.items():
+        yield f"  {axis} = {size.size} ({size.source})"
+    for what, reasons in (("not run", part.not_run), ("not applicable", part.not_applicable)):
+        by_reason: dict[str, list[str]] = {}
+        for code, reason in reasons.items():
+            by_reason.setdefault(reason, []).append(code)
+        for reason, codes in by_reason.items():
+            yield from style.wrap(f"{what}, {reason}: {folded(codes)}", "      ", "  ")
+    for group in part.ignored_groups:
+        yield from style.wrap(_ignored(group), "      ", "  ignored ")
+
+
+def folded(codes: Iterable[str]) -> str:
+    """Codes of rules by family, their numbers as ranges.
+
+    >>> folded(["GEO001", "GEO002", "GEO003", "PAY009", "GEO007"])
+    'GEO001-003,007 PAY009'
+    """
+    families: dict[str, list[int]] = {}
+    for code in codes:
+        families.setdefault(code[:3], []).append(int(code[3:]))
+    return " ".join(
+        family + re.sub(r"\d+", lambda number: number[0].zfill(3), ranges(numbers))
+        for family, numbers in families.items()
+    )
 
 
 def _ignored(group: FindingGroup) -> str:
@@ -229,51 +274,76 @@ def _set_aside(report: Report) -> str:
     """How many findings do not count, in brackets; "" for none."""
     hidden = Counter(item.ignored.by for item in report.ignored if item.ignored)
     ignored, baselined = hidden["per-key-ignores"], hidden["baseline"]
-    parts = [f"{plural(ignored, 'finding')} ignored by config"] if ignored else []
-    parts += [f"{baselined:,} baselined"] if baselined else []
+    parts = [f"{plural(ignored, 'finding')} ignored by the settings"] if ignored else []
+    parts += [f"{plural(baselined, 'finding')} known from the baseline"] if baselined else []
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def verdict(report: Report, style: Style) -> list[str]:
-    """The last lines: what was found, by how many rules, what could not be judged, and whose settings were used."""
-    *lines, last = _verdict(report, style)
-    return [*lines, last + (f" Settings: {report.settings}." if report.settings else "")]
+def verdict(report: Report, style: Style, wrapped: bool = False) -> list[str]:
+    """The last lines: what was found, by how many rules, what could not be judged, and whose settings were used.
 
-
-def _verdict(report: Report, style: Style) -> list[str]:
-    counts = [plural(report.counts[level], level) for level in ("error", "warning") if report.counts[level]]
-    remarks = report.counts["info"]
-    rules = len(report.rules)
-    selected = {rule.code for rule in report.rules}
-    silent = {code for part in report.checkpoints for code in part.not_run} & selected
-    failed = {code for part in report.checkpoints for code in part.failed}
-    if not report.checkpoints:
-        return ["nothing to check" if not report.unreadable else "1 path could not be read"]
+    Args:
+        wrapped: whether each is cut into lines of the terminal's width.
+    """
+    *first, (kind, head, rest) = _verdict(report, style.verbose)
+    sentences = [*first, (kind, head, rest + (f" Settings: {report.settings}." if report.settings else ""))]
+    if not wrapped:
+        return [style.paint(head, kind) + rest for kind, head, rest in sentences]
     lines = []
+    for kind, head, rest in sentences:
+        text = "\n".join(style.wrap(head + rest, ""))  # a blank is a line's end now: the head is as long as before
+        painted = [style.paint(line, kind) for line in text[: len(head)].splitlines()]
+        lines += ("\n".join(painted) + text[len(head) :]).splitlines()
+    return lines
+
+
+def _verdict(report: Report, verbose: bool) -> list[tuple[str, str, str]]:
+    """Each sentence as the kind of its colour ("" for none), what is painted so, and the rest."""
+    if not report.checkpoints:
+        unread = plural(len(report.unreadable), "path")
+        return [("", "", f"{unread} could not be read" if report.unreadable else "nothing to check")]
+    counts = [plural(report.counts[level], level) for level in ("error", "warning") if report.counts[level]]
+    failed = sorted({code for part in report.checkpoints for code in part.failed})
+    several = len(report.checkpoints) > 1
+    told: list[tuple[str, str, str]] = []
     if counts:
-        where = f" in {plural(len(report.checkpoints), 'checkpoint')}" if len(report.checkpoints) > 1 else ""
-        totals = f"{plural(rules, 'rule')}, {_judged(report)}, {report.seconds:.2f} s"
-        kind = "error" if report.counts["error"] else "warning"
-        if blocked := [part for part in report.checkpoints if not part.checkpoint.readable]:
-            missing = blocked[0].checkpoint.metadata_file
-            totals = f"{len(blocked[0].not_run.keys() & selected)} of {rules} rules could not run: they need {missing}"
-        lines.append(style.paint(f"{', '.join(counts)}{where}{_set_aside(report)}.", kind) + f" {totals}.")
+        where = f" in {plural(len(report.checkpoints), 'checkpoint')}" if several else ""
+        head = f"{', '.join(counts)}{where}{_set_aside(report)}."
+        told.append(("error" if report.counts["error"] else "warning", head, f" {_ran(report, _judged(report))}."))
         first = next(g.lead.code for part in report.checkpoints for g in part.groups if g.lead.severity > Severity.INFO)
-        lines.append(f"`ckptlint explain {first}` tells more.")
+        told.append(("", "", f"`ckptlint explain {first}` shows more."))
     if failed:
         verb = "rule did not finish" if len(failed) == 1 else "rules did not finish"
-        sentence = f"{len(failed)} {verb}: {', '.join(sorted(failed))}. The verdict is incomplete."
-        lines.append(style.paint(sentence, "error"))
+        told.append(("error", f"{len(failed)} {verb}: {', '.join(failed)}. The verdict is incomplete.", ""))
     elif report.is_incomplete and not report.fails:
-        lines.append(style.paint("The verdict is incomplete.", "error"))
-    if not counts and not failed and not report.is_incomplete:
-        extra = f", {plural(remarks, 'note')} (-v)" if remarks and not style.verbose else ""
-        of = f"{rules - len(silent)} of {rules} rules" if silent else f"All {rules} rules"
-        passed = style.paint(f"{of} passed", "good")
-        lines.append(f"{passed} in {report.seconds:.2f} s{extra}{_set_aside(report)}. {_unread(report)}")
+        told.append(("error", "The verdict is incomplete.", ""))
+    if not told:
+        head = f"{len(report.checkpoints):,} checkpoints passed" if several else "Passed"
+        notes = f"; {plural(report.counts['info'], 'note')} (-v)" if report.counts["info"] and not verbose else ""
+        told.append(("good", head, f": {_ran(report)}{notes}{_set_aside(report)}. {_unread(report)}"))
     elif report.depth.opens_records and (limits := _limits(report)):
-        lines.append(limits)
-    return lines
+        told.append(("", "", limits))
+    return [*told[:1], *(("", "", sentence) for sentence in _blocked(report)), *told[1:]]
+
+
+def _ran(report: Report, on: str = "") -> str:
+    """How many rules ran, and how many found nothing to judge."""
+    counts = report.rule_counts
+    idle = f", {counts.not_applicable:,} had nothing to judge" if counts.not_applicable else ""
+    return f"{plural(counts.ran, 'rule')} ran{f' on {on}' if on else ''} in {report.seconds:.2f} s{idle}"
+
+
+def _blocked(report: Report) -> Iterator[str]:
+    """For each number of rules that could not run a sentence with the checkpoints of which that is true."""
+    alike: dict[tuple[int, str], list[str]] = {}
+    selected = {rule.code for rule in report.rules}
+    for part in report.checkpoints:
+        if count := len(selected.intersection(part.blocked)):
+            missing = "the state dict of every rank" if report.is_live else part.checkpoint.metadata_file
+            alike.setdefault((count, missing), []).append(part.checkpoint.path)
+    for (count, missing), paths in alike.items():
+        where = f" on {', '.join(cut(path) for path in braces(paths))}" if len(report.checkpoints) > 1 else ""
+        yield f"{plural(count, 'rule')} could not run{where}: {'it needs' if count == 1 else 'they need'} {missing}."
 
 
 def _judged(report: Report) -> str:
@@ -286,15 +356,20 @@ def _judged(report: Report) -> str:
 
 
 def _unread(report: Report) -> str:
-    """What the depth leaves out."""
+    """What the depth leaves out, and how many rules a greater one adds."""
     if report.is_live:
         return "Files were not looked at."
-    if not report.depth.looks_at_files:
-        return "Tensor bytes were not read and files were not looked at (--depth files)."
-    if not report.depth.opens_records:
-        return "Tensor bytes were not read (--depth headers, --depth data)."
-    whole = "Every record was read." if report.depth.reads_all else "Tensor bytes were not read (--depth data)."
-    return _limits(report) or whole
+    if report.depth.reads_all:
+        return _limits(report) or "Every record was read."
+    if report.depth.opens_records and (limits := _limits(report)):
+        return limits
+    files = " and files were not looked at" if not report.depth.looks_at_files else ""
+    deeper = [(depth, report.added_by(depth)) for depth in Depth if report.added_by(depth)]
+    more = ", ".join(
+        f"--depth {depth} adds {plural(count, 'rule')}" if not place else f"--depth {depth} {count:,}"
+        for place, (depth, count) in enumerate(deeper)
+    )
+    return f"Tensor bytes were not read{files}" + (f": {more}." if more else ".")
 
 
 def _limits(report: Report) -> str:

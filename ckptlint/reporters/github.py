@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Report
 from ckptlint.model.text import plural
-from ckptlint.reporters.full import notes, verdict
+from ckptlint.reporters.full import note_line, notes, verdict
 from ckptlint.reporters.style import Style, cut_names, file_of
 from ckptlint.rule import Severity
 
@@ -41,7 +41,7 @@ def _annotation(command: str, part: CheckpointReport, group: FindingGroup) -> st
     lead = group.lead
     file = f"{part.checkpoint.path}/{file_of(part.checkpoint, lead.finding.at.file)}"
     place = {"file": file, "line": "1", "title": f"{lead.code} {lead.rule.name}"}
-    text = [cut_names(lead.title, lead.fqn), *(f"{label}: {note}" for label, note in notes(group))]
+    text = [cut_names(lead.title, lead.fqn), *map(note_line, notes(group))]
     return _command(command, place, "\n".join(text))
 
 

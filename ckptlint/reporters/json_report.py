@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from typing import Any
+from dataclasses import asdict
+from typing import Any, get_args
+
+import numpy as np
 
 from ckptlint._version import __version__
-from ckptlint.geometry.chunk_graph import coordinates
+from ckptlint.geometry.chunk_graph import coordinates, rank_of
 from ckptlint.lint.report import CheckpointReport, Diagnostic, FindingGroup, Ignored, Report
 from ckptlint.lint.steps import JudgedStep, steps_in
-from ckptlint.model import Reference
+from ckptlint.model import Checkpoint, Reference
+from ckptlint.model.checkpoint import StepFileState
+from ckptlint.model.files import FILE_STATES
 from ckptlint.reporters.style import Style
+from ckptlint.rule import Location
+from ckptlint.vocabulary.step_files import number_of
 
 SCHEMA = "ckptlint.report/1"
 
@@ -31,8 +38,9 @@ def render(report: Report, style: Style) -> str:
         },
         "verdict": report.verdict,
         "summary": {**counts, "ignored": hidden["per-key-ignores"], "baselined": hidden["baseline"]},
+        "rules": asdict(report.rule_counts),
         "steps": [step_object(step) for step in steps_in(report)],
-        "checkpoints": [_checkpoint(part) for part in report.checkpoints],
+        "checkpoints": [_checkpoint(report, part) for part in report.checkpoints],
         "nothing": list(report.not_found),
         "refused": list(report.unreadable),
     }
@@ -60,7 +68,7 @@ def sample(report: Report) -> str | None:
     return "; ".join(payload.sample for payload in payloads if payload.sample) or None
 
 
-def _checkpoint(part: CheckpointReport) -> dict[str, Any]:
+def _checkpoint(report: Report, part: CheckpointReport) -> dict[str, Any]:
     ckpt, groups = part.checkpoint, [*part.groups, *part.ignored_groups]
     return {
         "path": ckpt.path,
@@ -72,6 +80,7 @@ def _checkpoint(part: CheckpointReport) -> dict[str, Any]:
             "files": len(ckpt.files),
             "bytes": ckpt.total_bytes,
         },
+        "files": _files(ckpt),
         "step_files": [
             {"name": file.name, "family": file.family or None, "state": file.state, "size": file.size}
             for file in ckpt.step_files
@@ -80,9 +89,20 @@ def _checkpoint(part: CheckpointReport) -> dict[str, Any]:
         "reference": _reference(ckpt.reference),
         "topology": {axis: {"size": size.size, "source": size.source} for axis, size in ckpt.topology.items()},
         "findings": [_finding(part, item, group) for group in groups for item in group.members],
+        "rules": asdict(report.rule_counts_of(part)),
         "not_run": [{"code": code, "reason": reason} for code, reason in part.not_run.items()],
         "not_applicable": [{"code": code, "reason": reason} for code, reason in part.not_applicable.items()],
         "failed": [{"code": code, "error": error} for code, error in part.failed.items()],
+    }
+
+
+def _files(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
+    """How many payload files are in each state, and what became of those beside them."""
+    states = zip(FILE_STATES, np.bincount(ckpt.files.state, minlength=len(FILE_STATES)).tolist(), strict=True)
+    beside = Counter(file.state for file in ckpt.step_files)
+    return {
+        "payload": {state: count for state, count in states if count},
+        "beside": {state: beside[state] for state in get_args(StepFileState)},
     }
 
 
@@ -98,11 +118,23 @@ def _ignored(ignored: Ignored | None) -> dict[str, str] | None:
     return {"by": ignored.by} | ({"reason": ignored.reason} if ignored.reason else {})
 
 
+def ranks_of(ckpt: Checkpoint, at: Location) -> list[int]:
+    """The ranks that a rule names; without any the one that the name of the file tells."""
+    if at.ranks:
+        return sorted(set(at.ranks))
+    rank, counted = rank_of(at.file), number_of(at.file.rpartition("/")[2])
+    if rank is None and counted is not None and counted[0].counted_by == "rank":
+        rank = counted[1]
+    if rank is None and ckpt.rank_files is not None:
+        rank = next((file.numbers.get("rank") for file in ckpt.rank_files.files if file.name == at.file), None)
+    return [] if rank is None else [rank]
+
+
 def _finding(part: CheckpointReport, item: Diagnostic, group: FindingGroup) -> dict[str, Any]:
     ckpt, finding, tensor = part.checkpoint, item.finding, item.finding.at.tensor
     # what costs time to explain is the same for all members of a group
     notes = item.all_notes() if item is group.lead else [*finding.notes, ("hint", finding.hint)]
-    notes = [note for note in notes if note[1]]
+    notes = [note for note in notes if note[1] and note[0] != "inferred"]
     region = finding.at.region
     mesh = {}
     if tensor is not None and region is not None and tensor.is_sound:
@@ -129,10 +161,12 @@ def _finding(part: CheckpointReport, item: Diagnostic, group: FindingGroup) -> d
         "dtype": tensor.dtype if tensor else None,
         "global_shape": list(tensor.global_shape) if tensor else None,
         "region": {"offsets": list(region.offsets), "sizes": list(region.sizes)} if region else None,
+        "ranks": ranks_of(ckpt, finding.at),
         "mesh": mesh,
         "chunks": chunks,
         "file": finding.at.file or None,
         "byte_range": list(finding.at.byte_range) if finding.at.byte_range else None,
+        "inferred_from": finding.inferred_from or None,
         "why": item.why,
         "notes": [{"label": label, "text": text} for label, text in notes if label != "hint"],
         "detail": list(finding.detail),

@@ -27,7 +27,8 @@ def render(report: Report, style: Style) -> str:
         suite = ET.SubElement(
             root, "testsuite", name=_legal(part.checkpoint.path), time=_time(sum(part.seconds.values()))
         )
-        facts = [("depth", report.depth), ("sample", sample(report) or "all")]
+        ran = f"{report.rule_counts_of(part).ran:,}"
+        facts = [("depth", report.depth), ("sample", sample(report) or "all"), ("rules that ran", ran)]
         facts += [("settings", report.settings)] if report.settings else []
         facts += [("not known", sentence) for sentence in part.checkpoint.unseen]
         properties = ET.SubElement(suite, "properties")

@@ -14,8 +14,8 @@ from ckptlint.geometry.chunk_map import make_grid
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Ignored, Report
 from ckptlint.lint.rule_page import page
 from ckptlint.model import Checkpoint
-from ckptlint.reporters.full import notes
-from ckptlint.reporters.json_report import sample
+from ckptlint.reporters.full import note_line, notes
+from ckptlint.reporters.json_report import ranks_of, sample
 from ckptlint.reporters.style import Style, file_of
 from ckptlint.rule import Rule, Severity
 from ckptlint.storage.paths import is_url
@@ -118,15 +118,20 @@ def _result(part: CheckpointReport, base: str, group: FindingGroup, index: dict[
         "ruleIndex": index[lead.code],
         "level": _LEVELS[lead.severity],
         "kind": "fail",  # any other kind has no level (SARIF 3.27.10)
-        "message": {"text": _plain("\n".join([lead.title, *(f"{label}: {text}" for label, text in notes(group))]))},
+        "message": {"text": _plain("\n".join([lead.title, *map(note_line, notes(group))]))},
         "locations": [_location(ckpt, base, group)],
         "relatedLocations": _chunks(ckpt, base, group),
         "partialFingerprints": {"ckptlint/v1": lead.fingerprint},
         "occurrenceCount": len(group.members),
     }
-    if len(group.members) > 1:
-        members = [{"fqn": m.fqn, "message": m.message, "fingerprint": m.fingerprint} for m in group.members]
-        result["properties"] = {"findings": members}
+    members = [{"fqn": m.fqn, "message": m.message, "fingerprint": m.fingerprint} for m in group.members]
+    about = {
+        "ranks": ranks_of(ckpt, lead.finding.at),
+        "inferredFrom": lead.finding.inferred_from,
+        "findings": members if len(members) > 1 else [],
+    }
+    if any(about.values()):
+        result["properties"] = {name: value for name, value in about.items() if value}
     return result | _set_aside(lead.ignored)
 
 

@@ -37,8 +37,8 @@ class Style:
     verbose: bool = False
 
     def paint(self, text: str, kind: str) -> str:
-        """The text in the colour of its kind."""
-        return f"\x1b[{_CODES[kind]}m{text}\x1b[0m" if self.color else text
+        """The text in the colour of its kind; as it is without one."""
+        return f"\x1b[{_CODES[kind]}m{text}\x1b[0m" if self.color and kind else text
 
     def wrap(self, text: str, indent: str, first: str | None = None) -> list[str]:
         """The text in lines of at most `width` columns; names are never broken."""
