@@ -39,7 +39,10 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
         assert at.tensor is not None
         writers = named_ranks(np.unique(table.rank[at.tensor.chunks.record]).tolist())
         absent = tuple(sorted(set(range(table.world_size)) - set(table.rank[rows[at.tensor.fqn].rows].tolist())))
-        note = ("absent", f"{named_ranks(absent)} {'has' if len(absent) == 1 else 'have'} no such key, or an empty shard")
+        note = (
+            "absent",
+            f"{named_ranks(absent)} {'has' if len(absent) == 1 else 'have'} no such key, or an empty shard",
+        )
         yield replace(
             finding,
             at=replace(at, label=f"written by {writers}", ranks=absent),

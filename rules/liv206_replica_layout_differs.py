@@ -29,8 +29,9 @@ def replica_layout_differs(ckpt: Checkpoint) -> Iterator[Finding]:
     for cell in cells(table):
         if cell.fqn in written and (table.replica[cell.rows] > 0).all():
             ranks = set(table.rank[cell.rows].tolist())
+            who = f"{named_ranks(ranks)} hold{'s' * (len(ranks) == 1)}"
             yield Finding(
-                f"{named_ranks(ranks)} hold{'s' * (len(ranks) == 1)} a replica of {cell.box}{{of}}, which no rank writes",
+                f"{who} a replica of {cell.box}{{of}}, which no rank writes",
                 at=at_cell(ckpt, cell, cell.rows),
                 missing=(str(cell.box),),
             )

@@ -28,8 +28,9 @@ def replica_count(ckpt: Checkpoint) -> Iterator[Finding]:
     for cell in cells(table):
         copies = int(table.copies[cell.rows[0]])
         if copies and (table.copies[cell.rows] == copies).all() and copies != len(cell.rows):
+            who = f"{plural(len(cell.rows), 'rank')} hold{'s' * (len(cell.rows) == 1)}"
             yield Finding(
-                f"{plural(len(cell.rows), 'rank')} hold{'s' * (len(cell.rows) == 1)} {cell.box}{{of}}; its placements say {copies}",
+                f"{who} {cell.box}{{of}}; its placements say {copies}",
                 at=at_ranks(table, cell.fqn, cell.rows),
                 missing=(str(cell.box),),
                 alike=f"{len(cell.rows)} {copies}",

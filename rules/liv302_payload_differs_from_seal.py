@@ -45,7 +45,9 @@ def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
             at=Location(fqn, tensor),
             severity=Severity.WARNING if is_older else None,
             notes=(("files", _files(ckpt, tensor)), ("sealed", _sealed(ckpt))),
-            hint=f"every tensor differs: check whether {SEAL} belongs to an earlier save into this folder" if is_older else "",
+            hint=f"every tensor differs: check whether {SEAL} belongs to an earlier save into this folder"
+            if is_older
+            else "",
             alike="different",
         )
 

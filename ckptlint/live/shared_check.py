@@ -249,7 +249,9 @@ def joined(every_node: bool, settle: float) -> Iterator[Job]:
     try:
         import torch.distributed as dist
     except ImportError:
-        raise AccessError("several ranks need torch to talk to each other, and it is not installed: pip install torch") from None
+        raise AccessError(
+            "several ranks need torch to talk to each other, and it is not installed: pip install torch"
+        ) from None
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=_PATIENCE))
         group = new_torch_group("gloo", _PATIENCE)

@@ -320,7 +320,7 @@ def _verdict(report: Report, verbose: bool) -> list[tuple[str, str, str]]:
     if not told:
         head = f"{len(report.checkpoints):,} checkpoints passed" if several else "Passed"
         notes = f"; {plural(report.counts['info'], 'note')} (-v)" if report.counts["info"] and not verbose else ""
-        told.append(("good", head, f": {_ran(report)}{notes}{_set_aside(report)}. {_unread(report)}"))
+        told.append(("good", head, f": {_ran(report)}{notes}{_set_aside(report)}. {left_unread(report)}"))
     elif report.depth.opens_records and (limits := _limits(report)):
         told.append(("", "", limits))
     return [*told[:1], *(("", "", sentence) for sentence in _blocked(report)), *told[1:]]
@@ -355,7 +355,7 @@ def _judged(report: Report) -> str:
     return plural(sum(len(part.checkpoint.tensors) for part in report.checkpoints), "tensor")
 
 
-def _unread(report: Report) -> str:
+def left_unread(report: Report) -> str:
     """What the depth leaves out, and how many rules a greater one adds."""
     if report.is_live:
         return "Files were not looked at."

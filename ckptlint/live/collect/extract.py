@@ -484,7 +484,9 @@ def _against_placements(value: Any, box: _Box, part: _Part) -> tuple[Problem, ..
     if len(shape) != len(sizes):
         return ()
     if tuple(local.shape) != sizes:
-        return (_problem("LIV101", f"the local tensor{{of}} is {shape_text(local.shape)}, but its chunk is {Box(*box)}"),)
+        return (
+            _problem("LIV101", f"the local tensor{{of}} is {shape_text(local.shape)}, but its chunk is {Box(*box)}"),
+        )
     sharded = {placement.dim for placement in value._spec.placements if hasattr(placement, "dim")}
     cut = [dim for dim, (size, whole) in enumerate(zip(sizes, shape, strict=True)) if size != whole]
     if all(sizes) and not sharded.issuperset(cut):

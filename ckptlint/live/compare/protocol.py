@@ -264,7 +264,9 @@ def _reservations(has_digests: bool, uncompared: int, shift: int, unresolved: in
     elif uncompared:
         remarks.append(_reserve(f"the contents of up to {uncompared:,} values per rank were not compared"))
     if shift:
-        remarks.append(_reserve(f"this check compared one chunk in {2**shift:,} with its copies; later checks take others"))
+        remarks.append(
+            _reserve(f"this check compared one chunk in {2**shift:,} with its copies; later checks take others")
+        )
     if unresolved:
         remarks.append(_reserve("the holders of some keys were not compared: there are too many keys for one check"))
     return remarks
@@ -458,7 +460,9 @@ def _changes(
         gone = [fqn for fqn, here in zip(expect, is_here, strict=True) if not here]
         new = _named(rows, by_key, common.key[~np.isin(common.key, wanted)])
         remarks = [Remark(-1, fqn, "LIV208", "no rank holds any part{of}, which you expect") for fqn in gone]
-        remarks += [Remark(-1, fqn, "LIV208", f"{what}{{of}} is not among the expected keys") for fqn, what in new.items()]
+        remarks += [
+            Remark(-1, fqn, "LIV208", f"{what}{{of}} is not among the expected keys") for fqn, what in new.items()
+        ]
         return not is_here.all() or len(common.key) > len(wanted), remarks
     before = memory.reference
     if before is None or memory.own is None or not len(before.key):
