@@ -47,6 +47,7 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
             finding,
             at=replace(at, label=f"written by {writers}", ranks=absent),
             notes=(note, *finding.notes) if absent else finding.notes,
+            hint=f"look at the state dict of {named_ranks(absent)}" if 0 < 2 * len(absent) <= table.world_size else "",
         )
     for tensor in view.sound_tensors():
         held = rows[tensor.fqn]

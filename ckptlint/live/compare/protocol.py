@@ -30,7 +30,7 @@ from ckptlint.live.compare.difference import first_difference
 from ckptlint.live.compare.group import RankGroup
 from ckptlint.model import RankTable, Remark
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import printable
+from ckptlint.model.text import plural, printable
 from ckptlint.seals.digests import Words
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ def _reservations(has_digests: bool, uncompared: int, shift: int, unresolved: in
     if not has_digests:
         remarks.append(_reserve("contents were not compared: a rank ran out of memory for their digests"))
     elif uncompared:
-        remarks.append(_reserve(f"the contents of up to {uncompared:,} values per rank were not compared"))
+        remarks.append(_reserve(f"the contents of up to {plural(uncompared, 'value')} per rank were not compared"))
     if shift:
         remarks.append(
             _reserve(f"this check compared one chunk in {2**shift:,} with its copies; later checks take others")

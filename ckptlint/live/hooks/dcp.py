@@ -33,10 +33,10 @@ def check_save(state_dict: api.State, path: object, **options: Any) -> None:
 def patch_dcp(**options: Any) -> Undo:
     """From now on check before every `torch.distributed.checkpoint.save` and `async_save`; see `live.check`.
 
-    The functions are replaced where callers look them up: `import torch.distributed.checkpoint as dcp; dcp.save(...)`,
-    or an import inside of a function. A name that was imported from the module before keeps the old one. `state_dict()`
-    of Stateful values is called once, on the calling thread. A save that not all ranks make (`no_dist`, a smaller
-    process group) is not checked.
+    It replaces the functions where callers look them up: `import torch.distributed.checkpoint as dcp; dcp.save(...)`,
+    or an import inside a function. A name imported from the module earlier keeps the old one. `state_dict()` of
+    Stateful values is called once, on the calling thread; if it raises on one rank, no rank saves. A save that not all
+    ranks make (`no_dist`, a smaller process group) is not checked.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -79,12 +79,12 @@ class SaveLint(_Planner):
     """Mixin for a SavePlanner that judges the metadata of a save and sends nothing of its own.
 
     `class Planner(SaveLint, DefaultSavePlanner): ...` and `dcp.save(state_dict, planner=Planner(), ...)`. Each rank
-    judges what it holds, the coordinator compares the plans of all ranks before those of replicas are dropped. Contents
-    are not compared. What `enable_plan_caching` keeps from the second save on is not compared again.
+    judges what it holds; the coordinator compares the plans of all ranks before torch drops those of replicas. Contents
+    are not compared, nor are plans again that `enable_plan_caching` keeps from the second save on.
 
     Raises:
-        CheckpointError: something is wrong; torch passes it on to all ranks as CheckpointException, and no file is
-            written. What is merely suspicious is a warning.
+        CheckpointError: there is an error; torch raises CheckpointException from it on all ranks, and no file is
+            written. Warnings only warn.
 
     Source:
         torch 2.13 torch.distributed.checkpoint.state_dict_saver._save_state_dict (order of the calls)
@@ -100,6 +100,7 @@ class SaveLint(_Planner):
     def create_global_plan(self, all_plans: list[Any]) -> Any:
         """The plan of all ranks, after theirs were compared; on the coordinator only."""
         _judge(compare(all_plans), "save plans")
+        api.announce(len(all_plans))
         return super().create_global_plan(all_plans)
 
 
