@@ -26,7 +26,7 @@ def one_rule(context: click.Context, parameter: click.Parameter, incomplete: str
 
 
 def many_rules(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The same behind the last comma of a list, and families and `ALL`."""
+    """The same after the last comma of a list, and families and `ALL`."""
     from click.shell_completion import CompletionItem
 
     before, comma, last = incomplete.rpartition(",")
@@ -52,7 +52,7 @@ def rule_names() -> Iterator[tuple[str, str]]:
 
 
 def jobs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The axes of `ckptlint plan --to` behind the last comma, and files that may hold a function."""
+    """The axes of `ckptlint plan --to` after the last comma, and files that may hold a function."""
     from click.shell_completion import CompletionItem
 
     before, comma, last = incomplete.rpartition(",")

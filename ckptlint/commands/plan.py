@@ -26,7 +26,9 @@ _SIZE = click.IntRange(min=1)
 )
 @click.option("--world", type=_SIZE, metavar="N", help="How many ranks the job has; for a function.")
 @click.option("--mesh", metavar="AXES", help="The mesh to give the function: dp=4,tp=2.  [default: dp=N]")
-@click.option("--timeout", type=_SIZE, metavar="S", default=600, show_default=True, help="Stop the function after S seconds.")
+@click.option(
+    "--timeout", type=_SIZE, metavar="S", default=600, show_default=True, help="Stop the function after S seconds."
+)
 @click.option("--nodes", type=_SIZE, metavar="N", help="The job has N nodes: show which files each must see.")
 @click.option("--ranks-per-node", type=_SIZE, metavar="N", help="The same, with N ranks on each node.")
 @click.option("--from-nodes", type=_SIZE, metavar="N", help="N nodes saved, and each has only the files that it wrote.")

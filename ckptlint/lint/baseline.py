@@ -38,7 +38,7 @@ def read_baseline(path: str) -> dict[str, str]:
         findings = [item for part in document["checkpoints"] for item in part["findings"]]
         return {_text(item, "fingerprint"): _entry(item) for item in findings}
     except (KeyError, TypeError, ValueError):
-        raise ConfigError(f"the baseline {path} is no JSON report of ckptlint ({_SCHEMA})") from None
+        raise ConfigError(f"the baseline {path} is not a JSON report of ckptlint ({_SCHEMA})") from None
 
 
 def apply_baseline(

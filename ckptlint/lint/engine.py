@@ -68,13 +68,16 @@ def _run(rule: Rule, ckpt: Checkpoint, report: CheckpointReport) -> list[Problem
     except BudgetError as error:
         text = printable(str(error))
         report.failed[rule.code] = text
-        hint = f"--ignore {rule.code} goes on without it"
+        hint = f"to go on without it, run again with --ignore {rule.code}"
         return [Problem("crashed", "", f"{rule.code} {rule.name} cannot tell: {text}", hint=hint, fqn=rule.code)]
     except Exception as error:  # the one place where any error of a rule is caught
         text = printable(f"{type(error).__name__}: {error}"[:300])
         report.failed[rule.code] = text
         lines = tuple(printable(line) for line in traceback.format_exception(error)[-2].splitlines())
-        message, hint = f"{rule.code} {rule.name} crashed: {text}", f"--ignore {rule.code} goes on without it"
+        message, hint = (
+            f"{rule.code} {rule.name} crashed: {text}",
+            f"to go on without it, run again with --ignore {rule.code}",
+        )
         return [Problem("crashed", "", message, detail=lines, hint=hint, fqn=rule.code)]
     finally:
         report.seconds[rule.code] = time.perf_counter() - started

@@ -96,7 +96,7 @@ def _problem(ignore: KeyIgnore, parts: Sequence[CheckpointReport]) -> Problem:
     return Problem(
         "unused",
         printable(ignore.file),
-        message + ", and no key is named so",
+        message + ", and no key has this name",
         fqn=ignore.pattern,
         hint=f"did you mean {near[0]}?" if near else "delete it unless other checkpoints need it",
         beside=True,

@@ -91,8 +91,7 @@ CHECK_OPTIONS = (
     CheckOption(
         "depth",
         "read",
-        "How much to read: metadata; also names and sizes of payload files; also the header of each record; all "
-        "bytes.",
+        "How much to read: metadata; also names and sizes of payload files; also the header of each record; all bytes.",
         default=Depth.FILES.value,
         choices=tuple(depth.value for depth in Depth),  # click shows members of an enum by their names
     ),
@@ -143,9 +142,7 @@ CHECK_OPTIONS = (
     CheckOption(
         "statistics", "output", "Print a table in place of the findings: count, code, name, tensors.", is_flag=True
     ),
-    CheckOption(
-        "quiet", "output", "-q prints findings only, -qq prints nothing.", short="q", minimum=0, counts=True
-    ),
+    CheckOption("quiet", "output", "-q prints findings only, -qq prints nothing.", short="q", minimum=0, counts=True),
     CheckOption(
         "verbose", "output", "Also print notes, times, and which rules did not run and why.", short="v", is_flag=True
     ),

@@ -24,7 +24,7 @@ FAMILIES = {
     "COM": "common state, run markers, step numbers",
     "EXP": "experts",
     "GEO": "the chunks of one tensor",
-    "LIV": "what the ranks of a running job hold",
+    "LIV": "what nodes see, and contents against a seal",
     "LNT": "ckptlint itself",
     "NAM": "names of keys",
     "OBJ": "objects of Megatron-Core",
@@ -106,13 +106,13 @@ def _may_name(place: str) -> bool:
 
 def _imported(name: str, barred: Iterable[Path]) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise ConfigError(f"{name!r} is no plug-in: name an importable package, not a path")
+        raise ConfigError(f"{name!r} is not a plug-in: name an importable package, not a path")
     spec = importlib.util.find_spec(name.partition(".")[0])
     if spec is None:
-        raise ConfigError(f"the plug-in {name} is not installed beside ckptlint")
+        raise ConfigError(f"the plug-in {name} is not installed where ckptlint is")
     places = [*(spec.submodule_search_locations or ()), *([spec.origin] if spec.has_location and spec.origin else [])]
     if any(_is_below(Path(place), barred) for place in places):
-        raise ConfigError(f"the plug-in {name} lies inside a checked path, from which nothing is imported")
+        raise ConfigError(f"the plug-in {name} lies inside a checked path, and ckptlint imports nothing from there")
     return importlib.import_module(name)
 
 
@@ -135,7 +135,7 @@ def _clash(rule: Rule, others: Iterable[Rule]) -> str:
     if rule.code[:3] in FAMILIES:
         return f"codes of the family {rule.code[:3]} belong to ckptlint, and {rule.code} is one"
     if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", rule.name):
-        return f"the name {rule.name!r} of {rule.code} is not small letters and hyphens"
+        return f"the name {rule.name!r} of {rule.code} may have only small letters, digits and hyphens"
     for other in others:
         if rule.code == other.code:
             return f"there are two rules {rule.code}: {other.name} and {rule.name}"

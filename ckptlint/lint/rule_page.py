@@ -25,7 +25,7 @@ def page(rule: Rule, width: int = 80) -> str:
         if text := rule.section(heading):
             lines += ["", f"{heading}:", *textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ")]
     if options := rule.options:
-        lines += ["", f"Options, set in ckptlint.toml below [rules.{rule.name}]:"]
+        lines += ["", f"Options, to set in ckptlint.toml under [rules.{rule.name}]:"]
         lines += [f"  {name} = {json.dumps(value)}" for name, value in options.items()]
     return "\n".join([*lines, *_examples(rule, width)])
 
@@ -122,17 +122,19 @@ def catalogue(rules: Sequence[Rule], format_: str, width: int = 80) -> str:
     return tabulate(cells, heads, tablefmt="github")
 
 
+_RUNNING = "what the ranks of a running job hold: needs ckptlint.live or SaveLint there"
+
+
 def _listing(rules: Sequence[Rule], width: int) -> Iterator[str]:
-    """One line for each rule that fits the width, by family; those on running jobs come last, under their own heading.
+    """One line for each rule that fits the width, by family; those of live mode come last.
 
     The depth stands beside the severity where it is more than the one that `check` reads by default.
     """
     families: dict[tuple[bool, str], list[Rule]] = {}
     for rule in rules:
         families.setdefault((rule.live, rule.code[:3]), []).append(rule)
-    for (is_live, family), members in sorted(families.items()):
-        about = FAMILIES.get(family, "a plug-in")
-        yield f"{family}  {about}{': `ckptlint.live`, `SaveLint`' if is_live else ''}"
+    for (is_live, family), members in sorted(families.items(), key=lambda item: (item[0][1] == "LIV", item[0])):
+        yield f"{family}  {_RUNNING if is_live else FAMILIES.get(family, 'of a plug-in')}"
         marks = [_mark(rule) for rule in members]
         name_width, mark_width = max(len(rule.name) for rule in members), max(map(len, marks))
         for rule, mark in zip(members, marks, strict=True):

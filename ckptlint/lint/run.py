@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptlint.depth import Depth
@@ -22,7 +23,7 @@ from ckptlint.loaders.run_folder import step_before
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Rule
 from ckptlint.storage.folder import Folder
-from ckptlint.storage.paths import shown
+from ckptlint.storage.paths import is_url, shown
 
 if TYPE_CHECKING:
     from ckptlint.payload.reading import Reading
@@ -35,7 +36,12 @@ Source = Callable[[str, bool, Depth, "Reading | None"], Iterator[Opened]]
 
 
 def opened(
-    path: str, all_steps: bool, depth: Depth, reading: Reading | None, jobs: int | None = None
+    path: str,
+    all_steps: bool,
+    depth: Depth,
+    reading: Reading | None,
+    jobs: int | None = None,
+    seen: set[str] | None = None,
 ) -> Iterator[Opened]:
     """Each checkpoint under a path, with its payload at depths that read it, and with the step before it.
 
@@ -44,11 +50,19 @@ def opened(
     Args:
         jobs: checkpoints that are read at the same time, in processes of their own; one per processor, 8 at most, if
             nobody says.
+        seen: the checkpoints that other paths brought, to which those of this one are added. A path that names a file
+            brings none of them again: pre-commit names every changed file of a checkpoint.
 
     Raises:
         NothingToCheckError, AccessError: as `find`.
     """
     folders = find(path, all_steps)
+    if seen is not None:
+        if not is_url(path) and not Path(path.removeprefix("file://")).is_dir():
+            folders = [folder for folder in folders if folder.display not in seen]
+        seen.update(folder.display for folder in folders)
+    if not folders:
+        return
     asked = {folder.display for folder in folders}
     reads = _all_read(folders, depth, reading, jobs or min(8, os.cpu_count() or 1))
     waiting: list[tuple[Folder, Checkpoint | CkptlintError, Folder | None]] = []
@@ -130,9 +144,10 @@ def run(
     parts: list[CheckpointReport] = []
     not_found: list[str] = []
     unreadable: list[str] = []
+    source = source or partial(opened, jobs=jobs, seen=set())
     for path in paths:
         try:
-            for folder, ckpt in (source or partial(opened, jobs=jobs))(path, all_steps, depth, reading):
+            for folder, ckpt in source(path, all_steps, depth, reading):
                 if not isinstance(ckpt, Checkpoint):
                     (not_found if isinstance(ckpt, NothingToCheckError) else unreadable).append(_sentence(path, ckpt))
                     continue
@@ -153,5 +168,5 @@ def run(
 
 def _sentence(path: str, error: CkptlintError) -> str:
     if isinstance(error, ReaderError):
-        return f"{shown(path)} could not be read because of a mistake in ckptlint, please report: {error}"
+        return f"{shown(path)} could not be read because of a bug in ckptlint, please report it: {error}"
     return str(error)

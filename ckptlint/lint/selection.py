@@ -40,15 +40,15 @@ def select(
     for token in [*chosen, *extended]:
         named = next((rule for rule in rules if token in (rule.code, rule.name)), None)
         if named and named.live:
-            raise ConfigError(f"{named.code} {named.name} judges a running job: ckptlint.live.check")
+            raise ConfigError(f"{named.code} {named.name} judges a running job: call ckptlint.live.check there")
         if named and not depth.reaches(named.needs):
-            raise ConfigError(f"{named.code} {named.name} needs --depth {named.needs}, the depth is {depth}")
+            raise ConfigError(f"{named.code} {named.name} needs --depth {named.needs}, but the depth is {depth}")
         if named and named.expects and not has_reference:
-            raise ConfigError(f"{named.code} {named.name} needs --expect, what to compare with")
+            raise ConfigError(f"{named.code} {named.name} needs --expect REF, what to compare with")
     levels = {}
     for token, level in severities:
         if level.upper() not in Severity.__members__:
-            raise ConfigError(f"{level!r} is no severity: error, warning or info")
+            raise ConfigError(f"{level!r} is not a severity: use error, warning or info")
         for code in _matching(rules, [token]):
             if code in fixed:
                 raise ConfigError(f"the severity of {code} cannot be changed")
@@ -65,7 +65,7 @@ def ignorable(rules: Sequence[Rule], token: str) -> set[str]:
     dropped = set(_matching(rules, [token]))
     fixed = {rule.code for rule in rules if rule.fixed and rule.code in dropped}
     if fixed == dropped:
-        raise ConfigError(f"{', '.join(sorted(fixed))} cannot be ignored: what is unsafe or unread must never pass")
+        raise ConfigError(f"{', '.join(sorted(fixed))} cannot be ignored: unsafe or unreadable input must never pass")
     return dropped - fixed
 
 
@@ -88,7 +88,7 @@ def configured(rules: Sequence[Rule], tables: Mapping[str, Mapping[str, object]]
             if kind is tuple and isinstance(value, list) and all(isinstance(item, str) for item in value):
                 value = tuple(value)
             if not (type(value) is kind or (kind is float and type(value) is int)):
-                wanted = "a list of texts" if kind is tuple else kind.__name__
+                wanted = "a list of strings" if kind is tuple else kind.__name__
                 raise ConfigError(f"{option} of {rule.code} {rule.name} takes {wanted}, not {value!r}")
             values.setdefault(rule.code, {})[option.replace("-", "_")] = value
     return tuple(replace(rule, values=values[rule.code]) if rule.code in values else rule for rule in rules)

@@ -89,9 +89,11 @@ def find(checked: Iterable[str] = ()) -> Settings:
             if not os.path.lexists(file):
                 continue
             if _inside(file, barred):
-                unread.append(f"{file} lies inside a checked path and was not read for settings")
+                unread.append(f"{file} lies inside a checked path, so ckptlint did not read it for settings")
             elif any(path.is_relative_to(folder) for path in barred) and is_of_a_run(LocalFolder(folder)):
-                unread.append(f"{file} lies in the run of a checked path and was not read: name it with --config FILE")
+                unread.append(
+                    f"{file} lies in the run of a checked path, so ckptlint did not read it: name it with --config FILE"
+                )
             elif (table := _table(file)) is not None:
                 return _settings(file, table, tuple(unread))
     return Settings(unread=tuple(unread))
@@ -105,7 +107,7 @@ def read(file: str, checked: Iterable[str] = ()) -> Settings:
     """
     path = Path(file)
     if _inside(path, local_folders(checked)):
-        raise ConfigError(f"{file} lies inside a checked path: settings are never read from a checkpoint")
+        raise ConfigError(f"{file} lies inside a checked path: ckptlint never reads settings from a checkpoint")
     table = _table(path)
     if table is None:
         raise ConfigError(f"{file} has no table [tool.ckptlint]")
@@ -162,7 +164,7 @@ def _table(file: Path) -> dict[str, Any] | None:
         with file.open("rb") as source:
             data = source.read(_SIZE_LIMIT + 1)
         if len(data) > _SIZE_LIMIT:
-            raise ConfigError(f"{file} is no settings file: it has more than {_SIZE_LIMIT:,} bytes")
+            raise ConfigError(f"{file} is not a settings file: it has more than {_SIZE_LIMIT:,} bytes")
         document = tomllib.loads(data.decode("utf-8"))
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
@@ -206,7 +208,9 @@ def _unknown(file: str, key: str) -> str:
     if key in _REFUSED:
         return f"{file}: {key} cannot be set in a file"
     near = difflib.get_close_matches(key.replace("_", "-"), [*_KNOWN, *_TABLES], 1)
-    return f"{file}: there is no setting {key!r}" + (f", did you mean {near[0]}?" if near else "; see docs/settings.md")
+    return f"{file}: there is no setting {key!r}" + (
+        f", did you mean {near[0]}?" if near else "; `ckptlint config` lists them"
+    )
 
 
 def _option(file: str, value: Any, option: CheckOption) -> Any:
@@ -218,7 +222,7 @@ def _option(file: str, value: Any, option: CheckOption) -> Any:
     elif option.is_flag:
         fits, wanted = type(value) is bool, "true or false"
     else:
-        fits, wanted = isinstance(value, str), "a text"
+        fits, wanted = isinstance(value, str), "a string"
     if not fits:
         raise ConfigError(f"{file}: {option.name} takes {wanted}, not {value!r}")
     # the sentences of click, which says the same of an option
@@ -231,7 +235,7 @@ def _option(file: str, value: Any, option: CheckOption) -> Any:
 
 def _texts(file: str, key: str, value: Any) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ConfigError(f"{file}: {key} takes a list of texts, not {value!r}")
+        raise ConfigError(f"{file}: {key} takes a list of strings, not {value!r}")
     return value
 
 
@@ -253,13 +257,13 @@ def _ignores(file: str, tables: dict[str, dict[str, Any]]) -> Iterable[tuple[str
         place = f"per-key-ignores, {pattern!r}"
         for key in entry:
             if key not in ("rules", "reason"):
-                raise ConfigError(f"{file}, {place}: there is no setting {key!r}; it takes rules and reason")
+                raise ConfigError(f"{file}, {place}: there is no setting {key!r}, only rules and reason")
         rules = _texts(file, f"{place}: rules", entry.get("rules", []))
         if not rules:
-            raise ConfigError(f'{file}, {place}: which rules? say rules = ["GEO004"]')
+            raise ConfigError(f'{file}, {place}: which rules? add rules = ["GEO004"]')
         reason = entry.get("reason")
         if not isinstance(reason, str) or not reason.strip():
-            raise ConfigError(f'{file}, {place}: why? say reason = "..."')
+            raise ConfigError(f'{file}, {place}: why? add reason = "..."')
         yield pattern, tuple(tokens(rules)), reason.strip()
 
 
@@ -273,5 +277,5 @@ def _output(file: Path, value: str) -> str:
     name, equals, path = value.partition("=")
     form, path = (f"{name}=", path) if equals and name in FORMATS else ("", value)
     if "\0" in path or is_url(path) or not _real(file.parent / path).is_relative_to(_real(file.parent)):
-        raise ConfigError(f"{file}: output {value!r} does not lie below the folder of the file")
+        raise ConfigError(f"{file}: output {value!r} must lie below the folder of this file")
     return form + _anchored(file.parent, path)

@@ -93,7 +93,7 @@ def runs_at(path: str) -> list[tuple[str, Folder]]:
     """
     folder, file = folder_at(path)
     if file:
-        raise NothingToCheckError(f"{shown(path)} is a file: name the run folder around the steps")
+        raise NothingToCheckError(f"{shown(path)} is a file: name the run folder that holds the steps")
     found = runs_below(folder)
     if not found:
         raise NothingToCheckError(
@@ -136,11 +136,11 @@ def _judged(step: Step, path: str, judge: Callable[[str], Report]) -> JudgedStep
             return replace(told, verdict="unfinished", why=_unfinished(told.written))
         report = judge(path)
     except NothingToCheckError:
-        return replace(told, verdict="gone", why="it was removed while it was looked at")
+        return replace(told, verdict="gone", why="somebody removed it during the check")
     except CkptlintError as error:
         return replace(told, why=str(error))
     if not _is_there(step):
-        return replace(told, verdict="gone", why="it was removed while it was looked at")
+        return replace(told, verdict="gone", why="somebody removed it during the check")
     return replace(verdict_of(report), number=told.number, name=told.name, path=path, written=told.written)
 
 
@@ -221,7 +221,7 @@ def _with_parts(judged: JudgedStep, required: Sequence[str], older: Sequence[Ste
         if before is None:
             return judged
         name, required = before
-        asked = f"{name} before it has them"
+        asked = f"the step before it, {name}, has them"
     lacking = [part for part in required if part not in judged.parts]
     if not lacking:
         return judged

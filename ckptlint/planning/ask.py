@@ -55,14 +55,14 @@ def make_plan(
         "from-nodes": from_nodes,
     }.items():
         if value is not None and value < 1:
-            raise ConfigError(f"{name} is {value}: a whole number from 1 on")
+            raise ConfigError(f"{name} is {value}: give a whole number from 1 up")
     if not ckpt.is_megatron and (give_up or megatron):
-        raise ConfigError("what a load of Megatron-LM gives up, and its version, concern its own checkpoints only")
+        raise ConfigError("--no-load-optim, --no-load-rng and --megatron are for checkpoints of Megatron-Core only")
     per_node = ranks_per_node or 8
     if to is not None and ":" in to:
         job = _exact(ckpt, to, world, mesh, per_node, seconds)
     elif mesh is not None:
-        raise ConfigError("a mesh belongs to a function: --to job.py:state_dict --mesh dp=4,tp=2")
+        raise ConfigError("--mesh needs a function: --to job.py:state_dict --mesh dp=4,tp=2")
     else:
         job = _quick(ckpt, to, world)
     if ckpt.is_megatron:
@@ -76,17 +76,17 @@ def _exact(ckpt: Checkpoint, to: str, world: int | None, mesh: str | None, per_n
     from ckptlint.planning.exact import axes_of, exact_job
 
     if mesh is None and world is None:
-        raise ConfigError(f"for how many ranks is {to} to be run? --world 8, or --mesh dp=4,tp=2")
+        raise ConfigError(f"for how many ranks should {to} run? give --world 8, or --mesh dp=4,tp=2")
     axes = {"dp": world or 1} if mesh is None else axes_of(mesh)
     if world is not None and prod(axes.values()) != world:
-        raise ConfigError(f"the mesh {mesh} has {prod(axes.values()):,} ranks, and the world {world:,}")
+        raise ConfigError(f"the mesh {mesh} has {prod(axes.values()):,} ranks, but --world is {world:,}")
     if ckpt.is_megatron:
         raise ConfigError(
-            "a checkpoint of Megatron-Core is loaded by its own planner: name sizes of axes, tp=2,pp=2,dp=4"
+            "Megatron-Core loads its checkpoints with its own planner: name sizes of axes, --to tp=2,pp=2,dp=4"
         )
     if ckpt.storages is not None:
         raise ConfigError(
-            "files of torch.save are not loaded by torch.distributed.checkpoint: name sizes of axes, dp=4,tp=2"
+            "torch.distributed.checkpoint does not load files of torch.save: name sizes of axes, --to dp=4,tp=2"
         )
     keys = (*ckpt.tensors, *(item.fqn for item in ckpt.byte_objects))
     return exact_job(to, axes, keys, per_node, seconds)
@@ -96,34 +96,30 @@ def _quick(ckpt: Checkpoint, to: str | None, world: int | None) -> Job:
     if to is not None:
         job = quick_job(ckpt, to)
         if world not in (None, job.world):
-            raise ConfigError(f"{to} are {job.world:,} ranks, and the world {world:,}")
+            raise ConfigError(f"{to} has {job.world:,} ranks, but --world is {world:,}")
         return job
     if ckpt.is_megatron and world is None and "tp" in ckpt.topology:
         sizes = {axis: ckpt.topology[axis].size for axis in AXES if axis in ckpt.topology}
         job = quick_job(ckpt, ",".join(f"{axis}={size}" for axis, size in sizes.items()))
-        guess = Constraint(
-            "note", "the job is taken to have the layout that saved, since --to names none", guessed=True
-        )
+        guess = Constraint("note", "--to names no job, so this plan takes the layout that saved", guessed=True)
         return Job(job.form, job.to, job.world, job.wishes, (guess, *job.known))
     saved = world or (ckpt.topology["world"].size if "world" in ckpt.topology else 0)
     if not saved:
-        raise ConfigError("nothing tells how many ranks saved this checkpoint: name a job, --to dp=8")
+        raise ConfigError("the checkpoint does not say how many ranks saved it: name a job, --to dp=8")
     job = quick_job(ckpt, f"dp={saved}")
-    guess = Constraint(
-        "note", f"the job is taken to have {saved:,} ranks under FSDP, since --to names none", guessed=True
-    )
+    guess = Constraint("note", f"--to names no job, so this plan takes {saved:,} ranks under FSDP", guessed=True)
     return Job(job.form, job.to, job.world, job.wishes, (guess, *job.known))
 
 
 def _of_megatron(ckpt: Checkpoint, job: Job, give_up: frozenset[str], megatron: str | None) -> Job:
     """The job with what Megatron-Core itself refuses or leaves out, and without what it gives up."""
     if unknown := give_up - {"optim", "rng"}:
-        raise ConfigError(f"{sorted(unknown)[0]!r} cannot be given up: optim, rng")
+        raise ConfigError(f"a load can leave out optim and rng, not {sorted(unknown)[0]!r}")
     reader: Version | None = None
     if megatron is not None:
         match = re.fullmatch(r"0\.([0-9]{1,3})(?:\..*)?", megatron)
         if match is None:
-            raise ConfigError(f"{megatron!r} is no version of megatron-core: 0.16")
+            raise ConfigError(f"{megatron!r} is not a version of megatron-core such as 0.16")
         reader = (0, int(match[1]))
     wishes = job.wishes
     if "optim" in give_up:
@@ -137,7 +133,9 @@ def _per_node(
 ) -> int | None:
     """Ranks on a node; None where nodes do not matter."""
     if nodes is not None and ranks_per_node is not None and nodes * ranks_per_node != job.world:
-        raise ConfigError(f"{nodes:,} nodes with {ranks_per_node:,} ranks each are not {job.world:,} ranks")
+        raise ConfigError(
+            f"{nodes:,} nodes with {ranks_per_node:,} ranks each do not make the {job.world:,} ranks of the job"
+        )
     if ranks_per_node is not None:
         return ranks_per_node
     if nodes is None and from_nodes is not None:

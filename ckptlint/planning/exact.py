@@ -25,9 +25,7 @@ from ckptlint.planning.outcome import Constraint
 from ckptlint.progress import tell
 
 MOST_RANKS = 4096
-_MISPLACED = (
-    "torch takes the parts that ranks hold for larger or smaller ones, and the load raises or fills them wrongly"
-)
+_MISPLACED = "torch takes the shards that ranks hold to be larger or smaller, so the load raises or fills them wrongly"
 _SOURCE = "torch 2.13, torch/distributed/tensor/_utils.py: _compute_local_shape_and_global_offset of _StridedShard"
 _Name = tuple[str, tuple[int, ...] | None, str | None]
 _Chunk = tuple[int, list[int], list[int]]  # rank, offsets, sizes
@@ -78,7 +76,7 @@ def axes_of(mesh: str) -> dict[str, int]:
     for part in mesh.split(","):
         match = _AXIS.fullmatch(part)
         if match is None or match[1] in found:
-            raise ConfigError(f"{mesh} is no mesh: names with sizes from 1 on, dp=4,tp=2")
+            raise ConfigError(f"{mesh} is not a mesh such as dp=4,tp=2")
         found[match[1]] = int(match[2])
     return found
 
@@ -86,13 +84,15 @@ def axes_of(mesh: str) -> dict[str, int]:
 def _check(function: str) -> None:
     match = _FUNCTION.fullmatch(function)
     if match is None:
-        raise ConfigError(f"{function} names no function: job.py:state_dict, or package.module:state_dict")
+        raise ConfigError(f"{function} is not a function such as job.py:state_dict or package.module:state_dict")
     if match[1].endswith(".py") and not Path(match[1]).is_file():
         raise ConfigError(f"{function}: there is no file {match[1]}")
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(f"{function} needs torch, which is not installed: pip install 'ckptlint[torch]'")
     if not hasattr(os, "fork"):
-        raise ConfigError("a function can be run for each rank only where processes can fork: not on this system")
+        raise ConfigError(
+            "ckptlint runs a function for each rank in a fork, and this system has none: name sizes of axes"
+        )
 
 
 def _run(folder: Path, function: str, world: int, seconds: float) -> None:
@@ -116,7 +116,9 @@ def _run(folder: Path, function: str, world: int, seconds: float) -> None:
             done = len([*folder.glob("rank-*.json")])
             tell("ranks", done, world)
             if waited >= seconds:
-                raise ConfigError(f"{function} did not end within {seconds:g} s, {done:,} of {world:,} ranks were done")
+                raise ConfigError(
+                    f"{function} did not finish within {seconds:g} s: {done:,} of {world:,} ranks were done"
+                )
     finally:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

@@ -144,7 +144,7 @@ def constraints(
     if all(one.effect == "note" for one in found):
         shown = ", ".join(f"{axis} {change.new[axis]}" for axis in AXES if axis in to or axis in ("tp", "pp"))
         besides = "besides that, " if found else ""
-        found.append(Constraint("note", f"{besides}nothing that Megatron-Core checks stands against {shown}"))
+        found.append(Constraint("note", f"{besides}nothing that Megatron-Core checks prevents a load into {shown}"))
     order: tuple[Effect, ...] = ("fails", "drops", "note")
     return sorted(found, key=lambda one: order.index(one.effect))
 
@@ -193,7 +193,7 @@ def _by_version(change: _Change, first: Version, last: Version, one: Constraint)
 def _common_state(change: _Change) -> Iterator[Constraint]:
     """Where the state that all ranks share lies."""
     if change.ckpt.common is not None and change.ckpt.common.source == COMMON_ENTRY:
-        sentence = "the common state is an entry of .metadata, and this version looks for a file common.pt"
+        sentence = "the common state is an entry of .metadata, but this version looks for a file common.pt"
         source = "megatron-core 0.19, dist_checkpointing.serialization.load_common_state_dict"
         yield from _by_version(change, KNOWN[0], (0, 18), Constraint("fails", sentence, (COMMON_ENTRY,), source))
 
@@ -278,7 +278,7 @@ def _layers(change: _Change) -> Iterator[Constraint]:
     source = "megatron-core 0.12-0.19, transformer_block.get_num_layers_to_build"
     if any(change.argument(name) for name in _UNEVEN):
         if change.changes("pp", "vpp"):
-            sentence = "the job that saved it cut its layers unevenly: whether the new cut fits was not judged"
+            sentence = "the job that saved cut its layers unevenly: ckptlint did not judge whether the new cut fits"
             yield Constraint("note", sentence, source=source, guessed=True)
         return
     if layers % pp:
@@ -294,7 +294,7 @@ def _layers(change: _Change) -> Iterator[Constraint]:
 def _training_state(change: _Change) -> Iterator[Constraint]:
     """What a job resumes from besides the weights; a release is loaded without it."""
     if change.ckpt.path.rpartition("/")[2] == "release":
-        sentence = "a release is loaded without optimizer and random states, at iteration 0"
+        sentence = "Megatron-LM loads a release without optimizer and random states, at iteration 0"
         yield Constraint("note", sentence, source=f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}")
         return
     yield from _optimizer(change)
@@ -355,11 +355,11 @@ def _optimizer(change: _Change) -> Iterator[Constraint]:
         return
     if form is None:
         if change.is_told:
-            sentence = "it holds no optimizer state: Megatron-LM loads it with --no-load-optim or --finetune only"
+            sentence = "it holds no optimizer state: Megatron-LM loads it only with --no-load-optim or --finetune"
             yield Constraint("fails", sentence, source=f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}")
         return
     first, last = _WRITTEN.get(form, (KNOWN[0], KNOWN[-1]))
-    unknown = f"the optimizer state is {form}, which came with 0.{first[1]}"
+    unknown = f"the optimizer state is {form}, which exists only since 0.{first[1]}"
     source = f"megatron-core, {_OPTIMIZER}.sharded_state_dict"
     yield from _by_version(change, KNOWN[0], (0, first[1] - 1), Constraint("fails", unknown, keys, source))
     if last < KNOWN[-1]:
@@ -382,22 +382,24 @@ def _optimizer(change: _Change) -> Iterator[Constraint]:
 def _buffers(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Constraint]:
     """Forms that keep the flat buffers of each model-parallel rank: only their cut over data-parallel ranks is free."""
     option = "--dist-ckpt-optim-fully-reshardable" if form == "dp_reshardable" else "--ckpt-fully-parallel-save"
-    advice = f"save once more in the old layout, with {option}"
+    advice = f"save again in the old layout, with {option}"
     if moved := change.changes("tp", "pp"):
-        sentence = f"the optimizer state ({form}) belongs to its tp and pp ({', '.join(moved)}): {advice}"
+        sentence = (
+            f"the optimizer state ({form}) loads only into the tp and pp that saved it ({', '.join(moved)}): {advice}"
+        )
         yield Constraint("fails", sentence, keys, f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}")
         return
     if moved := change.changes("vpp", "ep") + (change.changes("etp") if change.number("experts") else []):
         sentence = (
-            f"the optimizer state ({form}) is kept as the flat buffers of each model-parallel rank, which are others "
-            f"then ({', '.join(moved)}): {advice}"
+            f"the optimizer state ({form}) is stored as the flat buffers of each model-parallel rank, and these change "
+            f"({', '.join(moved)}): {advice}"
         )
         yield Constraint("fails", sentence, keys, f"megatron-core 0.12-0.19, {_OPTIMIZER}")
         return
     if form == "dp_reshardable":
         yield from _bucket_cuts(change)
     elif form == "dp_zero_gather_scatter":
-        sentence = "the optimizer state (dp_zero_gather_scatter) is refused with --ckpt-fully-parallel-load"
+        sentence = "Megatron-LM refuses the optimizer state (dp_zero_gather_scatter) with --ckpt-fully-parallel-load"
         note = Constraint("note", sentence, keys, f"Megatron-LM core_v0.15.3-core_v0.19.0, {_LOAD}")
         yield from _by_version(change, (0, 15), KNOWN[-1], note)
 
@@ -415,7 +417,7 @@ def _bucket_cuts(change: _Change) -> Iterator[Constraint]:
     source = f"megatron-core 0.15-0.19, distributed.DistributedDataParallel and {_OPTIMIZER}"
     if named:
         option = f"--{named[0].replace('_', '-')} {change.argument(named[0])}"
-        sentence = f"the optimizer state (dp_reshardable) is kept in buckets: the load stops without {option}"
+        sentence = f"the optimizer state (dp_reshardable) is stored in buckets: the load stops without {option}"
         yield Constraint("note", sentence, _optimizer_keys(change.ckpt), source)
         return
     sizes = [max(_BUCKET, _BUCKET_PER_RANK * axes["dp"] * axes["cp"]) for axes in (change.old, change.new)]
@@ -432,8 +434,8 @@ def _bucket_cuts(change: _Change) -> Iterator[Constraint]:
             moved += keys
     if moved:
         sentence = (
-            f"the optimizer state (dp_reshardable) is kept in buckets of {sizes[0]:,} elements, and this many ranks "
-            f"make buckets of {sizes[1]:,}: name --ddp-bucket-size {sizes[0]}"
+            f"the optimizer state (dp_reshardable) is stored in buckets of {sizes[0]:,} elements, and the new "
+            f"number of ranks makes buckets of {sizes[1]:,}: set --ddp-bucket-size {sizes[0]}"
         )
         yield Constraint("fails", sentence, tuple(moved), source, guessed=True)
 
@@ -458,9 +460,9 @@ def _chain(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Const
     refused += [((0, 19), KNOWN[-1])] if by_ep != by_etp != was else []
     for first, last in refused:
         here, there = ("two", "one") if was else ("one", "two")
-        which = "with ep over 1" if last == (0, 18) or by_ep == by_etp else "with ep over 1 or an etp other than tp"
+        which = "with ep above 1" if last == (0, 18) or by_ep == by_etp else "with ep above 1 or an etp other than tp"
         sentence = (
-            f"the optimizer state ({form}) is of {here} optimizer{'s' * was}, the job has {there}: experts have an "
+            f"the optimizer state ({form}) comes from {here} optimizer{'s' * was}, the job has {there}: experts have an "
             f"optimizer of their own {which}"
         )
         yield from _by_version(change, first, last, Constraint("fails", sentence, keys, source))
@@ -501,17 +503,17 @@ def _random_states(change: _Change) -> Iterator[Constraint]:
     moved = change.changes("tp", "pp")
     if not stored:
         if change.is_told and not moved and not change.argument("no_save_rng"):
-            sentence = "it holds no random states, which Megatron-LM asks for unless it is told --no-load-rng"
+            sentence = "it holds no random states, and Megatron-LM needs them without --no-load-rng"
             yield Constraint("fails", sentence, keys, source)
         return
     new = change.new
     if moved:
         where = ", ".join(moved)
-        exits = f"random states cannot be cut for another layout ({where}): Megatron-LM exits without --no-load-rng"
+        exits = f"random states do not fit a different layout ({where}): Megatron-LM exits without --no-load-rng"
         yield from _by_version(change, (0, 0), (0, 13), Constraint("fails", exits, keys, source))
         if change.readers[-1] <= (0, 13):
             return
-        left = f"random states cannot be cut for another layout ({where}): every rank keeps those it was seeded with"
+        left = f"random states do not fit a different layout ({where}): every rank keeps those it was seeded with"
         yield Constraint("drops", left, keys, source)
         return
     shape = stored[0].shape
@@ -522,7 +524,7 @@ def _random_states(change: _Change) -> Iterator[Constraint]:
         if wanted != shape:
             sentence = (
                 f"the random states are a grid of {_grid(shape)}, the job asks for {_grid(wanted)}: the load stops "
-                "unless it is told --no-load-rng"
+                "without --no-load-rng"
             )
             refused = Constraint("fails", sentence, keys, "Megatron-LM core_v0.16.1, get_rng_state")
             yield from _by_version(change, first, last, refused)
@@ -542,7 +544,7 @@ def _rerun_state(change: _Change) -> Iterator[Constraint]:
     moved = change.changes("tp", "pp", "dp")
     if stored and moved:
         where = ", ".join(moved)
-        sentence = f"the rerun state has one part for every rank and is left out ({where}); weights are not in it"
+        sentence = f"the rerun state has one part per rank, so Megatron-LM leaves it out ({where}); it holds no weights"
         source = f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}"
         yield Constraint("note", sentence, ("rerun_state_machine_state",), source)
 
@@ -568,18 +570,18 @@ def _vocabulary(change: _Change) -> Iterator[Constraint]:
     if vocab is not None and vocab <= rows:
         padded = -(-vocab // step) * step
         if padded != rows:
-            what = f"{abs(padded - rows):,} rows of padding {'more' if padded > rows else 'fewer'}"
-            sentence = f"the vocabulary is padded to {padded:,} rows in place of {rows:,}: {what}, no token is lost"
+            what = f"{abs(padded - rows):,} {'more' if padded > rows else 'fewer'} rows of padding"
+            sentence = f"the load pads the vocabulary to {padded:,} rows, not {rows:,}: {what}, and no token is lost"
             if padded > rows and form_of(change.ckpt) == "fully_sharded_model_space":
-                sentence += "; the optimizer's states of the new rows are not set"
+                sentence += "; the optimizer states of the new rows stay unset"
             yield Constraint("note", sentence, keys, source)
         return
     fewest = max(rows - divisor * change.old["tp"] + 1, 1)  # tokens, if the job that saved padded in the same way
     if vocab is None and -(-fewest // step) * step == -(-rows // step) * step == rows:
         return
     sentence = (
-        f"the vocabulary is padded anew to a multiple of {step:,} rows (now {rows:,}); how many of these are padding "
-        "is not in the checkpoint, and Megatron-Core takes any number of rows"
+        f"the load pads the vocabulary to a multiple of {step:,} rows (now {rows:,}); the checkpoint does not say how "
+        "many of them are padding, and Megatron-Core takes any number"
     )
     yield Constraint("note", sentence, keys, source, guessed=True)
 
@@ -591,12 +593,12 @@ def _not_judged(change: _Change) -> Iterator[Constraint]:
     """What the arguments would tell, where there are none."""
     if not change.is_told:
         source = f"Megatron-LM core_v0.12.3-core_v0.19.0, {_LOAD}"
-        refused = Constraint("fails", "there are no arguments of the job, and the load stops", source=source)
+        refused = Constraint("fails", "the checkpoint holds no arguments of the job, so the load stops", source=source)
         yield from _by_version(change, KNOWN[0], (0, 15), refused)
         sentence = (
-            "no arguments of the job lie in the checkpoint: heads, layers, experts and the padding of the vocabulary "
-            "were not judged"
+            "the checkpoint holds no arguments of the job: ckptlint did not judge heads, layers, experts and the padding "
+            "of the vocabulary"
         )
         known = ", ".join(f"{axis} {size}" for axis, size in change.old.items())
-        sentence += f"; its layout ({known}) was counted" if known else ", and its own layout is not known"
+        sentence += f"; it judged the layout ({known})" if known else ", nor the layout"
         yield Constraint("note", sentence, source=source, guessed=True)

@@ -50,21 +50,21 @@ def sizes_of(text: str) -> dict[str, int]:
     for part in text.split(","):
         match = _SIZE.fullmatch(part)
         if match is None:
-            raise ConfigError(f"{part.strip() or text!r} is no axis with its size: dp=8,tp=2")
+            raise ConfigError(f"{part.strip() or text!r} is not an axis with a size such as dp=8")
         name = "dp" if match[1] in ("fsdp", "dp_shard") else match[1]
         if name not in AXES:
-            raise ConfigError(f"there is no axis {match[1]!r}: {', '.join(AXES)}")
+            raise ConfigError(f"there is no axis {match[1]!r}, only {', '.join(AXES)}")
         if name in found:
-            raise ConfigError(f"the axis {name} is named twice in {text}")
+            raise ConfigError(f"{text} names the axis {name} twice")
         if match[2].startswith("-") or len(match[2]) > 9 or not (size := int(match[2])):
-            raise ConfigError(f"{match[1]}={match[2][:20]} is no size of an axis: a whole number from 1 on")
+            raise ConfigError(f"{match[1]}={match[2][:20]} is not the size of an axis: give a whole number from 1 up")
         found[name] = size
     world = world_of(found)
     if world > MOST_RANKS:
-        raise ConfigError(f"{text} are {world:,} ranks; at most {MOST_RANKS:,} can be planned")
+        raise ConfigError(f"{text} has {world:,} ranks: plan {MOST_RANKS:,} at most")
     tp, ep = found.get("tp", 1), found.get("ep", 1)
     if world // found.get("pp", 1) % (found.get("etp", tp) * ep):
-        shared = "a stage" if "etp" in found else "a stage and a tp place"
+        shared = "a stage" if "etp" in found else "a stage and a tp rank"
         cells = f"ep={ep} x etp={found['etp']}" if "etp" in found else f"ep={ep}"
         raise ConfigError(f"{cells} does not divide the ranks that share {shared} in {text}")
     return found
@@ -97,9 +97,7 @@ def quick_job(ckpt: Checkpoint, to: str) -> Job:
 def _heads(ckpt: Checkpoint, sizes: Mapping[str, int]) -> Iterator[Constraint]:
     heads, tp = ckpt.declared.get("heads"), sizes.get("tp", 1)
     if not ckpt.is_megatron and heads is not None and isinstance(heads.value, int) and heads.value % tp:
-        sentence = (
-            f"{heads.value} attention heads ({heads.source}) are not divisible by tp {tp}: most models refuse that"
-        )
+        sentence = f"{heads.value} attention heads ({heads.source}) do not divide by tp {tp}: most models refuse that"
         yield Constraint("note", sentence, guessed=True)
 
 
@@ -174,7 +172,7 @@ class _Cutter:
         for item in self.ckpt.byte_objects:
             yield Wish(item.fqn, None, None, everyone)
         if self.ckpt.objects:
-            self._guess("objects of Megatron-Core are left out of the account", *sorted(self.ckpt.objects.keys))
+            self._guess("objects of Megatron-Core are not counted", *sorted(self.ckpt.objects.keys))
 
     def _guess(self, sentence: str, *keys: str) -> None:
         self.guessed[sentence].update(dict.fromkeys(keys))
@@ -201,7 +199,7 @@ class _Cutter:
         cuts: list[_Cut] = []
         if tensor.global_shape and len(tensor.chunks) > 1:
             cuts = [(0, "shard", 1)]
-            self._guess("the first axis is cut over dp: nothing tells how the job cuts it", tensor.fqn)
+            self._guess("dp cuts the first axis: the checkpoint does not say how the job cuts it", tensor.fqn)
         return Wish(tensor.fqn, None, self._target(tensor, cuts, who), who[1])
 
     def _who(self, key: Key, is_stacked: bool) -> tuple[object, IntArray]:
@@ -217,7 +215,7 @@ class _Cutter:
             place = key.expert * ranks.sizes["ep"] // max(self.experts, 1)
             if self.experts % ranks.sizes["ep"]:
                 self._guess(
-                    f"{self.experts} experts are spread over ep {ranks.sizes['ep']} as evenly as can be", key.fqn
+                    f"{self.experts} experts are spread over ep {ranks.sizes['ep']} as evenly as possible", key.fqn
                 )
             chosen &= ranks.at["ep"] == place
             name.append(("ep", place))
@@ -233,7 +231,7 @@ class _Cutter:
             if key.layer is None:
                 return None
             if count % (pp * vpp):
-                self._guess(f"{count} layers are spread over {pp * vpp} stages as evenly as can be", key.fqn)
+                self._guess(f"{count} layers are spread over {pp * vpp} stages as evenly as possible", key.fqn)
             return key.layer * pp * vpp // max(count, 1) % pp
         if key.function in _FIRST:
             if not self._has("output"):
@@ -244,7 +242,7 @@ class _Cutter:
             return 0
         if key.function in _LAST:
             return pp - 1
-        self._guess("every stage holds it: nothing tells which one does", key.fqn)
+        self._guess("every stage holds it: the checkpoint does not say which one does", key.fqn)
         return None
 
     def _has(self, function: str) -> bool:
@@ -264,7 +262,7 @@ class _Cutter:
         if axis is None:
             return []
         if tensor is param.tensor:  # its states follow
-            self._guess(f"tp cuts axis {axis}, by what the tensor does", tensor.fqn)
+            self._guess(f"tp cuts axis {axis}, as is usual for such a tensor", tensor.fqn)
         return [(axis, self._runs(key, tensor, axis) if self.ckpt.is_megatron else 1)]
 
     def _by_role(self, param: Param) -> int | None:
@@ -300,12 +298,12 @@ class _Cutter:
         if self.ckpt.is_megatron:
             if part == "model":
                 return []  # each dp rank has a copy
-            self._guess("the optimizer state is cut over dp evenly: Megatron-Core cuts its flat buffers", tensor.fqn)
+            self._guess("dp cuts the optimizer state evenly: Megatron-Core cuts its flat buffers instead", tensor.fqn)
             return [(param.own_axes[0], over, 1)] if param.own_axes else []
         if self.is_cut and len(tensor.chunks) == 1 and tensor.global_shape[0] > 1 and param.key.function == "other":
             return []  # a buffer: everything else is cut
         if not self.is_cut:
-            self._guess("FSDP cuts the first axis: the checkpoint is not cut, so it does not tell", tensor.fqn)
+            self._guess("FSDP cuts the first axis: the checkpoint is not cut, so it does not say", tensor.fqn)
         return [(0, over, 1)]
 
     # ------------------------------------------------------------ boxes

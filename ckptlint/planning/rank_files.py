@@ -26,8 +26,8 @@ def refusals(ckpt: Checkpoint, to: Mapping[str, int], world: int) -> Iterator[Co
     if ckpt.format == "verl" and saved.get("world", world) != world:
         yield Constraint(
             "fails",
-            f"verl looks for each rank's file under a name that holds the world size: {saved['world']:,} ranks saved, "
-            f"the job has {world:,}; merge the files first (python -m verl.model_merger)",
+            f"verl puts the world size into the name of each rank's file: {saved['world']:,} ranks saved, the job has "
+            f"{world:,}; merge the files first (python -m verl.model_merger)",
             source="verl 0.9.1, FSDPCheckpointManager.load_checkpoint",
         )
     if ckpt.format == "deepspeed":
@@ -38,8 +38,8 @@ def refusals(ckpt: Checkpoint, to: Mapping[str, int], world: int) -> Iterator[Co
             sizes = ", ".join(f"{axis} {size} to {to.get(axis, 1)}" for axis, size in others.items())
             yield Constraint(
                 "fails",
-                f"each model-parallel rank reads the folder of its own place, and the places are others ({sizes}): "
-                "convert it with Megatron-LM's tools/checkpoint/convert.py",
+                f"each model-parallel rank reads the folder of its own numbers, and these change ({sizes}): convert the "
+                "checkpoint with Megatron-LM's tools/checkpoint/convert.py",
                 source="Megatron-LM 0.16.1, get_checkpoint_name",
             )
 
@@ -51,11 +51,13 @@ def _deepspeed(ckpt: Checkpoint, saved: Mapping[str, int], to: Mapping[str, int]
         yield Constraint(
             "fails",
             f"DeepSpeed raises ZeRORuntimeException: {plural(saved['dp'], 'data-parallel rank')} saved, the job has "
-            f"{asked:,}; convert it with ds_to_universal.py, or load without the optimizer's states",
+            f"{asked:,}; convert it with ds_to_universal.py, or load it without the optimizer states",
             source="deepspeed 0.19.8, DeepSpeedEngine._load_zero_checkpoint",
         )
     changed = [axis for axis in ("tp", "pp") if saved.get(axis, 1) != to.get(axis, 1)]
     if changed:
         yield Constraint(
-            "note", f"whether DeepSpeed loads it with another {' and '.join(changed)} is not known", guessed=True
+            "note",
+            f"ckptlint does not know whether DeepSpeed loads it with a different {' and '.join(changed)}",
+            guessed=True,
         )

@@ -18,19 +18,19 @@ _HELPERS = "torch 2.13, torch/distributed/checkpoint/planner_helpers.py: _create
 _LOADER = "torch 2.13, torch/distributed/checkpoint/state_dict_loader.py: _load_state_dict"
 _READER = "torch 2.13, torch/distributed/checkpoint/filesystem.py: FileSystemReader.read_data"
 _SENTENCES: dict[tuple[Effect, str], str] = {
-    ("fails", "as an object"): "the job holds an object where a tensor is stored, and torch raises ValueError",
+    ("fails", "as an object"): "the job holds an object, the checkpoint a tensor: torch raises ValueError",
     ("fails", "not sound"): "the chunks do not fit the tensor's shape",
-    ("fails", "no record"): "parts have no storage entry, and the reader raises KeyError",
-    ("fails", "no file"): "parts lie in files that are not there, and the reader raises FileNotFoundError",
-    ("fails", "other axes"): "chunks and parts have other numbers of axes",
-    ("drops", "hole"): "parts are in no chunk: the load passes over them, and they stay as the job made them",
+    ("fails", "no record"): "some chunks have no storage entry: the reader raises KeyError",
+    ("fails", "no file"): "some chunks lie in files that are missing: the reader raises FileNotFoundError",
+    ("fails", "other axes"): "the job wants a different number of axes from what the chunks have",
+    ("drops", "hole"): "some elements are missing: the load skips them, and they keep what the job put there",
     (
         "fails",
         "own metadata",
-    ): "each rank reads the metadata of its own number alone (__N.metadata), and there are fewer",
-    ("drops", "own metadata"): "each rank reads the metadata of its own number alone (__N.metadata): parts that other "
-    "ranks saved stay as the job made them",
-    ("note", "as a tensor"): "the job holds a tensor where an object is stored, which takes the tensor's place",
+    ): "each rank reads only the metadata of its own number (__N.metadata), and there are fewer of them than ranks",
+    ("drops", "own metadata"): "each rank reads only the metadata of its own number (__N.metadata): what other "
+    "ranks saved keeps what the job put there",
+    ("note", "as a tensor"): "the job holds a tensor, the checkpoint an object: the object takes the tensor's place",
 }
 _SOURCES = {
     "as an object": _HELPERS,

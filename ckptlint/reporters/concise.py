@@ -23,6 +23,8 @@ def render(report: Report, style: Style) -> str:
             level = style.paint(lead.severity.label, lead.severity.label)
             said = f"{lead.message}{inferred(lead)}{more}"
             lines.append(f"{part.checkpoint.path}:{subject}{region}: {level} {lead.code} {said}")
-        lines += [f"{part.checkpoint.path}: {plural(count, 'more group')} of {code}" for code, count in left_out.items()]
+        lines += [
+            f"{part.checkpoint.path}: {plural(count, 'more group')} of {code}" for code, count in left_out.items()
+        ]
     lines += report.unread
     return inert("".join(line + "\n" for line in lines))

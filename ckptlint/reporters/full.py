@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_map import draw, make_grid
@@ -20,6 +20,7 @@ from ckptlint.rule import Finding, Note, Severity
 
 _MORE_LIMIT = 12
 _UNKNOWN_LIMIT = 6
+_REASONS_LIMIT = 175  # characters
 
 
 def render(report: Report, style: Style) -> str:
@@ -92,7 +93,7 @@ def account(files: Sequence[StepFile]) -> str:
         more = [f"{len(unknown) - _UNKNOWN_LIMIT:,} more"] if len(unknown) > _UNKNOWN_LIMIT else []
         names = ", ".join([cut(name) for name in unknown[:_UNKNOWN_LIMIT]] + more)
         parts.append(f"{sum(file.state == 'unknown' for file in files):,} unknown ({names})")
-    return "Beside the tensors: " + ", ".join(parts) + "."
+    return "Besides the tensors: " + ", ".join(parts) + "."
 
 
 STEP_COLUMNS = ("step", "written", "holds", "payload", "verdict")
@@ -131,7 +132,7 @@ def step_lines(steps: Sequence[JudgedStep]) -> list[str]:
 
 
 def _is_clean(report: Report, style: Style) -> bool:
-    return not style.verbose and all(not loud_groups(part, style) for part in report.checkpoints)
+    return all(not loud_groups(part, style) for part in report.checkpoints)
 
 
 def loud_groups(part: CheckpointReport, style: Style) -> list[FindingGroup]:
@@ -222,8 +223,10 @@ def _details(report: Report, style: Style) -> str:
         alike.setdefault(tuple(_part_details(part, style)), []).append(part)
     lines = []
     for told, parts in alike.items():
-        paths = ", ".join(braces(part.checkpoint.path for part in parts))
-        lines += [f"{paths}: {plural(report.rule_counts_of(parts[0]).ran, 'rule')} ran", *told]
+        if len(report.checkpoints) > 1:
+            paths = ", ".join(braces(part.checkpoint.path for part in parts))
+            lines.append(f"{paths}: {plural(report.rule_counts_of(parts[0]).ran, 'rule')} ran")
+        lines += told
     slow = Counter[str]()
     for part in report.checkpoints:
         slow.update(part.seconds)
@@ -236,16 +239,40 @@ def _details(report: Report, style: Style) -> str:
 
 
 def _part_details(part: CheckpointReport, style: Style) -> Iterator[str]:
-    for axis, size in part.checkpoint.topology.items():
-        yield f"  {axis} = {size.size} ({size.source})"
-    for what, reasons in (("not run", part.not_run), ("not applicable", part.not_applicable)):
-        by_reason: dict[str, list[str]] = {}
-        for code, reason in reasons.items():
-            by_reason.setdefault(reason, []).append(code)
-        for reason, codes in by_reason.items():
-            yield from style.wrap(f"{what}, {reason}: {folded(codes)}", "      ", "  ")
+    if part.checkpoint.topology:
+        sizes = ", ".join(f"{axis} = {size.size} ({size.source})" for axis, size in part.checkpoint.topology.items())
+        yield from style.wrap(sizes, "      ", "  ")
+    if told := [f"{folded(codes)} {reason}" for reason, codes in _by_reason(part.not_run).items()]:
+        yield from style.wrap("not run: " + "; ".join(told), "    ", "  ")
+    families: dict[str, dict[str, str]] = {}
+    for code, reason in part.not_applicable.items():
+        families.setdefault(code[:3], {})[code] = re.sub("^there (is|are) no ", "no ", reason)
+    if families:
+        yield "  nothing to judge:"
+    for reasons in families.values():
+        yield from style.wrap("; ".join(_reasons(reasons)), "    ", "  ")
     for group in part.ignored_groups:
         yield from style.wrap(_ignored(group), "      ", "  ignored ")
+
+
+def _reasons(reasons: Mapping[str, str]) -> Iterator[str]:
+    """Why the rules of one family had nothing to judge, in about three lines; every code is named."""
+    room, left = _REASONS_LIMIT, dict(reasons)
+    for reason, codes in _by_reason(reasons).items():
+        room -= len(reason)
+        if room < 0:
+            yield f"{folded(left)} for other reasons (--format json)"
+            return
+        yield f"{folded(codes)} {reason}"
+        left = {code: other for code, other in left.items() if other != reason}
+
+
+def _by_reason(reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    """Reason -> the codes that have it."""
+    found: dict[str, list[str]] = {}
+    for code, reason in reasons.items():
+        found.setdefault(reason, []).append(code)
+    return found
 
 
 def folded(codes: Iterable[str]) -> str:
@@ -320,7 +347,7 @@ def _verdict(report: Report, verbose: bool) -> list[tuple[str, str, str]]:
     if not told:
         head = f"{len(report.checkpoints):,} checkpoints passed" if several else "Passed"
         notes = f"; {plural(report.counts['info'], 'note')} (-v)" if report.counts["info"] and not verbose else ""
-        told.append(("good", head, f": {_ran(report)}{notes}{_set_aside(report)}. {left_unread(report)}"))
+        told += [("good", head, f": {_ran(report)}{notes}{_set_aside(report)}."), ("", "", left_unread(report))]
     elif report.depth.opens_records and (limits := _limits(report)):
         told.append(("", "", limits))
     return [*told[:1], *(("", "", sentence) for sentence in _blocked(report)), *told[1:]]

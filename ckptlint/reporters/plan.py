@@ -52,9 +52,9 @@ def verdict_line(plan: Plan) -> tuple[str, str]:
     if plan.astray:
         return "Does not load", f"nodes lack parts of {plural(len(plan.astray), 'key')}."
     if plan.exit_code:
-        return "Loads, and loses something", ""
+        return "Loads, but loses something", ""
     if plan.form == "quick":
-        return "Loads", "as far as sizes tell; which keys the job asks for only its own code says."
+        return "Loads", "as far as sizes tell; only the job's own code says which keys it asks for."
     return "Loads", "every key that the job asks for is there, in the shape that it wants."
 
 
@@ -68,13 +68,13 @@ def sections(plan: Plan) -> list[tuple[str, list[str], list[str]]]:
             found.append((heading, names, [line for line in lines if line]))
 
     if plan.missing:
-        untouched = "with allow_partial_load=True they stay as the job made them"
+        untouched = "with allow_partial_load=True they keep what the job put there"
         add(f"Not in the checkpoint: {plural(len(plan.missing), 'key')}", plan.missing, untouched)
     shapes = [
         f"{item.key}  {shape_text(item.stored)} stored, {shape_text(item.wanted)} wanted" for item in plan.mismatches
     ]
-    add(f"Of another shape: {plural(len(shapes), 'tensor')}", shapes) if shapes else None
-    add(f"Parts on another node: {plural(len(plan.astray), 'key')}", plan.astray) if plan.astray else None
+    add(f"With a different shape: {plural(len(shapes), 'tensor')}", shapes) if shapes else None
+    add(f"Partly on another node: {plural(len(plan.astray), 'key')}", plan.astray) if plan.astray else None
     for effect, word in (("fails", "Refused"), ("drops", "Lost"), ("note", "Note")):
         for item in plan.constraints:
             if item.effect == effect and not item.guessed:
@@ -85,7 +85,7 @@ def sections(plan: Plan) -> list[tuple[str, list[str], list[str]]]:
     for (stored, wanted, loses), keys in changes.items():
         add(f"Converted from {stored} to {wanted}{', which loses precision' if loses else ''}", keys)
     if plan.unexpected:
-        add(f"In the checkpoint and not asked for: {plural(len(plan.unexpected), 'key')}", plan.unexpected)
+        add(f"In the checkpoint, but not asked for: {plural(len(plan.unexpected), 'key')}", plan.unexpected)
     for item in plan.constraints:
         if item.guessed:
             add(f"Guessed: {item.sentence}", item.keys)
@@ -157,13 +157,12 @@ def facts_of(plan: Plan) -> list[str]:
     read = int(cost.read[cost.kind].sum())
     told = []
     if read:
-        worst = named_ranks(cost.worst)
+        worst = named_ranks(cost.worst).capitalize()
+        amount = f"{human_bytes(int(cost.read.max()))}, {_of_mean(cost.read[cost.kind])} the mean"
+        told.append(f"{worst} {'reads' if len(cost.worst) == 1 else 'read'} the most: {amount}.")
         told.append(
-            f"Most is read by {worst}: {human_bytes(int(cost.read.max()))}, {_of_mean(cost.read[cost.kind])} the mean."
-        )
-        told.append(
-            f"Read amplification {cost.amplification:.2f}: bytes read by bytes needed, ideally 1. Each record that any "
-            f"rank needs, read once, would be {human_bytes(cost.distinct)}."
+            f"Read amplification {cost.amplification:.2f}: bytes read per byte needed, ideally 1. Reading each needed "
+            f"record once would be {human_bytes(cost.distinct)}."
         )
     if len(cost.written) > 1:
         sizes = np.array([*cost.written.values()])
@@ -181,7 +180,7 @@ def _of_mean(values: Any) -> str:
 
 def _nodes(plan: Plan, style: Style) -> list[str]:
     is_own = any(node.absent for node in plan.nodes)
-    lines = [style.paint("What each node must see, beside .metadata", "bold")]
+    lines = [style.paint("What each node must see, besides .metadata", "bold")]
     for number, node in enumerate(plan.nodes[:_NODES]):
         low, high = node.ranks
         amount = f"{plural(len(node.files), 'file')}, {human_bytes(node.bytes)}"

@@ -221,21 +221,34 @@ def test_the_github_action_gates(shell: Shell, tmp_path: Path, format_: str) -> 
     assert not (tmp_path / "hacked").exists()
 
 
-def test_the_pre_commit_hook_lints_the_folder_of_a_changed_metadata(shell: Shell) -> None:
+def test_the_pre_commit_hook_checks_the_folder_of_a_changed_file(shell: Shell, tmp_path: Path) -> None:
     (hook,) = yaml.safe_load((REPOSITORY / ".pre-commit-hooks.yaml").read_text(encoding="utf-8"))
     (repo,) = yaml.safe_load(blocks("pre-commit", "yaml")[0])["repos"]
     (use,) = repo["hooks"]
     assert use["id"] == hook["id"]
-    changed = [".metadata", "a/step/.metadata", "a/__0.metadata", "m/model.safetensors.index.json"]
+    changed = [".metadata", "a/step/.metadata", "a/__0.metadata", "m/model.safetensors.index.json", "a/__3_0.distcp"]
+    changed += ["model.safetensors", "m/model-00001-of-00002.safetensors", "iter_0000010/common.pt"]
     assert all(re.search(hook["files"], name) for name in changed)
-    assert not any(re.search(hook["files"], name) for name in ["a/.metadata.tmp", "a/x.metadata", "README.md"])
+    others = ["a/.metadata.tmp", "a/x.metadata", "README.md", "x.pt", "metadata.json", "notes.distcp.txt"]
+    assert not any(re.search(hook["files"], name) for name in others)
 
-    def commit(*folders: Path) -> int:
-        names = " ".join(shlex.quote(str(folder / ".metadata")) for folder in folders)
-        return shell(f"{hook['entry']} {shlex.join(use['args'])} {names}")[0]
+    def commit(*files: Path) -> tuple[int, str]:
+        names = " ".join(shlex.quote(str(file)) for file in files)
+        code, _, printed = shell(f"{hook['entry']} {shlex.join(use['args'])} {names}")
+        return code, printed
 
-    assert commit(GOOD) == 0
-    assert commit(GOOD, BAD) == 1
+    assert commit(GOOD / ".metadata")[0] == 0
+    assert commit(GOOD / ".metadata", BAD / ".metadata")[0] == 1
+    # all files of one checkpoint are one check; a payload file that was cut beside an unchanged .metadata is found
+    copied = shutil.copytree(GOOD, tmp_path / "step")
+    names = sorted(path for path in copied.iterdir() if re.search(hook["files"], path.name))
+    assert len(names) > 2
+    code, printed = commit(*names)
+    assert code == 0 and printed.count("tensors") == 1
+    payload = next(path for path in names if path.suffix == ".distcp")
+    payload.write_bytes(payload.read_bytes()[:-100])
+    code, printed = commit(payload)
+    assert code == 1 and "PAY004" in printed
 
 
 def test_the_kubernetes_job_ends_on_a_verdict_and_retries_without_one(shell: Shell) -> None:
