@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import time
 from base64 import b64encode
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -238,6 +238,7 @@ def _group(ckpt: Checkpoint, group: FindingGroup, anchor: str, work: _Work) -> d
         "place": finding.at.label or place_of(ckpt, finding),
         "keys": f"{len(group.members):,}",
         "ranks": ranges(_ranks(group.members)),
+        "missing": _missing_from([lead]),
         "detail": finding.detail,
         "is_shown": is_shown,
         "notes": [(label, text) for label, text in notes if text],
@@ -255,6 +256,18 @@ def _ranks(found: Iterable[Diagnostic]) -> set[int]:
         own = at.ranks or (rank_of(at.file),)
         ranks.update(rank for rank in own if rank is not None)
     return ranks
+
+
+def _missing_from(found: Sequence[Diagnostic]) -> str:
+    """Which ranks should hold what is missing, in words; "" where that is not known, or nothing is missing."""
+    ranks = _ranks(item for item in found if _is_gap(item.finding))
+    return f"missing from {named_ranks(ranks)}" if ranks else ""
+
+
+def _is_gap(finding: Finding) -> bool:
+    """Whether a finding is about a region that no chunk holds."""
+    tensor, region = finding.at.tensor, finding.at.region
+    return tensor is not None and region is not None and svg.region_kind(tensor.layout, region) == "gap"
 
 
 def _cut(text: str, fqn: str | None) -> str:
@@ -290,8 +303,7 @@ def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, 
     if tensor is None:
         return {"rows": [], "more": 0}
     letters = {} if grid is None else grid.legend
-    # the chunks beside a hole are healthy
-    is_gap = finding.at.region is not None and svg.region_kind(tensor.layout, finding.at.region) == "gap"
+    is_gap = _is_gap(finding)  # the chunks beside a hole are healthy
     named = dict.fromkeys([*letters, *(row for row in finding.at.rows if 0 <= row < len(tensor.chunks))])
     rows = []
     for row in list(named)[:_CHUNK_LIMIT]:
@@ -398,10 +410,8 @@ def _row(tensor: Tensor, found: list[Diagnostic], work: _Work) -> dict[str, Any]
         label = f"{plural(len(tensor.chunks), 'chunk')}, dim {axis} in {plural(count, 'part')}"
         work.strips[layout, marks] = svg.strip(layout, axis, marks, label)
     more = f", dim {axis} in {count:,}" if count > 1 else ""
-    gaps = [item for item in found if (at := item.finding.at.region) and svg.region_kind(layout, at) == "gap"]
-    absent = _ranks(gaps)
-    missing = f"missing from {named_ranks(absent)}" if absent else ""
-    return row | {"svg": markup(work.strips[layout, marks]), "cut": row["cut"] + more, "missing": missing}
+    strip = markup(work.strips[layout, marks])
+    return row | {"svg": strip, "cut": row["cut"] + more, "missing": _missing_from(found)}
 
 
 def markup(text: str) -> Markup:
