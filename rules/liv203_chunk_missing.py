@@ -16,7 +16,7 @@ from ckptlint.rule import Finding, Severity, rule
 
 @rule("LIV203", "chunk-missing", Severity.ERROR, live=True)
 def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
-    """No rank is about to write a part of a tensor.
+    """A part of a tensor is missing: no rank writes it.
 
     What it checks:
         Every element of the global shape lies in a chunk that some rank writes; replicas do not count, since nobody
@@ -43,11 +43,12 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
             "absent",
             f"{named_ranks(absent)} {'has' if len(absent) == 1 else 'have'} no such key, or an empty shard",
         )
+        look = f"look at the state dict of {named_ranks(absent)}"
         yield replace(
             finding,
-            at=replace(at, label=f"written by {writers}", ranks=absent),
+            at=replace(at, label=f"written by {writers}", ranks=absent or at.ranks),
             notes=(note, *finding.notes) if absent else finding.notes,
-            hint=f"look at the state dict of {named_ranks(absent)}" if 0 < 2 * len(absent) <= table.world_size else "",
+            hint=finding.hint or (look if 0 < 2 * len(absent) <= table.world_size else ""),
         )
     for tensor in view.sound_tensors():
         held = rows[tensor.fqn]

@@ -276,6 +276,8 @@ def test_fault(name: str, seen: list[dict[str, Seen]]) -> None:
         assert own.seconds < SECONDS
         assert own.works, "the job's own group goes on"
     assert bool(first.text) == any(code not in ("LIV208", "LIV209") for code, *_ in fault.expect)
+    if name == "missing chunk":
+        assert "rank 2 has no such key" in first.report and "look at the state dict of rank 2" in first.report
     if first.text:
         assert first.text == f"{first.report}Nothing was written.\n"
         (line,) = {rank[name].text for rank in seen[1:]}
