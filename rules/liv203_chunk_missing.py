@@ -39,17 +39,8 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
         assert at.tensor is not None
         writers = named_ranks(np.unique(table.rank[at.tensor.chunks.record]).tolist())
         absent = tuple(sorted(set(range(table.world_size)) - set(table.rank[rows[at.tensor.fqn].rows].tolist())))
-        note = (
-            "absent",
-            f"{named_ranks(absent)} {'has' if len(absent) == 1 else 'have'} no such key, or an empty shard",
-        )
-        look = f"look at the state dict of {named_ranks(absent)}"
-        yield replace(
-            finding,
-            at=replace(at, label=f"written by {writers}", ranks=absent or at.ranks),
-            notes=(note, *finding.notes) if absent else finding.notes,
-            hint=finding.hint or (look if 0 < 2 * len(absent) <= table.world_size else ""),
-        )
+        finding = replace(finding, at=replace(at, label=f"written by {writers}", ranks=absent or at.ranks))
+        yield _with_absent(finding, absent, table.world_size) if absent else finding
     for tensor in view.sound_tensors():
         held = rows[tensor.fqn]
         if len(tensor.chunks) == 0 and len(held.live):
@@ -59,3 +50,18 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
                 missing=("owner",),
                 hint="find the rank that should hold replica 0, the copy that is written",
             )
+
+
+def _with_absent(finding: Finding, absent: tuple[int, ...], world: int) -> Finding:
+    """The finding with the ranks that hold no part of the key; where they are few, they are what to look at."""
+    has = "has" if len(absent) == 1 else "have"
+    note = ("absent", f"{named_ranks(absent)} {has} no such key, or an empty shard")
+    told = replace(finding, notes=(note, *finding.notes))
+    if 2 * len(absent) > world:
+        return told
+    explain = finding.explain or tuple
+    return replace(
+        told,
+        hint=f"look at the state dict of {named_ranks(absent)}",
+        explain=lambda: tuple(other for other in explain() if other[0] != "hint"),
+    )
