@@ -366,7 +366,9 @@ def _blocked(report: Report) -> Iterator[str]:
     selected = {rule.code for rule in report.rules}
     for part in report.checkpoints:
         if count := len(selected.intersection(part.blocked)):
-            missing = "the state dict of every rank" if report.is_live else part.checkpoint.metadata_file
+            missing = (
+                "the state dict of every rank" if report.is_live else f"a readable {part.checkpoint.metadata_file}"
+            )
             alike.setdefault((count, missing), []).append(part.checkpoint.path)
     for (count, missing), paths in alike.items():
         where = f" on {', '.join(cut(path) for path in braces(paths))}" if len(report.checkpoints) > 1 else ""
