@@ -127,7 +127,7 @@ def step_lines(steps: Sequence[JudgedStep]) -> list[str]:
         if step is None:
             lines.append(f"No step of {run} passes.")
         else:
-            lines.append(f"The newest step that passes, and needs no other: {step.path}")
+            lines.append(f"The newest step that passes: {step.path}")
     return lines
 
 
@@ -239,9 +239,11 @@ def _details(report: Report, style: Style) -> str:
 
 
 def _part_details(part: CheckpointReport, style: Style) -> Iterator[str]:
-    if part.checkpoint.topology:
-        sizes = ", ".join(f"{axis} = {size.size} ({size.source})" for axis, size in part.checkpoint.topology.items())
-        yield from style.wrap(sizes, "      ", "  ")
+    sizes: dict[str, list[str]] = {}
+    for axis, size in part.checkpoint.topology.items():
+        sizes.setdefault(size.source, []).append(f"{axis}={size.size}")
+    if sizes:
+        yield from style.wrap("; ".join(f"{', '.join(of)} ({source})" for source, of in sizes.items()), "    ", "  ")
     if told := [f"{folded(codes)} {reason}" for reason, codes in _by_reason(part.not_run).items()]:
         yield from style.wrap("not run: " + "; ".join(told), "    ", "  ")
     families: dict[str, dict[str, str]] = {}

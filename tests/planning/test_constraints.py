@@ -227,12 +227,12 @@ def test_an_uneven_cut_of_the_layers_is_not_judged(tmp_path: Path) -> None:
         (
             4,
             {"vocab_size": 33},
-            "pads the vocabulary to 64 rows, not 40: 24 more rows of padding, and no token is lost",
+            "pads the vocabulary to 64 rows, not 40: 24 more rows of padding, and no token",
         ),
         (
             1,
             {"vocab_size": 20},
-            "pads the vocabulary to 24 rows, not 32: 8 fewer rows of padding, and no token is lost",
+            "pads the vocabulary to 24 rows, not 32: 8 fewer rows of padding, and no token",
         ),
         (4, {"vocab_size": None}, ""),
         (8, {"vocab_size": None}, "pads the vocabulary to a multiple of 64 rows (now 32)"),
