@@ -378,12 +378,13 @@ def _blocked(report: Report) -> Iterator[str]:
 
 
 def _judged(report: Report) -> str:
-    """How much was judged: tensors, or the keys of a running job."""
+    """How much was judged: tensors, or the keys of a running job; "" for none."""
+    checkpoints = [part.checkpoint for part in report.checkpoints]
     if report.is_live:
-        return plural(
-            sum(part.checkpoint.ranks.keys for part in report.checkpoints if part.checkpoint.ranks is not None), "key"
-        )
-    return plural(sum(len(part.checkpoint.tensors) for part in report.checkpoints), "tensor")
+        count = sum(ckpt.ranks.keys for ckpt in checkpoints if ckpt.ranks is not None)
+        return plural(count, "key") if count else ""
+    count = sum(len(ckpt.tensors) for ckpt in checkpoints)
+    return plural(count, "tensor") if count else ""
 
 
 def _unread(report: Report) -> str:
