@@ -22,8 +22,13 @@ _UNWRAPPED = 10_000
 _CONSOLE = re.compile(r"```console\n\$ (ckptlint [^\n]*fixtures/[^\n]*)\n.*?```", re.DOTALL)
 _MERMAID = re.compile(r"\n\n```mermaid\n.*?```", re.DOTALL)
 _SECONDS = re.compile(r"\d+\.\d+ s\b")
-_SLOWEST = re.compile(r"\n  slowest: .*")
-_COUNT = re.compile(r"\b(\d+ of )?\d+ rules\b")  # a number of rules on a page would change with each new rule
+_SLOWEST = re.compile(r"\nslowest: .*")
+_COUNTS = (  # a number of rules, or a list of them, would change a page with each new rule
+    (re.compile(r"\b\d+ rules\b"), "N rules"),
+    (re.compile(r"\b\d+ had nothing(?=\s+to\s+judge)"), "N had nothing"),
+    (re.compile(r"(--depth\s+\w+) \d+\b"), r"\1 N"),
+    (re.compile(r"\n  (?:not run|nothing to judge):.*\n(?:  .*\n)*"), "\n  ...\n"),
+)
 
 
 def pages() -> dict[Path, str]:
@@ -87,7 +92,8 @@ def _printed(match: re.Match[str]) -> str:
         check=False,
     )
     output = _SECONDS.sub("0.05 s", _SLOWEST.sub("", done.stdout + done.stderr)).rstrip()
-    output = _COUNT.sub("... rules", output).replace("All ... rules", "All rules")
+    for number, text in _COUNTS:
+        output = number.sub(text, output)
     block = f"```console\n$ {command}\n{output}\n```"
     return f"{block}\n\n```mermaid\n{output}\n```" if "--format mermaid" in command else block
 

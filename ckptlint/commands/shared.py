@@ -76,11 +76,12 @@ class WithSettings(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The options below headings; those that `check` does not have come first."""
-        group_of = {option.variable: option.group for option in CHECK_OPTIONS} | {"help": "settings"}
+        group_of = {f"--{option.name}": option.group for option in CHECK_OPTIONS} | {"--help": "settings"}
         sections: dict[str, list[tuple[str, str]]] = {group: [] for group in ("", *GROUPS)}
         for parameter in self.get_params(ctx):
-            if record := parameter.get_help_record(ctx):
-                sections[group_of.get(parameter.name or "", "")].append(record)
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if record is not None:
+                sections[group_of.get(parameter.opts[-1], "")].append(record)
         for group, records in sections.items():
             if records:
                 with formatter.section(GROUPS.get(group, "Options")):

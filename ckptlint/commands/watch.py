@@ -120,7 +120,8 @@ def _banner(path: str, interval: float, stale: float, once: bool) -> str:
     steps = steps_of(_run_folder(path))
     there = f"{plural(len(steps), 'step')} there" + (f", the newest {printable(steps[0].name)}" if steps else "")
     often = f"looks twice, {interval:g} s apart" if once else f"looks every {interval:g} s"
-    return f"watching {shown(path)}: {there}; {often}; reports an unfinished step after {human_duration(stale)} without a change"
+    patience = f"reports an unfinished step after {human_duration(stale)} without a change"
+    return f"watching {shown(path)}: {there}; {often}; {patience}"
 
 
 def _line(event: Event, path: str, code: int, reports: Sequence[Report]) -> str:

@@ -104,14 +104,14 @@ CHECK_OPTIONS = (
     CheckOption(
         "jobs",
         "read",
-        "Read with so many threads, and so many steps at once.  [default: min(8, CPUs)]",
+        "Use N threads to read files, and read N steps at once.  [default: min(8, CPUs)]",
         metavar="N",
         minimum=1,
     ),
     CheckOption("select", "rules", "Run only these rules: codes, prefixes, names, ALL.", metavar="RULES", repeats=True),
     CheckOption("extend-select", "rules", "Run these rules too.", metavar="RULES", repeats=True),
     CheckOption("ignore", "rules", "Do not run these rules.", metavar="RULES", repeats=True),
-    CheckOption("severity", "rules", "Change the severity of a rule.", metavar="RULE=LEVEL", repeats=True),
+    CheckOption("severity", "rules", "Give a rule a different severity.", metavar="RULE=LEVEL", repeats=True),
     CheckOption(
         "fail-on",
         "rules",

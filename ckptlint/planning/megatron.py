@@ -462,8 +462,8 @@ def _chain(change: _Change, form: Form, keys: tuple[str, ...]) -> Iterator[Const
         here, there = ("two", "one") if was else ("one", "two")
         which = "with ep above 1" if last == (0, 18) or by_ep == by_etp else "with ep above 1 or an etp other than tp"
         sentence = (
-            f"the optimizer state ({form}) comes from {here} optimizer{'s' * was}, the job has {there}: experts have an "
-            f"optimizer of their own {which}"
+            f"the optimizer state ({form}) comes from {here} optimizer{'s' * was}, the job has {there}: "
+            f"experts have an optimizer of their own {which}"
         )
         yield from _by_version(change, first, last, Constraint("fails", sentence, keys, source))
 
@@ -596,8 +596,8 @@ def _not_judged(change: _Change) -> Iterator[Constraint]:
         refused = Constraint("fails", "the checkpoint holds no arguments of the job, so the load stops", source=source)
         yield from _by_version(change, KNOWN[0], (0, 15), refused)
         sentence = (
-            "the checkpoint holds no arguments of the job: ckptlint did not judge heads, layers, experts and the padding "
-            "of the vocabulary"
+            "the checkpoint holds no arguments of the job: ckptlint did not judge heads, layers, experts and the "
+            "padding of the vocabulary"
         )
         known = ", ".join(f"{axis} {size}" for axis, size in change.old.items())
         sentence += f"; it judged the layout ({known})" if known else ", nor the layout"

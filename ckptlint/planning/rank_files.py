@@ -38,8 +38,8 @@ def refusals(ckpt: Checkpoint, to: Mapping[str, int], world: int) -> Iterator[Co
             sizes = ", ".join(f"{axis} {size} to {to.get(axis, 1)}" for axis, size in others.items())
             yield Constraint(
                 "fails",
-                f"each model-parallel rank reads the folder of its own numbers, and these change ({sizes}): convert the "
-                "checkpoint with Megatron-LM's tools/checkpoint/convert.py",
+                f"each model-parallel rank reads the folder of its own numbers, and these change ({sizes}): convert "
+                "the checkpoint with Megatron-LM's tools/checkpoint/convert.py",
                 source="Megatron-LM 0.16.1, get_checkpoint_name",
             )
 

@@ -127,7 +127,7 @@ def step_lines(steps: Sequence[JudgedStep]) -> list[str]:
         if step is None:
             lines.append(f"No step of {run} passes.")
         else:
-            lines.append(f"The newest step that passes, and needs no other: {step.path}")
+            lines.append(f"The newest step that passes: {step.path}")
     return lines
 
 
@@ -239,9 +239,11 @@ def _details(report: Report, style: Style) -> str:
 
 
 def _part_details(part: CheckpointReport, style: Style) -> Iterator[str]:
-    if part.checkpoint.topology:
-        sizes = ", ".join(f"{axis} = {size.size} ({size.source})" for axis, size in part.checkpoint.topology.items())
-        yield from style.wrap(sizes, "      ", "  ")
+    sizes: dict[str, list[str]] = {}
+    for axis, size in part.checkpoint.topology.items():
+        sizes.setdefault(size.source, []).append(f"{axis}={size.size}")
+    if sizes:
+        yield from style.wrap("; ".join(f"{', '.join(of)} ({source})" for source, of in sizes.items()), "    ", "  ")
     if told := [f"{folded(codes)} {reason}" for reason, codes in _by_reason(part.not_run).items()]:
         yield from style.wrap("not run: " + "; ".join(told), "    ", "  ")
     families: dict[str, dict[str, str]] = {}
@@ -312,8 +314,8 @@ def verdict(report: Report, style: Style, wrapped: bool = False) -> list[str]:
     Args:
         wrapped: whether each is cut into lines of the terminal's width.
     """
-    *first, (kind, head, rest) = _verdict(report, style.verbose)
-    sentences = [*first, (kind, head, rest + (f" Settings: {report.settings}." if report.settings else ""))]
+    sentences = _verdict(report, style.verbose)
+    sentences += [("", "", f"Settings: {report.settings}.")] if report.settings else []
     if not wrapped:
         return [style.paint(head, kind) + rest for kind, head, rest in sentences]
     lines = []
@@ -366,7 +368,9 @@ def _blocked(report: Report) -> Iterator[str]:
     selected = {rule.code for rule in report.rules}
     for part in report.checkpoints:
         if count := len(selected.intersection(part.blocked)):
-            missing = "the state dict of every rank" if report.is_live else part.checkpoint.metadata_file
+            missing = (
+                "the state dict of every rank" if report.is_live else f"a readable {part.checkpoint.metadata_file}"
+            )
             alike.setdefault((count, missing), []).append(part.checkpoint.path)
     for (count, missing), paths in alike.items():
         where = f" on {', '.join(cut(path) for path in braces(paths))}" if len(report.checkpoints) > 1 else ""
@@ -374,12 +378,13 @@ def _blocked(report: Report) -> Iterator[str]:
 
 
 def _judged(report: Report) -> str:
-    """How much was judged: tensors, or the keys of a running job."""
+    """How much was judged: tensors, or the keys of a running job; "" for none."""
+    checkpoints = [part.checkpoint for part in report.checkpoints]
     if report.is_live:
-        return plural(
-            sum(part.checkpoint.ranks.keys for part in report.checkpoints if part.checkpoint.ranks is not None), "key"
-        )
-    return plural(sum(len(part.checkpoint.tensors) for part in report.checkpoints), "tensor")
+        count = sum(ckpt.ranks.keys for ckpt in checkpoints if ckpt.ranks is not None)
+        return plural(count, "key") if count else ""
+    count = sum(len(ckpt.tensors) for ckpt in checkpoints)
+    return plural(count, "tensor") if count else ""
 
 
 def left_unread(report: Report) -> str:

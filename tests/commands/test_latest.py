@@ -95,7 +95,7 @@ def test_in_doubt_there_is_no_answer(run: Path) -> None:
     (run / "step-600" / "metadata.pkl").write_bytes(b"x")
     answer = latest(run)
     assert (answer.returncode, answer.stdout) == (4, "")
-    assert "step-200 passes, and step-600 may be a newer good step: no answer" in answer.stderr
+    assert "step-200 passes, but step-600 may be a newer good step: no answer" in answer.stderr
 
 
 def test_a_link_out_of_the_run_is_in_doubt(run: Path) -> None:

@@ -250,7 +250,7 @@ def test_the_command_gets_what_it_needs_in_its_environment_and_may_fail(tmp_path
     done = run("watch", path, "--once", "--interval", "0", "-qq", "--exec", command, cwd=tmp_path)
     assert done.returncode == 1
     assert told.read_text() == f"1 {path}/step-1\n"
-    assert "--exec ended in 7" in done.stderr
+    assert "the command of --exec exited with 7" in done.stderr
     report = json.loads((tmp_path / "copy.json").read_text())
     assert [finding["code"] for finding in report["checkpoints"][0]["findings"]][:1] == ["GEO004"]
     assert not list(tmp_path.rglob("hacked"))
@@ -281,7 +281,7 @@ def unfinished(step: Path, seconds: float) -> None:
 def test_a_step_that_stays_unfinished_is_told_once_however_long_it_stays(tmp_path: Path) -> None:
     save(tmp_path / "step-1")()
     unfinished(tmp_path / "step-2", 3600)
-    text = "step-2 stays unfinished: nothing in it changed for 1 h"
+    text = "step-2 is still unfinished: nothing in it has changed for 1 h"
     for stale, told in ((1800, [("finished", ""), ("unfinished", text)]), (7200, [("finished", "")])):
         left = [0.0, 0.0, 0.0]
         seen = []
@@ -307,8 +307,8 @@ def test_a_stale_step_counts_as_one_that_fails(tmp_path: Path) -> None:
 def test_banner_and_times(tmp_path: Path) -> None:
     save(tmp_path / "step-1")()
     lines = run("watch", tmp_path, "--once", "--interval", "0", "--stale", "2h").stderr.splitlines()
-    there = f"ckptlint: watching {tmp_path}: 1 step there, the newest step-1; two looks, 0 s apart; "
-    assert lines[0] == there + "unfinished after 2 h without a change"
+    there = f"ckptlint: watching {tmp_path}: 1 step there, the newest step-1; looks twice, 0 s apart; "
+    assert lines[0] == there + "reports an unfinished step after 2 h without a change"
     assert re.fullmatch(r"ckptlint: \d{4}-\d\d-\d\d \d\d:\d\d:\d\d step-1 is finished", lines[1])
     assert run("watch", tmp_path, "--once", "--interval", "0", "-qq").stderr == ""
 
@@ -425,5 +425,5 @@ def test_a_run_that_torch_writes_while_it_is_watched(tmp_path: Path) -> None:
         output, errors = process.communicate(timeout=10)
     assert process.returncode == 130
     assert "Traceback" not in errors
-    assert "step-3 stays unfinished, and step-4 is finished" in errors
+    assert "step-3 is still unfinished, and step-4 is finished" in errors
     assert "step-2" in output and "step-4" not in output

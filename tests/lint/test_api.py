@@ -162,7 +162,7 @@ def test_a_named_settings_file_fills_what_arguments_leave_open(tmp_path: Path) -
 
 def test_a_settings_file_inside_the_checkpoint_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ckptlint.toml").write_text("")
-    with pytest.raises(ckptlint.ConfigError, match="never read from a checkpoint"):
+    with pytest.raises(ckptlint.ConfigError, match="never reads settings from a checkpoint"):
         ckptlint.check(tmp_path, config=tmp_path / "ckptlint.toml")
 
 

@@ -123,7 +123,10 @@ def test_settings_name_a_package_without_an_entry_point(
         ("import no_such_module", "cannot be imported: ModuleNotFoundError"),
         ("def (", "cannot be imported: SyntaxError"),
         (RULE.format(code="ZZ1", name="a-rule"), "'ZZ1' is not three capitals and three digits"),
-        (RULE.format(code="ZZZ001", name="A rule"), "'A rule' of ZZZ001 is not small letters and hyphens"),
+        (
+            RULE.format(code="ZZZ001", name="A rule"),
+            "'A rule' of ZZZ001 may have only small letters, digits and hyphens",
+        ),
         (RULE.format(code="ZZZ001", name="coverage-hole"), "ZZZ001 and GEO004 are both named coverage-hole"),
         (RULE.format(code="GEO004", name="a-rule"), "codes of the family GEO belong to ckptlint"),
         (RULE.format(code="SAF999", name="a-rule"), "codes of the family SAF belong to ckptlint"),
@@ -185,7 +188,7 @@ def test_a_plugin_inside_a_checked_path_is_not_imported(tmp_path: Path) -> None:
     (folder / "ckptlint.toml").write_text('plugins = ["evil_plugin"]\n')
     env = {"PYTHONPATH": str(folder)}
     done = run(folder, env=env, cwd=folder)
-    assert "ckptlint.toml lies inside a checked path and was not read" in done.stderr
+    assert "ckptlint.toml lies inside a checked path, so ckptlint did not read it" in done.stderr
     assert done.returncode == 0, done.stderr
     outside = tmp_path / "settings.toml"
     outside.write_text('plugins = ["evil_plugin"]\n')

@@ -279,7 +279,7 @@ def test_each_report_accounts_for_the_folder(step: Path) -> None:
     told = run(step).stdout.replace("\n  ", " ").splitlines()
     (line,) = [line for line in told if line.startswith("Beside")]
     assert line == (
-        "Beside the tensors: 7 files read, 5 known and not judged (code, text, tokenizer), 3 unknown (what.xyz, "
+        "Besides the tensors: 7 files read, 5 known and not judged (code, text, tokenizer), 3 unknown (what.xyz, "
         "stray/b.xyz, stray/deeper/)."
     )
     document = json.loads(run(step, "--format", "json").stdout)

@@ -88,7 +88,7 @@ def test_what_is_built_installs_and_works(built: Path, tmp_path: Path, kind: str
     assert done.returncode == 0, done.stdout + done.stderr
     env = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
     for arguments, code, said in (
-        ([REAL / "edit_base"], 0, "rules passed"),
+        ([REAL / "edit_base"], 0, "Passed: "),
         ([REAL / "gap_middle"], 1, "GEO004"),
         (["explain", "GEO004"], 0, "Bad: "),
     ):
