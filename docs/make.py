@@ -28,8 +28,12 @@ _SLOWEST = re.compile(r"\n *slowest: .*")
 _SCENE = re.compile(r"(<!-- run\n(.*?)-->\n```console\n)(.*?)```", re.DOTALL)
 _FILE = re.compile(r"^```\w+\n# ([\w.]+\.(?:py|toml))\n(.*?)^```", re.DOTALL | re.MULTILINE)
 _DATE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d")
-# a number of rules on a page would change with each new rule
-_COUNT = re.compile(r"\b(?:\d+ of )?\d+(?=\s+rules\b|\s+had\s+nothing\b)|(?<=--depth data )\d+(?=\.)")
+_COUNTS = (  # a number of rules, or a list of them, would change a page with each new rule
+    (re.compile(r"\b\d+ rules\b"), "N rules"),
+    (re.compile(r"\b\d+ had nothing(?=\s+to\s+judge)"), "N had nothing"),
+    (re.compile(r"(--depth\s+\w+) \d+\b"), r"\1 N"),
+    (re.compile(r"\n  (?:not run|nothing to judge):.*\n(?:  .*\n)*"), "\n  ...\n"),
+)
 
 
 def pages() -> dict[Path, str]:
@@ -146,7 +150,9 @@ def _played(setup: str, block: str, files: Mapping[str, str]) -> str:
 def _settled(output: str) -> str:
     """What a command printed, without what changes by itself or with the catalogue."""
     output = _DATE.sub("2026-11-22 09:00", _SECONDS.sub("0.05 s", _SLOWEST.sub("", output)))
-    return _COUNT.sub("...", output).replace("All ... rules", "All rules")
+    for number, text in _COUNTS:
+        output = number.sub(text, output)
+    return output
 
 
 def write(made: Mapping[Path, str], docs: Path = DOCS) -> None:

@@ -1,4 +1,4 @@
-"""LIV101: The tensor that a rank holds does not have the sizes that its placements imply."""
+"""LIV101: A rank's local tensor does not have the size that its placements give it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from ckptlint.rule import Finding, Severity, rule
 
 @rule("LIV101", "shard-shape-mismatch", Severity.ERROR, live=True)
 def shard_shape_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The tensor that a rank holds does not have the sizes that its placements imply.
+    """A rank's local tensor does not have the size that its placements give it.
 
     What it checks:
-        The shape of the local tensor equals the sizes of the chunk it is saved as.
+        The shape of the local tensor equals the size of the chunk that the save records for it.
     Why it matters:
-        The save writes the local tensor under offsets that belong to another size, so a load puts rows in wrong
+        The save writes the local tensor at offsets that belong to another size. A load then puts rows in the wrong
         places.
     Usual causes:
-        A DTensor was made with from_local without shape and stride for an uneven split, or its local tensor was
-        replaced.
+        DTensor.from_local without shape and stride for an uneven split; code that replaced the local tensor.
     How to fix:
         Give from_local the global shape and stride, or distribute the tensor again.
     See:

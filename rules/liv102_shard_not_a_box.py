@@ -14,14 +14,13 @@ def shard_not_a_box(ckpt: Checkpoint) -> Iterator[Finding]:
     """A rank's shard is not one box of the tensor.
 
     What it checks:
-        The rows that placements give a rank are one run on every axis.
+        The rows that the placements give a rank are contiguous on every axis.
     Why it matters:
-        A checkpoint stores boxes: of a strided shard only the first run gets the right offset.
+        A checkpoint stores boxes: of a strided shard only the first run of rows gets the right offset.
     Usual causes:
-        The mesh axes that cut one tensor axis are in another order than the mesh ([Shard(0),
-        _StridedShard(0)]).
+        Two mesh axes split one tensor axis, and not in the order of the mesh ([Shard(0), _StridedShard(0)]).
     How to fix:
-        Redistribute to placements whose order follows the mesh before saving.
+        Before the save, redistribute to placements that follow the order of the mesh.
     See:
         torch.distributed.tensor.placement_types._StridedShard
     """

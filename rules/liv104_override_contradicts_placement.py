@@ -1,4 +1,4 @@
-"""LIV104: A tensor's own chunk list cuts an axis that no placement shards."""
+"""LIV104: A tensor's own chunk list splits an axis that no placement shards."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ckptlint.rule import Finding, Severity, rule
 
 @rule("LIV104", "override-contradicts-placement", Severity.WARNING, live=True)
 def override_contradicts_placement(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A tensor's own chunk list cuts an axis that no placement shards.
+    """A tensor's own chunk list splits an axis that no placement shards.
 
     What it checks:
-        An axis on which the chunk list gives less than the whole is sharded by some placement.
+        Where the chunk list holds less than the whole axis, some placement shards that axis.
     Why it matters:
         One of the two is wrong, and the save follows the chunk list.
     Usual causes:
-        The tensor was transposed or its placements were changed after the chunk list was attached.
+        Code transposed the tensor, or changed its placements, after it had attached the chunk list.
     How to fix:
         Attach the chunk list again after the change.
     See:

@@ -1,4 +1,4 @@
-"""LIV105: A rank's chunk leaves the tensor."""
+"""LIV105: A rank's chunk reaches outside the tensor."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ckptlint.rule import Finding, Severity, rule
 
 @rule("LIV105", "local-chunk-out-of-bounds", Severity.ERROR, live=True)
 def local_chunk_out_of_bounds(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A rank's chunk leaves the tensor.
+    """A rank's chunk reaches outside the tensor.
 
     What it checks:
-        Offsets are not negative, offsets plus sizes stay within the global shape, and all three have one
-        length.
+        Offsets are not negative, offsets plus sizes stay within the global shape, and all three have the same number of
+        axes.
     Why it matters:
-        The save is refused, or a load fails on this tensor.
+        torch refuses the save, or a load fails on this tensor.
     Usual causes:
-        The global shape was computed from other parallel sizes than the offsets.
+        The code computes the global shape from other parallel sizes than the offsets.
     How to fix:
         Correct the offsets or the global shape in the sharding code.
     See:

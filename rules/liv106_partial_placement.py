@@ -1,4 +1,4 @@
-"""LIV106: A tensor whose parts were not summed up yet is about to be saved."""
+"""LIV106: A tensor of partial sums is about to be saved."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ckptlint.rule import Finding, Severity, rule
 
 @rule("LIV106", "partial-placement", Severity.ERROR, live=True)
 def partial_placement(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A tensor whose parts were not summed up yet is about to be saved.
+    """A tensor of partial sums is about to be saved.
 
     What it checks:
         No placement is Partial.
     Why it matters:
-        What is saved is one rank's summand, not the value.
+        The save would write one rank's summand instead of the value.
     Usual causes:
-        A reduction is pending: the tensor was taken from the middle of a computation.
+        Somebody took the tensor out of a computation before its reduction.
     How to fix:
         Redistribute it to Replicate or Shard first.
     See:

@@ -1,4 +1,4 @@
-"""LIV107: The tensor that a rank holds has another dtype than it declares."""
+"""LIV107: A rank's data has a different dtype from the one it declares."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ckptlint.rule import Finding, Severity, rule
 
 @rule("LIV107", "payload-dtype-mismatch", Severity.ERROR, live=True)
 def payload_dtype_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The tensor that a rank holds has another dtype than it declares.
+    """A rank's data has a different dtype from the one it declares.
 
     What it checks:
         The dtype of the local data equals that of the sharded tensor around it.
     Why it matters:
         The metadata names one dtype and the bytes have another.
     Usual causes:
-        The data was cast and the object that describes it was not made again.
+        Code cast the data and kept the old ShardedTensor around it.
     How to fix:
-        Build the sharded tensor from the data as it is.
+        Build the ShardedTensor again from the cast data.
     See:
         megatron.core.dist_checkpointing.mapping.ShardedTensor
     """

@@ -1,4 +1,4 @@
-"""LIV108: Two values of one rank would be saved under one key."""
+"""LIV108: Two values of one rank have the same key."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ckptlint.rule import Finding, Severity, rule
 
 @rule("LIV108", "fqn-collision", Severity.ERROR, live=True)
 def fqn_collision(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Two values of one rank would be saved under one key.
+    """Two values of one rank have the same key.
 
     What it checks:
-        Every path through the state dict gives another key, once joined by dots.
+        Joined by dots, every path through the state dict gives a key of its own.
     Why it matters:
         One of the two overwrites the other without a message.
     Usual causes:
-        A key holds a dot, or a number stands as text and as a number in one mapping.
+        A key contains a dot, or a mapping has a number both as text and as a number.
     How to fix:
         Rename one of them.
     See:

@@ -14,12 +14,11 @@ def state_not_sharded(ckpt: Checkpoint) -> Iterator[Finding]:
     """The state of a sharded parameter is a plain tensor of the local size.
 
     What it checks:
-        Where a parameter is a DTensor with several shards, its moments are too.
+        Where a parameter is a DTensor with several shards, its moments are DTensors too.
     Why it matters:
-        Each rank saves its own slice under one key as if it were the whole; one of them survives.
+        Each rank saves its own slice under one key as if it were the whole. One slice survives.
     Usual causes:
-        The optimizer was built from local tensors, or its state was made by a library that does not know
-        DTensor.
+        The optimizer was built from local tensors, or a library that does not know DTensor made its state.
     How to fix:
         Make the state a DTensor with the parameter's mesh and placements.
     See:

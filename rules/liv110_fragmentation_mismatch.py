@@ -1,4 +1,4 @@
-"""LIV110: A Megatron ShardedTensor's grid does not fit its global shape."""
+"""LIV110: A Megatron ShardedTensor does not fit the grid that it declares."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ckptlint.rule import Finding, Severity, rule
 
 @rule("LIV110", "fragmentation-mismatch", Severity.ERROR, live=True)
 def fragmentation_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A Megatron ShardedTensor's grid does not fit its global shape.
+    """A Megatron ShardedTensor does not fit the grid that it declares.
 
     What it checks:
-        On a regular grid each offset is a multiple of the local size, and fragments times local size is the
-        global size.
+        On a regular grid each offset is a multiple of the local size, and the number of fragments times the local size
+        is the global size.
     Why it matters:
-        The save writes chunks that leave holes or overlap.
+        The save writes chunks that overlap or leave holes.
     Usual causes:
-        axis_fragmentations was computed from other parallel sizes than the local shape.
+        The code computes axis_fragmentations from other parallel sizes than the local shape.
     How to fix:
         Make the tensor with ShardedTensor.from_rank_offsets.
     See:

@@ -5,23 +5,24 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.held_by_ranks import Holders, agree, described, holders, ranks_of
+from ckptlint.analysis.held_by_ranks import Holders, agree, at_ranks, described, holders, ranks_of
 from ckptlint.model import Checkpoint, RankTable
-from ckptlint.rule import Finding, Location, Note, Severity, rule
+from ckptlint.model.text import shape_text
+from ckptlint.rule import Finding, Note, Severity, rule
 
 
 @rule("LIV201", "metadata-disagrees", Severity.ERROR, live=True)
 def metadata_disagrees(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Ranks that hold one key give it different shapes, dtypes or kinds.
+    """The ranks that hold a key give it different shapes, dtypes or kinds.
 
     What it checks:
-        Kind (tensor or object), dtype, number of axes and global shape are the same on all ranks that hold a key. Of
-        torch's ShardedTensors also where each rank believes all shards to lie.
+        All ranks that hold a key agree on its kind (tensor or object), dtype, number of axes and global shape. For
+        torch's ShardedTensors they also agree where all shards lie.
     Why it matters:
-        The save keeps the description of one rank and the bytes of all: a load then reads some of them as another shape
-        or dtype, and raises nothing.
+        The save keeps the description of one rank and the bytes of all. A load reads some of them with the wrong shape
+        or dtype, and raises no error.
     Usual causes:
-        A rank built the tensor from other settings (padding, precision), or loaded another version of the code.
+        A rank built the tensor from other settings (padding, precision), or runs another version of the code.
     How to fix:
         Compare how the named ranks build this tensor.
     See:
@@ -35,12 +36,12 @@ def metadata_disagrees(ckpt: Checkpoint) -> Iterator[Finding]:
             by_view: dict[int, list[int]] = defaultdict(list)
             for row in held.rows.tolist():
                 by_view[int(ckpt.ranks.view[row])].append(row)
-            groups = tuple(("seen by", f"{ranks_of(ckpt.ranks, rows)} alike") for rows in by_view.values())
+            views = enumerate(by_view.values(), 1)
             yield Finding(
-                "the ranks disagree where the shards{of} lie",
-                at=Location(held.fqn, label=ranks_of(ckpt.ranks, held.rows.tolist())),
+                "the ranks disagree on where the shards{of} lie",
+                at=at_ranks(ckpt.ranks, held.fqn, held.rows),
                 missing=("view",),
-                notes=groups,
+                notes=tuple((f"view {i}", ranks_of(ckpt.ranks, rows)) for i, rows in views),
             )
 
 
@@ -52,14 +53,14 @@ def _finding(table: RankTable, held: Holders) -> Finding:
     kinds, dtypes, shapes = (len({variant[i] for variant in variants}) > 1 for i in range(3))
     what = "kind" if kinds else " and ".join(["global shape"] * shapes + ["dtype"] * dtypes)
     notes: list[Note] = [
-        ("held", f"{kind if kind == 'object' else dtype} {list(shape)} on {ranks_of(table, rows)}")
+        ("held", f"{kind if kind == 'object' else dtype} {shape_text(shape)} on {ranks_of(table, rows)}")
         for (kind, dtype, shape), rows in ordered
     ]
     few = ordered[-1][1]
     odd = len(ordered[0][1]) > sum(len(rows) for _, rows in ordered[1:])
     return Finding(
-        f"the ranks disagree about the {what}{{of}}",
-        at=Location(held.fqn, label=ranks_of(table, held.rows.tolist())),
+        f"the ranks disagree on the {what}{{of}}",
+        at=at_ranks(table, held.fqn, held.rows),
         missing=(what,),
         notes=tuple(notes),
         hint=f"most ranks agree: look at {ranks_of(table, few)} first" if odd else "",

@@ -1,4 +1,4 @@
-"""LIV202: no element is written by two ranks under different boxes."""
+"""LIV202: no two ranks write different boxes that share an element."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from dataclasses import replace
 
 from ckptlint.analysis.held_by_ranks import sound
 from ckptlint.geometry.coverage import overlaps
-from ckptlint.model import Checkpoint
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Severity, rule
 
 
 @rule("LIV202", "rank-overlap", Severity.ERROR, live=True)
 def rank_overlap(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Ranks are about to write boxes of a tensor that intersect.
+    """Two ranks are about to write overlapping boxes of a tensor.
 
     What it checks:
-        No two chunks that will be written share an element, equal boxes aside (LIV204, LIV205). Not judged where a rank
-        has a finding about its own chunk of the tensor, or ranks disagree about its shape.
+        No two chunks that will be written share an element; equal boxes are left to LIV204 and LIV205. Says nothing
+        where a rank has a finding about its own chunk, or ranks disagree on the shape.
     Why it matters:
-        Chunks at one offset are taken for copies and one is kept, whatever their sizes; of others a load keeps
-        whichever is read last.
+        torch takes chunks at the same offset for copies and keeps one, whatever their sizes. Of other overlaps a load
+        keeps the chunk that it reads last.
     Usual causes:
-        Two ranks computed their offsets from different sizes, or a replica was not declared as one.
+        Two ranks compute their offsets from different sizes, or a replica is not declared as one.
     How to fix:
         Compare how the named ranks compute offsets and sizes.
     See:
@@ -33,14 +34,23 @@ def rank_overlap(ckpt: Checkpoint) -> Iterator[Finding]:
         for first, second in tensor.layout.duplicates:
             boxes = tensor.layout.box(first), tensor.layout.box(second)
             if boxes[0].sizes != boxes[1].sizes:
-                ranks = " and ".join(view.chunk_file(tensor, row) for row in (first, second))
+                names, ranks = _writers(view, tensor, (first, second))
                 yield Finding(
-                    f"{ranks} hold chunks{{of}} that start at {list(boxes[0].offsets)} and differ in size",
-                    at=Location.of(tensor, region=boxes[0].intersect(boxes[1]), rows=(first, second), label=ranks),
+                    f"{names} hold chunks{{of}} that start at {shape_text(boxes[0].offsets)} and differ in size",
+                    at=Location.of(
+                        tensor, region=boxes[0].intersect(boxes[1]), rows=(first, second), label=names, ranks=ranks
+                    ),
                     notes=(("chunks", f"{boxes[0]} and {boxes[1]}; the save keeps one of them"),),
                 )
     for finding in overlaps(view):
         at = finding.at
         assert at.tensor is not None
-        ranks = " and ".join(view.chunk_file(at.tensor, row) for row in at.rows)
-        yield replace(finding, at=replace(at, label=ranks))
+        names, ranks = _writers(view, at.tensor, at.rows)
+        yield replace(finding, at=replace(at, label=names, ranks=ranks))
+
+
+def _writers(view: Checkpoint, tensor: Tensor, rows: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """The ranks that write some chunks, in words and as numbers."""
+    assert view.ranks is not None
+    ranks = view.ranks.rank[tensor.chunks.record[list(rows)]].tolist()
+    return " and ".join(f"rank {rank}" for rank in ranks), tuple(sorted(set(ranks)))

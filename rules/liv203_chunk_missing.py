@@ -1,4 +1,4 @@
-"""LIV203: the chunks of all ranks together hold every element."""
+"""LIV203: together the chunks of all ranks hold every element."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from dataclasses import replace
 
 import numpy as np
 
-from ckptlint.analysis.held_by_ranks import holders, ranks_of, sound
+from ckptlint.analysis.held_by_ranks import at_ranks, holders, sound
 from ckptlint.geometry.coverage import holes
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import named_ranks
-from ckptlint.rule import Finding, Location, Severity, rule
+from ckptlint.rule import Finding, Severity, rule
 
 
 @rule("LIV203", "chunk-missing", Severity.ERROR, live=True)
 def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Part of a tensor is about to be written by nobody.
+    """A part of a tensor is missing: no rank writes it.
 
     What it checks:
-        Every element of the global shape lies in a chunk that some rank writes; further copies of a chunk do not count,
-        since they are not written. Not judged where a rank has a finding about its own chunk of the tensor, or ranks
-        disagree about its shape.
+        Every element of the global shape lies in a chunk that some rank writes; replicas do not count, since nobody
+        writes them. Says nothing where a rank has a finding about its own chunk, or ranks disagree on the shape.
     Why it matters:
-        A load leaves this region as it was in memory and raises nothing.
+        Loading raises no error; this part keeps whatever was in memory.
     Usual causes:
-        A rank lacks the tensor in its state dict, or every holder believes another one to be the owner.
+        The key is absent from a rank's state dict, or every holder takes another rank for the owner.
     How to fix:
-        See which ranks hold the tensor; the missing part belongs to one that does not.
+        Look first at the ranks that have no such key. If all have it, compare their offsets.
     See:
         torch.distributed.checkpoint.metadata.TensorStorageMetadata
     """
@@ -39,13 +38,30 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
         at = finding.at
         assert at.tensor is not None
         writers = named_ranks(np.unique(table.rank[at.tensor.chunks.record]).tolist())
-        yield replace(finding, at=replace(at, label=f"written by {writers}"))
+        absent = tuple(sorted(set(range(table.world_size)) - set(table.rank[rows[at.tensor.fqn].rows].tolist())))
+        finding = replace(finding, at=replace(at, label=f"written by {writers}", ranks=absent or at.ranks))
+        yield _with_absent(finding, absent, table.world_size) if absent else finding
     for tensor in view.sound_tensors():
         held = rows[tensor.fqn]
         if len(tensor.chunks) == 0 and len(held.live):
             yield Finding(
-                "only further copies{of} are held: no rank writes it",
-                at=Location(tensor.fqn, label=ranks_of(table, held.live.tolist())),
+                "the ranks hold only replicas{of}: no rank writes it",
+                at=at_ranks(table, tensor.fqn, held.live),
                 missing=("owner",),
-                hint="its owner, replica 0, is on none of the ranks that checked",
+                hint="find the rank that should hold replica 0, the copy that is written",
             )
+
+
+def _with_absent(finding: Finding, absent: tuple[int, ...], world: int) -> Finding:
+    """The finding with the ranks that hold no part of the key; where they are few, they are what to look at."""
+    has = "has" if len(absent) == 1 else "have"
+    note = ("absent", f"{named_ranks(absent)} {has} no such key, or an empty shard")
+    told = replace(finding, notes=(note, *finding.notes))
+    if 2 * len(absent) > world:
+        return told
+    explain = finding.explain or tuple
+    return replace(
+        told,
+        hint=f"look at the state dict of {named_ranks(absent)}",
+        explain=lambda: tuple(other for other in explain() if other[0] != "hint"),
+    )

@@ -1,28 +1,29 @@
-"""LIV204: a chunk or object has one owner."""
+"""LIV204: one rank writes a chunk or object."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.held_by_ranks import HeldCell, at_cell, cells, ranks_of
+from ckptlint.analysis.held_by_ranks import HeldCell, at_cell, cells
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import named_ranks
 from ckptlint.rule import Finding, Severity, rule
 
 
 @rule("LIV204", "duplicate-owner", Severity.ERROR, live=True)
 def duplicate_owner(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Several ranks believe that they write the same chunk or object.
+    """Several ranks are about to write the same chunk or object.
 
     What it checks:
-        Of the copies of a chunk exactly one is the owner. An error for Megatron-Core, which demands a single owner, and
-        for objects of its grids. For DTensors, whose save throws away all owners but one, a warning, and a note where
-        the contents are the same: a tied weight on two meshes.
+        A chunk has exactly one owner. An error for Megatron-Core, which demands one, and for its sharded objects. For
+        DTensors, whose save keeps one copy, a warning; if the contents are the same (a tied weight on two meshes), only
+        info.
     Why it matters:
-        One copy survives, and if they are different things under one name, the others are lost.
+        One copy survives. If two different tensors share the key, the other one is lost.
     Usual causes:
         replica_id lacks a mesh axis (tp, ep), or two modules share a key.
     How to fix:
-        Put every replicated axis into replica_id, and prefix keys per module.
+        Put every replicated axis into replica_id, and give each module its own prefix.
     See:
         megatron.core.dist_checkpointing.validation.validate_sharding_integrity
     """
@@ -34,18 +35,18 @@ def duplicate_owner(ckpt: Checkpoint) -> Iterator[Finding]:
         if len(mains) < 2:
             continue
         digests = {int(table.digest[row]) for row in mains}
-        contents = "their contents were not compared" if 0 in digests else "their contents are the same"
-        contents = "their contents differ" if len(digests - {0}) > 1 else contents
+        contents = "not compared" if 0 in digests else "the same on all"
+        contents = "they differ" if len(digests - {0}) > 1 else contents
         is_strict = bool(table.strict[mains].any())
         lesser = Severity.INFO if len(digests) == 1 and 0 not in digests else Severity.WARNING
-        who = f"{len(ranks)} ranks write" if len(ranks) > 1 else "one rank writes twice"
+        who = f"{len(ranks)} ranks write" if len(ranks) > 1 else f"rank {min(ranks)} writes twice"
         yield Finding(
             f"{who} {_what(cell)}",
-            at=at_cell(ckpt, cell, ranks_of(table, mains)),
+            at=at_cell(ckpt, cell, mains),
             missing=(str(cell.box),),
             severity=None if is_strict else lesser,
             notes=(("contents", contents),),
-            hint="compare replica_id of these ranks" if is_strict else "",
+            hint=f"compare replica_id of {named_ranks(ranks)}" if is_strict and len(ranks) > 1 else "",
             alike=contents,
         )
 

@@ -1,34 +1,37 @@
-"""LIV206: a further copy of a chunk lies where its owner's lies."""
+"""LIV206: a replica of a chunk has the box of its owner."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.held_by_ranks import at_cell, cells, ranks_of
+from ckptlint.analysis.held_by_ranks import at_cell, cells
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import named_ranks
 from ckptlint.rule import Finding, Severity, rule
 
 
 @rule("LIV206", "replica-layout-differs", Severity.ERROR, live=True)
 def replica_layout_differs(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A rank holds a copy of a chunk that no rank writes.
+    """A rank holds a replica of a box that no rank writes.
 
     What it checks:
-        The box of every further copy is the box of a chunk that is written.
+        The box of every replica is also the box of a chunk that is written.
     Why it matters:
-        The rank believes in another layout than the owners do: after a load it holds other rows than before the save.
+        This rank assumes a different layout from the owners: after a load it holds other rows than before the save.
     Usual causes:
-        Replicas of one tensor were sharded by different code or settings.
+        Different code or settings sharded the replicas of one tensor.
     How to fix:
-        Compare the placements of the named ranks.
+        Compare the placements of the named ranks with those of the owners.
     """
     table = ckpt.ranks
     assert table is not None
     written = {cell.fqn for cell in cells(table) if (table.replica[cell.rows] <= 0).any()}
     for cell in cells(table):
         if cell.fqn in written and (table.replica[cell.rows] > 0).all():
+            ranks = set(table.rank[cell.rows].tolist())
+            who = f"{named_ranks(ranks)} hold{'s' * (len(ranks) == 1)}"
             yield Finding(
-                f"a copy of {cell.box}{{of}} has no owner: no rank writes this box",
-                at=at_cell(ckpt, cell, ranks_of(table, cell.rows)),
+                f"{who} a replica of {cell.box}{{of}}, which no rank writes",
+                at=at_cell(ckpt, cell, cell.rows),
                 missing=(str(cell.box),),
             )

@@ -1,4 +1,4 @@
-"""LIV208: the state dict holds the keys, shapes and dtypes that it is expected to hold."""
+"""LIV208: the state dict holds the keys, shapes and dtypes that you expect."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ckptlint.rule import Finding, Severity, rule
 
 @rule("LIV208", "reference-changed", Severity.ERROR, live=True)
 def reference_changed(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Keys, shapes or dtypes are not those expected, or not those of the check before.
+    """Keys, shapes or dtypes are not those you expect, or have changed since the last check.
 
     What it checks:
-        With `expect`: every expected key is held somewhere with the expected shape and dtype, and no other key. Without
-        it: against the last check of the job, where at least half of its keys are there again, as RUN001 to RUN003
-        compare a step with the one before: a change that leaves siblings as they were is a warning (one layer, one
-        moment), one that is complete in itself a note (a whole module, a dtype everywhere), and so is a new key. A
-        number of holders that changed is not looked at, and keys about which ranks disagree are LIV201.
+        With `expect`: some rank holds every expected key, with its shape and dtype, and there is no other key. Without
+        it: compares with the last check of the job, if at least half of its keys are still there. A change that leaves
+        siblings alone (one layer, one moment) is a warning; a complete one (a whole module, a dtype everywhere) is only
+        info, and so is a new key. The number of holders may change; keys on which the ranks disagree are left to
+        LIV201.
     Why it matters:
-        A tensor that was transposed or cut on all ranks alike is consistent, and no other rule can see it.
+        If all ranks transposed or cut a tensor alike, they are consistent, and no other rule can see it.
     Usual causes:
-        A placement that was kept through a transpose, a module that was swapped or frozen between two saves, an
-        optimizer whose state appears with the first step (a note).
+        A placement survived a transpose, a module was swapped or frozen between two saves, or the optimizer made its
+        state in the first step (only info).
     How to fix:
-        Nothing where the change was meant. Else find what replaced the tensor since the last check.
+        If you meant the change, do nothing. Else find what replaced the tensor since the last check.
     """
     assert ckpt.ranks is not None
     torn = {held.fqn for held in holders(ckpt.ranks) if not agree(ckpt.ranks, held.rows)}

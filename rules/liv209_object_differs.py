@@ -1,25 +1,25 @@
-"""LIV209: values that are no tensors are the same on all ranks that save them under one key."""
+"""LIV209: plain values are the same on all ranks that save them under one key."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.held_by_ranks import cells, digest_groups, ranks_of
+from ckptlint.analysis.held_by_ranks import at_ranks, cells, digest_groups, versions
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Location, Severity, rule
+from ckptlint.rule import Finding, Severity, rule
 
 
 @rule("LIV209", "object-differs", Severity.WARNING, live=True)
 def object_differs(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Ranks hold different values, which are no tensors, under one key.
+    """Ranks hold different plain values under one key.
 
     What it checks:
-        Numbers, texts, lists and mappings under one key are equal on all ranks. Names of random states, data loaders
-        and the like are left out, and so are values of classes that ckptlint does not know (LIV213 counts them).
+        Numbers, strings, lists and mappings under one key are equal on all ranks. Leaves out the keys of random states,
+        data loaders and the like, and values of classes that ckptlint does not know (LIV213 counts them).
     Why it matters:
-        The save keeps the value of one rank, and after a load all ranks have it.
+        The save keeps the value of one rank, and a load gives it to all.
     Usual causes:
-        A step counter that is ahead on one rank, per-rank state under a name without the rank.
+        A step counter is ahead on one rank, or a key for per-rank state does not contain the rank.
     How to fix:
         Put the rank into the key where values differ by design.
     See:
@@ -32,8 +32,8 @@ def object_differs(ckpt: Checkpoint) -> Iterator[Finding]:
         if len(groups) > 1:
             yield Finding(
                 "the value{of} differs between ranks",
-                at=Location(cell.fqn, label=ranks_of(table, cell.rows)),
+                at=at_ranks(table, cell.fqn, cell.rows),
                 missing=(str(cell.box),),
-                notes=tuple(("equal", ranks_of(table, rows)) for rows in groups[:8]),
+                notes=versions(table, cell, groups, "value"),
                 alike=str(len(groups)),
             )

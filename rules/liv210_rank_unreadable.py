@@ -14,12 +14,12 @@ def rank_unreadable(ckpt: Checkpoint) -> Iterator[Finding]:
     """A rank could not read its own state, so nothing was compared.
 
     What it checks:
-        The state dict of every rank can be walked, and its values hashed.
+        Every rank can walk its state dict and hash its values.
     Why it matters:
-        What that rank is about to save is unknown.
+        Nobody knows what that rank is about to save.
     Usual causes:
-        A tensor type that ckptlint does not know, or a state_dict() that raises.
+        A `state_dict()` that raises, or a tensor type that ckptlint does not know.
     How to fix:
-        See the exception; the rank's own log has all of it.
+        Fix the exception in the message. The LiveError of that rank carries its traceback.
     """
     yield from told(ckpt)

@@ -1,4 +1,4 @@
-"""LIV211: Not all ranks came to the check, or one was lost in it."""
+"""LIV211: A rank did not come to the check, or was lost in it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ckptlint.rule import Finding, Severity, rule
 
 @rule("LIV211", "rank-absent", Severity.WARNING, always=True, live=True)
 def rank_absent(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Not all ranks came to the check, or one was lost in it.
+    """A rank did not come to the check, or was lost in it.
 
     What it checks:
-        Every rank enters the check in time and its reductions finish.
+        Every rank enters the check in time, and its reductions finish.
     Why it matters:
-        Nothing was verified; the job itself is not held up.
+        Nothing was verified. The job itself goes on.
     Usual causes:
-        A rank raised before the check, calls it under a condition that others do not meet, or is dead.
+        A rank raised before the check, skips it under a condition that the others do not meet, or is dead.
     How to fix:
-        Look at the named ranks' logs. Call the check on all ranks.
+        Look at the logs of the named ranks. Call the check on all ranks.
     """
     yield from told(ckpt)

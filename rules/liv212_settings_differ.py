@@ -14,12 +14,12 @@ def settings_differ(ckpt: Checkpoint) -> Iterator[Finding]:
     """The ranks did not check the same thing, so nothing was compared.
 
     What it checks:
-        Version of ckptlint, options and tag are the same on all ranks.
+        The version of ckptlint, the options and the tag are the same on all ranks.
     Why it matters:
         Nothing was verified.
     Usual causes:
-        Different installations, or a tag that is made from a rank's own clock or counter.
+        Different installations, or a tag made from a rank's own clock or counter.
     How to fix:
-        Install one version everywhere; use the step or path as the tag.
+        Install one version everywhere; use the step or the path as the tag.
     """
     yield from told(ckpt)

@@ -1,4 +1,4 @@
-"""LIV213: A part of the state was not compared."""
+"""LIV213: Part of the state was not compared."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ckptlint.rule import Finding, Severity, rule
 
 @rule("LIV213", "not-compared", Severity.INFO, always=True, live=True)
 def not_compared(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A part of the state was not compared.
+    """Part of the state was not compared.
 
     What it checks:
-        Everything that ranks hold is compared, contents of objects included.
+        The check compared everything that the ranks hold, contents of objects included.
     Why it matters:
-        A fault in that part would not be seen.
+        A fault in the rest would go unseen.
     Usual causes:
-        Contents that differ between ranks by design (random states, data loaders) are left out; memory for
+        Some contents differ between ranks by design (random states, data loaders) and are left out; or the memory for
         digests ran out.
     How to fix:
         Nothing, unless the part matters to you.

@@ -14,15 +14,15 @@ def nodes_see_different_files(ckpt: Checkpoint) -> Iterator[Finding]:
 
     What it checks:
         With `ckptlint live`, every rank lists the folder and hashes the metadata files: names, sizes and hashes are the
-        same on all. With --every-node the bytes that each node reads are compared too. What one process sees is not
-        judged.
+        same on all. With --every-node it also compares the bytes that each node reads. A single process cannot check
+        this.
     Why it matters:
-        Ranks that load on different nodes load different values, or some of them fail while the others wait.
+        Ranks on different nodes load different values, or some ranks fail while the others wait.
     Usual causes:
-        A network file system whose other clients have not seen the last writes yet, a path that is local to each node,
-        a copy that did not reach all of them, stale pages in a cache.
+        Other clients of a network file system do not see the last writes yet, the path is local to each node, a copy
+        did not reach all nodes, or a cache is stale.
     How to fix:
-        Wait (--settle), mount one file system on all nodes, or copy again to the nodes that are named.
+        Wait (--settle), mount one file system on all nodes, or copy again to the named nodes.
     See:
         `ckptlint live --help`
     """

@@ -1,4 +1,4 @@
-"""LIV302: the payload holds what the saving job sealed."""
+"""LIV302: the payload holds what the job sealed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _SHOWN = 4
 
 @rule("LIV302", "payload-differs-from-seal", Severity.ERROR, needs=Depth.DATA)
 def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The stored values of a tensor are not those that the job held when it sealed the checkpoint.
+    """The stored values of a tensor are not those that the job sealed.
 
     What it checks:
-        Where ckptlint.seal.json lies beside the checkpoint, the digest of each tensor's stored elements at their places
-        is the sealed one; how the tensor is sharded does not matter. A warning where every tensor of a checkpoint
-        without .metadata differs: only that file tells one save from the next.
+        Where ckptlint.seal.json lies beside the checkpoint, each tensor's stored elements have the sealed digest,
+        however the tensor is sharded. If every tensor of a checkpoint without .metadata differs, only a warning:
+        nothing else tells one save from the next there.
     Why it matters:
-        Bytes changed, or arrived in another place, after the job had sealed them; checksums of the records may hold.
+        Bytes changed or moved after the job had sealed them. The checksums of the records may still be right.
     Usual causes:
-        An asynchronous save that copied the state while training went on, two shards in each other's place, a copy or a
-        conversion that mixed two steps.
+        An asynchronous save copied the state while training went on, two shards swapped places, or a copy or conversion
+        mixed two steps.
     How to fix:
-        Compare with the state of the job if it still runs, else go back to a step that passes.
+        Compare with the state of the job if it still runs. Else go back to a step that passes.
     See:
         ckptlint.live.seal
     """
@@ -40,12 +40,14 @@ def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
     for fqn, digest in found.different.items():
         tensor = ckpt.tensors[fqn]
         yield Finding(
-            f"the stored values{{of}} are not those that were sealed: digest {digest:016x}, "
+            f"the stored values{{of}} are not those that the job sealed: digest {digest:016x}, "
             f"sealed {seal.entries[fqn].digest:016x}",
             at=Location(fqn, tensor),
             severity=Severity.WARNING if is_older else None,
             notes=(("files", _files(ckpt, tensor)), ("sealed", _sealed(ckpt))),
-            hint=f"every tensor differs: {SEAL} may be that of an earlier save into this folder" if is_older else "",
+            hint=f"every tensor differs: check whether {SEAL} belongs to an earlier save into this folder"
+            if is_older
+            else "",
             alike="different",
         )
 

@@ -1,4 +1,4 @@
-"""LIV305: a seal is about the checkpoint beside it, and about all of it."""
+"""LIV305: a seal belongs to the checkpoint beside it, and covers all of it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _SHOWN = 6
 
 @rule("LIV305", "seal-not-applicable", Severity.INFO, needs=Depth.DATA)
 def seal_not_applicable(ckpt: Checkpoint) -> Iterator[Finding]:
-    """A seal belongs to another save, or some tensors could not be compared with it.
+    """The seal belongs to another save, or does not cover some tensors.
 
     What it checks:
-        The seal names this .metadata by its hash and an algorithm that this version knows, and every tensor of the
+        The seal names this .metadata by its hash and uses an algorithm that this version knows, and every tensor of the
         checkpoint was compared with it. Says nothing where there is no seal.
     Why it matters:
-        What was not compared may hold anything; LIV302 judges the rest alone.
+        Tensors that were not compared may hold anything; LIV302 judges only the others.
     Usual causes:
-        A later save into the same folder, ignored keys, dtypes without a digest, --sample, records that cannot be read.
+        A later save into the same folder, ignored keys, dtypes without a digest, --sample, or unreadable records.
     How to fix:
         Seal the checkpoint again from the job that wrote it.
     See:
@@ -37,7 +37,7 @@ def seal_not_applicable(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{SEAL} was not compared with the payload: {reason}",
             at=Location(file=SEAL),
             missing=(ckpt.seal.algorithm, ckpt.seal.metadata),
-            hint="seal the checkpoint again from the job that wrote it, or remove the file",
+            hint="seal the checkpoint again from the job that wrote it, or remove the seal",
         )
         return
     for why, fqns in compare_with_seal(ckpt).unknown.items():

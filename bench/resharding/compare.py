@@ -59,7 +59,7 @@ def disagreements(row: Mapping[str, Any], said: list[Constraint]) -> list[str]:
             found.append(f"{model[0]} is {what}, and nothing said so")
     if "padding not zero" in differences and not any("are not set" in one.sentence for one in said):
         found.append(f"the padding of {differences['padding not zero'][0]} is not zero, and nothing said so")
-    if "other shape" in differences and not any("vocabulary is padded" in one.sentence for one in said):
+    if "other shape" in differences and not any("pads the vocabulary" in one.sentence for one in said):
         found.append(f"{differences['other shape'][0]}, and nothing said so")
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,8 +11,10 @@ from ckptlint.model import Checkpoint, ChunkTable, FileTable, RankTable, RecordT
 from ckptlint.model.cover import Budget
 from ckptlint.model.layout import Box, IntArray, Layout
 from ckptlint.model.text import named_ranks
-from ckptlint.rule import Finding, Location, Severity
+from ckptlint.rule import Finding, Location, Note, Severity
 from ckptlint.vocabulary.keys import role
+
+_VERSIONS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,10 +124,33 @@ def ranks_of(table: RankTable, rows: Iterable[int]) -> str:
     return named_ranks(int(table.rank[row]) for row in rows)
 
 
-def at_cell(ckpt: Checkpoint, cell: HeldCell, holding: str) -> Location:
-    """The chunk, with words for those who hold it; its tensor is drawn where the ranks agree about it."""
+def at_ranks(table: RankTable, fqn: str, rows: Iterable[int]) -> Location:
+    """A key, and the ranks of some of its rows."""
+    ranks = sorted({int(table.rank[row]) for row in rows})
+    return Location(fqn, label=named_ranks(ranks), ranks=tuple(ranks))
+
+
+def at_cell(ckpt: Checkpoint, cell: HeldCell, rows: Iterable[int]) -> Location:
+    """The chunk, and the ranks of some of its rows; its tensor is drawn where the ranks agree on it."""
+    assert ckpt.ranks is not None
     tensor = ckpt.tensors.get(cell.fqn)
-    return Location(cell.fqn, tensor, region=None if tensor is None else cell.box, label=holding)
+    region = None if tensor is None else cell.box
+    return replace(at_ranks(ckpt.ranks, cell.fqn, rows), tensor=tensor, region=region)
+
+
+def versions(table: RankTable, cell: HeldCell, groups: Sequence[IntArray], noun: str) -> tuple[Note, ...]:
+    """Notes on who holds which of several contents, in order of ranks, and where the first two differ.
+
+    Args:
+        groups: as `digest_groups` gives them.
+        noun: what each of them is.
+    """
+    ordered = sorted(groups, key=lambda rows: int(table.rank[rows[0]]))
+    notes = [(f"{noun} {i}", ranks_of(table, rows)) for i, rows in enumerate(ordered[:_VERSIONS], 1)]
+    if more := len(ordered) - len(notes):
+        notes.append(("more", f"{more:,} more, each different"))
+    difference = table.differences.get((cell.fqn, str(cell.box)), "")
+    return tuple(note for note in (*notes, ("values", difference)) if note[1])
 
 
 def told(ckpt: Checkpoint, hint: str = "") -> Iterator[Finding]:
@@ -137,7 +162,7 @@ def told(ckpt: Checkpoint, hint: str = "") -> Iterator[Finding]:
         who = "" if -1 in said else named_ranks(said)
         yield Finding(
             text,
-            at=Location(fqn or None, label=who),
+            at=Location(fqn or None, label=who, ranks=() if -1 in said else tuple(sorted(said))),
             missing=(text,),
             severity=Severity[level.upper()] if level else None,
             hint=hint,

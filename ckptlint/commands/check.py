@@ -7,6 +7,7 @@ shell's completion and by other commands.
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from ckptlint.commands.shared import (
 )
 from ckptlint.depth import Depth
 from ckptlint.lint.options import CHECK_OPTIONS, FORMATS, SUFFIXES, percent, tokens
+from ckptlint.storage.paths import shown as shown_path
 
 if TYPE_CHECKING:
     from ckptlint.lint.report import Report
@@ -67,7 +69,7 @@ def check(paths: tuple[str, ...], **options: Any) -> None:
         raise NoPath("which checkpoint? name a PATH; `ckptlint --help` shows how")
     _, checked = click.get_current_context().obj
     with progress(options["no_progress"]):
-        report = judge(checked, all_steps=options["all_steps"])
+        report = replace(judge(checked, all_steps=options["all_steps"]), command=_command_line())
     style = terminal_style(
         options["color"], options["ascii_"], options["max_per_rule"], options["quiet"], options["verbose"]
     )
@@ -77,6 +79,11 @@ def check(paths: tuple[str, ...], **options: Any) -> None:
         shown = ""
     _emit(report, style, shown, outputs)
     sys.exit(report.exit_code)
+
+
+def _command_line() -> str:
+    """The command that this process runs, without what URLs may hold of secrets."""
+    return shlex.join(["ckptlint", *map(shown_path, sys.argv[1:])])
 
 
 def judging(options: Mapping[str, Any]) -> Callable[..., Report]:

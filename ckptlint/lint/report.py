@@ -199,6 +199,7 @@ class Report:
         seconds: the whole run.
         fixed_since_baseline: the findings of the baseline that no longer occur, as sentences.
         settings: the settings file that was used, "" without one.
+        command: the command line, "" for a call from Python.
     """
 
     checkpoints: list[CheckpointReport]
@@ -210,6 +211,7 @@ class Report:
     seconds: float = 0.0
     fixed_since_baseline: tuple[str, ...] = ()
     settings: str = ""
+    command: str = ""
 
     @property
     def diagnostics(self) -> Iterator[Diagnostic]:

@@ -8,6 +8,7 @@ import functools
 import gc
 import os
 import re
+import sys
 import time
 import traceback
 import warnings
@@ -31,13 +32,15 @@ from ckptlint.live.compare import protocol
 from ckptlint.live.compare.gate import Gate
 from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, new_torch_group
 from ckptlint.model import RankTable, Remark
-from ckptlint.model.text import named_ranks
+from ckptlint.model.text import named_ranks, plural, shape_text
 from ckptlint.rule import Severity
 from ckptlint.seals.digests import Words
 
 OnError = Literal["raise", "warn"]
 Digest = Literal["replicas", "none"]
 Expect = Iterable[str] | Mapping[str, tuple[Sequence[int] | None, str | None]]
+State = Mapping[Any, Any] | Callable[[], Mapping[Any, Any]]
+"""A state dict, or the function that makes it."""
 
 UNEQUAL = (
     "*rng_state*",
@@ -55,6 +58,9 @@ UNEQUAL = (
 )
 """Keys whose contents differ between ranks by design: they are described to the others, not compared."""
 
+REFUSED = "Nothing was written."
+"""Ends the text of an error that is raised before a save."""
+
 _TIMEOUT = 60.0
 
 
@@ -63,14 +69,16 @@ class LiveNotInstalled(CkptlintError):  # noqa: N818  what is the case
 
 
 class LiveError(CheckpointError):
-    """The state is not fit to be saved; raised on all ranks, with the same text.
+    """The state is not fit to be saved; raised on all ranks.
+
+    The text on rank 0 is the whole report, on each other rank one line.
 
     Attributes:
-        report: what was found.
+        report: what was found; the same on all ranks.
     """
 
-    def __init__(self, report: Report) -> None:
-        super().__init__(as_text(report))
+    def __init__(self, report: Report, text: str) -> None:
+        super().__init__(text)
         self.report = report
 
     def __reduce__(self) -> tuple[type[CheckpointError], tuple[str]]:
@@ -95,10 +103,11 @@ class Live:
     refusal: str = ""
     memory: protocol.Memory = field(default_factory=protocol.Memory)
     keys: dict[str, int] = field(default_factory=dict)
+    _first: int = field(default=0, init=False)  # the lowest rank that came to the last check: it prints
 
     def check(
         self,
-        state_dict: Mapping[Any, Any],
+        state_dict: State,
         *,
         tag: object = None,
         digest: Digest = "replicas",
@@ -109,7 +118,7 @@ class Live:
         resolve_stateful: bool = True,
         repeats: bool = False,
     ) -> Report:
-        """As the function of this module."""
+        """As the function of this module; a state that is yet to be made may fail on a rank as any other."""
         name = "" if tag is None else str(tag)
         patterns = (*UNEQUAL, *ignore)
         wanted = _expected(expect)
@@ -123,22 +132,29 @@ class Live:
             self.group.begin(self.timeout)
             outcome = protocol.exchange(self.group, share, self.memory, wanted)
         except GroupBroken as error:
-            self.refusal = f"live mode was given up in this job: {error}"
-            return self._incomplete(path, self.refusal, "warn")
+            return self._incomplete(path, self.give_up(error), "warn")
         report = judge(outcome.table, path, outcome.seconds)
         if len(outcome.table) and not any(report.diagnostics):
             # two keys of one number looked like a fault; under another salt they will not
             self.memory.salt += 1
             self.memory.reference = None
         if report.fails and on_error == "raise" and self._all_raise(name, repeats or tag is None):
-            raise LiveError(report)
-        if self.group.rank == 0 and any(item.severity >= Severity.WARNING for item in report.diagnostics):
-            warnings.warn(as_text(report), stacklevel=3)
+            raise LiveError(report, text_for(report, self.group.rank, REFUSED)) from share.error
+        if self.group.rank == 0:
+            if any(item.severity >= Severity.WARNING for item in report.diagnostics):
+                warnings.warn(as_text(report), stacklevel=3)
+            else:
+                announce(self.group.world)
         return report
+
+    def give_up(self, error: GroupBroken) -> str:
+        """From now on nothing is compared in this job; returns the sentence that says so."""
+        self.refusal = f"live mode is off for the rest of this job: {error}"
+        return self.refusal
 
     def _share(
         self,
-        state_dict: Mapping[Any, Any],
+        state_dict: State,
         tag: str,
         digest: Digest,
         patterns: Sequence[str],
@@ -150,7 +166,8 @@ class Live:
         try:
             from ckptlint.live.collect.extract import resolved
 
-            entries = list(resolved(state_dict) if resolve_stateful else state_dict.items())
+            state = state_dict() if callable(state_dict) else state_dict
+            entries = list(resolved(state) if resolve_stateful else state.items())
             with _uncollected():
                 share = self._read(entries, settings, patterns, expect, digest == "replicas")
             return replace(share, tag=_short_hash(tag))
@@ -159,7 +176,7 @@ class Live:
             where = traceback.extract_tb(error.__traceback__)[-1:]
             told = f"{text} ({Path(where[0].filename).name}:{where[0].lineno})" if where else text
             none = fp.records([], [], self.keys)
-            return protocol.Share(none, (), settings, _short_hash(tag), failure=told)
+            return protocol.Share(none, (), settings, _short_hash(tag), failure=told, error=error)
 
     def _read(
         self,
@@ -190,11 +207,20 @@ class Live:
         digests, has_digests, uncompared = _digests(rows.fqns, contents, origin.compared, patterns)
         rows = replace(rows, digest=digests)
         return protocol.Share(
-            rows, tuple(remarks), settings, 0, "", has_digests, uncompared, origin=origin, is_unchanged=is_unchanged
+            rows,
+            tuple(remarks),
+            settings,
+            0,
+            has_digests=has_digests,
+            uncompared=uncompared,
+            origin=origin,
+            is_unchanged=is_unchanged,
+            contents=contents if with_contents else (),
         )
 
     def _absence(self, tag: str, repeats: bool) -> str:
         """Why the ranks cannot be compared; "" when all are here."""
+        self._first = 0
         if self.gate is None:
             return self.refusal
         # a rank that gave up says so at the gate: others may not know, and would wait for it
@@ -203,6 +229,7 @@ class Live:
             return ""
         if passage.reason:
             return f"nothing was compared: {passage.reason}"
+        self._first = min(set(range(self.group.world)) - set(passage.absent))
         return f"nothing was compared: {named_ranks(passage.absent)} did not come within {self.timeout:g} s"
 
     def _all_raise(self, tag: str, repeats: bool) -> bool:
@@ -213,12 +240,13 @@ class Live:
         remark = Remark(-1, "", "LIV211", text, voids="check")
         report = judge(protocol.no_table(self.group.world, remark), path, 0.0)
         if how == "raise":
-            raise LiveError(report)
-        warnings.warn(as_text(report), stacklevel=4)
+            raise LiveError(report, text_for(report, self.group.rank, REFUSED, self._first))
+        warnings.warn(text_for(report, self.group.rank, first=self._first), stacklevel=4)
         return report
 
 
 _installed: Live | None = None
+_is_announced = False
 
 
 def install(*, timeout: float = _TIMEOUT, backend: Literal["auto", "gloo", "nccl"] = "auto", max_ctas: int = 1) -> Live:
@@ -248,8 +276,8 @@ def _is_outgrown(live: Live) -> bool:
 
 def uninstall() -> None:
     """Forget the group, as before `destroy_process_group`; not collective."""
-    global _installed
-    _installed = None
+    global _installed, _is_announced
+    _installed, _is_announced = None, False
 
 
 def _live(timeout: float, backend: str, max_ctas: int) -> Live:
@@ -320,21 +348,21 @@ def check(
     With CKPTLINT_LIVE=0 in the environment it does nothing.
 
     Args:
-        state_dict: what is given to the save.
+        state_dict: what you give to the save.
         tag: tells this check from all others of the job (the step, a path); the same on all ranks.
-        digest: `replicas` to compare the contents of copies too, `none` for shapes and places alone.
-        on_error: what to do about an error: raise LiveError on all ranks, or warn on rank 0. Of lesser findings rank 0
-            warns.
-        on_incomplete: the same where not all ranks came.
+        digest: `replicas` compares the contents of copies too, `none` only shapes and offsets.
+        on_error: on an error, raise LiveError on all ranks, or warn on rank 0. Of lesser findings rank 0 warns.
+        on_incomplete: the same where ranks are missing.
         ignore: patterns of keys whose contents differ by design, besides `UNEQUAL`.
         expect: the keys that must be held and no others, with (global shape, dtype) where known; the same on all ranks.
-        resolve_stateful: whether `state_dict()` of the values is called, as DCP does.
+        resolve_stateful: whether to call `state_dict()` of the values, as DCP does.
 
     Returns:
-        The report, the same on all ranks.
+        The report, the same on all ranks. Rank 0 prints it if it found something; the first check that finds nothing
+        prints one line.
 
     Raises:
-        LiveError: an error, or an incomplete check where that was asked for.
+        LiveError: an error; with `on_incomplete="raise"` also a check that could not compare.
         LiveNotInstalled: the job has several ranks and `install` was not called.
     """
     if is_off():
@@ -391,6 +419,31 @@ def as_text(report: Report) -> str:
     from ckptlint.reporters.style import Style
 
     return render(report, Style(width=100))
+
+
+def text_for(report: Report, rank: int, end: str = "", first: int = 0) -> str:
+    """What a rank prints of a report that is the same on all: the first one all of it, each other one a line.
+
+    Args:
+        end: one more sentence.
+    """
+    if rank == first:
+        return as_text(report) + (f"{end}\n" if end else "")
+    from ckptlint.reporters.style import cut_names
+
+    groups = [group for part in report.checkpoints for group in part.groups]
+    lead = groups[0].lead
+    more = f" ({plural(len(groups) - 1, 'more finding')})" if len(groups) > 1 else ""
+    what = f"{lead.code} {cut_names(lead.title, lead.fqn)}{more}."
+    return " ".join(filter(None, ["ckptlint live:", what, end, f"Rank {first} prints the report."]))
+
+
+def announce(world: int) -> None:
+    """Say once, on the rank that calls, that live mode is on: a healthy check says nothing else."""
+    global _is_announced
+    if not _is_announced:
+        _is_announced = True
+        sys.stderr.write(f"ckptlint live: on, {plural(world, 'rank')}\n")
 
 
 # ---------------------------------------------------------------- the local phase
@@ -497,8 +550,8 @@ def _against(held: Sequence[Any], expect: Mapping[str, Any], rank: int) -> list[
     for item in held:
         shape, dtype = expect.get(item.fqn, (None, None))
         if (shape is not None and tuple(item.shape) != shape) or (dtype is not None and item.dtype != dtype):
-            wanted = f"{dtype or item.dtype} {list(item.shape if shape is None else shape)}"
-            text = f"the shape or dtype{{of}} is {item.dtype} {list(item.shape)}, expected is {wanted}"
+            wanted = f"{dtype or item.dtype} {shape_text(item.shape if shape is None else shape)}"
+            text = f"the shape or dtype{{of}} is {item.dtype} {shape_text(item.shape)}, not {wanted} as expected"
             remarks.append(Remark(rank, item.fqn, "LIV208", text))
     return remarks
 

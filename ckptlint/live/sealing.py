@@ -32,10 +32,10 @@ _IGNORED, _NO_DIGEST, _NO_MEMORY, _OBJECT = 1, 2, 3, 4
 _REASONS = {
     _IGNORED: "ignored",
     _NO_DIGEST: "no digest for its dtype or class",
-    _NO_MEMORY: "a rank had no memory left for its digest",
-    _OBJECT: "no tensor on some rank",
+    _NO_MEMORY: "a rank ran out of memory for its digest",
+    _OBJECT: "not a tensor on some rank",
 }
-_UNLIKE = "of another dtype or shape in the state"
+_UNLIKE = "a different dtype or shape in the state"
 _OWNERS = "its owners do not hold each element once"
 _NOWHERE = -(2**62)
 _NAMED = 256
@@ -111,7 +111,7 @@ class Pending:
         folder = LocalFolder(Path(path))
         ckpt = read_checkpoint(folder, look_at_files=False)
         if not ckpt.readable:
-            raise CkptlintError(f"{ckpt.path} cannot be sealed: it holds no checkpoint that can be read")
+            raise CkptlintError(f"cannot seal {ckpt.path}: it holds no readable checkpoint")
         described = {fqn: SealEntry(tensor.dtype, tensor.global_shape, 0) for fqn, tensor in ckpt.tensors.items()}
         entries, skipped = _entries(self._sums, described)
         return write_seal(folder.path, Seal(ALGORITHM, metadata_hash(folder), entries, skipped, self.step, __version__))
@@ -138,7 +138,7 @@ def _unlike(sums: _Sums, fqn: str, row: int, seed: int) -> str:
     if row < 0:
         return "not in the state"
     if fqn in sums.torn:
-        return "the ranks do not agree about it"
+        return "the ranks disagree on it"
     if sums.reason[row]:
         return _REASONS[int(sums.reason[row])]
     return "" if sums.seed[row] == seed else _UNLIKE
@@ -240,13 +240,13 @@ def check_loaded(
         try:
             remarks = _against(live, sums, Path(path))
         except GroupBroken as error:
-            remarks = [Remark(-1, "", "LIV211", _give_up(live, error), voids="check")]
+            remarks = [Remark(-1, "", "LIV211", live.give_up(error), voids="check")]
         table = replace(found.table, remarks=(*found.table.remarks, *remarks))
         report = api.judge(table, name, found.seconds)
     if report.fails and on_error == "raise" and live._all_raise(tag, True):
-        raise api.LiveError(report)
+        raise api.LiveError(report, api.text_for(report, live.group.rank))
     if report.fails or report.is_incomplete:
-        warnings.warn(api.as_text(report), stacklevel=2)
+        warnings.warn(api.text_for(report, live.group.rank), stacklevel=2)
     return report
 
 
@@ -269,18 +269,13 @@ def _measured(
         if report.is_incomplete:
             return "; ".join(item.title for item in report.diagnostics)
         if outcome.common is None:
-            return "there are more keys than one check takes"
+            return "there are too many keys for one check"
         torn = frozenset(
             item.fqn for item in report.diagnostics if item.severity == Severity.ERROR and item.fqn is not None
         )
         return _summed(live, rows, outcome.common.key, memory.salt, torn), outcome
     except GroupBroken as error:
-        return _give_up(live, error)
-
-
-def _give_up(live: api.Live, error: GroupBroken) -> str:
-    live.refusal = f"live mode was given up in this job: {error}"
-    return live.refusal
+        return live.give_up(error)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -453,11 +448,11 @@ def _differing(
     told = live.group.broadcast(padded, 0).tobytes()[:length].decode().split("\n")
     remarks = []
     for place, (row, fqn) in enumerate(zip(rows, told, strict=True)):
-        sentence = f"the loaded values{{of}} are not those that were sealed: digest {different[row]:016x}, "
+        sentence = f"the loaded values{{of}} are not those that the job sealed: digest {different[row]:016x}, "
         sentence += f"sealed {int(sealed[row]) & MASK:016x}"
         remarks += [Remark(rank, fqn, "LIV304", sentence) for rank in np.flatnonzero(holds[:, place]).tolist()]
     if more := len(different) - len(rows):
         remarks.append(
-            Remark(-1, "", "LIV304", f"the loaded values of {more:,} more keys are not those that were sealed")
+            Remark(-1, "", "LIV304", f"the loaded values of {more:,} more keys are not those that the job sealed")
         )
     return remarks

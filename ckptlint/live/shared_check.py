@@ -25,7 +25,7 @@ from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import named_ranks, printable
+from ckptlint.model.text import named_ranks, plural, printable
 from ckptlint.payload.integrity import INTEGRITY
 from ckptlint.payload.parts import ShareResult
 from ckptlint.payload.reader import Reader
@@ -189,9 +189,9 @@ class Job:
                 f"{named_ranks(ranks)} ({', '.join(dict.fromkeys(hosts[rank] for rank in ranks))}): {text}"
                 for text, ranks in by_view.items()
             )
-            what = {"path": "another checkpoint under the path"}.get(name, f"{name} otherwise")
+            what = {"path": "a different checkpoint", "the listing": "different files"}.get(name, f"a different {name}")
             others = [rank for text, ranks in list(by_view.items())[1:] for rank in ranks] or [0]
-            sentence = f"{named_ranks(others)} see{'s' * (len(others) == 1)} {what} than rank 0"
+            sentence = f"{named_ranks(others)} see{'s' * (len(others) == 1)} {what} from rank 0"
             problems.append(Problem("view", name, printable(sentence), detail=detail, hint=_HINT))
         return tuple(problems)
 
@@ -212,7 +212,7 @@ class Job:
             text = printable(texts[first].decode("utf-8", "replace"))
             raise AccessError(text if self.group.world == 1 else f"rank {first}: {text}")
         if some and others:
-            raise AccessError("the metadata could be read on some ranks only")
+            raise AccessError("only some ranks could read the metadata")
 
     def _gathered(self, part: ShareResult) -> list[ShareResult]:
         """The parts of all ranks, on rank 0: they come from processes of this job alone."""
@@ -231,7 +231,7 @@ class Job:
         return [row[1:].tobytes()[: int(row[0])] for row in self.group.gather(words)]
 
 
-_HINT = "compare the mounts and the clocks of these hosts; --settle waits for a slow network file system"
+_HINT = "compare the mounts and the clocks of these hosts; --settle 60 waits for a slow network file system"
 
 
 @contextmanager
@@ -249,7 +249,9 @@ def joined(every_node: bool, settle: float) -> Iterator[Job]:
     try:
         import torch.distributed as dist
     except ImportError:
-        raise AccessError("torch is not installed, and several ranks need it to talk: pip install torch") from None
+        raise AccessError(
+            "several ranks need torch to talk to each other, and it is not installed: pip install torch"
+        ) from None
     try:
         dist.init_process_group("gloo", timeout=timedelta(seconds=_PATIENCE))
         group = new_torch_group("gloo", _PATIENCE)
@@ -312,7 +314,7 @@ def _short(data: bytes) -> int:
 
 
 def _raised(told: str) -> Folder:
-    raise AccessError(f"rank 0 sees no checkpoint that other ranks see: {told}")
+    raise AccessError(f"other ranks see a checkpoint, rank 0 does not: {told}")
 
 
 def _listed(differing: Mapping[str, int], count: int, files: Mapping[str, int]) -> str:
@@ -377,5 +379,5 @@ def _conflicts(ckpt: Checkpoint, parts: Sequence[ShareResult]) -> list[Problem]:
     row = min(rows)
     file, start, length = ckpt.byte_range_of(row)
     detail = (f"the first is {ckpt.records.name(row)} in {file}, bytes {start:,}-{start + length:,}",)
-    sentence = f"{ranks} read other bytes of {len(rows):,} record{'s' * (len(rows) > 1)} than the first node"
+    sentence = f"in {plural(len(rows), 'record')} {ranks} read different bytes from the first node"
     return [Problem("view", file, sentence, detail=detail, hint=_HINT)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -54,6 +55,7 @@ class RankTable:
         digest: int64 [m], of the contents; 0 when they were not compared.
         view: int64 [m], hash of the rank's own view of all shards (FSDP1); 0 for none.
         remarks: what is known beside that.
+        differences: (key, chunk as text) -> where its copies differ first, and their values there, in words.
     """
 
     world_size: int
@@ -74,6 +76,7 @@ class RankTable:
     digest: IntArray
     view: IntArray
     remarks: tuple[Remark, ...] = ()
+    differences: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.fqn)

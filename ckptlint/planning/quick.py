@@ -199,7 +199,7 @@ class _Cutter:
         cuts: list[_Cut] = []
         if tensor.global_shape and len(tensor.chunks) > 1:
             cuts = [(0, "shard", 1)]
-            self._guess("dp cuts the first axis: the checkpoint does not say how the job cuts it", tensor.fqn)
+            self._guess("dp cuts the first axis, since the checkpoint does not say how the job cuts it", tensor.fqn)
         return Wish(tensor.fqn, None, self._target(tensor, cuts, who), who[1])
 
     def _who(self, key: Key, is_stacked: bool) -> tuple[object, IntArray]:
@@ -303,7 +303,7 @@ class _Cutter:
         if self.is_cut and len(tensor.chunks) == 1 and tensor.global_shape[0] > 1 and param.key.function == "other":
             return []  # a buffer: everything else is cut
         if not self.is_cut:
-            self._guess("FSDP cuts the first axis: the checkpoint is not cut, so it does not say", tensor.fqn)
+            self._guess("FSDP cuts the first axis, since the checkpoint is not cut and does not say", tensor.fqn)
         return [(0, over, 1)]
 
     # ------------------------------------------------------------ boxes

@@ -127,7 +127,7 @@ def step_lines(steps: Sequence[JudgedStep]) -> list[str]:
         if step is None:
             lines.append(f"No step of {run} passes.")
         else:
-            lines.append(f"The newest step that passes, and needs no other: {step.path}")
+            lines.append(f"The newest step that passes: {step.path}")
     return lines
 
 
@@ -239,9 +239,11 @@ def _details(report: Report, style: Style) -> str:
 
 
 def _part_details(part: CheckpointReport, style: Style) -> Iterator[str]:
-    if part.checkpoint.topology:
-        sizes = ", ".join(f"{axis} = {size.size} ({size.source})" for axis, size in part.checkpoint.topology.items())
-        yield from style.wrap(sizes, "      ", "  ")
+    sizes: dict[str, list[str]] = {}
+    for axis, size in part.checkpoint.topology.items():
+        sizes.setdefault(size.source, []).append(f"{axis}={size.size}")
+    if sizes:
+        yield from style.wrap("; ".join(f"{', '.join(of)} ({source})" for source, of in sizes.items()), "    ", "  ")
     if told := [f"{folded(codes)} {reason}" for reason, codes in _by_reason(part.not_run).items()]:
         yield from style.wrap("not run: " + "; ".join(told), "    ", "  ")
     families: dict[str, dict[str, str]] = {}
@@ -347,7 +349,7 @@ def _verdict(report: Report, verbose: bool) -> list[tuple[str, str, str]]:
     if not told:
         head = f"{len(report.checkpoints):,} checkpoints passed" if several else "Passed"
         notes = f"; {plural(report.counts['info'], 'note')} (-v)" if report.counts["info"] and not verbose else ""
-        told += [("good", head, f": {_ran(report)}{notes}{_set_aside(report)}."), ("", "", _unread(report))]
+        told += [("good", head, f": {_ran(report)}{notes}{_set_aside(report)}."), ("", "", left_unread(report))]
     elif report.depth.opens_records and (limits := _limits(report)):
         told.append(("", "", limits))
     return [*told[:1], *(("", "", sentence) for sentence in _blocked(report)), *told[1:]]
@@ -366,7 +368,9 @@ def _blocked(report: Report) -> Iterator[str]:
     selected = {rule.code for rule in report.rules}
     for part in report.checkpoints:
         if count := len(selected.intersection(part.blocked)):
-            missing = "the state dict of every rank" if report.is_live else part.checkpoint.metadata_file
+            missing = (
+                "the state dict of every rank" if report.is_live else f"a readable {part.checkpoint.metadata_file}"
+            )
             alike.setdefault((count, missing), []).append(part.checkpoint.path)
     for (count, missing), paths in alike.items():
         where = f" on {', '.join(cut(path) for path in braces(paths))}" if len(report.checkpoints) > 1 else ""
@@ -374,15 +378,16 @@ def _blocked(report: Report) -> Iterator[str]:
 
 
 def _judged(report: Report) -> str:
-    """How much was judged: tensors, or the keys of a running job."""
+    """How much was judged: tensors, or the keys of a running job; "" for none."""
+    checkpoints = [part.checkpoint for part in report.checkpoints]
     if report.is_live:
-        return plural(
-            sum(part.checkpoint.ranks.keys for part in report.checkpoints if part.checkpoint.ranks is not None), "key"
-        )
-    return plural(sum(len(part.checkpoint.tensors) for part in report.checkpoints), "tensor")
+        count = sum(ckpt.ranks.keys for ckpt in checkpoints if ckpt.ranks is not None)
+        return plural(count, "key") if count else ""
+    count = sum(len(ckpt.tensors) for ckpt in checkpoints)
+    return plural(count, "tensor") if count else ""
 
 
-def _unread(report: Report) -> str:
+def left_unread(report: Report) -> str:
     """What the depth leaves out, and how many rules a greater one adds."""
     if report.is_live:
         return "Files were not looked at."

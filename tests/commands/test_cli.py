@@ -22,6 +22,7 @@ from support import REAL, REPOSITORY, broken_rule, run, run_python
 import ckptlint
 from ckptlint.commands import main as cli
 from ckptlint.errors import CheckpointError, ConfigError
+from ckptlint.lint.options import CHECK_OPTIONS, GROUPS
 from ckptlint.lint.registry import load_rules
 from ckptlint.rule import Severity
 from ckptlint.testing import write_checkpoint
@@ -234,6 +235,44 @@ def test_the_list_of_commands_says_what_each_says_of_itself(name: str) -> None:
     listed, real = cli.cli.commands[name], cli.command(name)
     assert listed.get_short_help_str(1000) == real.get_short_help_str(1000)
     assert real.name == name
+
+
+def test_options_stand_below_headings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in ("check", "watch", "latest", "live"):
+        text = invoke(command, "--help").output
+        headings = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
+        own = [] if command == "check" else ["Options:"]
+        assert headings == own + [f"{heading}:" for heading in GROUPS.values()]
+        assert max(map(len, text.splitlines())) <= 80
+    assert all(f"--{option.name}" in invoke("check", "--help").output for option in CHECK_OPTIONS)
+    read = invoke("check", "--help").output.partition("What to read:")[2].partition("\n\n")[0]
+    assert re.findall(r"^  (--[a-z-]+)", read, re.MULTILINE) == [
+        f"--{option.name}" for option in CHECK_OPTIONS if option.group == "read"
+    ]
+
+
+@pytest.mark.parametrize("width", ["80", "120"])
+def test_the_list_of_rules_has_a_line_for_each_that_fits(width: str) -> None:
+    lines = invoke("rules", env={"COLUMNS": width}).output.splitlines()
+    rules = [line for line in lines if line.startswith("  ")]
+    assert {line.split()[0] for line in rules} == {rule.code for rule in load_rules()} and len(rules) == len(
+        load_rules()
+    )
+    assert max(map(len, lines)) <= int(width)
+    first_live = next(place for place, line in enumerate(lines) if line.startswith("LIV"))
+    assert all(line.split()[0].startswith("LIV") for line in lines[first_live:] if line.startswith("  "))
+    by_code = {line.split()[0]: line for line in rules}
+    assert "error, data" in by_code["PAY012"] and "error, --expect" in by_code["REF001"]
+    assert "  error  " in by_code["GEO004"]
+
+
+def test_files_of_one_checkpoint_are_one_check() -> None:
+    names = sorted(str(path) for path in Path(GOOD).iterdir())
+    document = json.loads(invoke(*names, "--format", "json").output)
+    assert [part["path"] for part in document["checkpoints"]] == [GOOD]
+    both = json.loads(invoke(GOOD, GOOD, "--format", "json").output)  # asked for twice in so many words
+    assert len(both["checkpoints"]) == 2
 
 
 def test_all_steps_of_a_run(tmp_path: Path) -> None:
@@ -501,7 +540,9 @@ def test_quiet_and_verbose() -> None:
     assert "slowest" in loud
     assert "nothing to judge:" not in plain
     assert invoke(GOOD, "-q").output == ""
-    assert re.search(r"^Passed: \d+ rules ran in \d+\.\d\d s, \d+ had nothing to judge\.$", invoke(GOOD).output, re.MULTILINE)
+    assert re.search(
+        r"^Passed: \d+ rules ran in \d+\.\d\d s, \d+ had nothing to judge\.$", invoke(GOOD).output, re.MULTILINE
+    )
     assert [invoke(p, "-qq").exit_code for p in (GOOD, BAD, NOTHING)] == [0, 1, 3]
 
 

@@ -123,7 +123,10 @@ def test_settings_name_a_package_without_an_entry_point(
         ("import no_such_module", "cannot be imported: ModuleNotFoundError"),
         ("def (", "cannot be imported: SyntaxError"),
         (RULE.format(code="ZZ1", name="a-rule"), "'ZZ1' is not three capitals and three digits"),
-        (RULE.format(code="ZZZ001", name="A rule"), "'A rule' of ZZZ001 may have only small lettersand hyphens"),
+        (
+            RULE.format(code="ZZZ001", name="A rule"),
+            "'A rule' of ZZZ001 may have only small letters, digits and hyphens",
+        ),
         (RULE.format(code="ZZZ001", name="coverage-hole"), "ZZZ001 and GEO004 are both named coverage-hole"),
         (RULE.format(code="GEO004", name="a-rule"), "codes of the family GEO belong to ckptlint"),
         (RULE.format(code="SAF999", name="a-rule"), "codes of the family SAF belong to ckptlint"),

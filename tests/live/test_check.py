@@ -28,6 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from ckptlint import live
 from ckptlint.errors import CheckpointError
 from ckptlint.lint.report import Report
+from ckptlint.live.api import as_text
 
 SECONDS = 10.0
 """No check may take longer, whatever is wrong."""
@@ -220,6 +221,7 @@ class Seen:
     dcp_refuses: bool
     told: list[tuple[str, str, str]]
     text: str
+    report: str
     seconds: float
     works: bool
     log: list[tuple[str, int]]
@@ -251,7 +253,8 @@ def job(rank: int) -> dict[str, Seen]:
         seconds = time.monotonic() - started
         total = torch.ones(())
         dist.all_reduce(total)
-        seen[name] = Seen(refuses, told(report), text, seconds, int(total) == 4, list(installed.group.log))
+        whole = as_text(report)
+        seen[name] = Seen(refuses, told(report), text, whole, seconds, int(total) == 4, list(installed.group.log))
     return seen
 
 
@@ -267,11 +270,19 @@ def test_fault(name: str, seen: list[dict[str, Seen]]) -> None:
     for rank in seen:
         own = rank[name]
         assert sorted(own.told) == sorted(fault.expect)
-        assert own.text == first.text, "all ranks raise the same text"
+        assert own.report == first.report, "all ranks have the same report"
+        assert bool(own.text) == bool(first.text), "all ranks raise, or none"
         assert own.log == first.log, "all ranks ran the same collectives"
         assert own.seconds < SECONDS
         assert own.works, "the job's own group goes on"
     assert bool(first.text) == any(code not in ("LIV208", "LIV209") for code, *_ in fault.expect)
+    if name == "missing chunk":
+        assert "rank 2 has no such key" in first.report and "look at the state dict of rank 2" in first.report
+    if first.text:
+        assert first.text == f"{first.report}Nothing was written.\n"
+        (line,) = {rank[name].text for rank in seen[1:]}
+        assert "\n" not in line and line.startswith("ckptlint live: LIV")
+        assert line.endswith("Nothing was written. Rank 0 prints the report.")
 
 
 def test_healthy_checks_run_three_reductions_of_one_size(seen: list[dict[str, Seen]]) -> None:
@@ -324,7 +335,8 @@ def test_a_rank_that_raises_tells_all_ranks() -> None:
         return first[:2], collected(lambda: live.check(healthy(rank), tag=2))[:2], works(), log
 
     results = run_ranks(job)
-    assert all(result == results[0] for result in results)
+    assert all((result[0][0], *result[1:]) == (results[0][0][0], *results[0][1:]) for result in results)
+    assert len({result[0][1] for result in results[1:]}) == 1 and "\n" not in results[1][0][1]
     ((code, fqn, title),), text = results[0][0]
     assert (code, fqn) == ("LIV210", "")
     assert title.startswith(
@@ -413,10 +425,10 @@ def test_a_rank_that_dies_in_the_check_costs_the_deadline_only() -> None:
     assert isinstance(results[3], Failure)
     for first, second in results[:3]:
         assert [code for code, *_ in first[0]] == ["LIV211"]
-        assert "was given up in this job" in first[0][0][2]
+        assert "live mode is off for the rest of this job" in first[0][0][2]
         assert first[2] < SECONDS
         assert [code for code, *_ in second[0]] == ["LIV211"]
-        assert "was given up in this job" in second[0][0][2]
+        assert "live mode is off for the rest of this job" in second[0][0][2]
         assert second[2] < 1.5, "a group that was given up is not waited for"
 
 
@@ -482,11 +494,11 @@ def test_expected_keys_shapes_and_dtypes() -> None:
     good, bad, names = results[0]
     assert good == []
     assert bad == [
-        ("LIV208", "a", "the shape or dtype of a is float32 [8, 4], expected is float32 [4, 8]"),
-        ("LIV208", "b", "the shape or dtype of b is float32 [2], expected is bfloat16 [2]"),
-        ("LIV208", "c", "no rank holds any part of c, which is expected"),
+        ("LIV208", "a", "the shape or dtype of a is float32 [8, 4], not float32 [4, 8] as expected"),
+        ("LIV208", "b", "the shape or dtype of b is float32 [2], not bfloat16 [2] as expected"),
+        ("LIV208", "c", "no rank holds any part of c, which you expect"),
     ]
-    assert names == [("LIV208", "b", "float32 [2] of b is held and not expected")]
+    assert names == [("LIV208", "b", "float32 [2] of b is not among the expected keys")]
 
 
 def test_the_example_of_the_docs() -> None:
@@ -502,6 +514,64 @@ def test_the_example_of_the_docs() -> None:
         return str(error.value)
 
     texts = run_ranks(job)
-    assert len(set(texts)) == 1
-    shown = re.sub(r", [0-9.]+ s\.", ", 0.07 s.", re.sub(r"\d+ rules", "... rules", texts[0].strip()))
+    assert set(texts[1:]) == {
+        "ckptlint live: LIV205 copies of [0:8, 0:8] of model.layers.1.wq.weight differ between ranks. "
+        "Nothing was written. Rank 0 prints the report."
+    }
+    shown = re.sub(r"in [0-9.]+ s", "in 0.07 s", re.sub(r"\d+ rules", "... rules", texts[0].strip()))
     assert f"```text\n{shown}\n```" in (REPOSITORY / "docs" / "live.md").read_text(encoding="utf-8")
+
+
+def test_where_copies_differ_first_and_who_holds_which() -> None:
+    def job(rank: int) -> list[dict[str, str]]:
+        live.install(timeout=10)
+        big = torch.zeros(3, 700, 2, dtype=torch.float64)
+        if rank in (1, 3):
+            big[1, 513, 1] = -2.5
+        if rank == 3:
+            big[2, 0, 0] = 1.0
+        grid, half = mesh(), torch.ones(8, 4, dtype=torch.bfloat16)
+        copied = distribute_tensor(half, grid, [Replicate(), Shard(0)])
+        if rank == 3:
+            copied._local_tensor.t()[2, 1] = 2.0  # of the lower half: its row 1 is row 5 of the tensor
+        state = {
+            "big": big,
+            "copied": copied,
+            "flags": torch.tensor([True, rank == 2]),
+            "scalar": torch.tensor(1.0 + 1e-7 * (rank == 1)),
+            "packed": torch.full((4,), float("nan")) if rank else torch.full((4,), -float("nan")),
+            "step": 7 + rank // 3,
+            "names": ["a", "b" * (rank + 1)],
+        }
+        with pytest.raises(live.LiveError) as error:
+            live.check(state, tag=1)
+        return {item.fqn: dict(item.finding.notes) for item in error.value.report.diagnostics}
+
+    results = run_ranks(job)
+    assert all(result == results[0] for result in results)
+    told = results[0]
+    assert told["big"] == {
+        "copy 1": "ranks 0,2",
+        "copy 2": "rank 1",
+        "copy 3": "rank 3",
+        "values": "first difference at [1, 513, 1]: 0.0 against -2.5",
+    }
+    assert told["copied"] == {
+        "copy 1": "rank 1",
+        "copy 2": "rank 3",
+        "values": "first difference at [5, 2]: 1.0 against 2.0",
+    }
+    assert told["flags"]["values"] == "first difference at [1]: False against True"
+    assert told["scalar"]["values"] == "first difference at []: 1.0 against 1.0000001"
+    assert told["step"] == {"value 1": "ranks 0-2", "value 2": "rank 3", "values": "7 against 8"}
+    assert told["names"] == {f"value {rank + 1}": f"rank {rank}" for rank in range(4)}
+
+
+def test_a_healthy_job_says_once_on_rank_0_that_it_is_on(capfd: pytest.CaptureFixture[str]) -> None:
+    def job(rank: int) -> None:
+        live.install(timeout=10)
+        for step in range(3):
+            live.check(healthy(rank), tag=step)
+
+    run_ranks(job)
+    assert capfd.readouterr().err == "ckptlint live: on, 4 ranks\n"

@@ -221,12 +221,12 @@ def test_partial_and_strided_placements_are_named(as_rank: Callable[[int], None]
     assert said(items) == [
         (
             "LIV106",
-            "the values of partial are partial sums, which no save can write: "
+            "the values of partial are partial sums, not reduced yet: "
             "(Partial(sum), Replicate()) of [4] on a mesh of [8, 8]",
         ),
         (
             "LIV102",
-            "the shard of strided is no box: 2 of 128 indices of dim 0 lie in 2 runs; "
+            "the shard of strided is not one box: on dim 0 it holds 2 of 128 indices, in 2 separate runs; "
             "(Shard(dim=0), _StridedShard(dim=0, sf=2)) of [128] on a mesh of [8, 8]",
         ),
     ]
@@ -360,8 +360,8 @@ def test_two_entries_of_one_name() -> None:
     items = extract(state)
     assert [item.fqn for item in items] == ["a.b", "a.b", "1", "1"]
     assert said(items) == [
-        ("LIV108", "two entries flatten to one name: ['a']['b'] and ['a.b']"),
-        ("LIV108", "two entries flatten to one name: [1] and ['1']"),
+        ("LIV108", "two entries have the same key: ['a']['b'] and ['a.b']"),
+        ("LIV108", "two entries have the same key: [1] and ['1']"),
     ]
 
 
@@ -382,7 +382,7 @@ def test_states_that_are_one_shard_of_their_parameter(as_rank: Callable[[int], N
     ):
         found = said(extract({"model": model, **optimizer}))
         assert [code for code, _ in found] == ["LIV109"]
-        assert "is a plain tensor of [2, 3], one shard of its parameter of [128, 3]" in found[0][1]
+        assert "is a plain tensor [2, 3], the size of one shard of its parameter [128, 3]" in found[0][1]
     single = DTensor.from_local(torch.ones(1), mesh, [Shard(0)], run_check=False)
     one_each = {"model": {"s": single}, "optimizer": {"state": {"s": {"exp_avg": torch.ones(1)}}}}
     assert said(extract(one_each)) == [], "a number says nothing of how it was cut"
@@ -478,19 +478,23 @@ def test_replica_ids(replica_id: Any, expected: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "code", "sentence"),
     [
-        ({"data": torch.ones(3, 4)}, "LIV101", "the data of w is [3, 4], the chunk that it declares [4, 3]"),
-        ({"dtype": torch.bfloat16}, "LIV107", "the data of w is float32, the chunk is declared bfloat16"),
+        ({"data": torch.ones(3, 4)}, "LIV101", "the data of w is [3, 4], but its chunk is declared as [4, 3]"),
+        ({"dtype": torch.bfloat16}, "LIV107", "the data of w is float32, but declared as bfloat16"),
         (
             {"axis_fragmentations": (3, 1)},
             "LIV110",
-            "dim 0 of w is declared a regular grid, but 3 fragments of 4 are 12 of 8",
+            "dim 0 of w does not fit its grid: 3 fragments of 4 make 12, not 8",
         ),
         (
             {"global_offset": (3, 0)},
             "LIV110",
-            "dim 0 of w is declared a regular grid, but the offset 3 is no multiple of the local size 4",
+            "dim 0 of w does not fit its grid: offset 3 is not a multiple of the local size 4",
         ),
-        ({"global_offset": (8, 0)}, "LIV105", "chunk [8:12, 0:3] of w leaves the tensor, whose shape is [8, 3]"),
+        (
+            {"global_offset": (8, 0)},
+            "LIV105",
+            "chunk [8:12, 0:3] of w reaches outside the tensor, whose shape is [8, 3]",
+        ),
         (
             {"global_offset": (4,)},
             "LIV105",
@@ -603,7 +607,7 @@ def test_megatron_core_objects_and_factories(mapping: Any) -> None:
 def test_a_grid_that_megatron_core_itself_does_not_doubt(mapping: Any) -> None:
     values = ("w", torch.ones(4, 3), torch.float32, (4, 3), (8, 3), (4, 0), (4, 1))
     assert said(extract({"w": mapping.ShardedTensor(*values)})) == [
-        ("LIV110", "dim 0 of w is declared a regular grid, but 4 fragments of 4 are 16 of 8")
+        ("LIV110", "dim 0 of w does not fit its grid: 4 fragments of 4 make 16, not 8")
     ]
     with pytest.raises(Exception, match="must be divisible by local shape"):
         mapping.ShardedTensor(*values[:5], (3, 0), (2, 1))

@@ -6,6 +6,7 @@ import copy
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ckptlint import live
+from ckptlint.live.api import as_text
 
 pytestmark = pytest.mark.ci
 
@@ -31,11 +33,11 @@ SAVED = "saved"
 
 
 def outcome(save: Callable[[], Any]) -> str:
-    """What came of a save: `saved`, or what was raised."""
+    """What came of a save: `saved`, or the report of what was raised, the same on all ranks."""
     try:
         save()
     except live.LiveError as error:
-        return str(error)
+        return as_text(error.report)
     return SAVED
 
 
@@ -100,6 +102,41 @@ def test_every_save_of_torch_is_checked_until_undone(tmp_path: Path) -> None:
         assert files(tmp_path / name) == []
     for name in ("healthy", "fine", "alone", "pair", "off"):
         assert ".metadata" in files(tmp_path / name)
+
+
+class Burning(App):
+    """A Stateful whose state cannot be had."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("the optimizer is on fire")
+
+
+def test_a_state_dict_that_raises_on_one_rank_stops_the_save_on_all_at_once(tmp_path: Path) -> None:
+    def job(rank: int) -> tuple[str, str, float, str]:
+        live.install(timeout=60)
+        live.patch_dcp()
+        state = {"w": sharded(rank), "app": Burning() if rank == 1 else App()}
+        started = time.monotonic()
+        with pytest.raises(live.LiveError) as error:
+            dcp.save(state, checkpoint_id=tmp_path / "step")
+        seconds = time.monotonic() - started
+        healthy = outcome(lambda: dcp.save({"w": sharded(rank), "app": App()}, checkpoint_id=tmp_path / "next"))
+        return str(error.value), repr(error.value.__cause__), seconds, healthy
+
+    ranks = run_ranks(job)
+    assert "LIV210" in ranks[0][0] and "rank 1 could not read its own state: RuntimeError" in ranks[0][0]
+    assert ranks[0][0].endswith("Nothing was written.\n")
+    for text, *_ in ranks[1:]:
+        assert text.startswith("ckptlint live: LIV210 rank 1 could not read its own state: RuntimeError: the optimizer")
+    assert [cause for _, cause, _, _ in ranks] == [
+        "None",
+        "RuntimeError('the optimizer is on fire')",
+        "None",
+        "None",
+    ]
+    assert max(seconds for _, _, seconds, _ in ranks) < 20, "nobody waits for the time limit of 60 s"
+    assert files(tmp_path / "step") == []
+    assert [healthy for *_, healthy in ranks] == [SAVED] * 4 and ".metadata" in files(tmp_path / "next")
 
 
 def test_running_statistics_of_each_ranks_own_data_are_healthy(tmp_path: Path) -> None:

@@ -180,8 +180,8 @@ def test_nodes_that_see_other_files_are_told_apart(saved: Path) -> None:
     (part,) = json.loads(answers[0][1])["checkpoints"]
     told = {item["file"]: item for item in part["findings"] if item["code"] == "LIV301"}
     assert told.keys() == {".metadata", "the listing"}
-    assert told[".metadata"]["message"] == "rank 1 sees .metadata otherwise than rank 0"
-    assert told["the listing"]["message"] == "ranks 1-2 see the listing otherwise than rank 0"
+    assert told[".metadata"]["message"] == "rank 1 sees a different .metadata from rank 0"
+    assert told["the listing"]["message"] == "ranks 1-2 see different files from rank 0"
 
 
 def test_settle_waits_until_all_see_the_same(saved: Path) -> None:
@@ -226,8 +226,8 @@ def test_each_node_reads_all_and_is_compared(saved: Path) -> None:
         item["message"] for item in json.loads(answers[0][1])["checkpoints"][0]["findings"] if item["code"] == "LIV301"
     ]
     assert message in (
-        "rank 2 read other bytes of 1 record than the first node",
-        "rank 3 read other bytes of 1 record than the first node",
+        "in 1 record rank 2 read different bytes from the first node",
+        "in 1 record rank 3 read different bytes from the first node",
     )
 
 

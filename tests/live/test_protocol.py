@@ -12,7 +12,7 @@ from support import examples
 from threads import Sharded, run_threads
 
 from ckptlint.lint.report import Report
-from ckptlint.live.api import Live, LiveError
+from ckptlint.live.api import Live, LiveError, as_text
 from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare import protocol
 
@@ -55,7 +55,9 @@ def checked(states: list[dict[str, Any]], tag: str = "x", **options: Any) -> Rep
             return error.report, str(error), live.group.log
 
     results = run_threads(one)
-    assert len({text for _, text, _ in results}) == 1
+    assert len({as_text(report) for report, *_ in results}) == 1
+    assert len({text for _, text, _ in results[1:]}) == 1 and "\n" not in results[1][1]
+    assert results[0][1] in ("", as_text(results[0][0]) + "Nothing was written.\n")
     assert len({str(log) for *_, log in results}) == 1
     found = [[(d.code, d.title, d.finding.at.label) for d in report.diagnostics] for report, *_ in results]
     assert all(item == found[0] for item in found)
@@ -186,7 +188,7 @@ def test_beyond_the_largest_table_a_sample_is_compared_and_said(monkeypatch: pyt
     assert all(result == results[0] for result in results)
     titles, shift = results[0]
     assert shift > 0
-    assert titles[-1] == [f"one chunk in {2**shift:,} was compared with its copies; later checks take others"]
+    assert titles[-1] == [f"this check compared one chunk in {2**shift:,} with its copies; later checks take others"]
 
 
 def test_too_many_bad_keys_are_counted_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +203,7 @@ def test_too_many_bad_keys_are_counted_not_dropped(monkeypatch: pytest.MonkeyPat
     assert 0 < len(some) < len(everything)
     left = [d.title for d in report.diagnostics if d.code == "LIV213"]
     assert len(left) == 1
-    assert "too many to be compared in one check" in left[0]
+    assert "too many to compare in one check" in left[0]
 
 
 def test_two_keys_of_one_number_cost_one_needless_look(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -163,12 +163,12 @@ FAULTS: Mapping[str, tuple[Callable[[int], dict[str, Any]], str, str]] = {
     "shape": (
         shape_of_rank_1,
         ACCEPTED,
-        "LIV201 the ranks disagree about the global shape of w; float32 [15, 2] on rank 1",
+        "LIV201 the ranks disagree on the global shape of w; float32 [15, 2] on rank 1",
     ),
     "dtype": (
         dtype_of_rank_2,
         ACCEPTED,
-        "LIV201 the ranks disagree about the dtype of w; bfloat16 [16, 2] on rank 2",
+        "LIV201 the ranks disagree on the dtype of w; bfloat16 [16, 2] on rank 2",
     ),
     "two claim one chunk": (two_claim_one_chunk, ACCEPTED, ""),
     "one place, two sizes": (
@@ -180,44 +180,44 @@ FAULTS: Mapping[str, tuple[Callable[[int], dict[str, Any]], str, str]] = {
     "plain shape": (
         plain_shape_differs,
         ACCEPTED,
-        "LIV201 the ranks disagree about the global shape of norm; float32 [4] on rank 2",
+        "LIV201 the ranks disagree on the global shape of norm; float32 [4] on rank 2",
     ),
     "object": (object_differs, ACCEPTED, ""),
     "local shape": (
         local_shape,
         ACCEPTED,
-        "LIV101 the local tensor of w is [5, 2] where (Shard(dim=0)) of [16, 2] on a mesh of [4] gives [4, 2]",
+        "LIV101 the local tensor of w is [5, 2], but (Shard(dim=0)) of [16, 2] on a mesh of [4] gives [4, 2]",
     ),
     "stale placement": (stale_placement, ACCEPTED, ""),
     "strided shard": (
         strided_shard,
         REFUSED,
-        "LIV102 the shard of w is no box: 4 of 16 indices of dim 0 lie in 2 runs",
+        "LIV102 the shard of w is not one box: on dim 0 it holds 4 of 16 indices, in 2 separate runs",
     ),
     "partial": (partial_sum, REFUSED, "LIV106 the values of w are partial sums"),
     "tensor or object": (
         tensor_or_object,
         REFUSED,
-        "LIV201 the ranks disagree about the kind of norm; object [1] on rank 2",
+        "LIV201 the ranks disagree on the kind of norm; object [1] on rank 2",
     ),
     "order of the mesh": (
         order_of_the_mesh,
         ACCEPTED,
-        "LIV103 the chunk list of w is missing: mesh dims cut it in the order (1, 0)",
+        "LIV103 the chunk list of w is missing: mesh axes split it in the order (1, 0)",
     ),
     "order of the spec": (
         order_of_the_spec,
         ACCEPTED,
-        "LIV103 the chunk list of w is missing: mesh dims cut it in the order (1, 0)",
+        "LIV103 the chunk list of w is missing: mesh axes split it in the order (1, 0)",
     ),
     "one-sided override": (one_sided_override, ACCEPTED, "a save writes [0:4, 0:2], a load reads [12:16, 0:2]"),
     "override": (
         override_cuts_another_dim,
         ACCEPTED,
-        "LIV104 the chunk list of w cuts dim 1 to 1 of 4, but no placement shards it",
+        "LIV104 the chunk list of w splits dim 1 (1 of 4), but no placement shards it",
     ),
-    "out of bounds": (out_of_bounds, REFUSED, "LIV105 chunk [13:17, 0:2] of w leaves the tensor"),
-    "payload dtype": (payload_dtype, ACCEPTED, "LIV107 the data of w is bfloat16, the chunk is declared float32"),
+    "out of bounds": (out_of_bounds, REFUSED, "LIV105 chunk [13:17, 0:2] of w reaches outside the tensor"),
+    "payload dtype": (payload_dtype, ACCEPTED, "LIV107 the data of w is bfloat16, but declared as float32"),
     "unsharded state": (unsharded_state, ACCEPTED, "LIV109 the state of optimizer.state.w.exp_avg is a plain tensor"),
 }
 
@@ -281,7 +281,7 @@ def test_cached_plans_are_not_compared_and_that_is_said(tmp_path: Path) -> None:
         return [str(warning.message) for warning in caught if "plan" in str(warning.message)]
 
     first, *others = run_ranks(job)
-    assert first == ["plans that did not change are not compared: ranks 0-3"]
+    assert first == ["torch cached the save plans of ranks 0-3: they were not compared"]
     assert others == [[], [], []]
 
 
@@ -292,7 +292,7 @@ def test_an_asynchronous_save_fails_at_its_result(tmp_path: Path) -> None:
             future.result()
         return unwrapped(str(error.value))
 
-    assert all("LIV201 the ranks disagree about the dtype of w" in text for text in run_ranks(job))
+    assert all("LIV201 the ranks disagree on the dtype of w" in text for text in run_ranks(job))
     assert not list((tmp_path / "step").glob("*"))
 
 

@@ -106,7 +106,7 @@ def test_forms_of_real_checkpoints(name: str, form: str | None) -> None:
 def test_nothing_stands_against_the_layout_that_saved(name: str, layout: dict[str, int]) -> None:
     found = constraints(step_of(name), layout)
     assert said(found, "fails", "drops") == []
-    assert "nothing that Megatron-Core checks stands against" in found[-1].sentence
+    assert "nothing that Megatron-Core checks prevents a load into" in found[-1].sentence
 
 
 def test_what_is_given_up_is_no_loss() -> None:
@@ -114,8 +114,8 @@ def test_what_is_given_up_is_no_loss() -> None:
     layout = {"tp": 1, "dp": 4}
     stopped = constraints(ckpt, layout)
     assert said(stopped, "fails") == [
-        "the optimizer state (dp_reshardable) belongs to its tp and pp (tp 2 to 1, pp 2 to 1): save once more in the "
-        "old layout, with --dist-ckpt-optim-fully-reshardable"
+        "the optimizer state (dp_reshardable) loads only into the tp and pp that saved it (tp 2 to 1, pp 2 to 1): "
+        "save again in the old layout, with --dist-ckpt-optim-fully-reshardable"
     ]
     assert [one.keys for one in stopped if one.effect == "drops"] == [("rng_state",)]
     assert all("optimizer" in key for key in stopped[0].keys) and len(stopped[0].keys) > 10
@@ -140,7 +140,7 @@ def test_what_only_some_versions_refuse_is_a_note_until_the_version_is_named() -
 def test_without_optimizer_state() -> None:
     ckpt = step_of("megatron_0.19_tp2")
     assert said(constraints(ckpt, {"tp": 2}), "fails") == [
-        "it holds no optimizer state: Megatron-LM loads it with --no-load-optim or --finetune only"
+        "it holds no optimizer state: Megatron-LM loads it only with --no-load-optim or --finetune"
     ]
     assert said(constraints(ckpt, {"tp": 2}, frozenset({"optim"})), "fails", "drops") == []
     assert "common.pt" in said(constraints(ckpt, {"tp": 2}, frozenset({"optim"}), (0, 18)), "fails")[0]
@@ -224,17 +224,25 @@ def test_an_uneven_cut_of_the_layers_is_not_judged(tmp_path: Path) -> None:
     [
         (2, {}, ""),
         (1, {}, ""),
-        (4, {"vocab_size": 33}, "padded to 64 rows in place of 40: 24 rows of padding more"),
-        (1, {"vocab_size": 20}, "padded to 24 rows in place of 32: 8 rows of padding fewer"),
+        (
+            4,
+            {"vocab_size": 33},
+            "pads the vocabulary to 64 rows, not 40: 24 more rows of padding, and no token",
+        ),
+        (
+            1,
+            {"vocab_size": 20},
+            "pads the vocabulary to 24 rows, not 32: 8 fewer rows of padding, and no token",
+        ),
         (4, {"vocab_size": None}, ""),
-        (8, {"vocab_size": None}, "padded anew to a multiple of 64 rows (now 32)"),
+        (8, {"vocab_size": None}, "pads the vocabulary to a multiple of 64 rows (now 32)"),
     ],
 )
 def test_padding_of_the_vocabulary(tmp_path: Path, tp: int, args: dict[str, Any], note: str) -> None:
     rows = 40 if args.get("vocab_size") == 33 else 32
     weights = {"embedding.word_embeddings.weight": {"shape": [rows, 4], "chunks": [":, :"]}}
     found = constraints(made(tmp_path, args, tensors=weights | OPTIMIZER), SAME | {"tp": tp})
-    about = [one for one in found if "vocabulary is padded" in one.sentence]
+    about = [one for one in found if "pads the vocabulary" in one.sentence]
     assert [note in one.sentence for one in about] == ([True] if note else [])
     assert all(one.effect == "note" for one in about)
 
@@ -272,7 +280,7 @@ def test_random_states_that_are_missing(tmp_path: Path) -> None:
 def test_a_release_needs_neither_optimizer_nor_random_states(tmp_path: Path) -> None:
     found = constraints(made(tmp_path / "release", tensors=WEIGHTS, objects=[]), SAME | {"tp": 1})
     assert said(found, "fails", "drops") == []
-    assert said(found, "note")[0].startswith("a release is loaded without optimizer")
+    assert said(found, "note")[0].startswith("Megatron-LM loads a release without optimizer")
     assert len(said(constraints(made(tmp_path / "iter_0000001", tensors=WEIGHTS, objects=[]), SAME), "fails")) == 2
 
 
@@ -312,8 +320,10 @@ def test_arguments_that_are_missing(tmp_path: Path) -> None:
     table = {"tensors": WEIGHTS | OPTIMIZER, "megatron": True, "common": {}}
     found = constraints(load_folder(write_checkpoint(table, tmp_path)), SAME)
     assert said(found, "fails", "drops") == []
-    assert [one.guessed for one in found if "no arguments of the job lie" in one.sentence] == [True]
-    assert any(one.sentence.startswith("with megatron-core 0.15: there are no arguments") for one in found)
+    assert [
+        one.guessed for one in found if "holds no arguments of the job: ckptlint did not judge" in one.sentence
+    ] == [True]
+    assert any(one.sentence.startswith("with megatron-core 0.15: the checkpoint holds no arguments") for one in found)
 
 
 def test_every_constraint_that_keeps_a_load_from_working_has_a_source(tmp_path: Path) -> None:
@@ -358,8 +368,8 @@ def test_experts_over_tensor_ranks() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "says"),
     [
-        ("fsdp2_4r", {"give_up": ["optim"]}, "concern its own checkpoints only"),
-        ("megatron_tp2_pp2", {"give_up": ["data"]}, "'data' cannot be given up"),
+        ("fsdp2_4r", {"give_up": ["optim"]}, "are for checkpoints of Megatron-Core only"),
+        ("megatron_tp2_pp2", {"give_up": ["data"]}, "a load can leave out optim and rng, not 'data'"),
         ("megatron_tp2_pp2", {"megatron": "new"}, "is not a version of megatron-core"),
     ],
 )

@@ -35,15 +35,15 @@ def test_sizes_of_axes(text: str, sizes: dict[str, int], world: int) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("", "no axis"),
-        ("dp", "no axis"),
-        ("dp=", "no axis"),
-        ("dp=2.5", "no axis"),
-        ("dp=1e3", "no axis"),
+        ("", "is not an axis"),
+        ("dp", "is not an axis"),
+        ("dp=", "is not an axis"),
+        ("dp=2.5", "is not an axis"),
+        ("dp=1e3", "is not an axis"),
         ("zero=3", "there is no axis 'zero'"),
-        ("dp=0", "no size"),
-        ("dp=-2", "no size"),
-        ("dp=" + "9" * 4000, "no size"),
+        ("dp=0", "is not the size"),
+        ("dp=-2", "is not the size"),
+        ("dp=" + "9" * 4000, "is not the size"),
         ("dp=2,fsdp=2", "twice"),
         ("dp=100000,tp=100000", "at most"),
         ("dp=4,ep=3", "does not divide"),
@@ -147,7 +147,7 @@ def test_experts_go_to_ep_ranks() -> None:
 def test_a_guess_is_marked_and_what_the_cuts_show_is_none() -> None:
     guesses = {item.sentence: item.keys for item in quick_job(ckptlint.load(REAL / "fsdp2_4r"), "tp=2").known}
     assert all(item.guessed for item in quick_job(ckptlint.load(REAL / "fsdp2_4r"), "tp=2").known)
-    assert "model.layers.0.attention.wo.weight" in guesses["tp cuts axis 1, by what the tensor does"]
+    assert "model.layers.0.attention.wo.weight" in guesses["tp cuts axis 1, as is usual for such a tensor"]
     shown = quick_job(ckptlint.load(REAL / "megatron_tp2_pp2"), "tp=2,pp=2")
     assert not any("tp cuts" in item.sentence for item in shown.known)  # the chunks are those of tp ranks
 

@@ -34,6 +34,17 @@ def test_generated_pages_are_fresh_and_small(make: ModuleType) -> None:
     assert sum(len(text.encode()) for text in pages.values()) < LIMIT
 
 
+def test_what_a_page_prints_holds_no_number_or_list_of_all_rules(make: ModuleType) -> None:
+    text = make.printed("```console\n$ ckptlint fixtures/real/edit_base --verbose\n```")
+    lines = [
+        "Passed: N rules ran in 0.05 s, N had nothing to judge.",
+        "Tensor bytes were not read: --depth headers adds N rules, --depth data N.",
+    ]
+    assert all(f"\n{line}\n" in text for line in lines)
+    assert not re.search(r"[A-Z]{3}\d{3}", text), "a new rule would change the page"
+    assert "\n  ...\n" in text
+
+
 def test_the_page_of_a_rule_that_is_gone_goes_too(make: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "rules").mkdir()
     (tmp_path / "rules" / "GEO999.md").write_text("# a rule that was removed")

@@ -15,6 +15,7 @@ from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from support import REAL, REPOSITORY, run
@@ -22,6 +23,7 @@ from support import REAL, REPOSITORY, run
 import ckptlint
 from ckptlint.lint.report import Report
 from ckptlint.model.layout import Box
+from ckptlint.reporters import full, junit
 from ckptlint.reporters.html import page as html
 from ckptlint.reporters.style import Style
 from ckptlint.testing import load_folder, write_checkpoint
@@ -31,7 +33,7 @@ pytestmark = pytest.mark.ci
 VOID = {"meta", "link", "br", "hr", "img", "input"}
 ELEMENTS = """
 html head meta title link style body header main section nav article figure figcaption div span p h1 h2 h3 ul li dl dt
-dd table thead tbody tr th td a b pre details summary svg defs pattern rect path text
+dd table thead tbody tr th td a b pre details summary input label svg defs pattern rect path text
 """
 HOSTILE = "</code><script>alert(1)</script><img src=x onerror=alert(2)>&amp;'\"{{ 7*7 }}{% x %}"
 
@@ -42,6 +44,7 @@ class Page(HTMLParser):
     Attributes:
         tags: every element in order, with its attributes.
         texts: the text by the name of the innermost element.
+        source: the page as it is.
     """
 
     def __init__(self, text: str) -> None:
@@ -49,6 +52,7 @@ class Page(HTMLParser):
         self.tags: list[tuple[str, dict[str, str]]] = []
         self.texts: list[tuple[str, str]] = []
         self.stack: list[str] = []
+        self.source = text
         self.feed(text)
         self.close()
         assert not self.stack
@@ -190,6 +194,62 @@ def test_the_graph_of_an_axis_has_a_dashed_link_where_one_is_missing() -> None:
     assert len(page.all("path", "link")) == 4
 
 
+def test_a_pass_says_what_was_not_read_as_the_terminal_does() -> None:
+    for depth in ("files", "data"):
+        report = ckptlint.check(REAL / "fsdp2_4r", depth=depth)
+        text = " ".join(full.render(report, Style()).split())
+        page = Page(html.render(report, Style()))
+        (said,) = (sentence for _, sentence in page.texts if sentence.startswith(("Tensor bytes", "Every record")))
+        assert "Passed" in page.text and said in text
+        assert ("Tensor bytes were not read" in said) == (depth == "files")
+
+
+def test_all_formats_agree_on_how_many_rules_ran() -> None:
+    report = ckptlint.check(REAL / "fsdp2_4r_hole")
+    page = Page(html.render(report, Style()))
+    words = [text for _, text in page.texts]
+    ran, idle, silent = (
+        int(words[words.index(name) + 1]) for name in ("rules that ran", "nothing to judge", "not run")
+    )
+    assert f"{ran} rules ran" in full.render(report, Style()) and ran + idle + silent == len(report.rules)
+    cases = ElementTree.fromstring(junit.render(report, Style())).findall(".//testcase")
+    assert sum(case.find("skipped") is None and case.find("error") is None for case in cases) == ran
+    others = sum(code not in {rule.code for rule in report.rules} for code in report.checkpoints[0].not_run)
+    lists = [len(re.findall("<li", part)) for part in re.findall(r'<ul class="codes">.*?</ul>', page.source, re.DOTALL)]
+    assert lists == [ran] and page.source.count('<dt class="code">') == idle + silent + others
+
+
+def test_when_and_how_the_page_was_made(tmp_path: Path) -> None:
+    target, settings = tmp_path / "report.html", tmp_path / "ckptlint.toml"
+    settings.write_text('depth = "metadata"\n')
+    assert run(REAL / "fsdp2_4r", "--config", settings, "--output", target, "-qq").returncode == 0
+    words = [text for _, text in Page(target.read_text(encoding="utf-8")).texts]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d [+-]\d{4}, checked in .* s", words[words.index("date") + 1])
+    command = words[words.index("command") + 1]
+    assert command.startswith("ckptlint ") and f"{REAL / 'fsdp2_4r'} --config {settings}" in command
+    assert words[words.index("version") + 1] == f"ckptlint {ckptlint.__version__}"
+    assert str(settings) in words[words.index("settings") + 1]
+    assert "no settings file" in parsed("fsdp2_4r").text
+
+
+def test_healthy_neighbours_of_a_hole_are_not_marked() -> None:
+    assert not parsed("fsdp2_4r_hole").all("tr", "concerned")
+    assert len(parsed("overlap_and_gap_same_volume").all("tr", "concerned")) == 2
+
+
+def test_findings_name_their_ranks() -> None:
+    report = ckptlint.check(REAL / "overlap_and_gap_same_volume")
+    part = report.checkpoints[0]
+    part.diagnostics[:] = [
+        replace(item, finding=replace(item.finding, at=replace(item.finding.at, ranks=(2, 3, 5))))
+        for item in part.diagnostics
+    ]
+    page = Page(html.render(report, Style()))
+    assert len(page.all("td", "ranks")) == 2 and [text for _, text in page.texts].count("2-3,5") == 2
+    # once in the finding about the hole, once in the line of its tensor
+    assert [text for _, text in page.texts if text.startswith("missing from")] == ["missing from ranks 2-3,5"] * 2
+
+
 def test_every_tensor_has_a_strip_and_the_concerned_ones_show_where() -> None:
     page = parsed("fsdp2_4r_hole")
     assert len(page.all("svg", "strip")) == 21
@@ -255,9 +315,9 @@ def test_a_large_report_stays_small_and_quick(tmp_path: Path) -> None:
     assert time.process_time() - started < 30  # about 1.5 s
     assert len(part.groups) == 1000 and len(text.encode()) < 10_000_000
     assert text.count("<article ") == 1000 and text.count('<svg class="strip"') == html.STRIP_LIMIT
-    assert "500 more tensors are left out." in text
+    assert "500 more tensors are left out; all with findings are above." in text
     assert 200 < text.count('<svg class="map"') < 1000
-    assert "The picture is left out" in text
+    assert "This page has no room left for the picture" in text
 
 
 def test_the_command_line_writes_it(tmp_path: Path) -> None:
@@ -386,6 +446,42 @@ def test_nothing_overflows(browser: Any, site: tuple[str, list[str]]) -> None:
             unfold(browser)
             assert browser.execute_script("return document.scrollingElement.scrollWidth") <= width, (name, width)
             assert browser.execute_script(OVERFLOWING) == [], (name, width)
+
+
+def test_no_column_is_cut_off_on_a_narrow_screen(browser: Any, site: tuple[str, list[str]]) -> None:
+    cut = """
+    return [...document.querySelectorAll('table, svg.map, svg.chain')].filter(e => e.checkVisibility()).filter(e =>
+      e.scrollWidth > e.clientWidth + 1 || e.getBoundingClientRect().right > innerWidth + 0.5
+    ).map(e => e.outerHTML.slice(0, 120));
+    """
+    for width in (320, 400, 490):
+        for name in [*SHOWN, "several", "hostile"]:
+            visit(browser, f"{site[0]}/{name}.html", width)
+            unfold(browser)
+            assert browser.execute_script(cut) == [], (name, width)
+    names = "return getComputedStyle(document.querySelector('.chunks td'), '::before').content"
+    visit(browser, f"{site[0]}/fsdp2_4r_hole.html", 400)
+    assert browser.execute_script(names) == '"region"'
+    visit(browser, f"{site[0]}/fsdp2_4r_hole.html", 1280)
+    assert browser.execute_script(names) == "none"
+
+
+def test_only_with_findings_hides_what_has_none(browser: Any, site: tuple[str, list[str]]) -> None:
+    visit(browser, f"{site[0]}/several.html")
+    unfold(browser)
+    shown = "return [...document.querySelectorAll(arguments[0])].filter(e => e.checkVisibility()).length"
+    rows, flagged = (browser.execute_script(shown, kind) for kind in (".row", ".row.flagged"))
+    parts = browser.execute_script(shown, "section.checkpoint")
+    assert rows > flagged > 0
+    for box in browser.find_elements("css selector", ".appendix .only"):
+        box.click()
+    box = browser.find_element("id", "only")
+    assert browser.execute_script(shown, "section.checkpoint") == parts == len(SHOWN)
+    box.click()
+    assert browser.execute_script(shown, "section.checkpoint") == parts - 2
+    assert browser.execute_script(shown, ".row") == browser.execute_script(shown, ".row.flagged") == flagged
+    box.click()
+    assert browser.execute_script(shown, "section.checkpoint") == parts
 
 
 def test_text_has_contrast_in_light_and_dark(browser: Any, site: tuple[str, list[str]]) -> None:

@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,7 +35,7 @@ from ckptlint.model.checkpoint import FORMAT_NAMES, Format
 from ckptlint.model.text import printable
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
-from ckptlint.rule import Finding, Rule
+from ckptlint.rule import Finding, Location, Rule
 from ckptlint.testing import held_by_ranks, read_cases, write_checkpoint
 
 pytestmark = pytest.mark.ci
@@ -205,6 +205,105 @@ def test_gitlab_has_what_gitlab_asks_for(report: Report) -> None:
         assert issue["location"]["path"] and issue["location"]["lines"]["begin"] == 1
     prints = [issue["fingerprint"] for issue in issues]
     assert len(set(prints)) == len(prints)
+
+
+# ---------------------------------------------------------------- what every format takes from one place
+
+
+def test_every_format_says_the_same_of_the_rules_that_ran(report: Report) -> None:
+    document = json.loads(render(report, "json"))
+    suites = JUnitXml.fromstring(render(report, "junit").encode())
+    for part, told, suite in zip(report.checkpoints, document["checkpoints"], suites, strict=False):
+        own = report.rule_counts_of(part)
+        assert told["rules"] == asdict(own)
+        assert sum(told["rules"].values()) == len(report.rules) == suite.tests
+        assert suite.tests - suite.skipped - suite.errors == own.ran
+        assert {p.name: p.value for p in suite.properties()}["rules that ran"] == f"{own.ran:,}"
+    assert document["rules"] == asdict(report.rule_counts)
+    assert sum(document["rules"].values()) == len(document["tool"]["rules"])
+    assert report.rule_counts.ran >= max(report.rule_counts_of(part).ran for part in report.checkpoints)
+    for format_ in ("full", "markdown", "github", "statistics"):
+        assert f"{report.rule_counts.ran} rules ran " in render(report, format_) or report.rule_counts.failed
+
+
+def test_what_could_not_run_names_its_checkpoint_and_nothing_else() -> None:
+    text = " ".join(render(check("fsdp2_4r", "metadata_truncated"), "full").split())
+    blocked = len(check("metadata_truncated").checkpoints[0].blocked)
+    assert f"{blocked} rules could not run on fixtures/real/metadata_truncated: they need a readable .metadata." in text
+    (one,) = [line for line in render(check("metadata_truncated"), "full").splitlines() if "could not run" in line]
+    assert one == f"{blocked} rules could not run: they need a readable .metadata."
+
+
+def test_a_pass_says_what_a_deeper_look_adds() -> None:
+    lines = render(check("fsdp2_4r"), "full").splitlines()
+    counts = [
+        sum(not (rule.live or rule.expects) and rule.needs in deeper for rule in load_rules())
+        for deeper in (("headers",), ("headers", "data"))
+    ]
+    assert lines[-1] == (
+        f"Tensor bytes were not read: --depth headers adds {counts[0]} rules, --depth data {counts[1]}."
+    )
+    assert lines[-2].startswith("Passed: ")
+    assert "2 checkpoints passed: " in render(check("fsdp2_4r", "hsdp_2x2"), "full")
+
+
+def test_verbose_of_a_healthy_checkpoint_fits_on_a_screen_and_names_every_rule() -> None:
+    report = check("fsdp2_4r")
+    text = render(report, "full", Style(verbose=True))
+    assert len(text.splitlines()) <= 40
+    (part,) = report.checkpoints
+    silent = {*part.not_run, *part.not_applicable}
+    named = set()
+    for family, numbers in re.findall(r"\b([A-Z]{3})((?:\d{3}(?:-\d{3})?,?)+)", text.partition("slowest")[0]):
+        for first, _, last in (item.partition("-") for item in numbers.split(",")):
+            named |= {f"{family}{number:03d}" for number in range(int(first), int(last or first) + 1)}
+    assert silent <= named
+
+
+def inferring(rank: int | None = None) -> Report:
+    """The report of a rule that infers what it finds, and knows the rank or not."""
+
+    def check_(ckpt: Any) -> Iterator[Finding]:
+        place = Location("w", file="__2_0.distcp", ranks=() if rank is None else (rank, 0))
+        yield Finding("one row is missing{of}", place, inferred_from="the shapes of layers 0-3", hint="save again")
+
+    rule = next(rule for rule in load_rules() if rule.code == "GEO004")
+    return pipeline.run([str(REAL / "fsdp2_4r")], [Rule(rule.code, rule.name, rule.severity, check_)])
+
+
+@pytest.mark.parametrize("format_", ["full", "concise", "github", "gitlab", "junit", "sarif", "markdown", "html"])
+def test_what_a_finding_was_inferred_from_is_in_every_format(format_: str) -> None:
+    text = " ".join(render(inferring(), format_).split())
+    assert "from the shapes of layers 0-3" in text
+    if format_ not in ("html", "sarif"):
+        assert text.count("inferred from the shapes of layers 0-3") == 1
+
+
+def test_json_has_the_ranks_and_the_inference_as_fields() -> None:
+    def finding(report: Report) -> Any:
+        return json.loads(render(report, "json"))["checkpoints"][0]["findings"][0]
+
+    assert finding(inferring())["ranks"] == [2]  # the name of the file tells it
+    assert finding(inferring(3))["ranks"] == [0, 3]
+    assert finding(inferring())["inferred_from"] == "the shapes of layers 0-3"
+    assert all(note["label"] != "inferred" for note in finding(inferring())["notes"])
+    hole = finding(check("fsdp2_4r_hole"))
+    assert (hole["ranks"], hole["inferred_from"]) == ([], None)
+    jsonschema.validate(json.loads(render(inferring(3), "json")), SCHEMA)
+    document = json.loads(render(inferring(), "sarif"))
+    assert document["runs"][0]["results"][0]["properties"] == {
+        "ranks": [2],
+        "inferredFrom": "the shapes of layers 0-3",
+    }
+
+
+def test_json_accounts_for_every_file() -> None:
+    (part,) = json.loads(render(check("fsdp2_4r"), "json"))["checkpoints"]
+    assert part["files"]["payload"] == {"ok": part["totals"]["files"]}
+    assert sum(part["files"]["beside"].values()) == len(part["step_files"])
+    (gone,) = json.loads(render(check("distcp_missing"), "json"))["checkpoints"]
+    assert gone["files"]["payload"]["absent"] == 1
+    assert sum(gone["files"]["payload"].values()) == gone["totals"]["files"]
 
 
 # ---------------------------------------------------------------- each format

@@ -148,7 +148,7 @@ def held_of(found: Sequence[Leaf], known: Mapping[int, list[Held]]) -> list[Held
             if items is None:
                 items = READERS[kind_of(value)](fqn, value, parts)
             if items and items[0].writer != "mcore" and (first := paths.setdefault(fqn, path)) is not path:
-                clash = _problem("LIV108", f"two entries flatten to one name: {_path(first)} and {_path(path)}")
+                clash = _problem("LIV108", f"two entries have the same key: {_path(first)} and {_path(path)}")
                 items = [item._replace(problems=(*item.problems, clash)) for item in items]
             held.extend(items)
     return _with_unsharded_states(held)
@@ -285,7 +285,7 @@ def _mcore_tensor(fqn: str, value: Any) -> Held:
         # A save leaves data with the prepended axes, and flat data with one axis per axis of the tensor.
         if (data.numel() != sizes[-1]) if cut is not None else tuple(data.shape) not in (local, sizes):
             has, expected = shape_text(data.shape), shape_text(sizes[-1:] if cut is not None else local)
-            problems += (_problem("LIV101", f"the data{{of}} is {has}, the chunk that it declares {expected}"),)
+            problems += (_problem("LIV101", f"the data{{of}} is {has}, but its chunk is declared as {expected}"),)
         if data.dtype != value.dtype:
             problems += (_payload_dtype(data.dtype, value.dtype),)
     problems += _bounds(shape, offsets, sizes)
@@ -303,12 +303,12 @@ def _regular_grid(value: Any, sizes: Shape) -> tuple[Problem, ...]:
         return ()
     for axis, (count, size, offset, local) in enumerate(zip(fragments, shape, offsets, sizes, strict=True)):
         if count * local != size:
-            said = f"{count} fragments of {local} are {count * local} of {size}"
+            said = f"{count} fragments of {local} make {count * local}, not {size}"
         elif local and offset % local:
-            said = f"the offset {offset} is no multiple of the local size {local}"
+            said = f"offset {offset} is not a multiple of the local size {local}"
         else:
             continue
-        return (_problem("LIV110", f"dim {axis}{{of}} is declared a regular grid, but {said}"),)
+        return (_problem("LIV110", f"dim {axis}{{of}} does not fit its grid: {said}"),)
     return ()
 
 
@@ -353,7 +353,7 @@ def _sharded_tensor(fqn: str, value: Any) -> list[Held]:
         if tuple(data.shape) != sizes:
             problems += (
                 _problem(
-                    "LIV101", f"the shard{{of}} is {shape_text(data.shape)}, its metadata says {shape_text(sizes)}"
+                    "LIV101", f"the shard{{of}} is {shape_text(data.shape)}, but its metadata says {shape_text(sizes)}"
                 ),
             )
         if data.dtype != dtype:
@@ -417,10 +417,10 @@ def _dtensor(fqn: str, value: Any, parts: Parts) -> list[Held]:
         return _overridden(fqn, value, part)
     problems = part.problems
     if part.order is not None:
-        said = f"mesh dims cut it in the order {part.order}, a save takes them from left to right"
+        said = f"mesh axes split it in the order {part.order}, a save assumes left to right"
         problems += (_problem("LIV103", f"the chunk list{{of}} is missing: {said}"),)
     if local.shape != part.sizes:
-        said = f"is {shape_text(local.shape)} where {part.declared} gives {shape_text(part.sizes)}"
+        said = f"is {shape_text(local.shape)}, but {part.declared} gives {shape_text(part.sizes)}"
         problems += (_problem("LIV101", f"the local tensor{{of}} {said}"),)
     where = part.shape, part.offsets, part.sizes, part.replica, part.copies
     return [Held(fqn, "tensor", "dtensor", _dtype(local.dtype), *where, local, b"", problems)]
@@ -440,7 +440,7 @@ def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
     declared = f"({', '.join(map(repr, placements))}) of {shape_text(shape)} on a mesh of {shape_text(sizes_of_mesh)}"
     problems: tuple[Problem, ...] = ()
     if any(placement.is_partial() for placement in placements):
-        said = f"the values{{of}} are partial sums, which no save can write: {declared}"
+        said = f"the values{{of}} are partial sums, not reduced yet: {declared}"
         problems += (_problem("LIV106", said),)
     order = None
     if all(map(compat.is_known, placements)):
@@ -448,8 +448,8 @@ def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
         offsets, sizes = layout.box(held, shape)
         for dim, found in enumerate(held):
             if len(found) > 1 and all(sizes):
-                said = f"{sizes[dim]} of {shape[dim]} indices of dim {dim} lie in {len(found)} runs"
-                problems += (_problem("LIV102", f"the shard{{of}} is no box: {said}; {declared}"),)
+                said = f"on dim {dim} it holds {sizes[dim]} of {shape[dim]} indices, in {len(found)} separate runs"
+                problems += (_problem("LIV102", f"the shard{{of}} is not one box: {said}; {declared}"),)
         if (order := compat.shard_order(spec)) is not None:
             other = layout.runs(shape, placements, sizes_of_mesh, coordinate, order)
             order = None if layout.box(other, shape) == (offsets, sizes) else order
@@ -470,7 +470,7 @@ def _overridden(fqn: str, value: Any, part: _Part) -> list[Held]:
     problems = tuple(problem for problem in part.problems if problem.code == "LIV106")
     if _live(read) != _live(written):
         said = f"a save writes {_boxes(written)}, a load reads {_boxes(read)}"
-        problems += (_problem("LIV103", f"the local tensor{{of}} overrides its place on one side: {said}"),)
+        problems += (_problem("LIV103", f"the chunk lists{{of}} contradict each other: {said}"),)
     boxes = written or _live(read)
     if len(boxes) == 1 and not hasattr(local, "_local_shards"):
         problems += _against_placements(value, boxes[0], part)
@@ -484,12 +484,14 @@ def _against_placements(value: Any, box: _Box, part: _Part) -> tuple[Problem, ..
     if len(shape) != len(sizes):
         return ()
     if tuple(local.shape) != sizes:
-        return (_problem("LIV101", f"the local tensor{{of}} is {shape_text(local.shape)}, its chunk {Box(*box)}"),)
+        return (
+            _problem("LIV101", f"the local tensor{{of}} is {shape_text(local.shape)}, but its chunk is {Box(*box)}"),
+        )
     sharded = {placement.dim for placement in value._spec.placements if hasattr(placement, "dim")}
     cut = [dim for dim, (size, whole) in enumerate(zip(sizes, shape, strict=True)) if size != whole]
     if all(sizes) and not sharded.issuperset(cut):
         dim = min(set(cut) - sharded)
-        said = f"cuts dim {dim} to {sizes[dim]} of {shape[dim]}, but no placement shards it: {part.declared}"
+        said = f"splits dim {dim} ({sizes[dim]} of {shape[dim]}), but no placement shards it: {part.declared}"
         return (_problem("LIV104", f"the chunk list{{of}} {said}", voids=False),)
     return ()
 
@@ -541,13 +543,13 @@ def _bounds(shape: Shape, offsets: Shape, sizes: Shape) -> tuple[Problem, ...]:
         return (_problem("LIV105", said),)
     for offset, size, whole in zip(offsets, sizes, shape, strict=True):
         if offset < 0 or size < 0 or offset + size > whole:
-            said = f"chunk {Box(offsets, sizes)}{{of}} leaves the tensor, whose shape is {shape_text(shape)}"
+            said = f"chunk {Box(offsets, sizes)}{{of}} reaches outside the tensor, whose shape is {shape_text(shape)}"
             return (_problem("LIV105", said),)
     return ()
 
 
 def _payload_dtype(data: torch.dtype, declared: torch.dtype) -> Problem:
-    said = f"the data{{of}} is {_dtype(data)}, the chunk is declared {_dtype(declared)}"
+    said = f"the data{{of}} is {_dtype(data)}, but declared as {_dtype(declared)}"
     return _problem("LIV107", said, voids=False)
 
 
@@ -568,7 +570,7 @@ def _with_unsharded_states(held: list[Held]) -> list[Held]:
         item, found = held[i], params.get(path, [])
         if len(found) == 1 and found[0].sizes == item.shape:
             whole = shape_text(found[0].shape)
-            said = f"is a plain tensor of {shape_text(item.shape)}, one shard of its parameter of {whole}"
+            said = f"is a plain tensor {shape_text(item.shape)}, the size of one shard of its parameter {whole}"
             problem = _problem("LIV109", f"the state{{of}} {said}", voids=False)
             held[i] = item._replace(problems=(*item.problems, problem))
     return held

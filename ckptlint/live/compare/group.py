@@ -141,12 +141,12 @@ class TorchGroup:
     def _finish(self, start: Callable[[], Any], name: str) -> None:
         """Wait for a collective without blocking in it, so that a lost rank costs the deadline and not the job."""
         if self._is_broken:
-            raise GroupBroken("the group of live mode was given up earlier")
+            raise GroupBroken("its process group was aborted earlier")
         try:
             work, pause = start(), 1e-5
             while not work.is_completed():
                 if time.monotonic() > self._deadline:
-                    raise TimeoutError(f"{name} did not finish in time")
+                    raise TimeoutError(f"a collective ({name}) did not finish in time")
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.005)
             work.wait()
@@ -154,7 +154,8 @@ class TorchGroup:
             # after an abort the buffers hold anything: nobody reads them
             self._is_broken = True
             self._abort()
-            raise GroupBroken(f"{type(error).__name__}: {error}") from error
+            kind = "" if isinstance(error, TimeoutError) else f"{type(error).__name__}: "
+            raise GroupBroken(f"{kind}{error}") from error
 
     def _abort(self) -> None:
         try:

@@ -6,6 +6,7 @@
     S1   SUM of 3 * BUCKETS + table       the fingerprints; the table again and larger when it overflowed
     S1b  MAX of BUCKETS                   what each holder makes of the table; a healthy check ends here
     S2   MAX of sizes, one gather         only for bad buckets: their records, which every rank then compares
+    S3   a few broadcasts of digests      only for copies that differ: where they do so first
 
 Everything that can fail has happened before: its failure is a word of S0. A rank on which nothing changed brings the
 rows of the last check with new digests, so that one on which something did can send all of them on to S1.
@@ -15,19 +16,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from ckptlint.analysis.held_by_ranks import HeldCell, cells, digest_groups
 from ckptlint.analysis.step_change import Holding
 from ckptlint.analysis.step_change import changes as step_changes
 from ckptlint.live.compare import fingerprints as fp
+from ckptlint.live.compare.difference import first_difference
 from ckptlint.live.compare.group import RankGroup
 from ckptlint.model import RankTable, Remark
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import printable
+from ckptlint.model.text import plural, printable
 from ckptlint.seals.digests import Words
 
 if TYPE_CHECKING:
@@ -43,6 +46,7 @@ _TEXT_LIMIT = 1024
 _NAMED = 64
 _ROW_WORDS = 9
 _SHIFT_LIMIT = 20
+_COMPARED = 8  # kinds of copies that differ of which one each is looked into
 _NEVER = 2**62
 
 
@@ -61,6 +65,8 @@ class Share:
         milliseconds: that making it took.
         origin: what the rows were made of, which the next check compares with its own; None when it cannot.
         is_unchanged: whether the rows are those of `Memory.healthy` but for the digests.
+        contents: what each row holds; empty where contents are not compared.
+        error: what `failure` tells of.
     """
 
     rows: fp.Records
@@ -73,6 +79,8 @@ class Share:
     milliseconds: int = 0
     origin: Any = None
     is_unchanged: bool = False
+    contents: Sequence[Any] = ()
+    error: BaseException | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,7 +183,7 @@ def exchange(group: RankGroup, share: Share, memory: Memory, expect: Mapping[str
     if bad.any() or is_changed:
         parts, left = _gathered(group, share, changes, np.flatnonzero(bad), int(opening[2]))
         if left:
-            remarks.append(_reserve(f"{left:,} more groups of keys look wrong, too many to be compared in one check"))
+            remarks.append(_reserve(f"{left:,} more groups of keys look wrong: too many to compare in one check"))
     memory.turn += 1
     memory.reference, memory.own = common, (share.rows, by_key)
     if has_digests and common is not None and not (memory.shift or bad.any() or is_changed):
@@ -183,7 +191,8 @@ def exchange(group: RankGroup, share: Share, memory: Memory, expect: Mapping[str
         if copies is not None:
             memory.healthy = Healthy(share.settings, share.rows, share.origin, copies, common)
     count = 0 if common is None else len(common.key)
-    return Outcome(_table(group.world, count, parts, tuple(remarks)), common, seconds)
+    table = _table(group.world, count, parts, tuple(remarks))
+    return Outcome(replace(table, differences=_differences(group, share, table)), common, seconds)
 
 
 def _opening(group: RankGroup, share: Share, last: Healthy | None, turn: int) -> IntArray:
@@ -251,13 +260,15 @@ def _reservations(has_digests: bool, uncompared: int, shift: int, unresolved: in
     """What this check did not compare."""
     remarks = []
     if not has_digests:
-        remarks.append(_reserve("contents were not compared: a rank had no memory left for their digests"))
+        remarks.append(_reserve("contents were not compared: a rank ran out of memory for their digests"))
     elif uncompared:
-        remarks.append(_reserve(f"the contents of up to {uncompared:,} values of a rank were not compared"))
+        remarks.append(_reserve(f"the contents of up to {plural(uncompared, 'value')} per rank were not compared"))
     if shift:
-        remarks.append(_reserve(f"one chunk in {2**shift:,} was compared with its copies; later checks take others"))
+        remarks.append(
+            _reserve(f"this check compared one chunk in {2**shift:,} with its copies; later checks take others")
+        )
     if unresolved:
-        remarks.append(_reserve("the holders of some keys were not compared: there are more than the table takes"))
+        remarks.append(_reserve("the holders of some keys were not compared: there are too many keys for one check"))
     return remarks
 
 
@@ -396,6 +407,37 @@ def _table(world: int, keys: int, parts: Sequence[_Part], remarks: tuple[Remark,
     )
 
 
+# ---------------------------------------------------------------- S3: where copies differ
+
+
+def _differences(group: RankGroup, share: Share, table: RankTable) -> dict[tuple[str, str], str]:
+    """Where the copies of a chunk differ first, for one chunk of each split of the ranks."""
+    found: dict[tuple[str, str], str] = {}
+    looked: set[str] = set()
+    for cell in cells(table):
+        groups = digest_groups(table, cell)
+        split = str([table.rank[rows].tolist() for rows in groups])
+        if len(groups) < 2 or split in looked or len(looked) == _COMPARED:
+            continue
+        looked.add(split)
+        one, other = sorted(int(table.rank[rows[0]]) for rows in groups)[:2]
+        is_object = bool(table.is_object[cell.rows[0]])
+        mine = _held_at(share, cell) if group.rank in (one, other) else None
+        found[cell.fqn, str(cell.box)] = first_difference(group, (one, other), mine, None if is_object else cell.box)
+    return found
+
+
+def _held_at(share: Share, cell: HeldCell) -> Any:
+    """What this rank holds of a chunk."""
+    rows, width = share.rows, len(cell.box.sizes)
+    for i, fqn in enumerate(rows.fqns if share.contents else ()):
+        if fqn == cell.fqn or printable(fqn) == cell.fqn:
+            place = tuple(rows.offsets[i, :width].tolist()), tuple(rows.sizes[i, :width].tolist())
+            if place == (cell.box.offsets, cell.box.sizes):
+                return share.contents[i]
+    return None
+
+
 # ---------------------------------------------------------------- keys that vanished, appeared or changed
 
 
@@ -417,8 +459,10 @@ def _changes(
         is_here = np.isin(wanted, common.key)
         gone = [fqn for fqn, here in zip(expect, is_here, strict=True) if not here]
         new = _named(rows, by_key, common.key[~np.isin(common.key, wanted)])
-        remarks = [Remark(-1, fqn, "LIV208", "no rank holds any part{of}, which is expected") for fqn in gone]
-        remarks += [Remark(-1, fqn, "LIV208", f"{what}{{of}} is held and not expected") for fqn, what in new.items()]
+        remarks = [Remark(-1, fqn, "LIV208", "no rank holds any part{of}, which you expect") for fqn in gone]
+        remarks += [
+            Remark(-1, fqn, "LIV208", f"{what}{{of}} is not among the expected keys") for fqn, what in new.items()
+        ]
         return not is_here.all() or len(common.key) > len(wanted), remarks
     before = memory.reference
     if before is None or memory.own is None or not len(before.key):

@@ -24,7 +24,7 @@ Undo = Callable[[], None]
 """Takes a patch back."""
 
 
-def check_save(state_dict: Mapping[Any, Any], path: object, **options: Any) -> None:
+def check_save(state_dict: api.State, path: object, **options: Any) -> None:
     """Check what all ranks are about to save under a path, which may have been saved to before; see `live.check`."""
     if not api.is_off():
         api.installed().check(state_dict, tag=path, repeats=True, **options)
@@ -33,10 +33,10 @@ def check_save(state_dict: Mapping[Any, Any], path: object, **options: Any) -> N
 def patch_dcp(**options: Any) -> Undo:
     """From now on check before every `torch.distributed.checkpoint.save` and `async_save`; see `live.check`.
 
-    The functions are replaced where callers look them up: `import torch.distributed.checkpoint as dcp; dcp.save(...)`,
-    or an import inside of a function. A name that was imported from the module before keeps the old one. `state_dict()`
-    of Stateful values is called once, on the calling thread. A save that not all ranks make (`no_dist`, a smaller
-    process group) is not checked.
+    It replaces the functions where callers look them up: `import torch.distributed.checkpoint as dcp; dcp.save(...)`,
+    or an import inside a function. A name imported from the module earlier keeps the old one. `state_dict()` of
+    Stateful values is called once, on the calling thread; if it raises on one rank, no rank saves. A save that not all
+    ranks make (`no_dist`, a smaller process group) is not checked.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -58,9 +58,10 @@ def _checked(original: Callable[..., Any], options: Mapping[str, Any]) -> Callab
             return original(state_dict, **arguments)
         writer = arguments.get("storage_writer")
         path = arguments.get("checkpoint_id") or getattr(writer, "path", "")
-        state = dict(resolved(state_dict))
+        # made within the check, which tells all ranks of one on which `state_dict()` raises
+        state = functools.cache(lambda: dict(resolved(state_dict)))
         check_save(state, path, resolve_stateful=False, **options)
-        return original(state, **arguments)
+        return original(state(), **arguments)
 
     return save
 
@@ -78,12 +79,12 @@ class SaveLint(_Planner):
     """Mixin for a SavePlanner that judges the metadata of a save and sends nothing of its own.
 
     `class Planner(SaveLint, DefaultSavePlanner): ...` and `dcp.save(state_dict, planner=Planner(), ...)`. Each rank
-    judges what it holds, the coordinator compares the plans of all ranks before those of replicas are dropped. Contents
-    are not compared. What `enable_plan_caching` keeps from the second save on is not compared again.
+    judges what it holds; the coordinator compares the plans of all ranks before torch drops those of replicas. Contents
+    are not compared, nor are plans again that `enable_plan_caching` keeps from the second save on.
 
     Raises:
-        CheckpointError: something is wrong; torch passes it on to all ranks as CheckpointException, and no file is
-            written. What is merely suspicious is a warning.
+        CheckpointError: there is an error; torch raises CheckpointException from it on all ranks, and no file is
+            written. Warnings only warn.
 
     Source:
         torch 2.13 torch.distributed.checkpoint.state_dict_saver._save_state_dict (order of the calls)
@@ -99,6 +100,7 @@ class SaveLint(_Planner):
     def create_global_plan(self, all_plans: list[Any]) -> Any:
         """The plan of all ranks, after theirs were compared; on the coordinator only."""
         _judge(compare(all_plans), "save plans")
+        api.announce(len(all_plans))
         return super().create_global_plan(all_plans)
 
 
@@ -114,7 +116,7 @@ def compare(plans: Sequence[Any]) -> RankTable:
     """
     cached = [rank for rank, plan in enumerate(plans) if not getattr(plan, "usable", True)]
     if cached:
-        warnings.warn(f"plans that did not change are not compared: {named_ranks(cached)}", stacklevel=3)
+        warnings.warn(f"torch cached the save plans of {named_ranks(cached)}: they were not compared", stacklevel=3)
     described: dict[str, object] = {}
     sizes: dict[tuple[str, Any], Any] = {}
     torn: set[str] = set()
@@ -144,6 +146,6 @@ def _judge(table: RankTable, path: str) -> None:
     """Raise what is wrong, warn of what is suspicious, in the words of `live.check`."""
     report = api.judge(table, path, 0.0)
     if report.fails:
-        raise CheckpointError(api.as_text(report))
+        raise CheckpointError(f"{api.as_text(report)}{api.REFUSED}\n")
     if any(item.severity >= Severity.WARNING for item in report.diagnostics):
         warnings.warn(api.as_text(report), stacklevel=3)

@@ -1,4 +1,4 @@
-"""Hooks of trainers that save whole copies of the model; those that save through DCP need `patch_dcp` alone."""
+"""Hooks of trainers that save whole copies of the model; those that save through DCP need only `patch_dcp`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from ckptlint.live.hooks.dcp import check_save
 
 
 def accelerate_hook(models: Sequence[Any], weights: Sequence[Mapping[str, Any]], output_dir: str) -> None:
-    """For `accelerator.register_save_state_pre_hook`: the copies of the model that data-parallel ranks hold are equal.
+    """For `accelerator.register_save_state_pre_hook`: data-parallel ranks hold equal copies of the model.
 
-    With FSDP accelerate has saved through DCP before it calls this hook, and hands over no weights: use `patch_dcp`.
+    With FSDP, accelerate saves through DCP before it calls this hook, and passes no weights: use `patch_dcp`.
 
     Source:
         accelerate 1.15 accelerate.Accelerator.save_state
@@ -21,7 +21,7 @@ def accelerate_hook(models: Sequence[Any], weights: Sequence[Mapping[str, Any]],
 
 
 class LightningCheck:
-    """Mixin for a Lightning Callback: what is saved of model and optimizers is equal on all data-parallel ranks.
+    """Mixin for a Lightning Callback: all data-parallel ranks hold the same model and optimizer states at a save.
 
     `class Check(LightningCheck, Callback): ...` and `Trainer(callbacks=[Check()])`. Strategies that save through DCP
     (FSDPStrategy, ModelParallelStrategy) need `patch_dcp` instead.

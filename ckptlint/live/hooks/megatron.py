@@ -15,9 +15,9 @@ UNEQUAL = ("*param_groups*", "*rerun_state_machine*")
 def patch_mcore(**options: Any) -> Undo:
     """From now on check before every `megatron.core.dist_checkpointing.save`; see `live.check`.
 
-    Megatron-LM and Megatron-Bridge call it as an attribute of the module, which is replaced. What is checked is the
-    state as the trainer hands it over: all replicas are there, and factories are built once more and dropped. Of the
-    common state, which rank 0 alone saves, `UNEQUAL` below is not compared.
+    Megatron-LM and Megatron-Bridge call it as an attribute of the module, which this replaces. It checks the state as
+    the trainer passes it: with all replicas, and with factories built once more for the check. Of the common state,
+    which only rank 0 saves, `UNEQUAL` below is not compared.
 
     Raises:
         ImportError: megatron-core is not installed.

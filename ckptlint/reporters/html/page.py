@@ -6,7 +6,9 @@ The page is `report.html.jinja` with `report.css`; here is what it shows. Every 
 from __future__ import annotations
 
 import hashlib
+import time
 from base64 import b64encode
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,8 +22,8 @@ from ckptlint.lint.steps import steps_in
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.checkpoint import FORMAT_NAMES
 from ckptlint.model.layout import Box, Layout
-from ckptlint.model.text import human_bytes, plural
-from ckptlint.reporters.full import STEP_COLUMNS, account, also, place_of, step_lines, step_rows
+from ckptlint.model.text import human_bytes, named_ranks, plural, ranges, shape_text
+from ckptlint.reporters.full import STEP_COLUMNS, account, also, left_unread, place_of, step_lines, step_rows
 from ckptlint.reporters.html import svg
 from ckptlint.reporters.style import Style, cut
 from ckptlint.rule import SECTIONS, Finding
@@ -37,14 +39,15 @@ STRIP_LIMIT = 2000
 """Tensors shown in the appendix, over all checkpoints; those that a finding concerns come first."""
 
 PICTURE_LIMIT = 5_000_000
-"""Characters of markup for pictures and chunk tables; the findings behind that have their sentences and notes only."""
+"""Characters of markup for pictures and chunk tables; later findings have their sentences and notes only."""
 
 _CHUNK_LIMIT = 16
 _MARK_LIMIT = 64
 _GRAPH_LIMIT = 4096  # chunks of a tensor: the graph is made of Python objects
 _SAME_ROLE = 6  # tensors of one role in one layer that are not folded away
+_OPEN_LIMIT = 60  # tensors in the layers with findings, up to which these are open from the start
 _LEGEND = {
-    "gap": "in no chunk",
+    "gap": "missing: in no chunk",
     "overlap": "in several chunks",
     "outside": "outside the tensor",
     "boundary": "a cut of other chunks",
@@ -59,7 +62,7 @@ def render(report: Report, style: Style) -> str:
     room = STRIP_LIMIT
     parts = []
     for number, part in enumerate(report.checkpoints, 1):
-        parts.append(_checkpoint(part, f"c{number}", room, work))
+        parts.append(_checkpoint(report, part, f"c{number}", room, work))
         room -= parts[-1]["appendix"]["shown"]
     return _template().render(
         **frame(),
@@ -67,8 +70,10 @@ def render(report: Report, style: Style) -> str:
         verdict=report.verdict,
         shown=_VERDICTS[report.verdict],
         sentence=_sentence(report),
+        unread=left_unread(report),
         counts=[(level, report.counts[level]) for level in ("error", "warning", "info")],
         totals=_totals(report),
+        origin=_origin(report),
         steps=_steps(report),
         messages=[*report.unreadable, *report.not_found],
         parts=parts,
@@ -137,16 +142,16 @@ def _sentence(report: Report) -> str:
         return "Nothing was checked."
     found = [plural(report.counts[level], level) for level in ("error", "warning") if report.counts[level]]
     where = plural(len(report.checkpoints), "checkpoint")
-    unread = sum(not part.checkpoint.readable for part in report.checkpoints)
+    blind = sum(not part.checkpoint.readable for part in report.checkpoints)
     unfinished = {code for part in report.checkpoints for code in part.failed}
-    sentences = [f"{' and '.join(found)} in {where}." if found else f"Nothing wrong was found in {where}."]
-    if unread:
-        of = "Its" if len(report.checkpoints) == 1 else f"In {unread} of them the"
-        sentences.append(f"{of} tensors could not be read, so most rules could not run.")
+    sentences = [f"{' and '.join(found)} in {where}." if found else f"No rule found anything wrong in {where}."]
+    if blind:
+        whose = "Its tensors" if len(report.checkpoints) == 1 else f"The tensors of {blind} of them"
+        sentences.append(f"{whose} could not be read, so most rules could not run.")
     if unfinished:
         sentences.append(f"Rules that did not finish: {', '.join(sorted(unfinished))}.")
     if report.unreadable:
-        sentences.append("Not everything could be opened.")
+        sentences.append("Some paths or files could not be opened.")
     return " ".join(sentences)
 
 
@@ -156,10 +161,20 @@ def _totals(report: Report) -> list[tuple[str, str]]:
         ("checkpoints", f"{len(checkpoints):,}"),
         ("tensors", f"{sum(len(ckpt.tensors) for ckpt in checkpoints):,}"),
         ("payload", human_bytes(sum(ckpt.total_bytes for ckpt in checkpoints))),
-        ("rules", f"{len(report.rules):,}"),
+        ("rules that ran", f"{report.rule_counts.ran:,}"),
+        ("nothing to judge", f"{report.rule_counts.not_applicable:,}"),
+        ("not run", f"{report.rule_counts.not_run + report.rule_counts.failed:,}"),
         ("depth", report.depth),
-        ("time", f"{report.seconds:.2f} s"),
-        *([("settings", report.settings)] if report.settings else []),
+    ]
+
+
+def _origin(report: Report) -> list[tuple[str, str]]:
+    """When, how and by what the page was made."""
+    return [
+        ("date", f"{time.strftime('%Y-%m-%d %H:%M %z')}, checked in {report.seconds:.2f} s"),
+        *([("command", report.command)] if report.command else []),
+        ("version", f"ckptlint {__version__}"),
+        ("settings", report.settings or "no settings file"),
     ]
 
 
@@ -172,8 +187,8 @@ def _steps(report: Report) -> dict[str, Any]:
 # ---------------------------------------------------------------- one checkpoint
 
 
-def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> dict[str, Any]:
-    ckpt = part.checkpoint
+def _checkpoint(report: Report, part: CheckpointReport, anchor: str, room: int, work: _Work) -> dict[str, Any]:
+    ckpt, selected = part.checkpoint, {rule.code for rule in report.rules}
     others = len(ckpt.objects) + len(ckpt.byte_objects)
     facts = [FORMAT_NAMES[ckpt.format] + (f" ({ckpt.writer})" if ckpt.writer else "")]
     if ckpt.ranks is not None:
@@ -195,10 +210,11 @@ def _checkpoint(part: CheckpointReport, anchor: str, room: int, work: _Work) -> 
         "appendix": _appendix(part, room, work),
         "rules": [
             ("did not finish", list(part.failed.items())),
-            ("not run", list(part.not_run.items())),
-            ("not applicable", list(part.not_applicable.items())),
+            ("not run", [(code, why) for code, why in part.not_run.items() if code in selected]),
+            ("nothing to judge", [(code, why) for code, why in part.not_applicable.items() if code in selected]),
+            ("not part of this run", [(code, why) for code, why in part.not_run.items() if code not in selected]),
         ],
-        "passed": [code for code in part.passed if code not in found],
+        "ran": [(code, code in found) for code in part.passed if code in selected],
     }
 
 
@@ -220,7 +236,9 @@ def _group(ckpt: Checkpoint, group: FindingGroup, anchor: str, work: _Work) -> d
         "name": lead.rule.name,
         "sentence": (_cut(before, lead.fqn), cut(lead.fqn or "") if has_name else "", _cut(after, lead.fqn)),
         "place": finding.at.label or place_of(ckpt, finding),
-        "keys": len(group.members),
+        "keys": f"{len(group.members):,}",
+        "ranks": ranges(_ranks(group.members)),
+        "missing": _missing_from([lead]),
         "detail": finding.detail,
         "is_shown": is_shown,
         "notes": [(label, text) for label, text in notes if text],
@@ -229,6 +247,27 @@ def _group(ckpt: Checkpoint, group: FindingGroup, anchor: str, work: _Work) -> d
         "summary": lead.rule.summary,
         "sections": [(heading, text) for heading in SECTIONS if (text := lead.rule.section(heading))],
     }
+
+
+def _ranks(found: Iterable[Diagnostic]) -> set[int]:
+    """The ranks that findings concern: those that they name, or the one in the file's name."""
+    ranks: set[int] = set()
+    for at in (item.finding.at for item in found):
+        own = at.ranks or (rank_of(at.file),)
+        ranks.update(rank for rank in own if rank is not None)
+    return ranks
+
+
+def _missing_from(found: Sequence[Diagnostic]) -> str:
+    """Which ranks should hold what is missing, in words; "" where that is not known, or nothing is missing."""
+    ranks = _ranks(item for item in found if _is_gap(item.finding))
+    return f"missing from {named_ranks(ranks)}" if ranks else ""
+
+
+def _is_gap(finding: Finding) -> bool:
+    """Whether a finding is about a region that no chunk holds."""
+    tensor, region = finding.at.tensor, finding.at.region
+    return tensor is not None and region is not None and svg.region_kind(tensor.layout, region) == "gap"
 
 
 def _cut(text: str, fqn: str | None) -> str:
@@ -264,6 +303,7 @@ def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, 
     if tensor is None:
         return {"rows": [], "more": 0}
     letters = {} if grid is None else grid.legend
+    is_gap = _is_gap(finding)  # the chunks beside a hole are healthy
     named = dict.fromkeys([*letters, *(row for row in finding.at.rows if 0 <= row < len(tensor.chunks))])
     rows = []
     for row in list(named)[:_CHUNK_LIMIT]:
@@ -277,7 +317,7 @@ def _chunks(ckpt: Checkpoint, finding: Finding, grid: Grid | None) -> dict[str, 
                 "file": cut(file) or "stored nowhere",
                 "rank": "" if rank is None else str(rank),
                 "bytes": f"{offset:,}-{offset + length:,}" if record >= 0 and ckpt.locates_bytes else "",
-                "is_concerned": row in finding.at.rows,
+                "is_concerned": row in finding.at.rows and not is_gap,
             }
         )
     return {"rows": rows, "more": len(named) - len(rows)}
@@ -314,17 +354,30 @@ def _appendix(part: CheckpointReport, room: int, work: _Work) -> dict[str, Any]:
         found = numbers(fqn)
         layer = (role(fqn).partition("*")[0], found[0]) if found else ("", 0)
         layers.setdefault(layer, {}).setdefault(role(fqn), []).append(_row(tensors[fqn], flags.get(fqn, []), work))
+    flagged = [roles for roles in layers.values() if any(row["level"] for rows in roles.values() for row in rows)]
+    is_few = sum(len(rows) for roles in flagged for rows in roles.values()) <= _OPEN_LIMIT
     sections = [
         {
             "name": f"{head}{number}" if head else "Outside of numbered layers",
             "count": sum(map(len, roles.values())),
             "flags": [row["level"] for rows in roles.values() for row in rows if row["level"]],
+            "is_open": is_few and any(row["level"] for rows in roles.values() for row in rows),
             "loose": [row for rows in roles.values() if len(rows) <= _SAME_ROLE for row in rows],
-            "roles": [(cut(name), rows) for name, rows in roles.items() if len(rows) > _SAME_ROLE],
+            "roles": [
+                (cut(name), rows, sum(bool(row["level"]) for row in rows))
+                for name, rows in roles.items()
+                if len(rows) > _SAME_ROLE
+            ],
         }
         for (head, number), roles in sorted(layers.items())
     ]
-    return {"sections": sections, "shown": len(shown), "left_out": len(tensors) - len(shown)}
+    return {
+        "sections": sections,
+        "shown": len(shown),
+        "left_out": len(tensors) - len(shown),
+        "is_mixed": 0 < len(concerned) < len(shown),
+        "has_all_flagged": 0 < len(concerned) <= len(shown),
+    }
 
 
 def _flags(part: CheckpointReport) -> dict[str, list[Diagnostic]]:
@@ -338,14 +391,14 @@ def _flags(part: CheckpointReport) -> dict[str, list[Diagnostic]]:
 
 
 def _row(tensor: Tensor, found: list[Diagnostic], work: _Work) -> dict[str, Any]:
-    shape = "[" + ", ".join(map(str, tensor.global_shape)) + "]"
     row: dict[str, Any] = {
         "name": cut(tensor.fqn),
-        "kind": f"{tensor.dtype} {cut(shape)}",
+        "kind": f"{tensor.dtype} {cut(shape_text(tensor.global_shape))}",
         "level": found[0].severity.label if found else "",
         "codes": list(dict.fromkeys(item.code for item in found)),
         "svg": "",
         "cut": plural(len(tensor.chunks), "chunk"),
+        "missing": "",
     }
     if not tensor.is_sound or not tensor.volume or not tensor.global_shape:
         return row
@@ -357,7 +410,8 @@ def _row(tensor: Tensor, found: list[Diagnostic], work: _Work) -> dict[str, Any]
         label = f"{plural(len(tensor.chunks), 'chunk')}, dim {axis} in {plural(count, 'part')}"
         work.strips[layout, marks] = svg.strip(layout, axis, marks, label)
     more = f", dim {axis} in {count:,}" if count > 1 else ""
-    return row | {"svg": markup(work.strips[layout, marks]), "cut": row["cut"] + more}
+    strip = markup(work.strips[layout, marks])
+    return row | {"svg": strip, "cut": row["cut"] + more, "missing": _missing_from(found)}
 
 
 def markup(text: str) -> Markup:

@@ -310,7 +310,7 @@ class _Boxes:
             kind = "shared" if shares else "ok"
             parts.append(self._box_at(self._index[node], f"{node[0]}:{node[1]}", line, kind, title))
         if self.after:
-            parts.append(self._box_at(self.last - 1, "…", f"{self.after} more", "folded", "intervals behind, left out"))
+            parts.append(self._box_at(self.last - 1, "…", f"{self.after} more", "folded", "intervals after, left out"))
         return [*parts, self._box_at(self.last, str(self.size), "", "end", "end of the axis")]
 
     def _box_at(self, i: int, name: str, line: str, kind: str, title: str) -> str:

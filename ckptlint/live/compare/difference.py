@@ -1,0 +1,110 @@
+"""Where two copies differ first: their holders narrow it down by digests of parts, and name the two values.
+
+Collective: all ranks take part in every broadcast, and what comes next depends on what was broadcast alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from ckptlint.live.compare.group import RankGroup
+from ckptlint.model.layout import Box, IntArray
+from ckptlint.model.text import printable, shape_text
+
+_PARTS = 256
+_TEXT_WORDS = 16
+_PLAIN = (bool, int, float, complex, str, type(None))
+
+
+def first_difference(group: RankGroup, holders: tuple[int, int], mine: Any, box: Box | None) -> str:
+    """Where the copies of two ranks differ first in row-major order, and their values; "" when it cannot be told.
+
+    Args:
+        holders: the two ranks.
+        mine: what this rank holds, a torch.Tensor or the value of an object; read on the holders alone.
+        box: the chunk, None for an object.
+    """
+    part = mine if group.rank in holders else None
+    at = ""
+    if box is not None:
+        part = _shaped(part, box.sizes)
+        place = _narrowed(group, holders, part, box.sizes)
+        if place is None:
+            return ""
+        at = f"first difference at {shape_text(start + i for start, i in zip(box.offsets, place, strict=True))}"
+        part = None if part is None else part[tuple(place)]
+    words = _value(part)
+    first, second = (_text(group.broadcast(words, rank)) for rank in holders)
+    values = f"{first} against {second}" if first and second else ""
+    return ": ".join(filter(None, [at, values]))
+
+
+def _shaped(data: Any, sizes: Sequence[int]) -> Any:
+    """The tensor with the axes of its chunk (a save adds axes of size 1); None where it has other elements."""
+    import torch
+
+    if not isinstance(data, torch.Tensor):
+        return None
+    data = data.detach().as_subclass(torch.Tensor)
+    return data.reshape(tuple(sizes)) if data.numel() == int(np.prod(sizes, dtype=object)) else None
+
+
+def _narrowed(group: RankGroup, holders: tuple[int, int], part: Any, sizes: Sequence[int]) -> list[int] | None:
+    """The place in the chunk of the first element that differs; None when a holder could not look."""
+    place: list[int] = []
+    left = part
+    for axis, size in enumerate(sizes):
+        start, count = 0, size
+        while count > 1:
+            step = ceil(count / _PARTS)
+            words = _digests(left, axis, range(start, start + count, step), start + count)
+            first, second = (group.broadcast(words, rank) for rank in holders)
+            differing = np.flatnonzero(first[1:] != second[1:])
+            if not (first[0] and second[0] and len(differing)):
+                return None
+            at = start + int(differing[0]) * step
+            start, count = at, min(step, start + count - at)
+        place.append(start)
+        left = None if left is None else left.narrow(axis, start, 1)
+    return place
+
+
+def _digests(part: Any, axis: int, starts: range, stop: int) -> IntArray:
+    """int64 [1 + n], whether there are digests, and those of the parts of an axis."""
+    from ckptlint.live.collect.tensor_digest import word_digests
+
+    words = np.zeros(1 + len(starts), np.int64)
+    if part is None:
+        return words
+    try:
+        found, known = word_digests([part.narrow(axis, at, min(starts.step, stop - at)) for at in starts])
+    except Exception:  # out of memory, say: the other ranks wait for this one
+        return words
+    words[0], words[1:] = known.all(), found
+    return words
+
+
+def _value(part: Any) -> IntArray:
+    """int64 [16], an element or a plain value as text; zeros where it takes more than 128 bytes, or has no text."""
+    import torch
+
+    text = ""
+    try:
+        if isinstance(part, torch.Tensor):
+            value = part.cpu()
+            # numpy prints a float as shortly as its dtype allows; it does not know the small ones
+            text = str(value.numpy()[()] if value.dtype in (torch.float16, torch.float32) else value.item())
+        elif type(part) in _PLAIN:
+            text = repr(part)
+    except Exception:  # a dtype without values of its own: the other ranks wait for this one
+        text = ""
+    data, size = text.encode("utf-8", "backslashreplace"), 8 * _TEXT_WORDS
+    return np.frombuffer(data.ljust(size, b"\0") if len(data) <= size else bytes(size), np.int64)
+
+
+def _text(words: IntArray) -> str:
+    return printable(words.tobytes().rstrip(b"\0").decode("utf-8", "ignore"))
