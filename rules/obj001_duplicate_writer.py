@@ -72,6 +72,7 @@ def _lists(ckpt: Checkpoint) -> Iterator[Finding]:
             f"one rank saved {count} objects{{of}} under one key",
             at=Location(obj.fqn, file=file, byte_range=(start, length)),
             missing=("list",),
+            kind="list",
             notes=(("record", f"{file}, bytes {start:,}-{start + length:,}: a list of {count}"),),
             why="a load hands out the first of them, so the state of the others is lost",
             hint="two modules share this key on one rank: give each a prefix of its own",
@@ -88,8 +89,9 @@ def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
         what = f"{len(same)} chunk{'s' if len(same) > 1 else ''}{{of}} {'were' if len(same) > 1 else 'was'} written"
     return Finding(
         f"{what} by ranks {ranks}, and one was kept",
-        at=Location(first.fqn, ckpt.tensors.get(first.fqn)),
+        at=Location(first.fqn, ckpt.tensors.get(first.fqn), ranks=first.ranks),
         missing=tuple(str(duplicate.offset) for duplicate in same),
+        kind="object" if first.offset is None else "chunk",
         severity=Severity.WARNING if first.equal else None,
         explain=partial(_plans, ckpt, first),
         hint="if the ranks' values differ, the state of all but one is gone: compare replica_id of these ranks",

@@ -60,6 +60,7 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{count} {verb} {_SENTENCES[state]}: {filed:,} {'entry' if filed == 1 else 'entries'}, {lost:,} bytes",
             at=Location(file=names[0], label=f"{ckpt.metadata_file}: {shown}"),
             missing=tuple(names),
+            kind=state,
             severity=Severity.INFO if state in ("link-outside", "other-case") else None,
             why=_OTHER_CASE if state == "other-case" else "",
             notes=(("keys", ", ".join(keys[:4]) + (f" and {len(keys) - 4:,} more" if len(keys) > 4 else "")),),

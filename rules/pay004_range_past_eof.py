@@ -69,6 +69,7 @@ def _smaller_than_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
                     label=f"{file.name}: {_entries(len(rows))} in one safetensors container",
                 ),
                 missing=(file.name,),
+                kind="short",
                 notes=_shown(keys),
                 hint="compare the size with the file where it was written; a copy that broke off leaves a round number",
             )
@@ -101,6 +102,7 @@ def _truncated(ckpt: Checkpoint, rows: IntArray) -> Finding:
             label=f"{file}: {_entries(len(rows))} behind the end, the first at byte {start:,}",
         ),
         missing=(file,),
+        kind="short",
         notes=_shown(keys),
         hint="compare the size with the file where it was written; a copy that broke off leaves a round number",
     )
@@ -119,6 +121,7 @@ def _damaged(ckpt: Checkpoint, rows: IntArray) -> Finding:
             label=f"{file}: {_entries(len(rows))} with a negative offset or length",
         ),
         missing=(file, "negative"),
+        kind="negative",
         notes=_shown(keys),
         hint="the entry was damaged or edited; take .metadata from where it was written",
     )

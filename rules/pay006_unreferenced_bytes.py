@@ -66,6 +66,7 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
                 label=f"{file.name}: {spans}" + (f" and {len(gaps) - _SHOWN} more gaps" if len(gaps) > _SHOWN else ""),
             ),
             missing=(file.name,),
+            kind="inside" if len(rows) else "whole file",
             severity=Severity.INFO if rank_of(file.name) in repeaters else None,
             alike="gaps" if len(rows) else "unnamed",
             explain=partial(_planned_elsewhere, ckpt, file.name),

@@ -43,6 +43,6 @@ def rank_files(ckpt: Checkpoint) -> Iterator[Finding]:
     if silent:
         yield Finding(
             f"rank{'s' if len(silent) > 1 else ''} {ranges(silent)} of {last + 1} stored nothing that an entry names",
-            at=Location(label=f"{len(present)} ranks stored something"),
+            at=Location(label=f"{len(present)} ranks stored something", ranks=tuple(sorted(silent))),
             missing=tuple(str(rank) for rank in sorted(silent)),
         )

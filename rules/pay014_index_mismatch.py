@@ -82,6 +82,7 @@ def _misplaced(index: WeightIndex, held: Held) -> Iterator[Finding]:
             if homes
             else "copy the file again from where the model was written",
             alike="absent" if is_absent else "lacking",
+            kind="absent" if is_absent else "lacking",
         )
 
 
@@ -107,6 +108,7 @@ def _unlisted(index: WeightIndex, held: Held) -> Iterator[Finding]:
                     if file in index.places.values()
                     else "no key of the index lies in this file: it may be left over from another export",
                     alike="lacks" if keys is lacking else "double",
+                    kind="unlisted" if keys is lacking else "double",
                 )
 
 
@@ -130,6 +132,7 @@ def _total(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
         f"{index.file} says {index.total_size:,} bytes in all, and {stored:,} are stored",
         at=Location(file=index.file),
         missing=("total_size",),
+        kind="total",
         severity=Severity.INFO if is_close else Severity.WARNING,
         why="the index was written for other files than these",
         notes=(("difference", f"{human_bytes(abs(difference))} {'fewer' if difference > 0 else 'more'} are stored"),),
@@ -155,6 +158,7 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
                 label=", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""),
             ),
             missing=tuple(shared[:_MOST]),
+            kind="double",
             severity=Severity.WARNING,
             notes=_keys(shared),
             why="which of the copies is loaded depends on the order of the files",
@@ -170,6 +174,7 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
         yield Finding(
             f"the model lies in {len(ckpt.files)} files without an index",
             missing=("index",),
+            kind="no index",
             severity=Severity.WARNING if is_read_by_index else Severity.INFO,
             why="transformers refuses to load more than one file without it; other loaders take every file",
             hint="write the index from the headers of the files, or copy it from where the model was written",
@@ -207,6 +212,7 @@ def _numbers(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{'is' if len(missing) == 1 else 'are'} missing",
             at=Location(label=f"{len(present)} of {total} files are there"),
             missing=tuple(f"{number}-of-{total}" for number in sorted(missing)),
+            kind="numbers",
             severity=Severity.WARNING if is_listed or ckpt.format == "dcp-safetensors" else None,
             why="the index names no key in them, so nothing loads from them: it was made from the files that were there"
             if is_listed

@@ -107,6 +107,7 @@ def _finding(ckpt: Checkpoint, local: Local) -> Finding:
     return Finding(
         f"dim {local.axis}{{of}} is {size:,} where {expected:,} fits {local.basis}; {numbers}, and {local.cause}",
         at=Location.of(tensor),
+        kind="part" if size < expected else "copies",
         severity=local.severity,
         why="" if size < expected else "a replica that is stored as shards loads with another shape",
         notes=(note, ("mesh", f"{axis_name(ckpt, local.axis, places)} is cut in {places} place{'s'[: places != 1]}")),

@@ -178,13 +178,13 @@ def absent_writer(ckpt: Checkpoint, tensor: Tensor, region: Box) -> int | None:
     others = [axis for axis in range(len(layout.shape)) if axis not in at and layout.shape[axis] > 1]
     if any(len(layout.intervals(axis)) > 1 for axis in others):
         return None
-    ranks = [rank_of(ckpt.chunk_file(tensor, row)) for row in rows.tolist()]
-    if None in ranks:
+    ranks = ranks_of_files(ckpt)[ckpt.records.file[tensor.chunks.record[rows]]]
+    if (ranks < 0).any():
         return None
     position = np.ones((len(rows), len(axes) + 1))
     for column, axis in enumerate(axes):
         position[:, column] = np.searchsorted(at[axis][0].starts, layout.offsets[rows, axis])
-    wanted = np.array(ranks, float)
+    wanted = ranks.astype(float)
     factors, *_ = np.linalg.lstsq(position, wanted, rcond=None)
     if np.abs(position @ factors - wanted).max() > 1e-6 or np.abs(factors[:-1]).min() < 0.5:
         return None
@@ -201,7 +201,7 @@ def ranks_of_files(ckpt: Checkpoint) -> IntArray:
 
 
 @fact
-def _ranks_with_entries(ckpt: Checkpoint) -> frozenset[int]:
+def ranks_with_entries(ckpt: Checkpoint) -> frozenset[int]:
     """The ranks in whose files an entry lies."""
     return frozenset(distinct(ranks_of_files(ckpt)[distinct(ckpt.records.file)]).tolist())
 
@@ -215,6 +215,6 @@ def absent_writer_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:
     own = next((file.name for file in of_set if file.numbers == {"rank": rank}), f"__{rank}_0.distcp")
     file = f"shard-{rank + 1:05d}-*.safetensors" if ckpt.is_safetensors else own
     named = f"rank {rank} ({file}) should hold it"
-    if rank in _ranks_with_entries(ckpt):
+    if rank in ranks_with_entries(ckpt):
         return f"{named}; it stored other tensors, so its save did finish: its state dict lacked this part"
     return f"{named}, and no entry names a file of rank {rank}: it did not save, or its files are lost from the map"

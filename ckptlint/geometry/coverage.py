@@ -7,7 +7,7 @@ from functools import partial
 from itertools import combinations
 
 from ckptlint.errors import BudgetError
-from ckptlint.geometry.chunk_graph import absent_writer_hint, mesh_note, place_of
+from ckptlint.geometry.chunk_graph import absent_writer, absent_writer_hint, mesh_note, place_of, ranks_with_entries
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box
 from ckptlint.rule import Finding, Location, Note, Severity
@@ -58,9 +58,16 @@ def holes(ckpt: Checkpoint, padded: str | None = None) -> Iterator[Finding]:
             message = f"part{{of}} is in no chunk: at least {lost:,} element{'s' if lost > 1 else ''}"
             yield Finding(message, at=Location.of(tensor), severity=severity, notes=_total(tensor))
         for number, region in enumerate(coverage.missing[:_SHOWN]):
+            owner = absent_writer(ckpt, tensor, region)
             yield Finding(
                 _sentence(region, tensor.global_shape),
-                at=Location.of(tensor, region=region, rows=_neighbours(tensor, region)),
+                at=Location.of(
+                    tensor,
+                    region=region,
+                    rows=_neighbours(tensor, region),
+                    ranks=() if owner is None else (owner,),
+                ),
+                kind="" if owner is None else "has other entries" if owner in ranks_with_entries(ckpt) else "no entry",
                 severity=severity,
                 notes=_total(tensor) if number == 0 else (),
                 explain=partial(_explain, ckpt, tensor, region),

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ckptlint.lint.causes import Clause, KnownCause, fixture_of
 from ckptlint.model.text import named_ranks as ranks_in_words
 from ckptlint.rule import SECTIONS, Rule
 
@@ -26,6 +27,35 @@ def page(rule: Rule, width: int = 80) -> str:
         lines += ["", f"Options, set in ckptlint.toml below [rules.{rule.name}]:"]
         lines += [f"  {name} = {json.dumps(value)}" for name, value in options.items()]
     return "\n".join([*lines, *_examples(rule, width)])
+
+
+def cause_page(known: KnownCause, width: int = 80) -> str:
+    """What a cause is told for, how it comes about, what to do, and an example, as a page of text."""
+    lines = [known.name, "a cause, which a report says before the findings that it explains", ""]
+    lines += textwrap.wrap(known.summary, width)
+    sections = {
+        "What speaks for it": [_clause(clause) for clause in (*known.find.values(), *known.also.values())],
+        "What speaks against it": [_clause(clause) for clause in known.never.values()],
+        "How it comes about": [known.why],
+        "What to do": [known.do],
+        "See": [known.see],
+    }
+    for heading, texts in sections.items():
+        if any(texts):
+            text = "; ".join(texts)
+            lines += ["", f"{heading}:", *textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ")]
+    fixture = fixture_of(known)
+    for case in _cases(fixture)[:1] if fixture.is_file() else ():
+        lines += ["", f"Bad: {case['name']}"]
+        for line in _facts(case):
+            lines += textwrap.wrap(line, width, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def _clause(clause: Clause) -> str:
+    """A clause in words."""
+    same = f" on the same {' and '.join(clause.same)}" if clause.same else ""
+    return f"{' or '.join(clause.codes)}{same}"
 
 
 def _needs(rule: Rule, option: str = "") -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckptlint._version import __version__
 from ckptlint.geometry.chunk_graph import coordinates
-from ckptlint.lint.report import CheckpointReport, Diagnostic, FindingGroup, Ignored, Report
+from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Ignored, Report
 from ckptlint.lint.steps import JudgedStep, steps_in
 from ckptlint.model import Reference
 from ckptlint.reporters.style import Style
@@ -62,6 +62,7 @@ def sample(report: Report) -> str | None:
 
 def _checkpoint(part: CheckpointReport) -> dict[str, Any]:
     ckpt, groups = part.checkpoint, [*part.groups, *part.ignored_groups]
+    numbers = {id(item): n for n, item in enumerate(item for group in groups for item in group.members)}
     return {
         "path": ckpt.path,
         "format": ckpt.format,
@@ -79,10 +80,23 @@ def _checkpoint(part: CheckpointReport) -> dict[str, Any]:
         "unseen": list(ckpt.unseen),
         "reference": _reference(ckpt.reference),
         "topology": {axis: {"size": size.size, "source": size.source} for axis, size in ckpt.topology.items()},
+        "causes": [_cause(cause, numbers) for cause in part.causes],
         "findings": [_finding(part, item, group) for group in groups for item in group.members],
         "not_run": [{"code": code, "reason": reason} for code, reason in part.not_run.items()],
         "not_applicable": [{"code": code, "reason": reason} for code, reason in part.not_applicable.items()],
         "failed": [{"code": code, "error": error} for code, error in part.failed.items()],
+    }
+
+
+def _cause(cause: Cause, numbers: dict[int, int]) -> dict[str, Any]:
+    findings = sorted(cause.findings, key=lambda item: numbers[id(item)])
+    return {
+        "name": cause.name,
+        "sentence": cause.sentence,
+        "do": cause.do,
+        "codes": list(cause.codes),
+        "findings": [numbers[id(item)] for item in findings],
+        "fingerprints": [item.fingerprint for item in findings],
     }
 
 

@@ -30,6 +30,7 @@ def render(report: Report, style: Style) -> str:
         facts = [("depth", report.depth), ("sample", sample(report) or "all")]
         facts += [("settings", report.settings)] if report.settings else []
         facts += [("not known", sentence) for sentence in part.checkpoint.unseen]
+        facts += [("cause", f"{cause.sentence}; {cause.do}") for cause in part.causes]
         properties = ET.SubElement(suite, "properties")
         for name, value in facts:
             ET.SubElement(properties, "property", name=name, value=_legal(value))
