@@ -83,6 +83,7 @@ def _finding(ckpt: Checkpoint, count: LayerCount) -> Finding:
         why="a model of the declared size loads without the layers behind it" if count.found > declared else "",
         notes=tuple(notes),
         hint=hint,
+        kind="one stage" if "pp" in axes else "",
     )
 
 

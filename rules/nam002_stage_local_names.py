@@ -127,6 +127,7 @@ def _finding(
         f"pipeline stages {ranges(stages)} planned different layers under number {ranges(shared.layers)}",
         at=Location(lead.fqn, ckpt.tensors.get(lead.fqn)),
         missing=tuple(keys),
+        kind="stages",
         notes=(
             ("ranks", ", ".join(ranks)),
             *found,

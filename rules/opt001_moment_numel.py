@@ -58,6 +58,7 @@ def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: State) -> Finding:
         notes=tuple(_notes(ckpt, misfit, state)),
         hint=_hint(misfit),
         alike=f"{lead.key.scope} {lead.key.role} {misfit.elements}/{misfit.expected}",
+        kind="part" if misfit.quotient < 1 and (misfit.axes or misfit.is_local) else "",
     )
 
 

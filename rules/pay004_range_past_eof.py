@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, RecordTable
-from ckptlint.model.layout import IntArray
+from ckptlint.model.layout import IntArray, distinct
 from ckptlint.model.text import human_bytes
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 
@@ -41,8 +41,10 @@ def range_past_eof(ckpt: Checkpoint) -> Iterator[Finding]:
     size = ckpt.files.size[table.file]
     negative = (table.byte_offset < 0) | (table.byte_length < 0)
     beyond = (size >= 0) & (table.byte_length > size - table.byte_offset)
-    for rows in _by_file(table, beyond & ~negative):
-        yield _truncated(ckpt, rows)
+    short = _by_file(table, beyond & ~negative)
+    kind = _kind(ckpt, len(short))
+    for rows in short:
+        yield _truncated(ckpt, rows, kind)
     for rows in _by_file(table, negative):
         yield _damaged(ckpt, rows)
 
@@ -69,7 +71,6 @@ def _smaller_than_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
                     label=f"{file.name}: {_entries(len(rows))} in one safetensors container",
                 ),
                 missing=(file.name,),
-                kind="short",
                 notes=_shown(keys),
                 hint="compare the size with the file where it was written; a copy that broke off leaves a round number",
             )
@@ -82,7 +83,12 @@ def _by_file(table: RecordTable, chosen: npt.NDArray[np.bool_]) -> list[IntArray
     return np.split(rows, np.flatnonzero(np.diff(table.file[rows])) + 1) if len(rows) else []
 
 
-def _truncated(ckpt: Checkpoint, rows: IntArray) -> Finding:
+def _kind(ckpt: Checkpoint, short: int) -> str:
+    """A copy that broke off leaves some files whole; where all are too short, others may lie in their place."""
+    return "all short" if short > 1 and short == len(distinct(ckpt.records.file)) else "short"
+
+
+def _truncated(ckpt: Checkpoint, rows: IntArray, kind: str) -> Finding:
     """The finding for the entries of one file that end behind it."""
     table = ckpt.records
     file, start, length = ckpt.byte_range_of(int(rows[np.argmin(table.byte_offset[rows])]))
@@ -102,7 +108,7 @@ def _truncated(ckpt: Checkpoint, rows: IntArray) -> Finding:
             label=f"{file}: {_entries(len(rows))} behind the end, the first at byte {start:,}",
         ),
         missing=(file,),
-        kind="short",
+        kind=kind,
         notes=_shown(keys),
         hint="compare the size with the file where it was written; a copy that broke off leaves a round number",
     )

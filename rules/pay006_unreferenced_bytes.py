@@ -66,7 +66,7 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
                 label=f"{file.name}: {spans}" + (f" and {len(gaps) - _SHOWN} more gaps" if len(gaps) > _SHOWN else ""),
             ),
             missing=(file.name,),
-            kind="inside" if len(rows) else "whole file",
+            kind=_kind(table.byte_length, gaps) if len(rows) else "whole file",
             severity=Severity.INFO if rank_of(file.name) in repeaters else None,
             alike="gaps" if len(rows) else "unnamed",
             explain=partial(_planned_elsewhere, ckpt, file.name),
@@ -113,6 +113,11 @@ def _gaps(starts: IntArray, lengths: IntArray, size: int, least: int) -> list[tu
     nexts = np.concatenate([starts, [size]])
     wide = np.flatnonzero(nexts - reached >= least)
     return [(int(reached[i]), int(nexts[i])) for i in wide.tolist()]
+
+
+def _kind(lengths: IntArray, gaps: list[tuple[int, int]]) -> str:
+    """Whether each gap is as long as some record, so that only its entry may be lost."""
+    return "records" if np.isin([stop - start for start, stop in gaps], lengths).all() else "inside"
 
 
 def _planned_elsewhere(ckpt: Checkpoint, name: str) -> tuple[Note, ...]:

@@ -39,6 +39,7 @@ class Clause:
         kinds: their `kind` is one of these; () for any.
         severity: the lowest that counts.
         same: what each shares with one of the findings of the first clause.
+        other: what each shares with none of them.
         least: how many there must be.
     """
 
@@ -46,6 +47,7 @@ class Clause:
     kinds: tuple[str, ...] = ()
     severity: str = "info"
     same: tuple[Shared, ...] = ()
+    other: tuple[Shared, ...] = ()
     least: int = 1
 
 
@@ -137,10 +139,10 @@ def _match(known: KnownCause, by_code: Mapping[str, list[Diagnostic]]) -> dict[s
         leads = _sharing(leads, found[name], clause.same)
     for clause in known.never.values():
         against = _of(clause, by_code)
-        if against and not clause.same:
+        if clause.same:
+            leads = _apart(leads, _sharing(leads, against, clause.same))
+        elif _apart(against, _sharing(against, leads, clause.other) if clause.other else []):
             return {}
-        excluded = set(map(id, _sharing(leads, against, clause.same)))
-        leads = [item for item in leads if id(item) not in excluded]
     found[first] = leads
     for name, clause in {**known.find, **known.also}.items():
         own = found[name] if name in found else _of(clause, by_code)
@@ -171,14 +173,22 @@ def _sharing(items: list[Diagnostic], others: list[Diagnostic], same: Sequence[S
     return items
 
 
+def _apart(items: list[Diagnostic], others: list[Diagnostic]) -> list[Diagnostic]:
+    """The findings that are not among the others."""
+    known = set(map(id, others))
+    return [item for item in items if id(item) not in known]
+
+
 def _keys(item: Diagnostic) -> set[str]:
     """The keys concerned: its own, and those among what identifies it."""
     return {name for name in (item.fqn, *item.finding.missing) if name and not name.isdecimal()}
 
 
 def _files(item: Diagnostic) -> set[str]:
-    at, missing = item.finding.at, item.finding.missing
-    return {name for name in (at.file, *(missing if at.file in missing else ())) if name}
+    """The files concerned: where it lies, and those like it among what identifies it."""
+    own = item.finding.at.file
+    suffix = Path(own).suffix
+    return {own, *(name for name in item.finding.missing if Path(name).suffix == suffix)} if own else set()
 
 
 def _ranks(item: Diagnostic) -> set[int]:
