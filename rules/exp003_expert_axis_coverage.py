@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.experts import owners_note
 from ckptlint.analysis.inventory import Param, inventory_of
-from ckptlint.model import Checkpoint
+from ckptlint.geometry.chunk_graph import ranks_of_files
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.layout import distinct
 from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
@@ -34,13 +36,26 @@ def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
         if experts:
             axis = param.expert_axis or 0
             total = param.tensor.global_shape[axis]
+            owners = owners_note(ckpt, experts, total)
+            writers = _too_many_writers(ckpt, param.tensor, total, len(experts)) if owners else ()
             yield Finding(
                 f"experts {ranges(experts)} of {total}{{of}} are what the hole leaves out",
-                at=Location.of(param.tensor),
+                at=Location.of(param.tensor, ranks=writers),
                 missing=tuple(map(str, sorted(experts))),
-                notes=owners_note(ckpt, experts, total),
+                kind="written twice" if writers else "",
+                notes=owners,
                 hint="look at replica_id and the expert offset of the ranks that own these experts",
             )
+
+
+def _too_many_writers(ckpt: Checkpoint, tensor: Tensor, total: int, missing: int) -> tuple[int, ...]:
+    """The ranks whose files hold the other experts, where more ranks wrote these than own them."""
+    world = ckpt.topology.get("world")
+    records = tensor.chunks.record
+    ranks = distinct(ranks_of_files(ckpt)[ckpt.records.file[records[records >= 0]]])
+    if world is None or not len(ranks) or ranks[0] < 0 or len(ranks) * total <= world.size * (total - missing):
+        return ()
+    return tuple(ranks.tolist())
 
 
 def _missing_experts(param: Param) -> set[int]:

@@ -53,9 +53,7 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
         files = sorted({ckpt.chunk_file(tensor, row) for row in range(min(len(tensor.chunks), 512))} - {""})
         yield Finding(
             f"{count}{{of}} {'has' if len(rows) == 1 else 'have'} no storage entry",
-            at=Location.of(
-                tensor, region=box, rows=tuple(rows[:16].tolist()), ranks=() if owner is None else (owner,)
-            ),
+            at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist()), ranks=() if owner is None else (owner,)),
             notes=(("stored", "its other chunks are in " + ", ".join(files[:6]) if files else "none of it is stored"),),
             hint=_filed_elsewhere(ckpt, strays.get(tensor.fqn, [])),
         )

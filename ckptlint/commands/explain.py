@@ -20,8 +20,9 @@ def explain(rule: str) -> None:
     from ckptlint.lint.settings_file import every_rule, find
 
     width = min(shutil.get_terminal_size().columns, 100)
-    cause = next((known for known in load_causes() if known.name == rule.lower()), None)
-    click.echo(cause_page(cause, width) if cause else page(find_rule(every_rule(find()), rule), width))
+    causes = {known.name: known for known in load_causes()}
+    cause = causes.get(rule.lower())
+    click.echo(cause_page(cause, width) if cause else page(find_rule(every_rule(find()), rule, causes), width))
 
 
 @click.command(context_settings=ENVIRONMENT)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -102,7 +102,8 @@ def _read(path: Path) -> KnownCause:
 
 
 def _clause(table: Mapping[str, Any]) -> Clause:
-    return Clause(**{name: tuple(value) if isinstance(value, list) else value for name, value in table.items()})
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
+    return Clause(**values)
 
 
 def with_causes(report: CheckpointReport) -> CheckpointReport:
@@ -115,14 +116,11 @@ def with_causes(report: CheckpointReport) -> CheckpointReport:
     matched = [(known, found) for known in load_causes() if (found := _match(known, by_code))]
     beaten = {name for known, _ in matched for name in known.over}
     matched = [(known, found) for known, found in matched if known.name not in beaten]
-    claims: dict[int, int] = defaultdict(int)  # how many causes a finding would belong to
-    for _, found in matched:
-        for item in {id(item) for items in found.values() for item in items}:
-            claims[item] += 1
+    claims = Counter(number for _, found in matched for number in _members(found))
     causes = [
         _told(known, found, report.diagnostics)
         for known, found in matched
-        if all(claims[id(item)] == 1 for items in found.values() for item in items)
+        if all(claims[number] == 1 for number in _members(found))  # of two causes of one finding none is sure
     ]
     causes.sort(key=lambda cause: -max(item.severity for item in cause.findings))
     return replace(report, causes=tuple(causes)) if causes else report
@@ -149,9 +147,13 @@ def _match(known: KnownCause, by_code: Mapping[str, list[Diagnostic]]) -> dict[s
         found[name] = _sharing(own, leads, clause.same)
     if any(len(found[name]) < clause.least for name, clause in known.find.items()):
         return {}
-    members = {id(item): item for items in found.values() for item in items}
-    is_told = len(members) > 1 and any(item.severity > Severity.INFO for item in members.values())
-    return found if is_told else {}
+    is_told = any(item.severity > Severity.INFO for items in found.values() for item in items)
+    return found if is_told and len(_members(found)) > 1 else {}
+
+
+def _members(found: Mapping[str, list[Diagnostic]]) -> set[int]:
+    """The `id` of every finding."""
+    return {id(item) for items in found.values() for item in items}
 
 
 def _of(clause: Clause, by_code: Mapping[str, list[Diagnostic]]) -> list[Diagnostic]:
@@ -203,7 +205,7 @@ _NAMES: dict[Shared, Callable[[Diagnostic], set[Any]]] = {"keys": _keys, "files"
 
 
 def _told(known: KnownCause, found: Mapping[str, list[Diagnostic]], told: Iterable[Diagnostic]) -> Cause:
-    members = {id(item) for items in found.values() for item in items}
+    members = _members(found)
     findings = tuple(item for item in told if id(item) in members)
     return Cause(known.name, _filled(known.sentence, found), known.do, findings)
 

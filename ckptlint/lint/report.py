@@ -179,10 +179,11 @@ class CheckpointReport:
         return [group for group in self.groups if any(id(item) in own for item in group.members)]
 
     @cached_property
-    def unexplained(self) -> list[FindingGroup]:
-        """The groups that hold a finding that no cause explains."""
+    def folded(self) -> frozenset[FindingGroup]:
+        """The groups that a cause explains together with others: a line of each below the cause is enough."""
         told = {id(item) for cause in self.causes for item in cause.findings}
-        return [group for group in self.groups if any(id(item) not in told for item in group.members)]
+        several = [groups for cause in self.causes if len(groups := self.groups_of(cause)) > 1]
+        return frozenset(g for groups in several for g in groups if all(id(item) in told for item in g.members))
 
     @cached_property
     def ignored_groups(self) -> list[FindingGroup]:

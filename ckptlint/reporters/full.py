@@ -141,7 +141,8 @@ def loud_groups(part: CheckpointReport, style: Style) -> list[FindingGroup]:
 def _findings(part: CheckpointReport, style: Style) -> list[str]:
     groups = loud_groups(part, style)
     causes = ["\n".join(cause_block(part, cause, style)) for cause in part.causes] if groups else []
-    shown, cut_off = worst(groups if style.verbose or not causes else part.unexplained, style.per_rule)
+    folded = set() if style.verbose else part.folded
+    shown, cut_off = worst([group for group in groups if group not in folded], style.per_rule)
     blocks = causes + ["\n".join(block(part.checkpoint, group, style)) for group in shown]
     blocks += [
         f"{plural(count, 'more group')} of {code} (--max-per-rule 0 shows all)" for code, count in cut_off.items()
@@ -150,10 +151,11 @@ def _findings(part: CheckpointReport, style: Style) -> list[str]:
 
 
 def cause_block(part: CheckpointReport, cause: Cause, style: Style) -> list[str]:
-    """The lines of a cause: its sentence, its findings in a line each unless they follow in full, and what to do."""
+    """The lines of a cause: its sentence, its findings in a line each unless they follow in full, what to do."""
     title = style.wrap(f"cause: {cause.sentence}", "    ", "")
     lines = [title[0].replace("cause", style.paint("cause", "bold"), 1), *title[1:]]
-    shown, cut_off = worst([] if style.verbose else part.groups_of(cause), style.per_rule)
+    groups = part.groups_of(cause)
+    shown, cut_off = worst([] if style.verbose or len(groups) == 1 else groups, style.per_rule)
     for group in shown:
         lead, more = group.lead, len(group.members) - 1
         text = f"{lead.code} {cut_names(lead.title, lead.fqn)}"

@@ -51,10 +51,9 @@ def _checkpoint(part: CheckpointReport, style: Style, room: int) -> list[str]:
     shown, left_out = worst(loud_groups(part, style), style.per_rule)
     if not shown:
         return [*texts, "No problems." if not part.is_incomplete else "Not judged."]
-    told = set(part.unexplained)
     rows, details = [], []
     for group in shown:
-        row, detail = _row(group), _detail(part, group, style) if group in told else ""
+        row, detail = _row(group), "" if group in part.folded else _detail(part, group, style)
         if len(row) + len(detail) > room:
             left_out[group.lead.code] += 1
             continue

@@ -9,7 +9,6 @@ import shutil
 import struct
 import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,15 @@ from support import REAL, REPOSITORY, manifest
 
 import ckptlint
 from ckptlint.depth import Depth
+from ckptlint.lint import causes as causes_module
 from ckptlint.lint.causes import Clause, KnownCause, fixture_of, load_causes, with_causes
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Location, Rule, Severity
+from ckptlint.reporters import REPORTERS
+from ckptlint.reporters.style import Style
+from ckptlint.rule import Finding, Location, Severity
 from ckptlint.testing import Case, fixture_cases
 from ckptlint.testing.cases import open_case
 
@@ -200,3 +202,128 @@ def judged(case: Case, folder: Path) -> CheckpointReport:
     """The case judged by every rule."""
     depth = Depth(case.table.get("depth", "files"))
     return with_causes(run_rules(open_case(case, folder, depth), RULES.values(), depth))
+
+
+# ---------------------------------------------------------------- what matches
+
+
+def report_of(*found: tuple[str, Location, str]) -> CheckpointReport:
+    """A report with findings of these codes, at these places, of these kinds."""
+    items = [Diagnostic(RULES[code], Finding("found", at, kind=kind), RULES[code].severity) for code, at, kind in found]
+    return CheckpointReport(Checkpoint("here", "dcp"), items)
+
+
+def cause_of(name: str, over: tuple[str, ...] = (), **find: Clause) -> KnownCause:
+    return KnownCause(name, "s", f"{name} in {{a.keys}}", "d", "w", "s", find, over=over)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The names and sentences that some causes give for some findings."""
+
+    def run(known: tuple[KnownCause, ...], *found: tuple[str, Location, str]) -> list[tuple[str, str]]:
+        monkeypatch.setattr(causes_module, "load_causes", lambda: known)
+        return [(cause.name, cause.sentence) for cause in with_causes(report_of(*found)).causes]
+
+    return run
+
+
+HOLE, OVERLAP = Clause(("GEO004",)), Clause(("GEO003",), same=("keys",))
+
+
+def test_findings_on_other_keys_are_not_of_the_cause(told: Any) -> None:
+    known = (cause_of("both", a=HOLE, b=OVERLAP),)
+    same = (("GEO004", Location("x"), ""), ("GEO003", Location("x"), ""), ("GEO004", Location("y"), ""))
+    assert told(known, *same) == [("both", "both in x")]
+    assert told(known, ("GEO004", Location("x"), ""), ("GEO003", Location("y"), "")) == []
+
+
+def test_ranks_are_those_named_and_those_of_files(told: Any) -> None:
+    known = (cause_of("rank", a=HOLE, b=Clause(("PAY006",), same=("ranks",))),)
+    hole = ("GEO004", Location("x", ranks=(3,)), "")
+    assert told(known, hole, ("PAY006", Location(file="__3_0.distcp"), "")) == [("rank", "rank in x")]
+    assert told(known, hole, ("PAY006", Location(file="__2_0.distcp"), "")) == []
+
+
+def test_of_two_causes_of_one_finding_none_is_told_but_the_more_specific(told: Any) -> None:
+    findings = (("GEO004", Location("x"), ""), ("GEO004", Location("y"), ""), ("GEO003", Location("x"), ""))
+    holes, both = cause_of("holes", a=HOLE), cause_of("both", a=HOLE, b=OVERLAP)
+    assert told((holes, both), *findings) == []
+    assert told((holes, cause_of("both", ("holes",), a=HOLE, b=OVERLAP)), *findings) == [("both", "both in x")]
+
+
+def test_one_finding_or_notes_alone_have_no_cause(told: Any) -> None:
+    known = (cause_of("holes", a=HOLE), cause_of("notes", a=Clause(("GEO005", "EXP003"))))
+    assert told(known, ("GEO004", Location("x"), "")) == []
+    assert told(known, ("GEO005", Location("x"), ""), ("EXP003", Location("x"), "")) == []
+
+
+def test_a_kind_that_is_not_asked_for_does_not_count(told: Any) -> None:
+    known = (cause_of("kinds", a=Clause(("GEO004",), kinds=("no entry",), least=2)),)
+    two = (("GEO004", Location("x"), "no entry"), ("GEO004", Location("y"), ""))
+    assert told(known, *two) == []
+    assert told(known, *two, ("GEO004", Location("z"), "no entry")) == [("kinds", "kinds in x and z")]
+
+
+def test_optional_parts_and_nouns() -> None:
+    cause = next(iter(with_causes(judged_hole()).causes))
+    assert cause.sentence.startswith("ranks 1 and 2 saved") and "()" not in cause.sentence
+
+
+def judged_hole() -> CheckpointReport:
+    return report_of(
+        ("GEO004", Location("x", ranks=(1,)), "has other entries"),
+        ("GEO004", Location("y", ranks=(2,)), "has other entries"),
+    )
+
+
+# ---------------------------------------------------------------- where it is said
+
+LOST = "megatron_moe_ep_offset_lost/iter_0000010"
+
+
+def test_ignored_and_known_findings_have_no_cause(tmp_path: Path) -> None:
+    assert ckptlint.check(REAL / LOST, ignore=["EXP003"]).checkpoints[0].causes == ()
+    earlier = tmp_path / "earlier.json"
+    report = ckptlint.check(REAL / LOST)
+    earlier.write_text(REPORTERS["json"](report, Style()))
+    assert ckptlint.check(REAL / LOST, baseline=earlier).checkpoints[0].causes == ()
+    assert report.exit_code == 1 and report.counts == {"error": 1, "warning": 1, "info": 5}
+
+
+def test_json_names_the_findings_of_a_cause() -> None:
+    document = json.loads(REPORTERS["json"](ckptlint.check(REAL / LOST), Style()))
+    (part,) = document["checkpoints"]
+    (cause,) = part["causes"]
+    found = [part["findings"][number] for number in cause["findings"]]
+    assert [item["fingerprint"] for item in found] == cause["fingerprints"]
+    assert sorted({item["code"] for item in found}) == cause["codes"]
+    assert {"GEO004", "OBJ001", "EXP003"} <= set(cause["codes"])
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads((REPOSITORY / "ckptlint" / "report.schema.json").read_text(encoding="utf-8"))
+    jsonschema.validate(document, schema)
+
+
+def test_a_text_report_begins_with_the_cause_and_folds_what_it_explains() -> None:
+    report = ckptlint.check(REAL / LOST)
+    text = REPORTERS["full"](report, Style())
+    assert text.index("cause: ranks 0 and 1") < text.index("  --> error GEO004") < text.index("= do: ")
+    assert "error[GEO004]" not in text and max(map(len, text.splitlines())) <= 80
+    verbose = REPORTERS["full"](report, Style(verbose=True))
+    assert verbose.index("cause: ranks 0 and 1") < verbose.index("error[GEO004]")
+
+
+def test_a_cause_of_one_group_leaves_it_in_full() -> None:
+    text = REPORTERS["full"](ckptlint.check(REAL / "fsdp2_4r_hole"), Style())
+    assert text.index("cause: rank 2") < text.index("error[GEO004]") and "--> error" not in text
+
+
+@pytest.mark.parametrize("format_", ["html", "markdown", "sarif", "junit"])
+def test_other_formats_say_it_too(format_: str) -> None:
+    text = " ".join(REPORTERS[format_](ckptlint.check(REAL / LOST), Style()).split())
+    assert "the expert-parallel offset was lost" in text
+
+
+@pytest.mark.parametrize("format_", ["concise", "github", "gitlab", "statistics"])
+def test_formats_of_one_line_for_each_finding_leave_it_out(format_: str) -> None:
+    assert "the expert-parallel offset was lost" not in REPORTERS[format_](ckptlint.check(REAL / LOST), Style())
