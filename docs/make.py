@@ -12,10 +12,17 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from ckptlint.depth import Depth
+from ckptlint.lint.causes import KnownCause, fixture_of, load_causes, with_causes
+from ckptlint.lint.engine import run_rules
 from ckptlint.lint.registry import load_rules
-from ckptlint.lint.rule_page import catalogue, page
+from ckptlint.lint.rule_page import catalogue, in_words, page
+from ckptlint.reporters.full import cause_block
+from ckptlint.reporters.style import Style
 from ckptlint.rule import Rule
+from ckptlint.testing import open_case, read_cases
 
 DOCS = Path(__file__).parent
 _UNWRAPPED = 10_000
@@ -23,6 +30,13 @@ _CONSOLE = re.compile(r"```console\n\$ (ckptlint [^\n]*fixtures/[^\n]*)\n.*?```"
 _MERMAID = re.compile(r"\n\n```mermaid\n.*?```", re.DOTALL)
 _SECONDS = re.compile(r"\d+\.\d+ s\b")
 _SLOWEST = re.compile(r"\n  slowest: .*")
+_CAUSES = """\
+Several findings often have one cause. Where ckptlint knows it, the report begins with it and lists the findings that it
+explains in one line each; `--verbose` shows them in full, and JSON has `causes` besides. A cause is a file of
+`rules/causes/`: the codes that must be found, what these findings share (keys, files, ranks), and what must not be
+found. It is said where at least two findings speak for it. Where two causes claim one finding, neither is said: no
+cause is better than a wrong one. `ckptlint explain NAME` prints one of these. This page is made by `docs/make.py`.
+"""
 _COUNT = re.compile(r"\b(\d+ of )?\d+ rules\b")  # a number of rules on a page would change with each new rule
 
 
@@ -31,6 +45,7 @@ def pages() -> dict[Path, str]:
     rules = load_rules()
     found = {DOCS / "rules" / f"{rule.code}.md": rule_page(rule) for rule in rules}
     found[DOCS / "rules" / "README.md"] = rule_list(rules)
+    found[DOCS / "causes.md"] = cause_list()
     for name in ("tour.md", "recipes.md"):
         found[DOCS / name] = printed((DOCS / name).read_text(encoding="utf-8"))
     return found
@@ -68,6 +83,33 @@ def rule_list(rules: tuple[Rule, ...]) -> str:
     for rule in rules:
         table = table.replace(f"| {rule.code} ", f"| [{rule.code}]({rule.code}.md) ", 1)
     return f"# Rules\n\nOne page per rule, made from its docstring and its fixture by `docs/make.py`.\n\n{table}\n"
+
+
+def cause_list() -> str:
+    """All causes on one page, each with the beginning of a report."""
+    text = ["# Causes\n", _CAUSES]
+    for known in load_causes():
+        speaks = "; ".join(map(in_words, (*known.find.values(), *known.also.values())))
+        against = "; ".join(map(in_words, known.never.values()))
+        text += [
+            f"## {known.name}\n",
+            f"{known.summary} {known.why}\n",
+            f"- Speaks for it: {speaks}.",
+            *([f"- Speaks against it: {against}."] if against else []),
+            f"- What to do: {known.do}.",
+            f"- Seen in: {known.see}.\n",
+            f"```text\n{_beginning(known)}\n```\n",
+        ]
+    return "\n".join(text)
+
+
+def _beginning(known: KnownCause) -> str:
+    """How a report on the first case of the cause begins."""
+    case = read_cases(fixture_of(known))[0]
+    depth = Depth(case.table.get("depth", "files"))
+    with TemporaryDirectory() as folder:
+        report = with_causes(run_rules(open_case(case, Path(folder) / "case", depth), load_rules(), depth))
+        return "\n".join(line for cause in report.causes for line in cause_block(report, cause, Style()))
 
 
 def printed(text: str) -> str:

@@ -236,6 +236,15 @@ def _numbers(values: Iterable[int], noun: str) -> str:
     return " ".join(filter(None, [noun and noun + "s" * (len(numbers) > 1), text])) if numbers else ""
 
 
+def _rank_sets(items: Sequence[Diagnostic], noun: str) -> str:
+    """The ranks of all findings together, or set by set where findings concern several ranks each."""
+    sets = dict.fromkeys(tuple(sorted(ranks)) for item in items if (ranks := _ranks(item)))
+    if len(sets) > 1 and any(len(ranks) > 1 for ranks in sets):
+        more = [f"and {len(sets) - _SHOWN:,} more sets"] if len(sets) > _SHOWN else []
+        return ", ".join([*(_numbers(ranks, noun) for ranks in list(sets)[:_SHOWN]), *more])
+    return _numbers(set().union(*sets), noun)
+
+
 def _missing(items: Sequence[Diagnostic], noun: str) -> str:
     names = dict.fromkeys(name for item in items for name in item.finding.missing)
     if all(name.isdecimal() for name in names):
@@ -258,6 +267,6 @@ _VALUES: dict[str, Callable[[Sequence[Diagnostic], str], str]] = {
     "files": lambda items, noun: _some(sorted(set().union(*map(_files, items))), noun),
     "keys": lambda items, noun: _some(braces(item.fqn for item in items if item.fqn), noun),
     "missing": _missing,
-    "ranks": lambda items, noun: _numbers(set().union(*map(_ranks, items)), noun),
+    "ranks": _rank_sets,
     "regions": _regions,
 }

@@ -34,8 +34,8 @@ def cause_page(known: KnownCause, width: int = 80) -> str:
     lines = [known.name, "a cause, which a report says before the findings that it explains", ""]
     lines += textwrap.wrap(known.summary, width)
     sections = {
-        "What speaks for it": [_clause(clause) for clause in (*known.find.values(), *known.also.values())],
-        "What speaks against it": [_clause(clause) for clause in known.never.values()],
+        "What speaks for it": [in_words(clause) for clause in (*known.find.values(), *known.also.values())],
+        "What speaks against it": [in_words(clause) for clause in known.never.values()],
         "How it comes about": [known.why],
         "What to do": [known.do],
         "See": [known.see],
@@ -52,10 +52,17 @@ def cause_page(known: KnownCause, width: int = 80) -> str:
     return "\n".join(lines)
 
 
-def _clause(clause: Clause) -> str:
-    """A clause in words."""
-    same = f" on the same {' and '.join(clause.same)}" if clause.same else ""
-    return f"{' or '.join(clause.codes)}{same}"
+def in_words(clause: Clause) -> str:
+    """A clause of a cause, as its page says it.
+
+    >>> in_words(Clause(("GEO004", "PAY001"), same=("keys",))), in_words(Clause(("PAY006",), least=2))
+    ('GEO004 or PAY001 on the same keys', 'PAY006 at least 2 times')
+    """
+    text = " or ".join(clause.codes)
+    text += f" ({', '.join(kinds)})" if (kinds := list(filter(None, clause.kinds))) else ""
+    text += f" on the same {' and '.join(clause.same)}" if clause.same else ""
+    text += f" on other {' and '.join(clause.other)}" if clause.other else ""
+    return text + (f" at least {clause.least} times" if clause.least > 1 else "")
 
 
 def _needs(rule: Rule, option: str = "") -> str:

@@ -27,8 +27,7 @@ from ckptlint.model import Checkpoint
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Finding, Location, Severity
-from ckptlint.testing import Case, fixture_cases
-from ckptlint.testing.cases import open_case
+from ckptlint.testing import Case, fixture_cases, open_case
 
 CAUSES = {known.name: known for known in load_causes()}
 RULES = {rule.code: rule for rule in load_rules()}
