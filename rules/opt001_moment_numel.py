@@ -58,8 +58,16 @@ def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: State) -> Finding:
         notes=tuple(_notes(ckpt, misfit, state)),
         hint=_hint(misfit),
         alike=f"{lead.key.scope} {lead.key.role} {misfit.elements}/{misfit.expected}",
-        kind="part" if misfit.quotient < 1 and (misfit.axes or misfit.is_local) else "",
+        kind=_kind(misfit),
     )
+
+
+def _kind(misfit: StateMismatch) -> str:
+    """Whether the state is one rank's part: a vector may as well be a replica that was recorded as shards."""
+    if misfit.quotient >= 1:
+        return ""
+    is_matrix = all(len(param.own_shape) > 1 for param in misfit.params)
+    return "part" if is_matrix and (misfit.axes or misfit.is_local) else "short"
 
 
 def _notes(ckpt: Checkpoint, misfit: StateMismatch, state: State) -> Iterator[Note]:
