@@ -41,6 +41,7 @@ class Clause:
         same: what each shares with one of the findings of the first clause.
         other: what each shares with none of them.
         least: how many there must be.
+        ranks: of how many ranks they may be; 0 for any number.
     """
 
     codes: tuple[str, ...]
@@ -49,6 +50,7 @@ class Clause:
     same: tuple[Shared, ...] = ()
     other: tuple[Shared, ...] = ()
     least: int = 1
+    ranks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,7 @@ class KnownCause:
         see: where it was met.
         find: clauses that must all be met; those of the first are the ones that others share something with.
         also: clauses whose findings belong to it where there are any.
-        never: clauses of which none may be met.
+        never: clauses of which none may be met; where one of their rules did not judge, the cause is not told.
         over: names of causes that are not told where this one is, since it says more.
     """
 
@@ -80,6 +82,11 @@ class KnownCause:
     also: Mapping[str, Clause] = field(default_factory=dict)
     never: Mapping[str, Clause] = field(default_factory=dict)
     over: tuple[str, ...] = ()
+
+    @property
+    def excluding(self) -> frozenset[str]:
+        """The codes of the rules that must have judged before it is told."""
+        return frozenset(code for clause in self.never.values() for code in clause.codes)
 
 
 def fixture_of(known: KnownCause) -> Path:
@@ -110,10 +117,11 @@ def with_causes(report: CheckpointReport) -> CheckpointReport:
     """The report with the causes that explain several of the findings that count; none rather than a wrong one."""
     if not any(item.severity > Severity.INFO for item in report.diagnostics):
         return report
-    by_code: dict[str, list[Diagnostic]] = defaultdict(list)
-    for item in report.diagnostics:
-        by_code[item.code].append(item)
-    matched = [(known, found) for known in load_causes() if (found := _match(known, by_code))]
+    counting = _by_code(report.diagnostics)
+    found_at_all = _by_code([*report.diagnostics, *report.ignored])  # what was set aside speaks against a cause still
+    judged = {*report.passed, *report.not_applicable}
+    asked = [known for known in load_causes() if judged.issuperset(known.excluding)]
+    matched = [(known, found) for known in asked if (found := _match(known, counting, found_at_all))]
     beaten = {name for known, _ in matched for name in known.over}
     matched = [(known, found) for known, found in matched if known.name not in beaten]
     claims = Counter(number for _, found in matched for number in _members(found))
@@ -126,8 +134,17 @@ def with_causes(report: CheckpointReport) -> CheckpointReport:
     return replace(report, causes=tuple(causes)) if causes else report
 
 
-def _match(known: KnownCause, by_code: Mapping[str, list[Diagnostic]]) -> dict[str, list[Diagnostic]]:
-    """Clause -> its findings, where all that must be found is; {} otherwise."""
+def _by_code(items: Iterable[Diagnostic]) -> Mapping[str, list[Diagnostic]]:
+    found: dict[str, list[Diagnostic]] = defaultdict(list)
+    for item in items:
+        found[item.code].append(item)
+    return found
+
+
+def _match(
+    known: KnownCause, by_code: Mapping[str, list[Diagnostic]], at_all: Mapping[str, list[Diagnostic]]
+) -> dict[str, list[Diagnostic]]:
+    """Clause -> its findings, where all that must be found is and nothing that must not; {} otherwise."""
     found = {name: _of(clause, by_code) for name, clause in known.find.items()}
     if not all(found.values()):
         return {}
@@ -136,7 +153,7 @@ def _match(known: KnownCause, by_code: Mapping[str, list[Diagnostic]]) -> dict[s
     for name, clause in known.find.items():
         leads = _sharing(leads, found[name], clause.same)
     for clause in known.never.values():
-        against = _of(clause, by_code)
+        against = _of(clause, at_all)
         if clause.same:
             leads = _apart(leads, _sharing(leads, against, clause.same))
         elif _apart(against, _sharing(against, leads, clause.other) if clause.other else []):
@@ -145,8 +162,9 @@ def _match(known: KnownCause, by_code: Mapping[str, list[Diagnostic]]) -> dict[s
     for name, clause in {**known.find, **known.also}.items():
         own = found[name] if name in found else _of(clause, by_code)
         found[name] = _sharing(own, leads, clause.same)
-    if any(len(found[name]) < clause.least for name, clause in known.find.items()):
-        return {}
+    for name, clause in known.find.items():
+        if len(found[name]) < clause.least or 0 < clause.ranks < len(set().union(*map(_ranks, found[name]))):
+            return {}
     is_told = any(item.severity > Severity.INFO for items in found.values() for item in items)
     return found if is_told and len(_members(found)) > 1 else {}
 

@@ -209,7 +209,7 @@ def judged(case: Case, folder: Path) -> CheckpointReport:
 def report_of(*found: tuple[str, Location, str]) -> CheckpointReport:
     """A report with findings of these codes, at these places, of these kinds."""
     items = [Diagnostic(RULES[code], Finding("found", at, kind=kind), RULES[code].severity) for code, at, kind in found]
-    return CheckpointReport(Checkpoint("here", "dcp"), items)
+    return CheckpointReport(Checkpoint("here", "dcp"), items, passed=[*RULES])
 
 
 def cause_of(name: str, over: tuple[str, ...] = (), **find: Clause) -> KnownCause:
@@ -288,6 +288,15 @@ def test_ignored_and_known_findings_have_no_cause(tmp_path: Path) -> None:
     earlier.write_text(REPORTERS["json"](report, Style()))
     assert ckptlint.check(REAL / LOST, baseline=earlier).checkpoints[0].causes == ()
     assert report.exit_code == 1 and report.counts == {"error": 1, "warning": 1, "info": 5}
+
+
+def test_without_the_rules_that_could_speak_against_it_a_cause_is_not_told() -> None:
+    hole = REAL / "fsdp2_4r_hole"
+    assert names(ckptlint.check(hole, select=["GEO", "OBJ", "PAY"]).checkpoints[0].causes) == [
+        "rank-saved-without-part"
+    ]
+    assert ckptlint.check(hole, select=["GEO"]).checkpoints[0].causes == ()
+    assert ckptlint.check(hole, depth="metadata").checkpoints[0].causes == ()
 
 
 def test_json_names_the_findings_of_a_cause() -> None:
