@@ -264,15 +264,17 @@ def test_a_kind_that_is_not_asked_for_does_not_count(told: Any) -> None:
     assert told(known, *two, ("GEO004", Location("z"), "no entry")) == [("kinds", "kinds in x and z")]
 
 
-def test_optional_parts_and_nouns() -> None:
-    cause = next(iter(with_causes(judged_hole()).causes))
-    assert cause.sentence.startswith("ranks 1 and 2 saved") and "()" not in cause.sentence
+def test_a_clause_may_be_about_one_rank_alone(told: Any) -> None:
+    holes = (("GEO004", Location("x", ranks=(1,)), ""), ("GEO004", Location("y", ranks=(2,)), ""))
+    assert told((cause_of("one", a=Clause(("GEO004",), ranks=1)),), *holes) == []
+    assert told((cause_of("two", a=Clause(("GEO004",), ranks=2)),), *holes) == [("two", "two in x and y")]
 
 
-def judged_hole() -> CheckpointReport:
-    return report_of(
-        ("GEO004", Location("x", ranks=(1,)), "has other entries"),
-        ("GEO004", Location("y", ranks=(2,)), "has other entries"),
+def test_parts_of_a_sentence_that_name_nothing_are_left_out() -> None:
+    holes = [("GEO004", Location(key, ranks=(rank,)), "no entry") for key, rank in (("x", 1), ("y", 2))]
+    (cause,) = with_causes(report_of(*holes)).causes
+    assert cause.sentence == (
+        "ranks 1 and 2 never saved: no entry names a file from there, and part of x and y is missing (GEO004)"
     )
 
 
