@@ -53,9 +53,9 @@ def _too_many_writers(ckpt: Checkpoint, tensor: Tensor, total: int, missing: int
     world = ckpt.topology.get("world")
     records = tensor.chunks.record
     ranks = distinct(ranks_of_files(ckpt)[ckpt.records.file[records[records >= 0]]])
-    if world is None or not len(ranks) or ranks[0] < 0 or len(ranks) * total <= world.size * (total - missing):
+    if world is None or world.source == "files" or len(ranks) < 2 or ranks[0] < 0:
         return ()
-    return tuple(ranks.tolist())
+    return tuple(ranks.tolist()) if len(ranks) * total > world.size * (total - missing) else ()
 
 
 def _missing_experts(param: Param) -> set[int]:
