@@ -94,6 +94,7 @@ class Finding:
         alike: what findings of one group share; by default the sentence and the role of the key.
         detail: lines of a figure.
         inferred_from: what it was inferred from ("the shapes of layers 0-3"); empty where the files state it.
+        kind: which of the things that its rule finds, in a word that stays; causes look for it, no report prints it.
         told_by: the code of a rule that tells the same: where it ran and found as much, this finding is left out.
     """
 
@@ -108,6 +109,7 @@ class Finding:
     alike: str = ""
     detail: tuple[str, ...] = ()
     inferred_from: str = ""
+    kind: str = ""
     told_by: str = ""
 
     @classmethod

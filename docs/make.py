@@ -14,10 +14,17 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from ckptlint.depth import Depth
+from ckptlint.lint.causes import KnownCause, fixture_of, load_causes, with_causes
+from ckptlint.lint.engine import run_rules
 from ckptlint.lint.registry import FAMILIES, load_rules
-from ckptlint.lint.rule_page import catalogue, page
+from ckptlint.lint.rule_page import catalogue, in_words, page
+from ckptlint.reporters.full import cause_block
+from ckptlint.reporters.style import Style
 from ckptlint.rule import Rule
+from ckptlint.testing import open_case, read_cases
 
 DOCS = Path(__file__).parent
 _UNWRAPPED = 10_000
@@ -34,6 +41,13 @@ _COUNTS = (  # a number of rules, or a list of them, would change a page with ea
     (re.compile(r"(--depth\s+\w+) \d+\b"), r"\1 N"),
     (re.compile(r"\n  (?:not run|nothing to judge):.*\n(?:  .*\n)*"), "\n  ...\n"),
 )
+_CAUSES = """\
+Several findings often have one cause. Where ckptlint knows it, the report begins with it and lists the findings that it
+explains in one line each; `--verbose` shows them in full, and JSON has `causes` besides. A cause is a file of
+`rules/causes/`: the codes that must be found, what these findings share (keys, files, ranks), and what must not be
+found. It is said where at least two findings speak for it. Where two causes claim one finding, neither is said: no
+cause is better than a wrong one. `ckptlint explain NAME` prints one of these. This page is made by `docs/make.py`.
+"""
 
 
 def pages() -> dict[Path, str]:
@@ -41,6 +55,7 @@ def pages() -> dict[Path, str]:
     rules = load_rules()
     found = {DOCS / "rules" / f"{rule.code}.md": rule_page(rule) for rule in rules}
     found[DOCS / "rules" / "README.md"] = rule_list(rules)
+    found[DOCS / "causes.md"] = cause_list()
     for name in ("tour.md", "recipes.md"):
         found[DOCS / name] = played(printed((DOCS / name).read_text(encoding="utf-8")))
     return found
@@ -80,6 +95,33 @@ def rule_list(rules: tuple[Rule, ...]) -> str:
         about = f"running jobs; {about}" if any(rule.live for rule in own) else about
         text += f"\n## {family}: {about}\n\n{catalogue(own, 'markdown')}\n"
     return re.sub(r"^\| ([A-Z]{3}\d{3}) ", r"| [\1](\1.md) ", text, flags=re.MULTILINE)
+
+
+def cause_list() -> str:
+    """All causes on one page, each with the beginning of a report."""
+    text = ["# Causes\n", _CAUSES]
+    for known in load_causes():
+        speaks = "; ".join(map(in_words, (*known.find.values(), *known.also.values())))
+        against = "; ".join(map(in_words, known.never.values()))
+        text += [
+            f"## {known.name}\n",
+            f"{known.summary} {known.why}\n",
+            f"- Speaks for it: {speaks}.",
+            *([f"- Speaks against it: {against}."] if against else []),
+            f"- What to do: {known.do}.",
+            f"- Seen in: {known.see}.\n",
+            f"```text\n{_beginning(known)}\n```\n",
+        ]
+    return "\n".join(text)
+
+
+def _beginning(known: KnownCause) -> str:
+    """How a report on the first case of the cause begins."""
+    case = read_cases(fixture_of(known))[0]
+    depth = Depth(case.table.get("depth", "files"))
+    with TemporaryDirectory() as folder:
+        report = with_causes(run_rules(open_case(case, Path(folder) / "case", depth), load_rules(), depth))
+        return "\n".join(line for cause in report.causes for line in cause_block(report, cause, Style()))
 
 
 def printed(text: str) -> str:

@@ -133,6 +133,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
         message,
         at=Location.of(lead.tensor, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         missing=tuple(item.tensor.fqn for item in items[:_MOST]),
+        kind=cause if isinstance(cause := _cause(ckpt, lead)[0], str) else "size",
         severity=Severity.INFO if fit.doubt or _is_constant(lead) else None,
         why=_consequence(fit),
         notes=(doubt_note(fit), ("tensors", _listed(items)), *notes, ("fields", _fields(fit, lead))),

@@ -68,6 +68,7 @@ def _shapeless(tensors: dict[str, Tensor], keys: list[str], total: int, how: str
         f"{len(keys)} of {plural(total, 'tensor')} of adapters {verb} {how}",
         at=Location.of(tensors[keys[0]]),
         missing=tuple(keys),
+        kind="shapeless",
         notes=_keys(keys),
         why="loading stops with a size mismatch; what was trained is not in this file",
         hint="gather the parameters before saving: ZeRO-3 and FSDP keep only a part of each on a rank",

@@ -84,6 +84,7 @@ def _finding(ckpt: Checkpoint, count: LayerCount) -> Finding:
         notes=tuple(notes),
         hint=hint,
         inferred_from=f"the {'numbers in the keys' if count.numbers or count.stages else 'shapes'} of {count.block}",
+        kind="one stage" if "pp" in axes else "",
     )
 
 

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.experts import owners_note
 from ckptlint.analysis.inventory import Param, inventory_of
+from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.geometry.missing import absent_ranks
-from ckptlint.model import Checkpoint
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.layout import distinct
 from ckptlint.model.text import named_ranks, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
@@ -37,14 +39,27 @@ def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
             total = param.tensor.global_shape[axis]
             found = [absent_ranks(ckpt, param.tensor, region) for region in param.tensor.layout.coverage.missing]
             ranks = tuple(sorted({rank for absent in found if absent for rank in absent.ranks}))
+            owners = owners_note(ckpt, experts, total)
+            writers = _too_many_writers(ckpt, param.tensor, total, len(experts)) if owners else ()
             yield Finding(
                 f"the hole{{of}} is exactly expert{'s' * (len(experts) > 1)} {ranges(experts)} of {total}",
-                at=Location.of(param.tensor, ranks=ranks),
+                at=Location.of(param.tensor, ranks=writers or ranks),
                 missing=tuple(map(str, sorted(experts))),
-                notes=owners_note(ckpt, experts, total),
+                kind="written twice" if writers else "",
+                notes=owners,
                 hint="compare replica_id and the expert offsets of "
                 + (named_ranks(ranks) + " with the other ranks'" * (len(ranks) == 1) if ranks else "all ranks"),
             )
+
+
+def _too_many_writers(ckpt: Checkpoint, tensor: Tensor, total: int, missing: int) -> tuple[int, ...]:
+    """The ranks whose files hold the other experts, where more ranks wrote these than own them."""
+    world = ckpt.topology.get("world")
+    records = tensor.chunks.record
+    ranks = distinct(ranks_of_files(ckpt)[ckpt.records.file[records[records >= 0]]])
+    if world is None or world.source == "files" or len(ranks) < 2 or ranks[0] < 0:
+        return ()
+    return tuple(ranks.tolist()) if len(ranks) * total > world.size * (total - missing) else ()
 
 
 def _missing_experts(param: Param) -> set[int]:

@@ -129,6 +129,7 @@ def _finding(
         f"number{'s' * (len(shared.layers) > 1)} {ranges(shared.layers)}",
         at=Location(lead.fqn, ckpt.tensors.get(lead.fqn), ranks=tuple(sorted(ranks))),
         missing=tuple(keys),
+        kind="stages",
         notes=(
             ("ranks", ", ".join(f"stage {stage} is {home}" for stage, home in zip(stages, homes, strict=True))),
             *found,

@@ -61,7 +61,16 @@ def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: State) -> Finding:
         hint=_hint(misfit, ranks),
         inferred_from="the sizes of the mesh axes" if misfit.is_inferred and not misfit.is_pattern else "",
         alike=f"{lead.key.scope} {lead.key.role} {misfit.elements}/{misfit.expected}",
+        kind=_kind(misfit),
     )
+
+
+def _kind(misfit: StateMismatch) -> str:
+    """Whether the state is one rank's part: a vector may as well be a replica that was recorded as shards."""
+    if misfit.quotient >= 1:
+        return ""
+    is_matrix = all(len(param.own_shape) > 1 for param in misfit.params)
+    return "part" if is_matrix and (misfit.axes or misfit.is_local) else "short"
 
 
 def _notes(ckpt: Checkpoint, misfit: StateMismatch, state: State) -> Iterator[Note]:

@@ -73,6 +73,7 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
                 ranks=tuple(sorted({rank for name in names if (rank := rank_of(name)) is not None})),
             ),
             missing=tuple(names),
+            kind=state,
             severity=Severity.INFO if state in ("link-outside", "other-case") else None,
             why=_OTHER_CASE if state == "other-case" else "",
             notes=(("keys", ", ".join(keys[:4]) + (f" and {len(keys) - 4:,} more" if len(keys) > 4 else "")),),

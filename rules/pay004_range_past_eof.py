@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, RecordTable
-from ckptlint.model.layout import IntArray
+from ckptlint.model.layout import IntArray, distinct
 from ckptlint.model.text import human_bytes
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 
@@ -42,8 +42,10 @@ def range_past_eof(ckpt: Checkpoint) -> Iterator[Finding]:
     size = ckpt.files.size[table.file]
     negative = (table.byte_offset < 0) | (table.byte_length < 0)
     beyond = (size >= 0) & (table.byte_length > size - table.byte_offset)
-    for rows in _by_file(table, beyond & ~negative):
-        yield _truncated(ckpt, rows)
+    short = _by_file(table, beyond & ~negative)
+    kind = _kind(ckpt, len(short))
+    for rows in short:
+        yield _truncated(ckpt, rows, kind)
     for rows in _by_file(table, negative):
         yield _damaged(ckpt, rows)
 
@@ -82,7 +84,12 @@ def _by_file(table: RecordTable, chosen: npt.NDArray[np.bool_]) -> list[IntArray
     return np.split(rows, np.flatnonzero(np.diff(table.file[rows])) + 1) if len(rows) else []
 
 
-def _truncated(ckpt: Checkpoint, rows: IntArray) -> Finding:
+def _kind(ckpt: Checkpoint, short: int) -> str:
+    """A copy that broke off leaves some files whole; where all are too short, others may lie in their place."""
+    return "all short" if short > 1 and short == len(distinct(ckpt.records.file)) else "short"
+
+
+def _truncated(ckpt: Checkpoint, rows: IntArray, kind: str) -> Finding:
     """The finding for the entries of one file that reach past its end."""
     table = ckpt.records
     file, start, length = ckpt.byte_range_of(int(rows[np.argmin(table.byte_offset[rows])]))
@@ -102,6 +109,7 @@ def _truncated(ckpt: Checkpoint, rows: IntArray) -> Finding:
             label=f"{file}: {_entries(len(rows))} past the end, the first from byte {start:,}",
         ),
         missing=(file,),
+        kind=kind,
         notes=_shown(keys),
         hint=_COPY,
     )
@@ -122,6 +130,7 @@ def _damaged(ckpt: Checkpoint, rows: IntArray) -> Finding:
             label=f"{file}: {_entries(len(rows))} with a negative offset or length",
         ),
         missing=(file, "negative"),
+        kind="negative",
         notes=_shown(keys),
         why="the metadata is wrong, not the payload: the bytes may all be there, but a load cannot find them",
         hint="restore .metadata from where it was written",

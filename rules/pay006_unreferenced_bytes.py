@@ -70,6 +70,7 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
                 label=f"{file.name}: bytes {spans}{more}",
             ),
             missing=(file.name,),
+            kind=_kind(table.byte_length, gaps) if len(rows) else "whole file",
             severity=Severity.INFO if rank_of(file.name) in repeaters else None,
             alike=("gaps" if len(rows) else "unnamed") + " ".join(fqn for _, fqn in lost),
             why=_LOST_ENTRY if lost else "",
@@ -166,6 +167,11 @@ def _gaps(starts: IntArray, lengths: IntArray, size: int, least: int) -> list[tu
     nexts = np.concatenate([starts, [size]])
     wide = np.flatnonzero(nexts - reached >= least)
     return [(int(reached[i]), int(nexts[i])) for i in wide.tolist()]
+
+
+def _kind(lengths: IntArray, gaps: list[tuple[int, int]]) -> str:
+    """Whether each gap is as long as some record, so that only its entry may be lost."""
+    return "records" if np.isin([stop - start for start, stop in gaps], lengths).all() else "inside"
 
 
 def _planned_elsewhere(ckpt: Checkpoint, name: str) -> tuple[Note, ...]:

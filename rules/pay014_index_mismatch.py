@@ -81,6 +81,7 @@ def _misplaced(index: WeightIndex, held: Held) -> Iterator[Finding]:
             if homes
             else "copy the file again from where the model was written",
             alike="absent" if is_absent else "lacking",
+            kind="absent" if is_absent else "lacking",
         )
 
 
@@ -109,6 +110,7 @@ def _unlisted(index: WeightIndex, held: Held) -> Iterator[Finding]:
                     if file in index.places.values()
                     else "check whether another export left this file: the index places no key in it",
                     alike="lacks" if keys is lacking else "double",
+                    kind="unlisted" if keys is lacking else "double",
                 )
 
 
@@ -132,6 +134,7 @@ def _total(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
         f"{index.file} says {index.total_size:,} bytes in total, but {stored:,} are stored",
         at=Location(file=index.file),
         missing=("total_size",),
+        kind="total",
         severity=Severity.INFO if is_close else Severity.WARNING,
         why="the index was written for files different from these",
         notes=(("difference", f"{human_bytes(abs(difference))} {'fewer' if difference > 0 else 'more'} are stored"),),
@@ -159,6 +162,7 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
                 label=", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""),
             ),
             missing=tuple(shared[:_MOST]),
+            kind="double",
             severity=Severity.WARNING,
             notes=_keys(shared),
             why="the order of the files decides which copy is loaded",
@@ -174,6 +178,7 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
         yield Finding(
             f"the model lies in {len(ckpt.files)} files without an index",
             missing=("index",),
+            kind="no index",
             severity=Severity.WARNING if is_read_by_index else Severity.INFO,
             why="transformers refuses several files without an index; other loaders take every file",
             hint="write the index from the headers of the files, or copy it from where the model was written",
@@ -211,6 +216,7 @@ def _numbers(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{'is' if len(missing) == 1 else 'are'} missing",
             at=Location(label=f"{len(present)} of {total} files are there"),
             missing=tuple(f"{number}-of-{total}" for number in sorted(missing)),
+            kind="numbers",
             severity=Severity.WARNING if is_listed or ckpt.format == "dcp-safetensors" else None,
             why="the index was made without them, so their tensors are not loaded and no error says so"
             if is_listed

@@ -105,6 +105,7 @@ def _finding(ckpt: Checkpoint, local: Local) -> Finding:
     return Finding(
         f"dim {local.axis}{{of}} is {size:,} where {expected:,} fits {local.basis}; {numbers}, and {local.cause}",
         at=Location.of(tensor),
+        kind="part" if size < expected else "copies",
         severity=local.severity,
         why="" if size < expected else "a replica that was saved as shards loads with another shape",
         notes=(note, ("mesh", f"{axis_name(ckpt, local.axis, places)} is {_split(places)}")),

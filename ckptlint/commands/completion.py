@@ -25,6 +25,15 @@ def one_rule(context: click.Context, parameter: click.Parameter, incomplete: str
     return found
 
 
+def one_page(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The same, and the causes."""
+    from click.shell_completion import CompletionItem
+
+    names = sorted(path.stem for place in _places() for path in Path(place, "causes").glob("*.toml"))
+    causes = [CompletionItem(name, help="cause") for name in names if name.startswith(incomplete.lower())]
+    return one_rule(context, parameter, incomplete) + causes
+
+
 def many_rules(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """The same after the last comma of a list, and families and `ALL`."""
     from click.shell_completion import CompletionItem
@@ -44,11 +53,15 @@ def rule_names() -> Iterator[tuple[str, str]]:
     >>> ("GEO004", "coverage-hole") in rule_names()
     True
     """
-    spec = find_spec("ckptlint.rules")
-    places = (spec.submodule_search_locations if spec else None) or [str(Path(__file__).parents[2] / "rules")]
-    for module in sorted(path.stem for place in places for path in Path(place).glob("[a-z]*_*.py")):
+    for module in sorted(path.stem for place in _places() for path in Path(place).glob("[a-z]*_*.py")):
         code, _, name = module.partition("_")
         yield code.upper(), name.replace("_", "-")
+
+
+def _places() -> list[str]:
+    """Where the rules lie."""
+    spec = find_spec("ckptlint.rules")
+    return list((spec.submodule_search_locations if spec else None) or [str(Path(__file__).parents[2] / "rules")])
 
 
 def jobs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -6,19 +6,23 @@ import shutil
 
 import click
 
-from ckptlint.commands.completion import one_rule
+from ckptlint.commands.completion import one_page
 from ckptlint.commands.shared import ENVIRONMENT
 
 
 @click.command(context_settings=ENVIRONMENT)
-@click.argument("rule", shell_complete=one_rule)
+@click.argument("rule", shell_complete=one_page)
 def explain(rule: str) -> None:
-    """Print the page of a rule: what it checks, why it matters, usual causes, how to fix."""
-    from ckptlint.lint.rule_page import page
+    """Print the page of a rule, or of a cause that a report begins with: what it is, why it matters, how to fix."""
+    from ckptlint.lint.causes import load_causes
+    from ckptlint.lint.rule_page import cause_page, page
     from ckptlint.lint.selection import find_rule
     from ckptlint.lint.settings_file import every_rule, find
 
-    click.echo(page(find_rule(every_rule(find()), rule), min(shutil.get_terminal_size().columns, 100)))
+    width = min(shutil.get_terminal_size().columns, 100)
+    causes = {known.name: known for known in load_causes()}
+    cause = causes.get(rule.lower())
+    click.echo(cause_page(cause, width) if cause else page(find_rule(every_rule(find()), rule, causes), width))
 
 
 @click.command(context_settings=ENVIRONMENT)

@@ -8,7 +8,7 @@ from itertools import combinations
 
 from ckptlint.errors import BudgetError
 from ckptlint.geometry.chunk_graph import mesh_note, place_of
-from ckptlint.geometry.missing import absent_hint, absent_ranks, rank_note, saved_by
+from ckptlint.geometry.missing import Absent, absent_hint, absent_ranks, rank_note, ranks_with_entries, saved_by
 from ckptlint.geometry.two_saves import saves_hint, saves_note
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box
@@ -63,14 +63,16 @@ def holes(ckpt: Checkpoint, padded: str | None = None) -> Iterator[Finding]:
             message = f"part{{of}} is missing: at least {plural(lost, 'element')}"
             yield Finding(message, at=Location.of(tensor), severity=severity, notes=_total(tensor))
         for number, region in enumerate(coverage.missing[:_SHOWN]):
+            absent = absent_ranks(ckpt, tensor, region)
             yield Finding(
                 _sentence(region, tensor.global_shape),
                 at=Location.of(
                     tensor,
                     region=region,
                     rows=_neighbours(tensor, region),
-                    ranks=absent.ranks if (absent := absent_ranks(ckpt, tensor, region)) else (),
+                    ranks=absent.ranks if absent else (),
                 ),
+                kind=_kind(ckpt, absent),
                 severity=severity,
                 notes=_total(tensor) if number == 0 else (),
                 explain=partial(_explain, ckpt, tensor, region),
@@ -155,6 +157,13 @@ def _total(tensor: Tensor) -> tuple[Note, ...]:
     if not coverage.exact:
         return (("covered", f"at most {percent} of the tensor; at least {lost} missing{more}: {_STOPPED}"),)
     return (("covered", f"{percent} of the tensor; {lost} missing{more}"),)
+
+
+def _kind(ckpt: Checkpoint, absent: Absent | None) -> str:
+    """Whether the one rank that should have saved a missing part saved anything else; "" where no one rank is known."""
+    if absent is None or len(absent.ranks) != 1:
+        return ""
+    return "has other entries" if absent.ranks[0] in ranks_with_entries(ckpt) else "no entry"
 
 
 def _neighbours(tensor: Tensor, region: Box) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ _PACKAGE = "ckptlint.rules"
 @cache
 def load_rules() -> tuple[Rule, ...]:
     """All rules, by code."""
-    return tuple(sorted(_rules_in(_package()), key=lambda rule: rule.code))
+    return tuple(sorted(_rules_in(rules_package()), key=lambda rule: rule.code))
 
 
 def with_plugins(rules: Sequence[Rule], named: Iterable[str] = (), barred: Iterable[Path] = ()) -> tuple[Rule, ...]:
@@ -144,7 +144,8 @@ def _clash(rule: Rule, others: Iterable[Rule]) -> str:
     return ""
 
 
-def _package() -> ModuleType:
+def rules_package() -> ModuleType:
+    """The package of the rules that come with ckptlint, and of the causes beside them."""
     try:
         return importlib.import_module(_PACKAGE)
     except ModuleNotFoundError:

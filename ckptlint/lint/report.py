@@ -132,6 +132,28 @@ class RuleCounts:
     failed: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Cause:
+    """What explains several findings at once.
+
+    Attributes:
+        name: accepted by `ckptlint explain`.
+        sentence: what happened, with the codes of the findings that speak for it.
+        do: what to do now.
+        findings: those that it explains, in the order in which they were found.
+    """
+
+    name: str
+    sentence: str
+    do: str
+    findings: tuple[Diagnostic, ...]
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The codes of the findings, in order."""
+        return tuple(sorted({item.code for item in self.findings}))
+
+
 @dataclass(frozen=True, eq=False)
 class CheckpointReport:
     """What the rules made of one checkpoint.
@@ -144,6 +166,7 @@ class CheckpointReport:
         not_applicable: code -> why there was nothing to judge.
         failed: code -> the error a rule ended in.
         seconds: code -> time the rule took.
+        causes: what explains several of the findings at once, the worst first.
     """
 
     checkpoint: Checkpoint
@@ -154,6 +177,7 @@ class CheckpointReport:
     failed: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     ignored: list[Diagnostic] = field(default_factory=list)
+    causes: tuple[Cause, ...] = ()
 
     def without(self, why: Callable[[Diagnostic], Ignored | None]) -> CheckpointReport:
         """The report with the findings that have a reason not to count set aside."""
@@ -168,6 +192,18 @@ class CheckpointReport:
     def groups(self) -> list[FindingGroup]:
         """Findings of one rule, severity and sentence about names of one role; worst first, then by code."""
         return _grouped(self.diagnostics, 1)
+
+    def groups_of(self, cause: Cause) -> list[FindingGroup]:
+        """The groups that hold a finding that the cause explains."""
+        own = set(map(id, cause.findings))
+        return [group for group in self.groups if any(id(item) in own for item in group.members)]
+
+    @cached_property
+    def folded(self) -> frozenset[FindingGroup]:
+        """The groups that a cause explains together with others: a line of each below the cause is enough."""
+        told = {id(item) for cause in self.causes for item in cause.findings}
+        several = [groups for cause in self.causes if len(groups := self.groups_of(cause)) > 1]
+        return frozenset(g for groups in several for g in groups if all(id(item) in told for item in g.members))
 
     @cached_property
     def ignored_groups(self) -> list[FindingGroup]:

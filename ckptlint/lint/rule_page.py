@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptlint.depth import Depth
+from ckptlint.lint.causes import Clause, KnownCause, fixture_of
 from ckptlint.lint.registry import FAMILIES
 from ckptlint.model.text import named_ranks as ranks_in_words
 from ckptlint.rule import SECTIONS, Rule
@@ -28,6 +29,42 @@ def page(rule: Rule, width: int = 80) -> str:
         lines += ["", f"Options, to set in ckptlint.toml under [rules.{rule.name}]:"]
         lines += [f"  {name} = {json.dumps(value)}" for name, value in options.items()]
     return "\n".join([*lines, *_examples(rule, width)])
+
+
+def cause_page(known: KnownCause, width: int = 80) -> str:
+    """What a cause is told for, how it comes about, what to do, and an example, as a page of text."""
+    lines = [known.name, "a cause, which a report says before the findings that it explains", ""]
+    lines += textwrap.wrap(known.summary, width)
+    sections = {
+        "What speaks for it": [in_words(clause) for clause in (*known.find.values(), *known.also.values())],
+        "What speaks against it": [in_words(clause) for clause in known.never.values()],
+        "How it comes about": [known.why],
+        "What to do": [known.do],
+        "See": [known.see],
+    }
+    for heading, texts in sections.items():
+        if any(texts):
+            text = "; ".join(texts)
+            lines += ["", f"{heading}:", *textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="  ")]
+    fixture = fixture_of(known)
+    for case in _cases(fixture)[:1] if fixture.is_file() else ():
+        lines += ["", f"Bad: {case['name']}"]
+        for line in _facts(case):
+            lines += textwrap.wrap(line, width, initial_indent="  ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+
+def in_words(clause: Clause) -> str:
+    """A clause of a cause, as its page says it.
+
+    >>> in_words(Clause(("GEO004", "PAY001"), same=("keys",))), in_words(Clause(("PAY006",), least=2))
+    ('GEO004 or PAY001 on the same keys', 'PAY006 at least 2 times')
+    """
+    text = " or ".join(clause.codes)
+    text += f" ({', '.join(kinds)})" if (kinds := list(filter(None, clause.kinds))) else ""
+    text += f" on the same {' and '.join(clause.same)}" if clause.same else ""
+    text += f" on other {' and '.join(clause.other)}" if clause.other else ""
+    return text + (f" at least {clause.least} times" if clause.least > 1 else "")
 
 
 def _needs(rule: Rule, option: str = "") -> str:

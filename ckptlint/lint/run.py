@@ -14,6 +14,7 @@ from ckptlint.depth import Depth
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError, ReaderError
 from ckptlint.formats.sandbox import ahead
 from ckptlint.lint.baseline import apply_baseline, read_baseline
+from ckptlint.lint.causes import with_causes
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.ignores import KeyIgnore, set_aside
 from ckptlint.lint.report import CheckpointReport, FailOn, Report
@@ -162,6 +163,7 @@ def run(
     judging = tuple(rule for rule in rules if (reference is not None or not rule.expects) and not rule.live)
     parts = set_aside(parts, rules, ignores, is_whole=not (not_found or unreadable))
     parts, solved = apply_baseline(parts, rules, known)
+    parts = [with_causes(part) for part in parts]
     seconds = time.perf_counter() - started
     return Report(parts, judging, depth, fail_on, tuple(not_found), tuple(unreadable), seconds, solved, shown(settings))
 

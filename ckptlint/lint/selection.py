@@ -94,8 +94,11 @@ def configured(rules: Sequence[Rule], tables: Mapping[str, Mapping[str, object]]
     return tuple(replace(rule, values=values[rule.code]) if rule.code in values else rule for rule in rules)
 
 
-def find_rule(rules: Sequence[Rule], token: str) -> Rule:
+def find_rule(rules: Sequence[Rule], token: str, also: Iterable[str] = ()) -> Rule:
     """The rule of a code or name, in any case.
+
+    Args:
+        also: further names that may have been meant.
 
     Raises:
         ConfigError: there is none; the message names the nearest one.
@@ -103,7 +106,7 @@ def find_rule(rules: Sequence[Rule], token: str) -> Rule:
     for rule in rules:
         if token.upper() == rule.code or token.lower() == rule.name:
             return rule
-    raise ConfigError(_unknown(rules, token))
+    raise ConfigError(_unknown(rules, token, also))
 
 
 def _matching(rules: Sequence[Rule], tokens: Iterable[str]) -> list[str]:
@@ -120,7 +123,7 @@ def _matching(rules: Sequence[Rule], tokens: Iterable[str]) -> list[str]:
     return codes
 
 
-def _unknown(rules: Sequence[Rule], token: str) -> str:
-    known = [rule.code for rule in rules] + [rule.name for rule in rules]
+def _unknown(rules: Sequence[Rule], token: str, also: Iterable[str] = ()) -> str:
+    known = [rule.code for rule in rules] + [rule.name for rule in rules] + [*also]
     near = difflib.get_close_matches(token.upper(), known, 1) or difflib.get_close_matches(token.lower(), known, 1)
     return f"there is no rule {token!r}" + (f", did you mean {near[0]}?" if near else "; `ckptlint rules` lists them")

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_map import draw, make_grid
-from ckptlint.lint.report import CheckpointReport, Diagnostic, FindingGroup, Report, worst
+from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report, worst
 from ckptlint.lint.steps import JudgedStep, newest_passing, steps_in
 from ckptlint.model import Checkpoint, RecordState, StepFile
 from ckptlint.model.checkpoint import FORMAT_NAMES
@@ -142,12 +142,32 @@ def loud_groups(part: CheckpointReport, style: Style) -> list[FindingGroup]:
 
 
 def _findings(part: CheckpointReport, style: Style) -> list[str]:
-    shown, cut_off = worst(loud_groups(part, style), style.per_rule)
-    blocks = ["\n".join(block(part.checkpoint, group, style)) for group in shown]
+    groups = loud_groups(part, style)
+    causes = ["\n".join(cause_block(part, cause, style)) for cause in part.causes] if groups else []
+    folded = set() if style.verbose else part.folded
+    shown, cut_off = worst([group for group in groups if group not in folded], style.per_rule)
+    blocks = causes + ["\n".join(block(part.checkpoint, group, style)) for group in shown]
     blocks += [
         f"{plural(count, 'more group')} of {code} (--max-per-rule 0 shows all)" for code, count in cut_off.items()
     ]
     return blocks
+
+
+def cause_block(part: CheckpointReport, cause: Cause, style: Style) -> list[str]:
+    """The lines of a cause: its sentence, its findings in a line each unless they follow in full, what to do."""
+    title = style.wrap(f"cause: {cause.sentence}", "    ", "")
+    lines = [title[0].replace("cause", style.paint("cause", "bold"), 1), *title[1:]]
+    groups = part.groups_of(cause)
+    shown, cut_off = worst([] if style.verbose or len(groups) == 1 else groups, style.per_rule)
+    for group in shown:
+        lead, more = group.lead, len(group.members) - 1
+        text = f"{lead.code} {cut_names(lead.title, lead.fqn)}"
+        end = f" (+{more:,} more)" if more else ""
+        room = style.width - len(f"  --> {lead.severity.label} ") - len(end)
+        text = text if len(text) <= room else f"{text[: room - 3]}..."
+        lines.append(f"  --> {style.paint(lead.severity.label, lead.severity.label)} {text}{end}")
+    lines += [f"  --> {plural(count, 'more group')} of {code}" for code, count in cut_off.items()]
+    return lines + style.wrap(f"{cause.do}; `ckptlint explain {cause.name}` shows more", "     ", "   = do: ")
 
 
 def block(ckpt: Checkpoint, group: FindingGroup, style: Style) -> list[str]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ckptlint._version import __version__
 from ckptlint.geometry.chunk_graph import coordinates, rank_of
-from ckptlint.lint.report import CheckpointReport, Diagnostic, FindingGroup, Ignored, Report
+from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Ignored, Report
 from ckptlint.lint.steps import JudgedStep, steps_in
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.checkpoint import StepFileState
@@ -70,6 +70,7 @@ def sample(report: Report) -> str | None:
 
 def _checkpoint(report: Report, part: CheckpointReport) -> dict[str, Any]:
     ckpt, groups = part.checkpoint, [*part.groups, *part.ignored_groups]
+    numbers = {id(item): n for n, item in enumerate(item for group in groups for item in group.members)}
     return {
         "path": ckpt.path,
         "format": ckpt.format,
@@ -88,6 +89,7 @@ def _checkpoint(report: Report, part: CheckpointReport) -> dict[str, Any]:
         "unseen": list(ckpt.unseen),
         "reference": _reference(ckpt.reference),
         "topology": {axis: {"size": size.size, "source": size.source} for axis, size in ckpt.topology.items()},
+        "causes": [_cause(cause, numbers) for cause in part.causes],
         "findings": [_finding(part, item, group) for group in groups for item in group.members],
         "rules": asdict(report.rule_counts_of(part)),
         "not_run": [{"code": code, "reason": reason} for code, reason in part.not_run.items()],
@@ -103,6 +105,18 @@ def _files(ckpt: Checkpoint) -> dict[str, dict[str, int]]:
     return {
         "payload": {state: count for state, count in states if count},
         "beside": {state: beside[state] for state in get_args(StepFileState)},
+    }
+
+
+def _cause(cause: Cause, numbers: dict[int, int]) -> dict[str, Any]:
+    findings = sorted(cause.findings, key=lambda item: numbers[id(item)])
+    return {
+        "name": cause.name,
+        "sentence": cause.sentence,
+        "do": cause.do,
+        "codes": list(cause.codes),
+        "findings": [numbers[id(item)] for item in findings],
+        "fingerprints": [item.fingerprint for item in findings],
     }
 
 

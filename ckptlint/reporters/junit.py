@@ -31,6 +31,7 @@ def render(report: Report, style: Style) -> str:
         facts = [("depth", report.depth), ("sample", sample(report) or "all"), ("rules that ran", ran)]
         facts += [("settings", report.settings)] if report.settings else []
         facts += [("not known", sentence) for sentence in part.checkpoint.unseen]
+        facts += [("cause", f"{cause.sentence}; {cause.do}") for cause in part.causes]
         properties = ET.SubElement(suite, "properties")
         for name, value in facts:
             ET.SubElement(properties, "property", name=name, value=_legal(value))

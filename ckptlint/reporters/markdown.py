@@ -47,18 +47,19 @@ def code(text: str, in_table: bool = False) -> str:
 def _checkpoint(part: CheckpointReport, style: Style, room: int) -> list[str]:
     texts = [f"### {code(part.checkpoint.path)}\n\n{code(facts(part.checkpoint).replace('  ', ', '))}"]
     texts += [code(f"not known: {sentence}") for sentence in part.checkpoint.unseen]
+    texts += [f"**Cause:** {code(cause.sentence)}\n\n**Do:** {code(cause.do)}" for cause in part.causes]
     shown, left_out = worst(loud_groups(part, style), style.per_rule)
     if not shown:
         return [*texts, "No problems." if not part.is_incomplete else "Not judged."]
     rows, details = [], []
     for group in shown:
-        row, detail = _row(group), _detail(part, group, style)
+        row, detail = _row(group), "" if group in part.folded else _detail(part, group, style)
         if len(row) + len(detail) > room:
             left_out[group.lead.code] += 1
             continue
         room -= len(row) + len(detail)
         rows.append(row)
-        details.append(detail)
+        details += [detail] if detail else []
     if rows:
         texts.append("\n".join(["| severity | rule | problem | keys |", "|---|---|---|---:|", *rows]))
     more = [f"{plural(count, 'more group')} of {name} not shown." for name, count in left_out.items()]

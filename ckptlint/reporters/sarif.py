@@ -55,6 +55,11 @@ def render(report: Report, style: Style) -> str:
             "sample": sample(report),
             "verdict": report.verdict,
             "settings": report.settings or None,
+            "causes": [
+                {"checkpoint": part.checkpoint.path, "name": cause.name, "sentence": cause.sentence, "do": cause.do}
+                for part in report.checkpoints
+                for cause in part.causes
+            ],
         },
     }
     return json.dumps({"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2) + "\n"

@@ -4,7 +4,16 @@ For authors of rules and plug-ins: `read_cases` reads a fixture, `run_case` judg
 needed: the metadata is pickled with classes that only carry torch's names.
 """
 
-from ckptlint.testing.cases import Case, described, fixture_cases, held_by_ranks, load_folder, read_cases, run_case
+from ckptlint.testing.cases import (
+    Case,
+    described,
+    fixture_cases,
+    held_by_ranks,
+    load_folder,
+    open_case,
+    read_cases,
+    run_case,
+)
 from ckptlint.testing.folders import safetensors_header, write_checkpoint, write_safetensors
 from ckptlint.testing.pickles import torch_archive
 
@@ -14,6 +23,7 @@ __all__ = [
     "fixture_cases",
     "held_by_ranks",
     "load_folder",
+    "open_case",
     "read_cases",
     "run_case",
     "safetensors_header",

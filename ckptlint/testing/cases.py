@@ -69,6 +69,16 @@ def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:
     if case.is_live:
         return run_rules(held_by_ranks(case.table), [rule], Depth.METADATA)
     depth = Depth(case.table.get("depth", max(rule.needs, Depth.FILES, key=[*Depth].index)))
+    ckpt = open_case(case, folder, depth)
+    rules = [rule, _crashing(case.table["crash"])] if "crash" in case.table else [rule]
+    ignores = [_key_ignore(**table) for table in case.table.get("ignores", ())]
+    named = set().union(*(ignore.codes for ignore in ignores))
+    rules += [other for other in load_rules() if other.code in named]
+    return set_aside([run_rules(ckpt, rules, depth)], rules, ignores)[0]
+
+
+def open_case(case: Case, folder: Path, depth: Depth = Depth.FILES) -> Checkpoint:
+    """Write the case into an empty folder and read it back, with the step before it and its reference."""
     ckpt = load_folder(write_checkpoint(case.table, folder), depth)
     ckpt = replace(ckpt, problems=[*ckpt.problems, *(Problem("view", **view) for view in case.table.get("views", ()))])
     if "before" in case.table:
@@ -77,11 +87,7 @@ def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:
     if case.table.keys() & {"reference", "reference_config"}:
         place = write_reference(case.table, folder.with_name(f"{folder.name}-expected"))
         ckpt = replace(ckpt, reference=read_reference(str(place)))
-    rules = [rule, _crashing(case.table["crash"])] if "crash" in case.table else [rule]
-    ignores = [_key_ignore(**table) for table in case.table.get("ignores", ())]
-    named = set().union(*(ignore.codes for ignore in ignores))
-    rules += [other for other in load_rules() if other.code in named]
-    return set_aside([run_rules(ckpt, rules, depth)], rules, ignores)[0]
+    return ckpt
 
 
 def held_by_ranks(table: Mapping[str, Any]) -> Checkpoint:

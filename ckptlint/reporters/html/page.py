@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckptlint._version import __version__
 from ckptlint.geometry.chunk_graph import axis_graph, axis_name, rank_of
 from ckptlint.geometry.chunk_map import Grid, make_grid
-from ckptlint.lint.report import CheckpointReport, Diagnostic, FindingGroup, Report
+from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report
 from ckptlint.lint.steps import steps_in
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.checkpoint import FORMAT_NAMES
@@ -206,6 +206,7 @@ def _checkpoint(report: Report, part: CheckpointReport, anchor: str, room: int, 
         "facts": facts,
         "topology": [(axis, size.size, size.source) for axis, size in ckpt.topology.items()],
         "groups": [_group(ckpt, group, f"{anchor}-{group.number}", work) for group in part.groups],
+        "causes": [_cause(part, cause, anchor) for cause in part.causes],
         "worst": part.groups[0].lead.severity.label if part.groups else "incomplete" if part.is_incomplete else "",
         "appendix": _appendix(part, room, work),
         "rules": [
@@ -216,6 +217,14 @@ def _checkpoint(report: Report, part: CheckpointReport, anchor: str, room: int, 
         ],
         "ran": [(code, code in found) for code in part.passed if code in selected],
     }
+
+
+def _cause(part: CheckpointReport, cause: Cause, anchor: str) -> dict[str, Any]:
+    """A cause with a link to the first of its findings of each rule."""
+    groups: dict[str, str] = {}
+    for group in part.groups_of(cause):
+        groups.setdefault(group.lead.code, f"{anchor}-{group.number}")
+    return {"name": cause.name, "sentence": cause.sentence, "do": cause.do, "groups": list(groups.items())}
 
 
 def _group(ckpt: Checkpoint, group: FindingGroup, anchor: str, work: _Work) -> dict[str, Any]:

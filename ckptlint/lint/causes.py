@@ -1,0 +1,290 @@
+"""Causes: what explains several findings of a checkpoint at once, and is said before them.
+
+A cause is data, one file of `rules/causes/`: which findings it asks for, what these share, which speak against it, its
+sentence and what to do. It looks at codes, keys, files, ranks and kinds of findings, never at their words.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+from ckptlint.geometry.chunk_graph import rank_of
+from ckptlint.lint.registry import rules_package
+from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic
+from ckptlint.model.text import braces, listed, plural, ranges
+from ckptlint.rule import Severity
+
+Shared = Literal["keys", "files", "ranks"]
+"""What findings may have in common."""
+
+_SHOWN = 3
+_LISTED_RANKS = 3
+_PLACEHOLDER = re.compile(r"\{([a-z+]+)\.([a-z]+)(?::([a-z ]+))?\}")
+_OPTIONAL = re.compile(r"\[([^\[\]]*)\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Clause:
+    """Findings of one sort.
+
+    Attributes:
+        codes: their rule is one of these.
+        kinds: their `kind` is one of these; () for any.
+        severity: the lowest that counts.
+        same: what each shares with one of the findings of the first clause.
+        other: what each shares with none of them.
+        least: how many there must be.
+        ranks: of how many ranks they may be; 0 for any number.
+    """
+
+    codes: tuple[str, ...]
+    kinds: tuple[str, ...] = ()
+    severity: str = "info"
+    same: tuple[Shared, ...] = ()
+    other: tuple[Shared, ...] = ()
+    least: int = 1
+    ranks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KnownCause:
+    """A cause as its file describes it.
+
+    Attributes:
+        name: that of the file, accepted by `ckptlint explain`.
+        summary: one sentence that is true of every checkpoint it fires on.
+        sentence: `{clause.what}` stands for what the findings of a clause (or of several, `a+b`) name: codes, keys,
+            files, ranks, missing, regions, count; `{clause.what:noun}` puts the noun before it, or after a count. What
+            stands in square brackets is left out where a placeholder in it names nothing.
+        do: what to do, as an order.
+        why: how it comes about.
+        see: where it was met.
+        find: clauses that must all be met; those of the first are the ones that others share something with.
+        also: clauses whose findings belong to it where there are any.
+        never: clauses of which none may be met; where one of their rules did not judge, the cause is not told.
+        over: names of causes that are not told where this one is, since it says more.
+    """
+
+    name: str
+    summary: str
+    sentence: str
+    do: str
+    why: str
+    see: str
+    find: Mapping[str, Clause]
+    also: Mapping[str, Clause] = field(default_factory=dict)
+    never: Mapping[str, Clause] = field(default_factory=dict)
+    over: tuple[str, ...] = ()
+
+    @property
+    def excluding(self) -> frozenset[str]:
+        """The codes of the rules that must have judged before it is told."""
+        return frozenset(code for clause in self.never.values() for code in clause.codes)
+
+
+def fixture_of(known: KnownCause) -> Path:
+    """The cases of a cause."""
+    return Path(rules_package().__path__[0]).parent / "fixtures" / "causes" / f"{known.name}.toml"
+
+
+@cache
+def load_causes() -> tuple[KnownCause, ...]:
+    """All causes, by name."""
+    folder = Path(rules_package().__path__[0]) / "causes"
+    return tuple(_read(path) for path in sorted(folder.glob("*.toml")))
+
+
+def _read(path: Path) -> KnownCause:
+    table = tomllib.loads(path.read_text(encoding="utf-8"))
+    for part in ("find", "also", "never"):
+        table[part] = {name: _clause(clause) for name, clause in table.get(part, {}).items()}
+    return KnownCause(path.stem, **table | {"over": tuple(table.get("over", ()))})
+
+
+def _clause(table: Mapping[str, Any]) -> Clause:
+    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
+    return Clause(**values)
+
+
+def with_causes(report: CheckpointReport) -> CheckpointReport:
+    """The report with the causes that explain several of the findings that count; none rather than a wrong one."""
+    if not any(item.severity > Severity.INFO for item in report.diagnostics):
+        return report
+    counting = _by_code(report.diagnostics)
+    found_at_all = _by_code([*report.diagnostics, *report.ignored])  # what was set aside speaks against a cause still
+    judged = {*report.passed, *report.not_applicable}
+    asked = [known for known in load_causes() if judged.issuperset(known.excluding)]
+    matched = [(known, found) for known in asked if (found := _match(known, counting, found_at_all))]
+    beaten = {name for known, _ in matched for name in known.over}
+    matched = [(known, found) for known, found in matched if known.name not in beaten]
+    claims = Counter(number for _, found in matched for number in _members(found))
+    causes = [
+        _told(known, found, report.diagnostics)
+        for known, found in matched
+        if all(claims[number] == 1 for number in _members(found))  # of two causes of one finding none is sure
+    ]
+    causes.sort(key=lambda cause: -max(item.severity for item in cause.findings))
+    return replace(report, causes=tuple(causes)) if causes else report
+
+
+def _by_code(items: Iterable[Diagnostic]) -> Mapping[str, list[Diagnostic]]:
+    found: dict[str, list[Diagnostic]] = defaultdict(list)
+    for item in items:
+        found[item.code].append(item)
+    return found
+
+
+def _match(
+    known: KnownCause, by_code: Mapping[str, list[Diagnostic]], at_all: Mapping[str, list[Diagnostic]]
+) -> dict[str, list[Diagnostic]]:
+    """Clause -> its findings, where all that must be found is and nothing that must not; {} otherwise."""
+    found = {name: _of(clause, by_code) for name, clause in known.find.items()}
+    if not all(found.values()):
+        return {}
+    first = next(iter(known.find))
+    leads = found[first]
+    for name, clause in known.find.items():
+        leads = _sharing(leads, found[name], clause.same)
+    for clause in known.never.values():
+        against = _of(clause, at_all)
+        if clause.same:
+            leads = _apart(leads, _sharing(leads, against, clause.same))
+        elif _apart(against, _sharing(against, leads, clause.other) if clause.other else []):
+            return {}
+    found[first] = leads
+    for name, clause in {**known.find, **known.also}.items():
+        own = found[name] if name in found else _of(clause, by_code)
+        found[name] = _sharing(own, leads, clause.same)
+    for name, clause in known.find.items():
+        if len(found[name]) < clause.least or 0 < clause.ranks < len(set().union(*map(_ranks, found[name]))):
+            return {}
+    is_told = any(item.severity > Severity.INFO for items in found.values() for item in items)
+    return found if is_told and len(_members(found)) > 1 else {}
+
+
+def _members(found: Mapping[str, list[Diagnostic]]) -> set[int]:
+    """The `id` of every finding."""
+    return {id(item) for items in found.values() for item in items}
+
+
+def _of(clause: Clause, by_code: Mapping[str, list[Diagnostic]]) -> list[Diagnostic]:
+    least = Severity[clause.severity.upper()]
+    return [
+        item
+        for code in clause.codes
+        for item in by_code.get(code, ())
+        if item.severity >= least and (not clause.kinds or item.finding.kind in clause.kinds)
+    ]
+
+
+def _sharing(items: list[Diagnostic], others: list[Diagnostic], same: Sequence[Shared]) -> list[Diagnostic]:
+    """The findings that share something with the others, for each thing that they must share."""
+    for what in same:
+        names = _NAMES[what]
+        known = set().union(*(names(other) for other in others))
+        items = [item for item in items if not known.isdisjoint(names(item))]
+    return items
+
+
+def _apart(items: list[Diagnostic], others: list[Diagnostic]) -> list[Diagnostic]:
+    """The findings that are not among the others."""
+    known = set(map(id, others))
+    return [item for item in items if id(item) not in known]
+
+
+def _keys(item: Diagnostic) -> set[str]:
+    """The keys concerned: its own, and those among what identifies it."""
+    return {name for name in (item.fqn, *item.finding.missing) if name and not name.isdecimal()}
+
+
+def _files(item: Diagnostic) -> set[str]:
+    """The files concerned: where it lies, and those like it among what identifies it."""
+    own = item.finding.at.file
+    suffix = Path(own).suffix
+    return {own, *(name for name in item.finding.missing if Path(name).suffix == suffix)} if own else set()
+
+
+def _ranks(item: Diagnostic) -> set[int]:
+    named = (rank_of(name) for name in _files(item))
+    return {*item.finding.at.ranks, *(rank for rank in named if rank is not None)}
+
+
+_NAMES: dict[Shared, Callable[[Diagnostic], set[Any]]] = {"keys": _keys, "files": _files, "ranks": _ranks}
+
+
+# ---------------------------------------------------------------- words
+
+
+def _told(known: KnownCause, found: Mapping[str, list[Diagnostic]], told: Iterable[Diagnostic]) -> Cause:
+    members = _members(found)
+    findings = tuple(item for item in told if id(item) in members)
+    return Cause(known.name, _filled(known.sentence, found), known.do, findings)
+
+
+def _filled(text: str, found: Mapping[str, list[Diagnostic]]) -> str:
+    """The text with what the findings name; its optional parts only where they name something."""
+
+    def value(match: re.Match[str]) -> str:
+        items = [item for clause in match[1].split("+") for item in found.get(clause, ())]
+        return _VALUES[match[2]](items, match[3] or "")
+
+    def part(match: re.Match[str]) -> str:
+        return match[1] if all(map(value, _PLACEHOLDER.finditer(match[1]))) else ""
+
+    return _PLACEHOLDER.sub(value, _OPTIONAL.sub(part, text))
+
+
+def _some(names: Iterable[str], noun: str = "") -> str:
+    """A few names, and how many more there are."""
+    folded = list(names)
+    shown = folded[:_SHOWN] + ([f"{len(folded) - _SHOWN:,} more"] if len(folded) > _SHOWN else [])
+    return " ".join(filter(None, [noun and noun + "s" * (len(folded) > 1), listed(shown)]))
+
+
+def _numbers(values: Iterable[int], noun: str) -> str:
+    numbers = sorted(set(values))
+    text = listed([*map(str, numbers)]) if len(numbers) <= _LISTED_RANKS else ranges(numbers)
+    return " ".join(filter(None, [noun and noun + "s" * (len(numbers) > 1), text])) if numbers else ""
+
+
+def _rank_sets(items: Sequence[Diagnostic], noun: str) -> str:
+    """The ranks of all findings together, or set by set where findings concern several ranks each."""
+    sets = dict.fromkeys(tuple(sorted(ranks)) for item in items if (ranks := _ranks(item)))
+    if len(sets) > 1 and any(len(ranks) > 1 for ranks in sets):
+        more = [f"and {len(sets) - _SHOWN:,} more sets"] if len(sets) > _SHOWN else []
+        return ", ".join([*(_numbers(ranks, noun) for ranks in list(sets)[:_SHOWN]), *more])
+    return _numbers(set().union(*sets), noun)
+
+
+def _missing(items: Sequence[Diagnostic], noun: str) -> str:
+    names = dict.fromkeys(name for item in items for name in item.finding.missing)
+    if all(name.isdecimal() for name in names):
+        text = ranges(map(int, names))
+        return " ".join(filter(None, [noun and noun + "s" * (len(names) > 1), text]))
+    return _some(names, noun)
+
+
+def _codes(items: Iterable[Diagnostic], noun: str = "") -> str:
+    return ", ".join(sorted({item.code for item in items}))
+
+
+def _regions(items: Iterable[Diagnostic], noun: str) -> str:
+    return _some(dict.fromkeys(str(item.finding.at.region) for item in items if item.finding.at.region), noun)
+
+
+_VALUES: dict[str, Callable[[Sequence[Diagnostic], str], str]] = {
+    "codes": _codes,
+    "count": lambda items, noun: plural(len(items), noun) if items else "",
+    "files": lambda items, noun: _some(sorted(set().union(*map(_files, items))), noun),
+    "keys": lambda items, noun: _some(braces(item.fqn for item in items if item.fqn), noun),
+    "missing": _missing,
+    "ranks": _rank_sets,
+    "regions": _regions,
+}
