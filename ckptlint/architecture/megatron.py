@@ -174,6 +174,8 @@ def expected_models(
                 model_class=_CLASSES[kind],
                 ignored=_ignored(values),
             )
+        if not found:
+            raise NoTable("they declare layers that differ, and the keys stack all layers")
     except (NoTable, ExpressionError) as error:
         raise NoTable(f"{source} of Megatron: {error}") from None
     return tuple(found.values())

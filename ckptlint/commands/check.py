@@ -29,7 +29,6 @@ from ckptlint.commands.shared import (
 )
 from ckptlint.depth import Depth
 from ckptlint.lint.options import CHECK_OPTIONS, FORMATS, SUFFIXES, percent, tokens
-from ckptlint.storage.paths import shown as shown_path
 
 if TYPE_CHECKING:
     from ckptlint.lint.report import Report
@@ -83,6 +82,8 @@ def check(paths: tuple[str, ...], **options: Any) -> None:
 
 def _command_line() -> str:
     """The command that this process runs, without what URLs may hold of secrets."""
+    from ckptlint.storage.paths import shown as shown_path
+
     return shlex.join(["ckptlint", *map(shown_path, sys.argv[1:])])
 
 

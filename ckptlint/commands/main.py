@@ -19,7 +19,8 @@ COMMANDS = {
     "check": "Check checkpoints: a checkpoint folder, a step folder, or a run folder (its newest step).",
     "config": "Show the settings of `check`, and where each comes from: default, file, environment or option.",
     "diff": "Compare the keys, shapes and dtypes of two checkpoints; resharding is no difference.",
-    "explain": "Print the page of a rule: what it checks, why it matters, usual causes, how to fix.",
+    "explain": "Print the page of a rule, or of a cause that a report begins with: what it is, why it matters, how "
+    "to fix.",
     "graph": "Draw the chunks of one tensor as a graph: on each axis, which intervals they cover and where one is "
     "missing.",
     "latest": "Print the path of the newest step of a run that passes, and nothing else.",

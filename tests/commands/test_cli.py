@@ -532,7 +532,7 @@ def test_a_closed_output_leaves_the_exit_code(arguments: list[str], code: int) -
 def test_quiet_and_verbose() -> None:
     plain, quiet, silent, loud = (invoke(BAD, *o).output for o in ([], ["-q"], ["-qq"], ["-v"]))
     assert silent == ""
-    assert quiet.startswith("error[GEO004]")
+    assert quiet.startswith("cause: rank 2 ") and "\n\nerror[GEO004]" in quiet
     assert "ckptlint explain" in plain
     assert "ckptlint explain" not in quiet
     assert plain.startswith(BAD)
