@@ -160,9 +160,11 @@ def _total(tensor: Tensor) -> tuple[Note, ...]:
 
 
 def _kind(ckpt: Checkpoint, absent: Absent | None) -> str:
-    """Whether the one rank that should have saved a missing part saved anything else; "" where no one rank is known."""
+    """What the one rank that should have saved a missing part saved instead; "" where no one rank is known."""
     if absent is None or len(absent.ranks) != 1:
         return ""
+    if absent.instead:
+        return "part of another"
     return "has other entries" if absent.ranks[0] in ranks_with_entries(ckpt) else "no entry"
 
 

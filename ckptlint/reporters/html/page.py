@@ -54,6 +54,7 @@ _LEGEND = {
     "region": "what the finding is about",
 }
 _VERDICTS = {"pass": ("✓", "Passed"), "fail": ("✕", "Failed"), "incomplete": ("?", "Incomplete")}
+_LET_PASS = "!", "Errors, and exit 0"  # --exit-zero or --fail-on never
 
 
 def render(report: Report, style: Style) -> str:
@@ -64,11 +65,12 @@ def render(report: Report, style: Style) -> str:
     for number, part in enumerate(report.checkpoints, 1):
         parts.append(_checkpoint(report, part, f"c{number}", room, work))
         room -= parts[-1]["appendix"]["shown"]
+    is_let_pass = report.verdict == "pass" and report.counts["error"] > 0
     return _template().render(
         **frame(),
         hatches=markup(svg.HATCHES),
-        verdict=report.verdict,
-        shown=_VERDICTS[report.verdict],
+        verdict="incomplete" if is_let_pass else report.verdict,
+        shown=_LET_PASS if is_let_pass else _VERDICTS[report.verdict],
         sentence=_sentence(report),
         unread=left_unread(report),
         counts=[(level, report.counts[level]) for level in ("error", "warning", "info")],
