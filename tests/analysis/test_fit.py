@@ -145,7 +145,7 @@ def test_a_thousand_keys_take_little_time(tmp_path: Path) -> None:
         ('{"a":' + "[" * 2000 + "]" * 2000 + "}", "recursion"),
         ('{"a": [' + "{}," * 60_000 + "{}]}", "lists and objects"),
         ('{"a": "' + "x" * 3_000_000 + '"}', "bytes"),
-        ("[1, 2]", "no JSON object"),
+        ("[1, 2]", "not a JSON object"),
         ("{", "cannot be read"),
     ],
     ids=["nested", "many", "large", "a list", "cut"],

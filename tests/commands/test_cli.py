@@ -534,7 +534,7 @@ def test_quiet_and_verbose() -> None:
     assert silent == ""
     assert quiet.startswith("cause: rank 2 ") and "\n\nerror[GEO004]" in quiet
     assert "ckptlint explain" in plain
-    assert "ckptlint explain" not in quiet
+    assert "ckptlint explain GEO004" not in quiet
     assert plain.startswith(BAD)
     assert "nothing to judge:" in loud
     assert "slowest" in loud

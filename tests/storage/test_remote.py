@@ -123,6 +123,7 @@ def as_json(report: Report) -> dict[str, Any]:
     for part in document["checkpoints"]:
         part.pop("path")
         part.pop("step_files")  # what a store lists beside the tensors is its own
+        part["files"].pop("beside")
         for finding in part["findings"]:
             if finding["file"] and finding["file"].startswith(("s3://", "/")):
                 finding["file"] = finding["file"].rpartition("/")[2]
