@@ -37,9 +37,9 @@ _FILE = re.compile(r"^```\w+\n# ([\w.]+\.(?:py|toml))\n(.*?)^```", re.DOTALL | r
 _DATE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d")
 _COUNTS = (  # a number of rules, or a list of them, would change a page with each new rule
     (re.compile(r"\b\d+ rules\b"), "N rules"),
-    (re.compile(r"\b\d+ had nothing(?=\s+to\s+judge)"), "N had nothing"),
+    (re.compile(r"\b\d+(?=\s+did\s+not\s+apply)"), "N"),
     (re.compile(r"(--depth\s+\w+) \d+\b"), r"\1 N"),
-    (re.compile(r"\n  (?:not run|nothing to judge):.*\n(?:  .*\n)*"), "\n  ...\n"),
+    (re.compile(r"\n  (?:not run|did not apply):.*\n(?:  .*\n)*"), "\n  ...\n"),
 )
 _CAUSES = """\
 Several findings often have one cause. Where ckptlint knows it, the report begins with it and lists the findings that it

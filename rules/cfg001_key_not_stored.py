@@ -85,7 +85,7 @@ def _finding(ckpt: Checkpoint, fit: Fit) -> Finding:
         notes=(
             doubt_note(fit),
             ("missing", listed(fit, missing, whole) if len(names) > 1 else ""),
-            ("bytes", f"{human_bytes(lost)} of the model's {human_bytes(implied_bytes(fit))}"),
+            ("bytes", f"{human_bytes(lost)} of the model's {human_bytes(implied_bytes(fit))} are missing"),
             ("instead", _instead(fit)),
             core_note(fit) if len(names) > 1 else ("declared", ""),
         ),

@@ -57,7 +57,8 @@ def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
             missing=tuple(".".join(map(str, offset)) for offset in missing[:64]),
             severity=Severity.WARNING if key.endswith("_extra_state") else None,
             notes=_which(ckpt, shape, missing, lost) if lost else (),
-            hint="look at the ranks of the missing shards: they did not save, or none was the main replica (replica_id)"
+            hint="find the ranks that own the missing shards: they did not save, or none of them was the main replica "
+            "(replica_id 0)"
             if lost
             else "compare its keys with those of another step: they were made for another grid",
         )

@@ -42,7 +42,7 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
         to a regular file outside, as model caches have, or if the file system finds the file only because it ignores
         case. If a store does not list its files, nothing is judged, and the report says so.
     Why it matters:
-        The tensors with chunks in these files cannot be loaded.
+        No tensor with a chunk in a missing file can be loaded.
     Usual causes:
         Each node saved to its own disk, a copy or upload was partial, a cleanup removed files by name, or a copy
         changed the case of names or joined them with `//`.
@@ -96,7 +96,7 @@ def _pattern(ckpt: Checkpoint, names: list[str]) -> str:
     low, high = min(lost), max(lost)
     whole_node = len(lost) > 1 and high - low + 1 == len(lost) and low % len(lost) == 0
     if whole_node:
-        return f"ranks {ranges(lost)} have no file at all, probably one whole node: copy that node's files here"
+        return f"copy the files of ranks {ranges(lost)}, probably one whole node, from there: none of them is here"
     if len(lost) > 1:
-        return f"ranks {ranges(lost)} have no file at all: copy their files from the nodes that wrote them"
-    return f"rank {ranges(lost)} has no file at all: copy its files from the node that wrote them"
+        return f"copy the files of ranks {ranges(lost)} from the nodes that wrote them: none of them is here"
+    return f"copy the files of rank {ranges(lost)} from the node that wrote them: none of them is here"

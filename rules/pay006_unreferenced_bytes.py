@@ -93,7 +93,7 @@ def _hint(is_named: bool, is_repeater: bool) -> str:
     if is_repeater:
         return "compare the plans of the ranks: this rank also wrote keys whose entry names another rank's file"
     if is_named:
-        return "find the keys that this file's rank wrote besides its entries; OBJ001 lists them if plans are stored"
+        return "list the keys that this file's rank passed to save, and find the one without an entry"
     return "delete the file if it is left from another save into this folder; compare its time with .metadata's"
 
 

@@ -25,11 +25,11 @@ def unsafe_pickle(ckpt: Checkpoint, trusted_modules: tuple[str, ...] = ()) -> It
         calls none of these names. List packages of your own training code in `trusted-modules`: their classes and
         functions are not reported.
     Why it matters:
-        torch reads `.metadata` with a plain pickle load, so opening the folder runs what it names.
+        torch reads `.metadata` with a plain pickle load, so opening the folder makes the calls that it names.
     Usual causes:
         Somebody planted code, or a custom writer stores its own classes.
     How to fix:
-        Do not load the folder; ask whoever gave it to you.
+        Do not load the folder; find out who wrote the file.
     See:
         torch.distributed.checkpoint.filesystem.FileSystemReader.read_metadata
     """

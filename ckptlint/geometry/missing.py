@@ -242,7 +242,7 @@ def _by_siblings(ckpt: Checkpoint, tensor: Tensor, region: Box) -> Absent | None
         moved = [box for box in shared if own[box] != theirs[box]]
         if len(moved) < 2 and all(own[box] == rank for box in moved):
             instead = (moved[0], theirs[moved[0]]) if moved else None
-            found.setdefault(rank, Absent((rank,), f"the file of the same part of {other.fqn}", instead))
+            found.setdefault(rank, Absent((rank,), f"it saved the same part of {other.fqn}", instead))
     return next(iter(found.values())) if len(found) == 1 and -1 not in found else None
 
 
@@ -275,7 +275,9 @@ def rank_note(absent: Absent | None) -> str:
     who = named_ranks(absent.ranks)
     if len(absent.ranks) > 1:
         return f"{who} planned the same part of this key, so one of them should have saved this one"
-    return f"{who} should have saved it, as {absent.shown_by} show{'s' * absent.shown_by.startswith('the file of')}"
+    if absent.shown_by.startswith("it "):
+        return f"{who} should have saved it: {absent.shown_by}"
+    return f"{who} should have saved it, as {absent.shown_by} show"
 
 
 def absent_hint(ckpt: Checkpoint, tensor: Tensor, region: Box) -> str:

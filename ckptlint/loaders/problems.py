@@ -7,12 +7,12 @@ from ckptlint.formats.safe_pickle import Unpickled
 from ckptlint.model import Problem, ProblemKind
 from ckptlint.model.text import unknown_classes
 
-_SENDER = "do not open this folder with torch.load or dcp.load; report it to whoever gave it to you"
+_SENDER = "do not open this folder with torch.load or dcp.load; and find out who wrote this file"
 _VOUCH = (
     "if this is your own code, add its package to trusted-modules below [rules.unsafe-pickle] in the settings; if not, "
     "do not load this file"
 )
-_OPENED = "torch reads this file with a plain pickle load, so opening the folder runs what it names"
+_OPENED = "torch reads this file with a plain pickle load, so opening the folder makes these calls"
 _CALLED = "a plain pickle load calls it, whatever it does"
 
 

@@ -6,6 +6,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_map import draw, make_grid
@@ -167,7 +168,7 @@ def cause_block(part: CheckpointReport, cause: Cause, style: Style) -> list[str]
         text = text if len(text) <= room else f"{text[: room - 3]}..."
         lines.append(f"  --> {style.paint(lead.severity.label, lead.severity.label)} {text}{end}")
     lines += [f"  --> {plural(count, 'more group')} of {code}" for code, count in cut_off.items()]
-    return lines + style.wrap(f"{cause.do}; `ckptlint explain {cause.name}` shows more", "     ", "   = do: ")
+    return lines + style.wrap(cause.do, "     ", "   = do: ")
 
 
 def block(ckpt: Checkpoint, group: FindingGroup, style: Style) -> list[str]:
@@ -270,7 +271,7 @@ def _part_details(part: CheckpointReport, style: Style) -> Iterator[str]:
     for code, reason in part.not_applicable.items():
         families.setdefault(code[:3], {})[code] = re.sub("^there (is|are) no ", "no ", reason)
     if families:
-        yield "  nothing to judge:"
+        yield "  did not apply:"
     for reasons in families.values():
         yield from style.wrap("; ".join(_reasons(reasons)), "    ", "  ")
     for group in part.ignored_groups:
@@ -278,7 +279,7 @@ def _part_details(part: CheckpointReport, style: Style) -> Iterator[str]:
 
 
 def _reasons(reasons: Mapping[str, str]) -> Iterator[str]:
-    """Why the rules of one family had nothing to judge, in about three lines; every code is named."""
+    """Why the rules of one family did not apply, in about three lines; every code is named."""
     room, left = _REASONS_LIMIT, dict(reasons)
     for reason, codes in _by_reason(reasons).items():
         room -= len(reason)
@@ -359,7 +360,8 @@ def _verdict(report: Report, verbose: bool) -> list[tuple[str, str, str]]:
         where = f" in {plural(len(report.checkpoints), 'checkpoint')}" if several else ""
         head = f"{', '.join(counts)}{where}{_set_aside(report)}."
         told.append(("error" if report.counts["error"] else "warning", head, f" {_ran(report, _judged(report))}."))
-        first = next(g.lead.code for part in report.checkpoints for g in part.groups if g.lead.severity > Severity.INFO)
+        codes = (g.lead.code for part in report.checkpoints for g in part.groups if g.lead.severity > Severity.INFO)
+        first = next(chain((cause.name for part in report.checkpoints for cause in part.causes), codes))
         told.append(("", "", f"`ckptlint explain {first}` shows more."))
     if failed:
         verb = "rule did not finish" if len(failed) == 1 else "rules did not finish"
@@ -376,9 +378,9 @@ def _verdict(report: Report, verbose: bool) -> list[tuple[str, str, str]]:
 
 
 def _ran(report: Report, on: str = "") -> str:
-    """How many rules ran, and how many found nothing to judge."""
+    """How many rules ran, and how many did not apply."""
     counts = report.rule_counts
-    idle = f", {counts.not_applicable:,} had nothing to judge" if counts.not_applicable else ""
+    idle = f", {counts.not_applicable:,} did not apply" if counts.not_applicable else ""
     return f"{plural(counts.ran, 'rule')} ran{f' on {on}' if on else ''} in {report.seconds:.2f} s{idle}"
 
 

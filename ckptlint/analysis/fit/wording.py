@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ckptlint.analysis.fit.judgement import Fit, numbered_layer
-from ckptlint.model.text import braces, printable, ranges
+from ckptlint.model.text import braces, plural, printable, ranges
 from ckptlint.rule import Note
 
 _SHOWN = 6
@@ -29,7 +29,11 @@ def listed(fit: Fit, names: Collection[str], whole: Mapping[str, Sequence[int]])
     for block, numbers in whole.items():
         count = sum(1 for name in lost if (at := numbered_layer(name)) and at == (block, numbers[0]))
         shown = fit.shown(block)
-        parts.append(f"{shown}.{_braced(numbers)}.* ({count} each)" if len(numbers) > 1 else f"{shown}.{numbers[0]}.*")
+        parts.append(
+            f"{shown}.{_braced(numbers)}.* ({plural(count, 'key')} each)"
+            if len(numbers) > 1
+            else f"{shown}.{numbers[0]}.*"
+        )
     gone = {(block, number) for block, numbers in whole.items() for number in numbers}
     rest = [name for name in names if numbered_layer(name) not in gone]
     parts = [*braces(fit.shown(n) for n in rest if numbered_layer(n) is None), *parts]

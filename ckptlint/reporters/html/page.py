@@ -164,7 +164,7 @@ def _totals(report: Report) -> list[tuple[str, str]]:
         ("tensors", f"{sum(len(ckpt.tensors) for ckpt in checkpoints):,}"),
         ("payload", human_bytes(sum(ckpt.total_bytes for ckpt in checkpoints))),
         ("rules that ran", f"{report.rule_counts.ran:,}"),
-        ("nothing to judge", f"{report.rule_counts.not_applicable:,}"),
+        ("did not apply", f"{report.rule_counts.not_applicable:,}"),
         ("not run", f"{report.rule_counts.not_run + report.rule_counts.failed:,}"),
         ("depth", report.depth),
     ]
@@ -214,7 +214,7 @@ def _checkpoint(report: Report, part: CheckpointReport, anchor: str, room: int, 
         "rules": [
             ("did not finish", list(part.failed.items())),
             ("not run", [(code, why) for code, why in part.not_run.items() if code in selected]),
-            ("nothing to judge", [(code, why) for code, why in part.not_applicable.items() if code in selected]),
+            ("did not apply", [(code, why) for code, why in part.not_applicable.items() if code in selected]),
             ("not part of this run", [(code, why) for code, why in part.not_run.items() if code not in selected]),
         ],
         "ran": [(code, code in found) for code in part.passed if code in selected],
