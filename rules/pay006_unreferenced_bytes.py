@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from ckptlint.analysis.save_plans import duplicates, planned_by
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
+from ckptlint.geometry.missing import unnamed_bytes
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import IntArray
@@ -44,21 +45,14 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
         megatron.core.dist_checkpointing.strategies.state_dict_saver
     """
     table, least = ckpt.records, max(min_bytes, 1 if ckpt.locates_bytes else _HEADER_ALONE)
-    repeaters = _repeaters(ckpt)
-    order = np.lexsort((table.byte_offset, table.file))
-    bounds = np.searchsorted(table.file[order], np.arange(len(ckpt.files) + 1))
-    for number in _suspects(ckpt, order, least).tolist():
-        file, rows = ckpt.files[number], order[bounds[number] : bounds[number + 1]]
-        if not file.size or not file.name.endswith(".distcp") or (len(rows) and not ckpt.locates_bytes):
-            continue
-        gaps = _gaps(table.byte_offset[rows], table.byte_length[rows], file.size, least)
+    repeaters, number = _repeaters(ckpt), {name: i for i, name in enumerate(ckpt.files.names)}
+    for name, gaps in unnamed_bytes(ckpt, least).items():
+        file, size = ckpt.files[number[name]], int(ckpt.files.size[number[name]])
         total = sum(stop - start for start, stop in gaps)
-        if total < least:
-            continue
-        if not len(rows):
-            message = f"no tensor or object lies in {file.name}, which holds {human_bytes(file.size)}"
+        if not file.referenced:
+            message = f"no tensor or object lies in {file.name}, which holds {human_bytes(size)}"
         else:
-            message = f"no tensor or object claims {total:,} bytes of {file.name} ({total / file.size:.1%})"
+            message = f"no tensor or object claims {total:,} bytes of {file.name} ({total / size:.1%})"
         spans = ", ".join(byte_span(start, stop - start) for start, stop in gaps[:_SHOWN])
         more = f" and {len(gaps) - _SHOWN} more gaps" if len(gaps) > _SHOWN else ""
         lost = [] if rank_of(file.name) in repeaters else _lost_here(ckpt, gaps)
@@ -70,9 +64,9 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
                 label=f"{file.name}: bytes {spans}{more}",
             ),
             missing=(file.name,),
-            kind=_kind(table.byte_length, gaps) if len(rows) else "whole file",
+            kind=_kind(table.byte_length, gaps) if file.referenced else "whole file",
             severity=Severity.INFO if rank_of(file.name) in repeaters else None,
-            alike=("gaps" if len(rows) else "unnamed") + " ".join(fqn for _, fqn in lost),
+            alike=("gaps" if file.referenced else "unnamed") + " ".join(fqn for _, fqn in lost),
             why=_LOST_ENTRY if lost else "",
             notes=(("record", _told(lost)),) if lost else (),
             explain=partial(_planned_elsewhere, ckpt, file.name),
@@ -82,7 +76,7 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
             hint="compare .metadata with the original: either it lost an entry, or this rank saved its part under the "
             "offsets of another rank"
             if lost
-            else _hint(is_named=len(rows) > 0, is_repeater=rank_of(file.name) in repeaters),
+            else _hint(is_named=file.referenced, is_repeater=rank_of(file.name) in repeaters),
         )
 
 
@@ -102,7 +96,7 @@ def _told(lost: list[tuple[int, str]]) -> str:
     return "; ".join(parts) + (f"; and {len(lost) - _SHOWN:,} more" if len(lost) > _SHOWN else "")
 
 
-def _lost_here(ckpt: Checkpoint, gaps: list[tuple[int, int]]) -> list[tuple[int, str]]:
+def _lost_here(ckpt: Checkpoint, gaps: Sequence[tuple[int, int]]) -> list[tuple[int, str]]:
     """(first byte, key) of each gap that is exactly as long as the record that a tensor lacks."""
     lengths = _lacking(ckpt) if ckpt.locates_bytes else {}
     return [(start, lengths[stop - start]) for start, stop in gaps if stop - start in lengths]
@@ -141,35 +135,7 @@ def _repeaters(ckpt: Checkpoint) -> set[int]:
     return {rank for duplicate in duplicates(plans) for rank in duplicate.ranks}
 
 
-def _suspects(ckpt: Checkpoint, order: IntArray, least: int) -> IntArray:
-    """The files with room between two entries that follow each other, or after the last one."""
-    table, files = ckpt.records, ckpt.files
-    file, start = table.file[order], table.byte_offset[order]
-    stop = _ends(start, table.byte_length[order])
-    before = np.concatenate([[0], stop[:-1]])
-    before[1:][file[1:] != file[:-1]] = 0
-    end = np.zeros(len(files), np.int64)
-    np.maximum.at(end, file, stop)
-    has_room = files.size - end >= least
-    has_room[file[start - before >= least]] = True
-    has_room[file[(start < 0) | (table.byte_length[order] < 0)]] = False
-    return np.flatnonzero(has_room & files.are("ok"))
-
-
-def _ends(starts: IntArray, lengths: IntArray) -> IntArray:
-    stops: IntArray = starts + np.minimum(lengths, np.iinfo(np.int64).max - np.maximum(starts, 0))
-    return stops
-
-
-def _gaps(starts: IntArray, lengths: IntArray, size: int, least: int) -> list[tuple[int, int]]:
-    """The [start, stop) of at least so many bytes between sorted ranges and up to the end of the file."""
-    reached = np.maximum.accumulate(np.concatenate([[0], _ends(starts, lengths)]))
-    nexts = np.concatenate([starts, [size]])
-    wide = np.flatnonzero(nexts - reached >= least)
-    return [(int(reached[i]), int(nexts[i])) for i in wide.tolist()]
-
-
-def _kind(lengths: IntArray, gaps: list[tuple[int, int]]) -> str:
+def _kind(lengths: IntArray, gaps: Sequence[tuple[int, int]]) -> str:
     """Whether each gap is as long as some record, so that only its entry may be lost."""
     return "records" if np.isin([stop - start for start, stop in gaps], lengths).all() else "inside"
 

@@ -111,7 +111,7 @@ class Key:
         kind: part of the model, of the optimizer, or runtime state that no shape rule concerns.
         scope: what was stripped and separates name spaces: pipeline stage (`model1`), optimizer chain (`chained_0`),
             module of a multimodal job (`mimo.vision`), second copy (`ema`).
-        path: the name without wrappers and scope; of an optimizer key the part behind `optimizer.`.
+        path: the name without wrappers and scope; of an optimizer key the part after `optimizer.`.
         block: the path up to and with the word before the layer number (`decoder.layers`); "" outside of layers.
         layer: the layer's number, None where layers are stacked or there is none.
         expert: the expert's number, None where experts are stacked or there is none.
@@ -135,7 +135,7 @@ class Key:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the name has a layer word and no number behind it: layers may be stacked on an axis."""
+        """Whether the name has a layer word and no number after it: layers may be stacked on an axis."""
         return self.layer is None and bool(self.block)
 
 
@@ -254,7 +254,7 @@ def module_path(key: Key) -> tuple[str, ...]:
 
 
 def inside_layer(key: Key) -> tuple[str, ...]:
-    """The parts of a path behind the layer number."""
+    """The parts of a path after the layer number."""
     parts = key.path.split(".")[len(key.block.split(".")) :] if key.block else key.path.split(".")
     return tuple(parts[1:] if key.layer is not None else parts)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import networkx as nx
 import numpy as np
 import pytest
+from one_tensor import opened, the_tensor
 
 from ckptlint.geometry.chunk_graph import (
     AxisSlots,
@@ -19,9 +19,8 @@ from ckptlint.geometry.chunk_graph import (
     mesh_note,
     rank_of,
 )
-from ckptlint.model import AxisSize, Checkpoint, Tensor
+from ckptlint.model import AxisSize
 from ckptlint.model.layout import Box, Layout
-from ckptlint.testing import load_folder, write_checkpoint
 
 
 def strip(size: int, *spans: tuple[int, int]) -> Layout:
@@ -29,21 +28,6 @@ def strip(size: int, *spans: tuple[int, int]) -> Layout:
     offsets = np.array([[a] for a, _ in spans], np.int64).reshape(len(spans), 1)
     sizes = np.array([[b - a] for a, b in spans], np.int64).reshape(len(spans), 1)
     return Layout((size,), offsets, sizes)
-
-
-def opened(
-    folder: Path, shape: list[int], chunks: list[str], ranks: list[int] | None = None, **table: Any
-) -> Checkpoint:
-    """A checkpoint of one tensor `w`, chunk i in the file of rank `ranks[i]`."""
-    tensor: dict[str, Any] = {"shape": shape, "chunks": chunks}
-    if ranks is not None:
-        tensor["records"] = [f"__{rank}_0.distcp {2000 * i}:{2000 * i + 1900}" for i, rank in enumerate(ranks)]
-    write_checkpoint({"tensors": {"w": tensor, **table.pop("more", {})}} | table, folder)
-    return load_folder(folder)
-
-
-def the_tensor(ckpt: Checkpoint) -> Tensor:
-    return ckpt.tensors["w"]
 
 
 # ---------------------------------------------------------------- the graph

@@ -4,32 +4,17 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
+from one_tensor import opened, the_tensor
 
 from ckptlint.geometry.missing import absent_hint, absent_ranks, absent_writer, lost_records, unnamed_bytes
-from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model import Checkpoint
 from ckptlint.model.layout import Box
 from ckptlint.testing import load_folder, write_checkpoint
 
 ANYONE = "list which ranks pass this key to save, and compare their offsets"
 ROWS, HOLE = ["0:4, :", "4:8, :", "12:16, :"], Box((8, 0), (4, 8))
-
-
-def opened(
-    folder: Path, shape: list[int], chunks: list[str], ranks: list[int] | None = None, **table: Any
-) -> Checkpoint:
-    """A checkpoint of one tensor `w`, chunk i in the file of rank `ranks[i]`."""
-    tensor: dict[str, Any] = {"shape": shape, "chunks": chunks}
-    if ranks is not None:
-        tensor["records"] = [f"__{rank}_0.distcp {2000 * i}:{2000 * i + 1900}" for i, rank in enumerate(ranks)]
-    write_checkpoint({"tensors": {"w": tensor, **table.pop("more", {})}} | table, folder)
-    return load_folder(folder)
-
-
-def the_tensor(ckpt: Checkpoint) -> Tensor:
-    return ckpt.tensors["w"]
 
 
 # ---------------------------------------------------------------- by the numbers of files
