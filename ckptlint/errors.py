@@ -31,6 +31,10 @@ class UnreadableError(CkptlintError):
         self.position = position
 
 
+class ForeignError(UnreadableError):
+    """A file holds something else than what its reader is for; by its name it may be either."""
+
+
 class LimitError(UnreadableError):
     """Reading on would exceed a resource limit. Becomes SAF003."""
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from ckptlint.formats.safe_pickle import Opaque
+from ckptlint.formats.torch_file import StoredTensor
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import printable
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.config_fields import attributes
-from ckptlint.vocabulary.dtypes import ITEM_BITS, STORAGES
+from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import role
 
 _RUNTIME_ARGS = ("loaded_iteration",)
@@ -67,9 +67,9 @@ def runtime_state_in_common(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _walk(path: str, value: Any, depth: int) -> Iterator[tuple[str, int | None]]:
     """The path of every tensor and every step of a single parameter, with the bytes of a tensor."""
-    if isinstance(value, Opaque) and value.module == "torch._utils" and value.name.startswith("_rebuild_tensor"):
+    if isinstance(value, StoredTensor):
         if not path.endswith(".common_step"):
-            yield path, _nbytes(value)
+            yield path, nbytes(value.dtype, prod(value.shape))
     elif _STEP.search(path) and isinstance(value, (int, float)):
         yield path, None
     elif depth < _DEPTH and isinstance(value, dict):
@@ -79,18 +79,3 @@ def _walk(path: str, value: Any, depth: int) -> Iterator[tuple[str, int | None]]
     elif depth < _DEPTH and isinstance(value, (list, tuple)):
         for number, part in enumerate(value):
             yield from _walk(f"{path}.{number}", part, depth + 1)
-
-
-def _nbytes(tensor: Opaque) -> int | None:
-    """Bytes of a stored tensor, from its shape and the class of its storage.
-
-    Source:
-        torch._utils._rebuild_tensor_v2(storage, offset, size, stride, ...); the storage is a persistent id
-        ("storage", class, key, location, elements)
-    """
-    try:
-        storage, shape = tensor.args[0].args[0], tensor.args[2]
-        bits = ITEM_BITS.get(STORAGES.get(storage[1].name, ""))
-        return None if bits is None else prod(shape) * bits // 8
-    except (AttributeError, IndexError, TypeError, KeyError):
-        return None

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.errors import ForeignError, LimitError, UnreadableError
 from ckptlint.formats import pickle_names
 from ckptlint.formats.pickle_columns import (
     END,
@@ -567,7 +567,7 @@ def _read_bytes(raw: bytes, depth: int) -> Unpickled:
         torch.serialization._legacy_load
     """
     if raw[:4] == _ZIP:
-        return _read(read_pickle_member(io.BytesIO(raw)), False, depth)
+        return _read(read_pickle_member(raw), False, depth)
     refused: list[Refused] = []
     unknown: list[str] = []
     for number in range(5):
@@ -694,22 +694,22 @@ def _wrong_start(data: bytes) -> str:
     return f"is not a pickle: it starts with byte 0x{data[0]:02x} instead of 0x80"
 
 
-def _unreadable(data: bytes, error: Exception) -> UnreadableError:
+def _unreadable(data: bytes, error: Exception) -> ForeignError:
     """One sentence on why a stream does not decode, with the byte where the opcodes stop making sense."""
     if data[:1] != b"\x80":
-        return UnreadableError(_wrong_start(data) if data else "is empty (0 bytes)", 0)
+        return ForeignError(_wrong_start(data) if data else "is empty (0 bytes)", 0)
     position = 0
     try:
         for opcode, _, at in pickletools.genops(data[:_WALK_LIMIT]):
             position = at or 0
             if opcode.name == "STOP":
-                return UnreadableError(f"is a pickle that does not decode: {_first_line(error)}")
+                return ForeignError(f"is a pickle that does not decode: {_first_line(error)}")
     except (ValueError, UnicodeError) as found:
         if "unknown" in str(found):
-            return UnreadableError(f"stops being a pickle at byte {position + 1:,}", position + 1)
+            return ForeignError(f"stops being a pickle at byte {position + 1:,}", position + 1)
     if len(data) <= _WALK_LIMIT or isinstance(error, EOFError) or "truncated" in str(error):
-        return UnreadableError(f"ends at byte {len(data):,} inside a pickle (no STOP)", len(data))
-    return UnreadableError(f"is a pickle that does not decode: {_first_line(error)}")
+        return ForeignError(f"ends at byte {len(data):,} inside a pickle (no STOP)", len(data))
+    return ForeignError(f"is a pickle that does not decode: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:

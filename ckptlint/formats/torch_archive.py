@@ -1,19 +1,21 @@
-"""The zip archive that torch.save makes, read in two ways.
+"""The zip archive that torch.save makes: read strictly, from its end, so that no two readers can see other members.
 
-`read_pickle_member` takes the `data.pkl` out of a whole file (`common.pt`, a train state). The rest judges the archive
-of one record from a few of its bytes, strictly and without a search: a record may hold a whole archive as text inside
-its `data.pkl`, so it is read from its end, whose place the metadata gives. Positions count from the record's start.
+torch (miniz) follows the places that the end record gives, Python's zipfile those that lie before it, and either may
+name a member from another of the places where a name stands. Here a place that more than one reader could take
+otherwise makes the archive unreadable: the directory ends where the end record starts, local headers agree with it,
+members lie end to end from the first byte on, and none has a field that changes its name. An archive may be a file, a
+record inside one (which may hold a whole archive as text, so it is never searched for), or bytes inside a pickle.
+Positions count from its first byte.
 """
 
 from __future__ import annotations
 
 import struct
-import zipfile
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
 
-from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.errors import ForeignError, LimitError, UnreadableError
 from ckptlint.model.text import printable
 
 MEMBERS_LIMIT = 65_535
@@ -37,7 +39,22 @@ _PLAIN_END = struct.Struct("<4s4H2IH")
 _LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _MARK16, _MARK32 = 0xFFFF, 0xFFFFFFFF
-_DESCRIPTOR, _ENCRYPTED = 0x8, 0x1
+_DESCRIPTOR, _UTF8 = 0x8, 0x800
+_DESCRIPTORS = {False: (0,), True: (12, 16, 20, 24)}  # bytes after a member, with and without a signature and zip64
+_TAIL = 64 * 1024  # holds the end records and, of most files, the directory
+_SMALL = 4096  # members other than data.pkl and storages, which torch reads too (`version`, `byteorder`)
+
+PICKLE_LIMIT = 1024**3
+"""Largest `data.pkl` that is read, in bytes: `dp_zero_gather_scatter` puts whole optimizer states into one."""
+
+DIRECTORY_LIMIT = 256 * 1024**2
+"""Largest central directory that is read, in bytes."""
+
+Read = Callable[[Sequence[tuple[int, int]]], list[bytes]]
+"""Reads (offset, length) ranges of an archive, fewer bytes where it ends before."""
+
+
+_AMBIGUOUS = "is an archive that different readers read differently: it may hide what torch loads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +88,11 @@ class Member:
     def short(self) -> str:
         """The name without the archive's folder, printable."""
         return printable(self.name.partition(b"/")[2].decode("utf-8", "surrogateescape"))
+
+    @property
+    def is_storage(self) -> bool:
+        """Whether it holds the data of a tensor."""
+        return self.short.lower().startswith("data/")
 
 
 def read_end(tail: bytes, length: int) -> Directory:
@@ -132,42 +154,50 @@ def read_members(data: bytes, directory: Directory) -> list[Member]:
             raise UnreadableError(f"has {_seen(signature)} in its central directory", directory.start + at)
         end = at + _CENTRAL.size + named
         name, more = data[at + _CENTRAL.size : end], data[end : end + extra]
-        if _MARK32 in (size, packed, header):
+        if is_wide := _MARK32 in (size, packed, header):
             size, packed, header = _wide(more, (size, packed, header), directory.start + end)
-        if method or flags & _ENCRYPTED or packed != size:
+        if method or flags & ~(_DESCRIPTOR | _UTF8) or packed != size:
             raise UnreadableError(
                 f"has the compressed or encrypted member {_text(name)}, which torch.save never writes", header
             )
+        # another field may give another name, size or place to a reader that knows it; so may a zero in the name
+        if (extra and not is_wide) or comment or b"\0" in name or b"\\" in name:
+            raise UnreadableError(_AMBIGUOUS, directory.start + at)
         members.append(Member(name, crc, size, header, directory.start + at))
         at = end + extra + comment
     if at != len(data):
         raise UnreadableError(f"has {len(data) - at:,} bytes after its central directory", directory.start + at)
     members.sort(key=lambda member: member.header)
-    limits = [member.header for member in members[1:]] + [directory.start]
-    for member, limit in zip(members, limits, strict=True):
+    if members[0].header:
+        raise UnreadableError(f"has {members[0].header:,} bytes before its first member", 0)
+    for member, limit in zip(members, limits_of(members, directory), strict=True):
         if member.header + LOCAL_SIZE + len(member.name) + member.size > limit:
             raise UnreadableError(f"has the member {_text(member.name)}, which overlaps the next one", member.header)
     # torch looks names up without regard to case, other readers do not
     names = {member.name.lower() for member in members}
     if len(names) < len(members) or len({name.partition(b"/")[0] for name in names}) > 1:
-        raise UnreadableError(
-            "is an archive that different readers read differently: it may hide what torch loads", directory.start
-        )
+        raise UnreadableError(_AMBIGUOUS, directory.start)
     return members
 
 
-def data_start(header: bytes, member: Member) -> int:
+def limits_of(members: Sequence[Member], directory: Directory) -> list[int]:
+    """Where each member ends with all that belongs to it: the next header, or the directory."""
+    return [member.header for member in members[1:]] + [directory.start]
+
+
+def data_start(header: bytes, member: Member, limit: int | None = None) -> int:
     """First byte of a member's data.
 
     Args:
         header: the bytes of its local header, the name included.
+        limit: where the member ends (`limits_of`); None where that is not asked.
 
     Raises:
-        UnreadableError: the header contradicts the central directory.
+        UnreadableError: the header contradicts the central directory, or does not leave the member what it has.
     """
     if len(header) < LOCAL_SIZE + len(member.name):
         raise UnreadableError(f"ends inside the header of {_text(member.name)}", member.header)
-    signature, _, _, method, _, _, crc, packed, size, named, extra = _LOCAL.unpack_from(header)
+    signature, _, flags, method, _, _, crc, packed, size, named, extra = _LOCAL.unpack_from(header)
     if signature != b"PK\x03\x04":
         raise UnreadableError(f"has {_seen(signature)} where the member {_text(member.name)} starts", member.header)
     if header[LOCAL_SIZE : LOCAL_SIZE + named] != member.name:
@@ -180,22 +210,26 @@ def data_start(header: bytes, member: Member) -> int:
     told = (method, crc, packed, size)
     if told != (0, member.crc, member.size, member.size) and not (told == (0, 0, 0, 0) or _MARK32 in (packed, size)):
         raise UnreadableError(f"has two sizes or checksums for the member {_text(member.name)}", member.header)
-    return member.header + LOCAL_SIZE + int(named) + int(extra)
+    if flags & ~(_DESCRIPTOR | _UTF8):
+        raise UnreadableError(
+            f"has an encrypted member {_text(member.name)}, which torch.save never writes", member.header
+        )
+    start = member.header + LOCAL_SIZE + int(named) + int(extra)
+    if limit is not None and limit - start - member.size not in _DESCRIPTORS[bool(flags & _DESCRIPTOR)]:
+        what = "overlaps the next one" if limit < start + member.size else "leaves bytes before the next one"
+        raise UnreadableError(f"has the member {_text(member.name)}, which {what}", member.header)
+    return start
 
 
 def _wide(extra: bytes, fields: tuple[int, int, int], at: int) -> tuple[int, int, int]:
     """Size, packed size and header place, those at the 32-bit mark from the zip64 extra field, in this order."""
-    while len(extra) >= 4:
-        kind, length = struct.unpack_from("<2H", extra)
-        if kind == 1:
-            wide = iter(struct.unpack_from(f"<{min(length, len(extra) - 4) // 8}Q", extra, 4))
-            try:
-                size, packed, header = (next(wide) if field == _MARK32 else field for field in fields)
-            except (StopIteration, RuntimeError):
-                break
-            return size, packed, header
-        extra = extra[4 + length :]
-    raise UnreadableError("has an entry of more than 4 GiB without its size", at)
+    kind, length = struct.unpack_from("<2H", extra) if len(extra) >= 4 else (0, 0)
+    count = sum(field == _MARK32 for field in fields)
+    if (kind, length, len(extra)) != (1, 8 * count, 4 + 8 * count):
+        raise UnreadableError("has an entry of more than 4 GiB without its size", at)
+    wide = iter(struct.unpack_from(f"<{count}Q", extra, 4))
+    size, packed, header = (next(wide) if field == _MARK32 else field for field in fields)
+    return size, packed, header
 
 
 def _seen(signature: bytes) -> str:
@@ -206,48 +240,97 @@ def _text(name: bytes) -> str:
     return printable(name[:200].decode("utf-8", "surrogateescape"))
 
 
-PICKLE_LIMIT = 1024**3
-"""Largest `data.pkl` that is read, in bytes: `dp_zero_gather_scatter` puts whole optimizer states into one."""
+# ---------------------------------------------------------------- a whole archive
 
 
-def read_pickle_member(file: BinaryIO) -> bytes:
-    """The `data.pkl` of a torch.save archive; its tensors stay on disk.
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """An archive of torch.save.
+
+    Attributes:
+        members: in the order of their data.
+        limits: where each of them ends (`limits_of`).
+        pickle: the `data.pkl`, whose checksum matches.
+    """
+
+    members: list[Member]
+    limits: list[int]
+    pickle: bytes
+
+
+def ranges_in(data: bytes) -> Read:
+    """Reads ranges of bytes in memory."""
+    return lambda spans: [data[start : start + length] for start, length in spans]
+
+
+def read_archive(read: Read, size: int) -> Archive:
+    """An archive by its directory and the members beside its storages; tensors stay where they are.
+
+    Args:
+        size: bytes of the archive.
 
     Raises:
-        UnreadableError: the file is no zip archive, or holds no `data.pkl`.
-        LimitError: the member is larger than `PICKLE_LIMIT`.
+        UnreadableError: it is damaged, no archive of torch.save, or one that two readers may read differently.
+        ForeignError: it is an archive of something else, without a `data.pkl`.
+        LimitError: its directory or its `data.pkl` is too large.
 
     Source:
-        torch.serialization.save (>= 1.6): one folder in the archive, `archive/` or the file's stem.
+        torch.serialization.save (>= 1.6), caffe2/serialize/inline_container.cc: one folder in the archive, `archive/`
+        or the file's stem; names are looked up without regard to case
     """
-    try:
-        if file.read(4) != b"PK\x03\x04":
-            raise UnreadableError("is not a torch.save archive: it does not start with a zip member")
-        with zipfile.ZipFile(file) as archive:
-            member = _only_pickle(archive)
-            if member.file_size > PICKLE_LIMIT:
-                raise LimitError(f"has a data.pkl of {member.file_size:,} bytes, the limit is {PICKLE_LIMIT:,}")
-            if member.compress_type != zipfile.ZIP_STORED:
-                raise UnreadableError("has a compressed data.pkl, which torch.save never writes")
-            return archive.read(member)
-    except (
-        zipfile.BadZipFile, zlib.error, struct.error, OSError, EOFError, ValueError, RuntimeError, OverflowError
-    ) as error:  # fmt: skip  # OverflowError: a place beyond 2**63
-        reason = printable(str(error)) or type(error).__name__
-        raise UnreadableError(f"is not a torch.save archive ({reason})") from None
+    [tail] = read([(max(size - _TAIL, 0), min(size, _TAIL))])
+    directory = read_end(tail[-END_SIZE:], size)
+    if directory.size > DIRECTORY_LIMIT:
+        raise LimitError(f"has a directory of {directory.size:,} bytes, the limit is {DIRECTORY_LIMIT:,}")
+    at = directory.start - (size - len(tail))
+    data = tail[at : at + directory.size] if at >= 0 else read([(directory.start, directory.size)])[0]
+    members = read_members(data, directory)
+    limits = limits_of(members, directory)
+    names = {member.short.lower() for member in members}
+    if "data.pkl" not in names:
+        raise ForeignError("is a zip archive without a data.pkl")
+    if "constants.pkl" in names:
+        raise UnreadableError("is a TorchScript archive, whose code torch.load runs")
+    pickled = next(member for member in members if member.short.lower() == "data.pkl")
+    if pickled.size > PICKLE_LIMIT:
+        raise LimitError(f"has a data.pkl of {pickled.size:,} bytes, the limit is {PICKLE_LIMIT:,}")
+    wanted = [
+        (member, limit)
+        for member, limit in zip(members, limits, strict=True)
+        if member is pickled or (member.size <= _SMALL and not member.is_storage)
+    ]
+    raw = read([(member.header, limit - member.header) for member, limit in wanted])
+    contents = {
+        member.short.lower(): member_data(data, member, limit)
+        for data, (member, limit) in zip(raw, wanted, strict=True)
+    }
+    if contents.get("byteorder", b"little") != b"little":  # numbers would be read in the wrong order
+        raise UnreadableError("holds numbers in big-endian order, which ckptlint does not read")
+    return Archive(members, limits, contents["data.pkl"])
 
 
-def _only_pickle(archive: zipfile.ZipFile) -> zipfile.ZipInfo:
-    """The one `data.pkl` of an archive; torch looks names up without regard to case, other readers do not.
+def member_data(raw: bytes, member: Member, limit: int) -> bytes:
+    """The bytes of a member.
 
-    Source:
-        caffe2/serialize/inline_container.cc (mz_zip_reader_locate_file without MZ_ZIP_FLAG_CASE_SENSITIVE)
+    Args:
+        raw: the archive's bytes from the member's local header up to `limit`.
+
+    Raises:
+        UnreadableError: they end early, contradict the directory, or do not match the checksum.
     """
-    names = [member.filename.lower() for member in archive.infolist()]
-    pickles = [member for member in archive.infolist() if member.filename.lower().rpartition("/")[2] == "data.pkl"]
-    if not pickles:
-        raise UnreadableError("is a zip archive without a data.pkl")
-    folders = {name.partition("/")[0] for name in names}
-    if len(pickles) > 1 or len(set(names)) < len(names) or len(folders) > 1 or "/" not in pickles[0].filename:
-        raise UnreadableError("is an archive that different readers read differently: it may hide what torch loads")
-    return pickles[0]
+    start = data_start(raw[: LOCAL_SIZE + len(member.name)], member, limit) - member.header
+    data = raw[start : start + member.size]
+    if len(data) < member.size:
+        raise UnreadableError(f"ends inside {_text(member.name)}", member.header)
+    if member.crc and zlib.crc32(data) != member.crc:
+        raise UnreadableError(f"has a {member.short} whose bytes do not match its checksum", member.header + start)
+    return data
+
+
+def read_pickle_member(data: bytes) -> bytes:
+    """The `data.pkl` of an archive in memory.
+
+    Raises:
+        UnreadableError, LimitError: as `read_archive`.
+    """
+    return read_archive(ranges_in(data), len(data)).pickle

@@ -8,32 +8,26 @@ of torch < 1.6 are pickles in a row, with the storages after them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 
-from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.errors import ForeignError, LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import Opaque, Unpickled, read_state
-from ckptlint.formats.torch_archive import (
-    END_SIZE,
-    LOCAL_SIZE,
-    PICKLE_LIMIT,
-    Member,
-    data_start,
-    read_end,
-    read_members,
-)
-from ckptlint.formats.torch_legacy import PICKLES_LIMIT, START, split_pickles
+from ckptlint.formats.torch_archive import LOCAL_SIZE, Member, Read, data_start, ranges_in, read_archive
+from ckptlint.formats.torch_legacy import PICKLES_LIMIT, is_legacy, is_tar, split_pickles
 from ckptlint.model import RANK_LIMIT
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.dtypes import ITEM_BITS, STORAGES
+from ckptlint.vocabulary.dtypes import FORMS, ITEM_BITS, STORAGES
 
 _ARCHIVE = b"PK\3\4"
-_TAIL = 64 * 1024  # holds the end records and, of most files, the directory
+_HEAD = 4096
 _ALIGNMENT = 64
 _MESH_LIMIT = 8 * 2**20  # bytes of the ranks of a mesh
 _PICKLED_LIMIT = 64 * 1024**2  # a bare pickle in place of an archive
@@ -203,42 +197,94 @@ class TorchFile:
     faults: tuple[tuple[str, int], ...] = ()
 
 
-def read_torch_file(folder: Folder, name: str) -> TorchFile:
+def read_torch_file(folder: Folder, name: str, read_bare: Callable[[bytes], Unpickled] = read_state) -> TorchFile:
     """A file of torch.save, or a bare pickle.
 
+    Args:
+        read_bare: reads a pickle that stands alone.
+
     Raises:
-        UnreadableError: it is cut, damaged, or no such file.
+        UnreadableError: it is cut, damaged, or readers could take it for different things.
+        ForeignError: it is no such file.
         LimitError: it would take more to read than such a file may need.
         AccessError: the operating system refused a read.
 
     Source:
         torch.serialization (1.0 - 2.13), caffe2/serialize/inline_container.cc
     """
-    size = folder.look_at(name)[1] or 0
-    head = folder.head(name, max(len(START), 64))
-    if not size or not head:
-        raise UnreadableError("is empty (0 bytes)", 0)
+    return _read(ranges_of(folder, name), folder.look_at(name)[1] or 0, read_bare)
+
+
+def read_torch_bytes(data: bytes) -> TorchFile:
+    """The same of bytes in memory: a record of a payload file, say."""
+    return _read(ranges_in(data), len(data))
+
+
+def ranges_of(folder: Folder, name: str) -> Read:
+    """Reads ranges of a file."""
+    return lambda spans: folder.ranges(name, spans)
+
+
+def _read(read: Read, size: int, read_bare: Callable[[bytes], Unpickled] = read_state) -> TorchFile:
+    [head] = read([(0, min(size, _HEAD))])
+    if not head:
+        raise ForeignError("is empty (0 bytes)", 0)
     if head[:4] == _ARCHIVE:
-        return _archive(folder, name, size)
-    if head.startswith(START):
-        return _old_file(folder, name, size)
+        try:
+            return _archive(read, size)
+        except UnreadableError as error:
+            # a zip file of something else may be compressed, commented, or of any other form
+            tail = read([(max(size - _HEAD, 0), _HEAD)])[0]
+            if isinstance(error, LimitError) or b"data.pkl" in (head + tail).lower():
+                raise
+            raise ForeignError(str(error), error.position) from None
+    if is_tar(head):
+        raise UnreadableError("starts as a tar archive, in which torch.load looks for another pickle first", 0)
+    if is_legacy(head):
+        return _old_file(read, size)
     if head.startswith(b"version https://git-lfs"):
-        raise UnreadableError("is a Git LFS pointer, not the file itself", 0)
-    if not folder.head(name, 4096).strip(b"\0"):
-        raise UnreadableError("starts with zero bytes instead of the first member of a torch.save archive", 0)
-    if head[0] != 0x80:
-        raise UnreadableError(f"is not a file of torch.save: it starts with the bytes {head[:4].hex(' ')}", 0)
-    return _file(read_state(folder.read(name, _PICKLED_LIMIT)), "", {}, size, folder, name)
+        raise ForeignError("is a Git LFS pointer, not the file itself", 0)
+    if not head.strip(b"\0"):
+        raise ForeignError("starts with zero bytes instead of the first member of a torch.save archive", 0)
+    if size > _PICKLED_LIMIT:
+        raise LimitError(f"has {size:,} bytes, the limit is {_PICKLED_LIMIT:,}")
+    try:
+        return _file(read_bare(read([(0, size)])[0]), "", {}, size, read)
+    except ForeignError:
+        if head[0] == 0x80:
+            raise
+        raise ForeignError(f"is not a file of torch.save: it starts with the bytes {head[:4].hex(' ')}", 0) from None
 
 
-def storage_bytes(folder: Folder, name: str, place: Storage) -> bytes:
-    """The bytes of a small storage; fewer where the file ends before."""
+def storage_bytes(read: Read, place: Storage) -> bytes:
+    """The bytes of a small storage; fewer where the file ends before.
+
+    Raises:
+        UnreadableError: the bytes do not match their checksum.
+    """
     if place.header < 0:
-        return folder.read_range(name, place.start, place.size)
-    more = LOCAL_SIZE + len(place.name) + 4 * _ALIGNMENT
-    data = folder.read_range(name, place.header, more + place.size)
+        return read([(place.start, place.size)])[0]
+    [data] = read([(place.header, LOCAL_SIZE + len(place.name) + 4 * _ALIGNMENT + place.size)])
     begin = data_start(data, Member(place.name, place.crc, place.size, 0))
-    return data[begin : begin + place.size]
+    found = data[begin : begin + place.size]
+    if place.crc and crc32(found) != place.crc:
+        raise UnreadableError("has a storage whose bytes do not match their checksum", place.start)
+    return found
+
+
+def number_in(read: Read, found: TorchFile, value: Any) -> int | None:
+    """The whole number that a value is, or that a tensor of one element holds; None for anything else."""
+    if isinstance(value, int):
+        return None if isinstance(value, bool) else value
+    place = found.storages.get(value.key) if isinstance(value, StoredTensor) else None
+    form = FORMS.get(value.dtype) if isinstance(value, StoredTensor) else None
+    if place is None or form is None or prod(value.shape) != 1 or place.size > 64:
+        return None
+    try:
+        [number] = struct.unpack_from(form, storage_bytes(read, place), value.offset * struct.calcsize(form))
+    except (UnreadableError, struct.error):
+        return None
+    return int(number) if number == number and abs(number) < 2**62 and number == int(number) else None
 
 
 def is_tensor(value: Any) -> bool:
@@ -254,37 +300,15 @@ _REBUILDS = ("torch._utils", "torch._tensor")
 # ---------------------------------------------------------------- the two containers
 
 
-def _archive(folder: Folder, name: str, size: int) -> TorchFile:
-    tail = folder.read_range(name, max(size - _TAIL, 0), min(size, _TAIL))
-    directory = read_end(tail[-END_SIZE:], size)
-    if directory.size > PICKLE_LIMIT:
-        raise LimitError(f"has a directory of {directory.size:,} bytes, the limit is {PICKLE_LIMIT:,}")
-    if directory.start >= size - len(tail):
-        at = directory.start - (size - len(tail))
-        data = tail[at : at + directory.size]
-    else:
-        data = folder.read_range(name, directory.start, directory.size)
-    members = read_members(data, directory)
-    prefix = printable(members[0].name.partition(b"/")[0].decode("utf-8", "surrogateescape"))
-    by_name = {member.short: member for member in members}
-    pickled = by_name.get("data.pkl")
-    if pickled is None:
-        raise UnreadableError("is a zip archive without a data.pkl")
-    if pickled.size > PICKLE_LIMIT:
-        raise LimitError(f"has a data.pkl of {pickled.size:,} bytes, the limit is {PICKLE_LIMIT:,}")
-    if "byteorder" in by_name and by_name["byteorder"].size == 3:  # "big": numbers would be read in the wrong order
-        raise UnreadableError("holds numbers in big-endian order, which ckptlint does not read")
+def _archive(read: Read, size: int) -> TorchFile:
+    archive = read_archive(read, size)
+    prefix = printable(archive.members[0].name.partition(b"/")[0].decode("utf-8", "surrogateescape"))
     storages = {
-        short[5:]: Storage(member.name, member.header, _begin(member, limit), member.size, member.crc)
-        for (short, member), limit in zip(
-            by_name.items(), [m.header for m in members[1:]] + [directory.start], strict=True
-        )
-        if short.startswith("data/")
+        member.short[5:]: Storage(member.name, member.header, _begin(member, limit), member.size, member.crc)
+        for member, limit in zip(archive.members, archive.limits, strict=True)
+        if member.is_storage
     }
-    raw = storage_bytes(folder, name, Storage(pickled.name, pickled.header, 0, pickled.size, pickled.crc))
-    if len(raw) < pickled.size:
-        raise UnreadableError("ends inside its data.pkl", pickled.header)
-    return _file(read_state(raw), prefix, storages, size, folder, name)
+    return _file(read_state(archive.pickle), prefix, storages, size, read)
 
 
 def _begin(member: Member, limit: int) -> int:
@@ -301,14 +325,13 @@ def _begin(member: Member, limit: int) -> int:
     return start if start + member.size <= limit else after
 
 
-def _old_file(folder: Folder, name: str, size: int) -> TorchFile:
+def _old_file(read: Read, size: int) -> TorchFile:
     """Pickles in a row, then for each storage, in the order of the last pickle, its length and its bytes.
 
     Source:
         torch.serialization._legacy_save, torch/csrc/serialization.cpp THPStorage_writeFileRaw
     """
-    head = folder.head(name, PICKLES_LIMIT)
-    pickles = split_pickles(head)
+    pickles = split_pickles(read([(0, min(size, PICKLES_LIMIT))])[0])
     found = [read_state(data) for data in pickles]
     refused = tuple(item for part in found for item in part.refused)
     unknown = tuple(dict.fromkeys(item for part in found for item in part.unknown))
@@ -324,7 +347,7 @@ def _old_file(folder: Folder, name: str, size: int) -> TorchFile:
         storages[key] = Storage(b"", -1, at + 8, numel * item, 0)
         at += 8 + numel * item
     faults = () if at == size else ((f"has {size:,} bytes, its storages end at {at:,}", min(at, size)),)
-    made = _file(Unpickled(found[3].root, refused, unknown), "", storages, size, folder, name)
+    made = _file(Unpickled(found[3].root, refused, unknown), "", storages, size, read)
     return TorchFile(made.root, "", storages, made.unpickled, size, made.faults + faults)
 
 
@@ -353,10 +376,8 @@ def _nodes(root: Any) -> Iterator[Opaque]:
 # ---------------------------------------------------------------- values
 
 
-def _file(
-    unpickled: Unpickled, prefix: str, storages: Mapping[str, Storage], size: int, folder: Folder, name: str
-) -> TorchFile:
-    reading = _Reading(folder, name, storages)
+def _file(unpickled: Unpickled, prefix: str, storages: Mapping[str, Storage], size: int, read: Read) -> TorchFile:
+    reading = _Reading(read, storages)
     try:
         root = reading.value(unpickled.root)
     except RecursionError:
@@ -369,8 +390,7 @@ def _file(
 class _Reading:
     """Turns the stand-ins of one pickle into values; each object once, so that shared ones stay shared."""
 
-    folder: Folder
-    name: str
+    read: Read
     storages: Mapping[str, Storage]
     memo: dict[int, Any] = field(default_factory=dict)
     faults: list[tuple[str, int]] = field(default_factory=list)
@@ -525,7 +545,7 @@ class _Reading:
         place, bits = self.storages.get(tensor.key), ITEM_BITS.get(tensor.dtype, 0)
         if place is None or bits not in (32, 64) or place.size > _MESH_LIMIT:
             return ()
-        numbers = np.frombuffer(storage_bytes(self.folder, self.name, place), f"<i{bits // 8}", prod(tensor.shape))
+        numbers = np.frombuffer(storage_bytes(self.read, place), f"<i{bits // 8}", prod(tensor.shape))
         return tuple(numbers.tolist())
 
     # ------------------------------------------------------------ ShardedTensor

@@ -6,20 +6,48 @@ import pickletools
 
 from ckptlint.errors import UnreadableError
 
-START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""The pickle of the magic number, with which such a file starts."""
+MAGIC = 0x1950A86A20F9469CFC6C
+"""The number that the first pickle holds (torch.serialization.MAGIC_NUMBER)."""
 
 PICKLES_LIMIT = 16 * 1024**2
 """Bytes at the start of a file in which its pickles are looked for; the tensors follow them."""
 
 _PICKLES = 5
+_MAGIC_BYTES = 64  # the pickle of a number is short, in every protocol
+
+
+def is_legacy(head: bytes) -> bool:
+    """Whether a file starts with the pickle of the magic number and nothing else, whatever its protocol."""
+    found = []
+    try:
+        for opcode, value, _ in pickletools.genops(head[:_MAGIC_BYTES]):
+            found.append((opcode.name, value))
+    except ValueError:
+        return False
+    named = [value for name, value in found if name not in ("PROTO", "FRAME", "STOP")]
+    return named == [MAGIC]
+
+
+def is_tar(head: bytes) -> bool:
+    """Whether the first 512 bytes are a tar header: torch.load tries that before it unpickles.
+
+    Source:
+        torch.serialization._legacy_load (torch 2.13), which asks Python's tarfile; a checksum of the header decides
+    """
+    import tarfile
+
+    try:
+        tarfile.TarInfo.frombuf(head[: tarfile.BLOCKSIZE], "utf-8", "surrogateescape")
+    except tarfile.TarError:
+        return False
+    return True
 
 
 def split_pickles(data: bytes) -> list[bytes]:
     """The pickles that `torch.load` reads one by one: magic number, protocol, system, object, keys of the storages.
 
     Args:
-        data: the first bytes of a file that begins with `START`.
+        data: the first bytes of a file that `is_legacy`.
 
     Raises:
         UnreadableError: the bytes end before the last of them, or inside it is no pickle.

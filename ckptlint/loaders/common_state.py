@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.formats.safe_pickle import Opaque, Unpickled, read_state
-from ckptlint.formats.torch_archive import PICKLE_LIMIT, read_pickle_member
-from ckptlint.loaders.problems import from_error, from_refusals
+from ckptlint.formats.torch_archive import PICKLE_LIMIT, ranges_in
+from ckptlint.formats.torch_file import TorchFile, number_in, read_torch_bytes, read_torch_file
+from ckptlint.loaders.problems import from_error, from_refusals, from_torch_file
 from ckptlint.model import CommonState, Declared, ModelConfig, Problem, StepClaim
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import READABLE, Folder
@@ -50,15 +48,15 @@ def read_common(folder: Folder, entries: dict[str, Location]) -> tuple[CommonSta
         list of one dict); megatron.training.checkpointing for fsdp_dtensor and torch_dcp (one entry per value).
     """
     if folder.has(COMMON_FILE):
-        with folder.open(COMMON_FILE) as file:
-            return _decoded(COMMON_FILE, lambda: read_pickle_member(file))
+        return _decoded(COMMON_FILE, lambda: read_torch_file(folder, COMMON_FILE))
     if COMMON_ENTRY in entries:
-        return _decoded(COMMON_ENTRY, lambda: _record(folder, entries[COMMON_ENTRY]))
+        return _decoded(COMMON_ENTRY, lambda: read_torch_bytes(_record(folder, entries[COMMON_ENTRY])))
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     for name in OWN_ENTRIES:
         if name in entries:
-            common, found = _decoded(name, lambda name=name: _record(folder, entries[name]), name)  # type: ignore[misc]
+            location = entries[name]
+            common, found = _decoded(name, lambda at=location: read_torch_bytes(_record(folder, at)), name)  # type: ignore[misc]
             problems += found
             if common is not None:
                 values |= common.values
@@ -79,13 +77,13 @@ def read_objects(folder: Folder, entries: dict[str, Location]) -> tuple[dict[str
         if location[2] > _OBJECT_LIMIT:
             continue
         try:
-            unpickled = read_state(_record(folder, location))
+            found = read_torch_bytes(_record(folder, location))
         except UnreadableError:
             continue
-        refusals = from_refusals(unpickled, name)
+        refusals = from_refusals(found.unpickled, name)
         problems += [replace(problem, blocks=False) for problem in refusals if problem.kind == "unsafe"]
-        if isinstance(unpickled.root, list) and unpickled.root:
-            values[name] = unpickled.root[0]
+        if isinstance(found.root, list) and found.root:
+            values[name] = found.root[0]
     return values, problems
 
 
@@ -108,12 +106,12 @@ def read_claims(folder: Folder, entries: dict[str, Location]) -> tuple[tuple[Ste
             continue
         data = folder.read_range(path, offset, length)
         try:
-            unpickled = read_state(read_pickle_member(io.BytesIO(data)))
+            found = read_torch_bytes(data)
         except UnreadableError:
             continue
-        refusals = from_refusals(unpickled, name)
+        refusals = from_refusals(found.unpickled, name)
         problems += [replace(problem, blocks=False) for problem in refusals if problem.kind == "unsafe"]
-        if (step := integer(unpickled.root, data)) is not None:
+        if (step := number_in(ranges_in(data), found, found.root)) is not None:
             claims.append(StepClaim(printable(name), step))
     return tuple(claims), problems
 
@@ -125,31 +123,6 @@ def is_counter(fqn: str) -> bool:
     (True, True, False)
     """
     return _COUNTER.fullmatch(fqn) is not None
-
-
-def integer(value: Any, data: bytes) -> int | None:
-    """An integer, or that of a tensor without axes whose storage lies in the archive; None for all else.
-
-    Args:
-        value: what the `data.pkl` of the archive holds.
-        data: the archive.
-    """
-    if isinstance(value, int):
-        return None if isinstance(value, bool) else value
-    try:
-        storage, offset, shape = value.args[:3]
-        _, kind, key, *_ = storage.args[0]
-        if not isinstance(kind, type) or not issubclass(kind, Opaque) or (offset, shape) != (0, ()):
-            return None
-        if kind.name not in ("IntStorage", "LongStorage"):
-            return None
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            member = next(
-                m for m in archive.infolist() if m.filename.endswith(f"/data/{key}") and m.file_size in (4, 8)
-            )
-            return int.from_bytes(archive.read(member), "little", signed=True)
-    except (AttributeError, TypeError, ValueError, IndexError, StopIteration, zipfile.BadZipFile):
-        return None
 
 
 def read_configs(
@@ -256,18 +229,18 @@ def _record(folder: Folder, location: Location) -> bytes:
         raise LimitError(f"has a record that claims {length:,} bytes at {offset:,}")
     if folder.look_at(path)[0] not in READABLE:
         raise UnreadableError("cannot be read: its payload file is missing")
-    return read_pickle_member(io.BytesIO(folder.read_range(path, offset, length)))
+    return folder.read_range(path, offset, length)
 
 
 def _decoded(
-    source: str, read: Callable[[], bytes], key: str | None = None
+    source: str, read: Callable[[], TorchFile], key: str | None = None
 ) -> tuple[CommonState | None, list[Problem]]:
     try:
-        unpickled: Unpickled = read_state(read())
+        found = read()
     except UnreadableError as error:
         return None, [from_error(error, source)]
-    problems = from_refusals(unpickled, source, "data.pkl of ")
-    value = unpickled.root
+    problems = from_torch_file(found, source)
+    value = found.root
     if isinstance(value, list) and len(value) == 1 and key is None:
         value = value[0]
     if key is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import Unpickled
+from ckptlint.formats.torch_file import TorchFile
 from ckptlint.model import Problem, ProblemKind
 from ckptlint.model.text import unknown_classes
 
@@ -20,6 +21,12 @@ def from_error(error: UnreadableError, file: str, blocks: bool = False, hint: st
     """A file that could not be read, or not within the limits."""
     kind: ProblemKind = "limit" if isinstance(error, LimitError) else "unreadable"
     return Problem(kind, file, f"{file} {error}", hint=hint, why=why, blocks=blocks)
+
+
+def from_torch_file(found: TorchFile, file: str, why: str = "") -> list[Problem]:
+    """What a file of torch.save asks for that it may not, and what contradicts itself in it."""
+    faults = [from_error(UnreadableError(sentence, at), file, why=why) for sentence, at in found.faults]
+    return from_refusals(found.unpickled, file, "data.pkl of " if found.prefix else "") + faults
 
 
 def from_refusals(unpickled: Unpickled, file: str, where: str = "") -> list[Problem]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import re
 from dataclasses import replace
 from typing import Literal
 
 from ckptlint.errors import CkptlintError, UnreadableError
-from ckptlint.formats.safe_pickle import read_state
-from ckptlint.formats.torch_archive import END_SIZE, read_pickle_member
-from ckptlint.loaders.common_state import COMMON_FILE, integer
+from ckptlint.formats.torch_archive import END_SIZE
+from ckptlint.formats.torch_file import number_in, ranges_of, read_torch_file
+from ckptlint.loaders.common_state import COMMON_FILE
 from ckptlint.loaders.discover import COMPONENT, components, step_number, steps_of, sub_folder
 from ckptlint.loaders.megatron import CONFIG_FILE
-from ckptlint.loaders.problems import from_error, from_refusals
+from ckptlint.loaders.problems import from_error, from_torch_file
 from ckptlint.loaders.rank_files.megatron_keys import MODEL_FILES, is_rank_folder, legacy_file, rank_folders
 from ckptlint.loaders.rank_files.sets import file_sets, has_all_ranks
 from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise, unsupported
@@ -222,7 +221,6 @@ def _is_part(name: str) -> bool:
 
 
 TRAIN_STATE = "train_state.pt"
-_LIMIT = 16 * 1024**2
 
 
 def read_train_state(folder: Folder, name: str = TRAIN_STATE) -> tuple[int | None, list[Problem]]:
@@ -234,9 +232,8 @@ def read_train_state(folder: Folder, name: str = TRAIN_STATE) -> tuple[int | Non
     if not folder.has(name):
         return None, []
     try:
-        data = folder.read(name, _LIMIT)
-        state = read_state(read_pickle_member(io.BytesIO(data)))
+        found = read_torch_file(folder, name)
     except UnreadableError as error:
         return None, [from_error(error, name)]
-    value = state.root.get("step") if isinstance(state.root, dict) else None
-    return integer(value, data), from_refusals(state, name, "data.pkl of ")
+    value = found.root.get("step") if isinstance(found.root, dict) else None
+    return number_in(ranges_of(folder, name), found, value), from_torch_file(found, name)

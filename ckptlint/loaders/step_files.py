@@ -9,15 +9,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ckptlint.errors import CkptlintError, LimitError, UnreadableError
-from ckptlint.formats.safe_pickle import Opaque, Unpickled, read_metadata, read_state
+from ckptlint.errors import CkptlintError, ForeignError, LimitError, UnreadableError
+from ckptlint.formats.safe_pickle import read_metadata, read_state
 from ckptlint.formats.sandbox import isolated
-from ckptlint.formats.torch_archive import read_pickle_member
-from ckptlint.formats.torch_legacy import PICKLES_LIMIT, START, split_pickles
+from ckptlint.formats.torch_file import StoredTensor, read_torch_file
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
 from ckptlint.loaders.discover import COMPONENT, components, newest_readable_step, step_number, sub_folder
 from ckptlint.loaders.megatron import CONFIG_FILE
-from ckptlint.loaders.problems import from_error, from_refusals
+from ckptlint.loaders.problems import from_error, from_torch_file
 from ckptlint.loaders.rank_files.megatron_keys import legacy_file
 from ckptlint.loaders.recognise import (
     METADATA,
@@ -37,7 +36,6 @@ from ckptlint.vocabulary.step_files import Family, family_of, holds_no_state, ma
 _PLAIN_LIMIT = 64 * 1024**2
 _UNKNOWN_LIMIT = 64  # files of unknown names that are opened, at most
 _TRAINER_STEP = re.compile(r"checkpoint-(\d{1,18})")  # transformers.trainer_utils.PREFIX_CHECKPOINT_DIR
-_ARCHIVE = b"PK\3\4"
 _RESUME = "a resume from this step reads it"
 _READ_ELSEWHERE = (COMMON_FILE, CONFIG_FILE, RUN_CONFIG, "config.json", "fsdp_config.json")
 
@@ -158,16 +156,17 @@ def _read(item: _Found) -> tuple[StepFile, list[Problem]]:
     try:
         if item.family is not None and item.family.content == "json":
             return _told(item, "read", _saved_step(item)), []
-        pickles = _pickles(item)
+        is_metadata = item.family is not None and item.family.name == "metadata of another save"
+        found = read_torch_file(item.folder, item.name, read_metadata if is_metadata else read_state)
     except UnreadableError as error:
-        if item.family is None or item.family.content == "perhaps pickle":
+        if isinstance(error, ForeignError) and (item.family is None or item.family.content == "perhaps pickle"):
             return _told(item, _state_of(item, ())), []
         return _told(item, "read"), [from_error(error, item.label, why=_RESUME)]
-    where = "data.pkl of " if item.folder.head(item.name, 4) == _ARCHIVE else ""
-    problems = [problem for found in pickles for problem in from_refusals(found, item.label, where)]
-    optimizers = (_optimizer(found.root) for found in pickles if item.family and item.family.name == "optimizer state")
-    told = replace(_told(item, "read", _counted(item, pickles[0].root)), optimizer=next(filter(None, optimizers), None))
-    return told, [replace(problem, blocks=False) for problem in problems]
+    is_optimizer = item.family is not None and item.family.name == "optimizer state"
+    told = replace(
+        _told(item, "read", _counted(item, found.root)), optimizer=_optimizer(found.root) if is_optimizer else None
+    )
+    return told, [replace(problem, blocks=False) for problem in from_torch_file(found, item.label, why=_RESUME)]
 
 
 def _counted(item: _Found, root: Any) -> int | None:
@@ -183,19 +182,6 @@ def _counted(item: _Found, root: Any) -> int | None:
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
-def _pickles(item: _Found) -> list[Unpickled]:
-    """The pickles of a file: of an archive of torch.save, of its older form, or the file itself."""
-    head = item.folder.head(item.name, len(START))
-    if head[:4] == _ARCHIVE:
-        with item.folder.open(item.name) as file:
-            return [read_state(read_pickle_member(file))]
-    if head == START:
-        return [read_state(data) for data in split_pickles(item.folder.head(item.name, PICKLES_LIMIT))]
-    is_metadata = item.family is not None and item.family.name == "metadata of another save"
-    read = read_metadata if is_metadata else read_state
-    return [read(item.folder.read(item.name, _PLAIN_LIMIT))]
-
-
 def _optimizer(root: Any) -> OptimizerFile | None:
     """The state dict of an optimizer, its tensors by their shapes; None for what has another form."""
     states, groups = (root.get("state"), root.get("param_groups")) if isinstance(root, dict) else (None, None)
@@ -207,19 +193,11 @@ def _optimizer(root: Any) -> OptimizerFile | None:
     if not all(isinstance(param, (int, str)) for param in (*params, *states)):
         return None
     shapes = {
-        param: {str(name): shape for name, value in own.items() if (shape := _shape(value)) is not None}
+        param: {str(name): value.shape for name, value in own.items() if isinstance(value, StoredTensor)}
         for param, own in states.items()
         if isinstance(own, dict)
     }
     return OptimizerFile(tuple(params), frozenset(str(name) for group in groups for name in group), shapes)
-
-
-def _shape(value: Any) -> tuple[int, ...] | None:
-    """The shape of a tensor in a `data.pkl`: `_rebuild_tensor_v2(storage, offset, shape, ...)`."""
-    if not isinstance(value, Opaque) or value.name != "_rebuild_tensor_v2" or len(value.args) < 3:
-        return None
-    shape = value.args[2]
-    return shape if isinstance(shape, tuple) and all(isinstance(size, int) for size in shape) else None
 
 
 def _saved_step(item: _Found) -> int | None:

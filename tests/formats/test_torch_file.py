@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from archives import with_checksums
 
 from ckptlint.errors import UnreadableError
-from ckptlint.formats.torch_file import StoredTensor, read_torch_file, storage_bytes
+from ckptlint.formats.torch_file import StoredTensor, ranges_of, read_torch_file, storage_bytes
 from ckptlint.storage.locate import folder_at
 
 
@@ -57,7 +58,7 @@ def test_tensors_are_what_torch_says_of_them(tmp_path: Path, new: bool) -> None:
         assert stored.offset == own.storage_offset()
         assert stored.length * own.element_size() == own.untyped_storage().nbytes()
         raw = bytes(own.untyped_storage())
-        assert storage_bytes(folder, name, found.storages[stored.key]) == raw
+        assert storage_bytes(ranges_of(folder, name), found.storages[stored.key]) == raw
         assert folder.read_range(name, found.storages[stored.key].start, len(raw)) == raw  # foretold
     assert read["tied"].key == read["whole"].key == read["columns"].key
 
@@ -90,6 +91,6 @@ def test_a_storage_that_is_too_short_is_a_fault(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(64)}, tmp_path / "state.pt")
     data = (tmp_path / "state.pt").read_bytes()
     at = data.index(b"K\x40tq")  # the storage's 64 elements
-    (tmp_path / "state.pt").write_bytes(data[: at + 1] + b"\x20" + data[at + 2 :])
+    (tmp_path / "state.pt").write_bytes(with_checksums(data[: at + 1] + b"\x20" + data[at + 2 :]))
     found = read_torch_file(*folder_at(str(tmp_path / "state.pt")))
     assert [sentence for sentence, _ in found.faults] == ["has 256 bytes in data/0, but its data.pkl says 128"]

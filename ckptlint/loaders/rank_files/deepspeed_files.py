@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ckptlint.errors import UnreadableError
-from ckptlint.formats.torch_file import StoredTensor, TorchFile, storage_bytes
+from ckptlint.formats.torch_file import StoredTensor, TorchFile, number_in, ranges_of
 from ckptlint.loaders.rank_files.onto import read_file
 from ckptlint.model import Problem, RankFile, StoredFile
 from ckptlint.storage.folder import READABLE, Folder
-from ckptlint.vocabulary.dtypes import FORMS
 
 Shapes = list[dict[str, tuple[int, ...]]]
 """For each group of parameters: name -> shape."""
@@ -191,22 +188,6 @@ def moments_of(state: dict[Any, Any]) -> list[dict[str, Any]]:
     return [entry if isinstance(entry, dict) else {} for _, entry in sorted(entries.items())]
 
 
-def int_of(folder: Folder, name: str, found: TorchFile, tensor: StoredTensor) -> int | None:
-    """The whole number in a tensor of one element, in which optimizers count their steps; None for anything else.
-
-    Raises:
-        AccessError: the operating system refused a read.
-    """
-    place, form = found.storages.get(tensor.key), FORMS.get(tensor.dtype)
-    if place is None or form is None or prod(tensor.shape) != 1 or place.size > 64:
-        return None
-    try:
-        [value] = struct.unpack_from(form, storage_bytes(folder, name, place), tensor.offset * struct.calcsize(form))
-    except (UnreadableError, struct.error):
-        return None
-    return int(value) if value == value and abs(value) < 2**62 and value == int(value) else None
-
-
 def _steps(folder: Folder, source: Source) -> Iterator[int]:
     """What the groups of an optimizer counted: in their states, or in the settings of each group."""
     base = source.state.get("base_optimizer_state", source.state.get("optimizer_state_dict"))
@@ -218,7 +199,7 @@ def _steps(folder: Folder, source: Source) -> Iterator[int]:
             yield step
         elif (
             isinstance(step, StoredTensor)
-            and (value := int_of(folder, source.file.name, source.found, step)) is not None
+            and (value := number_in(ranges_of(folder, source.file.name), source.found, step)) is not None
         ):
             yield value
 

@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from math import prod
 
-from ckptlint.formats.torch_file import StoredTensor, TorchFile
+from ckptlint.formats.torch_file import StoredTensor, TorchFile, number_in, ranges_of
 from ckptlint.loaders.rank_files.deepspeed import add_model
-from ckptlint.loaders.rank_files.deepspeed_files import Tag, int_of, read_tag, shapes_of
+from ckptlint.loaders.rank_files.deepspeed_files import Tag, read_tag, shapes_of
 from ckptlint.loaders.rank_files.deepspeed_grid import disagreements, facts_of, other_names
 from ckptlint.loaders.rank_files.onto import Columns, Part, read_file
 from ckptlint.loaders.rank_files.sets import input_bytes
@@ -144,7 +144,7 @@ class _States:
                 self.counted[found.root].append(printable(path))
             return
         if name == "step.pt":
-            if (step := int_of(self.folder, path, found, tensor)) is not None:
+            if (step := number_in(ranges_of(self.folder, path), found, tensor)) is not None:
                 self.counted[step].append(printable(path))
             return
         what = name.removesuffix(".pt")

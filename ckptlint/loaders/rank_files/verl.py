@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-import numpy as np
-
 from ckptlint.formats.torch_file import (
     Mesh,
     Placement,
@@ -26,7 +24,8 @@ from ckptlint.formats.torch_file import (
     StoredShards,
     StoredTensor,
     TorchFile,
-    storage_bytes,
+    number_in,
+    ranges_of,
 )
 from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.rank_files.onto import Columns, Part, damaged, read_file
@@ -554,11 +553,9 @@ class _Reading:
     def _step_of(self, state: Mapping[Any, Any], file: _File) -> str:
         for own in state.values():
             step = own.get("step") if isinstance(own, dict) else None
-            if isinstance(step, StoredTensor) and (place := file.found.storages.get(step.key)) and place.size <= 64:
-                raw = storage_bytes(self.folder, file.label, place)
-                if step.dtype in ("float32", "int64", "float64", "int32"):
-                    value = np.frombuffer(raw, step.dtype, 1)[0]
-                    return f"{float(value):,.0f}"
+            if isinstance(step, StoredTensor):
+                value = number_in(ranges_of(self.folder, file.label), file.found, step)
+                return "?" if value is None else f"{value:,}"
         return "?"
 
 
