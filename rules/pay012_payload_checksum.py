@@ -18,9 +18,9 @@ def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
     """The bytes of a payload file changed after they were written.
 
     What it checks:
-        The CRC-32 of every member of every record matches its bytes, the SHA-256 of every file matches Megatron-Core's
-        integrity.json, and every file it lists is there; a payload file that it does not list is info. Records that
-        zeros have overwritten are named too. Writers may leave CRCs out (0).
+        The CRC-32 of every member of every record, and of every other file of torch.save, matches its bytes. The
+        SHA-256 of every file matches Megatron-Core's integrity.json, and every file it lists is there; a payload file
+        that it does not list is info. Records that zeros have overwritten are named too. A CRC of 0 means none.
     Why it matters:
         The bytes changed after they were written, and torch does not check them when it loads a tensor.
     Usual causes:
@@ -35,10 +35,13 @@ def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("the tensor bytes were not read")
     by_file: dict[tuple[str, str], list[Damage]] = defaultdict(list)
     for damage in payload.damages:
-        kind = "file" if damage.record < 0 else "member" if damage.member else "record"
+        kind = ("beside" if damage.member else "file") if damage.record < 0 else "member" if damage.member else "record"
         by_file[damage.file, kind].append(damage)
     for (file, kind), damages in by_file.items():
-        yield _whole(file, damages[0]) if kind == "file" else _records(ckpt, file, damages)
+        if kind == "beside":
+            yield _beside(file, damages)
+        else:
+            yield _whole(file, damages[0]) if kind == "file" else _records(ckpt, file, damages)
     if payload.unlisted:
         files = plural(len(payload.unlisted), "payload file")
         yield Finding(
@@ -61,6 +64,20 @@ def _whole(file: str, damage: Damage) -> Finding:
         missing=(file,),
         alike="absent" if lost else "sha256",
         hint="copy it again from where it was written",
+    )
+
+
+def _beside(file: str, damages: list[Damage]) -> Finding:
+    """A file of torch.save that no record lies in."""
+    first, more = damages[0], len(damages) - 1
+    also = f" (and {plural(more, 'more member')} of it)" if more else ""
+    return Finding(
+        f"{first.member} in {file} does not match its checksum{also}: {first.recorded} recorded, {first.computed} "
+        "computed",
+        at=Location(file=file),
+        missing=(file,),
+        alike="crc",
+        hint="compare the file with the one on the node that wrote it, and copy it again",
     )
 
 

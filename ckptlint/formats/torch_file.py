@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Literal
 from zlib import crc32
 
 import numpy as np
@@ -21,7 +21,7 @@ from ckptlint.errors import ForeignError, LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import Opaque, Unpickled, read_state
 from ckptlint.formats.torch_archive import LOCAL_SIZE, Member, Read, data_start, ranges_in, read_archive
 from ckptlint.formats.torch_legacy import PICKLES_LIMIT, is_legacy, is_tar, split_pickles
-from ckptlint.model import RANK_LIMIT
+from ckptlint.model import RANK_LIMIT, RecordContent
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import FORMS, ITEM_BITS, STORAGES
@@ -628,6 +628,12 @@ def stored_tensor(node: Any) -> StoredTensor | None:
     if pid[1].name == "UntypedStorage":
         length = length * 8 // bits if (bits := ITEM_BITS.get(dtype, 0)) else -1
     return StoredTensor(dtype, shape, strides, offset, pid[2], length, wrapped)
+
+
+def record_content(tensor: StoredTensor) -> RecordContent:
+    """What a record that holds this tensor says of it."""
+    form: Literal["tensor", "subclass"] = "subclass" if tensor.wrapped else "tensor"
+    return RecordContent(form, tensor.dtype, tensor.shape, tensor.strides, tensor.offset, f"data/{tensor.key}")
 
 
 def _pid(storage: Any) -> tuple[Any, ...] | None:

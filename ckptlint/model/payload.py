@@ -67,7 +67,7 @@ class Damage:
     """A member whose bytes differ from its checksum, or a record whose archive is gone.
 
     Attributes:
-        record: row in `Checkpoint.records`; -1 for a whole file in `integrity.json`.
+        record: row in `Checkpoint.records`; -1 for a member of a file beside them, or a whole file in `integrity.json`.
         file: its file.
         member: the member, "" for a whole record or file.
         recorded, computed: the checksums as text, "" where there are none left.
@@ -107,6 +107,7 @@ _ROW = np.dtype(
         ("one_value", np.bool_),
         ("digest", np.uint64),
         ("digested", np.bool_),
+        ("unsummed", np.bool_),
     ]
 )
 _UNREAD: dict[str, float] = {"state": RecordState.ELSEWHERE} | dict.fromkeys(
@@ -124,6 +125,7 @@ class PayloadTable:
         contents: the distinct contents.
         damages: checksums that do not match (depth `data`).
         unlisted: payload files that `integrity.json` leaves out.
+        bare: files of torch.save beside the records that have bytes without a checksum (depth `data`).
         depth: how deep the records were read.
         sample: what was read of all records (`5% of the records (12 of 240), seed 7`), "" for all of them.
 
@@ -151,12 +153,14 @@ class PayloadTable:
         one_value: whether all numbers are one finite value; False where none were looked at.
         digest: of the elements at their places in the whole tensor (`digests.elem_digest`).
         digested: whether there is one: at depth `data`, where a seal asks for it.
+        unsummed: whether bytes of it were read that have no checksum (depth `data`).
     """
 
     rows: npt.NDArray[np.void]
     contents: list[RecordContent]
     damages: tuple[Damage, ...] = ()
     unlisted: tuple[str, ...] = ()
+    bare: tuple[str, ...] = ()
     depth: Depth = Depth.HEADERS
     sample: str = ""
 

@@ -39,6 +39,7 @@ class ShareResult:
     broken: dict[int, list[tuple[int, UnreadableError]]]
     damages: list[Damage]
     unlisted: tuple[str, ...]
+    bare: tuple[str, ...]
     problems: list[Problem]
     sample: str
 

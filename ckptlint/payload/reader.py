@@ -21,6 +21,7 @@ from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.model import Checkpoint, Damage, Problem, RecordContent, RecordState, StorageTable, Tensor, empty_payload
 from ckptlint.model.layout import IntArray, distinct
 from ckptlint.model.text import printable, unknown_classes
+from ckptlint.payload.archives import compare_archives
 from ckptlint.payload.identical import find_same
 from ckptlint.payload.integrity import read_integrity
 from ckptlint.payload.members import members_and_views, members_of, scans_of, with_bare_tensors
@@ -81,6 +82,7 @@ class Reader:
         self.sealed: dict[int, tuple[Tensor, int]] = {}
         self.raw: dict[int, tuple[Tensor, int]] = {}
         self.meter = Meter()
+        self.bare: tuple[str, ...] = ()
         self.phase = "records"
         self.bad = 0
 
@@ -106,6 +108,10 @@ class Reader:
                 self._read_seal()
                 self._read_raw()
                 damages = self._read_data(wanted or {})
+                if self.leads and not sample:
+                    found, self.bare, problems = compare_archives(self.folder, self.ckpt)
+                    damages += found
+                    self.problems += problems
                 if wanted is not None and self.leads:
                     damages += self._other_files(wanted)
                     unlisted = tuple(file.name for file in self.ckpt.files if file.path and file.path not in wanted)
@@ -127,6 +133,7 @@ class Reader:
             self.broken,
             damages,
             unlisted,
+            self.bare,
             self.problems,
             sample,
         )
@@ -149,6 +156,7 @@ class Reader:
             self.table,
             damages=tuple(dict.fromkeys(damages)),
             unlisted=tuple(name for part in parts for name in part.unlisted),
+            bare=tuple(name for part in parts for name in part.bare),
             sample=parts[0].sample,
         )
         return replace(self.ckpt, payload=payload, problems=[*self.ckpt.problems, *dict.fromkeys(self.problems)])
@@ -445,6 +453,8 @@ class Reader:
         damages: list[Damage] = []
         for file, seen in self._run(tasks):
             parts = [self.members.pop(file, members_of([])), *self.views.pop(file, ())]
+            first = parts[0]  # the others are further tensors in its storages
+            self.table.unsummed[first.row[(first.crc <= 0) & (first.size > 0)]] = True
             for part, of_part in zip(parts, seen, strict=True):
                 damages += self._mismatches(file, part, of_part, wanted)
             self.bad = len(damages)

@@ -19,6 +19,7 @@ from ckptlint.formats.torch_archive import (
     Directory,
     Member,
     data_start,
+    limits_of,
     read_end,
     read_members,
 )
@@ -228,14 +229,9 @@ def _walk(place: RecordPlace) -> _Walk:
     directory = read_end(tail, length)
     (data,) = yield [(directory.start, directory.size)]
     members = read_members(data, directory)
-    if members[0].header:
-        raise UnreadableError(f"has {members[0].header:,} bytes before its first member", 0)
     local = yield [(member.header, LOCAL_SIZE + len(member.name)) for member in members]
-    starts = [data_start(header, member) for header, member in zip(local, members, strict=True)]
-    limits = [member.header for member in members[1:]] + [directory.start]
-    for member, begin, limit in zip(members, starts, limits, strict=True):
-        if begin + member.size > limit:
-            raise UnreadableError(f"has the member {member.short}, which overlaps the next one", member.header)
+    limits = limits_of(members, directory)
+    starts = [data_start(*of_member) for of_member in zip(local, members, limits, strict=True)]
     at = next((i for i, member in enumerate(members) if member.short.lower() == "data.pkl"), None)
     if at is None:
         raise UnreadableError("is an archive without a data.pkl", directory.start)

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import Opaque, Unpickled, read_state
 from ckptlint.formats.sandbox import isolated
-from ckptlint.model import RANK_LIMIT, RecordContent
-from ckptlint.model.text import printable
-from ckptlint.vocabulary.dtypes import STORAGES
+from ckptlint.formats.torch_file import record_content, stored_tensor
+from ckptlint.model import RecordContent
 
-_PLAIN = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 _VALUE_LIMIT = 4096
 _DEPTH_LIMIT = 16
 _CRASHES = 4
@@ -69,53 +67,13 @@ def _one(data: bytes) -> Decoded:
 
 
 def content_of(root: Any) -> RecordContent:
-    """The root of a record's pickle in words.
-
-    Source:
-        torch._utils._rebuild_tensor_v2 and _v3 (the latter with the dtype as seventh argument, for dtypes without a
-        storage class of their own), torch._tensor._rebuild_from_type_v2, torch._utils._rebuild_parameter
-    """
+    """The root of a record's pickle in words."""
     if isinstance(root, Opaque):
-        return _tensor(root) or RecordContent("subclass")
+        found = stored_tensor(root)
+        return RecordContent("subclass") if found is None else record_content(found)
     if not isinstance(root, list):
         return RecordContent("object")
     return RecordContent("object", length=len(root), value=root if _is_small(root, [_VALUE_LIMIT]) else None)
-
-
-def _tensor(node: Opaque) -> RecordContent | None:
-    """The plain tensor that a call rebuilds, or that lies inside a parameter or a subclass; None for other calls."""
-    form: Literal["tensor", "subclass"] = "tensor"
-    if f"{node.module}.{node.name}" == "torch._utils._rebuild_parameter" and node.args:
-        if not isinstance(node.args[0], Opaque):
-            return None
-        node = node.args[0]
-    name, args = f"{node.module}.{node.name}", node.args
-    if name == "torch._tensor._rebuild_from_type_v2" and len(args) >= 3 and isinstance(args[2], tuple):
-        inner = args[0]
-        if not (isinstance(inner, type) and issubclass(inner, Opaque)):
-            return None
-        form, name, args = "subclass", f"{inner.module}.{inner.name}", args[2]
-    if name not in _PLAIN or len(args) < 5:
-        return None
-    storage, offset, shape, strides = args[:4]
-    pid = storage.args[0] if isinstance(storage, Opaque) and storage.args else None
-    if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage" or not isinstance(pid[2], str):
-        return None
-    if not _counts((offset,)) or not _counts(shape) or not _counts(strides) or len(shape) != len(strides):
-        return None
-    kind = pid[1].name if isinstance(pid[1], type) and issubclass(pid[1], Opaque) else ""
-    dtype = STORAGES.get(kind, "unknown")
-    if name == _PLAIN[1] and len(args) >= 7 and isinstance(args[6], str):
-        dtype = printable(args[6])
-    return RecordContent(form, dtype, shape, strides, offset, f"data/{pid[2]}")
-
-
-def _counts(values: Any) -> bool:
-    return (
-        isinstance(values, tuple)
-        and len(values) <= RANK_LIMIT
-        and all(type(value) is int and 0 <= value < 2**62 for value in values)
-    )
 
 
 def _is_small(value: Any, budget: list[int], depth: int = 0) -> bool:

@@ -414,7 +414,7 @@ def left_unread(report: Report) -> str:
     if report.is_live:
         return "Files were not looked at."
     if report.depth.reads_all:
-        return _limits(report) or "Every record was read."
+        return " ".join(filter(None, [_limits(report) or "Every record was read.", _unsummed(report)]))
     if report.depth.opens_records and (limits := _limits(report)):
         return limits
     files = " and files were not looked at" if not report.depth.looks_at_files else ""
@@ -424,6 +424,16 @@ def left_unread(report: Report) -> str:
         for place, (depth, count) in enumerate(deeper)
     )
     return f"Tensor bytes were not read{files}" + (f": {more}." if more else ".")
+
+
+def _unsummed(report: Report) -> str:
+    """What was read without a checksum to compare it with; "" for nothing."""
+    payloads = [part.checkpoint.payload for part in report.checkpoints if part.checkpoint.payload is not None]
+    records = sum(int((payload.unsummed & (payload.state == RecordState.READ)).sum()) for payload in payloads)
+    files = sum(len(payload.bare) for payload in payloads)
+    counts = [plural(count, noun) for count, noun in ((records, "record"), (files, "other file")) if count]
+    have = "has" if records + files == 1 else "have"
+    return f"{' and '.join(counts)} {have} no checksum: changed bytes there go unseen." if counts else ""
 
 
 def _limits(report: Report) -> str:

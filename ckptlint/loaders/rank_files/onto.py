@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.formats.torch_file import Storage, StoredTensor, TorchFile, read_torch_file
+from ckptlint.formats.torch_file import Storage, StoredTensor, TorchFile, read_torch_file, record_content
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.model import ChunkTable, MalformedChunk, Problem, RecordContent, RecordTable, Tensor
 from ckptlint.model.cover import Budget
@@ -80,7 +80,7 @@ class Columns:
             strays=dict.fromkeys(np.flatnonzero(~owned).tolist()),
         )
         contents: dict[RecordContent, int] = {}
-        content = [contents.setdefault(_content(part.tensor), len(contents)) for part in self.parts]
+        content = [contents.setdefault(record_content(part.tensor), len(contents)) for part in self.parts]
         storages = StorageTable(
             header=np.array([place.header for place in places], np.int64),
             start=np.array([place.start for place in places], np.int64),
@@ -128,11 +128,6 @@ def _span(tensor: StoredTensor, place: Storage) -> tuple[int, int]:
     if start + length > place.size:  # told as a fault of the file
         return place.start, place.size
     return place.start + start, length
-
-
-def _content(tensor: StoredTensor) -> RecordContent:
-    form: Literal["tensor", "subclass"] = "subclass" if tensor.wrapped else "tensor"
-    return RecordContent(form, tensor.dtype, tensor.shape, tensor.strides, tensor.offset, f"data/{tensor.key}")
 
 
 def read_file(folder: Folder, name: str, problems: list[Problem]) -> TorchFile | None:

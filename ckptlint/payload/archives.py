@@ -1,0 +1,102 @@
+"""Depth `data`: the files of torch.save whose members no record stands for, compared with their checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from pathlib import PurePosixPath
+
+import numpy as np
+
+from ckptlint.errors import UnreadableError
+from ckptlint.formats.torch_archive import LOCAL_SIZE, data_start, read_archive
+from ckptlint.formats.torch_file import ranges_of
+from ckptlint.loaders.problems import from_error
+from ckptlint.model import Checkpoint, Damage, Problem
+from ckptlint.payload.stream import Members, Meter, stream
+from ckptlint.storage.folder import READABLE, Folder
+
+_UNREAD = ("unreadable", "container", "limit")
+
+
+def compare_archives(folder: Folder, ckpt: Checkpoint) -> tuple[list[Damage], tuple[str, ...], list[Problem]]:
+    """Members that do not match their checksums, files that have none, and files that cannot be compared.
+
+    Storages of rank files that a record stands for are left to it.
+
+    Raises:
+        AccessError: a read was refused.
+    """
+    covered = _covered(ckpt)
+    told = {problem.file for problem in ckpt.problems if problem.kind in _UNREAD}
+    damages: list[Damage] = []
+    bare: list[str] = []
+    problems: list[Problem] = []
+    for label in dict.fromkeys(_opened(ckpt)):
+        if label in told:
+            continue
+        try:
+            place, name = _place(folder, label)
+            if place.head(name, 4) == b"PK\3\4":
+                own, is_bare = _compare(place, name, label, covered.get(label, ()))
+                damages += own
+            else:
+                is_bare = label not in covered  # the records of an older file have no checksum either
+            bare += [label] if is_bare else []
+        except UnreadableError as error:
+            problems.append(from_error(error, label))
+    return damages, tuple(bare), problems
+
+
+def _opened(ckpt: Checkpoint) -> Iterator[str]:
+    """The files that were read as files of torch.save, as far as names tell."""
+    if ckpt.storages is not None:
+        yield from (file.name for file in ckpt.files if file.path is not None and file.state in READABLE)
+    yield from (file.name for file in ckpt.step_files if file.state == "read" and not file.name.endswith(_TEXT))
+
+
+_TEXT = (".json", ".yaml", ".yml", ".txt")
+
+
+def _covered(ckpt: Checkpoint) -> dict[str, Collection[int]]:
+    """File -> first bytes of the local headers of the members that records stand for."""
+    found: dict[str, set[int]] = {}
+    if ckpt.storages is not None:
+        for file, header in zip(ckpt.records.file.tolist(), ckpt.storages.header.tolist(), strict=True):
+            found.setdefault(ckpt.files[file].name, set()).add(header)
+    return dict(found)
+
+
+def _place(folder: Folder, label: str) -> tuple[Folder, str]:
+    """The folder that a file lies in, and its name there."""
+    *parts, name = PurePosixPath(label).parts
+    for part in parts:
+        above = folder.parent if part == ".." else folder.sub(part)
+        if above is None:
+            break
+        folder = above
+    if not folder.has(name):
+        raise UnreadableError("has gone, or has a name that does not lead back to it: its bytes were not compared")
+    return folder, name
+
+
+def _compare(folder: Folder, name: str, label: str, covered: Collection[int]) -> tuple[list[Damage], bool]:
+    """Members that do not match, and whether there are any without a checksum."""
+    read = ranges_of(folder, name)
+    archive = read_archive(read, folder.size(name))
+    rest = [
+        (member, limit)
+        for member, limit in zip(archive.members, archive.limits, strict=True)
+        if member.header not in covered
+    ]
+    headers = read([(member.header, LOCAL_SIZE + len(member.name)) for member, _ in rest])
+    starts = [data_start(header, *of_member) for header, of_member in zip(headers, rest, strict=True)]
+    start, size, crc = (
+        np.array(column, np.int64)
+        for column in (starts, [member.size for member, _ in rest], [member.crc for member, _ in rest])
+    )
+    names = [member.short for member, _ in rest]
+    members = Members(np.zeros_like(start), start, size, crc, np.arange(len(start)), names)
+    seen = stream(folder, name, members, {}, None, Meter())
+    bad = np.flatnonzero((seen.crc != crc) & (crc > 0)).tolist()
+    damages = [Damage(-1, label, names[i], f"CRC-32 {crc[i]:08x}", f"{seen.crc[i]:08x}") for i in bad]
+    return damages, bool(((crc == 0) & (size > 0)).any())
