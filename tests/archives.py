@@ -19,3 +19,63 @@ def with_checksums(data: bytes) -> bytes:
         struct.pack_into("<I", made, at + 16, zlib.crc32(made[start : start + member.file_size]))
         at += 46 + sum(struct.unpack_from("<3H", made, at + 28))
     return bytes(made)
+
+
+def members(data: bytes) -> dict[str, tuple[int, int]]:
+    """Name without the folder -> first byte and length of each member's data."""
+    found = {}
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        for member in archive.infolist():
+            named, extra = struct.unpack_from("<2H", data, member.header_offset + 26)
+            start = member.header_offset + 30 + named + extra
+            found[member.filename.partition("/")[2]] = (start, member.file_size)
+    return found
+
+
+def with_members(data: bytes, /, **held: bytes) -> bytes:
+    """The archive with other contents of some members, whole and with the right checksums; the name without `.pkl`."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(file, "w") as new:
+        contents = {member.filename: old.read(member) for member in old.infolist()}
+        folder = next(iter(contents)).partition("/")[0]
+        for name, content in (contents | {f"{folder}/{name}.pkl": content for name, content in held.items()}).items():
+            new.writestr(zipfile.ZipInfo(name), content)
+    return file.getvalue()
+
+
+def flipped(data: bytes, bit: int) -> bytes:
+    """The bytes with one bit turned round."""
+    made = bytearray(data)
+    made[bit // 8] ^= 1 << bit % 8
+    return bytes(made)
+
+
+def with_two_directories(seen: bytes, hidden: bytes) -> bytes:
+    """An archive that Python's zipfile reads as `hidden` and torch as `seen`.
+
+    The end record says where the directory of `seen` lies. zipfile takes the one that lies before the end record, which
+    is that of `hidden`.
+    """
+    at = len(seen)
+    end = hidden[-22:]
+    size, start = struct.unpack_from("<2I", end, 12)
+    middle = hidden[:start]
+    directory = bytearray(hidden[start : start + size])
+    place = 0
+    while place < len(directory):
+        [header] = struct.unpack_from("<I", directory, place + 42)
+        struct.pack_into("<I", directory, place + 42, header)
+        place += 46 + sum(struct.unpack_from("<3H", directory, place + 28))
+    with zipfile.ZipFile(io.BytesIO(seen)) as archive:
+        first = archive.start_dir
+    count = struct.unpack_from("<H", end, 10)[0]
+    made = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, size, first, 0)
+    return seen[:at] + middle + bytes(directory) + made
+
+
+def with_tar_header(data: bytes) -> bytes:
+    """The bytes, of which the first 512 are a tar header too: the checksum in the middle of a pickle fits."""
+    made = bytearray(data[:512].ljust(512, b"\0"))
+    made[148:156] = b" " * 8
+    made[148:156] = b"%06o\0 " % sum(made)
+    return bytes(made) + data[512:]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.errors import ForeignError, LimitError, UnreadableError
 from ckptlint.formats.torch_archive import PICKLE_LIMIT, ranges_in
 from ckptlint.formats.torch_file import TorchFile, number_in, read_torch_bytes, read_torch_file
 from ckptlint.loaders.problems import from_error, from_refusals, from_torch_file
@@ -66,8 +66,6 @@ def read_common(folder: Folder, entries: dict[str, Location]) -> tuple[CommonSta
 def read_objects(folder: Folder, entries: dict[str, Location]) -> tuple[dict[str, Any], list[Problem]]:
     """The contents of small ShardedObjects by entry name, and what they must not hold.
 
-    A record that cannot be read is left out: it is the payload rules that report it.
-
     Source:
         megatron.core.dist_checkpointing.mapping.ShardedObject: stored as a list of the objects under one key
     """
@@ -76,21 +74,14 @@ def read_objects(folder: Folder, entries: dict[str, Location]) -> tuple[dict[str
     for name, location in entries.items():
         if location[2] > _OBJECT_LIMIT:
             continue
-        try:
-            found = read_torch_bytes(_record(folder, location))
-        except UnreadableError:
-            continue
-        refusals = from_refusals(found.unpickled, name)
-        problems += [replace(problem, blocks=False) for problem in refusals if problem.kind == "unsafe"]
-        if isinstance(found.root, list) and found.root:
+        found = _entry(folder, name, location, problems)
+        if found is not None and isinstance(found.root, list) and found.root:
             values[name] = found.root[0]
     return values, problems
 
 
 def read_claims(folder: Folder, entries: dict[str, Location]) -> tuple[tuple[StepClaim, ...], list[Problem]]:
     """What small entries of their own say of the step, and what they must not hold.
-
-    One that cannot be read is left out: it is the payload rules that report it.
 
     Args:
         entries: where the records lie whose names are those of counters (`is_counter`).
@@ -101,17 +92,11 @@ def read_claims(folder: Folder, entries: dict[str, Location]) -> tuple[tuple[Ste
     claims: list[StepClaim] = []
     problems: list[Problem] = []
     for name in sorted(entries)[:_MOST_CLAIMS]:
+        if entries[name][2] > _CLAIM_LIMIT or (found := _entry(folder, name, entries[name], problems)) is None:
+            continue
         path, offset, length = entries[name]
-        if not 0 < length <= _CLAIM_LIMIT or offset < 0 or folder.look_at(path)[0] not in READABLE:
-            continue
-        data = folder.read_range(path, offset, length)
-        try:
-            found = read_torch_bytes(data)
-        except UnreadableError:
-            continue
-        refusals = from_refusals(found.unpickled, name)
-        problems += [replace(problem, blocks=False) for problem in refusals if problem.kind == "unsafe"]
-        if (step := number_in(ranges_in(data), found, found.root)) is not None:
+        read = ranges_in(folder.read_range(path, offset, length))
+        if (step := number_in(read, found, found.root)) is not None:
             claims.append(StepClaim(printable(name), step))
     return tuple(claims), problems
 
@@ -221,6 +206,29 @@ def _yaml(text: str) -> Any:
     except (yaml.YAMLError, AttributeError, LookupError, TypeError, OverflowError) as error:
         # all but the first: PyYAML 6.0's constructors on a text that is not of the type its tag claims (`!!bool x`)
         raise ValueError(str(error) or type(error).__name__) from None
+
+
+def _entry(folder: Folder, name: str, location: Location, problems: list[Problem]) -> TorchFile | None:
+    """The record of an entry; None, and a problem where it is damaged, for one that cannot be read.
+
+    Records that are missing, cut, or no archives are left to the payload rules.
+    """
+    path, offset, length = location
+    try:
+        data = _record(folder, location)
+        found = read_torch_bytes(data)
+    except (ForeignError, LimitError):
+        return None
+    except UnreadableError as error:
+        if folder.look_at(path)[0] in READABLE and len(folder.read_range(path, offset, length)) == length:
+            label = printable(path)
+            sentence = f"the record of {name} in {label} {error}, byte {offset + (error.position or 0):,}"
+            hint = "copy the file again from where it was written, or go back one step"
+            problems.append(Problem("container", label, sentence, hint=hint, fqn=name))
+        return None
+    refusals = from_refusals(found.unpickled, name)
+    problems += [replace(problem, blocks=False) for problem in refusals if problem.kind == "unsafe"]
+    return found
 
 
 def _record(folder: Folder, location: Location) -> bytes:

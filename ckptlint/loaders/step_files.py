@@ -12,7 +12,7 @@ from typing import Any
 from ckptlint.errors import CkptlintError, ForeignError, LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import read_metadata, read_state
 from ckptlint.formats.sandbox import isolated
-from ckptlint.formats.torch_file import StoredTensor, read_torch_file
+from ckptlint.formats.torch_file import StoredDTensor, StoredTensor, read_torch_file
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
 from ckptlint.loaders.discover import COMPONENT, components, newest_readable_step, step_number, sub_folder
 from ckptlint.loaders.megatron import CONFIG_FILE
@@ -164,7 +164,7 @@ def _read(item: _Found) -> tuple[StepFile, list[Problem]]:
         return _told(item, "read"), [from_error(error, item.label, why=_RESUME)]
     is_optimizer = item.family is not None and item.family.name == "optimizer state"
     told = replace(
-        _told(item, "read", _counted(item, found.root)), optimizer=_optimizer(found.root) if is_optimizer else None
+        _told(item, "read", _counted(item, found.root)), optimizer=optimizer_file(found.root) if is_optimizer else None
     )
     return told, [replace(problem, blocks=False) for problem in from_torch_file(found, item.label, why=_RESUME)]
 
@@ -182,8 +182,8 @@ def _counted(item: _Found, root: Any) -> int | None:
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
-def _optimizer(root: Any) -> OptimizerFile | None:
-    """The state dict of an optimizer, its tensors by their shapes; None for what has another form."""
+def optimizer_file(root: Any) -> OptimizerFile | None:
+    """The state dict of an optimizer; None for what has another form."""
     states, groups = (root.get("state"), root.get("param_groups")) if isinstance(root, dict) else (None, None)
     if not isinstance(states, dict) or not isinstance(groups, list):
         return None
@@ -193,7 +193,9 @@ def _optimizer(root: Any) -> OptimizerFile | None:
     if not all(isinstance(param, (int, str)) for param in (*params, *states)):
         return None
     shapes = {
-        param: {str(name): value.shape for name, value in own.items() if isinstance(value, StoredTensor)}
+        param: {
+            str(name): value.shape for name, value in own.items() if isinstance(value, (StoredTensor, StoredDTensor))
+        }
         for param, own in states.items()
         if isinstance(own, dict)
     }

@@ -560,13 +560,20 @@ class Reader:
     def _report_broken(self) -> list[Damage]:
         """One problem per file and kind for the records that cannot be read; the zeros in them at depth `data`."""
         damages = []
+        read = {problem.fqn for problem in self.ckpt.problems if problem.kind == "container" and problem.fqn}
         for file, broken in sorted(self.broken.items()):
             rows = [row for row, _ in broken]
             self.table.state[rows] = RecordState.UNREADABLE
             told = [row for row in rows if self.told[row]]
             self.table.state[told] = RecordState.ELSEWHERE
             for limits in (False, True):
-                mine = [(r, e) for r, e in broken if not self.told[r] and isinstance(e, LimitError) is limits]
+                mine = [
+                    (r, e)
+                    for r, e in broken
+                    if not self.told[r]
+                    and self.ckpt.records.name(r) not in read
+                    and isinstance(e, LimitError) is limits
+                ]
                 if mine:
                     self.problems.append(self._problem(file, mine))
             if self.how.depth.reads_all:

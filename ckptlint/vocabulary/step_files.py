@@ -47,7 +47,7 @@ FAMILIES = (
     _family(
         "weights, pickled",
         "pickle",
-        r"(diffusion_)?pytorch_model(_\d+)?(\.\w+)?\.bin|adapter_model\.bin|consolidated\.\d+\.pth|value_head\.bin",
+        r"(diffusion_)?pytorch_model(_fsdp)?(_\d+)?(\.\w+)?\.bin|adapter_model\.bin|consolidated\.\d+\.pth|value_head\.bin",
     ),
     # SAF004 names the format
     _family("weights, pickled", "perhaps pickle", r"(diffusion_)?(pytorch_)?model[\w.-]*-\d{5}-of-\d{5}[\w.-]*\.bin"),

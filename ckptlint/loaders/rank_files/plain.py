@@ -8,16 +8,16 @@ from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.sandbox import isolated
-from ckptlint.formats.torch_file import StoredDTensor, StoredTensor, TorchFile, is_tensor, read_torch_file
+from ckptlint.formats.torch_file import StoredTensor, TorchFile, is_tensor, read_torch_file
 from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.rank_files.onto import Columns, damaged, read_file, some
 from ckptlint.loaders.rank_files.sets import PICKLE_SHARE, FileSet, file_sets
 from ckptlint.loaders.safetensors import no_files, read_index, weight_index
+from ckptlint.loaders.step_files import optimizer_file
 from ckptlint.model import (
     Checkpoint,
     FileState,
     FileTable,
-    OptimizerFile,
     Problem,
     StepClaim,
     StepFile,
@@ -56,7 +56,7 @@ def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | N
     ckpt = read_states(folder, FileSet("torch", [name]), look_at_files)
     label = printable(name)
     optimizers = found.root.get("optimizer_states", [found.root.get("optimizer")])
-    states = [made for root in _listed(optimizers) if (made := optimizer_file(root)) is not None]
+    states = [made for state in _listed(optimizers) if (made := optimizer_file(state)) is not None]
     size = folder.look_at(name)[1] or 0
     beside = tuple(StepFile(label, "optimizer state", "read", size, optimizer=state) for state in states)
     step = found.root.get("global_step")
@@ -72,7 +72,8 @@ def lone_state(folder: Folder) -> str | None:
 
     def holds() -> bool:
         try:
-            return holds_weights(read_torch_file(folder, names[0]).root)
+            found = read_torch_file(folder, names[0])
+            return bool(found.unpickled.refused) or holds_weights(found.root)
         except UnreadableError:
             return False
 
@@ -96,26 +97,6 @@ def holds_weights(root: Any) -> bool:
 
 def _listed(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def optimizer_file(root: Any) -> OptimizerFile | None:
-    """The state dict of an optimizer; None for what has another form."""
-    states, groups = (root.get("state"), root.get("param_groups")) if isinstance(root, dict) else (None, None)
-    if not isinstance(states, dict) or not isinstance(groups, list):
-        return None
-    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
-        return None
-    params = [param for group in groups for param in group["params"]]
-    if not all(isinstance(param, (int, str)) for param in (*params, *states)):
-        return None
-    shapes = {
-        param: {
-            str(name): value.shape for name, value in own.items() if isinstance(value, (StoredTensor, StoredDTensor))
-        }
-        for param, own in states.items()
-        if isinstance(own, dict)
-    }
-    return OptimizerFile(tuple(params), frozenset(str(name) for group in groups for name in group), shapes)
 
 
 def read_states(folder: Folder, own: FileSet, look_at_files: bool) -> Checkpoint:

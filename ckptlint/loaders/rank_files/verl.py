@@ -29,9 +29,9 @@ from ckptlint.formats.torch_file import (
 )
 from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.rank_files.onto import Columns, Part, damaged, read_file
-from ckptlint.loaders.rank_files.plain import optimizer_file
 from ckptlint.loaders.rank_files.sets import FileSet, file_sets, verl_name
 from ckptlint.loaders.run_folder import read_run
+from ckptlint.loaders.step_files import optimizer_file
 from ckptlint.model import (
     Checkpoint,
     Disagreement,
