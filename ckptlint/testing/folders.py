@@ -22,7 +22,6 @@ from ckptlint.testing.pickles import (
     Enum,
     Name,
     Pickler,
-    Storage,
     Stub,
     archive,
     rank_file,
@@ -71,7 +70,7 @@ def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
     for name, values in table.get("torch", {}).items():
         (folder / name).write_bytes(torch_file(Path(name).stem, values))
     for name, optimizer in table.get("optimizers", {}).items():
-        (folder / name).write_bytes(archive(Path(name).stem, optimizer_state(**optimizer)))
+        (folder / name).write_bytes(torch_file(Path(name).stem, optimizer_state(**optimizer)))
     for name, size in (files | table.get("files", {})).items():
         if is_safe(name):
             _write_file(folder, name, size, table.get("links", {}).get(name))
@@ -123,21 +122,13 @@ def write_reference(table: dict[str, Any], place: Path) -> Path:
 
 
 def optimizer_state(groups: Sequence[Mapping[str, Any]], states: Mapping[str, Any]) -> dict[str, Any]:
-    """The state dict of an optimizer as torch.optim has it.
+    """The state dict of an optimizer as torch.optim has it, in the tables of `torch_file`.
 
     Args:
         groups: the parameter groups.
         states: parameter, a number or a name, -> name of a state -> its shape.
     """
-    rebuild, storage = Name("torch._utils", "_rebuild_tensor_v2"), Name("torch", "FloatStorage")
-
-    def tensor(shape: Sequence[int]) -> Call:
-        return Call(rebuild, (Storage(storage, "0", prod(shape)), 0, tuple(shape), (1,) * len(shape), False, {}))
-
-    held = {
-        int(param) if param.isdecimal() else param: {name: tensor(shape) for name, shape in own.items()}
-        for param, own in states.items()
-    }
+    held = {param: {name: {"tensor": shape} for name, shape in own.items()} for param, own in states.items()}
     return {"state": held, "param_groups": [dict(group) for group in groups]}
 
 

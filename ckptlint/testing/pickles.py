@@ -6,7 +6,6 @@ import io
 import pickle
 import random
 import struct
-import zipfile
 import zlib
 from collections.abc import Mapping
 from copy import deepcopy
@@ -101,15 +100,12 @@ class Pickler(pickle._Pickler):
 
 def archive(stem: str, values: Any) -> bytes:
     """A torch.save archive of the values; text stands for the bytes of its `data.pkl`."""
-    file, data = io.BytesIO(), io.BytesIO()
+    data = io.BytesIO()
     if isinstance(values, str):
         data.write(values.encode("latin-1"))
     else:
         Pickler(data, 2).dump(values)
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.writestr(f"{stem}/data.pkl", data.getvalue())
-        archive.writestr(f"{stem}/version", "3\n")
-    return file.getvalue()
+    return torch_archive({"data.pkl": data.getvalue()}, stem=stem)
 
 
 def tensor_record(table: Mapping[str, Any]) -> bytes:

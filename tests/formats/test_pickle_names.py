@@ -186,8 +186,7 @@ def test_what_torch_and_numpy_write_is_known() -> None:
     for name, state in states.items():
         file = io.BytesIO()
         torch.save(state, file)
-        file.seek(0)
-        for data in (read_pickle_member(file), pickle.dumps(state)):
+        for data in (read_pickle_member(file.getvalue()), pickle.dumps(state)):
             found = read_state(data)
             assert (found.refused, found.unknown) == ((), ()), name
 
