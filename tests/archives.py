@@ -50,27 +50,23 @@ def flipped(data: bytes, bit: int) -> bytes:
     return bytes(made)
 
 
-def with_two_directories(seen: bytes, hidden: bytes) -> bytes:
-    """An archive that Python's zipfile reads as `hidden` and torch as `seen`.
+def with_two_directories(data: bytes, seen: bytes, hidden: bytes) -> bytes:
+    """An archive in which torch reads one `data.pkl` and Python's zipfile another.
 
-    The end record says where the directory of `seen` lies. zipfile takes the one that lies before the end record, which
-    is that of `hidden`.
+    The end record says where one directory lies. torch goes there; zipfile takes the one that lies before the end
+    record, and counts places from where that would have had to be.
     """
-    at = len(seen)
-    end = hidden[-22:]
-    size, start = struct.unpack_from("<2I", end, 12)
-    middle = hidden[:start]
-    directory = bytearray(hidden[start : start + size])
-    place = 0
-    while place < len(directory):
-        [header] = struct.unpack_from("<I", directory, place + 42)
-        struct.pack_into("<I", directory, place + 42, header)
-        place += 46 + sum(struct.unpack_from("<3H", directory, place + 28))
-    with zipfile.ZipFile(io.BytesIO(seen)) as archive:
-        first = archive.start_dir
-    count = struct.unpack_from("<H", end, 10)[0]
-    made = struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, count, count, size, first, 0)
-    return seen[:at] + middle + bytes(directory) + made
+    first = with_members(data, data=seen, fill=bytes(2 * len(data)))  # longer than the other
+    second = with_members(data, data=hidden, fill=b"")
+    size, start = struct.unpack_from("<2I", first, len(first) - 10)
+    own_size, own_start = struct.unpack_from("<2I", second, len(second) - 10)
+    directory, at = bytearray(second[own_start : own_start + own_size]), 0
+    assert size == own_size and start > own_start
+    while at < own_size:
+        [header] = struct.unpack_from("<I", directory, at + 42)
+        struct.pack_into("<I", directory, at + 42, header + start - own_start)
+        at += 46 + sum(struct.unpack_from("<3H", directory, at + 28))
+    return first + second[:own_start] + bytes(directory) + first[-22:]
 
 
 def with_tar_header(data: bytes) -> bytes:

@@ -129,8 +129,9 @@ class LayoutTests:
             (step / name).write_bytes(before)
 
     def test_archives_that_readers_read_differently(self, step: Path) -> None:
-        self._changed(step, "two directories", lambda data: with_two_directories(data, with_members(data, data=EVIL)))
-        self._changed(step, "two directories", lambda data: with_two_directories(with_members(data, data=EVIL), data))
+        healthy = pickle.dumps({"state": {}}, 2)
+        self._changed(step, "two directories", lambda data: with_two_directories(data, EVIL, healthy))
+        self._changed(step, "two directories", lambda data: with_two_directories(data, healthy, EVIL))
         self._changed(step, "bytes before", lambda data: b"PK\3\4" + bytes(60) + data)
         self._changed(step, "bytes after", lambda data: data + b"PK\5\6" + bytes(18))
         self._changed(step, "script", lambda data: with_members(data, constants=b"N."))
