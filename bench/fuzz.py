@@ -15,7 +15,6 @@ child is there (`needs_child`) are given to it.
 from __future__ import annotations
 
 import argparse
-import io
 import pickle
 import pickletools
 import re
@@ -296,7 +295,7 @@ def archive(data: bytes) -> None:
         for record in found.records:
             assert all(0 <= part.start <= part.start + part.size <= len(data) for part in record.parts)
     with suppress(CkptlintError):
-        read_pickle_member(io.BytesIO(data))
+        read_pickle_member(data)
 
 
 def header(data: bytes) -> None:

@@ -117,9 +117,9 @@ def read_end(tail: bytes, length: int) -> Directory:
         raise UnreadableError(f"has {_seen(signature)} where the archive's end record should be", at)
     if len(tail) >= END_SIZE and tail[-42:-38] == b"PK\x06\x07":
         at = length - END_SIZE
-        _, _, place, _ = _LOCATOR.unpack(tail[-42:-22])
+        _, on_disk, place, disks = _LOCATOR.unpack(tail[-42:-22])
         mark, _, _, _, disk, first_disk, here, *wide = _END64.unpack(tail[-END_SIZE:-42])
-        if mark != b"PK\x06\x06" or place != at:
+        if mark != b"PK\x06\x06" or place != at or on_disk or disks > 1:
             raise UnreadableError("has a zip64 locator that does not lead to its end record", length - 42)
         pairs = ((count, wide[0], _MARK16), (size, wide[1], _MARK32), (start, wide[2], _MARK32))
         if any(narrow not in (value, limit) for narrow, value, limit in pairs):

@@ -232,12 +232,13 @@ def _read(read: Read, size: int, read_bare: Callable[[bytes], Unpickled] = read_
     if head[:4] == _ARCHIVE:
         try:
             return _archive(read, size)
+        except LimitError:
+            raise
         except UnreadableError as error:
             # a zip file of something else may be compressed, commented, or of any other form
             tail = read([(max(size - _HEAD, 0), _HEAD)])[0]
-            if isinstance(error, LimitError) or b"data.pkl" in (head + tail).lower():
-                raise
-            raise ForeignError(str(error), error.position) from None
+            kind = UnreadableError if b"data.pkl" in (head + tail).lower() else ForeignError
+            raise kind(str(error), error.position) from None
     if is_tar(head):
         raise UnreadableError("starts as a tar archive, in which torch.load looks for another pickle first", 0)
     if is_legacy(head):

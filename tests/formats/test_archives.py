@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import random
 import tarfile
 import zipfile
 from pathlib import Path
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from archives import with_members, with_tar_header, with_two_directories
+from support import examples
 
 from ckptlint.errors import ForeignError, UnreadableError
+from ckptlint.formats.torch_archive import ranges_in, read_archive
 from ckptlint.formats.torch_file import read_torch_bytes
 
 
@@ -65,3 +68,48 @@ def test_a_zip_file_of_something_else_is_foreign() -> None:
         archive.writestr("arrays/x.npy", b"0" * 900)
     with pytest.raises(ForeignError):
         read_torch_bytes(file.getvalue())
+
+
+def edited(data: bytes, other: bytes, dice: random.Random) -> bytes:
+    """An archive with some edits where places, lengths and names stand, or with parts of another one."""
+    made = bytearray(data)
+    marks = [at for at in range(len(made) - 3) if made[at : at + 2] == b"PK"] + [len(made) - 22]
+    for _ in range(dice.randint(1, 3)):
+        at = min(dice.choice(marks) + dice.randrange(64), len(made) - 1)
+        if at < 0:
+            return b""
+        match dice.randrange(5):
+            case 0:
+                made[at] ^= 1 << dice.randrange(8)
+            case 1:
+                made[at] = dice.choice((0, 1, 2, 0xFF, made[dice.randrange(len(made))]))
+            case 2:
+                source = dice.choice(marks)
+                made[at : at + 46] = made[source : source + 46]
+            case 3:
+                made = made[:at] + other[dice.randrange(len(other)) :] + made[dice.choice(marks) :]
+            case _:
+                made = made[: dice.choice(marks)] + made[dice.choice(marks) :] + bytes(dice.choice((0, 1, 22)))
+    return bytes(made)
+
+
+@pytest.mark.sweep
+def test_what_is_read_is_what_both_real_readers_read(saved: bytes, tmp_path: Path) -> None:
+    dice, read = random.Random(5), 0
+    sources = [saved, with_members(saved, data=b"N.", more=b"x" * 99)]
+    for _ in range(examples(1_500, 60_000)):
+        made = edited(dice.choice(sources), dice.choice(sources), dice)
+        try:
+            archive = read_archive(ranges_in(made), len(made))
+        except UnreadableError:
+            continue
+        read += 1
+        with zipfile.ZipFile(io.BytesIO(made)) as python:
+            assert sorted(python.namelist()) == sorted(member.name.decode() for member in archive.members)
+            name = next(name for name in python.namelist() if name.lower().endswith("/data.pkl"))
+            assert python.read(name) == archive.pickle
+        (tmp_path / "edited.pt").write_bytes(made)
+        own = torch._C.PyTorchFileReader(str(tmp_path / "edited.pt"))
+        assert own.get_record("data.pkl") == archive.pickle
+        assert sorted(own.get_all_records()) == sorted(member.short for member in archive.members)
+    assert read > 50
