@@ -40,6 +40,8 @@ _LOCATOR = struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _MARK16, _MARK32 = 0xFFFF, 0xFFFFFFFF
 _DESCRIPTOR, _UTF8 = 0x8, 0x800
+_FOLDER = 0x10  # among the attributes of a member
+_NEEDS = 45  # the version of the format that has zip64; nothing newer is written
 _DESCRIPTORS = {False: (0,), True: (12, 16, 20, 24)}  # bytes after a member, with and without a signature and zip64
 _TAIL = 64 * 1024  # holds the end records and, of most files, the directory
 _SMALL = 4096  # members other than data.pkl and storages, which torch reads too (`version`, `byteorder`)
@@ -54,6 +56,7 @@ Read = Callable[[Sequence[tuple[int, int]]], list[bytes]]
 """Reads (offset, length) ranges of an archive, fewer bytes where it ends before."""
 
 
+_SPLIT = "has an end record of a split or commented archive, which torch.save never writes"
 _AMBIGUOUS = "is an archive that different readers read differently: it may hide what torch loads"
 
 
@@ -115,18 +118,20 @@ def read_end(tail: bytes, length: int) -> Directory:
     signature, disk, first_disk, here, count, size, start, comment = plain
     if signature != b"PK\x05\x06":
         raise UnreadableError(f"has {_seen(signature)} where the archive's end record should be", at)
+    if disk or first_disk or comment or here != count:
+        raise UnreadableError(_SPLIT, at)
     if len(tail) >= END_SIZE and tail[-42:-38] == b"PK\x06\x07":
         at = length - END_SIZE
         _, on_disk, place, disks = _LOCATOR.unpack(tail[-42:-22])
-        mark, _, _, _, disk, first_disk, here, *wide = _END64.unpack(tail[-END_SIZE:-42])
-        if mark != b"PK\x06\x06" or place != at or on_disk or disks > 1:
+        mark, rest, _, _, disk, first_disk, here, *wide = _END64.unpack(tail[-END_SIZE:-42])
+        if (mark, rest, place, on_disk, disks) != (b"PK\x06\x06", _END64.size - 12, at, 0, 1):
             raise UnreadableError("has a zip64 locator that does not lead to its end record", length - 42)
         pairs = ((count, wide[0], _MARK16), (size, wide[1], _MARK32), (start, wide[2], _MARK32))
         if any(narrow not in (value, limit) for narrow, value, limit in pairs):
             raise UnreadableError("has two end records that contradict each other", at)
         count, size, start = wide
-    if disk or first_disk or comment or here != count:
-        raise UnreadableError("has an end record of a split or commented archive, which torch.save never writes", at)
+        if disk or first_disk or here != count:
+            raise UnreadableError(_SPLIT, at)
     if start + size != at or not count:
         raise UnreadableError(f"has a central directory that ends at {start + size:,} instead of {at:,}", at)
     if count > MEMBERS_LIMIT:
@@ -149,7 +154,9 @@ def read_members(data: bytes, directory: Directory) -> list[Member]:
         if at + _CENTRAL.size > len(data):
             raise UnreadableError("has a central directory that ends inside an entry", directory.start + at)
         entry = _CENTRAL.unpack_from(data, at)
-        signature, _, _, flags, method, _, _, crc, packed, size, named, extra, comment, _, _, _, header = entry
+        signature, _, needs, flags, method, _, _, crc, packed, size, named, extra, comment, disk, _, kind, header = (
+            entry
+        )
         if signature != b"PK\x01\x02":
             raise UnreadableError(f"has {_seen(signature)} in its central directory", directory.start + at)
         end = at + _CENTRAL.size + named
@@ -160,8 +167,9 @@ def read_members(data: bytes, directory: Directory) -> list[Member]:
             raise UnreadableError(
                 f"has the compressed or encrypted member {_text(name)}, which torch.save never writes", header
             )
-        # another field may give another name, size or place to a reader that knows it; so may a zero in the name
-        if (extra and not is_wide) or comment or b"\0" in name or b"\\" in name:
+        # another field may give another name, size or place to a reader that knows it
+        is_odd = (extra and not is_wide) or comment or disk or needs > _NEEDS or kind & _FOLDER
+        if is_odd or not _is_one_name(name, flags):
             raise UnreadableError(_AMBIGUOUS, directory.start + at)
         members.append(Member(name, crc, size, header, directory.start + at))
         at = end + extra + comment
@@ -175,7 +183,7 @@ def read_members(data: bytes, directory: Directory) -> list[Member]:
             raise UnreadableError(f"has the member {_text(member.name)}, which overlaps the next one", member.header)
     # torch looks names up without regard to case, other readers do not
     names = {member.name.lower() for member in members}
-    if len(names) < len(members) or len({name.partition(b"/")[0] for name in names}) > 1:
+    if len(names) < len(members) or len({member.name.partition(b"/")[0] for member in members}) > 1:
         raise UnreadableError(_AMBIGUOUS, directory.start)
     return members
 
@@ -230,6 +238,15 @@ def _wide(extra: bytes, fields: tuple[int, int, int], at: int) -> tuple[int, int
     wide = iter(struct.unpack_from(f"<{count}Q", extra, 4))
     size, packed, header = (next(wide) if field == _MARK32 else field for field in fields)
     return size, packed, header
+
+
+def _is_one_name(name: bytes, flags: int) -> bool:
+    """Whether all readers take these bytes for the same name: Python ends it at a zero and guesses at an encoding."""
+    try:
+        name.decode("utf-8" if flags & _UTF8 else "ascii")
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in name and b"\\" not in name
 
 
 def _seen(signature: bytes) -> str:
