@@ -1,7 +1,7 @@
 """What every layout promises, as tests that a class for each inherits (as zarr-python's `StoreTests`).
 
-A layout gives one function that writes a healthy folder, and says in which files of it torch's archives lie. What it
-cannot tell it declares in `CANNOT`, with the reason.
+A layout gives one function that writes a healthy folder, and names the files of it to damage. What it cannot tell it
+declares in `cannot`, with the reason.
 """
 
 from __future__ import annotations
@@ -31,11 +31,21 @@ class Evil:
 EVIL = pickle.dumps({"state": Evil()}, 2)
 
 
+def torch_records(path: Path) -> dict[str, bytes] | None:
+    """The members of an archive as torch's own reader reads them; None where it cannot."""
+    torch = pytest.importorskip("torch")
+    try:
+        reader = torch._C.PyTorchFileReader(str(path))
+        return {name: reader.get_record(name) for name in reader.get_all_records()}
+    except (RuntimeError, UnicodeError):
+        return None
+
+
 class LayoutTests:
     """The contract of a layout.
 
     Attributes:
-        files: the files that hold archives, one of each role, relative to the step.
+        files: one of each role, relative to the step.
         cannot: (test, file or "") -> why the layout cannot tell it.
     """
 
@@ -86,6 +96,29 @@ class LayoutTests:
     def test_zeroed_end(self, step: Path) -> None:
         self._changed(step, "zeroed", lambda data: data[:-512] + bytes(len(data[-512:])))
 
+    @staticmethod
+    def loaded(step: Path, name: str) -> object:
+        """What torch reads of a file; None where it cannot."""
+        return torch_records(step / name)
+
+    @pytest.mark.sweep
+    def test_random_flips(self, step: Path) -> None:
+        dice = random.Random(self.files[0])
+        for name in self.files:
+            path = step / name
+            before, held = path.read_bytes(), self.loaded(step, name)
+            assert held
+            for _ in range(examples(3, 20)):
+                bit = dice.randrange(8 * len(before))
+                path.write_bytes(flipped(before, bit))
+                if self.loaded(step, name) != held:
+                    assert ckptlint.check(step, depth="data").exit_code, f"bit {bit} of {name}"
+            path.write_bytes(before)
+
+
+class ArchiveTests(LayoutTests):
+    """The contract of a layout whose files are archives of torch.save."""
+
     def test_a_flipped_bit_in_the_pickle(self, step: Path) -> None:
         self._changed(step, "pickle", lambda data: flipped(data, 8 * sum(members(data)["data.pkl"]) - 24))
 
@@ -98,28 +131,6 @@ class LayoutTests:
             return flipped(data, 8 * (start + size // 2))
 
         self._changed(step, "data", edit, "data")
-
-    @pytest.mark.sweep
-    def test_random_flips(self, step: Path) -> None:
-        dice = random.Random(self.files[0])
-        torch = pytest.importorskip("torch")
-
-        def records(path: Path) -> dict[str, bytes] | None:
-            try:
-                reader = torch._C.PyTorchFileReader(str(path))
-                return {name: reader.get_record(name) for name in reader.get_all_records()}
-            except (RuntimeError, UnicodeError):
-                return None
-
-        for name in self.files:
-            path = step / name
-            before, held = path.read_bytes(), records(path)
-            for _ in range(examples(3, 20)):
-                bit = dice.randrange(8 * len(before))
-                path.write_bytes(flipped(before, bit))
-                if records(path) != held:
-                    assert ckptlint.check(step, depth="data").exit_code, f"bit {bit} of {name}"
-            path.write_bytes(before)
 
     def test_hostile(self, step: Path) -> None:
         for name in self.files:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from layouts import LayoutTests
+from layouts import ArchiveTests, LayoutTests, torch_records
 from support import REAL
 
 BESIDE = "no list says that it should be there"
@@ -17,7 +17,7 @@ def copied(source: str, folder: Path) -> Path:
     return Path(shutil.copytree(REAL / source, folder / "copy", symlinks=True))
 
 
-class TestMegatron(LayoutTests):
+class TestMegatron(ArchiveTests):
     files = ("common.pt",)
 
     @staticmethod
@@ -25,7 +25,7 @@ class TestMegatron(LayoutTests):
         return copied("megatron_tp2_dp2_fully_reshardable/iter_0000010", folder)
 
 
-class TestVerl(LayoutTests):
+class TestVerl(ArchiveTests):
     files = (
         "model_world_size_4_rank_1.pt",
         "optim_world_size_4_rank_2.pt",
@@ -37,7 +37,7 @@ class TestVerl(LayoutTests):
         return copied("rank_files/verl_fsdp2_4r", folder)
 
 
-class TestDeepSpeed(LayoutTests):
+class TestDeepSpeed(ArchiveTests):
     files = ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
 
     @staticmethod
@@ -45,7 +45,7 @@ class TestDeepSpeed(LayoutTests):
         return copied("deepspeed/z2_bf16_4r/global_step2", folder)
 
 
-class TestUniversal(LayoutTests):
+class TestUniversal(ArchiveTests):
     files = ("zero/embed.weight/fp32.pt", "zero/embed.weight/exp_avg.pt", "zero/optimizer_state.pt")
 
     @staticmethod
@@ -53,7 +53,7 @@ class TestUniversal(LayoutTests):
         return copied("deepspeed/universal_z1/global_step2_universal", folder)
 
 
-class TestMegatronLegacy(LayoutTests):
+class TestMegatronLegacy(ArchiveTests):
     files = ("mp_rank_00/model_optim_rng.pt",)
 
     @staticmethod
@@ -61,7 +61,7 @@ class TestMegatronLegacy(LayoutTests):
         return copied("megatron_legacy/tp2/iter_0000010", folder)
 
 
-class TestShardedBin(LayoutTests):
+class TestShardedBin(ArchiveTests):
     files = ("pytorch_model-00002-of-00003.bin",)
 
     @staticmethod
@@ -69,7 +69,7 @@ class TestShardedBin(LayoutTests):
         return copied("rank_files/sharded_bin", folder)
 
 
-class TestAccelerate(LayoutTests):
+class TestAccelerate(ArchiveTests):
     files = ("pytorch_model.bin", "optimizer.bin")
     cannot: ClassVar = {("missing", "optimizer.bin"): BESIDE}
 
@@ -78,7 +78,7 @@ class TestAccelerate(LayoutTests):
         return copied("rank_files/accelerated", folder)
 
 
-class TestLightning(LayoutTests):
+class TestLightning(ArchiveTests):
     files = ("epoch=0-step=3.ckpt",)
 
     @staticmethod
@@ -86,7 +86,7 @@ class TestLightning(LayoutTests):
         return copied("rank_files/lightning", folder)
 
 
-class TestTrainer(LayoutTests):
+class TestTrainer(ArchiveTests):
     files = ("rng_state_0.pth", "training_args.bin", "optimizer.pt", "scheduler.pt", "pytorch_model_fsdp.bin")
     cannot: ClassVar = {("missing", name): BESIDE for name in files[1:]}
 
@@ -104,3 +104,22 @@ class TestTrainer(LayoutTests):
         torch.save(torch.optim.lr_scheduler.ConstantLR(optimizer).state_dict(), step / "scheduler.pt")
         torch.save(model.state_dict(), step / "pytorch_model_fsdp.bin")
         return step
+
+
+class TestDcp(LayoutTests):
+    files = ("__1_0.distcp",)
+
+    @staticmethod
+    def write(folder: Path) -> Path:
+        return copied("fsdp2_4r", folder)
+
+    @staticmethod
+    def loaded(step: Path, name: str) -> object:
+        checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+        data, part = (step / name).read_bytes(), step.parent / "record"
+        found = []
+        stored = checkpoint.FileSystemReader(step).read_metadata().storage_data.values()
+        for start, length in sorted((info.offset, info.length) for info in stored if info.relative_path == name):
+            part.write_bytes(data[start : start + length])
+            found.append(torch_records(part))
+        return found
