@@ -108,6 +108,7 @@ class TestTrainer(ArchiveTests):
 
 class TestDcp(LayoutTests):
     files = ("__1_0.distcp",)
+    cannot: ClassVar = {("zeroed", "__1_0.distcp"): "records are opened from depth headers on"}
 
     @staticmethod
     def write(folder: Path) -> Path:
