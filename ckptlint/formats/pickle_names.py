@@ -169,7 +169,8 @@ def _gives(word: str) -> Shape:
 
 
 def _named(word: str) -> Shape:
-    return lambda value: isinstance(value, type) and getattr(value, "sort", "") == word
+    """One of these names, or a refused one, which is told anyway."""
+    return lambda value: isinstance(value, type) and getattr(value, "sort", "") in (word, "refused")
 
 
 def _is_ints(value: Any) -> bool:
@@ -310,6 +311,8 @@ def _any_of(shapes: list[Shape]) -> Shape:
             return never
         case [shape]:
             return shape
+        case [one, other]:
+            return lambda value: one(value) or other(value)
     return lambda value: any(shape(value) for shape in shapes)
 
 

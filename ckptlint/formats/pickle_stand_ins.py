@@ -415,7 +415,7 @@ class StandIns:
             if key not in self._stand_ins:
                 self._stand_ins[key] = self._guarded(self._unknown(key))
             return self._stand_ins[key]
-        if not owner.members and owner.sort != "refused":
+        if not owner.members:
             cls.tell("arguments")
         made = self._inert(
             (owner.module, owner.name), call=never, fits=never, has_items=False, gives="" if is_unknown else "data"
