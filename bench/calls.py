@@ -107,11 +107,10 @@ ACTS: list[tuple[str, str, Callable[[], list[bytes]]]] = [
 LOADER = ("torch.storage", "_load_from_bytes")
 
 
-def inner(protocol: int, chance: Chance | None = None) -> bytes:
+def inner(protocol: int) -> bytes:
     """A pickle that acts, in a protocol."""
-    path = f"(S'{MARK}'\ntR" if protocol == 0 else "("
     if protocol == 0:
-        return b"cos\nmkdir\n" + path.encode() + b"."
+        return f"cos\nmkdir\n(S'{MARK}'\ntR.".encode()
     made = named("os", "mkdir", protocol >= 4) + tuple_of(text(MARK)) + pickle.REDUCE
     if protocol == 1:
         return made + pickle.STOP
@@ -171,25 +170,26 @@ def partial_of(chance: Chance) -> bytes:
 
 # ---------------------------------------------------------------- objects whose attributes are called
 
-NAMES = """
+_NAMES = """
 keys items __getitem__ __iter__ __len__ detach requires_grad_ dtype device _untyped_storage to startswith update
-__setstate__ append extend add set_ data setdefault _patch_step_function _hook_for_profile _flat_weights _init_flat_weights
-replace read decode __float__ numerator as_integer_ratio __index__ fget _metadata __class__ element_type split union copy
-""".split()
-OBJECTS = """
+__setstate__ append extend add set_ data setdefault _patch_step_function _hook_for_profile _flat_weights replace read
+_init_flat_weights decode __float__ numerator as_integer_ratio __index__ fget _metadata __class__ element_type split copy
+"""
+NAMES = _NAMES.split()
+_OBJECTS = """
 argparse:Namespace types:SimpleNamespace collections:UserDict collections:ChainMap collections:OrderedDict
 own_code:Plain own_code:AttrDict torch.optim:Adam torch.optim:SGD torch.nn.modules.linear:Linear
 torch.nn.modules.rnn:LSTM torch.distributed.device_mesh:DeviceMesh collections:Counter
-""".split()
+"""
+OBJECTS = _OBJECTS.split()
 
 
 def an_object(chance: Chance, weapon: bytes) -> bytes:
     """An object with attributes or items that are a weapon."""
     module, _, name = chance.choice(OBJECTS).partition(":")
     made = named(module, name)
-    made += pickle.EMPTY_TUPLE + (
-        pickle.REDUCE if name in ("SimpleNamespace", "OrderedDict", "Counter") else pickle.NEWOBJ
-    )
+    is_called = name in ("SimpleNamespace", "OrderedDict", "Counter")
+    made += pickle.EMPTY_TUPLE + (pickle.REDUCE if is_called else pickle.NEWOBJ)
     attributes = dict_of(**dict.fromkeys(chance.sample(NAMES, chance.randint(1, 4)), weapon))
     way = chance.randrange(6)
     if way == 0:
@@ -353,7 +353,7 @@ def tricks(chance: Chance) -> bytes:
     thing = weapon(chance)
     match chance.randrange(5):
         case 0:
-            pair, entry = chance.choice(entries())
+            pair, _ = chance.choice(entries())
             stored = thing + pickle.BINPUT + b"\7" + pickle.POP
             return stored + call(named(*pair), pickle.BINGET + b"\7", pickle.BINGET + b"\7")
         case 1:
@@ -416,8 +416,9 @@ class AttrDict(dict):
 def act(*arguments):
     open("marked", "w").close()
 class Actor:
-    def __init__(self, path):
-        open("marked", "w").close()
+    def __init__(self, path):  # of a word anything may be made, as of the value of an enum
+        if "/" in path:
+            open("marked", "w").close()
 """
     exec(source, vars(module))
     for value in vars(module).values():
@@ -489,11 +490,11 @@ def child(streams: list[bytes], start: int, folder: str, out: int) -> None:
                 torch.load(BytesIO(payload), weights_only=False)
             else:
                 pickle.load(BytesIO(streams[at]))
-        except BaseException:  # noqa: S110  what happened before the error counts
+        except BaseException:  # what happened before the error counts
             pass
         finally:
             _WATCH.clear()
-        fired = sorted(set(_FIRED)) + (["file"] if os.listdir(".") else [])
+        fired = sorted(set(_FIRED)) + (["file"] if any(Path().iterdir()) else [])
         os.write(out, (json.dumps([at, fired]) + "\n").encode())
         if fired:  # what acted may have left more than a file: the rest goes to a fresh process
             break
@@ -504,8 +505,7 @@ def fired(streams: list[bytes], folder: str) -> Iterator[tuple[int, list[str]]]:
     """The number of each stream and what fired on it; `died` where the child did not live to say."""
     at = 0
     while at < len(streams):
-        for left in os.listdir(folder):
-            path = Path(folder, left)
+        for path in Path(folder).iterdir():
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
         ours, theirs = os.pipe()
         pid = os.fork()
@@ -513,7 +513,7 @@ def fired(streams: list[bytes], folder: str) -> Iterator[tuple[int, list[str]]]:
             os.close(ours)
             child(streams, at, folder, theirs)
         os.close(theirs)
-        with open(ours) as answers:
+        with os.fdopen(ours) as answers:
             for line in answers:
                 number_, events = json.loads(line)
                 yield number_, events

@@ -94,27 +94,16 @@ def explain(data: bytes, strict: bool, faults: list[tuple[Pair, Fault]]) -> tupl
     tracer = _Tracer(data[:_WALK_LIMIT], strict)
     with suppress(Exception):  # a crafted stream can raise anything: what was found up to here still stands
         tracer.load()
-    found = tracer.faults
-    made = []
-    for key, fault in faults:
-        if fault == "called" or (fault != "named" and (key, "named") in faults):
-            continue
-        named, act = tracer.named.get(key), found.get((key, fault))
-        call = found.get((key, "called")) if fault == "named" else act
+    made: dict[Pair, Refused] = {}
+    for key, fault in faults:  # of a name, what was found first
+        named, act = tracer.named.get(key), tracer.faults.get((key, "called" if fault == "named" else fault))
         place = named if fault in ("named", "unknown") else act
-        made.append(_refusal(key, fault, place, named, call))
-    return tuple(sorted(made, key=lambda refused: refused.position if refused.position >= 0 else len(data)))
-
-
-def _refusal(
-    key: Pair, fault: Fault, place: tuple[int, str] | None, named: tuple[int, str] | None, call: tuple[int, str] | None
-) -> Refused:
-    trace = []
-    if named:
-        trace.append(f"0x{named[0]:04x}  {named[1]:<12}  {printable(key[0])} {printable(key[1])}")
-    if call:
-        trace.append(f"0x{call[0]:04x}  {call[1]:<12}  <- would call it")
-    position = place[0] if place else -1
-    called = fault != "named" or call is not None
-    target = printable(f"{key[0]}.{key[1]}")
-    return Refused(target, position, called, tuple(trace), fault == "unknown", misuse=_MISUSE.get(fault, ""))
+        trace = []
+        if named:
+            trace.append(f"0x{named[0]:04x}  {named[1]:<12}  {printable(key[0])} {printable(key[1])}")
+        if act:
+            trace.append(f"0x{act[0]:04x}  {act[1]:<12}  <- would call it")
+        target, called = printable(".".join(key)), fault != "named" or act is not None
+        position, misuse = place[0] if place else -1, _MISUSE.get(fault, "")
+        made.setdefault(key, Refused(target, position, called, tuple(trace), fault == "unknown", misuse=misuse))
+    return tuple(sorted(made.values(), key=lambda one: one.position if one.position >= 0 else len(data)))

@@ -346,7 +346,7 @@ class StandIns:
         module, name = key
         if kind := _NODES.get(key):
             return type("Node", (Node,), {"__slots__": (), "kind": kind, "name": name})
-        if key == ("torch", "Size"):
+        if self._strict and key == ("torch", "Size"):
             return ().__add__  # takes a tuple and returns that same tuple, in C; anything else is a TypeError
         if module == "torch" and pickle_names.DTYPE.fullmatch(name):
             return _DTYPE_ALIASES.get(name, name)
@@ -373,6 +373,8 @@ class StandIns:
         }  # fmt: skip
         if known in _TEXTS:
             members["give"] = _TEXTS[known]
+        elif known == ("torch", "Size"):
+            members["give"] = lambda _, sizes: sizes
         elif known == ("collections", "OrderedDict"):
             made = type("Dict", (Dict,), {"__slots__": (), "tell": staticmethod(partial(self.tell, key))})
             members["give"] = lambda _, *args: made(*args)
