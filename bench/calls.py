@@ -173,7 +173,7 @@ def partial_of(chance: Chance) -> bytes:
 _NAMES = """
 keys items __getitem__ __iter__ __len__ detach requires_grad_ dtype device _untyped_storage to startswith update
 __setstate__ append extend add set_ data setdefault _patch_step_function _hook_for_profile _flat_weights replace read
-_init_flat_weights decode __float__ numerator as_integer_ratio __index__ fget _metadata __class__ element_type split copy
+_init_flat_weights decode __float__ numerator as_integer_ratio __index__ fget _metadata __class__ element_type copy
 """
 NAMES = _NAMES.split()
 _OBJECTS = """
@@ -273,7 +273,7 @@ PLAIN: dict[str, Callable[[Chance], bytes]] = {
     "plain": lambda c: dict_of(int=number(5)),
     "attributes": lambda c: dict_of(a=number(1)),
     "kept": lambda c: dict_of(a=number(1)),
-    "class": lambda c: named(*c.choice((("own_code", "Plain"), ("torch.distributed.tensor", "DTensor")))),
+    "type": lambda c: named(*c.choice((("own_code", "Plain"), ("torch.distributed.tensor", "DTensor")))),
     "stranger": lambda c: named("own_code", "act"),
     "storage": lambda c: STORAGE,
     "array": lambda c: call(named("numpy.core.multiarray", "_reconstruct"), named("numpy", "ndarray"),
@@ -285,7 +285,7 @@ PLAIN: dict[str, Callable[[Chance], bytes]] = {
 
 def honest(word: str, chance: Chance, depth: int = 0) -> bytes:
     """A value for a word of the table."""
-    word = chance.choice(split(word.strip().rstrip("?*"), "|")).strip()
+    word = chance.choice(split(word.strip(" []*"), "|")).strip()
     if word.startswith("("):
         return tuple_of(*(honest(part, chance, depth) for part in split(word[1:-1])))
     if word.startswith("'"):
@@ -316,7 +316,7 @@ def arguments_of(
     """A call of a listed name, honest or with a weapon in one place."""
     ways = [(field, shape) for field in ("call", "new") for shape in entry.get(field, ())]
     field, shape = chance.choice(ways) if ways else (chance.choice(("call", "new")), "any")
-    parts = [part for part in split(shape) if not part.strip().endswith("?") or chance.random() < 0.5]
+    parts = [part for part in split(shape) if not part.strip().startswith("[") or chance.random() < 0.5]
     values = [honest(part, chance, depth) for part in parts]
     if spoil:
         at = chance.randrange(len(values) + 1)

@@ -6,6 +6,7 @@ A name that is not in the table is unknown, or refused where it is known to do m
 from __future__ import annotations
 
 import _compat_pickle
+import ast
 import re
 import sys
 import tomllib
@@ -82,8 +83,18 @@ def table() -> Table:
     return parse(resources.files("ckptlint.formats").joinpath(FILE).read_text(encoding="utf-8"))
 
 
-_TEXTS = ("call", "new")
-_FIELDS = {"names", "source", "call", "new", "state", "items", "gives", "as", "members"}
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "names": lambda value: isinstance(value, str) or _is_texts(value),
+    "source": lambda value: isinstance(value, str) and bool(value),
+    "call": lambda value: _is_texts(value),
+    "new": lambda value: _is_texts(value),
+    "state": lambda value: isinstance(value, str),
+    "items": lambda value: value is True,
+    "gives": lambda value: isinstance(value, str) and value.isidentifier(),
+    "as": lambda value: isinstance(value, str) and value.isidentifier(),
+    "members": lambda value: value is True,
+}
+"""The fields of an entry, and what each may hold."""
 
 
 def parse(text: str) -> Table:
@@ -104,35 +115,24 @@ def parse(text: str) -> Table:
         try:
             row = _row(entry, words)
             for pair in _pairs(entry["names"]):
-                if pair in rows:
+                if rows.setdefault(pair, row) is not row:
                     raise ValueError(f"{'.'.join(pair)} stands in the table twice")
-                rows[pair] = row
         except ValueError as error:
             raise ValueError(f"{FILE}, entry {number} ({str(entry.get('names'))[:60]}): {error}") from None
-    (storage,) = (_sequence(_Tokens(data["storage"]), words),)
+    storage = _arguments(data["storage"], words)
     return Table(rows, storage, frozenset(data["closed"].split()), tuple(data["refused"].split()))
 
 
 def _row(entry: dict[str, Any], words: Mapping[str, Shape]) -> Row:
-    if strange := entry.keys() - _FIELDS:
-        raise ValueError(f"has the field {min(strange)}, which nothing reads")
-    for name in ("names", "source", "state", "gives", "as"):
-        if name not in ("names", "source") and name not in entry:
-            continue
-        value = entry.get(name)
-        if not (isinstance(value, str) and value.strip()) and not (name == "names" and _is_texts(value)):
-            raise ValueError(f"{name} must be a text")
-    for name in _TEXTS:
-        if name in entry and not _is_texts(entry[name]):
-            raise ValueError(f"{name} must be a list of texts")
-    for name in ("items", "members"):
-        if name in entry and entry[name] is not True:
-            raise ValueError(f"{name} must be true where it stands")
+    for field in entry.keys() | {"names", "source"}:
+        if field not in _FIELDS or not _FIELDS[field](entry.get(field)):
+            raise ValueError(f"the field {field} is missing, unknown or of a wrong kind")
     state = entry.get("state", "")
+    fits = _arguments(state, words) if state else never  # BUILD has one argument
     return Row(
-        call=_any_of([_sequence(_Tokens(shape), words) for shape in entry.get("call", ())]),
-        new=_any_of([_sequence(_Tokens(shape), words) for shape in entry.get("new", ())]),
-        state=_whole(_Tokens(state), words) if state else never,
+        call=_any_of([_arguments(shape, words) for shape in entry.get("call", ())]),
+        new=_any_of([_arguments(shape, words) for shape in entry.get("new", ())]),
+        state=lambda value: fits((value,)),
         touches=state != "kept",
         items="items" in entry,
         gives=entry.get("gives", ""),
@@ -228,41 +228,22 @@ _PRIMITIVE: dict[str, Shape] = {
 }
 
 
-class _Tokens(list[str]):
-    """The tokens of a shape, the next one last."""
-
-    def __init__(self, text: str) -> None:
-        found = re.findall(r"\s*('[^']*'|[a-z][a-z-]*|[()|,?*]|\S)", text)
-        super().__init__(reversed(found))
-        self.text = text
-
-    def take(self, *wanted: str) -> str:
-        """The next token if it is one of these; else an empty text."""
-        return self.pop() if self and self[-1] in wanted else ""
+def _arguments(text: str, words: Mapping[str, Shape]) -> Shape:
+    """The shape of the arguments that a text says, which Python's own parser reads: `A, B | C, [D]`."""
+    try:
+        made = ast.parse(f"({text},)" if text else "()", mode="eval").body
+    except SyntaxError:
+        raise ValueError(f"{text!r} is no shape") from None
+    return _sequence(made.elts if isinstance(made, ast.Tuple) else [made], words)
 
 
-def _sequence(tokens: _Tokens, words: Mapping[str, Shape], end: str = "") -> Shape:
-    """The shape of a tuple: `A, B?, C*`."""
-    shapes: list[Shape] = []
-    least = 0
-    rest: Shape = never
-    while tokens and tokens[-1] != end:
-        if shapes and not tokens.take(","):
-            raise ValueError(f"{tokens.text!r} has {tokens[-1]!r} where a comma belongs")
-        if not tokens or rest is not never:
-            raise ValueError(f"{tokens.text!r} ends in a comma, or has something after *")
-        shape = _choice(tokens, words)
-        if tokens.take("*"):
-            rest = shape
-            continue
-        if tokens.take("?"):
-            shapes.append(shape)
-        elif least < len(shapes):
-            raise ValueError(f"{tokens.text!r} has a part that must be there after one that need not")
-        else:
-            shapes.append(shape)
-            least += 1
-    most = len(shapes)
+def _sequence(parts: list[ast.expr], words: Mapping[str, Shape]) -> Shape:
+    kinds = [1 if isinstance(part, ast.List) else 2 if isinstance(part, ast.Starred) else 0 for part in parts]
+    if kinds != sorted(kinds) or kinds.count(2) > 1:
+        raise ValueError("what may be left out, and then what may repeat, must stand at the end")
+    least, most = kinds.count(0), len(parts) - kinds.count(2)
+    shapes = [_shape(part.elts[0] if isinstance(part, ast.List) else part, words) for part in parts[:most]]
+    rest = _shape(part.value, words) if parts and isinstance(part := parts[-1], ast.Starred) else never
 
     def fits(values: Any) -> bool:
         if not least <= len(values) <= most:
@@ -275,44 +256,24 @@ def _sequence(tokens: _Tokens, words: Mapping[str, Shape], end: str = "") -> Sha
     return fits
 
 
-def _choice(tokens: _Tokens, words: Mapping[str, Shape]) -> Shape:
-    """The shape of a value: `A | B`."""
-    shapes = [_atom(tokens, words)]
-    while tokens.take("|"):
-        shapes.append(_atom(tokens, words))
-    return _any_of(shapes)
-
-
-def _atom(tokens: _Tokens, words: Mapping[str, Shape]) -> Shape:
-    token = tokens.pop() if tokens else ""
-    if token == "(":  # noqa: S105
-        inner = _sequence(tokens, words, ")")
-        if not tokens.take(")"):
-            raise ValueError(f"{tokens.text!r} has a bracket that nothing closes")
-        return lambda value: type(value) is tuple and inner(value)
-    if token.startswith("'"):
-        text = token[1:-1]
-        return lambda value: type(value) is str and value == text
-    if token not in words:
-        raise ValueError(f"{tokens.text!r} has {token!r}, which is no word of the table")
-    return words[token]
-
-
-def _whole(tokens: _Tokens, words: Mapping[str, Shape]) -> Shape:
-    shape = _choice(tokens, words)
-    if tokens:
-        raise ValueError(f"{tokens.text!r} has {tokens[-1]!r} after its end")
-    return shape
+def _shape(node: ast.expr, words: Mapping[str, Shape]) -> Shape:
+    match node:
+        case ast.Name(word) if word in words:
+            return words[word]
+        case ast.Constant(str(text)):
+            return lambda value: type(value) is str and value == text
+        case ast.BinOp(left, ast.BitOr(), right):
+            one, other = _shape(left, words), _shape(right, words)
+            return lambda value: one(value) or other(value)
+        case ast.Tuple(parts):
+            inner = _sequence(parts, words)
+            return lambda value: type(value) is tuple and inner(value)
+    raise ValueError(f"{ast.unparse(node)} is no shape or word of the table")
 
 
 def _any_of(shapes: list[Shape]) -> Shape:
-    match shapes:
-        case []:
-            return never
-        case [shape]:
-            return shape
-        case [one, other]:
-            return lambda value: one(value) or other(value)
+    if len(shapes) == 1:
+        return shapes[0]
     return lambda value: any(shape(value) for shape in shapes)
 
 
@@ -348,28 +309,21 @@ def is_importable(module: str, name: str) -> bool:
     return name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-def is_listed_package(module: str) -> bool:
-    """Whether the enums of this module's package are in the table, so that an unknown name of it is none."""
-    return module.partition(".")[0] in _LISTED_PACKAGES
-
-
 def is_class(name: str) -> bool:
     """Whether an unknown name is that of a class; one in lower case is taken for a function."""
     return name.rpartition(".")[2].lstrip("_")[:1].isupper()
 
 
-def makes_an_enum_member(module: str, name: str, args: tuple[Any, ...]) -> bool:
-    """Whether calling an unknown name can be no more than making an object: of nothing, or of one number or word."""
-    return is_class(name) and not is_listed_package(module) and len(args) <= 1 and all(map(_is_word, args))
+def may_make(module: str, name: str, is_called: bool, args: tuple[Any, ...]) -> bool:
+    """Whether an unknown name that is given this can be no more than a class of which an object is made.
 
-
-def makes_a_named_tuple(module: str, name: str, args: tuple[Any, ...]) -> bool:
-    """Whether making an unknown class without a call can be no more than that: of nothing, or of numbers and words.
-
-    A class written in C, which has a name in lower case, does its work there; so does one that reads a text.
+    A call is that of an enum, which makes a member of one number or word. Without a call (NEWOBJ) a named tuple may be
+    made of several, or of data. A class written in C, which has a name in lower case, does its work there.
     """
-    if not args or not is_class(name) or is_listed_package(module):
-        return not args
+    if not is_class(name) or module.partition(".")[0] in _LISTED_PACKAGES:
+        return not args and not is_called
+    if is_called:
+        return len(args) <= 1 and all(map(_is_word, args))
     return all(value is None or _is_word(value) or _is_data(value) for value in args)
 
 

@@ -393,11 +393,11 @@ class StandIns:
         self.unknown[key] = None
         return self._inert(
             key,
-            call=partial(pickle_names.makes_an_enum_member, *key),
-            new=partial(pickle_names.makes_a_named_tuple, *key),
-            sort="class" if pickle_names.is_class(key[1]) else "stranger",
+            call=partial(pickle_names.may_make, *key, True),
+            new=partial(pickle_names.may_make, *key, False),
+            sort="type" if pickle_names.is_class(key[1]) else "stranger",
             fault="unknown",
-            members=not pickle_names.is_listed_package(key[0]),
+            members=pickle_names.may_make(*key, True, ("",)),
         )
 
     def _member(self, cls: Any, owner: Any, name: Any) -> Any:
@@ -457,7 +457,7 @@ def _reconstructed(cls: Any, made: Any, base: Any, state: Any) -> Opaque:
     """The object that `copyreg._reconstructor` makes, as NEWOBJ would."""
     if not made.new(()):
         made.tell(made.fault)
-    if base.sort == "class" and not base.call((state,)):
+    if base.sort == "type" and not base.call((state,)):
         base.tell(base.fault)
     return _made(made, () if state is None else (state,))
 

@@ -248,7 +248,7 @@ def of_known_names(mark: str) -> dict[str, bytes]:
         "Parameter": call("torch.nn.parameter.Parameter", detach),
         "Buffer": call("torch.nn.parameter.Buffer", detach),
         "_rebuild_parameter": call("torch._utils._rebuild_parameter", detach, at_end),
-        "_rebuild_parameter_with_state": call("torch._utils._rebuild_parameter_with_state", detach, at_end + at_end[1:]),
+        "a parameter's state": call("torch._utils._rebuild_parameter_with_state", detach, at_end + at_end[1:]),
         "_rebuild_parameter of a tensor": call("torch._utils._rebuild_parameter", armed, at_end),
         "UUID": call("uuid.UUID", filled("types.SimpleNamespace", replace=parameter)),
         "a method of an array": method + array + path + pickle.TUPLE2 + pickle.REDUCE,
