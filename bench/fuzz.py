@@ -67,8 +67,6 @@ def needs_child(data: bytes) -> bool:
     the answer is yes. Single readers skip such a mutant, `tests/formats/test_safety.py` has its kind; whole checks fork
     for it.
     """
-    from ckptlint.formats.safe_pickle import _pop
-
     weights: list[Any] = []
     memo: dict[int, Any] = {}
     mark = object()
@@ -99,6 +97,22 @@ def needs_child(data: bytes) -> bool:
     except (IndexError, StopIteration):
         pass  # there the unpickler stops too
     return False
+
+
+def _pop(stack: list[Any], opcode: pickletools.OpcodeInfo, mark: object) -> list[Any]:
+    """Take an opcode's operands off the symbolic stack, the deepest first; those it leaves in place stay."""
+    if opcode.name in ("MARK", "DUP", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"):
+        return []
+    before = opcode.stack_before
+    if pickletools.markobject in before:
+        at = len(stack) - 1 - next(i for i, item in enumerate(reversed(stack)) if item is mark)
+        items = stack[at + 1 :]
+        del stack[at:]
+        return items
+    count = len(before) - (opcode.name in ("APPEND", "SETITEM", "BUILD"))
+    operands = stack[len(stack) - count :] if count else []
+    del stack[len(stack) - count :]
+    return operands
 
 
 def merges(data: bytes) -> bool:

@@ -1,288 +1,307 @@
-"""What is known of the names that a pickle may ask for: exact pairs of module and name, and no prefix that is trusted.
+"""What a pickle may name and call: `calls.toml`, exact names with the shape of the arguments that real files give them.
 
-The pairs are those that real libraries write (tests hold the list against files of theirs); what loading one of them
-does is known: it makes data. Any other name is unknown, or refused where it is known to do more or may be.
+A name that is not in the table is unknown, or refused where it is known to do more than make data or may be.
 """
 
 from __future__ import annotations
 
+import _compat_pickle
+import ast
 import re
 import sys
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from typing import Any, Literal
 
-Pair = tuple[str, str]
-Standing = Literal["known", "class", "unknown", "refused"]
-
-BUILTINS = ("builtins", "__builtin__")
-
+FILE = "calls.toml"
 DTYPE = re.compile(r"(b?float|complex|u?int|bits|q?u?int)\d[\w]*|bool|half|float|double|short|int|long|cfloat|cdouble")
 
+Pair = tuple[str, str]
+Standing = Literal["unknown", "refused"]
+Shape = Callable[[Any], bool]
+"""Whether a value, or a tuple of arguments, has the shape that it must have."""
 
-def _of(module: str, names: str) -> set[Pair]:
-    return {(module, name) for name in names.split()}
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An entry of the table, for one name; `calls.toml` says what each field means.
+
+    Attributes:
+        call: whether arguments have one of the shapes of a call.
+        new: whether arguments have one of the shapes of an object that is made without a call.
+        state: whether BUILD may be given this.
+        touches: whether the object may look at what its state holds.
+    """
+
+    call: Shape
+    new: Shape
+    state: Shape
+    touches: bool
+    items: bool
+    gives: str
+    sort: str
+    members: bool
 
 
-CONTAINERS = {
-    *(pair for module in BUILTINS for pair in _of(module, "set frozenset bytearray complex list dict")),
-    ("_codecs", "encode"),  # bytes in protocol 2
+@dataclass(frozen=True, slots=True)
+class Table:
+    """`calls.toml` as it was read.
+
+    Attributes:
+        rows: by module and name.
+        storage: the shape of the persistent id of a storage.
+        closed: packages whose other names are refused.
+        refused: beginnings of names with dots that are refused.
+    """
+
+    rows: Mapping[Pair, Row]
+    storage: Shape
+    closed: frozenset[str]
+    refused: tuple[str, ...]
+
+
+def never(_: Any) -> bool:
+    """The shape that nothing has."""
+    return False
+
+
+def always(_: Any) -> bool:
+    """The shape that everything has."""
+    return True
+
+
+@cache
+def table() -> Table:
+    """The table that comes with ckptlint.
+
+    Raises:
+        ValueError: a mistake in the file, with the entry.
+    """
+    return parse(resources.files("ckptlint.formats").joinpath(FILE).read_text(encoding="utf-8"))
+
+
+_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "names": lambda value: isinstance(value, str) or _is_texts(value),
+    "source": lambda value: isinstance(value, str) and bool(value),
+    "call": lambda value: _is_texts(value),
+    "new": lambda value: _is_texts(value),
+    "state": lambda value: isinstance(value, str),
+    "items": lambda value: value is True,
+    "gives": lambda value: isinstance(value, str) and value.isidentifier(),
+    "as": lambda value: isinstance(value, str) and value.isidentifier(),
+    "members": lambda value: value is True,
 }
-"""What bytes and sets are pickled as; also allowed in `.metadata`."""
+"""The fields of an entry, and what each may hold."""
 
-_PYTHON = CONTAINERS.union(
-    *(_of(module, "range xrange slice object int long float str unicode bytes bool tuple") for module in BUILTINS),
-    *(_of(module, "Ellipsis NotImplemented") for module in BUILTINS),
-    _of("_io", "BytesIO"),
-    _of("argparse", "Namespace"),
-    _of("types", "SimpleNamespace"),
-    _of("functools", "partial"),
-    _of("copyreg", "_reconstructor"),
-    _of("copy_reg", "_reconstructor"),
-    _of("collections", "Counter defaultdict deque ChainMap UserDict UserList"),
-    _of("datetime", "date time datetime timedelta timezone"),
-    _of("decimal", "Decimal"),
-    _of("fractions", "Fraction"),
-    _of("uuid", "UUID SafeUUID"),
-    _of("enum", "Enum IntEnum StrEnum Flag IntFlag"),
-    _of("numbers", "Number Integral Real"),
-    _of("typing", "Any Optional Union List Dict Tuple Set"),  # omegaconf keeps the types of its fields
-    _of(
-        "signal",
-        "Signals SIGABRT SIGALRM SIGBUS SIGCHLD SIGCONT SIGFPE SIGHUP SIGILL SIGINT SIGIO SIGKILL SIGPIPE SIGPROF "
-        "SIGQUIT SIGSEGV SIGSTOP SIGSYS SIGTERM SIGTRAP SIGTSTP SIGTTIN SIGTTOU SIGURG SIGUSR1 SIGUSR2 SIGVTALRM "
-        "SIGWINCH SIGXCPU SIGXFSZ",
-    ),
-)
 
-_STORAGES = (
-    "BFloat16Storage BoolStorage ByteStorage CharStorage ComplexDoubleStorage ComplexFloatStorage DoubleStorage "
-    "FloatStorage HalfStorage IntStorage LongStorage QInt32Storage QInt8Storage QUInt2x4Storage QUInt4x2Storage "
-    "QUInt8Storage ShortStorage"
-)
-_TENSORS = (
-    "BFloat16Tensor BoolTensor ByteTensor CharTensor DoubleTensor FloatTensor HalfTensor IntTensor LongTensor "
-    "ShortTensor"
-)
-_TORCH = set[Pair]().union(
-    _of("torch", f"{_STORAGES} {_TENSORS} Tensor Generator device"),
-    _of("torch.cuda", f"{_STORAGES} {_TENSORS}"),
-    _of("torch.sparse", _TENSORS),
-    _of("torch.cuda.sparse", _TENSORS),
-    _of("torch._C", "Generator"),
-    _of("torch.storage", "UntypedStorage TypedStorage _load_from_bytes"),  # the last: its bytes are read as well
-    _of(
-        "torch",
-        "_mkldnn channels_last channels_last_3d contiguous_format jagged legacy_contiguous_format per_channel_affine "
-        "per_channel_affine_float_qparams per_channel_symmetric per_tensor_affine per_tensor_symmetric preserve_format "
-        "sparse_bsc sparse_bsr sparse_coo sparse_csc sparse_csr strided",
-    ),
-    _of(
-        "torch._utils",
-        "_rebuild_device_tensor_from_cpu_tensor _rebuild_device_tensor_from_numpy _rebuild_meta_tensor_no_storage "
-        "_rebuild_nested_tensor _rebuild_parameter _rebuild_parameter_with_state _rebuild_qtensor "
-        "_rebuild_sparse_csr_tensor _rebuild_sparse_tensor _rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 "
-        "_rebuild_wrapper_subclass _rebuild_xla_tensor",
-    ),
-    _of("torch._tensor", "_rebuild_from_type _rebuild_from_type_v2"),
-    # named, not called, in the configuration of a model
-    _of(
-        "torch.nn.init",
-        "constant_ kaiming_normal_ kaiming_uniform_ normal_ ones_ orthogonal_ trunc_normal_ uniform_ xavier_normal_ "
-        "xavier_uniform_ zeros_",
-    ),
-    _of("torch.nn.functional", "gelu mish relu sigmoid silu softplus tanh"),
-    _of("torch._C._nn", "gelu mish silu softplus"),
-    _of("torch.nn.parameter", "Parameter Buffer UninitializedParameter UninitializedBuffer"),
-)
+def parse(text: str) -> Table:
+    """The table that a text says; every field is checked.
 
-_NUMPY = set[Pair]().union(
-    _of("numpy", "ndarray dtype"),
-    *(_of(f"numpy.{core}.multiarray", "_reconstruct scalar") for core in ("core", "_core")),
-    _of(
-        "numpy.dtypes",
-        "BoolDType ByteDType BytesDType CLongDoubleDType Complex128DType Complex64DType DateTime64DType Float16DType "
-        "Float32DType Float64DType Int16DType Int32DType Int64DType Int8DType IntDType LongDType LongDoubleDType "
-        "LongLongDType ObjectDType ShortDType StrDType StringDType TimeDelta64DType UByteDType UInt16DType UInt32DType "
-        "UInt64DType UInt8DType UIntDType ULongDType ULongLongDType UShortDType VoidDType",
-    ),
-    _of("numpy.ma", "MaskedArray"),
-    _of("numpy.ma.core", "MaskedArray _mareconstruct"),
-    _of("numpy.random._pickle", "__bit_generator_ctor __generator_ctor __randomstate_ctor"),
-    _of("numpy.random.bit_generator", "SeedSequence __pyx_unpickle_SeedSequence"),
-    _of("numpy.random._mt19937", "MT19937"),
-    _of("numpy.random._pcg64", "PCG64 PCG64DXSM"),
-    _of("numpy.random._philox", "Philox"),
-    _of("numpy.random._sfc64", "SFC64"),
-)
+    Raises:
+        ValueError: a field is missing, unknown, of another type or says nothing that can be understood.
+    """
+    data = tomllib.loads(text)
+    entries = data.get("calls")
+    if data.keys() != {"storage", "closed", "refused", "calls"} or not isinstance(entries, list):
+        raise ValueError(f"{FILE} needs storage, closed, refused and calls, and nothing else")
+    words = {str(entry["gives"]): _gives(entry["gives"]) for entry in entries if "gives" in entry}
+    words |= {str(entry["as"]): _named(entry["as"]) for entry in entries if "as" in entry}
+    words |= {"stranger": _named("stranger")} | _PRIMITIVE
+    rows: dict[Pair, Row] = {}
+    for number, entry in enumerate(entries, 1):
+        try:
+            row = _row(entry, words)
+            for pair in _pairs(entry["names"]):
+                if rows.setdefault(pair, row) is not row:
+                    raise ValueError(f"{'.'.join(pair)} stands in the table twice")
+        except ValueError as error:
+            raise ValueError(f"{FILE}, entry {number} ({str(entry.get('names'))[:60]}): {error}") from None
+    storage = _arguments(data["storage"], words)
+    return Table(rows, storage, frozenset(data["closed"].split()), tuple(data["refused"].split()))
 
-CLASSES = frozenset[Pair]().union(
-    # DTensor and ShardedTensor as verl's files have them, and the settings of FSDP
-    _of("torch.nn.modules.batchnorm", "_BatchNorm"),
-    _of("torch.distributed._mesh_layout", "_FlatLayout _MeshLayout"),
-    _of("torch.distributed._shard.metadata", "ShardMetadata"),
-    # the second: a class inside the first, which protocol 2 asks for by `getattr`
-    _of("torch.distributed._shard.sharded_tensor.api", "ShardedTensor ShardedTensor.ProcessGroupState"),
-    _of(
-        "torch.distributed._shard.sharded_tensor.metadata",
-        "MEM_FORMAT_ENCODING ShardedTensorMetadata TensorProperties",
-    ),
-    _of("torch.distributed._shard.sharded_tensor.shard", "Shard"),
-    _of("torch.distributed._shard.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec"),
-    _of("torch.distributed._shard.sharding_spec.api", "EnumerableShardingSpec"),
-    _of("torch.distributed.device_mesh", "DeviceMesh"),
-    _of("torch.distributed.remote_device", "_remote_device"),
-    _of("torch.distributed.tensor", "DTensor"),
-    _of("torch.distributed.tensor._api", "DTensor"),
-    _of("torch.distributed.tensor._dtensor_spec", "DTensorSpec ShardOrderEntry TensorMeta"),
-    _of("torch.distributed.tensor.placement_types", "Partial Replicate Shard _StridedShard"),
-    _of("torch.distributed._tensor.api", "DTensor"),  # torch <= 2.4
-    _of("torch.distributed._tensor.placement_types", "DTensorSpec Partial Replicate Shard TensorMeta _Partial"),
-    _of(
-        "torch.distributed.fsdp.api",
-        "BackwardPrefetch CPUOffload FullOptimStateDictConfig FullStateDictConfig LocalOptimStateDictConfig "
-        "LocalStateDictConfig MixedPrecision ShardedOptimStateDictConfig ShardedStateDictConfig ShardingStrategy "
-        "StateDictType",
-    ),
-    # megatron.core.safe_globals (0.16) and the other enums and plain records of megatron-core
-    _of("megatron.core.enums", "ModelType Fp4Recipe Fp8Recipe"),
-    _of(
-        "megatron.core.transformer.enums",
-        "AttnBackend AttnMaskType AttnType CudaGraphScope LayerType ModelType",
-    ),
-    _of("megatron.core.optimizer", "AdamOptimizerConfig OptimizerConfig SGDOptimizerConfig"),
-    _of(
-        "megatron.core.optimizer.optimizer_config",
-        "AdamOptimizerConfig OptimizerConfig ParamKey ParamPredicate ParamWithNamePredicate SGDOptimizerConfig",
-    ),
-    _of("megatron.core.model_parallel_config", "ModelParallelConfig"),
-    _of("megatron.core.transformer.transformer_config", "MLATransformerConfig TransformerConfig"),
-    _of(
-        "megatron.core.rerun_state_machine",
-        "Call Caller QuickStats RerunDiagnostic RerunMode RerunState RerunValidationStatus",
-    ),
-    _of(
-        "transformer_engine.common.recipe",
-        "CustomRecipe DelayedScaling Float8BlockScaling Float8CurrentScaling Format MMParams MXFP8BlockScaling "
-        "NVFP4BlockScaling QParams Recipe _FormatHelper",
-    ),
-    # training_args.bin of the Hugging Face Trainer
-    _of("transformers.training_args", "OptimizerNames ParallelMode TrainingArguments"),
-    _of(
-        "transformers.trainer_utils",
-        "FSDPOption HPSearchBackend HubStrategy IntervalStrategy SaveStrategy SchedulerType",
-    ),
-    _of("transformers.debug_utils", "DebugOption"),
-    _of("transformers.trainer_pt_utils", "AcceleratorConfig"),
-    _of("transformers.integrations.deepspeed", "HfDeepSpeedConfig HfTrainerDeepSpeedConfig"),
-    _of("transformers.utils.generic", "PaddingStrategy TensorType"),
-    _of("accelerate.state", "PartialState"),
-    _of(
-        "accelerate.utils.dataclasses",
-        "ComputeEnvironment CustomDtype DDPCommunicationHookType DeepSpeedPlugin DistributedType DynamoBackend "
-        "FP8BackendType FullyShardedDataParallelPlugin LoggerType PrecisionType RNGType SageMakerDistributedType "
-        "TorchDynamoPlugin",
-    ),
-    _of("lightning.fabric.utilities.data", "AttributeDict"),
-    _of("lightning_fabric.utilities.data", "AttributeDict"),
-    _of("deepspeed.runtime.fp16.loss_scaler", "DynamicLossScaler LossScaler"),
-    _of("deepspeed.runtime.zero.config", "ZeroStageEnum"),
-    _of("deepspeed.utils.tensor_fragment", "fragment_address"),
-    _of("omegaconf.dictconfig", "DictConfig"),
-    _of("omegaconf.listconfig", "ListConfig"),
-    _of("omegaconf.base", "ContainerMetadata Metadata SCMode"),
-    _of("omegaconf.nodes", "AnyNode BooleanNode EnumNode FloatNode IntegerNode StringNode"),
-)
-"""Classes that frameworks keep in a state: known where they are only made and filled, or where an enum gives a member.
 
-A call with other arguments would run what they do when they are set up.
-"""
+def _row(entry: dict[str, Any], words: Mapping[str, Shape]) -> Row:
+    for field in entry.keys() | {"names", "source"}:
+        if field not in _FIELDS or not _FIELDS[field](entry.get(field)):
+            raise ValueError(f"the field {field} is missing, unknown or of a wrong kind")
+    state = entry.get("state", "")
+    fits = _arguments(state, words) if state else never  # BUILD has one argument
+    return Row(
+        call=_any_of([_arguments(shape, words) for shape in entry.get("call", ())]),
+        new=_any_of([_arguments(shape, words) for shape in entry.get("new", ())]),
+        state=lambda value: fits((value,)),
+        touches=state != "kept",
+        items="items" in entry,
+        gives=entry.get("gives", ""),
+        sort=entry.get("as", ""),
+        members="members" in entry,
+    )
 
-KNOWN = frozenset(_PYTHON | _TORCH | _NUMPY)
-"""Every name that is known to make data and do nothing else, however it is called."""
 
-CALLS_ITS_ARGUMENT: dict[Pair, int] = {
-    ("torch._tensor", "_rebuild_from_type"): 0,
-    ("torch._tensor", "_rebuild_from_type_v2"): 0,
-    ("copyreg", "_reconstructor"): 1,
-    ("copy_reg", "_reconstructor"): 1,
-    ("numpy.random._pickle", "__bit_generator_ctor"): 0,
-    ("numpy.random._pickle", "__generator_ctor"): 1,
-    ("numpy.random._pickle", "__randomstate_ctor"): 1,
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
+
+
+def _pairs(names: str | list[str]) -> Iterator[Pair]:
+    """The names of `"module, module: name name"`."""
+    for line in [names] if isinstance(names, str) else names:
+        modules, colon, listed = line.partition(":")
+        for module in modules.split(","):
+            for name in listed.split():
+                pair = module.strip(), name
+                if not colon or not all(map(is_importable, (pair[0],), (name.replace(".", "_"),))):
+                    raise ValueError(f"{line[:60]!r} is not 'modules: names'")
+                yield pair
+
+
+# ---------------------------------------------------------------- shapes
+
+
+def _is(kind: type) -> Shape:
+    return lambda value: type(value) is kind
+
+
+def _gives(word: str) -> Shape:
+    return lambda value: getattr(type(value), "gives", "") == word
+
+
+def _named(word: str) -> Shape:
+    """One of these names, or a refused one, which is told anyway."""
+    return lambda value: isinstance(value, type) and getattr(value, "sort", "") in (word, "refused")
+
+
+def _is_ints(value: Any) -> bool:
+    return type(value) is tuple and all(type(item) is int for item in value)
+
+
+def _is_pairs(value: Any) -> bool:
+    return type(value) is list and all(type(item) in (tuple, list) and len(item) == 2 for item in value)
+
+
+def _is_attributes(value: Any) -> bool:
+    """A dict by text, or that and one for slots, which `setattr` sets: no name there may be one of Python's own."""
+    if type(value) is dict:
+        return all(type(name) is str for name in value)
+    if type(value) is not tuple or len(value) != 2 or not all(part is None or type(part) is dict for part in value):
+        return False
+    slots = value[1] or {}
+    return all(map(_is_attributes, filter(None, value))) and not any(name.startswith("__") for name in slots)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is data to the bottom: numbers, texts, bytes, containers, and objects that are data."""
+    stack, seen = [value], set()
+    while stack:
+        item = stack.pop()
+        kind = type(item)
+        if kind in (list, tuple, dict, set, frozenset):
+            if id(item) not in seen:
+                seen.add(id(item))
+                stack += [*item.keys(), *item.values()] if kind is dict else item
+        elif item is not None and kind not in (bool, int, float, str, bytes) and not getattr(kind, "gives", ""):
+            return False
+    return True
+
+
+_PRIMITIVE: dict[str, Shape] = {
+    "any": always,
+    "none": lambda value: value is None,
+    "flag": _is(bool),
+    "int": _is(int),
+    "float": _is(float),
+    "number": lambda value: type(value) in (int, float),
+    "text": _is(str),
+    "bytes": lambda value: type(value) is bytes or getattr(type(value), "gives", "") == "bytes",
+    "buffer": lambda value: type(value) is bytearray or getattr(type(value), "gives", "") == "buffer",
+    "list": _is(list),
+    "tuple": _is(tuple),
+    "dict": _is(dict),
+    "mapping": lambda value: isinstance(value, dict),
+    "ints": _is_ints,
+    "pairs": _is_pairs,
+    "plain": is_plain,
+    "attributes": _is_attributes,
+    "kept": _is_attributes,
 }
-"""Functions that call what they are given: which argument.
-
-Source:
-    torch/_tensor.py, Lib/copyreg.py, numpy/random/_pickle.py (2.x)
-"""
-
-_CALLABLE = (
-    {pair for pair in _TORCH if pair[0] == "torch._utils"}
-    | {
-        pair
-        for module in BUILTINS
-        for pair in _of(module, "object int long float str unicode bytes tuple list dict set")
-    }
-    | {pair for pair in _NUMPY if pair[0].startswith("numpy.random._")}
-    | {("torch.storage", "TypedStorage"), ("collections", "OrderedDict"), ("collections", "defaultdict")}
-)
-"""What these may call: rebuilding a tensor, the base of a class, a bit generator."""
 
 
-# ---------------------------------------------------------------- names that are refused where they are not known
+def _arguments(text: str, words: Mapping[str, Shape]) -> Shape:
+    """The shape of the arguments that a text says, which Python's own parser reads: `A, B | C, [D]`."""
+    try:
+        made = ast.parse(f"({text},)" if text else "()", mode="eval").body
+    except SyntaxError:
+        raise ValueError(f"{text!r} is no shape") from None
+    return _sequence(made.elts if isinstance(made, ast.Tuple) else [made], words)
 
-_OLD_STDLIB = frozenset({"__builtin__", "commands", "copy_reg", "imp", "popen2", "urllib2", "distutils", "asyncore"})
-_DANGEROUS_PACKAGES = frozenset({"cffi", "cloudpickle", "dill", "jinja2", "joblib", "numba", "pip", "psutil"})
-_DANGEROUS_PACKAGES |= {"pkg_resources", "requests", "setuptools", "urllib3", "_testcapi", "_xxsubinterpreters"}
-_DANGEROUS_PREFIXES = (
-    "numpy.ctypeslib",
-    "numpy.DataSource",
-    "numpy.distutils",
-    "numpy.f2py",
-    "numpy.from",
-    "numpy.genfromtxt",
-    "numpy.lib",
-    "numpy.load",
-    "numpy.memmap",
-    "numpy.save",
-    "numpy.testing",
-    "pandas.",
-    "torch._dynamo",
-    "torch._inductor",
-    "torch.classes",
-    "torch.distributed.",
-    "torch.fx",
-    "torch.hub",
-    "torch.jit",
-    "torch.multiprocessing",
-    "torch.ops",
-    "torch.package",
-    "torch.testing",
-    "torch.utils",
-)
+
+def _sequence(parts: list[ast.expr], words: Mapping[str, Shape]) -> Shape:
+    kinds = [1 if isinstance(part, ast.List) else 2 if isinstance(part, ast.Starred) else 0 for part in parts]
+    if kinds != sorted(kinds) or kinds.count(2) > 1:
+        raise ValueError("what may be left out, and then what may repeat, must stand at the end")
+    least, most = kinds.count(0), len(parts) - kinds.count(2)
+    shapes = [_shape(part.elts[0] if isinstance(part, ast.List) else part, words) for part in parts[:most]]
+    rest = _shape(part.value, words) if parts and isinstance(part := parts[-1], ast.Starred) else never
+
+    def fits(values: Any) -> bool:
+        if not least <= len(values) <= most:
+            return len(values) > most and rest is not never and fits(values[:most]) and all(map(rest, values[most:]))
+        for shape, value in zip(shapes, values):  # noqa: B905, SIM110  what may be left out is; a loop is faster
+            if not shape(value):
+                return False
+        return True
+
+    return fits
+
+
+def _shape(node: ast.expr, words: Mapping[str, Shape]) -> Shape:
+    match node:
+        case ast.Name(word) if word in words:
+            return words[word]
+        case ast.Constant(str(text)):
+            return lambda value: type(value) is str and value == text
+        case ast.BinOp(left, ast.BitOr(), right):
+            one, other = _shape(left, words), _shape(right, words)
+            return lambda value: one(value) or other(value)
+        case ast.Tuple(parts):
+            inner = _sequence(parts, words)
+            return lambda value: type(value) is tuple and inner(value)
+    raise ValueError(f"{ast.unparse(node)} is no shape or word of the table")
+
+
+def _any_of(shapes: list[Shape]) -> Shape:
+    if len(shapes) == 1:
+        return shapes[0]
+    return lambda value: any(shape(value) for shape in shapes)
+
+
+# ---------------------------------------------------------------- names that are not in the table
+
 _LISTED_PACKAGES = frozenset({"torch", "numpy"})
-"""Packages whose enums are listed above, so that an unknown name of theirs is none."""
+_WORD = re.compile(r"[\w-]{0,64}")
 
-_ENUM_TEXT = re.compile(r"[\w.+-]{0,64}")
+
+def of_python_3(module: str, name: str) -> Pair:
+    """The name that `pickle` looks up for one of Python 2."""
+    module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
+    return _compat_pickle.IMPORT_MAPPING.get(module, module), name
 
 
 def standing(module: str, name: str) -> Standing:
-    """What a name is: known to make data, a class known to be kept in states, refused, or unknown.
+    """What a name is that is not in the table.
 
     From protocol 4 on pickle takes a name with dots apart and reads attributes of what it finds, so that
     `("numpy.dtypes", "__loader__.set_data")` is a function: such names are refused before anything else.
     """
-    if not is_importable(module, name):
-        return "refused"
-    if (module, name) in KNOWN or (module == "torch" and DTYPE.fullmatch(name)):
-        return "known"
-    if (module, name) in CLASSES:
-        return "class"
     package = module.partition(".")[0]
-    if package in sys.stdlib_module_names or package in _OLD_STDLIB or package == "__main__":
+    closed = package in sys.stdlib_module_names or package in table().closed
+    if not is_importable(module, name) or closed or "__main__" in module.split("."):
         return "refused"
     if package == "torch" and not name[:1].isupper():
         return "refused"
-    dotted = f"{module}.{name}"
-    return "refused" if package in _DANGEROUS_PACKAGES or dotted.startswith(_DANGEROUS_PREFIXES) else "unknown"
+    return "refused" if f"{module}.{name}".startswith(table().refused) else "unknown"
 
 
 def is_importable(module: str, name: str) -> bool:
@@ -290,23 +309,27 @@ def is_importable(module: str, name: str) -> bool:
     return name.isidentifier() and all(part.isidentifier() for part in module.split("."))
 
 
-def may_be_called(module: str, name: str) -> bool:
-    """Whether this is what one of `CALLS_ITS_ARGUMENT` is given in honest pickles."""
-    return (module, name) in _CALLABLE
+def is_class(name: str) -> bool:
+    """Whether an unknown name is that of a class; one in lower case is taken for a function."""
+    return name.rpartition(".")[2].lstrip("_")[:1].isupper()
 
 
-def is_function_call(module: str, name: str, args: tuple[Any, ...]) -> bool:
-    """Whether calling a name that is not `known` with these arguments is more than making an object.
+def may_make(module: str, name: str, is_called: bool, args: tuple[Any, ...]) -> bool:
+    """Whether an unknown name that is given this can be no more than a class of which an object is made.
 
-    A class is made without arguments, or is an enum whose member is made from its value: one number or word. A name in
-    lower case is taken for a function.
+    A call is that of an enum, which makes a member of one number or word. Without a call (NEWOBJ) a named tuple may be
+    made of several, or of data. A class written in C, which has a name in lower case, does its work there.
     """
-    if (module, name) not in CLASSES and (
-        not name.lstrip("_")[:1].isupper() or module.partition(".")[0] in _LISTED_PACKAGES
-    ):
-        return True
-    return len(args) > 1 or not all(map(_is_enum_value, args))
+    if not is_class(name) or module.partition(".")[0] in _LISTED_PACKAGES:
+        return not args and not is_called
+    if is_called:
+        return len(args) <= 1 and all(map(_is_word, args))
+    return all(value is None or _is_word(value) or _is_data(value) for value in args)
 
 
-def _is_enum_value(value: Any) -> bool:
-    return type(value) in (int, float, bool) or (type(value) is str and _ENUM_TEXT.fullmatch(value) is not None)
+def _is_data(value: Any) -> bool:
+    return _is_ints(value) or getattr(type(value), "gives", "") in ("tensor", "data")
+
+
+def _is_word(value: Any) -> bool:
+    return type(value) in (int, float, bool) or (type(value) is str and _WORD.fullmatch(value) is not None)

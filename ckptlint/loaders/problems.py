@@ -36,7 +36,8 @@ def from_refusals(unpickled: Unpickled, file: str, where: str = "") -> list[Prob
         act = "asks to call" if refused.called else "names"
         at = f" at byte {refused.position:,}" if refused.position >= 0 else ""
         inside = " of a pickle inside its bytes" if at else " in a pickle inside its bytes"
-        end = ", which ckptlint does not know" if refused.unknown else "; ckptlint did not run it"
+        way = f" {refused.misuse}" if refused.misuse else ""
+        end = ", which ckptlint does not know" if refused.unknown else f"{way}; ckptlint did not run it"
         problems.append(
             Problem(
                 "unsafe",

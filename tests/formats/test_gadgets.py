@@ -177,6 +177,106 @@ def shapes(mark: str, folder: Path) -> dict[str, bytes]:
     }
 
 
+def filled(target: str, **attributes: bytes) -> bytes:
+    """The opcodes that make an object of a class and give it attributes."""
+    state = b"".join(text(name) + value for name, value in attributes.items())
+    made = pickle.REDUCE if target == "types.SimpleNamespace" else pickle.NEWOBJ
+    made = named(*target.rsplit(".", 1)) + pickle.EMPTY_TUPLE + made
+    return made + pickle.EMPTY_DICT + pickle.MARK + state + pickle.SETITEMS + pickle.BUILD
+
+
+def partial_of(function: bytes, *arguments: bytes) -> bytes:
+    """The opcodes that Python writes for a partial."""
+    given = pickle.MARK + b"".join(arguments) + pickle.TUPLE
+    state = pickle.MARK + function + given + pickle.EMPTY_DICT + pickle.NONE + pickle.TUPLE
+    return named("functools", "partial") + function + pickle.TUPLE1 + pickle.REDUCE + state + pickle.BUILD
+
+
+def pushed_bytes(value: bytes) -> bytes:
+    return pickle.BINBYTES + struct.pack("<I", len(value)) + value
+
+
+def in_protocol(number: int, mark: str) -> bytes:
+    """A pickle that makes a folder, as each protocol writes it."""
+    if number == 0:
+        return b"cos\nmkdir\n(S'" + mark.encode() + b"'\ntR."
+    body = named("os", "mkdir", number) + text(mark) + (pickle.TUPLE1 if number > 1 else pickle.TUPLE) + pickle.REDUCE
+    if number == 1:
+        return named("os", "mkdir") + pickle.MARK + text(mark) + pickle.TUPLE + pickle.REDUCE + pickle.STOP
+    return stream(body, protocol=number)
+
+
+def of_known_names(mark: str) -> dict[str, bytes]:
+    """Calls that make a folder with names that real files hold, each harmless on what real files give it."""
+    load, path = named("torch.storage", "_load_from_bytes"), text(mark)
+    data = pushed_bytes(in_protocol(0, mark))
+    act = partial_of(load, data)
+    keys = filled("argparse.Namespace", keys=act)
+    detach = filled("argparse.Namespace", detach=act)
+    number = pickle.BININT1 + b"\x02"
+    array = call("numpy.core.multiarray._reconstruct", named("numpy", "ndarray"), pushed((0,)), pushed_bytes(b"b"))
+    method = call("builtins.getattr", named("numpy", "ndarray"), text("tofile"))
+    from_file = call("builtins.getattr", named("torch.storage", "UntypedStorage"), text("from_file"))
+    file = pickle.MARK + path + pickle.NEWTRUE + number + pickle.TUPLE + pickle.REDUCE
+    listing = partial_of(named("builtins", "list"), pushed([1]))
+    factory = call("collections.defaultdict", act)
+    maps = pickle.EMPTY_LIST + factory + pickle.APPEND
+    meta = pushed((2,)) + pushed((1,)) + pickle.NEWFALSE + pickle.TUPLE
+    meta = pickle.MARK + named("torch", "float32") + meta[:-1] + pickle.TUPLE
+    attributes = pickle.EMPTY_DICT + text("detach") + act + pickle.SETITEM
+    meta_tensor = named("torch._utils", "_rebuild_meta_tensor_no_storage")
+    armed = call(
+        "torch._tensor._rebuild_from_type_v2", meta_tensor, named("torch.nn.parameter", "Buffer"), meta, attributes
+    )
+    at_end = pickle.NEWTRUE + pickle.EMPTY_DICT
+    parameter = partial_of(named("torch._utils", "_rebuild_parameter"), detach)
+    changed = named("argparse", "Namespace") + pickle.NONE + pickle.EMPTY_DICT + text("keys") + act + pickle.SETITEM
+    changed += pickle.TUPLE2 + pickle.BUILD + pickle.POP
+    again = pickle.EMPTY_DICT + text("__setstate__") + load + pickle.SETITEM + pickle.BUILD + data + pickle.BUILD
+    made = {
+        "dict": call("builtins.dict", keys),
+        "UserDict": call("collections.UserDict", keys),
+        "OrderedDict": call("collections.OrderedDict", keys),
+        "Counter": call("collections.Counter", filled("collections.UserDict", keys=act, data=pickle.EMPTY_DICT)),
+        "ChainMap": call("builtins.dict", filled("collections.ChainMap", keys=act, maps=pickle.EMPTY_LIST)),
+        "defaultdict": call("collections.defaultdict", pickle.NONE, keys),
+        "a factory": call("builtins.dict", filled("collections.ChainMap", keys=listing, maps=maps)),
+        "_reconstructor": call("copyreg._reconstructor", *(named("builtins", "dict"),) * 2, keys),
+        "_reconstructor of an OrderedDict": call(
+            "copyreg._reconstructor", named("collections", "OrderedDict"), named("builtins", "dict"), keys
+        ),
+        "Parameter": call("torch.nn.parameter.Parameter", detach),
+        "Buffer": call("torch.nn.parameter.Buffer", detach),
+        "_rebuild_parameter": call("torch._utils._rebuild_parameter", detach, at_end),
+        "a parameter's state": call("torch._utils._rebuild_parameter_with_state", detach, at_end + at_end[1:]),
+        "_rebuild_parameter of a tensor": call("torch._utils._rebuild_parameter", armed, at_end),
+        "UUID": call("uuid.UUID", filled("types.SimpleNamespace", replace=parameter)),
+        "a method of an array": method + array + path + pickle.TUPLE2 + pickle.REDUCE,
+        "a method of an array, a partial": call(
+            "builtins.dict", filled("argparse.Namespace", keys=partial_of(method, array, path))
+        ),
+        "a storage in a file": from_file + file,
+        "a storage in a file, by NEWOBJ": call("builtins.dict", filled(
+            "argparse.Namespace", keys=partial_of(from_file, path, pickle.NEWTRUE, number)
+        )),
+        "sympy": named("sympy.core.function", "Derivative")
+        + text(f"__import__('os').mkdir({mark!r})") + pickle.TUPLE1 + pickle.NEWOBJ,
+        "an optimizer": filled("torch.optim.Adam", _patch_step_function=act),
+        "a class that is changed": changed + call("builtins.dict", filled("argparse.Namespace")),
+        "a second BUILD": filled("argparse.Namespace")[: -len(pickle.EMPTY_DICT + pickle.MARK + pickle.SETITEMS + b"b")]
+        + again,
+        "a second BUILD of an OrderedDict": call("collections.OrderedDict") + again,
+        "an item": filled("types.SimpleNamespace", append=load) + data + pickle.APPEND,
+        "a bytearray": named("torch.storage", "_load_from_bytes")
+        + call("builtins.bytearray", pushed_bytes(b""))
+        + pickle.MARK + b"".join(pickle.BININT1 + bytes([byte]) for byte in in_protocol(0, mark)) + pickle.APPENDS
+        + pickle.TUPLE1 + pickle.REDUCE,
+    }  # fmt: skip
+    for protocol in range(6):
+        made[f"bytes of protocol {protocol}"] = load + pushed_bytes(in_protocol(protocol, mark)) + b"\x85R"
+    return made
+
+
 def gadgets(folder: Path) -> dict[str, tuple[Path, bytes]]:
     """Name -> the file that shows that it ran, and the pickle."""
     made: dict[str, tuple[Path, bytes]] = {}
@@ -189,6 +289,9 @@ def gadgets(folder: Path) -> dict[str, tuple[Path, bytes]]:
     for number, name in enumerate(shapes("", folder)):
         mark = folder / f"shape_{number}"
         made[name] = mark, stream(shapes(str(mark), folder)[name], protocol=4)
+    for number, name in enumerate(of_known_names("")):
+        mark = folder / f"known_{number}"
+        made[f"known: {name}"] = mark, stream(of_known_names(str(mark))[name], protocol=4)
     for protocol in (0, 1):
         mark = folder / f"old_{protocol}"
         opcodes = pickle.GLOBAL + b"os\nmkdir\n(S'" + str(mark).encode() + b"'\nt" + pickle.REDUCE + pickle.STOP
@@ -228,6 +331,7 @@ def test_no_gadget_passes_or_runs(tmp_path: Path) -> None:
     )  # fmt: skip
     idle = [name for name, (mark, _) in made.items() if not mark.exists() and not mark.is_symlink()]
     assert len(made) - len(idle) >= 60
+    assert not importlib.util.find_spec("torch") or [name for name in idle if name.startswith("known: ")] == []
     assert [name for name in idle if importlib.util.find_spec(name.partition(".")[0])] == []
     for mark, _ in made.values():
         if mark.is_dir() and not mark.is_symlink():

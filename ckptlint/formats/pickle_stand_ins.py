@@ -1,0 +1,495 @@
+"""What a pickle gets in place of the names it asks for: inert stand-ins that tell when they are misused.
+
+Each (module, name) becomes a class that keeps what it is given and does nothing. It holds every call, every state and
+every item against the table of `pickle_names` while the C unpickler runs, in the order and with the arguments that the
+real names would see, and tells the reader of anything that no real file has.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import pickle
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal
+
+from ckptlint.formats import pickle_names
+from ckptlint.formats.pickle_names import Pair, Row, Shape, always, never
+from ckptlint.model.text import printable
+
+Fault = Literal["named", "called", "unknown", "arguments", "state", "items", "result"]
+"""What is wrong: a name that is refused, or is refused and called; one that is called and nobody knows; or a known one
+whose arguments, state or items no real file has; or what it gave is called or filled as if it were a function.
+"""
+
+
+class Node(list[Any]):
+    """A stand-in for one of the metadata classes: a list whose only element is the state the pickle gave.
+
+    A list because BUILD then runs in C (`__setstate__` is `list.append`), which halves the time of a large file.
+    Hashed by identity: a dict keyed by nodes keeps every entry, equal ones too.
+    """
+
+    __slots__ = ()
+    kind = ""  # the class it stands for, as torch calls it
+    name = ""  # the class as the pickle names it
+    __setstate__ = list.append
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+class Named(type):
+    """The class of stand-in classes, so that a class kept as a value can be sent on by its name."""
+
+    module: str
+    name: str
+    sort: str  # the word of the table for the name itself
+    members: bool
+    call: Shape
+    tell: Callable[[Fault], None]
+    fault: Fault
+    __getinitargs__ = None  # with it OBJ and INST without arguments are a call here too, as they are of a function
+
+    def __call__(cls, *args: Any) -> Any:
+        if not cls.call(args):
+            cls.tell(cls.fault)
+        return _made(cls, args)
+
+    def _touched(cls) -> Any:
+        """BUILD sets attributes of the class itself, and the others call what it has of that name."""
+        return lambda *_: cls.tell("state")
+
+    __setstate__ = append = extend = add = property(_touched)
+
+
+class Giving(Named):
+    """The class of stand-ins that give something else when they are called as they may be."""
+
+    give: Callable[..., Any]
+
+    def __call__(cls, *args: Any) -> Any:
+        if cls.call(args):
+            return cls.give(cls, *args)
+        cls.tell(cls.fault)
+        return _made(cls, args)
+
+
+class Opaque(metaclass=Named):
+    """A stand-in for any other name: keeps module, name, arguments, state and items, and does nothing."""
+
+    __slots__ = ("args", "items", "state")
+    module = ""
+    name = ""
+    sort = ""
+    gives = ""
+    call: Shape = staticmethod(always)
+    new: Shape = staticmethod(always)
+    fits: Shape = staticmethod(always)
+    touches = True
+    has_items = True
+    members = False
+    fault: Fault = "arguments"
+    args: tuple[Any, ...]
+    state: Any
+    items: list[Any]
+
+    @staticmethod
+    def tell(fault: Fault) -> None:
+        """Say to whoever reads the pickle what is wrong."""
+
+    def __new__(cls, *args: Any) -> Opaque:
+        """What NEWOBJ makes: an object whose class is not called."""
+        if not cls.new(args):
+            cls.tell(cls.fault)
+        return _made(cls, args)
+
+    def __setstate__(self, state: Any) -> None:
+        # once, as pickle writes it: a second time an attribute of this name would be called
+        is_attribute = type(self.items) is _Pairs and any(key == "__setstate__" for key, _ in self.items)
+        if self.state is not None or is_attribute or not self.fits(state):
+            self.tell("state")
+        self.state = state
+
+    def append(self, item: Any) -> None:
+        """Keep a list item of a subclass of list."""
+        self.extend([item])
+
+    def extend(self, items: Any) -> None:
+        """Keep the list items of a subclass of list; after BUILD, or in a dict, an attribute of this name is called."""
+        if not self.has_items or self.state is not None or type(self.items) is _Pairs:
+            self.tell("items")
+        self.items.extend(items)
+
+    def add(self, item: Any) -> None:
+        """A set is made otherwise: this would be an attribute of the object."""
+        self.tell("items")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if not self.has_items or self.state is not None:
+            self.tell("items")
+        if type(self.items) is list:
+            self.items = _Pairs(self.items)
+        self.items.append((key, value))
+
+    def __call__(self, *args: Any) -> Any:
+        self.tell("result")
+        return self
+
+    def __repr__(self) -> str:
+        return printable(f"<{self.module}.{self.name}>")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _remade, (self.module, self.name, self.args, self.state, self.items)
+
+
+class _Pairs(list[Any]):
+    """The dict items of an object."""
+
+    __slots__ = ()
+
+
+class Dict(dict[Any, Any]):
+    """An OrderedDict as stored: its items, without attributes."""
+
+    __slots__ = ("is_built",)
+
+    @staticmethod
+    def tell(fault: Fault) -> None:
+        """Say to whoever reads the pickle what is wrong."""
+
+    def __setstate__(self, state: Any) -> None:
+        if hasattr(self, "is_built"):
+            self.tell("state")
+        self.is_built = True
+
+    def extend(self, items: Any) -> None:
+        """A dict has no list items: this would be an attribute of the object."""
+        self.tell("items")
+
+    append = add = extend
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (), None, None, iter(self.items())
+
+
+def _made(cls: Any, args: tuple[Any, ...]) -> Opaque:
+    self: Opaque = object.__new__(cls)
+    self.args = args
+    self.state = None
+    self.items = []
+    return self
+
+
+def opaque(module: str, name: str, **members: Any) -> type[Opaque]:
+    """A stand-in class of this name; `give`, where it is among the members, says what a call makes."""
+    functions = {key: staticmethod(value) for key, value in members.items() if callable(value)}
+    body = {"__slots__": (), "module": module, "name": name, **members, **functions}
+    kind = Giving if "give" in members else Named
+    made: type[Opaque] = kind("Opaque", (Opaque,), body)  # type: ignore[assignment]
+    return made
+
+
+def _remade(module: str, name: str, args: tuple[Any, ...], state: Any, items: list[Any]) -> Opaque:
+    """A stand-in as it left the process that read it."""
+    made = opaque(module, name)(*args)
+    made.state, made.items = state, items
+    return made
+
+
+for _kind in (Named, Giving):
+    copyreg.pickle(_kind, lambda cls: (opaque, (cls.module, cls.name)))
+
+
+# ---------------------------------------------------------------- the names of `.metadata`
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_OLD = "torch.distributed._shard"
+_MCORE = "megatron.core.dist_checkpointing.strategies.torch"
+_STORAGE_WRITERS = (
+    f"{_CHECKPOINT}.filesystem",
+    f"{_OLD}.checkpoint.filesystem",
+    "olmo_core.distributed.checkpoint.filesystem",
+    "nemo_automodel.components.checkpoint._backports.filesystem",
+    "dlrover.trainer.torch.flash_checkpoint.fsdp_engine",
+)
+
+_NODES: dict[Pair, str] = {
+    **{
+        (f"{package}.metadata", name): name
+        for package in (_CHECKPOINT, f"{_OLD}.checkpoint")  # torch 1.13 wrote the second
+        for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")
+    },
+    **{(f"{package}.metadata", "MetadataIndex"): "MetadataIndex" for package in (_CHECKPOINT, f"{_OLD}.checkpoint")},
+    (f"{_CHECKPOINT}.metadata", "TensorProperties"): "TensorProperties",
+    (f"{_OLD}.sharded_tensor.metadata", "TensorProperties"): "TensorProperties",  # torch <= 2.2
+    (f"{_CHECKPOINT}.metadata", "StorageMeta"): "StorageMeta",
+    **{(module, "_StorageInfo"): "_StorageInfo" for module in _STORAGE_WRITERS},
+    **{(module, "_StoragePrefix"): "_StoragePrefix" for module in _STORAGE_WRITERS},
+    **{
+        (f"{_CHECKPOINT}.planner", name): name
+        for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
+    },
+    (_MCORE, "MCoreMetadata"): "Metadata",  # megatron-core 0.15 and 0.16.0rc0
+    (_MCORE, "MCoreSavePlan"): "SavePlan",  # megatron-core 0.11 - 0.15
+}
+_ENUMS = {
+    (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{_OLD}.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+    (f"{_CHECKPOINT}.planner", "WriteItemType"),
+}
+_PLAIN = {("builtins", name) for name in ("set", "frozenset", "bytearray", "complex", "list", "dict")} | {
+    ("_codecs", "encode")
+}
+"""What bytes and sets are pickled as; the rest of the table is refused in `.metadata`."""
+
+_DTYPE_ALIASES = {
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    "short": "int16",
+    "int": "int32",
+    "long": "int64",
+    "cfloat": "complex64",
+    "cdouble": "complex128",
+    "chalf": "complex32",
+}
+
+
+def _layout(_: Any, name: Any) -> str:
+    if not isinstance(name, str):
+        raise pickle.UnpicklingError("torch.serialization._get_layout was given no name")
+    return name.removeprefix("torch.")
+
+
+def _path(_: Any, *parts: Any) -> str:
+    if not all(isinstance(part, str) for part in parts):
+        raise pickle.UnpicklingError("a path was given parts that are no text")
+    return "/".join(parts).replace("//", "/")
+
+
+_TEXTS: dict[Pair, Callable[..., str]] = {
+    ("torch.serialization", "_get_layout"): _layout,
+    **{
+        (module, name): _path
+        for module in ("pathlib", "pathlib._local")  # the second on Python 3.13
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}
+"""Names whose objects become texts."""
+
+
+def raw_bytes(value: Any) -> bytes | None:
+    """The bytes that a stand-in for bytes or a bytearray means; None where it is neither."""
+    if isinstance(value, bytes):
+        return value
+    if getattr(type(value), "gives", "") not in ("bytes", "buffer"):
+        return None
+    data = value.args[0] if value.args else b""
+    return data.encode("latin-1", "replace") if isinstance(data, str) else raw_bytes(data)
+
+
+# ---------------------------------------------------------------- the names of one pickle
+
+_CLASS_NAME = re.compile(r"[A-Z]\w*[a-z]\w*")
+
+
+class StandIns:
+    """The stand-ins of one pickle: the part of an unpickler that answers for names.
+
+    Args:
+        file: the pickle, for the unpickler that inherits from this.
+        strict: True for `.metadata`, whose list of names is closed; False for a state, where classes of the training
+            code are inert values.
+
+    Attributes:
+        faults: what is wrong, by name.
+        unknown: names that nobody knows.
+        loaded: bytes that are handed to a loader.
+    """
+
+    def __init__(self, file: Any, strict: bool) -> None:
+        super().__init__(file)  # type: ignore[call-arg]
+        self.faults: dict[tuple[Pair, Fault], tuple[int, str] | None] = {}
+        self.unknown: dict[Pair, None] = {}
+        self.loaded: list[bytes] = []
+        self._strict = strict
+        self._has_acting = False
+        # made anew for each pickle: a crafted BUILD can then damage nothing that outlives the read
+        self._stand_ins: dict[Pair, Any] = {}
+        self._storage: Any = None
+
+    def tell(self, key: Pair, fault: Fault) -> None:
+        """Note that a name is misused."""
+        self.faults.setdefault((key, fault), None)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The stand-in of a name; nothing is imported or looked up."""
+        key = (module, name)
+        if key not in self._stand_ins:
+            self._stand_ins[key] = self._guarded(self._stand_in(key))
+        return self._stand_ins[key]
+
+    def persistent_load(self, pid: Any) -> Any:
+        """A storage of a tensor record as its description; `.metadata` has none."""
+        if self._strict:
+            raise pickle.UnpicklingError("a persistent id, which metadata does not have")
+        if self._storage is None:
+            self._storage = self._inert(("torch", "storage"), gives="storage", fits=never, has_items=False)
+        if type(pid) is tuple and not pickle_names.table().storage(pid):
+            self.tell(("torch", "storage"), "arguments")
+        return _made(self._storage, (pid,))
+
+    def _inert(self, key: Pair, **members: Any) -> type[Opaque]:
+        return opaque(*key, tell=partial(self.tell, key), **members)
+
+    def _stand_in(self, key: Pair) -> Any:
+        module, name = key
+        if kind := _NODES.get(key):
+            return type("Node", (Node,), {"__slots__": (), "kind": kind, "name": name})
+        if self._strict and key == ("torch", "Size"):
+            return ().__add__  # takes a tuple and returns that same tuple, in C; anything else is a TypeError
+        if module == "torch" and pickle_names.DTYPE.fullmatch(name):
+            return _DTYPE_ALIASES.get(name, name)
+        known = pickle_names.of_python_3(module, name)
+        if known == ("builtins", "getattr"):
+            return self._inert(key, give=self._member, new=never)
+        if self._strict and known == ("collections", "OrderedDict"):
+            return Dict
+        if self._strict and known in _TEXTS:
+            return self._inert(key, give=_TEXTS[known])
+        if self._strict and key in _ENUMS:
+            return self._inert(key, members=True)
+        if row := pickle_names.table().rows.get(known) if not self._strict or known in _PLAIN else None:
+            return self._listed(key, known, row)
+        if self._strict or pickle_names.standing(module, name) == "refused":
+            self.tell(key, "named")
+            return self._inert(key, call=never, new=never, fault="called", sort="refused")
+        return self._unknown(key)
+
+    def _listed(self, key: Pair, known: Pair, row: Row) -> type[Opaque]:
+        members: dict[str, Any] = {
+            "call": row.call, "new": row.new, "fits": row.state, "touches": row.touches, "has_items": row.items,
+            "gives": row.gives, "sort": row.sort, "members": row.members,
+        }  # fmt: skip
+        if known in _TEXTS:
+            members["give"] = _TEXTS[known]
+        elif known == ("torch", "Size"):
+            members["give"] = lambda _, sizes: sizes
+        elif known == ("collections", "OrderedDict"):
+            made = type("Dict", (Dict,), {"__slots__": (), "tell": staticmethod(partial(self.tell, key))})
+            members["give"] = lambda _, *args: made(*args)
+        elif known == ("functools", "partial"):
+            members |= {"give": self._partial, "fits": partial(self._fits_partial, row.state), "touches": False}
+        elif known == ("copyreg", "_reconstructor"):
+            members["give"] = _reconstructed
+        elif known[0] == "torch._tensor" or known[1] == "_rebuild_parameter_with_state":
+            members["give"] = partial(_rebuilt, opaque(*key, tell=partial(self.tell, key), fits=never, has_items=False))
+        elif row.gives == "storage":
+            members["give"] = self._loaded
+        return self._inert(key, **members)
+
+    def _unknown(self, key: Pair) -> type[Opaque]:
+        """The stand-in of a name that nobody knows: a class may be made and filled, as training code keeps its own."""
+        self.unknown[key] = None
+        return self._inert(
+            key,
+            call=partial(pickle_names.may_make, *key, True),
+            new=partial(pickle_names.may_make, *key, False),
+            sort="type" if pickle_names.is_class(key[1]) else "stranger",
+            fault="unknown",
+            members=pickle_names.may_make(*key, True, ("",)),
+        )
+
+    def _member(self, cls: Any, owner: Any, name: Any) -> Any:
+        """`getattr` on a class: a class inside it, or a member of an enum, which cannot be called.
+
+        Up to protocol 3 classes in classes are pickled so, and on Python 3.11.2 the members of enums. By their names
+        the first are told from the second.
+        """
+        if not isinstance(owner, Named) or type(name) is not str:
+            cls.tell("arguments")
+            return _made(cls, (owner, name))
+        key = (owner.module, f"{owner.name}.{name}")
+        is_unknown = (owner.module, owner.name) in self.unknown
+        if not self._strict and key in pickle_names.table().rows:
+            return self.find_class(*key)
+        if is_unknown and _CLASS_NAME.fullmatch(name):
+            if key not in self._stand_ins:
+                self._stand_ins[key] = self._guarded(self._unknown(key))
+            return self._stand_ins[key]
+        if not owner.members:
+            cls.tell("arguments")
+        made = self._inert(
+            (owner.module, owner.name), call=never, fits=never, has_items=False, gives="" if is_unknown else "data"
+        )
+        return _made(made, (name,))
+
+    def _loaded(self, cls: Any, data: Any) -> Opaque:
+        """The bytes go to a loader."""
+        self.loaded.append(raw_bytes(data) or b"")
+        return _made(cls, (data,))
+
+    def _partial(self, cls: Any, function: Any) -> Opaque:
+        self._note_acting(function)
+        return _made(cls, (function,))
+
+    def _fits_partial(self, shape: Shape, state: Any) -> bool:
+        if not shape(state):
+            return False
+        self._note_acting(state[0])
+        return True
+
+    def _note_acting(self, function: Named) -> None:
+        """From the first partial of something that may act, no object that is touched may hold one."""
+        if not self._has_acting and function.sort != "function":
+            self._has_acting = True
+            for made in self._stand_ins.values():
+                self._guarded(made)
+
+    def _guarded(self, made: Any) -> Any:
+        if self._has_acting and isinstance(made, Named):
+            for name in ("call", "new", "fits") if made.touches else ("call", "new"):  # type: ignore[attr-defined]
+                setattr(made, name, staticmethod(partial(_fits_unarmed, getattr(made, name))))
+        return made
+
+
+def _reconstructed(cls: Any, made: Any, base: Any, state: Any) -> Opaque:
+    """The object that `copyreg._reconstructor` makes, as NEWOBJ would."""
+    if not made.new(()):
+        made.tell(made.fault)
+    if base.sort == "type" and not base.call((state,)):
+        base.tell(base.fault)
+    return _made(made, () if state is None else (state,))
+
+
+def _rebuilt(attributed: type[Opaque], cls: Any, *args: Any) -> Opaque:
+    """A tensor with attributes; with one that can be called, no call takes it."""
+    if cls.sort != "rebuild" and not args[0].call(args[2]):
+        args[0].tell(args[0].fault)
+    parts = args[3] if type(args[3]) is tuple else (args[3],)
+    values = [value for part in parts if type(part) is dict for value in part.values()]
+    acts = any(isinstance(value, Named) or is_armed(value) for value in values)
+    return _made(attributed if acts else cls, args)
+
+
+def _fits_unarmed(shape: Shape, value: Any) -> bool:
+    return shape(value) and not is_armed(value)
+
+
+def is_armed(value: Any) -> bool:
+    """Whether something in a value is a partial of more than a function that the table knows to be pure."""
+    stack, seen = [value], set()
+    while stack:
+        item = stack.pop()
+        if id(item) in seen or not isinstance(item, (list, tuple, dict, Opaque)):
+            continue
+        seen.add(id(item))
+        if isinstance(item, Opaque):
+            is_partial = (item.module, item.name) == ("functools", "partial")
+            state = item.state if type(item.state) is tuple else ()
+            if is_partial and any(getattr(part, "sort", "") != "function" for part in item.args + state[:1]):
+                return True
+            stack += [item.args, item.state, item.items]
+        else:
+            stack += [*item.keys(), *item.values()] if isinstance(item, dict) else item
+    return False

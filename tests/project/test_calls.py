@@ -1,0 +1,82 @@
+"""Calls composed at random: a small part of what bench/calls.py runs, and the table that it takes its names from."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import REPOSITORY
+
+from ckptlint.formats import pickle_names
+
+CODE = """
+import json, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import calls
+totals, events, missed = calls.run(int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+print("\\n" + json.dumps([totals, events, len(missed)]))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs fork and limits")
+def test_what_acts_when_it_is_loaded_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    arguments = [str(REPOSITORY / "bench"), "1000", "5", str(tmp_path / "found")]
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CODE, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
+    totals, events, missed = json.loads(done.stdout.splitlines()[-1])
+    assert missed == 0, sorted((tmp_path / "found").iterdir())
+    assert totals["fired refused"] > 80 and totals["quiet passed"] > 5
+    assert {"file", "open", "os.mkdir"} <= set(events)
+
+
+TABLE = """
+storage = "text"
+closed = "sympy"
+refused = "torch.hub"
+[[calls]]
+names = "own: name"
+source = "a test"
+"""
+
+
+def test_the_table_says_what_it_was_given() -> None:
+    row = pickle_names.parse(TABLE + 'call = ["int, (text, [flag]), *none", ""]\nstate = "kept"').rows["own", "name"]
+    fits = [(), (1, ("a",)), (1, ("a", True)), (1, ("a",), None, None)]
+    assert all(map(row.call, fits))
+    assert not any(map(row.call, [(1,), (True, ("a",)), (1, ["a"]), (1, ("a", 1)), (1, ("a",), 2)]))
+    assert not row.new(()) and row.state({"a": 1}) and not row.state({1: 1}) and not row.touches
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ('shape = "int"', "the field shape"),
+        ("call = 'int'", "the field call"),
+        ("items = false", "the field items"),
+        ('call = ["int, strange"]', "strange"),
+        ('call = ["int,, text"]', "is no shape"),
+        ('call = ["[int], text"]', "must stand at the end"),
+        ('state = "int()"', "int()"),
+    ],
+)
+def test_a_mistake_in_the_table_names_the_entry(line: str, told: str) -> None:
+    with pytest.raises(ValueError, match=r"calls.toml, entry 1 \(own: name\)") as error:
+        pickle_names.parse(TABLE + line)
+    assert told in str(error.value)
+
+
+def test_a_table_that_lacks_something_is_a_mistake() -> None:
+    twice = TABLE + TABLE[TABLE.index("[[calls]]") :]
+    for text in (TABLE.replace('source = "a test"', ""), TABLE.replace("own: name", "own name"), twice):
+        with pytest.raises(ValueError, match=r"calls\.toml, entry"):
+            pickle_names.parse(text)
