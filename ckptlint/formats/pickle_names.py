@@ -73,6 +73,11 @@ def always(_: Any) -> bool:
     return True
 
 
+def is_nothing(args: Any) -> bool:
+    """The shape of no arguments."""
+    return not args
+
+
 @cache
 def table() -> Table:
     """The table that comes with ckptlint.
