@@ -86,6 +86,10 @@ def new(made: bytes, *arguments: bytes) -> bytes:
     return made + tuple_of(*arguments) + pickle.NEWOBJ
 
 
+def new_of(made: bytes, **options: bytes) -> bytes:
+    return made + pickle.EMPTY_TUPLE + dict_of(**options) + pickle.NEWOBJ_EX
+
+
 # ---------------------------------------------------------------- what acts
 
 ACTS: list[tuple[str, str, Callable[[], list[bytes]]]] = [
@@ -179,6 +183,7 @@ NAMES = _NAMES.split()
 _OBJECTS = """
 argparse:Namespace types:SimpleNamespace collections:UserDict collections:ChainMap collections:OrderedDict
 own_code:Plain own_code:AttrDict torch.optim:Adam torch.optim:SGD torch.nn.modules.linear:Linear
+torch.distributed.checkpoint.metadata:Metadata torch.distributed.checkpoint.metadata:MetadataIndex
 torch.nn.modules.rnn:LSTM torch.distributed.device_mesh:DeviceMesh collections:Counter
 """
 OBJECTS = _OBJECTS.split()
@@ -351,7 +356,10 @@ def a_call(chance: Chance, depth: int = 0) -> bytes:
 def tricks(chance: Chance) -> bytes:
     """A weapon where it is used later: through the memo, twice, as a class that is changed."""
     thing = weapon(chance)
-    match chance.randrange(5):
+    match chance.randrange(6):
+        case 5:
+            made, name = named("builtins", "type"), chance.choice(("dict", "object", "a"))
+            return new_of(named(*chance.choice(entries())[0]) if chance.random() < 0.8 else made, **{name: thing})
         case 0:
             pair, _ = chance.choice(entries())
             stored = thing + pickle.BINPUT + b"\7" + pickle.POP

@@ -73,6 +73,11 @@ def always(_: Any) -> bool:
     return True
 
 
+def is_nothing(args: Any) -> bool:
+    """The shape of no arguments."""
+    return not args
+
+
 @cache
 def table() -> Table:
     """The table that comes with ckptlint.
@@ -148,13 +153,11 @@ def _is_texts(value: Any) -> bool:
 def _pairs(names: str | list[str]) -> Iterator[Pair]:
     """The names of `"module, module: name name"`."""
     for line in [names] if isinstance(names, str) else names:
-        modules, colon, listed = line.partition(":")
-        for module in modules.split(","):
-            for name in listed.split():
-                pair = module.strip(), name
-                if not colon or not all(map(is_importable, (pair[0],), (name.replace(".", "_"),))):
-                    raise ValueError(f"{line[:60]!r} is not 'modules: names'")
-                yield pair
+        modules, _, listed = line.partition(":")
+        pairs = [(module.strip(), name) for module in modules.split(",") for name in listed.split()]
+        if not pairs or not all(is_importable(module, name.replace(".", "_")) for module, name in pairs):
+            raise ValueError(f"{line[:60]!r} is not 'modules: names'")
+        yield from pairs
 
 
 # ---------------------------------------------------------------- shapes

@@ -97,9 +97,9 @@ class Opaque(metaclass=Named):
     def tell(fault: Fault) -> None:
         """Say to whoever reads the pickle what is wrong."""
 
-    def __new__(cls, *args: Any) -> Opaque:
+    def __new__(cls, *args: Any, **options: Any) -> Opaque:
         """What NEWOBJ makes: an object whose class is not called."""
-        if not cls.new(args):
+        if options or not cls.new(args):
             cls.tell(cls.fault)
         return _made(cls, args)
 
@@ -344,7 +344,9 @@ class StandIns:
 
     def _stand_in(self, key: Pair) -> Any:
         module, name = key
-        if kind := _NODES.get(key):
+        if (kind := _NODES.get(key)) and not self._strict:  # a second BUILD must be seen
+            return self._inert(key, call=never, new=pickle_names.is_nothing, has_items=False, sort="type")
+        if kind:
             return type("Node", (Node,), {"__slots__": (), "kind": kind, "name": name})
         if self._strict and key == ("torch", "Size"):
             return ().__add__  # takes a tuple and returns that same tuple, in C; anything else is a TypeError

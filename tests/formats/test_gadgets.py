@@ -266,6 +266,8 @@ def of_known_names(mark: str) -> dict[str, bytes]:
         "a second BUILD": filled("argparse.Namespace")[: -len(pickle.EMPTY_DICT + pickle.MARK + pickle.SETITEMS + b"b")]
         + again,
         "a second BUILD of an OrderedDict": call("collections.OrderedDict") + again,
+        "a second BUILD of metadata": named("torch.distributed.checkpoint.metadata", "Metadata")
+        + pickle.EMPTY_TUPLE + pickle.NEWOBJ + again,
         "an item": filled("types.SimpleNamespace", append=load) + data + pickle.APPEND,
         "a bytearray": named("torch.storage", "_load_from_bytes")
         + call("builtins.bytearray", pushed_bytes(b""))
