@@ -330,9 +330,17 @@ class StandIns:
         return self._stand_ins[key]
 
     def persistent_load(self, pid: Any) -> Any:
-        """A storage of a tensor record as its description; `.metadata` has none."""
+        """A storage of a tensor record as its description; `.metadata` has none.
+
+        Of the class of a module, which files before torch 1.6 hold with its source, the class itself.
+
+        Source:
+            torch.serialization._legacy_save (torch 1.0 to 2.13)
+        """
         if self._strict:
             raise pickle.UnpicklingError("a persistent id, which metadata does not have")
+        if type(pid) is tuple and len(pid) == 4 and pid[0] == "module" and isinstance(pid[1], Named):
+            return pid[1]
         if self._storage is None:
             self._storage = self._inert(("torch", "storage"), gives="storage", fits=never, has_items=False)
         if type(pid) is tuple and not pickle_names.table().storage(pid):
