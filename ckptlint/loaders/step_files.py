@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count, islice
 from typing import Any
 
 from ckptlint.errors import CkptlintError, ForeignError, LimitError, UnreadableError
@@ -309,19 +310,20 @@ def lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
     """Why per-rank metadata is partial ("" when it is whole) and the problem to report for it."""
     present = {int(m[1]) for name in folder.files_beside() if (m := RANK_METADATA.fullmatch(name))}
     payload = {int(m[1]) for name in folder.files() if (m := PAYLOAD_RANK.fullmatch(name))}
-    lost = sorted(set(range(max(present | payload) + 1)) - present)
+    lost = max(present | payload) + 1 - len(present)
     if not lost:
         return "", []
-    names = ", ".join(f"__{rank}.metadata" for rank in lost[:8]) + (", ..." if len(lost) > 8 else "")
+    first = islice((rank for rank in count() if rank not in present), min(lost, _SHOWN))
+    names = ", ".join(f"__{rank}.metadata" for rank in first) + (", ..." if lost > _SHOWN else "")
     problem = Problem(
         "incomplete",
         names,
-        f"{names} {'is' if len(lost) == 1 else 'are'} missing; {plural(len(present), 'other rank')} wrote "
+        f"{names} {'is' if lost == 1 else 'are'} missing; {plural(len(present), 'other rank')} wrote "
         f"{'its own' if len(present) == 1 else 'their own'}",
         why="with use_collectives=False each rank describes only its own chunks, so what these ranks held is lost",
         hint="copy the files again from the node of these ranks, or go back to a complete step",
     )
-    return f"the metadata of {len(lost)} of {len(lost) + len(present)} ranks is missing", [problem]
+    return f"the metadata of {lost:,} of {lost + len(present):,} ranks is missing", [problem]
 
 
 def leftover_files(folder: Folder) -> list[Problem]:
