@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import count, islice
 
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
@@ -22,8 +23,9 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         `rng_state_N.pth` of the Hugging Face Trainer and `random_states_N.pkl` of accelerate (one per rank), and
         `custom_checkpoint_N.pkl` (one per registered object) run from 0 without a gap, up to the last rank that wrote
-        payload. So do the entries `dataloader.dp_rank_N` of torchtitan. It is only info if the first numbers alone are
-        missing, since a node without a shared file system keeps its own files, or if rank 0 alone has a file.
+        payload. So do the entries `dataloader.dp_rank_N` of torchtitan. It is only info if the files are those of whole
+        later nodes of several ranks (4-7 of 8), since a node without a shared file system keeps its own files, or if
+        rank 0 alone has a file.
     Why it matters:
         A resume continues with different random numbers on these ranks, or does not find the state of an object.
     Usual causes:
@@ -44,10 +46,10 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
     if not kept and not entries:
         raise NotApplicable("no files or entries are numbered by rank or object")
     for prefix, numbers in entries.items():
-        if lost := _lost(numbers, max(numbers)):
-            names = _names(prefix + "{}", lost)
+        if lost := max(numbers) + 1 - len(numbers):
+            names = _names(prefix + "{}", numbers, lost)
             yield Finding(
-                f"the dataloader state of {plural(len(lost), 'rank')} of {max(numbers) + 1} is missing: "
+                f"the dataloader state of {plural(lost, 'rank')} of {max(numbers) + 1:,} is missing: "
                 f"{', '.join(names)}",
                 at=Location(names[0]),
                 missing=tuple(names),
@@ -57,15 +59,15 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
     ranks = max((int(match[1]) for name in ckpt.files.names if (match := _PAYLOAD.search(name))), default=-1)
     for (what, counted_by, folder, pattern), numbers in kept.items():
         last = max(numbers | ({ranks} if counted_by == "rank" else set()))
-        lost = _lost(numbers, last)
+        lost = last + 1 - len(numbers)
         if not lost:
             continue
-        names = _names(folder + pattern, lost)
-        # a node that shares no file system keeps the files of its own ranks; a job may save the state of rank 0 alone
-        is_unsure = counted_by == "rank" and (lost == list(range(min(numbers))) or numbers == {0})
+        names = _names(folder + pattern, numbers, lost)
+        # a job may save the state of rank 0 alone
+        is_unsure = counted_by == "rank" and (numbers == {0} or (last == max(numbers) and _is_later_node(numbers)))
         noun = "rank" if counted_by == "rank" else "object"
         yield Finding(
-            f"the {what} of {plural(len(lost), noun)} of {last + 1} is missing: {', '.join(names)}",
+            f"the {what} of {plural(lost, noun)} of {last + 1:,} is missing: {', '.join(names)}",
             at=Location(file=names[0]),
             missing=tuple(names),
             severity=Severity.INFO if is_unsure else None,
@@ -87,10 +89,13 @@ def _dataloaders(ckpt: Checkpoint) -> dict[str, set[int]]:
     return found
 
 
-def _lost(numbers: set[int], last: int) -> list[int]:
-    """The numbers up to the last one that are missing; none where they are too scattered to be ranks."""
-    return sorted(set(range(last + 1)) - numbers) if last + 1 <= 2 * len(numbers) + 1024 else []
+def _is_later_node(numbers: set[int]) -> bool:
+    """Whether ranks may be those of one node that shares no file system with the nodes before: as many, so often."""
+    size, first = len(numbers), min(numbers)
+    return size > 1 and max(numbers) - first + 1 == size and first % size == 0
 
 
-def _names(pattern: str, lost: list[int]) -> list[str]:
-    return [pattern.replace("{}", str(number)) for number in lost[:_NAMED]] + ["..."] * (len(lost) > _NAMED)
+def _names(pattern: str, numbers: set[int], lost: int) -> list[str]:
+    """The first numbers from 0 on that are missing, in the pattern."""
+    first = islice((number for number in count() if number not in numbers), min(lost, _NAMED))
+    return [pattern.replace("{}", str(number)) for number in first] + ["..."] * (lost > _NAMED)

@@ -19,6 +19,8 @@ _UNPADDED = "per_bucket_numel_unpadded"
 _BUCKET = re.compile(r"gbuf_idx_(?P<gbuf>\d{1,9})\.dtype_\((?P<types>[^)]*)\)\.bucket_idx_(?P<bucket>\d{1,9})\.")
 _EXACT = ("metadata", "args", "run_config", "config.json")
 
+_MOST = 2**16  # groups of a job
+
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
@@ -94,7 +96,7 @@ def _kinds(chain: tuple[str, ...], sizes: Mapping[str, AxisSize], has_experts: b
         ep = sizes["ep"].size if "ep" in sizes else 1
         etp = sizes["etp"].size if "etp" in sizes else tp
         kinds.append(_Kind("expert", etp * ep, pp, f"etp {etp} x ep {ep} x pp {pp}"))
-    return kinds
+    return kinds if all(kind.count <= _MOST for kind in kinds) else []
 
 
 def _set(
@@ -105,7 +107,7 @@ def _set(
     if any(numbers == list(range(kind.count)) for kind in kinds):
         return
     if not kinds:
-        missing = sorted(set(range(numbers[-1])) - set(numbers)) if numbers[-1] < 2**16 else []
+        missing = sorted(set(range(numbers[-1])) - set(numbers)) if numbers[-1] < _MOST else []
         if missing:
             yield _finding(name, found, missing, f"numbered up to {numbers[-1]}", None, Severity.WARNING, ())
         return

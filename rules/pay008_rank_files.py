@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import distinct
-from ckptlint.model.text import plural, ranges
+from ckptlint.model.text import gaps, plural, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+
+_MOST = 2**16
 
 
 @rule("PAY008", "rank-files", Severity.INFO, needs=Depth.FILES)
@@ -37,15 +40,18 @@ def rank_files(ckpt: Checkpoint) -> Iterator[Finding]:
     planning = set(distinct(ckpt.save_plans.rank).tolist()) if ckpt.save_plans else None
     world = ckpt.topology.get("world")
     last = max(present) if planning is None or world is None else world.size - 1
-    silent = set(range(last + 1)) - present
-    if planning is not None:
-        silent &= planning
+    if planning is None:
+        silent, told = (
+            [*islice((rank for rank in range(last + 1) if rank not in present), _MOST)],
+            gaps(present, last + 1),
+        )
+    else:
+        silent = sorted(rank for rank in planning - present if rank <= last)
+        told = ranges(silent)
     if silent:
         yield Finding(
-            f"rank{'s' if len(silent) > 1 else ''} {ranges(silent)} of {last + 1} stored nothing that an entry names",
-            at=Location(
-                label=f"{plural(len(present), 'rank')} of {last + 1} stored something", ranks=tuple(sorted(silent))
-            ),
-            missing=tuple(str(rank) for rank in sorted(silent)),
+            f"rank{'s' if len(silent) > 1 else ''} {told} of {last + 1} stored nothing that an entry names",
+            at=Location(label=f"{plural(len(present), 'rank')} of {last + 1} stored something", ranks=tuple(silent)),
+            missing=tuple(map(str, silent)),
             inferred_from="the rank numbers in the names of the payload files",
         )

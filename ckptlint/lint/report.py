@@ -218,8 +218,11 @@ class CheckpointReport:
 
     @property
     def is_incomplete(self) -> bool:
-        """Whether a rule ended in an error, or tensors could not be judged; findings that fail the run go first."""
-        unread = any(problem.kind == "container" and problem.blocks for problem in self.checkpoint.problems)
+        """Whether a rule ended in an error, or something could not be judged; findings that fail the run go first."""
+        problems = self.checkpoint.problems
+        unread = any(
+            problem.kind == "unread" or (problem.kind == "container" and problem.blocks) for problem in problems
+        )
         return bool(self.failed) or not self.checkpoint.readable or unread
 
 

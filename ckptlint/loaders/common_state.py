@@ -111,13 +111,16 @@ def is_counter(fqn: str) -> bool:
 
 
 def read_configs(
-    folder: Folder, common: CommonState | None
+    folder: Folder, common: CommonState | None, is_export: bool = False
 ) -> tuple[dict[str, Declared], ModelConfig | None, list[Problem]]:
     """What the job declared, and the configuration of its model as it stands in `config.json`.
 
     Declared is what the arguments of the common state say, `run_config.yaml`, and the `config.json` of the folder
     itself. Where that folder has none, the model's configuration may lie in one of the folders below it that frameworks
     keep it in. Before it go the arguments that Megatron builds its model from.
+
+    Args:
+        is_export: whether a library builds the model from the folder's `config.json`, so that no load goes without.
 
     Source:
         `args` of megatron.training.checkpointing; `run_config.yaml` of Megatron-Bridge; `config.json` of transformers;
@@ -127,18 +130,22 @@ def read_configs(
     problems: list[Problem] = []
     if folder.has(RUN_CONFIG):
         try:
-            sources.append(("run_config", _yaml(folder.read(RUN_CONFIG, CONFIG_LIMIT).decode())))
+            sources.append(("run_config", _yaml(_written(folder, RUN_CONFIG, CONFIG_LIMIT).decode())))
         except (ValueError, RecursionError, LimitError) as error:
-            problems.append(_unread(RUN_CONFIG, error))
+            problems.append(_unused(RUN_CONFIG, error))
+        except UnreadableError as error:
+            problems.append(_damaged(RUN_CONFIG, error))
     config = None
     places = [(folder, MODEL_CONFIG)]
     places += [(folder.sub(name), f"{name}/{MODEL_CONFIG}") for name in _MODEL_FOLDERS if name in folder.folders()]
     for place, name in places:
         if place.has(MODEL_CONFIG):
             try:
-                config = ModelConfig(name, model_config(place.read(MODEL_CONFIG, MODEL_CONFIG_LIMIT)))
-            except (ValueError, RecursionError, LimitError) as error:
-                problems.append(_unread(name, error))
+                config = ModelConfig(name, read_model_config(place, MODEL_CONFIG))
+            except LimitError as error:
+                problems.append(_unused(name, error))
+            except UnreadableError as error:
+                problems.append(_damaged(name, error, is_export and place is folder))
             break
     if config is not None and config.file == MODEL_CONFIG:
         sources.append((MODEL_CONFIG, config.values))
@@ -154,9 +161,40 @@ def _of_megatron(common: CommonState | None, sources: list[tuple[str, Any]]) -> 
     return ModelConfig(RUN_CONFIG, model) if model else None
 
 
-def _unread(name: str, error: Exception) -> Problem:
-    reason = printable(str(error).splitlines()[0][:200]) if str(error) else type(error).__name__
-    return Problem("note", name, f"{name} cannot be read ({reason}); ckptlint does not use what it declares")
+def _unused(name: str, error: Exception) -> Problem:
+    sentence = f"{name} cannot be read ({_reason(error)}); ckptlint does not use what it declares"
+    return Problem("note", name, sentence, why="ckptlint judges the tensors without it")
+
+
+def _damaged(name: str, error: UnreadableError, is_needed: bool = False) -> Problem:
+    why = "a load starts with it, so it fails" if is_needed else "what it declares is lost, and other files may be too"
+    hint = "restore it from where the checkpoint was written"
+    return replace(from_error(error, name, why=why, hint=hint), beside=not is_needed)
+
+
+def _reason(error: Exception) -> str:
+    return printable(str(error).splitlines()[0][:200]) if str(error) else type(error).__name__
+
+
+def _written(folder: Folder, name: str, limit: int) -> bytes:
+    data = folder.read(name, limit)
+    if not data.strip(b"\0"):
+        raise UnreadableError(f"is damaged: it {'holds zero bytes alone' if data else 'is empty (0 bytes)'}", 0)
+    return data
+
+
+def read_model_config(folder: Folder, name: str) -> dict[str, Any]:
+    """The fields of a model's configuration, from its file.
+
+    Raises:
+        LimitError: it is larger than a configuration needs.
+        UnreadableError: it is damaged.
+    """
+    data = _written(folder, name, MODEL_CONFIG_LIMIT)
+    try:
+        return model_config(data)
+    except (ValueError, RecursionError) as error:
+        raise UnreadableError(f"is damaged: it is not a JSON object ({_reason(error)})") from None
 
 
 def model_config(text: bytes) -> dict[str, Any]:
@@ -170,7 +208,7 @@ def model_config(text: bytes) -> dict[str, Any]:
         raise LimitError(f"it has more than {_CONTAINERS_LIMIT:,} lists and objects")
     values = json.loads(text.decode())
     if not isinstance(values, dict):
-        raise ValueError("it is not a JSON object")
+        raise ValueError(f"it is a {type(values).__name__}")
     return {name: _shallow(value, _NESTED_LIMIT) for name, value in values.items()}
 
 

@@ -114,7 +114,7 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[Folder]:
     """
     found = _find(folder, all_steps, levels=3)
     if not found and (name := _lone_state(folder)) is not None:
-        return [folder.without(folder.entries.keys() - {name}, name)]
+        return [folder.only(name)]
     if not found and folder.unseen:
         hint = f"name the checkpoint folder itself, {folder.unseen}"
         raise NothingToCheckError(f"no .metadata under {folder.display}: {hint}")
@@ -123,7 +123,8 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[Folder]:
             f"no checkpoint under {folder.display}: looked for .metadata, __N.metadata, *.distcp, *.safetensors, files "
             "of torch.save, step folders (iter_*, step-*, step_*, global_step_*, checkpoint-*) and component folders"
         )
-    return found
+    places = tuple(sorted({part.place for part in found}))
+    return [part.judged_with(places) for part in found]
 
 
 def components(folder: Folder) -> list[Folder]:
@@ -331,4 +332,4 @@ def find(path: str, all_steps: bool = False) -> list[Folder]:
                 f"{printable(name)} in {folder.display} belongs to no checkpoint: neither .metadata nor payload nor "
                 "*.safetensors lie beside it; name the folder that holds them, or the run folder above it"
             ) from None
-    return [folder.without(folder.entries.keys() - {name}, name)]
+    return [folder.only(name)]

@@ -15,7 +15,7 @@ import numpy as np
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.safetensors_header import HEADER_LIMIT, Header, layout_faults, read_header
 from ckptlint.formats.strict_json import checked_key, is_size, json_object
-from ckptlint.loaders.common_state import MODEL_CONFIG_LIMIT, model_config, read_configs
+from ckptlint.loaders.common_state import read_configs, read_model_config
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import (
     Checkpoint,
@@ -186,8 +186,12 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
         shown_keys = ", ".join(chunks.unknown[:4]) + (", ..." if len(chunks.unknown) > 4 else "")
         note = f"{plural(len(chunks.unknown), 'tensor')} of a dtype that torch does not have: {shown_keys}"
         problems.append(Problem("note", label, note))
-    is_model = not any(_ADAPTER.fullmatch(name) for name in names)  # beside an adapter lies its base model's config
-    declared, config, config_problems = read_configs(folder, None) if is_model else ({}, None, [])
+    is_loaded = all(_LOADED.match(name) for name in names)
+    declared, config, config_problems = read_configs(folder, None, is_loaded)
+    if any(_ADAPTER.fullmatch(name) for name in names):  # beside it lies its base model's config
+        declared, config = {}, None
+    if not (is_loaded or folder.accounts_for):  # told with the first model of the folder
+        config_problems = []
     own, own_problems = _own_config(folder, names)
     ranks = {int(match["rank"]) - 1 for name in group.files if (match := SHARD.fullmatch(name))}
     return Checkpoint(
@@ -198,7 +202,7 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
         records=records,
         files=FileTable.of(files),
         declared=declared,
-        config=own or (config if all(_LOADED.match(name) for name in names) else None),
+        config=own or (config if is_loaded else None),
         index=None if places is None else weight_index(printable(group.index), places, total, absent, unread),
         topology=read_topology(declared, empty_objects(), None, ranks),
         problems=problems + config_problems + own_problems,
@@ -223,13 +227,10 @@ def _own_config(folder: Folder, files: list[str]) -> tuple[ModelConfig | None, l
     if not name or not folder.has(name):
         return None, []
     try:
-        return ModelConfig(name, model_config(folder.read(name, MODEL_CONFIG_LIMIT))), []
-    except LimitError as error:
-        damage: UnreadableError = error
-    except (ValueError, RecursionError) as error:
-        damage = UnreadableError(f"is not a JSON object ({printable(str(error))[:120]})")
-    hint = "restore it from where the files were written"
-    return None, [from_error(damage, name, why="a load starts with it, so it fails", hint=hint)]
+        return ModelConfig(name, read_model_config(folder, name)), []
+    except UnreadableError as error:
+        hint = "restore it from where the files were written"
+        return None, [from_error(error, name, why="a load starts with it, so it fails", hint=hint)]
 
 
 # ---------------------------------------------------------------- the index

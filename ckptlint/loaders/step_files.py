@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count, islice
 from typing import Any
 
 from ckptlint.errors import CkptlintError, ForeignError, LimitError, UnreadableError
@@ -14,7 +17,7 @@ from ckptlint.formats.safe_pickle import read_metadata, read_state
 from ckptlint.formats.sandbox import isolated
 from ckptlint.formats.torch_file import StoredDTensor, StoredTensor, read_torch_file
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
-from ckptlint.loaders.discover import COMPONENT, components, newest_readable_step, step_number, sub_folder
+from ckptlint.loaders.discover import newest_readable_step, step_number, sub_folder
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_torch_file
 from ckptlint.loaders.rank_files.megatron_keys import legacy_file
@@ -30,11 +33,13 @@ from ckptlint.loaders.recognise import (
 from ckptlint.model import Checkpoint, OptimizerFile, Problem, StepFile, StepFileState
 from ckptlint.model.text import plural, printable
 from ckptlint.storage.folder import READABLE, Folder
-from ckptlint.vocabulary.litter import is_litter
-from ckptlint.vocabulary.step_files import Family, family_of, holds_no_state, may_be_pickle
+from ckptlint.storage.listing import is_plain
+from ckptlint.vocabulary.step_files import OTHER_STEP, Family, family_of, holds_no_state, may_be_pickle
 
 _PLAIN_LIMIT = 64 * 1024**2
-_UNKNOWN_LIMIT = 64  # files of unknown names that are opened, at most
+_BYTES_LIMIT = 4 * 1024**3  # that are read of all these files together
+_LEAST = 64 * 1024  # as which the smallest file counts
+_SHOWN = 8
 _TRAINER_STEP = re.compile(r"checkpoint-(\d{1,18})")  # transformers.trainer_utils.PREFIX_CHECKPOINT_DIR
 _RESUME = "a resume from this step reads it"
 _READ_ELSEWHERE = (COMMON_FILE, CONFIG_FILE, RUN_CONFIG, "config.json", "fsdp_config.json")
@@ -48,25 +53,30 @@ class _Found:
         folder: where it lies.
         name: its name there.
         label: its path from the checkpoint, printable; of a folder that is not looked into it ends in `/`.
+        what: what lies there that cannot be opened, in words; "" for files, and folders that are not looked into.
     """
 
     folder: Folder
     name: str
     label: str
     family: Family | None
-    size: int
+    size: int = 0
+    what: str = ""
+
+
+_Read = tuple[StepFile, list[Problem]]
 
 
 def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
-    """The checkpoint with the other files of its step, and what is wrong with them.
+    """The checkpoint with the other files of its step, and what is wrong with them or was not read.
 
     Each is opened in a child process of its own where reading all of them in one breaks a limit.
 
     Raises:
         AccessError: the operating system refused a read.
     """
-    # what the loaders read, beside safetensors too; `_listed` leaves out payload files
-    parts = {name for name in ckpt.files.names if not name.endswith(".distcp")} | {METADATA}
+    # what the loaders read, beside safetensors too; `_listed` leaves out plain payload of the folder itself
+    parts = {name for name in ckpt.files.names if not is_plain(name)} | {METADATA}
     parts |= {ckpt.index.file} if ckpt.index else set()
     is_dcp = not (ckpt.is_safetensors or ckpt.storages is not None)
     names = (*_READ_ELSEWHERE, "train_state.pt") if is_dcp else _READ_ELSEWHERE
@@ -75,64 +85,112 @@ def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     found = [item for item in _files_of(folder) if item.label not in parts]
     if is_dcp:  # whose metadata a loader has read, that of single ranks too
         found = [item for item in found if not RANK_METADATA.fullmatch(item.label)]
-    opened = _opened(found, names)
-    read: dict[str, tuple[StepFile, list[Problem]]] = {}
-    try:
-        read = isolated(partial(_read_all, opened), sum(map(_input_bytes, opened)))
-    except LimitError:
-        for item in opened:
-            try:
-                read |= isolated(partial(_read_all, [item]), _input_bytes(item))
-            except LimitError as error:
-                problem = from_error(error, item.label, why=_RESUME)
-                read[item.label] = _told(item, _state_of(item, ())), [problem] if item.family else []
+    wanted = [item for item in found if _is_opened(item)]
+    shut = [item for item in wanted if item.what or item.folder.look_at(item.name)[0] not in READABLE]
+    hidden = {*map(id, shut)}
+    # those of known names first, for which the bytes always last
+    opened = [item for item in wanted if item.label not in names and id(item) not in hidden]
+    opened.sort(key=lambda item: item.family is None)
+    read = _read_within_limits(opened)
+    told = {id(item): own for item, own in zip(opened, read, strict=False)}
     files, problems = [], list(ckpt.problems)
     for item in found:
-        file, own = read.get(item.label) or (_told(item, _state_of(item, names)), [])
+        file, own = told.get(id(item)) or (_told(item, _state_of(item, () if item.what else names)), [])
         files.append(file)
         problems += own
+    problems += [_unopened(item) for item in shut]
+    if late := opened[len(read) :]:
+        problems.append(_left_out(late))
     return replace(ckpt, step_files=(*ckpt.step_files, *files), problems=problems)
 
 
 def _files_of(folder: Folder) -> Iterator[_Found]:
-    """The files of the folders that a checkpoint accounts for, and of folders in them that hold no checkpoint."""
+    """The files of the folders that a checkpoint accounts for, and of folders in them that are not judged themselves.
+
+    Folders that are not looked into are named: those further below, of other steps, of logs and code, behind links.
+    """
     for place in folder.accounts_for:
         prefix = "" if place is folder or place.display == folder.display else "../"
-        yield from _listed(place, prefix)
+        yield from _listed(place, prefix, place.files_beside())
         for name in place.folders():
-            if holds_no_state(name) or step_number(name) is not None:
-                continue
-            sub = sub_folder(place, name)
+            label = f"{prefix}{name}/"
+            if (family := family_of(name)) is not None and family.content != "other":
+                yield _Found(place, name, printable(prefix + name), family, what="a folder")
+            sub = None if holds_no_state(name) else sub_folder(place, name)
             if sub is None:
-                yield _Found(place, name, printable(f"{prefix}{name}/"), None, 0)
-            elif sub.display != folder.display and not components(sub):
-                yield from _listed(sub, f"{prefix}{name}/")
-                deeper = [inner for inner in sub.folders() if not (holds_no_state(inner) or COMPONENT.fullmatch(inner))]
-                for inner in deeper:
-                    yield _Found(sub, inner, printable(f"{prefix}{name}/{inner}/"), None, 0)
+                yield _Found(place, name, printable(label), None)
+            elif _is_judged(sub.place, folder):
+                continue
+            elif step_number(name) is not None:
+                yield from (
+                    [] if _is_judged(f"{sub.place}/", folder) else [_Found(place, name, printable(label), OTHER_STEP)]
+                )
+            else:
+                yield from _listed(sub, label, sub.files())
+                for inner in sub.folders():
+                    below = sub.sub(inner).place
+                    if not _is_judged(below, folder) and not _is_judged(f"{below}/", folder):
+                        yield _Found(sub, inner, printable(f"{label}{inner}/"), None)
 
 
-def _listed(folder: Folder, prefix: str) -> Iterator[_Found]:
-    for name in folder.files_beside():
-        if not name.endswith((".distcp", ".safetensors")) and not is_litter(name):
-            yield _Found(folder, name, printable(prefix + name), family_of(name), folder.entries[name].size)
+def _is_judged(place: str, folder: Folder) -> bool:
+    """Whether a checkpoint is judged that lies in a place; in one that ends in `/`, somewhere below it."""
+    first = bisect_left(folder.judged, place)
+    found = folder.judged[first] if first < len(folder.judged) else ""
+    return found.startswith(place) if place.endswith("/") else found == place
 
 
-def _opened(found: list[_Found], elsewhere: Collection[str]) -> list[_Found]:
-    """Those that the safe reader opens."""
-    unknown = [item for item in found if item.family is None and may_be_pickle(item.name)][:_UNKNOWN_LIMIT]
-    chosen = {item.label for item in unknown}
-    return [
-        item
-        for item in found
-        if item.label not in elsewhere
-        and (item.label in chosen or (item.family is not None and item.family.content != "other"))
-        and item.folder.look_at(item.name)[0] in READABLE
-    ]
+def _listed(folder: Folder, prefix: str, names: Collection[str]) -> Iterator[_Found]:
+    for name in names:
+        yield _Found(folder, name, printable(prefix + name), family_of(name), folder.entries[name].size)
+    for name, what in folder.entries.strange.items():
+        yield _Found(folder, name, printable(prefix + name), family_of(name), what=what)
+
+
+def _is_opened(item: _Found) -> bool:
+    """Whether the safe reader opens what is called so, here or in the loader that took it."""
+    if item.label.endswith("/"):
+        return False
+    if item.family is None:
+        return may_be_pickle(item.name)
+    return item.family.content != "other" or item.label in _READ_ELSEWHERE
+
+
+def _unopened(item: _Found) -> Problem:
+    what = item.what or "gone since the folder was listed"
+    sentence = f"{item.label} is {what}, so ckptlint did not read it"
+    return Problem("unread", item.label, sentence, why=f"{_RESUME}, and nobody knows what it finds there")
+
+
+def _left_out(late: list[_Found]) -> Problem:
+    names = ", ".join(item.label for item in late[:_SHOWN]) + (", ..." if len(late) > _SHOWN else "")
+    sentence = f"{plural(len(late), 'file')} beside the tensors {'was' if len(late) == 1 else 'were'} not read: {names}"
+    why = f"those before took the {_BYTES_LIMIT // 1024**3} GiB that are read of such files together"
+    return Problem("unread", late[0].label, sentence, why=why, hint="name them one by one to have them judged")
+
+
+def _read_within_limits(opened: list[_Found]) -> list[_Read]:
+    """What the files say, in their order, up to the one with which the bytes for all of them are used up."""
+    try:
+        return isolated(partial(_read_all, opened, 0), min(sum(map(_input_bytes, opened)), _BYTES_LIMIT))[0]
+    except LimitError:
+        read: list[_Read] = []
+        spent = 0
+        for item in opened:
+            if spent > _BYTES_LIMIT:
+                break
+            try:
+                own, spent = isolated(partial(_read_all, [item], spent), _input_bytes(item))
+                read += own
+            except LimitError as error:
+                problem = from_error(error, item.label, why=_RESUME)
+                read.append((_told(item, _state_of(item, ())), [problem] if item.family else []))
+                spent += _input_bytes(item)
+        return read
 
 
 def _input_bytes(item: _Found) -> int:
-    return min(item.size, _PLAIN_LIMIT)
+    return max(min(item.size, _PLAIN_LIMIT), _LEAST)
 
 
 def _state_of(item: _Found, elsewhere: Collection[str]) -> StepFileState:
@@ -147,11 +205,32 @@ def _told(item: _Found, state: StepFileState, step: int | None = None) -> StepFi
     return StepFile(item.label, item.family.name if item.family else "", state, item.size, step, folder_step)
 
 
-def _read_all(found: list[_Found]) -> dict[str, tuple[StepFile, list[Problem]]]:
-    return {item.label: _read(item) for item in found}
+def _read_all(found: list[_Found], spent: int) -> tuple[list[_Read], int]:
+    """What the files say, and how many bytes were spent then, of which `spent` were before."""
+    told: list[_Read] = []
+    for item in found:
+        if spent > _BYTES_LIMIT:
+            break
+        folder, counts = _counted_reads(item.folder)
+        told.append(_read(replace(item, folder=folder)))
+        spent += max(sum(counts), _LEAST)
+    return told, spent
 
 
-def _read(item: _Found) -> tuple[StepFile, list[Problem]]:
+def _counted_reads(folder: Folder) -> tuple[Folder, list[int]]:
+    """The same folder, and the bytes of each read from it."""
+    view, counts = copy(folder), list[int]()
+
+    def spans(name: str, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
+        data = folder.spans(name, wanted)
+        counts.append(sum(map(len, data)))
+        return data
+
+    view.__dict__["spans"] = spans
+    return view, counts
+
+
+def _read(item: _Found) -> _Read:
     """What a file says, and what is wrong with it; one whose name tells nothing need not be a pickle."""
     try:
         if item.family is not None and item.family.content == "json":
@@ -231,19 +310,20 @@ def lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
     """Why per-rank metadata is partial ("" when it is whole) and the problem to report for it."""
     present = {int(m[1]) for name in folder.files_beside() if (m := RANK_METADATA.fullmatch(name))}
     payload = {int(m[1]) for name in folder.files() if (m := PAYLOAD_RANK.fullmatch(name))}
-    lost = sorted(set(range(max(present | payload) + 1)) - present)
+    lost = max(present | payload) + 1 - len(present)
     if not lost:
         return "", []
-    names = ", ".join(f"__{rank}.metadata" for rank in lost[:8]) + (", ..." if len(lost) > 8 else "")
+    first = islice((rank for rank in count() if rank not in present), min(lost, _SHOWN))
+    names = ", ".join(f"__{rank}.metadata" for rank in first) + (", ..." if lost > _SHOWN else "")
     problem = Problem(
         "incomplete",
         names,
-        f"{names} {'is' if len(lost) == 1 else 'are'} missing; {plural(len(present), 'other rank')} wrote "
+        f"{names} {'is' if lost == 1 else 'are'} missing; {plural(len(present), 'other rank')} wrote "
         f"{'its own' if len(present) == 1 else 'their own'}",
         why="with use_collectives=False each rank describes only its own chunks, so what these ranks held is lost",
         hint="copy the files again from the node of these ranks, or go back to a complete step",
     )
-    return f"the metadata of {len(lost)} of {len(lost) + len(present)} ranks is missing", [problem]
+    return f"the metadata of {lost:,} of {lost + len(present):,} ranks is missing", [problem]
 
 
 def leftover_files(folder: Folder) -> list[Problem]:

@@ -184,7 +184,17 @@ class StepFile:
 
 
 ProblemKind = Literal[
-    "unsafe", "unreadable", "limit", "unsupported", "incomplete", "container", "note", "crashed", "unused", "view"
+    "unsafe",
+    "unreadable",
+    "unread",
+    "limit",
+    "unsupported",
+    "incomplete",
+    "container",
+    "note",
+    "crashed",
+    "unused",
+    "view",
 ]
 
 
@@ -193,16 +203,17 @@ class Problem:
     """What a loader could not take at face value; a SAF or COM rule turns it into a finding.
 
     Attributes:
-        kind: `unsafe` SAF001, `unreadable` SAF002, `limit` SAF003, `unsupported` SAF004, `incomplete` COM001,
-            `container` PAY013, `note` an info of SAF001, `crashed` LNT002 (made by the engine),
-            `unused` LNT001 (made where ignores are applied), `view` LIV301 (made by `ckptlint live`).
+        kind: `unsafe` SAF001, `unreadable` SAF002, `unread` a warning of SAF002 that makes the verdict incomplete,
+            `limit` SAF003, `unsupported` SAF004, `incomplete` COM001, `container` PAY013, `note` an info of SAF001,
+            `crashed` LNT002 (made by the engine), `unused` LNT001 (made where ignores are applied), `view` LIV301 (made
+            by `ckptlint live`).
         file: the file it lies in, relative to the checkpoint.
         message: one sentence.
         detail: lines shown below it (the opcodes of a refused call).
         hint: what to do.
         fqn: the key concerned, if one is.
         blocks: whether the description of the tensors, or of a file's tensors, is missing because of it.
-        beside: whether the unsupported thing lies beside a checkpoint that is checked.
+        beside: whether what is unsupported or unreadable lies beside a checkpoint that loads without it.
         unknown: the names it is about, where a user who knows their packages may vouch for them.
     """
 

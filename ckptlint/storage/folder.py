@@ -47,6 +47,7 @@ class Folder(ABC):
         is_near: whether a small read costs next to nothing; otherwise each is a request.
         linked_to: where the link leads, out of its run, by which the folder was found; "" otherwise.
         strays: sentences on the links beside it that were not followed.
+        judged: the `place` of each checkpoint that is judged together with it, in order.
 
     Raises:
         AccessError: the operating system, a store or the network refused; every method may raise it.
@@ -57,11 +58,19 @@ class Folder(ABC):
     is_near = True
     linked_to = ""
     strays: tuple[str, ...] = ()
+    judged: tuple[str, ...] = ()
 
     @property
     @abstractmethod
     def display(self) -> str:
         """The path or URL as text that is safe to print, without credentials; of a part with the part's name."""
+
+    @property
+    def place(self) -> str:
+        """`display` of the whole folder, of which it may show a part."""
+        view = copy(self)
+        view.part = ""
+        return view.display
 
     @cached_property
     def facts(self) -> dict[Hashable, Any]:
@@ -79,6 +88,16 @@ class Folder(ABC):
         view.__dict__.pop("facts", None)
         # each kind of folder keeps its listing as a cached property
         view.__dict__["entries"] = self.entries.without(hidden)
+        return view
+
+    def only(self, name: str) -> Folder:
+        """The same folder with one of its files in view."""
+        return self.without({*self.entries, *self.entries.strange} - {name}, name)
+
+    def judged_with(self, places: tuple[str, ...]) -> Folder:
+        """The same folder, beside which the checkpoints in these places are judged."""
+        view = copy(self)
+        view.judged = places
         return view
 
     @property
@@ -121,7 +140,7 @@ class Folder(ABC):
     @property
     @abstractmethod
     def entries(self) -> Listing:
-        """What lies directly in the folder, by name, in order. Links that lead nowhere are left out.
+        """What lies directly in the folder, by name, in order.
 
         Raises:
             NothingToCheckError: there is no such folder.

@@ -26,12 +26,14 @@ class FolderEntry(NamedTuple):
         is_folder: whether it is a folder, links followed.
         mtime: seconds since the epoch; 0 on a store, which knows only when a file was uploaded.
         is_link: whether the name is a link.
+        what: what lies there that is neither a file nor a folder, in words; "" for these.
     """
 
     size: int
     is_folder: bool
     mtime: float = 0.0
     is_link: bool = False
+    what: str = ""
 
 
 class Listing(Mapping[str, FolderEntry]):
@@ -41,24 +43,35 @@ class Listing(Mapping[str, FolderEntry]):
         payload: bytes [n], in order, the names of the plain payload files (`__0_0.distcp`): no links, and the name is
             safe to open, printable as it is, and no litter.
         size, mtime: int64 [n] and float64 [n], their bytes and times.
-        others: all else.
+        others: all other files and folders.
+        strange: name -> what lies there that nobody may open, in words: a pipe, a device, a link that leads nowhere.
+            They are named, and no part of the mapping.
     """
 
     def __init__(
-        self, payload: npt.NDArray[Any], size: IntArray, mtime: npt.NDArray[Any], others: dict[str, FolderEntry]
+        self,
+        payload: npt.NDArray[Any],
+        size: IntArray,
+        mtime: npt.NDArray[Any],
+        others: dict[str, FolderEntry],
+        strange: dict[str, str],
     ) -> None:
         self.payload = payload
         self.size = size
         self.mtime = mtime
         self.others = others
+        self.strange = strange
 
     @classmethod
     def of(cls, found: Iterable[tuple[str, FolderEntry]]) -> Listing:
         """A listing of these names, which may come in any order."""
         parts: list[npt.NDArray[Any]] = [np.zeros(0, "S1")]
         names: list[str] = []
-        size, mtime, others = array("q"), array("d"), {}
+        size, mtime, others, strange = array("q"), array("d"), {}, {}
         for name, entry in found:
+            if entry.what:
+                strange[name] = entry.what
+                continue
             if entry.is_folder or entry.is_link or not _PLAIN.fullmatch(name):
                 others[name] = entry
                 continue
@@ -71,7 +84,9 @@ class Listing(Mapping[str, FolderEntry]):
         payload = np.concatenate([*parts, np.array(names, "S")])
         order = np.argsort(payload)
         sizes, mtimes = np.frombuffer(size, np.int64), np.frombuffer(mtime, np.float64)
-        return cls(payload[order], sizes[order], mtimes[order], {name: others[name] for name in sorted(others)})
+        return cls(
+            payload[order], sizes[order], mtimes[order], dict(sorted(others.items())), dict(sorted(strange.items()))
+        )
 
     def without(self, hidden: Collection[str], rows: IntArray | None = None) -> Listing:
         """The listing without some names, and without some rows of `payload`."""
@@ -81,7 +96,8 @@ class Listing(Mapping[str, FolderEntry]):
             kept[rows] = False
         kept = kept[:-1]
         others = {name: entry for name, entry in self.others.items() if name not in hidden}
-        return Listing(self.payload[kept], self.size[kept], self.mtime[kept], others)
+        strange = {name: what for name, what in self.strange.items() if name not in hidden}
+        return Listing(self.payload[kept], self.size[kept], self.mtime[kept], others, strange)
 
     def positions(self, names: Sequence[str]) -> IntArray:
         """int64 [n], where each name is in `payload`; -1 for all others."""

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from ckptlint.vocabulary.litter import is_litter
+
 Content = Literal["pickle", "perhaps pickle", "json", "other"]
 """How a file is read: as a pickle, alone or in an archive of torch.save, or if it is one; as JSON; not at all."""
 
@@ -70,7 +72,7 @@ FAMILIES = (
     _family(
         "tracker", "other", r"latest(_checkpointed_iteration\.txt|_universal)?|(dlrover_latest|newest_checkpoint)\.txt"
     ),
-    _family("settings", "other", r".*\.(json5?|ya?ml|toml|ini|cfg|args|hydra)|\.hydra|modelopt_state"),
+    _family("settings", "other", r".*\.(json5?|ya?ml|toml|ini|cfg|args|hydra)"),
     _family(
         "text",
         "other",
@@ -80,19 +82,26 @@ FAMILIES = (
     _family("mark", "other", r"_SUCCESS|\.?(done|complete|finished|success)|\.validated|.*-unfinished"),
 )
 
+LITTER = _family("left by other tools", "other", "")
+OTHER_STEP = _family("another step", "other", "")
+"""Families that no pattern tells: `is_litter` does, and the number in the name of a folder."""
+
 _PICKLES = re.compile(r".+\.(pt|pth|pkl|pickle|bin|ckpt|p|pck|joblib|dill)", re.IGNORECASE | re.DOTALL)
 _FOLDERS = re.compile(
-    r"\..+|runs?|logs?|wandb|tensorboard|tb_logs|mlruns|lightning_logs|__pycache__|code|src|assets|images|figures"
+    r"\.(?!hf_metadata).+|runs?|logs?|wandb|tensorboard|tb_logs|mlruns|lightning_logs|__pycache__|code|src|assets|images|figures"
 )
 
 
 def family_of(name: str) -> Family | None:
     """The family that a file's name tells, the path to it aside; None for a name that tells nothing.
 
-    >>> family_of("rng_state_3.pth").name, family_of("checkpoint.whatever")
-    ('random state', None)
+    >>> family_of("rng_state_3.pth").name, family_of("checkpoint.whatever"), family_of("README.pt")
+    ('random state', None, None)
     """
-    return next((family for family in FAMILIES if family.pattern.fullmatch(name)), None)
+    if is_litter(name):
+        return LITTER
+    found = next((family for family in FAMILIES if family.pattern.fullmatch(name)), None)
+    return None if found is not None and found.content == "other" and may_be_pickle(name) else found
 
 
 def number_of(name: str) -> tuple[Family, int] | None:

@@ -354,6 +354,198 @@ def test_an_adapter_without_tensors_is_no_pass(step: Path) -> None:
     assert codes(ckptlint.check(step / "adapter_model.safetensors"), "error") == {"COM011"}
 
 
+# ---------------------------------------------------------------- what is not read is named
+
+
+def dcp_step(folder: Path) -> Path:
+    import torch.distributed.checkpoint as writer
+
+    writer.save({"w": torch.ones(4)}, checkpoint_id=str(folder), no_dist=True)
+    return folder
+
+
+def states(report: Any) -> dict[str, str]:
+    return {file.name: file.state for part in report.checkpoints for file in part.checkpoint.step_files}
+
+
+@pytest.mark.parametrize("mark", ["common.pt", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["extra", "weights", "extra/weights", "modelopt_state"])
+def test_a_folder_with_a_part_of_a_save_is_read_too(tmp_path: Path, name: str, mark: str) -> None:
+    below = dcp_step(tmp_path / "step-10") / name
+    below.mkdir(parents=True)
+    torch.save({"modelopt_version": "0.31.0"}, below / mark)
+    report = ckptlint.check(tmp_path / "step-10")
+    named = f"{name}/" if "/" in name else f"{name}/{mark}"
+    assert (found(report), states(report)) == ([], {named: "read" if named.endswith(".pt") else "unknown"})
+    if "/" not in name:
+        archived(below / "optimizer.pt")
+        assert codes(ckptlint.check(tmp_path / "step-10")) == {"SAF001"}
+
+
+def test_hostile_common_state_below_a_step_is_told(tmp_path: Path) -> None:
+    step = dcp_step(tmp_path / "step-10")
+    (step / "modelopt_state").mkdir()
+    archived(step / "modelopt_state" / "common.pt")
+    dcp_step(step / "modelopt_state" / "weights")
+    report = ckptlint.check(step)
+    assert [(item.code, item.finding.at.file) for item in report.diagnostics] == [
+        ("SAF001", "modelopt_state/common.pt")
+    ]
+
+
+def test_folders_that_are_not_looked_into_are_named(step: Path) -> None:
+    for name in ("code", ".cache", "runs", "checkpoint-400", "tokenizer/deeper/deepest"):
+        (step / name).mkdir(parents=True)
+    (step / "outside").symlink_to("/")
+    report = ckptlint.check(step)
+    assert found(report) == []
+    told = {name: state for name, state in states(report).items() if name.endswith("/")}
+    assert told == {
+        ".cache/": "unknown", "checkpoint-400/": "known", "code/": "unknown", "outside/": "unknown",
+        "runs/": "unknown", "tokenizer/deeper/": "unknown",
+    }  # fmt: skip
+
+
+def test_litter_is_named_as_such(step: Path) -> None:
+    (step / ".DS_Store").write_bytes(b"1")
+    file = next(file for file in ckptlint.check(step).checkpoints[0].checkpoint.step_files if file.name == ".DS_Store")
+    assert (file.family, file.state) == ("left by other tools", "known")
+
+
+def test_all_of_many_files_of_unknown_names_are_read(step: Path) -> None:
+    for rank in range(1024):
+        (step / f"something_rank_{rank}.pt").write_bytes(pickle.dumps({"rank": rank}))
+    report = ckptlint.check(step)
+    assert (found(report), report.exit_code) == ([], 0)
+    assert sum(name.startswith("something") and state == "read" for name, state in states(report).items()) == 1024
+    pickled(step / "zz.pt")
+    assert codes(ckptlint.check(step)) == {"SAF001"}
+
+
+def test_files_beyond_the_bytes_that_are_read_make_the_verdict_incomplete(
+    step: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptlint.loaders.step_files._BYTES_LIMIT", 2**20)
+    for number in range(40):
+        (step / f"mine_{number:02}.pt").write_bytes(pickle.dumps({"number": number}))
+    pickled(step / "zz.pt")
+    report = ckptlint.check(step)
+    ((code, level, sentence),) = found(report)
+    assert (code, level, report.exit_code) == ("SAF002", "warning", 4)
+    # the files whose names are known count first
+    assert sentence.startswith("30 files beside the tensors were not read: mine_11.pt, ")
+    assert sum(state == "unknown" for state in states(report).values()) == 30
+
+
+def test_two_files_of_one_label_do_not_hide_each_other(tmp_path: Path) -> None:
+    inner = tmp_path / "checkpoint-5" / "global_step5"
+    dcp_step(inner / "model")
+    torch.save({"a": 1}, inner / "mine.pt")
+    archived(tmp_path / "checkpoint-5" / "mine.pt")
+    assert codes(ckptlint.check(tmp_path / "checkpoint-5")) == {"SAF001"}
+    torch.save({"a": 1}, tmp_path / "checkpoint-5" / "mine.pt")
+    archived(inner / "mine.pt")
+    assert codes(ckptlint.check(tmp_path / "checkpoint-5")) == {"SAF001"}
+
+
+def _socket(path: Path) -> None:
+    import socket
+
+    here = Path.cwd()
+    os.chdir(path.parent)  # the path of a socket is short
+    try:
+        socket.socket(socket.AF_UNIX).bind(path.name)
+    finally:
+        os.chdir(here)
+
+
+UNOPENED: dict[str, Callable[[Path], None]] = {
+    "a pipe": lambda path: os.mkfifo(path),
+    "a socket": _socket,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link that leads nowhere": lambda path: path.symlink_to("gone"),
+    "a folder": lambda path: path.mkdir(),
+}
+
+
+@pytest.mark.parametrize("what", UNOPENED)
+@pytest.mark.parametrize("name", ["optimizer.pt", "config.json", "mine.pkl", "trainer_state.json"])
+def test_what_cannot_be_opened_makes_the_verdict_incomplete(step: Path, name: str, what: str) -> None:
+    if (what, name) in (("a folder", "mine.pkl"), ("a folder", "config.json")):
+        return
+    (step / name).unlink(missing_ok=True)
+    UNOPENED[what](step / name)
+    report = ckptlint.check(step)
+    assert (report.exit_code, report.verdict) == (4, "incomplete")
+    assert [(code, level) for code, level, _ in found(report)] == [("SAF002", "warning")]
+    assert f"{name} is {what}" in run(step).stdout.replace("\n    ", " ")
+
+
+def test_what_cannot_be_opened_under_other_names_is_named(step: Path) -> None:
+    (step / "README.md").unlink()
+    (step / "README.md").symlink_to("gone")
+    os.mkfifo(step / "what.xyz")
+    report = ckptlint.check(step)
+    assert (found(report), report.exit_code) == ([], 0)
+    assert (states(report)["README.md"], states(report)["what.xyz"]) == ("known", "unknown")
+
+
+DAMAGE = {
+    "cut": b'{"model_type": "llama", ',
+    "empty": b"",
+    "zeroed": bytes(4096),
+    "a list": b"[]",
+    "no text": b"\xff{}",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_configuration_is_an_error_where_a_load_needs_it(step: Path, tmp_path: Path, damage: str) -> None:
+    trained, adapter = dcp_step(tmp_path / "step-10"), tmp_path / "adapter"
+    adapter.mkdir()
+    factors = {f"base_model.model.q.lora_{name}.weight": torch.ones(4, 4) for name in "AB"}
+    safetensors.save_file(factors, adapter / "adapter_model.safetensors")
+    exported = tmp_path / "exported"
+    exported.mkdir()
+    torch.save({"w": torch.ones(3)}, exported / "pytorch_model.bin")
+    for folder, level in ((step, "error"), (exported, "error"), (trained, "warning"), (adapter, "warning")):
+        (folder / "config.json").write_bytes(DAMAGE[damage])
+        report = ckptlint.check(folder)
+        ((severity, sentence),) = [(how, text) for code, how, text in found(report) if code == "SAF002"]
+        assert (severity, report.exit_code) == (level, int(level == "error"))
+        assert sentence.startswith("config.json is damaged: it ")
+
+
+@pytest.mark.parametrize("number", [999_999_999, 10**30])
+def test_sets_with_absurd_numbers_do_not_pass(tmp_path: Path, number: int) -> None:
+    states = {"optimizer_state_dict": {}}
+    for name in ("zero_pp_rank_0", f"zero_pp_rank_{number}"):
+        (tmp_path / "zero").mkdir(exist_ok=True)
+        torch.save(states, tmp_path / "zero" / f"{name}_mp_rank_00_optim_states.pt")
+    (tmp_path / "verl").mkdir()
+    torch.save({"w": torch.ones(3)}, tmp_path / "verl" / f"model_world_size_{number}_rank_0.pt")
+    for name in ("zero", "verl"):
+        assert codes(ckptlint.check(tmp_path / name), "error") == {"SAF003"}
+    (tmp_path / "verl" / f"model_world_size_{number}_rank_0.pt").unlink()
+    for name in ("model_world_size_1_rank_0.pt", f"model_world_size_1_rank_{number}.pt"):
+        torch.save({"w": torch.ones(3)}, tmp_path / "verl" / name)
+    assert codes(ckptlint.check(tmp_path / "verl"), "error", "warning") == {"SAF002"}
+
+
+def test_metadata_of_a_rank_that_no_job_has_is_told(tmp_path: Path) -> None:
+    step = dcp_step(tmp_path / "step-10")
+    (step / "__0.metadata").write_bytes((step / ".metadata").read_bytes())
+    (step / ".metadata").rename(step / "__999999999.metadata")
+    assert "COM001" in codes(ckptlint.check(step), "error")
+
+
+def test_a_grid_of_folders_that_no_job_has_is_told(tmp_path: Path) -> None:
+    for name in ("mp_rank_00", "mp_rank_99999_99999_99999"):
+        (tmp_path / name).mkdir()
+        torch.save({"model": {"w": torch.ones(3)}}, tmp_path / name / "model_optim_rng.pt")
+    assert codes(ckptlint.check(tmp_path), "error") == {"SAF003"}
+
+
 # ---------------------------------------------------------------- litter
 
 

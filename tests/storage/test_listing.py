@@ -18,13 +18,22 @@ NAMES = st.one_of(
     st.text(st.sampled_from("aAß_.0\x1b/\\:~\ud800"), min_size=1, max_size=4).map(lambda name: f"{name}.distcp"),
     st.sampled_from([".metadata", "A_0.distcp", "a_0.distcp", "x" * 200 + ".distcp", "._a.distcp", "folder"]),
 )
-ENTRIES = st.builds(FolderEntry, st.integers(0, 2**40), st.booleans(), st.floats(0, 2**31), st.booleans())
+ENTRIES = st.builds(
+    FolderEntry,
+    st.integers(0, 2**40),
+    st.booleans(),
+    st.floats(0, 2**31),
+    st.booleans(),
+    st.sampled_from(["", "a pipe"]),
+)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(NAMES, ENTRIES), st.lists(NAMES), st.sets(NAMES))
 def test_it_is_a_mapping_in_order_of_name(entries: dict[str, FolderEntry], asked: list[str], hidden: set[str]) -> None:
     listing = Listing.of(entries.items())
+    assert listing.strange == {name: entry.what for name, entry in entries.items() if entry.what}
+    entries = {name: entry for name, entry in entries.items() if not entry.what}
     assert list(listing.items()) == sorted(entries.items()) and len(listing) == len(entries)
     assert [listing.get(name) for name in asked] == [entries.get(name) for name in asked]
     names = listing.payload_names()

@@ -17,15 +17,15 @@ Shapes = list[dict[str, tuple[int, ...]]]
 """For each group of parameters: name -> shape."""
 
 _NAMES = (
-    ("optimizer", re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<dp>\d{1,6})_mp_rank_(?P<mp>\d{1,6})_?optim_states\.pt")),
-    ("model", re.compile(r"zero_pp_rank_(?P<dp>\d{1,6})_mp_rank_(?P<mp>\d{1,6})_model_states\.pt")),
-    ("model", re.compile(r"mp_rank_(?P<mp>\d{1,6})_model_states\.pt")),
-    ("layer", re.compile(r"layer_(?P<layer>\d{1,6})(?:-model_(?P<tp>\d{1,6}))?-model_states\.pt")),
+    ("optimizer", re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")),
+    ("model", re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")),
+    ("model", re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")),
+    ("layer", re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<tp>\d+))?-model_states\.pt")),
     (
         "expert",
-        re.compile(r"layer_(?P<layer>\d{1,6})_expert_(?P<expert>\d{1,6})_mp_rank_(?P<mp>\d{1,6})_model_states\.pt"),
+        re.compile(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
     ),
-    ("expert optimizer", re.compile(r"expp_rank_(?P<ep>\d{1,6})_mp_rank_(?P<mp>\d{1,6})_optim_states\.pt")),
+    ("expert optimizer", re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")),
 )  # fmt: skip
 """Kinds of files and what their names count; `zero_pp_rank` counts data parallel ranks.
 

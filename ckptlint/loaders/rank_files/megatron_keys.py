@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckptlint.errors import LimitError
 from ckptlint.loaders.rank_files.sets import PICKLE_SHARE
 from ckptlint.model.facts import fact
 from ckptlint.storage.folder import Folder
@@ -139,9 +140,17 @@ def legacy_bytes(folder: Folder) -> int:
 
 
 def sizes_by_names(names: list[str]) -> Sizes:
-    """The smallest grid that these folders fit in, where the arguments say nothing; a second number is a stage."""
+    """The smallest grid that these folders fit in, where the arguments say nothing; a second number is a stage.
+
+    Raises:
+        LimitError: it is larger than any job's.
+    """
     numbers = [tuple(int(n) for n in match.groups() if n is not None) for n in names if (match := _FOLDER.fullmatch(n))]
     axes = [max((own[i] for own in numbers if len(own) > i), default=0) + 1 for i in range(3)]
+    if prod(axes) > _MOST:
+        raise LimitError(
+            f"lies in one of {prod(axes):,} folders of ranks, as their names count; the limit is {_MOST:,}"
+        )
     return Sizes(axes[0], axes[1], 1, axes[2], axes[0])
 
 

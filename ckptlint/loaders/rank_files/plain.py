@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -125,8 +126,9 @@ def read_states(folder: Folder, own: FileSet, look_at_files: bool) -> Checkpoint
     if not readable:
         problems = [replace(problem, blocks=True) for problem in problems] or [no_files(label, absent)]
     tensors, records, storages = columns.made()
-    declared, config, config_problems = read_configs(folder, None)
     is_model = not any(name.startswith("adapter_model") for name in names)
+    is_export = bool(own.index) or any(re.fullmatch(r"pytorch_model(\.\w+)?\.bin", name) for name in names)
+    declared, config, config_problems = read_configs(folder, None, is_model and is_export)
     return Checkpoint(
         path=folder.display,
         format="torch",
@@ -137,7 +139,7 @@ def read_states(folder: Folder, own: FileSet, look_at_files: bool) -> Checkpoint
         declared=declared if is_model else {},
         config=config if is_model else None,
         index=None if places is None else weight_index(printable(own.index), places, total, absent, unread),
-        problems=problems + (config_problems if is_model else []),
+        problems=problems + config_problems,
         readable=readable,
         partial=f"{len(unread)} of {len(files)} files of this model are missing or unreadable" if unread else "",
         metadata_file=label,

@@ -42,7 +42,7 @@ _WEIGHTS = re.compile(
 _INDEX = re.compile(r"(?P<stem>.+)\.bin\.index(?P<variant>\.[^.]+)?\.json")
 
 
-_VERL = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,6})_rank_(\d{1,6})\.pt")
+_VERL = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
 PICKLE_SHARE = 4 * 1024**2
 """Bytes of pickle and directory that are expected of a file, at most."""
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from ckptlint.errors import LimitError
 from ckptlint.formats.torch_file import (
     Mesh,
     Placement,
@@ -54,6 +55,7 @@ from ckptlint.vocabulary.placements import box, runs
 
 _CONFIG = "fsdp_config.json"
 _CONFIG_LIMIT = 65536
+_RANKS_LIMIT = 2**16
 _KINDS = {"model": "model", "optim": "optimizer", "extra_state": "random state"}
 _SAME_SHAPES = 0.9  # of an optimizer's states and the parameters that they are taken for
 
@@ -65,11 +67,14 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
 
     Raises:
         AccessError: the operating system refused a read.
+        LimitError: the names count more ranks than any job has.
     """
     sets = [own for own in file_sets(folder) if own.kind == "verl"]
     own = _chosen(folder, sets)
     problems: list[Problem] = []
     world = verl_name(own.files[0])[1]
+    if world > _RANKS_LIMIT:
+        raise LimitError(f"counts {world:,} ranks in its name, the limit is {_RANKS_LIMIT:,}")
     files = {verl_name(name)[::2]: name for name in own.files}
     kinds = [kind for kind in _KINDS if any(found == kind for found, _ in files)]
     reading = _Reading(folder, world)
@@ -99,7 +104,7 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
     )
     reading.judge()
     tensors, records, storages = reading.columns.made()
-    problems += _leftovers(sets, own)
+    problems += _leftovers(sets, own) + _beyond(folder)
     if (said := _said_world(folder)) not in (None, world):
         reading.disagree("world size", {str(world): [file.name for file in told], str(said): [_CONFIG]})
     declared, config, config_problems = read_configs(folder, None)
@@ -173,6 +178,23 @@ def _leftovers(sets: list[FileSet], own: FileSet) -> list[Problem]:
         )
         for other in sets
         if other is not own
+    ]
+
+
+def _beyond(folder: Folder) -> list[Problem]:
+    """Files of ranks that the world in their own name does not have."""
+    named = ((printable(name), *verl_name(name)[1:]) for name in folder.files_beside() if verl_name(name)[0])
+    return [
+        Problem(
+            "unreadable",
+            label,
+            f"{label} is named for rank {rank:,} of {world:,}, and there is none",
+            why="no load asks for it, so what it holds belongs to another file or to none",
+            hint="compare it with the files of the node that wrote it",
+            beside=True,
+        )
+        for label, world, rank in named
+        if rank >= world
     ]
 
 
