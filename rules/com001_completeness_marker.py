@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
@@ -15,7 +16,8 @@ def completeness_marker(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         Payload files come with `.metadata`, or with the `__N.metadata` of every rank. A Megatron-Core torch_dist
         checkpoint also has `metadata.json` and its common state (`common.pt`, or the entry `common_state/shard_0_1`
-        from 0.19 on). No `.metadata.tmp` is newer than `.metadata`.
+        from 0.19 on). No `.metadata.tmp` is newer than `.metadata`: a warning where all payload files are of the later
+        save, a note where none is.
     Why it matters:
         Each of these files is written last in its stage, so the save or the copy did not finish.
     Usual causes:
@@ -26,4 +28,6 @@ def completeness_marker(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.dist_checkpointing.serialization.save
     """
-    yield from map(Finding.of_problem, ckpt.problems_of("incomplete"))
+    for problem in ckpt.problems_of("incomplete"):
+        finding = Finding.of_problem(problem)
+        yield replace(finding, severity=Severity.WARNING) if problem.beside else finding

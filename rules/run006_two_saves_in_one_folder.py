@@ -10,67 +10,98 @@ from collections.abc import Iterator
 from ckptlint.analysis.inventory import State, inventory_of
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
-from ckptlint.model import Checkpoint
+from ckptlint.geometry.two_saves import replaced_files
+from ckptlint.model import Checkpoint, PayloadTable
+from ckptlint.model.text import human_duration
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FORMS
 
 _LARGEST = 2_000_000
 
 
-@rule("RUN006", "two-saves-in-one-folder", Severity.WARNING, needs=Depth.HEADERS)
+@rule("RUN006", "two-saves-in-one-folder", Severity.ERROR, needs=Depth.FILES)
 def two_saves_in_one_folder(ckpt: Checkpoint) -> Iterator[Finding]:
-    """The optimizer's step differs from file to file: the folder holds files of two saves.
+    """Payload files are of another save than `.metadata`, by their times or by the optimizer's step in them.
 
     What it checks:
-        The scalar `step` that Adam keeps for each parameter is the same in all files, by the CRC-32 of its record.
-        Parameters that lag behind because they got no gradient, were frozen or were reset differ within one file, or
-        from layer to layer; that is fine.
+        No payload file is much younger than `.metadata`, which a save writes last, while the others lie close before
+        it. At depth headers: the scalar `step` that Adam keeps for each parameter is the same in all files, by the
+        CRC-32 of its record. Parameters that lag behind because they got no gradient, were frozen or were reset differ
+        within one file, or from layer to layer; that is fine. It is an error where times and steps tell the same files
+        apart.
     Why it matters:
         The files belong to different moments of the training, and a load mixes them without an error.
     Usual causes:
-        A save into a folder that held an older step, an interrupted copy over an older one, or a rank that staged its
-        data late.
+        A job saved again into this folder and was killed before it wrote `.metadata`; an interrupted copy over an older
+        step; a rank that staged its data late. Times alone look the same if somebody fetched single files again later.
     How to fix:
         Copy the files of one save again from where they were written, or resume from another step.
     See:
-        torch.optim.Adam: `step` is a tensor for each parameter
+        torch.distributed.checkpoint.FileSystemWriter.finish; torch.optim.Adam: `step` is a tensor for each parameter
     """
-    payload = ckpt.payload
-    if payload is None:
-        raise NotApplicable("the records were not read")
+    torn = None if any(p.kind == "incomplete" for p in ckpt.problems) else replaced_files(ckpt)
+    if ckpt.payload is None and torn is None:
+        raise NotApplicable("no payload file is much younger than .metadata, and the records were not read")
+    groups = _by_step(ckpt, ckpt.payload) if ckpt.payload is not None else []
+    young = {ckpt.files[file].name for file in torn.files} if torn is not None else set()
+    if groups:
+        yield _steps_differ(groups, young)
+    elif torn is not None:
+        names = sorted(young)
+        are, pause = "is" if len(names) == 1 else "are", human_duration(torn.pause)
+        yield Finding(
+            f"files of two saves: {_some(names)} {are} {pause} younger than .metadata and the other files",
+            at=Location(file=names[0], ranks=_ranks(names)),
+            missing=("times",),
+            severity=Severity.WARNING,
+            why=".metadata is written last, so a later save into this folder replaced these files and never finished",
+            hint="load another step; if somebody fetched these files again later, compare them with their source",
+            inferred_from="the times of the files",
+        )
+
+
+def _by_step(ckpt: Checkpoint, payload: PayloadTable) -> list[tuple[str, list[str]]]:
+    """The optimizer's steps, with the files that hold each, the most files first; none where no save looks mixed."""
     steps = [state for state in inventory_of(ckpt).states if state.what == "step" and state.tensor.volume == 1]
     found = [(state, int(state.tensor.chunks.record[0])) for state in steps if len(state.tensor.chunks) == 1]
     known = [(state, row, int(payload.crc[row])) for state, row in found if row >= 0 and payload.crc[row] > 0]
-    if not known:
-        raise NotApplicable("no step of a parameter is stored with a checksum")
     by_file: dict[int, set[int]] = defaultdict(set)
     by_layer: dict[object, set[int]] = defaultdict(set)
-    lead: dict[int, tuple[State, int]] = {}
+    lead: dict[int, State] = {}
     for state, row, crc in known:
         by_file[int(ckpt.records.file[row])].add(crc)
         key = state.param.key if state.param else None
         by_layer[(key.scope, key.block, key.layer) if key else None].add(crc)
-        lead.setdefault(crc, (state, int(ckpt.records.file[row])))
+        lead.setdefault(crc, state)
     if len(lead) < 2 or any(len(values) > 1 for values in by_file.values()):
-        return
+        return []
     if all(len(values) == 1 for values in by_layer.values()):
-        return
+        return []
     files: dict[int, list[str]] = defaultdict(list)
     for file, values in by_file.items():
         files[next(iter(values))].append(ckpt.files[file].name)
     told = sorted(files.items(), key=lambda pair: -len(pair[1]))
-    crc, names = told[-1]
-    yield Finding(
-        f"files of two saves: the optimizer's step in {_some(names)} differs from the other files",
-        at=Location(
-            file=sorted(names)[0],
-            ranks=tuple(sorted({rank for name in names if (rank := rank_of(name)) is not None})),
-        ),
+    return [(_value(lead[crc].tensor.dtype, crc), names) for crc, names in told]
+
+
+def _steps_differ(groups: list[tuple[str, list[str]]], young: set[str]) -> Finding:
+    """Files that differ by step; an error where their times tell them apart too."""
+    names = groups[-1][1]
+    is_sure = any(young and young >= set(group) for _, group in groups)
+    also = ", as their times do" if is_sure else ""
+    return Finding(
+        f"files of two saves: the optimizer's step in {_some(names)} differs from the other files{also}",
+        at=Location(file=sorted(names)[0], ranks=_ranks(names)),
         missing=("steps",),
-        notes=tuple(("step", f"{_value(lead[c][0].tensor.dtype, c)} in {_some(group)}") for c, group in told[:4]),
+        severity=None if is_sure else Severity.WARNING,
+        notes=tuple(("step", f"{value} in {_some(group)}") for value, group in groups[:4]),
         hint="compare the times of these files with the others', and copy the files of one save again",
-        inferred_from="the optimizer's step in each file",
+        inferred_from="the optimizer's step in each file" + (" and the times of the files" if is_sure else ""),
     )
+
+
+def _ranks(names: list[str]) -> tuple[int, ...]:
+    return tuple(sorted({rank for name in names if (rank := rank_of(name)) is not None}))
 
 
 def _some(names: list[str]) -> str:

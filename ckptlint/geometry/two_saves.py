@@ -20,6 +20,8 @@ _FORMATS = ("dcp-safetensors", "dcp-per-rank")
 
 _TENSORS, _ROWS, _NAMED = 64, 16, 2
 _APART = 2.0  # seconds between two saves, at least
+_PAUSE, _LONGER = 60.0, 4.0  # seconds that clocks of nodes may differ; how much longer than either part a pause is
+_COPIED = 1e6  # bytes a second of a slow copy
 _COUNT = re.compile(r"-of-(\d+)\.safetensors$")
 
 
@@ -82,7 +84,7 @@ def _conflicts(ckpt: Checkpoint) -> tuple[set[tuple[int, int]], list[Tensor]]:
 
 def _older_by_time(ckpt: Checkpoint, used: set[int]) -> set[int]:
     """The files before the longest pause between two that follow each other."""
-    times = sorted((ckpt.times.get(ckpt.files.names[number], 0.0), number) for number in used)
+    times = sorted((_time(ckpt, number), number) for number in used)
     pauses = np.diff([moment for moment, _ in times])
     if not len(pauses) or times[0][0] <= 0 or pauses.max() < _APART:
         return set()
@@ -101,7 +103,11 @@ def _older_by_count(ckpt: Checkpoint, used: set[int]) -> set[int]:
 
 
 def _written(ckpt: Checkpoint, files: set[int]) -> float:
-    return max(ckpt.times.get(ckpt.files.names[number], 0.0) for number in files)
+    return max(_time(ckpt, number) for number in files)
+
+
+def _time(ckpt: Checkpoint, file: int) -> float:
+    return float(ckpt.times[file]) if len(ckpt.times) else 0.0
 
 
 def _of_save(ckpt: Checkpoint, files: set[int], shared: list[Tensor]) -> FilesOfSave:
@@ -117,6 +123,42 @@ def _tiles(ckpt: Checkpoint, tensor: Tensor, files: IntArray) -> bool:
     layout = tensor.layout
     part = Layout(layout.shape, layout.offsets[kept], layout.sizes[kept])
     return not len(part.outside) and not part.duplicates and part.coverage == Coverage()
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """Files that are so much younger than the others and `.metadata` that a later save may have written them.
+
+    Attributes:
+        files: rows of `Checkpoint.files`.
+        pause: seconds between `.metadata` and the first of them.
+    """
+
+    files: tuple[int, ...]
+    pause: float
+
+
+@fact
+def replaced_files(ckpt: Checkpoint) -> Replaced | None:
+    """What a later save left that was killed before it wrote `.metadata`, as far as times tell; None for anything else.
+
+    A save writes `.metadata` last. So files after it are of another save where all others lie close before it, and the
+    pause is far longer than either part took and than a copy needs for the largest of the young files. A copy in one
+    sweep, or one that a hand resumed, has `.metadata` anywhere, or times without such a pause.
+    """
+    used = distinct(ckpt.records.file)
+    if not len(ckpt.times) or not ckpt.finished or not (ckpt.times[used] > 0).all():
+        return None
+    times = ckpt.times[used]
+    young = times > ckpt.finished + _APART
+    if not young.any() or young.all():
+        return None
+    pause = float(times[young].min()) - ckpt.finished
+    took = max(ckpt.finished - float(times[~young].min()), float(np.ptp(times[young])))
+    largest = int(ckpt.files.size[used[young]].max())
+    if pause < max(_PAUSE, _LONGER * took, largest / _COPIED):
+        return None
+    return Replaced(tuple(used[young].tolist()), pause)
 
 
 def saves_note(ckpt: Checkpoint) -> str:

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.pickle_columns import WORTHWHILE
@@ -93,7 +94,8 @@ def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
         ReaderError: ckptlint itself made a mistake.
     """
     ckpt = _open(folder, look_at_files)
-    ckpt = replace(ckpt, written=folder.newest, times=_times(folder, ckpt))
+    times, finished = _times(folder, ckpt)
+    ckpt = replace(ckpt, written=folder.newest, times=times, finished=finished)
     if folder.linked_to:
         sentence = f"{printable(folder.name)} is a link to {folder.linked_to}, outside the run"
         note = Problem("note", ckpt.metadata_file, sentence, why="a cleanup or another save there changes this step")
@@ -102,11 +104,19 @@ def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
     return with_step_files(folder, ckpt) if look_at_files else ckpt
 
 
-def _times(folder: Folder, ckpt: Checkpoint) -> dict[str, float]:
-    """When the payload files were written, where files of two saves would be read as one."""
-    if ckpt.format not in ("dcp-safetensors", "dcp-per-rank"):
-        return {}
-    return {name: folder.entries[name].mtime for name in ckpt.files.names if name in folder.entries}
+def _times(folder: Folder, ckpt: Checkpoint) -> tuple[npt.NDArray[np.float64], float]:
+    """When the payload files were written, where files of two saves may lie there; and when `.metadata` was."""
+    entries = folder.entries
+    finished = entries[METADATA].mtime if METADATA in entries else 0.0
+    is_torn = 0 < finished < entries.newest_payload
+    if not is_torn and ckpt.format not in ("dcp-safetensors", "dcp-per-rank"):
+        return np.zeros(0), finished
+    names = list(ckpt.files.names)
+    at = entries.positions(names)
+    times = np.where(at >= 0, entries.mtime[at], 0.0) if len(entries.mtime) else np.zeros(len(names))
+    for row in np.flatnonzero(at < 0).tolist():
+        times[row] = entries.others[names[row]].mtime if names[row] in entries.others else 0.0
+    return times, finished
 
 
 def _open(folder: Folder, look_at_files: bool) -> Checkpoint:

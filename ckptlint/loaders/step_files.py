@@ -40,6 +40,7 @@ _PLAIN_LIMIT = 64 * 1024**2
 _BYTES_LIMIT = 4 * 1024**3  # that are read of all these files together
 _LEAST = 64 * 1024  # as which the smallest file counts
 _SHOWN = 8
+_APART = 2.0  # seconds between the files of one save and those of a later one, at least
 _TRAINER_STEP = re.compile(r"checkpoint-(\d{1,18})")  # transformers.trainer_utils.PREFIX_CHECKPOINT_DIR
 _RESUME = "a resume from this step reads it"
 _READ_ELSEWHERE = (COMMON_FILE, CONFIG_FILE, RUN_CONFIG, "config.json", "fsdp_config.json")
@@ -330,15 +331,17 @@ def leftover_files(folder: Folder) -> list[Problem]:
     entries, problems = folder.entries, []
     temporary = ".metadata.tmp"
     if temporary in entries and METADATA in entries and entries[temporary].mtime > entries[METADATA].mtime:
-        problems.append(
-            Problem(
-                "incomplete",
-                temporary,
-                f"{temporary} is newer than {METADATA}: a later save into this folder never finished",
-                why="its payload files may have replaced those that .metadata describes",
-                hint="use another step, or save again into an empty folder",
-            )
-        )
+        sentence = f"{temporary} is newer than {METADATA}: a later save into this folder never finished"
+        is_young = entries.mtime > entries[METADATA].mtime + _APART
+        if is_young.any():
+            why = f"its payload files replaced {'all' if is_young.all() else 'some'} of those that {METADATA} describes"
+            hint = "use another step, or save again into an empty folder"
+            # all of one save: torch loads them, if the layout stayed what it was
+            problem = Problem("incomplete", temporary, sentence, why=why, hint=hint, beside=bool(is_young.all()))
+        else:
+            why = f"it replaced no payload file, so what {METADATA} describes is still there"
+            problem = Problem("note", temporary, sentence, why=why)
+        problems.append(problem)
     if METADATA in entries and (others := [name for name in entries.others if RANK_METADATA.fullmatch(name)]):
         name = others[0]
         problems.append(Problem("note", name, f"{name} lies beside {METADATA} and belongs to another save"))

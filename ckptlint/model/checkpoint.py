@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from ckptlint.model.files import FileTable
 from ckptlint.model.payload import PayloadTable
 from ckptlint.model.plans import SavePlans
@@ -255,7 +258,9 @@ class Checkpoint:
         payload: what the records say; None below depth `headers`.
         seal: what the saving job sealed; None without a seal, and below depth `data`.
         written: when the newest file of its folder was written, seconds since the epoch; 0 where nobody knows.
-        times: payload file -> when it was written, seconds since the epoch, where each file says itself what it holds.
+        times: float64 [n], when each of `files` was written, seconds since the epoch, 0 where nobody knows; empty where
+            no file is younger than `.metadata`, and on a store, which knows uploads alone.
+        finished: when `.metadata` was written, seconds since the epoch; 0 without one, and on a store.
         metadata_hash: BLAKE2b of `.metadata`, as a seal names it; "" without either.
         ranks: what the ranks of a running job hold; None for files.
         rank_files: the files of a checkpoint that is a set of torch files; None elsewhere.
@@ -294,7 +299,8 @@ class Checkpoint:
     seal: Seal | None = None
     metadata_hash: str = ""
     written: float = 0.0
-    times: Mapping[str, float] = field(default_factory=dict)
+    times: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    finished: float = 0.0
     ranks: RankTable | None = None
     rank_files: RankFileSet | None = None
     storages: StorageTable | None = None

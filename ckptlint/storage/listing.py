@@ -111,7 +111,12 @@ class Listing(Mapping[str, FolderEntry]):
     @property
     def newest(self) -> float:
         """The latest of all times; 0 without any."""
-        return max([float(self.mtime.max(initial=0.0)), *(entry.mtime for entry in self.others.values())])
+        return max([self.newest_payload, *(entry.mtime for entry in self.others.values())])
+
+    @property
+    def newest_payload(self) -> float:
+        """The latest time of a plain payload file; 0 without any."""
+        return float(self.mtime.max(initial=0.0))
 
     def __getitem__(self, name: str) -> FolderEntry:
         if name in self.others:

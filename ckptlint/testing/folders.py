@@ -85,6 +85,8 @@ def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
         _write_seal(table, folder)
     for name in table.get("older", ()):
         _shift_time(folder / name, -100)
+    for name, seconds in table.get("younger", {}).items():
+        _shift_time(folder / name, seconds)
     return folder
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -676,7 +677,15 @@ def unfinished(save: Save) -> Iterator[Mutant]:
     yield Mutant(".metadata absent", (".metadata",), lambda step: (step / ".metadata").unlink())
     yield Mutant(".metadata at half", (".metadata",), on_file(".metadata", lambda data: data[: len(data) // 2]))
     yield Mutant(".metadata empty", (".metadata",), on_file(".metadata", lambda data: b""))
-    yield Mutant("a later .metadata.tmp", (".metadata.tmp",), lambda step: (step / ".metadata.tmp").write_bytes(b""))
+    if save.payload:
+
+        def later(step: Path) -> None:
+            moved = (step / ".metadata").stat().st_mtime + 5
+            os.utime(step / save.payload[0], (moved, moved))
+            (step / ".metadata.tmp").write_bytes(b"")
+            os.utime(step / ".metadata.tmp", (moved, moved))
+
+        yield Mutant("a later .metadata.tmp, and a file replaced", (".metadata.tmp",), later)
     if (save.step / "metadata.json").exists():
         yield Mutant("metadata.json absent", ("metadata.json",), lambda step: (step / "metadata.json").unlink())
 
