@@ -14,7 +14,7 @@ from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.pickle_columns import WORTHWHILE
 from ckptlint.formats.pickle_rows import Buffer
 from ckptlint.formats.safe_pickle import SIZE_LIMIT, Node, Opaque, Unpickled, paused_gc, read_metadata
-from ckptlint.formats.sandbox import isolated
+from ckptlint.formats.sandbox import isolated, one_budget
 from ckptlint.loaders.common_state import (
     COMMON_ENTRY,
     COMMON_FILE,
@@ -81,6 +81,7 @@ _WRITTEN_LAST = "the writer writes it last, after all payload files, so the save
 _RESTORE = "restore .metadata from where it was written, or use another step"
 
 
+@one_budget()
 def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
     """Read one checkpoint folder, in a child process under limits.
 

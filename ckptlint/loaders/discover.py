@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
+from ckptlint.formats.sandbox import one_budget
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
 from ckptlint.loaders.recognise import METADATA, RANK_METADATA, LayoutKind, recognise, unsupported
 from ckptlint.loaders.safetensors import groups
@@ -304,6 +305,7 @@ def _lone_state(folder: Folder) -> str | None:
     return lone_state(folder)
 
 
+@one_budget()
 def find(path: str, all_steps: bool = False) -> list[Folder]:
     """The checkpoint folders that a path means.
 
