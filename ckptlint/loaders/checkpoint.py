@@ -112,6 +112,8 @@ def _times(folder: Folder, ckpt: Checkpoint) -> dict[str, float]:
 
 def _open(folder: Folder, look_at_files: bool) -> Checkpoint:
     found = recognise(folder)
+    if not folder.entries:
+        return read_checkpoint(folder, look_at_files)
     size = _metadata_bytes(folder) if found is None else LAYOUTS[found.kind].input_bytes(folder)
     try:
         return isolated(partial(read_checkpoint, folder, look_at_files), size)

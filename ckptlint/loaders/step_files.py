@@ -78,7 +78,7 @@ def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     opened = _opened(found, names)
     read: dict[str, tuple[StepFile, list[Problem]]] = {}
     try:
-        read = isolated(partial(_read_all, opened), sum(map(_input_bytes, opened)))
+        read = isolated(partial(_read_all, opened), sum(map(_input_bytes, opened))) if opened else {}
     except LimitError:
         for item in opened:
             try:
