@@ -3,11 +3,15 @@
 A crafted pickle can make the C unpickler hash a tuple nested a million deep (a segmentation fault), hash a small graph
 for hours, or ask for gigabytes with five bytes. None of that can be told from an honest file without walking every
 opcode in Python, so the reading happens where it can be stopped.
+
+Processor time is one budget for all that is read of a checkpoint (`one_budget`): 20 s, and 1 s for each MiB of input.
+A child gets half of what is left of the 20 s, so that one crafted file does not keep the others from being read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import select
@@ -30,8 +34,25 @@ _TOO_DEEP = 71  # what the child ends with when its answer is nested too deeply 
 _TICK = 0.1  # seconds between two looks at how far the child is
 _BASE_BYTES = 1024**3
 _BYTES_PER_BYTE = 24  # measured: 12 bytes of memory per byte of a .metadata with a million chunks
-_BASE_SECONDS = 20
+_BASE_SECONDS = 20.0
 _SECONDS_PER_MIB = 1  # measured: 0.02 to 0.04 s per MiB
+_PR_SET_PDEATHSIG = 1  # Linux' prctl.h
+
+_left: float | None = None  # seconds of the budget that are left beside the shares of the bytes, None without a budget
+
+
+@contextlib.contextmanager
+def one_budget() -> Iterator[None]:
+    """All children that `isolated` starts meanwhile share one budget of processor time; within another, that one."""
+    global _left
+    if _left is not None:
+        yield
+        return
+    _left = _BASE_SECONDS
+    try:
+        yield
+    finally:
+        _left = None
 
 
 def isolated(work: Callable[[], T], size: int) -> T:
@@ -42,14 +63,18 @@ def isolated(work: Callable[[], T], size: int) -> T:
         size: bytes of the input, from which the limits follow.
 
     Raises:
-        LimitError: the child exceeded a limit or crashed.
+        LimitError: the child exceeded a limit or crashed, or those before it spent the budget.
         CkptlintError: whatever `work` raised of that kind.
         ReaderError: `work` raised anything else, which is a mistake in ckptlint.
     """
     if not hasattr(os, "fork"):  # Windows: without the guard
         return work()
-    shared = Shared() if is_listened_to() else None
-    return _answer(*_forked(work, size, shared), shared)  # type: ignore[no-any-return]
+    with one_budget():
+        assert _left is not None
+        if _left <= 0:
+            raise LimitError("was not read: reading the files before it took far longer than their sizes explain")
+        shared = Shared() if is_listened_to() else None
+        return _answer(*_forked(work, size, shared), shared, _share(size))  # type: ignore[no-any-return]
 
 
 def ahead(works: Iterable[Callable[[], T]], jobs: int) -> Iterator[T]:
@@ -86,6 +111,7 @@ def _forked(work: Callable[[], Any], size: int | None, shared: Shared | None) ->
     """A child that works, under limits where a size is given, and the pipe from which its answer can be read."""
     reading, writing = os.pipe()
     sys.stdout.flush()
+    parent = os.getpid()
     with warnings.catch_warnings():
         # Python 3.12 warns of threads; the child takes no lock that another thread may hold: it reads and computes
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -93,13 +119,19 @@ def _forked(work: Callable[[], Any], size: int | None, shared: Shared | None) ->
     if child == 0:
         os.close(reading)
         with listening(shared.write if shared else None):
-            _serve(work, size, writing)
+            _serve(work, size, writing, parent)
     os.close(writing)
     return child, reading
 
 
-def _answer(child: int, reading: int, shared: Shared | None) -> Any:
-    """What a child answers; its end is waited for."""
+def _share(size: int) -> float:
+    """Seconds that a child gets for the bytes of its input."""
+    return _SECONDS_PER_MIB * size / 2**20
+
+
+def _answer(child: int, reading: int, shared: Shared | None, share: float = math.inf) -> Any:
+    """What a child answers; its end is waited for, and the seconds beyond its share are taken from the budget."""
+    global _left
     answer: tuple[str, Any] | None = None
     try:
         with os.fdopen(reading, "rb") as pipe:
@@ -109,7 +141,9 @@ def _answer(child: int, reading: int, shared: Shared | None) -> Any:
     finally:
         if answer is None and sys.exc_info()[0] is not None:
             os.kill(child, signal.SIGKILL)  # interrupted: the child is not needed any more
-        _, status = os.waitpid(child, 0)
+        _, status, used = os.wait4(child, 0)
+        if _left is not None:
+            _left -= max(0.0, used.ru_utime + used.ru_stime - share)
     if answer is None and os.waitstatus_to_exitcode(status) == _TOO_DEEP:
         raise LimitError("is nested too deeply")
     if answer is None:
@@ -128,9 +162,10 @@ def _received(pipe: BinaryIO) -> tuple[str, Any] | None:
     return answer
 
 
-def _serve(work: Callable[[], Any], size: int | None, writing: int) -> NoReturn:
+def _serve(work: Callable[[], Any], size: int | None, writing: int, parent: int) -> NoReturn:
     """The child's whole life: work, answer, end without cleaning up."""
     try:
+        _end_with(parent)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         if size is not None:
             _limit(size)
@@ -154,13 +189,25 @@ def _serve(work: Callable[[], Any], size: int | None, writing: int) -> NoReturn:
         os._exit(70)
 
 
+def _end_with(parent: int) -> None:
+    """On Linux, have the kernel kill this process when its parent is gone, however that ended."""
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        import ctypes
+
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the kernel was told
+        os._exit(70)
+
+
 def _limit(size: int) -> None:
     try:
         import resource
     except ImportError:
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _lower(resource.RLIMIT_CPU, _BASE_SECONDS + _SECONDS_PER_MIB * size // 2**20)
+    _lower(resource.RLIMIT_CPU, math.ceil((_left or _BASE_SECONDS) / 2 + _share(size)))
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except (OSError, ValueError):

@@ -8,6 +8,7 @@ of torch < 1.6 are pickles in a row, with the storages after them.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ _HEAD = 4096
 _ALIGNMENT = 64
 _MESH_LIMIT = 8 * 2**20  # bytes of the ranks of a mesh
 _PICKLED_LIMIT = 64 * 1024**2  # a bare pickle in place of an archive
+_PICKLED = re.compile(rb"\x80[\2-\5]")
 _WIDE = 0xFFFFFFFF
 
 
@@ -247,14 +249,17 @@ def _read(read: Read, size: int, read_bare: Callable[[bytes], Unpickled] = read_
         raise ForeignError("is a Git LFS pointer, not the file itself", 0)
     if not head.strip(b"\0"):
         raise ForeignError("starts with zero bytes instead of the first member of a torch.save archive", 0)
-    if size > _PICKLED_LIMIT:
+    foreign = ForeignError(f"is not a file of torch.save: it starts with the bytes {head[:4].hex(' ')}", 0)
+    if size > _PICKLED_LIMIT and _PICKLED.match(head):
         raise LimitError(f"has {size:,} bytes, the limit is {_PICKLED_LIMIT:,}")
+    if size > _PICKLED_LIMIT:
+        raise foreign
     try:
         return _file(read_bare(read([(0, size)])[0]), "", {}, size, read)
     except ForeignError:
         if head[0] == 0x80:
             raise
-        raise ForeignError(f"is not a file of torch.save: it starts with the bytes {head[:4].hex(' ')}", 0) from None
+        raise foreign from None
 
 
 def storage_bytes(read: Read, place: Storage) -> bytes:

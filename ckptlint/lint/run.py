@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ckptlint.depth import Depth
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError, ReaderError
-from ckptlint.formats.sandbox import ahead
+from ckptlint.formats.sandbox import ahead, one_budget
 from ckptlint.lint.baseline import apply_baseline, read_baseline
 from ckptlint.lint.causes import with_causes
 from ckptlint.lint.engine import run_rules
@@ -94,6 +94,7 @@ def _all_read(
         yield from ahead(works, jobs)
 
 
+@one_budget()
 def _read(folder: Folder, depth: Depth, reading: Reading | None) -> Checkpoint | CkptlintError:
     try:
         ckpt = open_checkpoint(folder, depth.looks_at_files)

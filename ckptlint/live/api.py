@@ -32,7 +32,7 @@ from ckptlint.live.compare import protocol
 from ckptlint.live.compare.gate import Gate
 from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, new_torch_group
 from ckptlint.model import RankTable, Remark
-from ckptlint.model.text import named_ranks, plural, shape_text
+from ckptlint.model.text import named_ranks, plural, printable, shape_text
 from ckptlint.rule import Severity
 from ckptlint.seals.digests import Words
 
@@ -62,6 +62,7 @@ REFUSED = "Nothing was written."
 """Ends the text of an error that is raised before a save."""
 
 _TIMEOUT = 60.0
+_TAG_LIMIT = 1000  # characters of a tag that are told as they are; a store takes keys of megabytes badly
 
 
 class LiveNotInstalled(CkptlintError):  # noqa: N818  what is the case
@@ -119,7 +120,7 @@ class Live:
         repeats: bool = False,
     ) -> Report:
         """As the function of this module; a state that is yet to be made may fail on a rank as any other."""
-        name = "" if tag is None else str(tag)
+        name = "" if tag is None else _name_of(tag)
         patterns = (*UNEQUAL, *ignore)
         wanted = _expected(expect)
         started = time.monotonic()
@@ -558,6 +559,12 @@ def _against(held: Sequence[Any], expect: Mapping[str, Any], rank: int) -> list[
 
 def _with_time(share: protocol.Share, started: float) -> protocol.Share:
     return replace(share, milliseconds=int((time.monotonic() - started) * 1000))
+
+
+def _name_of(tag: object) -> str:
+    """A tag as text that a store takes as part of a key; of a long one the beginning and a hash."""
+    text = printable(str(tag))
+    return text if len(text) <= _TAG_LIMIT else f"{text[:_TAG_LIMIT]}... ({_short_hash(text):014x})"
 
 
 def _short_hash(value: object) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 
 from ckptlint.depth import Depth
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
+from ckptlint.formats.sandbox import one_budget
 from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, new_torch_group
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
@@ -129,6 +130,7 @@ class Job:
             if self.rank == 0:
                 yield folder, ckpt
 
+    @one_budget()
     def _read(
         self, folder: Folder, depth: Depth, reading: Reading | None
     ) -> tuple[Reader | None, ShareResult | None, str]:

@@ -15,7 +15,7 @@ from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.pickle_columns import WORTHWHILE
 from ckptlint.formats.pickle_rows import Buffer
 from ckptlint.formats.safe_pickle import SIZE_LIMIT, Node, Opaque, Unpickled, paused_gc, read_metadata
-from ckptlint.formats.sandbox import isolated
+from ckptlint.formats.sandbox import isolated, one_budget
 from ckptlint.loaders.common_state import (
     COMMON_ENTRY,
     COMMON_FILE,
@@ -82,6 +82,7 @@ _WRITTEN_LAST = "the writer writes it last, after all payload files, so the save
 _RESTORE = "restore .metadata from where it was written, or use another step"
 
 
+@one_budget()
 def open_checkpoint(folder: Folder, look_at_files: bool = True) -> Checkpoint:
     """Read one checkpoint folder, in a child process under limits.
 
@@ -121,6 +122,8 @@ def _times(folder: Folder, ckpt: Checkpoint) -> tuple[npt.NDArray[np.float64], f
 
 def _open(folder: Folder, look_at_files: bool) -> Checkpoint:
     found = recognise(folder)
+    if not folder.entries:
+        return read_checkpoint(folder, look_at_files)
     size = _metadata_bytes(folder) if found is None else LAYOUTS[found.kind].input_bytes(folder)
     try:
         return isolated(partial(read_checkpoint, folder, look_at_files), size)

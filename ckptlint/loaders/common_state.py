@@ -20,12 +20,13 @@ from ckptlint.vocabulary.config_fields import MODEL_CONFIG, attributes, read_dec
 COMMON_FILE = "common.pt"
 COMMON_ENTRY = "common_state/shard_0_1"
 RUN_CONFIG = "run_config.yaml"
-CONFIG_LIMIT = 64 * 1024**2
 OWN_ENTRIES = ("args", "checkpoint_version", "iteration")
 
 MODEL_CONFIG_LIMIT = 2 * 1024**2  # labels of 20,000 classes, twice, are 1.5 MB
 _CONTAINERS_LIMIT = 50_000  # lists and objects, each of which takes up to 232 bytes
 _NESTED_LIMIT = 12
+_YAML_LIMIT, _YAML_VALUES = 4 * 1024**2, 100_000  # a thousand lines are usual, tens of thousands of data files possible
+_YAML_SCALAR = 4096  # characters of a value that may be more than a text
 _MODEL_FOLDERS = ("huggingface", ".hf_metadata")
 _COUNTER = re.compile(
     r"((.+\.)?(train_state|trainer_state|train|progress)\.)?(global_)?step|(.+\.)?(lr_)?schedulers?(\.\d+)?\.last_epoch"
@@ -130,7 +131,7 @@ def read_configs(
     problems: list[Problem] = []
     if folder.has(RUN_CONFIG):
         try:
-            sources.append(("run_config", _yaml(_written(folder, RUN_CONFIG, CONFIG_LIMIT).decode())))
+            sources.append(("run_config", _yaml(_written(folder, RUN_CONFIG, _YAML_LIMIT).decode())))
         except (ValueError, RecursionError, LimitError) as error:
             problems.append(_unused(RUN_CONFIG, error))
         except UnreadableError as error:
@@ -224,12 +225,30 @@ def _yaml(text: str) -> Any:
     """A YAML document as plain values; tags of Python objects become the plain value below them.
 
     Raises:
-        ValueError: it is no YAML.
+        ValueError: it is no YAML, or a value of it contains itself.
+        LimitError: it has more values than a configuration needs, each counted wherever an alias or a merge repeats it.
     """
     import yaml
 
     class Loader(yaml.SafeLoader):
-        """A safe loader that never makes an object."""
+        """A safe loader that never makes an object, and counts values before it makes any."""
+
+        values = 0
+
+        def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+            before, is_alias = self.values, self.check_event(yaml.AliasEvent)
+            node = super().compose_node(parent, index)
+            if isinstance(node, yaml.ScalarNode) and len(node.value) > _YAML_SCALAR:
+                node.tag = "tag:yaml.org,2002:str"  # making a number of `1:1:1:...` takes the square of its length
+            if is_alias and id(node) not in sizes:
+                raise ValueError("a value contains itself")
+            self.values = before + sizes[id(node)] if is_alias else self.values + 1
+            sizes[id(node)] = self.values - before
+            if self.values > _YAML_VALUES:
+                raise LimitError(f"it has more than {_YAML_VALUES:,} values")
+            return node
+
+    sizes: dict[int, int] = {}  # id of a node -> values in it, itself included
 
     def plain(loader: yaml.SafeLoader, suffix: str, node: yaml.Node) -> Any:
         if isinstance(node, yaml.MappingNode):

@@ -6,12 +6,15 @@ import re
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import PurePath
 
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
+from ckptlint.formats.sandbox import one_budget
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
 from ckptlint.loaders.recognise import METADATA, RANK_METADATA, LayoutKind, recognise, unsupported
 from ckptlint.loaders.safetensors import groups
+from ckptlint.model.facts import fact
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.locate import folder_at
@@ -35,6 +38,7 @@ _DESCRIBES = (
     METADATA, "__0.metadata", "common.pt", "model.safetensors", "model.safetensors.index.json",
     "adapter_model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
+_STEPS_TRIED = 16
 _DEPTH_LIMIT, _FOLDERS_LIMIT = 4, 64  # how deep, and how many folders of a step are listed for formats not read
 
 
@@ -83,6 +87,13 @@ def steps_of(run: Folder) -> list[Step]:
     """
     steps = [Step(number, run, name) for name in run.folders() if (number := step_number(name)) is not None]
     return sorted(steps, key=lambda step: (step.number, step.name), reverse=True)
+
+
+@fact
+def _numbered(folder: Folder) -> dict[str, int]:
+    """Name -> number of the steps that lie directly in a folder, the newest first."""
+    numbers = {name: number for name in folder.folders() if (number := step_number(name)) is not None}
+    return dict(sorted(numbers.items(), key=lambda item: item[1], reverse=True))
 
 
 def runs_below(folder: Folder, levels: int = 3) -> list[tuple[str, Folder]]:
@@ -158,21 +169,19 @@ def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
     own = components(folder)
     if levels == 0 or (own and _is_kind(own[0], "unsupported")):
         return own
-    numbered = {name: number for name in folder.folders() if (number := step_number(name)) is not None}
+    numbered = _numbered(folder)
     if own:  # a model is what its folder means; the steps of the run that made it lie beside it
         told = unsupported(folder)
         beside = _nested(folder, {*numbered, *([told.evidence] if told else [])})
         if not groups(folder):  # the metadata may name payload in sub-folders: these are no saves of their own
             beside = [part for part in beside if not _is_kind(part, "incomplete")]
-        every = sorted(numbered, key=lambda name: numbered[name], reverse=True)
-        for name in every:
+        for name in numbered:
             sub = sub_folder(folder, name)
             # DeepSpeed writes its part of a step into a folder that is named like a step
             if sub is not None and (all_steps or _is_kind(sub, "unsupported", "deepspeed")):
                 beside += _find(sub, all_steps, _levels(sub, levels))
         return own + beside + _unread_below(folder, own + beside)
-    steps = sorted(numbered, key=lambda name: numbered[name], reverse=True)
-    steps += [name for name in folder.folders() if name == "release"]
+    steps = [*numbered] + [name for name in folder.folders() if name == "release"]
     found: list[Folder] = []
     unfinished: list[Folder] = []
     strays: list[str] = []
@@ -281,13 +290,13 @@ def _is_kind(folder: Folder, *kinds: LayoutKind) -> bool:
 
 
 def newest_readable_step(folder: Folder) -> str | None:
-    """Name of the newest other step of the same run that has metadata, or None."""
+    """Name of the newest other step of the same run that has metadata, or None; the newest few are looked at."""
     number, parent = step_number(folder.name), folder.parent
     if number is None or parent is None:
         return None
     try:
-        steps = {name: n for name in parent.folders() if (n := step_number(name)) is not None and n != number}
-        for name in sorted(steps, key=lambda name: steps[name], reverse=True):
+        others = (name for name, other in _numbered(parent).items() if other != number)
+        for name in islice(others, _STEPS_TRIED):
             step = sub_folder(parent, name)
             if step is not None and step.has(METADATA) and step.head(METADATA, 1) == b"\x80":
                 return name
@@ -305,6 +314,7 @@ def _lone_state(folder: Folder) -> str | None:
     return lone_state(folder)
 
 
+@one_budget()
 def find(path: str, all_steps: bool = False) -> list[Folder]:
     """The checkpoint folders that a path means.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -137,6 +138,8 @@ def _is_old_pickle(folder: Folder) -> bool:
     """Whether a text is a pickle of protocol 0 that would call something; what cannot be told in a child process is."""
     try:
         data = folder.read(METADATA, _TEXT_LIMIT)
+        if data.count(b"\n") < 2 and pickle.STACK_GLOBAL not in data:  # GLOBAL and INST end two lines
+            return False
         return isolated(partial(asks_for_names, data), len(data))
     except LimitError:
         return True

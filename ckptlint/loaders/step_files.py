@@ -172,6 +172,8 @@ def _left_out(late: list[_Found]) -> Problem:
 
 def _read_within_limits(opened: list[_Found]) -> list[_Read]:
     """What the files say, in their order, up to the one with which the bytes for all of them are used up."""
+    if not opened:
+        return []
     try:
         return isolated(partial(_read_all, opened, 0), min(sum(map(_input_bytes, opened)), _BYTES_LIMIT))[0]
     except LimitError:
@@ -184,8 +186,7 @@ def _read_within_limits(opened: list[_Found]) -> list[_Read]:
                 own, spent = isolated(partial(_read_all, [item], spent), _input_bytes(item))
                 read += own
             except LimitError as error:
-                problem = from_error(error, item.label, why=_RESUME)
-                read.append((_told(item, _state_of(item, ())), [problem] if item.family else []))
+                read.append((_told(item, _state_of(item, ())), [from_error(error, item.label, why=_RESUME)]))
                 spent += _input_bytes(item)
         return read
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Report
 from ckptlint.model.text import plural
 from ckptlint.reporters.full import note_line, notes, verdict
-from ckptlint.reporters.style import Style, cut_names, file_of
+from ckptlint.reporters.style import Style, cut_names, file_of, inert
 from ckptlint.rule import Severity
 
 SHOWN = 10
@@ -33,7 +33,7 @@ def render(report: Report, style: Style) -> str:
         told = [f"{ckpt.path}: not known: {sentence}" for sentence in ckpt.unseen]
         lines += [_command("notice", {"title": "ckptlint"}, sentence) for sentence in told]
     if not style.quiet:
-        lines += verdict(report, style)
+        lines += map(inert, verdict(report, style))
     return "".join(line + "\n" for line in lines)
 
 

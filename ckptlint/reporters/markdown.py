@@ -12,6 +12,9 @@ from ckptlint.reporters.style import Style, cut, cut_names, inert
 
 SIZE_LIMIT = 50_000
 """Characters after which findings are only counted: a GitHub comment holds 65,536."""
+_WORDS = re.compile(
+    r"((?!www\.)[\w .,;:()/'+-](?!//)|`ckptlint [\w ]+`)*"
+)  # no markup, mention or link is made of these
 _MARKS = {"pass": "✅", "fail": "❌", "incomplete": "⚠️"}
 
 
@@ -20,10 +23,9 @@ def render(report: Report, style: Style) -> str:
     if style.quiet >= 2:
         return ""
     style = replace(style, color=False)
-    first, *rest = verdict(report, style)
     blocks = [f"## {_MARKS[report.verdict]} ckptlint: {report.verdict}"]
     blocks += [code(sentence) for sentence in report.unread]
-    blocks.append("  \n".join([first, *rest]))
+    blocks.append("  \n".join(line if _WORDS.fullmatch(line) else code(line) for line in verdict(report, style)))
     room = SIZE_LIMIT
     for part in report.checkpoints:
         texts = _checkpoint(part, style, room)

@@ -14,6 +14,8 @@ from ckptlint.storage.paths import is_safe, shown
 from ckptlint.storage.remote_folder import RemoteFolder
 from ckptlint.storage.requests import attempted, filesystem, is_absent, reason
 
+_LONG_LISTING = 64 * 1024**2  # bytes of the answers to one listing that patience is kept for
+
 
 class ObjectFolder(RemoteFolder):
     """All keys of an object store below a prefix.
@@ -56,7 +58,7 @@ class ObjectFolder(RemoteFolder):
         """What one listing says, page after page."""
         listing = filesystem(self.protocol)
         try:
-            return list(attempted(lambda: listing.ls(self.path, detail=True)))
+            return list(attempted(lambda: listing.ls(self.path, detail=True), _LONG_LISTING))
         except Exception as error:
             if is_absent(error):
                 raise NothingToCheckError(f"{self.display} does not exist") from None

@@ -36,6 +36,10 @@ class RemoteFolder(Folder):
         known = self._heads.get(name, b"")
         if len(known) < min(count, self.size(name)):
             self._heads[name] = known = super().head(name, count)
+            if not any(known) and self.size(name):
+                raise AccessError(
+                    f"{printable(name)} in {self.display} cannot be read: the server sends zero bytes only"
+                )
         return known[:count]
 
     def fetch(self, name: str, start: int, stop: int) -> bytes:
@@ -77,7 +81,7 @@ class RemoteFolder(Folder):
             return data
 
         try:
-            return attempted(whole)
+            return attempted(whole, stop - start)
         except Exception as error:
             if is_absent(error):
                 raise AccessError(f"{what} cannot be read: it is gone") from None

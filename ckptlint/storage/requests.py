@@ -6,11 +6,13 @@ Every process makes its own connections, since the event loop of fsspec does not
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import random
 import re
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +35,12 @@ CONNECT_SECONDS = 10
 
 READ_SECONDS = 30
 """How long a server may stay silent."""
+
+SLOWEST = 32 * 1024
+"""Bytes in a second that one request is given time for, beside `READ_SECONDS`."""
+
+PATIENCE_SECONDS = 120
+"""How long ckptlint waits in all for one path, beyond a second for each request and the time of its bytes."""
 
 WORKERS = 8
 """Requests at the same time."""
@@ -129,6 +137,30 @@ class RangesError(OSError):
     """A server ignores the header `Range`."""
 
 
+def longest(count: int) -> float:
+    """Seconds that a request for so many bytes may take."""
+    return READ_SECONDS + count / SLOWEST
+
+
+class SlowError(OSError):
+    """All patience with the servers of one path is spent."""
+
+
+_waited = mmap.mmap(-1, 8)  # seconds of the patience that are spent, a number that forked processes share
+
+
+def be_patient_again() -> None:
+    """Begin to count anew what is spent of `PATIENCE_SECONDS`."""
+    _waited[:] = struct.pack("d", 0)
+
+
+def _spend(seconds: float) -> None:
+    spent = struct.unpack("d", _waited)[0]  # requests beside each other may miss a part, never all
+    _waited[:] = struct.pack("d", spent + max(0.0, seconds))
+    if spent > PATIENCE_SECONDS:
+        raise SlowError(f"the server is too slow: ckptlint waits {PATIENCE_SECONDS} s beyond the time of the bytes")
+
+
 _PASSING = {"ConnectionError", "TimeoutError", "Timeout", "HTTPClientError", "ClientConnectionError"}
 _PASSING |= {"ClientPayloadError", "IncompleteRead", "ResponseParserError", "ProtocolError", "ConnectError"}
 _BROKEN_OFF = {"ServerDisconnectedError", "ConnectionResetError", "ConnectionClosedError", "ClientPayloadError"}
@@ -138,16 +170,28 @@ _NO_CREDENTIALS |= {"NoAuthTokenError", "TokenRetrievalError", "UnauthorizedSSOT
 _NO_CREDENTIALS |= {"DefaultCredentialsError", "RefreshError", "ClientAuthenticationError", "LocalTokenNotFoundError"}
 
 
-def attempted(work: Callable[[], T]) -> T:
-    """The result of `work`, tried again while it fails for a reason that may pass."""
-    for attempt in range(1, ATTEMPTS):
+def attempted(work: Callable[[], T], count: int = 0) -> T:
+    """The result of `work`, tried again while it fails for a reason that may pass, but not after two silences.
+
+    Args:
+        count: bytes that it fetches.
+
+    Raises:
+        SlowError: the patience with the servers of this path is spent.
+    """
+    started = time.monotonic()
+    for attempt in range(1, ATTEMPTS + 1):
+        _spend(0)
+        begun = time.monotonic()
         try:
             return work()
         except Exception as error:
-            if not _may_pass(error):
+            if attempt == ATTEMPTS or time.monotonic() - started > 1.5 * READ_SECONDS or not _may_pass(error):
                 raise
+        finally:
+            _spend(time.monotonic() - begun - 1 - count / SLOWEST)
         time.sleep(BACKOFF * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311  no secret
-    return work()
+    raise AssertionError
 
 
 def _may_pass(error: BaseException) -> bool:
@@ -211,7 +255,7 @@ def reason(error: BaseException, protocol: str) -> str:
         return "there is no such bucket"
     if status is not None:
         return f"the server answers {status}" + (f" ({printable(code)})" if code and code != str(status) else "")
-    if isinstance(error, CutShortError | RangesError):
+    if isinstance(error, CutShortError | RangesError | SlowError):
         return str(error)
     for part in _chain(error):
         if isinstance(part, socket.gaierror) or type(part).__name__ == "ClientConnectorDNSError":

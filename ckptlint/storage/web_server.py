@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from asyncio import wait_for
+from functools import cached_property, partial
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
@@ -13,7 +14,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.storage.listing import FolderEntry, Listing
 from ckptlint.storage.paths import is_safe, shown
 from ckptlint.storage.remote_folder import RemoteFolder
-from ckptlint.storage.requests import RangesError, attempted, filesystem, is_absent, pool, reason
+from ckptlint.storage.requests import RangesError, attempted, filesystem, is_absent, longest, pool, reason
 
 ASKED = (
     ".metadata",
@@ -122,7 +123,8 @@ class WebFolder(RemoteFolder):
         from fsspec.asyn import sync
 
         store = filesystem(self.protocol)
-        return sync(store.loop, self._answered, store, method, name, start, stop)  # type: ignore[no-any-return]
+        answered = partial(self._answered, store, method, name, start, stop)
+        return sync(store.loop, lambda: wait_for(answered(), longest(stop - start)))  # type: ignore[no-any-return]
 
     async def _answered(self, store: Any, method: str, name: str, start: int, stop: int) -> tuple[int | None, bytes]:
         session = await store.set_session()

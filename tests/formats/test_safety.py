@@ -27,11 +27,12 @@ from pickles import CF, CM, CP, Call, dumped, name_of, named, new, number, strea
 from support import REAL, REPOSITORY, check_bytes, codes, found, run, run_python
 
 import ckptlint
-from ckptlint.errors import UnreadableError
+from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats import safe_pickle
 from ckptlint.formats.safe_pickle import read_metadata, read_state
 from ckptlint.formats.torch_archive import read_pickle_member
 from ckptlint.lint.report import Report
+from ckptlint.loaders.common_state import _yaml
 from ckptlint.model.text import printable
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
@@ -886,6 +887,34 @@ def test_a_senseless_run_config_is_no_crash(tmp_path: Path, value: str) -> None:
     report = ckptlint.check(folder)
     assert (report.exit_code, report.unreadable) == (0, ())
     outputs(report)
+
+
+def laughs(form: str) -> str:
+    """Each value is nine times the one before it."""
+    rows = [f"a{i}: &a{i} " + form.format(", ".join([f"*a{i - 1}"] * 9)) for i in range(1, 12)]
+    return "\n".join(["a0: &a0 {k: 1}", *rows])
+
+
+@pytest.mark.parametrize("text", [laughs("{{<<: [{}]}}"), laughs("[{}]"), "[" + "[]," * 300_000 + "]"])
+def test_a_yaml_that_repeats_itself_is_a_limit(text: str) -> None:
+    with pytest.raises(LimitError, match=r"^it has more than 100,000 values$"):
+        _yaml(text)
+
+
+@pytest.mark.parametrize("text", ["a: &a [*a]", "a: &a {b: {<<: *a}}"])
+def test_a_yaml_that_contains_itself_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match=r"^a value contains itself$"):
+        _yaml(text)
+
+
+def test_a_long_number_of_a_yaml_is_a_text() -> None:
+    assert _yaml(value := "1" + ":1" * 200_000) == value
+
+
+def test_anchors_and_merges_of_a_yaml_are_followed() -> None:
+    text = "base: &b {x: 1, y: [1, 2]}\nmodel: {<<: *b, x: 2}\nother: *b\n_type: !!python/object:a.B {z: 3}"
+    base = {"x": 1, "y": [1, 2]}
+    assert _yaml(text) == {"base": base, "model": base | {"x": 2}, "other": base, "_type": {"z": 3}}
 
 
 # ---------------------------------------------------------------- any bytes

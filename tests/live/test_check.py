@@ -575,3 +575,24 @@ def test_a_healthy_job_says_once_on_rank_0_that_it_is_on(capfd: pytest.CaptureFi
 
     run_ranks(job)
     assert capfd.readouterr().err == "ckptlint live: on, 4 ranks\n"
+
+
+def test_a_tag_of_megabytes_is_told_by_its_beginning_and_a_hash() -> None:
+    long = "step \x1b[31m\ud800" + "x" * 3_000_000
+
+    def job(rank: int) -> list[str]:
+        warnings.simplefilter("ignore")
+        installed = live.install(timeout=SECONDS)
+        assert installed.gate is not None
+        texts = []
+        for tag in (long, long + "y"):
+            with pytest.raises(live.LiveError) as error:
+                live.check({"w": torch.ones(2 + rank)}, tag=tag)
+            texts.append(str(error.value.report.checkpoints[0].checkpoint.path))
+        assert max(map(len, installed.gate._passed)) < 1200
+        return texts
+
+    first, second = run_ranks(job, world=2)
+    assert first == second
+    assert first[0] != first[1]
+    assert all(text.startswith(r"state dict step \x1b[31m\ud800xx") and len(text) < 1200 for text in first)

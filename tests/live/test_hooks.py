@@ -20,12 +20,14 @@ import torch.distributed.checkpoint as dcp
 from jobs import run_ranks
 from support import REPOSITORY
 from torch import nn
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ckptlint import live
 from ckptlint.live.api import as_text
+from ckptlint.live.hooks import dcp as hooks
 
 pytestmark = pytest.mark.ci
 
@@ -461,6 +463,28 @@ def test_torchtitan_saves_through_torch(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- without a group
+
+
+def test_a_save_of_the_module_that_defines_it_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[object] = []
+    real = hooks.check_save
+    monkeypatch.setattr(hooks, "check_save", lambda *a, **named: (checked.append(a[1]), real(*a, **named)))
+    before = state_dict_saver.save, state_dict_saver.async_save
+    undo = live.patch_dcp()
+    try:
+        from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+        broken = {"a.b": torch.ones(2), "a": {"b": torch.ones(2)}}
+        with pytest.raises(live.LiveError, match="LIV108"):
+            save(broken, checkpoint_id=tmp_path / "broken")
+        async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "async").result()
+        dcp.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "async again").result()
+    finally:
+        undo()
+        live.uninstall()
+    assert checked == [tmp_path / "broken", tmp_path / "async", tmp_path / "async again"]
+    assert (state_dict_saver.save, state_dict_saver.async_save) == before
+    assert ".metadata" in files(tmp_path / "async again") and not (tmp_path / "broken").exists()
 
 
 def test_a_job_of_one_rank_needs_no_group(tmp_path: Path) -> None:

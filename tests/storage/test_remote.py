@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -843,3 +844,67 @@ def test_the_package_that_a_scheme_needs_is_named(monkeypatch: pytest.MonkeyPatc
     requests._made.cache_clear()
     with pytest.raises(ConfigError, match=f"{scheme}:// {needs}"):
         requests.filesystem(scheme)
+
+
+# ---------------------------------------------------------------- slow servers, and servers that send zeros
+
+
+def waiting(seconds: float, only: str = "") -> Callable[[Handler], bool]:
+    """Each answer comes after a while."""
+
+    def trouble(handler: Handler) -> bool:
+        if not only or handler.path.endswith(only):
+            time.sleep(seconds)
+        return False
+
+    return trouble
+
+
+def dripping(handler: Handler) -> bool:
+    """A body that comes byte by byte, each in time."""
+    if handler.command != "GET":
+        return False
+    handler.send_response(206)
+    handler.send_header("Content-Length", "100000")
+    handler.end_headers()
+    with suppress(OSError):
+        for _ in range(200):
+            handler.wfile.write(b"\x80")
+            time.sleep(0.1)
+    handler.close_connection = True
+    return True
+
+
+@pytest.mark.usefixtures("afresh")
+def test_a_server_that_drips_is_given_up(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "READ_SECONDS", 0.5)
+    web.trouble = dripping
+    begun = time.monotonic()
+    report = ckptlint.check(f"{web.url}/edit_base")
+    assert time.monotonic() - begun < 8
+    assert report.exit_code == 4
+    assert "did not answer within" in only_sentence(report)
+
+
+@pytest.mark.usefixtures("afresh")
+def test_patience_with_all_requests_of_a_path_ends(web: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "PATIENCE_SECONDS", 2)
+    web.trouble = waiting(1.5)
+    report = ckptlint.check(f"{web.url}/edit_base")
+    assert report.exit_code == 4
+    assert "the server is too slow: ckptlint waits 2 s beyond the time of the bytes" in only_sentence(report)
+    web.trouble = waiting(0.2)
+    assert ckptlint.check(f"{web.url}/edit_base").exit_code == 0  # the next path is waited for again
+
+
+def test_a_server_that_sends_zeros_is_an_incomplete_verdict() -> None:
+    answers = files_of(REAL)
+
+    def zeros(handler: Handler) -> tuple[int, dict[str, str], bytes]:
+        status, headers, body = answers(handler)
+        return status, headers, bytes(len(body)) if handler.headers.get("Range") else body
+
+    with serving(zeros) as server:
+        report = ckptlint.check(f"{server.url}/edit_base")
+    assert report.exit_code == 4
+    assert "the server sends zero bytes only" in only_sentence(report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 else:
     _Planner = object
 
+_SAVES = ("save", "async_save")
+_SECOND_HALF = ("torch.distributed.checkpoint._async_", "concurrent.futures")  # torch 2.13; 2.4 submits `save` itself
+
 Undo = Callable[[], None]
 """Takes a patch back."""
 
@@ -33,28 +37,33 @@ def check_save(state_dict: api.State, path: object, **options: Any) -> None:
 def patch_dcp(**options: Any) -> Undo:
     """From now on check before every `torch.distributed.checkpoint.save` and `async_save`; see `live.check`.
 
-    It replaces the functions where callers look them up: `import torch.distributed.checkpoint as dcp; dcp.save(...)`,
-    or an import inside a function. A name imported from the module earlier keeps the old one. `state_dict()` of
-    Stateful values is called once, on the calling thread; if it raises on one rank, no rank saves. A save that not all
-    ranks make (`no_dist`, a smaller process group) is not checked.
+    It replaces the functions where callers look them up, in that module and in its `state_dict_saver`: `import
+    torch.distributed.checkpoint as dcp; dcp.save(...)`, torch's own Checkpointer, or an import from either after this
+    call. A name imported earlier keeps the old one. `state_dict()` of Stateful values is called once, on the calling
+    thread; if it raises on one rank, no rank saves. A save that not all ranks make (`no_dist`, a smaller process group)
+    is not checked.
     """
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict_saver
 
-    originals = {name: getattr(dcp, name) for name in ("save", "async_save")}
-    for name, original in originals.items():
-        setattr(dcp, name, _checked(original, options))
+    places = [(module, name, getattr(module, name)) for module in (dcp, state_dict_saver) for name in _SAVES]
+    for module, name, original in places:
+        setattr(module, name, _checked(original, options, by_torch=module is state_dict_saver))
 
     def undo() -> None:
-        for name, original in originals.items():
-            setattr(dcp, name, original)
+        for module, name, original in places:
+            setattr(module, name, original)
 
     return undo
 
 
-def _checked(original: Callable[..., Any], options: Mapping[str, Any]) -> Callable[..., Any]:
+def _checked(original: Callable[..., Any], options: Mapping[str, Any], by_torch: bool) -> Callable[..., Any]:
+    """The function with a check before it, but for the second half of `async_save` where torch itself looks it up."""
+
     @functools.wraps(original)
     def save(state_dict: Mapping[Any, Any], **arguments: Any) -> Any:
-        if api.is_off() or not _is_by_all(**arguments):
+        is_second_half = by_torch and sys._getframe(1).f_globals.get("__name__", "").startswith(_SECOND_HALF)
+        if api.is_off() or is_second_half or not _is_by_all(**arguments):
             return original(state_dict, **arguments)
         writer = arguments.get("storage_writer")
         path = arguments.get("checkpoint_id") or getattr(writer, "path", "")

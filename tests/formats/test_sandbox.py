@@ -1,0 +1,139 @@
+"""Processor time is one budget for a checkpoint, and no child outlives its parent."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from pickles import stream, write_zip
+from support import REAL, codes, found
+
+import ckptlint
+from ckptlint.errors import LimitError
+from ckptlint.formats import sandbox
+from ckptlint.formats.sandbox import isolated, one_budget
+from ckptlint.payload.record_pickle import decode
+
+SLOW = stream(
+    pickle.EMPTY_DICT, pickle.EMPTY_TUPLE, (pickle.DUP + pickle.TUPLE2) * 60, pickle.NONE, pickle.SETITEM
+)  # 130 bytes, hashed for 2**60 steps
+HEALTHY = stream(pickle.EMPTY_DICT)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends such children on Linux")
+
+
+def spin() -> None:
+    while True:
+        pass
+
+
+def seconds_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_children_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_BASE_SECONDS", 3.0)
+    before, sentences = seconds_of_children(), []
+    with one_budget():
+        for _ in range(6):
+            with pytest.raises(LimitError) as told, one_budget():
+                isolated(spin, 0)
+            sentences.append(str(told.value))
+    assert seconds_of_children() - before < 5
+    assert "far longer than its size explains" in sentences[0]
+    assert sentences[-1] == "was not read: reading the files before it took far longer than their sizes explain"
+    assert isolated(int, 0) == 0  # the next checkpoint has a budget of its own
+
+
+def test_the_share_of_the_bytes_is_not_taken_from_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_BASE_SECONDS", 0.5)
+
+    def work() -> str:
+        end = time.process_time() + 0.3
+        while time.process_time() < end:
+            pass
+        return "read"
+
+    with one_budget():
+        assert [isolated(work, 2**20) for _ in range(5)] == ["read"] * 5
+
+
+def test_slow_files_of_a_step_cost_one_budget_and_the_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "_BASE_SECONDS", 8.0)
+    step = Path(shutil.copytree(REAL / "edit_base", tmp_path / "step"))
+    healthy = codes(ckptlint.check(step))
+    for name in ("optimizer.pt", "scheduler.pt"):
+        assert write_zip(step / name, SLOW).stat().st_size < 500
+    write_zip(step / "rng_state_0.pth", HEALTHY)
+    before = seconds_of_children()
+    report = ckptlint.check(step)
+    assert seconds_of_children() - before < 12
+    sentences = [sentence for code, _, sentence in found(report, "error") if code not in healthy]
+    assert sorted(sentence.split()[0] for sentence in sentences) == ["optimizer.pt", "scheduler.pt"]
+    assert report.exit_code == 1
+
+
+def test_files_that_no_time_is_left_for_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_BASE_SECONDS", 2.0)
+    step = Path(shutil.copytree(REAL / "edit_base", tmp_path / "step"))
+    names = [f"rng_state_{rank}.pth" for rank in range(8)]
+    for name in names:
+        write_zip(step / name, SLOW)
+    before = seconds_of_children()
+    report = ckptlint.check(step)
+    assert seconds_of_children() - before < 6
+    told = " ".join(sentence for _, _, sentence in found(report, "error"))
+    assert all(name in told for name in names)
+    assert "was not read" in told
+
+
+def test_slow_records_cost_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_BASE_SECONDS", 4.0)
+    before = seconds_of_children()
+    with one_budget():
+        decoded = decode([HEALTHY, SLOW, SLOW, HEALTHY, SLOW])
+    assert seconds_of_children() - before < 7
+    assert decoded[0].content is not None
+    assert [part.error is not None for part in decoded] == [False, True, True, True, True]
+
+
+@linux
+def test_a_child_dies_with_its_killed_parent(tmp_path: Path) -> None:
+    program = (
+        "import os, sys, time\n"
+        "from ckptlint.formats.sandbox import isolated\n"
+        "def work():\n"
+        "    print(os.getpid(), flush=True)\n"
+        "    time.sleep(60)\n"
+        "isolated(work, 0)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait()
+    parent.stdout.close()
+    for _ in range(100):
+        if not is_running(child):
+            return
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    pytest.fail("the child outlived its parent")
+
+
+def is_running(process: int) -> bool:
+    """Whether a process is there and no zombie, which only its new parent can end."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
