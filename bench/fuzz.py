@@ -123,9 +123,9 @@ def merges(data: bytes) -> bool:
 @contextmanager
 def in_this_process(is_safe: bool) -> Iterator[None]:
     """Readers do not fork, so that the fuzzer sees which branches they take."""
-    from ckptlint.formats.sandbox import isolated
     from ckptlint.loaders import checkpoint, reference
     from ckptlint.payload import record_pickle as content
+    from ckptlint.sandbox import isolated
 
     modules: tuple[Any, ...] = (checkpoint, content, reference)
     for module in modules:
@@ -300,7 +300,7 @@ def choices() -> Iterator[bytes]:
 def archive(data: bytes) -> None:
     """A record: the strict reader of its directory, and the reader of the common state."""
     from ckptlint.errors import CkptlintError
-    from ckptlint.formats.torch_archive import read_pickle_member
+    from ckptlint.formats.torch_archive import ranges_in, read_archive
     from ckptlint.payload.record_headers import RecordPlace, read_headers
 
     folder = scratch("archive")
@@ -309,7 +309,7 @@ def archive(data: bytes) -> None:
         for record in found.records:
             assert all(0 <= part.start <= part.start + part.size <= len(data) for part in record.parts)
     with suppress(CkptlintError):
-        read_pickle_member(data)
+        read_archive(ranges_in(data), len(data))
 
 
 def header(data: bytes) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any
 
-from ckptlint.formats.torch_file import StoredTensor
 from ckptlint.model import Checkpoint
+from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.config_fields import attributes

@@ -17,7 +17,6 @@ from importlib import resources
 from typing import Any, Literal
 
 FILE = "calls.toml"
-DTYPE = re.compile(r"(b?float|complex|u?int|bits|q?u?int)\d[\w]*|bool|half|float|double|short|int|long|cfloat|cdouble")
 
 Pair = tuple[str, str]
 Standing = Literal["unknown", "refused"]

@@ -17,6 +17,8 @@ from typing import Any, Literal
 from ckptlint.formats import pickle_names
 from ckptlint.formats.pickle_names import Pair, Row, Shape, always, never
 from ckptlint.model.text import printable
+from ckptlint.vocabulary.dtypes import ALIASES, TORCH_NAME
+from ckptlint.vocabulary.metadata_classes import METADATA_CLASSES, METADATA_ENUMS
 
 Fault = Literal["named", "called", "unknown", "arguments", "state", "items", "result"]
 """What is wrong: a name that is refused, or is refused and called; one that is called and nobody knows; or a known one
@@ -202,57 +204,10 @@ for _kind in (Named, Giving):
 
 # ---------------------------------------------------------------- the names of `.metadata`
 
-_CHECKPOINT = "torch.distributed.checkpoint"
-_OLD = "torch.distributed._shard"
-_MCORE = "megatron.core.dist_checkpointing.strategies.torch"
-_STORAGE_WRITERS = (
-    f"{_CHECKPOINT}.filesystem",
-    f"{_OLD}.checkpoint.filesystem",
-    "olmo_core.distributed.checkpoint.filesystem",
-    "nemo_automodel.components.checkpoint._backports.filesystem",
-    "dlrover.trainer.torch.flash_checkpoint.fsdp_engine",
-)
-
-_NODES: dict[Pair, str] = {
-    **{
-        (f"{package}.metadata", name): name
-        for package in (_CHECKPOINT, f"{_OLD}.checkpoint")  # torch 1.13 wrote the second
-        for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")
-    },
-    **{(f"{package}.metadata", "MetadataIndex"): "MetadataIndex" for package in (_CHECKPOINT, f"{_OLD}.checkpoint")},
-    (f"{_CHECKPOINT}.metadata", "TensorProperties"): "TensorProperties",
-    (f"{_OLD}.sharded_tensor.metadata", "TensorProperties"): "TensorProperties",  # torch <= 2.2
-    (f"{_CHECKPOINT}.metadata", "StorageMeta"): "StorageMeta",
-    **{(module, "_StorageInfo"): "_StorageInfo" for module in _STORAGE_WRITERS},
-    **{(module, "_StoragePrefix"): "_StoragePrefix" for module in _STORAGE_WRITERS},
-    **{
-        (f"{_CHECKPOINT}.planner", name): name
-        for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
-    },
-    (_MCORE, "MCoreMetadata"): "Metadata",  # megatron-core 0.15 and 0.16.0rc0
-    (_MCORE, "MCoreSavePlan"): "SavePlan",  # megatron-core 0.11 - 0.15
-}
-_ENUMS = {
-    (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
-    (f"{_OLD}.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
-    (f"{_CHECKPOINT}.planner", "WriteItemType"),
-}
 _PLAIN = {("builtins", name) for name in ("set", "frozenset", "bytearray", "complex", "list", "dict")} | {
     ("_codecs", "encode")
 }
 """What bytes and sets are pickled as; the rest of the table is refused in `.metadata`."""
-
-_DTYPE_ALIASES = {
-    "half": "float16",
-    "float": "float32",
-    "double": "float64",
-    "short": "int16",
-    "int": "int32",
-    "long": "int64",
-    "cfloat": "complex64",
-    "cdouble": "complex128",
-    "chalf": "complex32",
-}
 
 
 def _layout(_: Any, name: Any) -> str:
@@ -352,14 +307,14 @@ class StandIns:
 
     def _stand_in(self, key: Pair) -> Any:
         module, name = key
-        if (kind := _NODES.get(key)) and not self._strict:  # a second BUILD must be seen
+        if (kind := METADATA_CLASSES.get(key)) and not self._strict:  # a second BUILD must be seen
             return self._inert(key, call=never, new=pickle_names.is_nothing, has_items=False, sort="type")
         if kind:
             return type("Node", (Node,), {"__slots__": (), "kind": kind, "name": name})
         if self._strict and key == ("torch", "Size"):
             return ().__add__  # takes a tuple and returns that same tuple, in C; anything else is a TypeError
-        if module == "torch" and pickle_names.DTYPE.fullmatch(name):
-            return _DTYPE_ALIASES.get(name, name)
+        if module == "torch" and TORCH_NAME.fullmatch(name):
+            return ALIASES.get(name, name)
         known = pickle_names.of_python_3(module, name)
         if known == ("builtins", "getattr"):
             return self._inert(key, give=self._member, new=never)
@@ -367,7 +322,7 @@ class StandIns:
             return Dict
         if self._strict and known in _TEXTS:
             return self._inert(key, give=_TEXTS[known])
-        if self._strict and key in _ENUMS:
+        if self._strict and key in METADATA_ENUMS:
             return self._inert(key, members=True)
         if row := pickle_names.table().rows.get(known) if not self._strict or known in _PLAIN else None:
             return self._listed(key, known, row)

@@ -41,10 +41,10 @@ from ckptlint.formats.pickle_names import Pair
 from ckptlint.formats.pickle_refusals import Refused, explain
 from ckptlint.formats.pickle_rows import Buffer
 from ckptlint.formats.pickle_stand_ins import Fault, Node, Opaque, StandIns, raw_bytes
-from ckptlint.formats.sandbox import give_back_freed_memory
-from ckptlint.formats.torch_archive import read_pickle_member
+from ckptlint.formats.torch_archive import ranges_in, read_archive
 from ckptlint.formats.torch_legacy import MAGIC, is_tar
 from ckptlint.model.text import printable
+from ckptlint.sandbox import give_back_freed_memory
 
 __all__ = [
     "SIZE_LIMIT",
@@ -246,7 +246,7 @@ def _read_bytes(raw: bytes, depth: int) -> Unpickled:
         torch.serialization._legacy_load
     """
     if raw[:4] == _ZIP:
-        return _read(read_pickle_member(raw), False, depth)
+        return _read(read_archive(ranges_in(raw), len(raw)).pickle, False, depth)
     if is_tar(raw):  # what torch looks for first
         raise UnreadableError("is a tar archive, a form of torch < 0.2", 0)
     refused: list[Refused] = []

@@ -342,12 +342,3 @@ def member_data(raw: bytes, member: Member, limit: int) -> bytes:
     if member.crc and zlib.crc32(data) != member.crc:
         raise UnreadableError(f"has a {member.short} whose bytes do not match its checksum", member.header + start)
     return data
-
-
-def read_pickle_member(data: bytes) -> bytes:
-    """The `data.pkl` of an archive in memory.
-
-    Raises:
-        UnreadableError, LimitError: as `read_archive`.
-    """
-    return read_archive(ranges_in(data), len(data)).pickle

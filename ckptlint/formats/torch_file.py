@@ -23,6 +23,7 @@ from ckptlint.formats.safe_pickle import Opaque, Unpickled, read_state
 from ckptlint.formats.torch_archive import LOCAL_SIZE, Member, Read, data_start, ranges_in, read_archive
 from ckptlint.formats.torch_legacy import PICKLES_LIMIT, is_legacy, is_tar, split_pickles
 from ckptlint.model import RANK_LIMIT, RecordContent
+from ckptlint.model.stored import Mesh, Placement, StoredDTensor, StoredShards, StoredTensor
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import FORMS, ITEM_BITS, STORAGES
@@ -34,128 +35,6 @@ _MESH_LIMIT = 8 * 2**20  # bytes of the ranks of a mesh
 _PICKLED_LIMIT = 64 * 1024**2  # a bare pickle in place of an archive
 _PICKLED = re.compile(rb"\x80[\2-\5]")
 _WIDE = 0xFFFFFFFF
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor as its pickle describes it.
-
-    Attributes:
-        dtype: torch's name, or `unknown`.
-        shape, strides: in elements.
-        offset: its first element in the storage.
-        key: the storage: member `data/<key>` of the archive.
-        length: elements of the storage, -1 where the size of an element is not known.
-        wrapped: whether it lies inside a subclass of torch.Tensor.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    key: str
-    length: int
-    wrapped: bool = False
-
-    @property
-    def extent(self) -> int:
-        """Elements of the storage from its first to its last."""
-        if not prod(self.shape):
-            return 0
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """How one axis of a mesh holds a tensor.
-
-    Attributes:
-        kind: `Shard`, `_StridedShard`, `Replicate`, or another name.
-        dim: the dimension that is cut, None for none.
-        split_factor: of a `_StridedShard`, None elsewhere.
-    """
-
-    kind: str
-    dim: int | None = None
-    split_factor: int | None = None
-
-    def __str__(self) -> str:
-        if self.dim is None:
-            return self.kind
-        factor = "" if self.split_factor is None else f", factor {self.split_factor}"
-        return f"{self.kind.lstrip('_')}({self.dim}{factor})"
-
-
-@dataclass(frozen=True, slots=True)
-class Mesh:
-    """A device mesh.
-
-    Attributes:
-        names: of its axes; () where they have none.
-        shape: ranks along each axis.
-        strides: of each axis in `ranks`.
-        ranks: in row-major order; () where they could not be read.
-        spans_world: whether these are the ranks of the whole world that the mesh is a part of, not its own alone.
-        coordinate: where the writer was on it, None where the file does not say.
-        rank: that of the writer in the world, -1 where the file does not say.
-
-    Source:
-        torch.distributed.device_mesh.DeviceMesh: `mesh` (torch 2.4 - 2.9); `_layout` over `_rank_map` (2.13)
-    """
-
-    names: tuple[str, ...]
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    ranks: tuple[int, ...]
-    spans_world: bool = False
-    coordinate: tuple[int, ...] | None = None
-    rank: int = -1
-
-    def __str__(self) -> str:
-        axes = zip(self.names or ("?",) * len(self.shape), self.shape, strict=False)
-        return "mesh (" + ", ".join(f"{name} {size}" for name, size in axes) + ")"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredDTensor:
-    """One rank's part of a DTensor.
-
-    Attributes:
-        dtype, shape: of the whole.
-        local: what this file holds of it.
-        placements: one for each axis of the mesh.
-        order: the axes in the order in which they cut it, where the file says one.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    local: StoredTensor
-    placements: tuple[Placement, ...]
-    mesh: Mesh
-    order: tuple[int, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StoredShards:
-    """One rank's shards of a ShardedTensor.
-
-    Attributes:
-        dtype, shape: of the whole.
-        locals: (offsets, sizes, tensor) of each shard that this file holds.
-        tiling: (offsets, sizes, rank) of the shards of all ranks; the rank -1 where it is not said.
-        rank: the one that wrote it, -1 where it is not said.
-        world: ranks of the process group, 0 where it is not said.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    locals: tuple[tuple[tuple[int, ...], tuple[int, ...], StoredTensor], ...]
-    tiling: tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]
-    rank: int = -1
-    world: int = 0
-
-
-Stored = StoredTensor | StoredDTensor | StoredShards
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,16 +170,6 @@ def number_in(read: Read, found: TorchFile, value: Any) -> int | None:
     except (UnreadableError, struct.error):
         return None
     return int(number) if number == number and abs(number) < 2**62 and number == int(number) else None
-
-
-def is_tensor(value: Any) -> bool:
-    """Whether a value is a tensor, one that is described here or one in a layout that is not (sparse, quantised)."""
-    if isinstance(value, (StoredTensor, StoredDTensor, StoredShards)):
-        return True
-    return isinstance(value, Opaque) and value.module in _REBUILDS and value.name.startswith("_rebuild_")
-
-
-_REBUILDS = ("torch._utils", "torch._tensor")
 
 
 # ---------------------------------------------------------------- the two containers

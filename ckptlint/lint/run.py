@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from ckptlint.depth import Depth
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError, ReaderError
-from ckptlint.formats.sandbox import ahead, one_budget
 from ckptlint.lint.baseline import apply_baseline, read_baseline
 from ckptlint.lint.causes import with_causes
 from ckptlint.lint.engine import run_rules
@@ -23,6 +22,7 @@ from ckptlint.loaders.discover import find
 from ckptlint.loaders.run_folder import step_before
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Rule
+from ckptlint.sandbox import ahead, one_budget
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_url, shown
 

@@ -20,7 +20,6 @@ import numpy as np
 
 from ckptlint.depth import Depth
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
-from ckptlint.formats.sandbox import one_budget
 from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, new_torch_group
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
@@ -31,6 +30,7 @@ from ckptlint.payload.integrity import INTEGRITY
 from ckptlint.payload.parts import ShareResult
 from ckptlint.payload.reader import Reader
 from ckptlint.payload.reading import Reading
+from ckptlint.sandbox import one_budget
 from ckptlint.seals.file import SEAL
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.local import LocalFolder

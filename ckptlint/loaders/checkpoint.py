@@ -15,7 +15,6 @@ from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.pickle_columns import WORTHWHILE
 from ckptlint.formats.pickle_rows import Buffer
 from ckptlint.formats.safe_pickle import SIZE_LIMIT, Node, Opaque, Unpickled, paused_gc, read_metadata
-from ckptlint.formats.sandbox import isolated, one_budget
 from ckptlint.loaders.common_state import (
     COMMON_ENTRY,
     COMMON_FILE,
@@ -58,6 +57,7 @@ from ckptlint.model import FILE_STATES, Checkpoint, Declared, FileTable, Format,
 from ckptlint.model.files import Names
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import plural, printable
+from ckptlint.sandbox import isolated, one_budget
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.listing import is_plain
 from ckptlint.storage.paths import is_safe

@@ -10,12 +10,12 @@ from itertools import islice
 from pathlib import PurePath
 
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
-from ckptlint.formats.sandbox import one_budget
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
 from ckptlint.loaders.recognise import METADATA, RANK_METADATA, LayoutKind, recognise, unsupported
 from ckptlint.loaders.safetensors import groups
 from ckptlint.model.facts import fact
 from ckptlint.model.text import printable
+from ckptlint.sandbox import one_budget
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.locate import folder_at
 from ckptlint.vocabulary.step_files import holds_no_state

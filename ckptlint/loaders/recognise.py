@@ -11,12 +11,12 @@ from typing import Literal
 
 from ckptlint.errors import CkptlintError, LimitError, NothingToCheckError
 from ckptlint.formats.safe_pickle import asks_for_names
-from ckptlint.formats.sandbox import isolated
 from ckptlint.loaders.rank_files.megatron_keys import legacy_file
 from ckptlint.loaders.rank_files.sets import SetKind, file_sets
 from ckptlint.loaders.safetensors import groups
 from ckptlint.model.facts import fact
 from ckptlint.model.text import printable
+from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.litter import is_litter
 

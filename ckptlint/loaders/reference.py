@@ -17,13 +17,13 @@ from ckptlint.architecture.expected import NoTable, UnknownModel
 from ckptlint.architecture.huggingface import expected_models
 from ckptlint.errors import AccessError, CkptlintError, ConfigError, NothingToCheckError, UnreadableError
 from ckptlint.formats.safetensors_header import HEADER_LIMIT, read_header
-from ckptlint.formats.sandbox import isolated
 from ckptlint.formats.strict_json import checked_key, checked_shape, json_object
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
 from ckptlint.loaders.recognise import recognise
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.text import printable
+from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.locate import folder_at
 from ckptlint.storage.paths import is_safe, shown

@@ -14,8 +14,7 @@ from typing import Any
 
 from ckptlint.errors import CkptlintError, ForeignError, LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import read_metadata, read_state
-from ckptlint.formats.sandbox import isolated
-from ckptlint.formats.torch_file import StoredDTensor, StoredTensor, read_torch_file
+from ckptlint.formats.torch_file import read_torch_file
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
 from ckptlint.loaders.discover import newest_readable_step, step_number, sub_folder
 from ckptlint.loaders.megatron import CONFIG_FILE
@@ -31,7 +30,9 @@ from ckptlint.loaders.recognise import (
     unsupported_hint,
 )
 from ckptlint.model import Checkpoint, OptimizerFile, Problem, StepFile, StepFileState
+from ckptlint.model.stored import StoredDTensor, StoredTensor
 from ckptlint.model.text import plural, printable
+from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.listing import is_plain
 from ckptlint.vocabulary.step_files import OTHER_STEP, Family, family_of, holds_no_state, may_be_pickle

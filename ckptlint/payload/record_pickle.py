@@ -9,9 +9,9 @@ from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import Opaque, Unpickled, read_state
-from ckptlint.formats.sandbox import isolated
 from ckptlint.formats.torch_file import record_content, stored_tensor
 from ckptlint.model import RecordContent
+from ckptlint.sandbox import isolated
 
 _VALUE_LIMIT = 4096
 _DEPTH_LIMIT = 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -146,3 +147,22 @@ FLOATS = frozenset(dtype for dtype in ITEM_BITS if "float" in dtype)
 
 FORMS: Mapping[str, str] = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i"}
 """dtype -> how `struct` packs one value of it, for those in which optimizers count their steps."""
+
+
+TORCH_NAME = re.compile(
+    r"(b?float|complex|u?int|bits|q?u?int)\d[\w]*|bool|half|float|double|short|int|long|cfloat|cdouble"
+)
+"""What dtypes are called in the module torch."""
+
+ALIASES: Mapping[str, str] = {
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    "short": "int16",
+    "int": "int32",
+    "long": "int64",
+    "cfloat": "complex64",
+    "cdouble": "complex128",
+    "chalf": "complex32",
+}
+"""Other names of some of them there."""

@@ -18,7 +18,7 @@ from support import REAL, check_bytes, codes, found
 
 import ckptlint
 from ckptlint.formats.safe_pickle import read_state
-from ckptlint.formats.torch_archive import read_pickle_member
+from ckptlint.formats.torch_archive import ranges_in, read_archive
 from ckptlint.lint.report import Report
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -193,7 +193,7 @@ def test_what_torch_and_numpy_write_is_known() -> None:
     for name, state in states.items():
         file = io.BytesIO()
         torch.save(state, file)
-        for data in (read_pickle_member(file.getvalue()), pickle.dumps(state)):
+        for data in (read_archive(ranges_in(file.getvalue()), len(file.getvalue())).pickle, pickle.dumps(state)):
             found = read_state(data)
             assert (found.refused, found.unknown) == ((), ()), name
 

@@ -17,10 +17,10 @@ from pickles import stream, write_zip
 from support import REAL, codes, found
 
 import ckptlint
+from ckptlint import sandbox
 from ckptlint.errors import LimitError
-from ckptlint.formats import sandbox
-from ckptlint.formats.sandbox import isolated, one_budget
 from ckptlint.payload.record_pickle import decode
+from ckptlint.sandbox import isolated, one_budget
 
 SLOW = stream(
     pickle.EMPTY_DICT, pickle.EMPTY_TUPLE, (pickle.DUP + pickle.TUPLE2) * 60, pickle.NONE, pickle.SETITEM
@@ -111,7 +111,7 @@ def test_slow_records_cost_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_child_dies_with_its_killed_parent(tmp_path: Path) -> None:
     program = (
         "import os, sys, time\n"
-        "from ckptlint.formats.sandbox import isolated\n"
+        "from ckptlint.sandbox import isolated\n"
         "def work():\n"
         "    print(os.getpid(), flush=True)\n"
         "    time.sleep(60)\n"

@@ -10,7 +10,8 @@ import torch
 from archives import with_checksums
 
 from ckptlint.errors import UnreadableError
-from ckptlint.formats.torch_file import StoredTensor, ranges_of, read_torch_file, storage_bytes
+from ckptlint.formats.torch_file import ranges_of, read_torch_file, storage_bytes
+from ckptlint.model.stored import StoredTensor
 from ckptlint.storage.locate import folder_at
 
 

@@ -17,8 +17,8 @@ from support import REAL, codes, found, run
 import ckptlint
 from ckptlint import progress
 from ckptlint.errors import AccessError
-from ckptlint.formats.sandbox import isolated
 from ckptlint.lint.report import Report
+from ckptlint.sandbox import isolated
 from ckptlint.storage import local
 from ckptlint.storage.folder import coalesced
 from ckptlint.storage.local import LocalFolder

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ckptlint.formats.torch_file import StoredTensor
 from ckptlint.loaders.rank_files.deepspeed_files import Source, Tag, read_tag, shapes_of
 from ckptlint.loaders.rank_files.deepspeed_grid import (
     STRUCTURE,
@@ -23,6 +22,7 @@ from ckptlint.loaders.rank_files.deepspeed_grid import (
 from ckptlint.loaders.rank_files.deepspeed_groups import EXPERT, flat_groups
 from ckptlint.loaders.rank_files.onto import Columns, Part, some
 from ckptlint.model import Checkpoint, FileTable, Misfit, RankFile, RankFileSet
+from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable, ranges
 from ckptlint.storage.folder import Folder
 

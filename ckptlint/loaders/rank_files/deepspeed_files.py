@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ckptlint.formats.torch_file import StoredTensor, TorchFile, number_in, ranges_of
+from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of
 from ckptlint.loaders.rank_files.onto import read_file
 from ckptlint.model import Problem, RankFile, StoredFile
+from ckptlint.model.stored import StoredTensor
 from ckptlint.storage.folder import READABLE, Folder
 
 Shapes = list[dict[str, tuple[int, ...]]]

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckptlint.formats.torch_file import StoredTensor
 from ckptlint.loaders.rank_files.deepspeed_files import (
     Shapes,
     Source,
@@ -24,6 +23,7 @@ from ckptlint.loaders.rank_files.deepspeed_files import (
 )
 from ckptlint.loaders.rank_files.onto import Part
 from ckptlint.model import Misfit
+from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from math import prod
 
-from ckptlint.formats.torch_file import StoredTensor, TorchFile, number_in, ranges_of
+from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of
 from ckptlint.loaders.rank_files.deepspeed import add_model
 from ckptlint.loaders.rank_files.deepspeed_files import Tag, read_tag, shapes_of
 from ckptlint.loaders.rank_files.deepspeed_grid import disagreements, facts_of, other_names
@@ -22,6 +22,7 @@ from ckptlint.model import (
     RankFileSet,
     StoredFile,
 )
+from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.paths import is_safe

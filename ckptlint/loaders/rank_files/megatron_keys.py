@@ -15,7 +15,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.config_fields import attributes
 
 if TYPE_CHECKING:
-    from ckptlint.formats.torch_file import StoredTensor
+    from ckptlint.model.stored import StoredTensor
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER_FILE = "distrib_optim.pt"

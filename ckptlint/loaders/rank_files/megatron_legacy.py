@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckptlint.formats.torch_file import StoredTensor, TorchFile
+from ckptlint.formats.torch_file import TorchFile
 from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.rank_files.megatron_keys import (
     MODEL_FILES,
@@ -57,6 +57,7 @@ from ckptlint.model import (
     StoredFile,
     empty_objects,
 )
+from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import plural, printable, shape_text
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.config_fields import is_plain

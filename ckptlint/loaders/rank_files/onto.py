@@ -9,12 +9,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.formats.torch_file import Storage, StoredTensor, TorchFile, read_torch_file, record_content
+from ckptlint.formats.torch_file import Storage, TorchFile, read_torch_file, record_content
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.model import ChunkTable, MalformedChunk, Problem, RecordContent, RecordTable, Tensor
 from ckptlint.model.cover import Budget
 from ckptlint.model.layout import Layout
 from ckptlint.model.rank_files import StorageTable
+from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ITEM_BITS

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.formats.sandbox import isolated
-from ckptlint.formats.torch_file import StoredTensor, TorchFile, is_tensor, read_torch_file
+from ckptlint.formats.safe_pickle import Opaque
+from ckptlint.formats.torch_file import TorchFile, read_torch_file
 from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.rank_files.onto import Columns, damaged, read_file, some
 from ckptlint.loaders.rank_files.sets import PICKLE_SHARE, FileSet, file_sets
@@ -24,7 +24,9 @@ from ckptlint.model import (
     StepFile,
     StoredFile,
 )
+from ckptlint.model.stored import StoredDTensor, StoredShards, StoredTensor
 from ckptlint.model.text import plural, printable
+from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.dtypes import FLOATS
@@ -173,7 +175,7 @@ def state_of(root: Any) -> dict[Any, Any] | None:
         return None
     for name in _STATES:
         inner = root.get(name)
-        if isinstance(inner, dict) and any(map(is_tensor, inner.values())):
+        if isinstance(inner, dict) and any(map(_is_tensor, inner.values())):
             return inner
     return root
 
@@ -182,7 +184,17 @@ def walked(state: dict[Any, Any], prefix: str = "", levels: int = 3) -> Iterator
     """The tensors of a state by their keys; those in dicts inside it with the names of these before theirs."""
     for key, value in state.items():
         fqn = f"{prefix}{key}"
-        if is_tensor(value):
+        if _is_tensor(value):
             yield fqn, value
         elif isinstance(value, dict) and levels:
             yield from walked(value, f"{fqn}.", levels - 1)
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor, one that is described here or one in a layout that is not (sparse, quantised)."""
+    if isinstance(value, (StoredTensor, StoredDTensor, StoredShards)):
+        return True
+    return isinstance(value, Opaque) and value.module in _REBUILDS and value.name.startswith("_rebuild_")
+
+
+_REBUILDS = ("torch._utils", "torch._tensor")

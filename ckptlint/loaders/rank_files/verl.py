@@ -17,17 +17,7 @@ from functools import cache
 from typing import Any
 
 from ckptlint.errors import LimitError
-from ckptlint.formats.torch_file import (
-    Mesh,
-    Placement,
-    Stored,
-    StoredDTensor,
-    StoredShards,
-    StoredTensor,
-    TorchFile,
-    number_in,
-    ranges_of,
-)
+from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of
 from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.rank_files.onto import Columns, Part, damaged, read_file
 from ckptlint.loaders.rank_files.sets import FileSet, file_sets, verl_name
@@ -47,6 +37,7 @@ from ckptlint.model import (
     StoredFile,
     empty_objects,
 )
+from ckptlint.model.stored import Mesh, Placement, Stored, StoredDTensor, StoredShards, StoredTensor
 from ckptlint.model.text import plural, printable, ranges, shape_text
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.keys import is_adapter, parse

@@ -1,0 +1,44 @@
+"""What the classes are called that the writers of `.metadata` pickle, from torch 1.13 on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_CHECKPOINT = "torch.distributed.checkpoint"
+_OLD = "torch.distributed._shard"
+_MCORE = "megatron.core.dist_checkpointing.strategies.torch"
+_STORAGE_WRITERS = (
+    f"{_CHECKPOINT}.filesystem",
+    f"{_OLD}.checkpoint.filesystem",
+    "olmo_core.distributed.checkpoint.filesystem",
+    "nemo_automodel.components.checkpoint._backports.filesystem",
+    "dlrover.trainer.torch.flash_checkpoint.fsdp_engine",
+)
+
+METADATA_CLASSES: Mapping[tuple[str, str], str] = {
+    **{
+        (f"{package}.metadata", name): name
+        for package in (_CHECKPOINT, f"{_OLD}.checkpoint")  # torch 1.13 wrote the second
+        for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata")
+    },
+    **{(f"{package}.metadata", "MetadataIndex"): "MetadataIndex" for package in (_CHECKPOINT, f"{_OLD}.checkpoint")},
+    (f"{_CHECKPOINT}.metadata", "TensorProperties"): "TensorProperties",
+    (f"{_OLD}.sharded_tensor.metadata", "TensorProperties"): "TensorProperties",  # torch <= 2.2
+    (f"{_CHECKPOINT}.metadata", "StorageMeta"): "StorageMeta",
+    **{(module, "_StorageInfo"): "_StorageInfo" for module in _STORAGE_WRITERS},
+    **{(module, "_StoragePrefix"): "_StoragePrefix" for module in _STORAGE_WRITERS},
+    **{
+        (f"{_CHECKPOINT}.planner", name): name
+        for name in ("SavePlan", "WriteItem", "TensorWriteData", "BytesIOWriteData")
+    },
+    (_MCORE, "MCoreMetadata"): "Metadata",  # megatron-core 0.15 and 0.16.0rc0
+    (_MCORE, "MCoreSavePlan"): "SavePlan",  # megatron-core 0.11 - 0.15
+}
+"""Classes of `.metadata` by module and name, and what torch calls each of them today."""
+
+METADATA_ENUMS = {
+    (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
+    (f"{_OLD}.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"),
+    (f"{_CHECKPOINT}.planner", "WriteItemType"),
+}
+"""Its enums."""
