@@ -43,6 +43,17 @@ def with_members(data: bytes, /, **held: bytes) -> bytes:
     return file.getvalue()
 
 
+def without_storage(data: bytes) -> bytes:
+    """The archive without the first of its storages."""
+    lost = next((name for name in members(data) if name.startswith("data/")), "")
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(file, "w") as new:
+        for member in old.infolist():
+            if member.filename.partition("/")[2] != lost:
+                new.writestr(zipfile.ZipInfo(member.filename), old.read(member))
+    return file.getvalue()
+
+
 def flipped(data: bytes, bit: int) -> bytes:
     """The bytes with one bit turned round."""
     made = bytearray(data)

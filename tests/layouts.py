@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from archives import flipped, members, with_members, with_tar_header, with_two_directories
+from archives import flipped, members, with_members, with_tar_header, with_two_directories, without_storage
 from support import codes, examples
 
 import ckptlint
@@ -131,6 +131,14 @@ class ArchiveTests(LayoutTests):
             return flipped(data, 8 * (start + size // 2))
 
         self._changed(step, "data", edit, "data")
+
+    def test_a_lost_storage(self, step: Path) -> None:
+        for name in self.files:
+            before = (step / name).read_bytes()
+            if any(member.startswith("data/") for member in members(before)):
+                (step / name).write_bytes(without_storage(before))
+                self._tells(name, "storage", ckptlint.check(step))
+                (step / name).write_bytes(before)
 
     def test_hostile(self, step: Path) -> None:
         for name in self.files:
