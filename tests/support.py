@@ -26,6 +26,29 @@ SWEEP = bool(os.environ.get("SWEEP"))
 """Whether tests that are marked as sweeps try all they can: `SWEEP=1 pytest -m sweep`, as .ci/run does."""
 
 
+HOSTILE = {
+    "markup": "<script>alert(1)</script><img src=x onerror=alert(1)>",
+    "closing": "a</script></code></pre>--><b>",
+    "cdata": ']]><failure message="x"/>&amp;&#0;\'',
+    "ansi": "\x1b[31mred\x1b]8;;http://evil\x07link",
+    "controls": "a\x00b\x01c\x0bd\x7fe\ufffef\uffff",
+    "lines": "a\r\n::error::injected\n\u2028b",
+    "command": "::error file=x::injected",
+    "indented": "a                                                                      ::add-mask::injected",
+    "old command": "##[add-path]injected ##vso[task.complete]",
+    "percent": "a%0A::warning::injected%25,line=2:b",
+    "markdown": "a|b`c``d``` [x](http://evil) **bold** @user #1 <http://evil>",
+    "fence": "```\n# injected\n```",
+    "surrogate": "a\ud800b",
+    "bidi": "a\u202egnp.exe\u200b",
+    "link": "[click](http://evil) {0} {{x}}",
+    "csv": "=cmd|'/C calc'!A0",
+    "escaped bytes": "a\udcff\udc9b31m",
+    "long": "<img src=x onerror=alert(2)>" * 4000,
+}
+"""One list of names that mean something to a terminal, a log, a page or a reader of one of the formats."""
+
+
 def examples(few: int, many: int) -> int:
     """How many inputs a test that is marked as a sweep tries: few in every run, many in a sweep."""
     return many if SWEEP else few

@@ -24,6 +24,7 @@ from ckptlint.commands.shared import (
     check_options,
     progress,
     show_text,
+    tell,
     terminal_style,
     write_file,
 )
@@ -101,7 +102,7 @@ def judging(options: Mapping[str, Any]) -> Callable[..., Report]:
     settings, checked = context.obj
     level = _level()
     for sentence in settings.unread:
-        click.echo(f"ckptlint: {sentence}", err=True)
+        tell(sentence)
     known = every_rule(settings, checked)
     ignores = key_ignores(settings, known)
     depth = Depth(options["depth"])
@@ -197,7 +198,7 @@ def _emit(report: Report, style: Style, format_: str, outputs: list[tuple[str, P
     if format_ and (text := REPORTERS[format_](report, style)):
         show_text(text)
     if report.settings and format_ in _WITHOUT_SETTINGS and not style.quiet:
-        click.echo(f"ckptlint: settings from {report.settings}", err=True)
+        tell(f"settings from {report.settings}")
     for name, path in outputs:
         write_file(path, REPORTERS[name](report, whole))
 
@@ -215,7 +216,7 @@ def config(format_: str, arguments: tuple[str, ...]) -> None:
     context = check.make_context("check", [*arguments], parent=click.get_current_context().parent)
     found, checked = context.obj
     for sentence in found.unread:
-        click.echo(f"ckptlint: {sentence}", err=True)
+        tell(sentence)
     known = every_rule(found, checked)
     key_ignores(found, known)
     sources = {

@@ -104,30 +104,29 @@ def main() -> None:
 
 
 def _main() -> None:
+    from ckptlint.commands.shared import tell
+
     try:
         cli.main(standalone_mode=False)
     except click.exceptions.Abort as error:
         if error.__cause__ is not None and error.__cause__.args:  # how far a reading of the payload came
-            click.echo(f"ckptlint: {error.__cause__}", err=True)
+            tell(error.__cause__)
         sys.exit(130)
     except click.ClickException as error:
+        from ckptlint.model.text import printable
+        from ckptlint.reporters.style import inert
+
+        error.message = inert("\n".join(map(printable, error.message.split("\n"))))
         error.show()
         sys.exit(2)
     except ConfigError as error:
-        _tell(error)
+        tell(error)
         sys.exit(2)
     except NothingToCheckError as error:
-        _tell(error)
+        tell(error)
         sys.exit(3)
     except CkptlintError as error:
-        _tell(error)
+        tell(error)
         sys.exit(4)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def _tell(error: CkptlintError) -> None:
-    """One sentence on standard error, in which no name is a command of a CI runner."""
-    from ckptlint.reporters.style import inert
-
-    click.echo(inert(f"ckptlint: {error}"), err=True)

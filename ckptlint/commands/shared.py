@@ -151,6 +151,14 @@ def show_text(text: str) -> None:
     sys.stdout.flush()
 
 
+def tell(*sentences: object) -> None:
+    """Sentences on standard error, a line each, in which no name is a command of a CI runner."""
+    from ckptlint.reporters.style import inert
+
+    for sentence in sentences:
+        click.echo(inert(f"ckptlint: {sentence}"), err=True)
+
+
 def write_file(path: Path, text: str) -> None:
     """A whole file or none: written under another name, then renamed. What is there and no plain file is kept.
 
@@ -240,9 +248,7 @@ def described(path: str, files: bool = False, partial: bool = False) -> dict[str
     checkpoints = [open_checkpoint(folder, files) for folder in find(path)]
     sentences = [obstacle(replace(ckpt, partial="") if partial else ckpt) for ckpt in checkpoints]
     if any(sentences):
-        from ckptlint.reporters.style import inert
-
-        click.echo(inert("\n".join(f"ckptlint: {sentence}" for sentence in sentences if sentence)), err=True)
+        tell(*filter(None, sentences))
         sys.exit(1)
     # of text, since a URL is no path; cut back to whole names
     above = os.path.commonprefix([f"{ckpt.path}/" for ckpt in checkpoints]).rpartition("/")[0]  # noqa: RUF071

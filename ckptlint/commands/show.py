@@ -352,7 +352,7 @@ def manifest(path: str, output: Path | None) -> None:
 
     Exit codes: 0 written, 1 unsafe or unreadable, 3 no checkpoint there, 4 not read.
     """
-    text = manifest_text(described(path).values())
+    text = inert(manifest_text(described(path).values()), JSON_ESCAPE)
     if output is None:
         show_text(text)
     else:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from ckptlint.commands.check import TAKES_REPORT, NoPath, check
-from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, show_text
+from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, show_text, tell
 from ckptlint.errors import AccessError, CkptlintError, ConfigError, NothingToCheckError
 from ckptlint.loaders.discover import astray, components, find_checkpoints, step_number, steps_of, sub_folder
 from ckptlint.loaders.run_folder import read_tracker, step_state
@@ -86,13 +86,13 @@ def watch(
     if jsonl:
         context.meta[TAKES_REPORT] = reports.append
     if options["quiet"] < 2:
-        click.echo(f"ckptlint: {_banner(run_dir, interval, stale, once)}", err=True)
+        tell(_banner(run_dir, interval, stale, once))
     codes: list[int] = []
     with TemporaryDirectory(prefix="ckptlint-") as folder:
         for event in events(run_dir, interval, once, stale):
             text = event.text or f"{event.step} is finished"
             if event.text or options["quiet"] < 2:
-                click.echo(f"ckptlint: {datetime.now():%Y-%m-%d %H:%M:%S} {text}", err=True)
+                tell(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}")
             step = f"{run_dir.rstrip('/') or '/'}/{event.step}"
             code = 4
             reports.clear()
@@ -101,7 +101,7 @@ def watch(
                 code = _lint_step(context, step, report if command else None, options)
                 if code and is_vanishing(step, event):
                     text = f"somebody is removing {event.step}: its findings do not count"
-                    click.echo(f"ckptlint: {text}", err=True)
+                    tell(text)
                     continue
                 if event.kind == "unfinished" and not options["exit_zero"]:
                     code = 1  # whatever can be read of it
@@ -150,7 +150,7 @@ def _lint_step(context: click.Context, step: str, report: Path | None, options: 
     except ConfigError:
         raise
     except CkptlintError as error:
-        click.echo(f"ckptlint: {error}", err=True)
+        tell(error)
         return 4
     raise AssertionError("check ends in an exit code")
 
@@ -165,7 +165,7 @@ def _execute(command: str, step: str, code: int, report: Path) -> None:
     # the shell is the user's own: CMD comes from the command line, like a recipe of make
     ended = subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, env=os.environ | about, check=False)  # noqa: S602
     if ended.returncode:
-        click.echo(f"ckptlint: the command of --exec exited with {ended.returncode}", err=True)
+        tell(f"the command of --exec exited with {ended.returncode}")
 
 
 # ---------------------------------------------------------------- which step is finished

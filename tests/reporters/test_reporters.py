@@ -20,7 +20,7 @@ import pytest
 from click.testing import CliRunner
 from junitparser import Error, Failure, JUnitXml, Skipped
 from markdown_it import MarkdownIt
-from support import REAL, REPOSITORY
+from support import HOSTILE, REAL, REPOSITORY
 
 import ckptlint
 from ckptlint import __version__
@@ -517,25 +517,6 @@ def test_the_same_fault_in_100_layers_is_one_result(layers: Report) -> None:
 
 
 # ---------------------------------------------------------------- hostile names
-
-HOSTILE = {
-    "markup": "<script>alert(1)</script><img src=x onerror=alert(1)>",
-    "closing": "a</script></code></pre>--><b>",
-    "cdata": ']]><failure message="x"/>&amp;&#0;\'',
-    "ansi": "\x1b[31mred\x1b]8;;http://evil\x07link",
-    "controls": "a\x00b\x01c\x0bd\x7fe\ufffef\uffff",
-    "lines": "a\r\n::error::injected\n\u2028b",
-    "command": "::error file=x::injected",
-    "indented": "a                                                                      ::add-mask::injected",
-    "old command": "##[add-path]injected ##vso[task.complete]",
-    "percent": "a%0A::warning::injected%25,line=2:b",
-    "markdown": "a|b`c``d``` [x](http://evil) **bold** @user #1 <http://evil>",
-    "fence": "```\n# injected\n```",
-    "surrogate": "a\ud800b",
-    "bidi": "a\u202egnp.exe\u200b",
-    "link": "[click](http://evil) {0} {{x}}",
-    "csv": "=cmd|'/C calc'!A0",
-}
 
 
 @pytest.fixture(params=HOSTILE)
