@@ -116,7 +116,8 @@ def _times(folder: Folder, ckpt: Checkpoint) -> tuple[npt.NDArray[np.float64], f
     at = entries.positions(names)
     times = np.where(at >= 0, entries.mtime[at], 0.0) if len(entries.mtime) else np.zeros(len(names))
     for row in np.flatnonzero(at < 0).tolist():
-        times[row] = entries.others[names[row]].mtime if names[row] in entries.others else 0.0
+        entry = entries.others.get(names[row])
+        times[row] = entry.mtime if entry is not None and not entry.is_link else 0.0  # a link has times of its own
     return times, finished
 
 

@@ -255,7 +255,9 @@ def _stored(seed: str, entry: Mapping[str, Any], members: dict[str, bytes], tabl
     spec = {"mesh": Stub("torch.distributed.device_mesh", "DeviceMesh", mesh), "placements": tuple(placed)}
     described = Stub("torch.distributed.tensor._dtensor_spec", "DTensorSpec", spec)
     tensor = Name("torch.distributed.tensor", "DTensor")
-    whole = (tensor, Name("torch", dtype), shape, tuple(prod(shape[axis + 1 :]) for axis in range(len(shape))), 0)
+    strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    cpu = Call(Name("torch", "device"), ("cpu",))
+    whole = (tensor, Name("torch", dtype), shape, strides, 0, Name("torch", "strided"), cpu, False)
     rebuild = Name("torch._utils", "_rebuild_wrapper_subclass")
     return Call(
         Name("torch._tensor", "_rebuild_from_type_v2"),

@@ -375,7 +375,12 @@ def test_a_newer_unfinished_metadata_beside_a_whole_one(tmp_path: Path) -> None:
     os.utime(tmp_path / ".metadata.tmp", (whole - 10, whole - 10))
     assert ckptlint.check(tmp_path).exit_code == 0
     os.utime(tmp_path / ".metadata.tmp", (whole + 10, whole + 10))
-    assert codes(ckptlint.check(tmp_path), "error") == {"COM001"}
+    assert found(ckptlint.check(tmp_path), "error", "warning") == []  # nothing was replaced
+    payload = sorted(tmp_path.glob("*.distcp"))
+    for path, level in ((payload[0], "error"), (payload[1], "warning")):
+        os.utime(path, (whole + 9, whole + 9))
+        report = ckptlint.check(tmp_path)
+        assert [(code, own) for code, own, _ in found(report, "error", "warning")] == [("COM001", level)]
 
 
 # ---------------------------------------------------------------- one metadata file per rank
