@@ -5,6 +5,7 @@ A command's module is imported when the command is asked for: `--version`, `--he
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from importlib import import_module
@@ -116,8 +117,9 @@ def _main() -> None:
         from ckptlint.model.text import printable
         from ckptlint.reporters.style import inert
 
-        error.message = inert("\n".join(map(printable, error.message.split("\n"))))
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        click.echo(inert("\n".join(map(printable, shown.getvalue().split("\n")))), err=True, nl=False)
         sys.exit(2)
     except ConfigError as error:
         tell(error)

@@ -560,3 +560,17 @@ def test_a_named_file_beside_a_checkpoint_says_which_folder_to_name(tmp_path: Pa
         (item,) = ckptlint.check(path).diagnostics
         assert (item.code, str(path.parent) in item.finding.hint) == ("SAF004", True)
         assert item.finding.hint.startswith(hint or "name the folder of the checkpoint, ")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "code"), [("note.txt", "x", 3), (".metadata", "x", 3), (".metadata", "", 1)]
+)
+def test_a_run_of_ten_thousand_nearly_empty_steps_takes_seconds(
+    tmp_path: Path, name: str, content: str, code: int
+) -> None:
+    for number in range(10_000):
+        (step := tmp_path / f"step-{number}").mkdir()
+        (step / name).write_text(content)
+    before = os.times()
+    assert ckptlint.check(tmp_path).exit_code == code
+    assert sum(os.times()[:4]) - sum(before[:4]) < 8  # of processor time, children included; 1 to 3 on a quiet machine
