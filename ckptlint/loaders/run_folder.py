@@ -7,16 +7,10 @@ from dataclasses import replace
 from typing import Literal
 
 from ckptlint.errors import CkptlintError, UnreadableError
-from ckptlint.formats.torch_archive import END_SIZE
 from ckptlint.formats.torch_file import number_in, ranges_of, read_torch_file
-from ckptlint.loaders.common_state import COMMON_FILE
 from ckptlint.loaders.discover import COMPONENT, components, step_number, steps_of, sub_folder
-from ckptlint.loaders.megatron import CONFIG_FILE
+from ckptlint.loaders.layouts import Found, recognise
 from ckptlint.loaders.problems import from_error, from_torch_file
-from ckptlint.loaders.rank_files.megatron_keys import MODEL_FILES, is_rank_folder, legacy_file, rank_folders
-from ckptlint.loaders.rank_files.sets import file_sets, has_all_ranks
-from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise, unsupported
-from ckptlint.loaders.safetensors import NUMBERED, SHARD
 from ckptlint.model import Problem, RunFolder, StepState
 from ckptlint.storage.folder import Folder
 
@@ -95,8 +89,8 @@ def _step_folder(folder: Folder) -> Folder | None:
     return None
 
 
-def step_before(folder: Folder) -> Folder | None:
-    """The folder of the same part in the nearest older finished step of the run; None without one.
+def step_before(folder: Folder) -> Found | None:
+    """The same part in the nearest older finished step of the run; None without one.
 
     Only steps that are named alike count, and links out of the run lead nowhere.
     """
@@ -124,14 +118,14 @@ def step_before(folder: Folder) -> Folder | None:
     return None
 
 
-def _part(step: Folder, inner: list[str], label: str) -> Folder | None:
+def _part(step: Folder, inner: list[str], label: str) -> Found | None:
     """The part of a step that lies in these sub-folders and has this label."""
     for name in inner:
         below = sub_folder(step, name) if name in step.folders() else None
         if below is None:
             return None
         step = below
-    return next((part for part in components(step) if part.part == label), None)
+    return next((part for part in components(step) if part.folder.part == label), None)
 
 
 def is_of_a_run(folder: Folder) -> bool:
@@ -172,52 +166,16 @@ def read_tracker(parent: Folder) -> tuple[str, int | Literal["release"] | None]:
 
 
 def step_state(step: Folder, levels: int = 2) -> StepState:
-    """Whether a step, or each of its components, has what is written last.
-
-    `metadata.json` ends the saves that have a `common.pt`; fsdp_dtensor and torch_dcp have neither. Of a torch_dist
-    step of Megatron-Core >= 0.19 without `metadata.json` this says `complete`: only its keys would tell. The index of
-    a Hugging Face model is written after its files. Of verl's rank files each kind that is there has one of every rank.
-    """
-    names = step.files_beside()
-    if METADATA in names:
-        whole = step.head(METADATA, 1) == b"\x80" and (CONFIG_FILE in names or COMMON_FILE not in names)
-        return "complete" if whole else "unfinished"
-    if any(name.endswith(".safetensors.index.json") for name in names):
-        return "complete"
-    if found := [own.files for own in file_sets(step) if own.kind == "verl"]:
-        return "complete" if any(map(has_all_ranks, found)) else "unfinished"
-    if any(_is_part(name) for name in names):
-        return "unfinished"  # parts without the index that comes after them
-    if any(name.endswith("_model_states.pt") for name in names):
-        return "complete"  # DeepSpeed writes the tracker after all ranks; the grid tells of lost ones
-    if ranks := rank_folders(step):
-        if not legacy_file(step):
-            return "unknown"
-        return "complete" if all(_is_written(step.sub(name)) for name in ranks) else "unfinished"
-    if unsupported(step) or any(RANK_METADATA.fullmatch(name) or is_rank_folder(name) for name in step.entries.others):
-        return "unknown"
-    has_payload = len(step.entries.payload) > 0 or any(name.endswith(".distcp") for name in names)
-    if COMMON_FILE in names or has_payload or not step.entries:
-        return "unfinished"
+    """Whether a step, or each of its parts, has what its layout writes last."""
+    found = recognise(step)
+    state: StepState = found.layout.state(step) if found else "unknown" if step.entries else "unfinished"
+    if state != "unknown":
+        return state
     parts = [sub_folder(step, name) for name in step.folders() if _OF_A_STEP.fullmatch(name)] if levels else []
     states = {step_state(part, levels - 1) for part in parts if part is not None}
     if "unfinished" in states:
         return "unfinished"
     return "complete" if "complete" in states else "unknown"
-
-
-def _is_written(rank: Folder) -> bool:
-    """Whether the model file of a rank of Megatron's has its end; files of torch < 1.6 have no mark there."""
-    file = next((file for file in MODEL_FILES if rank.has(file)), None)
-    if file is None or rank.head(file, 4) != b"PK\3\4":
-        return file is not None and rank.size(file) > 0
-    return b"PK\5\6" in rank.read_range(file, max(rank.size(file) - END_SIZE, 0), END_SIZE)
-
-
-def _is_part(name: str) -> bool:
-    """Whether a file is one of several of a model that is loaded by an index."""
-    match = NUMBERED.fullmatch(name)
-    return match is not None and int(match["n"]) > 1 and not SHARD.fullmatch(name) and match["stem"] != "consolidated"
 
 
 TRAIN_STATE = "train_state.pt"

@@ -10,31 +10,24 @@ from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
+from os.path import relpath
 from typing import Any
 
 from ckptlint.errors import CkptlintError, ForeignError, LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import read_metadata, read_state
 from ckptlint.formats.torch_file import read_torch_file
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
-from ckptlint.loaders.discover import newest_readable_step, step_number, sub_folder
+from ckptlint.loaders.discover import newest_readable_step, step_number, steps_of, sub_folder
+from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_torch_file
-from ckptlint.loaders.rank_files.megatron_keys import legacy_file
-from ckptlint.loaders.recognise import (
-    METADATA,
-    PAYLOAD_RANK,
-    RANK_METADATA,
-    Recognised,
-    recognise,
-    unsupported,
-    unsupported_hint,
-)
 from ckptlint.model import Checkpoint, OptimizerFile, Problem, StepFile, StepFileState
 from ckptlint.model.stored import StoredDTensor, StoredTensor
 from ckptlint.model.text import plural, printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.listing import is_plain
+from ckptlint.vocabulary.metadata_files import METADATA, PAYLOAD_RANK, RANK_METADATA, UNFINISHED_METADATA
 from ckptlint.vocabulary.step_files import OTHER_STEP, Family, family_of, holds_no_state, may_be_pickle
 
 _PLAIN_LIMIT = 64 * 1024**2
@@ -69,7 +62,7 @@ class _Found:
 _Read = tuple[StepFile, list[Problem]]
 
 
-def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
+def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
     """The checkpoint with the other files of its step, and what is wrong with them or was not read.
 
     Each is opened in a child process of its own where reading all of them in one breaks a limit.
@@ -84,7 +77,7 @@ def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     names = (*_READ_ELSEWHERE, "train_state.pt") if is_dcp else _READ_ELSEWHERE
     names = (*names, *([ckpt.config.file] if ckpt.config is not None else []))
     parts |= {f"{name.rpartition('/')[0]}/" for name in parts if "/" in name}
-    found = [item for item in _files_of(folder) if item.label not in parts]
+    found = [item for item in _files_of(whole) if item.label not in parts]
     if is_dcp:  # whose metadata a loader has read, that of single ranks too
         found = [item for item in found if not RANK_METADATA.fullmatch(item.label)]
     wanted = [item for item in found if _is_opened(item)]
@@ -106,14 +99,16 @@ def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     return replace(ckpt, step_files=(*ckpt.step_files, *files), problems=problems)
 
 
-def _files_of(folder: Folder) -> Iterator[_Found]:
-    """The files of the folders that a checkpoint accounts for, and of folders in them that are not judged themselves.
+def _files_of(whole: Found) -> Iterator[_Found]:
+    """The files of the folders that a checkpoint accounts for, and of folders in them that are not told themselves.
 
     Folders that are not looked into are named: those further below, of other steps, of logs and code, behind links.
     """
-    for place in folder.accounts_for:
-        prefix = "" if place is folder or place.display == folder.display else "../"
+    for place in whole.accounts_for:
+        above = relpath(place.place, whole.folder.place)
+        prefix = "" if above == "." else f"{above}/"
         yield from _listed(place, prefix, place.files_beside())
+        several = len(steps_of(place)) > (step_number(place.name) is not None)
         for name in place.folders():
             label = f"{prefix}{name}/"
             if (family := family_of(name)) is not None and family.content != "other":
@@ -121,24 +116,24 @@ def _files_of(folder: Folder) -> Iterator[_Found]:
             sub = None if holds_no_state(name) else sub_folder(place, name)
             if sub is None:
                 yield _Found(place, name, printable(label), None)
-            elif _is_judged(sub.place, folder):
+            elif _is_told(sub.place, whole):
                 continue
-            elif step_number(name) is not None:
+            elif step_number(name) is not None and several:
                 yield from (
-                    [] if _is_judged(f"{sub.place}/", folder) else [_Found(place, name, printable(label), OTHER_STEP)]
+                    [] if _is_told(f"{sub.place}/", whole) else [_Found(place, name, printable(label), OTHER_STEP)]
                 )
             else:
                 yield from _listed(sub, label, sub.files())
                 for inner in sub.folders():
                     below = sub.sub(inner).place
-                    if not _is_judged(below, folder) and not _is_judged(f"{below}/", folder):
+                    if not _is_told(below, whole) and not _is_told(f"{below}/", whole):
                         yield _Found(sub, inner, printable(f"{label}{inner}/"), None)
 
 
-def _is_judged(place: str, folder: Folder) -> bool:
-    """Whether a checkpoint is judged that lies in a place; in one that ends in `/`, somewhere below it."""
-    first = bisect_left(folder.judged, place)
-    found = folder.judged[first] if first < len(folder.judged) else ""
+def _is_told(place: str, whole: Found) -> bool:
+    """Whether the files in a place are told with a checkpoint; in one that ends in `/`, somewhere below it."""
+    first = bisect_left(whole.told, place)
+    found = whole.told[first] if first < len(whole.told) else ""
     return found.startswith(place) if place.endswith("/") else found == place
 
 
@@ -331,7 +326,7 @@ def lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
 
 def leftover_files(folder: Folder) -> list[Problem]:
     entries, problems = folder.entries, []
-    temporary = ".metadata.tmp"
+    temporary = UNFINISHED_METADATA
     if temporary in entries and METADATA in entries and entries[temporary].mtime > entries[METADATA].mtime:
         sentence = f"{temporary} is newer than {METADATA}: a later save into this folder never finished"
         is_young = entries.mtime > entries[METADATA].mtime + _APART
@@ -378,19 +373,6 @@ def unfinished_marks(folder: Folder) -> list[Problem]:
     sentence = f"{name} says that this save never finished"
     hint = other_step(folder) or "wait for the save to finish, or use an earlier checkpoint"
     return [Problem("incomplete", name, sentence, why="the writer removes this mark last", hint=hint)]
-
-
-def unread_beside(folder: Folder) -> list[Problem]:
-    other = unsupported(folder)
-    if (file := legacy_file(folder)) and (found := recognise(folder)) and found.kind != "megatron-legacy":
-        other = Recognised("unsupported", "Megatron-LM legacy torch", printable(file.partition("/")[0]))
-    return [] if other is None else [unsupported_problem(other, beside=True)]
-
-
-def unsupported_problem(found: Recognised, beside: bool = False) -> Problem:
-    sentence = f"{found.evidence} belongs to a format that ckptlint does not check: {found.name}"
-    hint = unsupported_hint(found.name)
-    return Problem("unsupported", found.evidence, sentence, hint=hint, blocks=not beside, beside=beside)
 
 
 def other_step(folder: Folder) -> str:

@@ -3,7 +3,6 @@
 from ckptlint.model.checkpoint import (
     Checkpoint,
     CommonState,
-    Format,
     OptimizerFile,
     Problem,
     ProblemKind,
@@ -49,7 +48,6 @@ __all__ = [
     "Disagreement",
     "FileState",
     "FileTable",
-    "Format",
     "MalformedChunk",
     "Misfit",
     "ModelConfig",
