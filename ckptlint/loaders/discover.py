@@ -40,6 +40,7 @@ _DESCRIBES = (
     METADATA, "__0.metadata", "common.pt", "model.safetensors", "model.safetensors.index.json",
     "adapter_model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
+_NUMBERS = re.compile(r"[\d.]+")
 _STEPS_TRIED = 16
 _DEPTH = 6  # folders below the one that the user named: a run, its step, a role, its weights, their counter
 _MOST_FOLDERS = 4096  # that one walk lists
@@ -57,6 +58,11 @@ def step_number(name: str) -> int | None:
     """
     match = STEP.fullmatch(name)
     return int(match[1] or match[2]) if match else None
+
+
+def is_alike(name: str, other: str) -> bool:
+    """Whether two folders are named alike but for their numbers."""
+    return _NUMBERS.sub("", name) == _NUMBERS.sub("", other)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,13 +225,15 @@ class _Walk:
         if are_steps and steps != "none" and (found := self._steps(folder, list(numbered), steps, levels, in_step)):
             return found
         left_out = {name for name in numbered if are_steps and not (steps == "none" and _is_part(folder, name))}
-        inner = [name for name in _inner(folder) if name not in left_out]
+        inner = [name for name in _inner(folder) if name not in left_out and not (in_step and holds_no_state(name))]
         return _accounted(self._below(folder, inner, steps, levels, in_step), folder)
 
     def _beside(self, folder: Folder, numbered: list[str], steps: Steps, levels: int) -> list[Found]:
         """The checkpoints below one: parts of its step, other models, steps of its run where they are asked for."""
         told = unsupported(folder)
-        inner = [name for name in _inner(folder) if name not in numbered and (told is None or name != told.file)]
+        but = {*numbered, *([told.file] if told else [])}
+        is_step = step_number(folder.name) is not None
+        inner = [name for name in _inner(folder) if name not in but and not (is_step and holds_no_state(name))]
         # DeepSpeed writes its part of a step into a folder that is named like a step
         inner += [name for name in numbered if name in folder.folders() and (steps == "all" or _is_part(folder, name))]
         is_dcp = not groups(folder)  # the metadata may name payload in sub-folders: these are no saves of their own

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.formats.torch_file import number_in, ranges_of, read_torch_file
-from ckptlint.loaders.discover import COMPONENT, components, step_number, steps_of, sub_folder
+from ckptlint.loaders.discover import COMPONENT, components, is_alike, step_number, steps_of, sub_folder
 from ckptlint.loaders.layouts import Found, recognise
 from ckptlint.loaders.problems import from_error, from_torch_file
 from ckptlint.model import Problem, RunFolder, StepState
@@ -24,7 +24,6 @@ TRAIN_STATE_TRACKER = "latest_train_state.pt"
 
 _MEGATRON = "iter_"
 _PLAIN = re.compile(r"(iter_|iteration_|global_step_?|step[-_]?|checkpoint[-_])(\d{1,18})")
-_NUMBERS = re.compile(r"[\d.]+")
 _LEVELS = 3  # verl: global_step_N/actor/dist_ckpt
 _OF_A_STEP = re.compile(rf"{COMPONENT.pattern}|actor|critic")
 
@@ -54,7 +53,7 @@ def read_run(folder: Folder) -> RunFolder | None:
         steps = {
             older.number: older.name
             for older in steps_of(parent)
-            if _is_alike(older.name, own.name) and sub_folder(parent, older.name) is not None
+            if is_alike(older.name, own.name) and sub_folder(parent, older.name) is not None
         }
         file, tracker = read_tracker(parent) if prefix else ("", None)
         alone = replace(alone, steps=tuple(sorted(steps)))
@@ -69,11 +68,6 @@ def read_run(folder: Folder) -> RunFolder | None:
     except CkptlintError as error:
         return replace(alone, steps=(), unseen=f"{_UNSEEN}: {error}" if prefix == _MEGATRON else "")
     return replace(alone, newest_complete=newest, tracker=tracker, tracked=tracked, tracker_file=file or TRACKERS[0])
-
-
-def _is_alike(name: str, other: str) -> bool:
-    """Whether two folders are named alike but for their numbers."""
-    return _NUMBERS.sub("", name) == _NUMBERS.sub("", other)
 
 
 def _step_folder(folder: Folder) -> Folder | None:
@@ -107,7 +101,7 @@ def step_before(folder: Folder) -> Found | None:
         return None
     try:
         for older in steps_of(run):
-            is_older = older.number < number and _is_alike(older.name, step.name)
+            is_older = older.number < number and is_alike(older.name, step.name)
             there = sub_folder(run, older.name) if is_older else None
             if there is None or step_state(there) == "unfinished":
                 continue

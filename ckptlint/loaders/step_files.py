@@ -17,7 +17,7 @@ from ckptlint.errors import CkptlintError, ForeignError, LimitError, UnreadableE
 from ckptlint.formats.safe_pickle import read_metadata, read_state
 from ckptlint.formats.torch_file import read_torch_file
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
-from ckptlint.loaders.discover import newest_readable_step, step_number, steps_of, sub_folder
+from ckptlint.loaders.discover import is_alike, newest_readable_step, step_number, steps_of, sub_folder
 from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_torch_file
@@ -118,7 +118,7 @@ def _files_of(whole: Found) -> Iterator[_Found]:
                 yield _Found(place, name, printable(label), None)
             elif _is_told(sub.place, whole):
                 continue
-            elif step_number(name) is not None and several:
+            elif step_number(name) is not None and (several or is_alike(name, place.name)):
                 yield from (
                     [] if _is_told(f"{sub.place}/", whole) else [_Found(place, name, printable(label), OTHER_STEP)]
                 )

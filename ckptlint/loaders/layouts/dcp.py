@@ -44,7 +44,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.litter import is_litter
 from ckptlint.vocabulary.mesh import read_topology
-from ckptlint.vocabulary.metadata_files import METADATA, PAYLOAD_RANK, RANK_METADATA
+from ckptlint.vocabulary.metadata_files import METADATA, PAYLOAD_RANK, RANK_METADATA, WRITTEN_LAST
 
 _TEXT_LIMIT = 1024**2
 _RENAMED = "the writer renames a finished file into place, so an interrupted copy or a full disk truncated it"
