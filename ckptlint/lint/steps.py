@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ckptlint.errors import CkptlintError, NothingToCheckError
+from ckptlint.errors import CkptlintError, NothingToCheckError, UnknownLayoutError
 from ckptlint.lint.report import CheckpointReport, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import Step, find_checkpoints, runs_below, step_number, steps_of
@@ -89,6 +89,7 @@ def runs_at(path: str) -> list[tuple[str, Folder]]:
 
     Raises:
         NothingToCheckError: nothing lies there, it is a file, or no step lies in or below it.
+        UnknownLayoutError: checkpoints lie there, and no step.
         AccessError: a folder could not be listed.
     """
     folder, file = folder_at(path)
@@ -96,6 +97,14 @@ def runs_at(path: str) -> list[tuple[str, Folder]]:
         raise NothingToCheckError(f"{shown(path)} is a file: name the run folder that holds the steps")
     found = runs_below(folder)
     if not found:
+        try:
+            there = printable(find_checkpoints(folder, False)[0].display)
+        except NothingToCheckError:
+            there = ""
+        if there:
+            raise UnknownLayoutError(
+                f"{there} is a checkpoint, and no name there is that of a step: name it to check it"
+            )
         raise NothingToCheckError(
             f"no step under {shown(path)}: looked for folders such as iter_*, step-*, checkpoint-*"
         )
