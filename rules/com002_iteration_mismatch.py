@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -11,20 +10,9 @@ from ckptlint.analysis.inventory import inventory_of
 from ckptlint.model import Checkpoint, RunFolder, StepClaim
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import FORMS
+from ckptlint.vocabulary.frameworks import world
 
 _TRAIN_STATE = "train_state.pt"
-
-_ONE_COUNTER = (
-    ("torchtitan", "step-", re.compile(r"train_state\.step")),
-    ("OLMo-core", "step", re.compile(r"(\.\./)?train/rank\d+\.pt")),
-    ("transformers", "global_step", re.compile(r"\.\./trainer_state\.json")),
-)
-"""Libraries that take the folder's number and the number in it from one counter.
-
-Source:
-    torchtitan 0.0.2 - 0.3.0: `CheckpointManager.save(self.step)`, `Trainer.state_dict`; olmo_core 3.0:
-    `Trainer.save_checkpoint`, `Trainer.state_dict`; transformers 5.23: the engine's own tag, `global_step<number>`
-"""
 
 
 @rule("COM002", "iteration-mismatch", Severity.ERROR)
@@ -174,9 +162,9 @@ def _counted(ckpt: Checkpoint, run: RunFolder, claims: list[StepClaim]) -> Itera
 
 def _level(ckpt: Checkpoint, run: RunFolder, claim: StepClaim) -> tuple[Severity | None, str]:
     """How sure it is that the number should be the folder's, and why; None for a counter that may count otherwise."""
-    for library, prefix, source in _ONE_COUNTER:
-        if run.prefix == prefix and source.fullmatch(claim.source):
-            return Severity.WARNING, f"{library} takes both from one counter"
+    for counter in world().one_counter:
+        if run.prefix == counter.prefix and counter.entry.fullmatch(claim.source):
+            return Severity.WARNING, f"{counter.framework} takes both from one counter"
     if claim.step not in run.steps or claim.step == run.step:
         return None, ""
     before = ckpt.before

@@ -10,7 +10,7 @@ from typing import Literal
 from ckptlint.errors import CkptlintError, NothingToCheckError, UnknownLayoutError
 from ckptlint.lint.report import CheckpointReport, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
-from ckptlint.loaders.discover import Step, find_checkpoints, runs_below, step_number, steps_of
+from ckptlint.loaders.discover import Step, find_checkpoints, runs_below, steps_of
 from ckptlint.loaders.run_folder import step_state
 from ckptlint.model import Checkpoint
 from ckptlint.model.checkpoint import ProblemKind
@@ -18,6 +18,7 @@ from ckptlint.model.text import human_duration, listed, plural, printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.locate import folder_at
 from ckptlint.storage.paths import shown
+from ckptlint.vocabulary.frameworks import step_number
 from ckptlint.vocabulary.parts import PARTS, part_of_file, part_of_key
 
 Verdict = Literal["passes", "fails", "unfinished", "lacks parts", "not judged", "gone"]

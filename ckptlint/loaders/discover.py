@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Literal
 
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError, UnknownLayoutError
-from ckptlint.loaders.layouts import Found, recognise
+from ckptlint.loaders.layouts import Found, layouts, recognise
 from ckptlint.loaders.layouts.unsupported import unsupported
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
 from ckptlint.loaders.safetensors import groups
@@ -19,27 +19,10 @@ from ckptlint.model.text import plural, printable
 from ckptlint.sandbox import one_budget
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.locate import folder_at
+from ckptlint.vocabulary.frameworks import holds_no_state, may_be_pickle, step_number
 from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
-from ckptlint.vocabulary.step_files import holds_no_state, may_be_pickle
-
-STEP = re.compile(
-    r"(?:iter_|iteration_|step[-_]?|global_step_?|checkpoint[-_]|epoch_\d+_step_|ep\d+-ba|(?:.*-)?step=)(\d+)"
-    r"(?:-v\d+|-(?:consumed_samples|val_loss|train_loss)=[\d.]+)*(?:-last)?(?:\.ckpt)?|(\d{4,})"
-)
-
-COMPONENT = re.compile(
-    r"consolidated|dist_ckpt|hf_weights|huggingface|model|model_and_optim|optim|sharded|trainer|weights|"
-    r"optimizer(_\d+)?|pytorch_model_fsdp_\d+"
-)
-"""Folders that hold one part of a step: of torch, accelerate, Automodel, NeMo, OLMo-core, prime-rl, verl, xtuner."""
-
 
 _UNIVERSAL = "_universal"  # what deepspeed.checkpoint.ds_to_universal makes of a step, beside it
-
-_DESCRIBES = (
-    METADATA, "__0.metadata", "common.pt", "model.safetensors", "model.safetensors.index.json",
-    "adapter_model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json",
-)  # fmt: skip
 _NUMBERS = re.compile(r"[\d.]+")
 _STEPS_TRIED = 16
 _DEPTH = 6  # folders below the one that the user named: a run, its step, a role, its weights, their counter
@@ -48,16 +31,6 @@ _MOST_HEADS = 16  # files of a folder whose first bytes are looked at
 
 Steps = Literal["newest", "all", "none"]
 """Which of the steps in a folder are meant."""
-
-
-def step_number(name: str) -> int | None:
-    """The step that a folder name carries, or None.
-
-    >>> step_number("iter_0000010"), step_number("step-500"), step_number("model")
-    (10, 500, None)
-    """
-    match = STEP.fullmatch(name)
-    return int(match[1] or match[2]) if match else None
 
 
 def is_alike(name: str, other: str) -> bool:
@@ -80,13 +53,18 @@ class Step:
     name: str
 
     @property
+    def is_folder(self) -> bool:
+        """Whether it is a folder, not one file."""
+        return not self.run.has(self.name)
+
+    @property
     def folder(self) -> Folder:
         """The step's folder; of a file the run's, with that file alone in view.
 
         Raises:
             AccessError: it is a link out of the run that leads to no checkpoint.
         """
-        if self.run.has(self.name):
+        if not self.is_folder:
             return self.run.only(self.name)
         found = sub_folder(self.run, self.name)
         if found is None:
@@ -351,7 +329,7 @@ def sub_folder(folder: Folder, name: str) -> Folder | None:
     is_step = PurePath(target).name == name or (
         step_number(name) is not None and step_number(PurePath(target).name) is not None
     )
-    if is_step or any(folder.look_at(f"{name}/{mark}")[0] in READABLE for mark in _DESCRIBES):
+    if is_step or any(folder.look_at(f"{name}/{mark}")[0] in READABLE for row in layouts() for mark in row.marks):
         return folder.sub(name)
     return None
 

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, get_args
 
 from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.formats.torch_file import number_in, ranges_of, read_torch_file
-from ckptlint.loaders.discover import COMPONENT, components, is_alike, step_number, steps_of, sub_folder
+from ckptlint.loaders.discover import components, is_alike, steps_of, sub_folder
 from ckptlint.loaders.layouts import Found, recognise
 from ckptlint.loaders.problems import from_error, from_torch_file
 from ckptlint.model import Problem, RunFolder, StepState
 from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.frameworks import Holds, Tracker, is_part, step_number, steps_like, world
 
 _UNSEEN = "ckptlint did not look at the other steps of its run and their tracker"
 
-TRACKERS = ("latest_checkpointed_iteration.txt", "dlrover_latest.txt", "latest")
-"""Megatron-LM, Megatron-Bridge, slime and verl; dlrover; DeepSpeed, which names a folder."""
-
-TRAIN_STATE_TRACKER = "latest_train_state.pt"
-"""Megatron-Bridge's own, beside or instead of the text."""
-
-_MEGATRON = "iter_"
-_PLAIN = re.compile(r"(iter_|iteration_|global_step_?|step[-_]?|checkpoint[-_])(\d{1,18})")
-_LEVELS = 3  # verl: global_step_N/actor/dist_ckpt
-_OF_A_STEP = re.compile(rf"{COMPONENT.pattern}|actor|critic")
+_LEVELS = 5  # folders between a part and its step: NeMo-RL's step_N/policy/weights/iter_0000000
 
 
 def read_run(folder: Folder) -> RunFolder | None:
@@ -43,21 +35,24 @@ def read_run(folder: Folder) -> RunFolder | None:
     step = None if own is None else step_number(own.name)
     if own is None or step is None:
         return None
-    match, parent = _PLAIN.fullmatch(own.name), own.parent
-    prefix = match[1] if match else ""
-    digits = 7 if prefix == _MEGATRON else len(match[2]) if match and match[2].startswith("0") else 0
+    parent, like = own.parent, steps_like(own.name)
+    prefix, tracked_always = (like[0], like[1].tracked) if like else ("", False)
+    number = own.name[len(prefix) :]
+    digits = (like[1].digits or (len(number) if number.startswith("0") else 0)) if like else 0
     alone = RunFolder(step, (step,), prefix=prefix, digits=digits)
     if parent is None:
-        return replace(alone, steps=(), unseen=_UNSEEN if prefix == _MEGATRON else "")
+        return replace(alone, steps=(), unseen=_UNSEEN if tracked_always else "")
     try:
         steps = {
             older.number: older.name
             for older in steps_of(parent)
-            if is_alike(older.name, own.name) and sub_folder(parent, older.name) is not None
+            if is_alike(older.name, own.name)
+            and not parent.has(older.name)
+            and sub_folder(parent, older.name) is not None
         }
         file, tracker = read_tracker(parent) if prefix else ("", None)
         alone = replace(alone, steps=tuple(sorted(steps)))
-        if not file and prefix != _MEGATRON:
+        if not file and not tracked_always:
             return alone
         newest = next((n for n in sorted(steps, reverse=True) if step_state(parent.sub(steps[n])) == "complete"), None)
         tracked: StepState = "unknown"
@@ -66,21 +61,29 @@ def read_run(folder: Folder) -> RunFolder | None:
         elif tracker is not None:
             tracked = step_state(parent.sub(steps[tracker])) if tracker in steps else "absent"
     except CkptlintError as error:
-        return replace(alone, steps=(), unseen=f"{_UNSEEN}: {error}" if prefix == _MEGATRON else "")
-    return replace(alone, newest_complete=newest, tracker=tracker, tracked=tracked, tracker_file=file or TRACKERS[0])
+        return replace(alone, steps=(), unseen=f"{_UNSEEN}: {error}" if tracked_always else "")
+    return replace(
+        alone, newest_complete=newest, tracker=tracker, tracked=tracked, tracker_file=file or trackers()[0].file
+    )
 
 
 def _step_folder(folder: Folder) -> Folder | None:
-    """The step that a folder is, or is a component of; a number alone may be a year."""
-    for _ in range(_LEVELS):
-        name = folder.name
-        if step_number(name) is not None and not name.isdecimal():
-            return folder if not name.startswith(_MEGATRON) or len(name) >= len(_MEGATRON) + 7 else None
+    """The step that a folder is, or lies in as a part; a number alone may be a year."""
+    found: Folder | None = None
+    for level in range(_LEVELS):
+        if _is_named_step(folder.name):
+            like = steps_like(folder.name)
+            is_step = like is None or not like[1].tracked or len(folder.name) >= len(like[0]) + like[1].digits
+            if found is not None or not is_step:
+                return folder if is_step else found
+            found = folder
+        elif not is_part(folder.name) or level == _LEVELS - 1:
+            return found
         above = folder.parent
-        if above is None or not _OF_A_STEP.fullmatch(name):
-            return None
+        if above is None or (found is folder and not is_part(above.name)):
+            return found
         folder = above
-    return None
+    return found
 
 
 def step_before(folder: Folder) -> Found | None:
@@ -92,7 +95,7 @@ def step_before(folder: Folder) -> Found | None:
     step = folder
     while step_number(step.name) is None:
         above = step.parent
-        if above is None or len(inner) == _LEVELS or not _OF_A_STEP.fullmatch(step.name):
+        if above is None or len(inner) == _LEVELS or not is_part(step.name):
             return None
         inner.insert(0, step.name)
         step = above
@@ -128,7 +131,7 @@ def is_of_a_run(folder: Folder) -> bool:
         return (
             _is_named_step(folder.name)
             or recognise(folder) is not None
-            or any(folder.has(name) for name in (*TRACKERS, TRAIN_STATE_TRACKER))
+            or any(folder.has(tracker.file) for tracker in trackers())
             or any(_is_named_step(name) or _is_numbered_step(folder, name) for name in folder.folders())
         )
     except CkptlintError:
@@ -144,19 +147,26 @@ def _is_numbered_step(folder: Folder, name: str) -> bool:
     return step_number(name) is not None and recognise(folder.sub(name)) is not None
 
 
+def trackers() -> list[Tracker]:
+    """The files that name a step, those that hold a number first."""
+    return sorted(world().trackers, key=lambda tracker: get_args(Holds).index(tracker.holds))
+
+
 def read_tracker(parent: Folder) -> tuple[str, int | Literal["release"] | None]:
     """The tracker's name and the step that it names, "" and None where there is none."""
-    for name in TRACKERS:
-        if parent.has(name):
-            text = parent.head(name, 64).strip()
-            if text == b"release":
-                return name, "release"
-            if name == "latest":
-                return name, step_number(text.decode("ascii", "replace"))
-            return name, int(text) if re.fullmatch(rb"\d{1,18}", text) else None
-    return (TRAIN_STATE_TRACKER if parent.has(TRAIN_STATE_TRACKER) else ""), read_train_state(
-        parent, TRAIN_STATE_TRACKER
-    )[0]
+    for tracker in trackers():
+        name = tracker.file
+        if not parent.has(name):
+            continue
+        if tracker.holds == "train state":
+            return name, read_train_state(parent, name)[0]
+        text = parent.head(name, 64).strip()
+        if text == b"release":
+            return name, "release"
+        if tracker.holds == "folder":
+            return name, step_number(text.decode("ascii", "replace"))
+        return name, int(text) if re.fullmatch(rb"\d{1,18}", text) else None
+    return "", None
 
 
 def step_state(step: Folder, levels: int = 2) -> StepState:
@@ -165,7 +175,7 @@ def step_state(step: Folder, levels: int = 2) -> StepState:
     state: StepState = found.layout.state(step) if found else "unknown" if step.entries else "unfinished"
     if state != "unknown":
         return state
-    parts = [sub_folder(step, name) for name in step.folders() if _OF_A_STEP.fullmatch(name)] if levels else []
+    parts = [sub_folder(step, name) for name in step.folders() if is_part(name)] if levels else []
     states = {step_state(part, levels - 1) for part in parts if part is not None}
     if "unfinished" in states:
         return "unfinished"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy
@@ -17,7 +16,7 @@ from ckptlint.errors import CkptlintError, ForeignError, LimitError, UnreadableE
 from ckptlint.formats.safe_pickle import read_metadata, read_state
 from ckptlint.formats.torch_file import read_torch_file
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
-from ckptlint.loaders.discover import is_alike, newest_readable_step, step_number, steps_of, sub_folder
+from ckptlint.loaders.discover import is_alike, newest_readable_step, steps_of, sub_folder
 from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_torch_file
@@ -27,15 +26,25 @@ from ckptlint.model.text import plural, printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.listing import is_plain
+from ckptlint.vocabulary.frameworks import (
+    OTHER_STEP,
+    Family,
+    Mark,
+    family_of,
+    holds_no_state,
+    is_part,
+    may_be_pickle,
+    step_number,
+    steps_like,
+    world,
+)
 from ckptlint.vocabulary.metadata_files import METADATA, PAYLOAD_RANK, RANK_METADATA, UNFINISHED_METADATA
-from ckptlint.vocabulary.step_files import OTHER_STEP, Family, family_of, holds_no_state, may_be_pickle
 
 _PLAIN_LIMIT = 64 * 1024**2
 _BYTES_LIMIT = 4 * 1024**3  # that are read of all these files together
 _LEAST = 64 * 1024  # as which the smallest file counts
 _SHOWN = 8
 _APART = 2.0  # seconds between the files of one save and those of a later one, at least
-_TRAINER_STEP = re.compile(r"checkpoint-(\d{1,18})")  # transformers.trainer_utils.PREFIX_CHECKPOINT_DIR
 _RESUME = "a resume from this step reads it"
 _READ_ELSEWHERE = (COMMON_FILE, CONFIG_FILE, RUN_CONFIG, "config.json", "fsdp_config.json")
 
@@ -198,8 +207,8 @@ def _state_of(item: _Found, elsewhere: Collection[str]) -> StepFileState:
 
 
 def _told(item: _Found, state: StepFileState, step: int | None = None) -> StepFile:
-    match = _TRAINER_STEP.fullmatch(item.folder.name) if item.name == "trainer_state.json" else None
-    folder_step = int(match[1]) if match else None
+    like = steps_like(item.folder.name) if item.family is not None and item.family.content == "json" else None
+    folder_step = step_number(item.folder.name) if like is not None and like[0] == "checkpoint-" else None
     return StepFile(item.label, item.family.name if item.family else "", state, item.size, step, folder_step)
 
 
@@ -252,9 +261,7 @@ def _counted(item: _Found, root: Any) -> int | None:
     Source:
         lightning 2.6 `meta.pt`, OLMo-core 3.0 `train/rankN.pt`: `global_step`; torch.optim.lr_scheduler: `last_epoch`
     """
-    name = {"trainer state": "global_step", "scheduler state": "last_epoch"}.get(
-        item.family.name if item.family else ""
-    )
+    name = item.family.step if item.family else ""
     step = root.get(name) if name and isinstance(root, dict) else None
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
@@ -351,28 +358,39 @@ def leftover_files(folder: Folder) -> list[Problem]:
 
 
 def unfinished_marks(folder: Folder) -> list[Problem]:
-    """The mark by which NeMo 2 and xtuner say that a save is still running or was broken off.
-
-    Source:
-        nemo.lightning.pytorch.callbacks.ModelCheckpoint (8cfedd72): an empty file `<name>-unfinished` beside the folder
-        `<name>`, removed at the end; xtuner (b934f462): `<name>.incomplete`, renamed at the end
-    """
-    step = folder.parent if folder.name in ("weights", "hf_weights") else folder
-    is_nemo = step is not folder or "=" in folder.name  # `...-step=10-last`; else nothing around it is listed for this
-    beside = step.parent if step is not None and is_nemo else None
-    marker = f"{step.name}-unfinished" if step is not None else ""
-    try:
-        is_marked = beside is not None and beside.has(marker)
-    except CkptlintError:
-        is_marked = False
-    if folder.name.endswith(".incomplete"):
-        is_marked, marker = True, folder.name
-    if not is_marked:
-        return []
-    name = printable(marker)
-    sentence = f"{name} says that this save never finished"
+    """The marks by which frameworks say that a save is still running or was broken off."""
+    why = "the writer removes this mark last"
     hint = other_step(folder) or "wait for the save to finish, or use an earlier checkpoint"
-    return [Problem("incomplete", name, sentence, why="the writer removes this mark last", hint=hint)]
+    names = sorted({name for mark in world().unfinished if (name := _mark(folder, mark))})
+    return [
+        Problem("incomplete", name, f"{name} says that this save never finished", why=why, hint=hint) for name in names
+    ]
+
+
+def _mark(folder: Folder, mark: Mark) -> str:
+    """The mark, printable, where it is there; "" otherwise."""
+    try:
+        if mark.where == "inside":
+            return printable(mark.file) if any(place.has(mark.file) for place in _up_to_step(folder)) else ""
+        if mark.where == "name":
+            return printable(folder.name) if folder.name.endswith(mark.file) else ""
+        step = folder.parent if folder.name in mark.above else folder
+        if step is None or not (step is not folder or mark.only.fullmatch(step.name)):
+            return ""  # nothing around it is listed for this
+        name = mark.file.replace("{step}", step.name)
+        return printable(name) if step.parent is not None and step.parent.has(name) else ""
+    except CkptlintError:
+        return ""
+
+
+def _up_to_step(folder: Folder) -> Iterator[Folder]:
+    """The folder, and those around it up to the step that it is a part of."""
+    yield folder
+    while is_part(folder.name) and folder.parent is not None:
+        folder = folder.parent
+        if not (is_part(folder.name) or step_number(folder.name) is not None):
+            return
+        yield folder
 
 
 def other_step(folder: Folder) -> str:

@@ -63,6 +63,7 @@ class Layout:
         read: what was found, and whether to look at payload files -> the checkpoint; it may raise AccessError.
         input_bytes: how much of a folder is read for it, which bounds memory and time of the child that reads.
         state: whether a save into a folder was finished, as its marks say.
+        marks: files of which one tells a folder that must not be listed.
         describes_itself: whether its files describe their own tensors, without `.metadata`.
         fixed: what a job that loads it must have alike.
         unsure_axes: the axes of which nobody knows whether they may change.
@@ -75,6 +76,7 @@ class Layout:
     read: Callable[[Found, bool], Checkpoint]
     input_bytes: Callable[[Folder], int]
     state: Callable[[Folder], StepState] = _unknown
+    marks: tuple[str, ...] = ()
     describes_itself: bool = False
     fixed: tuple[Fixed, ...] = ()
     unsure_axes: tuple[str, ...] = ()

@@ -16,7 +16,6 @@ from ckptlint.loaders.common_state import (
     COMMON_FILE,
     OWN_ENTRIES,
     Location,
-    is_counter,
     read_claims,
     read_common,
     read_configs,
@@ -42,6 +41,7 @@ from ckptlint.model import Checkpoint, Declared, FileTable, Problem, RunFolder, 
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
+from ckptlint.vocabulary.frameworks import is_counter
 from ckptlint.vocabulary.litter import is_litter
 from ckptlint.vocabulary.mesh import read_topology
 from ckptlint.vocabulary.metadata_files import METADATA, PAYLOAD_RANK, RANK_METADATA, WRITTEN_LAST
@@ -310,6 +310,7 @@ LAYOUTS = (
         read=_read,
         input_bytes=_metadata_bytes,
         state=_state,
+        marks=(METADATA,),
     ),
     Layout(
         kind="per-rank",
@@ -318,5 +319,6 @@ LAYOUTS = (
         recognise=_of_ranks,
         read=_read,
         input_bytes=_metadata_bytes,
+        marks=("__0.metadata",),
     ),
 )

@@ -7,7 +7,7 @@ from ckptlint.loaders.layouts import Evidence, Found, Layout
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.step_files import family_of
+from ckptlint.vocabulary.frameworks import family_of
 
 
 def _alone(folder: Folder) -> Evidence | None:

@@ -73,5 +73,6 @@ LAYOUTS = (
         read=_read,
         input_bytes=lambda folder: folder.size(COMMON_FILE) if folder.has(COMMON_FILE) else 0,
         state=lambda _folder: "unfinished",
+        marks=(COMMON_FILE,),
     ),
 )

@@ -51,6 +51,7 @@ LAYOUTS = (
         read=_read,
         input_bytes=header_bytes,
         state=_state,
+        marks=("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"),
         describes_itself=True,
     ),
 )

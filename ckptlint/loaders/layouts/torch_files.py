@@ -46,6 +46,7 @@ LAYOUTS = (
         recognise=set_of("torch"),
         read=_read,
         input_bytes=input_bytes,
+        marks=("pytorch_model.bin", "pytorch_model.bin.index.json"),
         describes_itself=True,
     ),
 )

@@ -7,57 +7,32 @@ import re
 
 from ckptlint.errors import CkptlintError, NothingToCheckError
 from ckptlint.loaders.layouts import Evidence, Found, Layout, recognise
-from ckptlint.loaders.rank_files.megatron_keys import legacy_file
+from ckptlint.loaders.megatron import CONFIG_FILE
+from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.frameworks import world
 from ckptlint.vocabulary.litter import is_litter
 
-_HINTS = {
-    "nanotron": "convert it with nanotron's examples/llama/convert_nanotron_to_hf.py",
-    "Megatron-LM legacy torch": "move it to a folder of its own, where ckptlint checks it",
-    "Orbax": "read it with Orbax: it is a JAX checkpoint",
-    "NeMo 1 or other, in mp_rank folders": "convert it to torch_dist with NeMo",
-    "NVRx local checkpoint": "load it with the job that wrote it and save it globally, as torch_dist: each node holds "
-    "only the part of its ranks",
-    "torchsnapshot": "load it with torchsnapshot and save it with torch.distributed.checkpoint",
-    "PaddlePaddle": "load it with paddle.distributed.load_state_dict, which reads its N.metadata",
-    "GGUF": "check the safetensors from which it was made",
-    "NeMo, packed": "unpack it (it is a tar archive) and name the folder of weights in it",
-    "zarr (Megatron-Core <= 0.15)": "load it with Megatron-Core <= 0.15 and save it as torch_dist",
-    "ByteCheckpoint": "load it with ByteCheckpoint",
-}
-
-_PADDLE = r"\d{1,9}\.metadata"
-_ALONE = (("GGUF", r".+\.gguf"), ("NeMo, packed", r".+\.nemo"))
-"""Files that are a model by themselves, where nothing else lies in the folder that is known."""
+_ZARR = "zarr (Megatron-Core <= 0.15)"
 
 
 def _hint(name: str) -> str:
     """What to do with a format that is not checked."""
-    return _HINTS.get(name, "name the folder of a DCP or torch_dist checkpoint, or convert this one")
+    return next((known.hint for known in world().unread if known.name == name), "")
 
 
 def unsupported(folder: Folder) -> Evidence | None:
     """A known format that ckptlint does not check, or None."""
     files = [name for name in folder.files_beside() if not (name.endswith(".distcp") or is_litter(name))]
-    folders = folder.folders()
-    marks: list[tuple[str, str | None]] = [
-        ("NeMo 1 or other, in mp_rank folders", None if legacy_file(folder) else _first(folders, r"mp_rank_\d\d.*")),
-        ("NVRx local checkpoint", _first(files, r"iter_\d{7}_\d+_local.*\.pt")),
-        ("Orbax", _first(files + folders, r"_CHECKPOINT_METADATA|_METADATA|orbax\.checkpoint|manifest\.ocdbt|"
-                         r"ocdbt\.process_.*|_sharding|array_metadatas|commit_success\.txt|_ROOT_METADATA")),
-        ("zarr (Megatron-Core <= 0.15)", "metadata.json" if backend(folder) == "zarr" else _zarr(folder)),
-        ("torch_checkpointing", _first(files, r"metadata\.pkl")),
-        ("nanotron", _first(files, r"model_(weight|bias)(_pp-rank-.*)?\.safetensors")),
-        ("PaddlePaddle", _first(files, _PADDLE)),
-        ("torchsnapshot", _first(files, r"\.snapshot_metadata")),
-        ("TensorFlow", _first(files, r".+\.data-\d{5}-of-\d{5}")),
-    ]  # fmt: skip
-    for name, evidence in marks:
-        if evidence:
-            return Evidence(printable(evidence), name)
-    return None
+    folders = [name for name in folder.folders() if not (is_rank_folder(name) and legacy_file(folder))]
+    for known in world().unread:
+        found = None if known.alone else _first(files, known.files) or _first(folders, known.folders)
+        if found is not None:
+            return Evidence(printable(found), known.name)
+    found = CONFIG_FILE if backend(folder) == "zarr" else _zarr(folder)
+    return None if found is None else Evidence(printable(found), _ZARR)
 
 
 def unread_beside(folder: Folder) -> list[Problem]:
@@ -86,8 +61,8 @@ def backend(folder: Folder) -> str | None:
     return backend if isinstance(backend, str) else None
 
 
-def _first(names: list[str], pattern: str) -> str | None:
-    return next((name for name in names if re.fullmatch(pattern, name)), None)
+def _first(names: list[str], pattern: re.Pattern[str] | None) -> str | None:
+    return None if pattern is None else next((name for name in names if pattern.fullmatch(name)), None)
 
 
 def _zarr(folder: Folder) -> str | None:
@@ -102,8 +77,9 @@ def _zarr(folder: Folder) -> str | None:
 
 def _paddle(folder: Folder) -> Evidence | None:
     """Its payload files are called as DCP's are, so it is asked for before a DCP save that lost its metadata."""
-    found = _first([name for name in folder.files_beside() if not is_litter(name)], _PADDLE)
-    return None if found is None else Evidence(found, "PaddlePaddle")
+    paddle = next(known for known in world().unread if known.name == "PaddlePaddle")
+    found = _first([name for name in folder.files_beside() if not is_litter(name)], paddle.files)
+    return None if found is None else Evidence(found, paddle.name)
 
 
 def _any(folder: Folder) -> Evidence | None:
@@ -111,9 +87,9 @@ def _any(folder: Folder) -> Evidence | None:
         return found
     names = [name for name in folder.files_beside() if not is_litter(name)]
     is_file = folder.part != "" and [*folder.entries] == [folder.part]
-    for name, pattern in _ALONE:
-        if (is_file or not folder.folders()) and (packed := _first(names, pattern)):
-            return Evidence(printable(packed), name)
+    for known in world().unread:
+        if known.alone and (is_file or not folder.folders()) and (packed := _first(names, known.files)):
+            return Evidence(printable(packed), known.name)
     return None
 
 
