@@ -14,6 +14,7 @@ from typing import Any
 
 from ckptlint.errors import CkptlintError, ForeignError, LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import read_metadata, read_state
+from ckptlint.formats.strict_json import json_object
 from ckptlint.formats.torch_file import read_torch_file
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
 from ckptlint.loaders.discover import is_alike, newest_readable_step, steps_of, sub_folder
@@ -22,10 +23,11 @@ from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_torch_file
 from ckptlint.model import Checkpoint, OptimizerFile, Problem, StepFile, StepFileState
 from ckptlint.model.stored import StoredDTensor, StoredTensor
-from ckptlint.model.text import plural, printable
+from ckptlint.model.text import listed, plural, printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.listing import is_plain
+from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.frameworks import (
     OTHER_STEP,
     Family,
@@ -97,7 +99,7 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
     opened.sort(key=lambda item: item.family is None)
     read = _read_within_limits(opened)
     told = {id(item): own for item, own in zip(opened, read, strict=False)}
-    files, problems = [], list(ckpt.problems)
+    files, problems = [], [*ckpt.problems, *(lack for place in whole.accounts_for for lack in inventory_problems(place))]
     for item in found:
         file, own = told.get(id(item)) or (_told(item, _state_of(item, () if item.what else names)), [])
         files.append(file)
@@ -381,6 +383,43 @@ def _mark(folder: Folder, mark: Mark) -> str:
         return printable(name) if step.parent is not None and step.parent.has(name) else ""
     except CkptlintError:
         return ""
+
+
+def inventory_problems(folder: Folder) -> list[Problem]:
+    """The parts that an inventory names and the folder lacks, and an inventory that was never written."""
+    problems: list[Problem] = []
+    for known in world().inventories:
+        there = [path for path in known.beside if _lies_below(folder, path)]
+        if not folder.has(known.file):
+            sentence = f"{known.file} is missing beside {listed(there, 'and')}"
+            why = "the writer writes it last, after every part that it names, so the save or the copy never finished"
+            hint = other_step(folder) or "copy it from where it was written, or use another step"
+            problems += [Problem("incomplete", known.file, sentence, why=why, hint=hint)] if there else []
+            continue
+        try:
+            parts = json_object(folder.read(known.file, _PLAIN_LIMIT)).get(known.entries)
+        except UnreadableError:
+            continue  # told with the step's files
+        for name, said in parts.items() if isinstance(parts, dict) else ():
+            path = said.get(known.path) if isinstance(said, dict) else None
+            if isinstance(path, str) and is_safe(path) and not _lies_below(folder, path):
+                label = printable(path)
+                sentence = f"{known.file} names {printable(str(name))} in {label}, and nothing lies there"
+                why = "a load reads it from there, so the save lost a part, or the copy left it out"
+                problems.append(Problem("incomplete", label, sentence, why=why, hint="copy it from where it was written"))
+    return problems
+
+
+def _lies_below(folder: Folder, path: str) -> bool:
+    """Whether a file, or a folder that is not empty, lies at a relative path."""
+    *above, last = path.rstrip("/").split("/")
+    for name in above:
+        below = sub_folder(folder, name) if name in folder.folders() else None
+        if below is None:
+            return False
+        folder = below
+    below = sub_folder(folder, last) if last in folder.folders() else None
+    return bool(below.entries) if below is not None else folder.has(last)
 
 
 def _up_to_step(folder: Folder) -> Iterator[Folder]:

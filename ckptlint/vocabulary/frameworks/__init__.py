@@ -94,17 +94,19 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """A file that is written last and names every part of the folder that it lies in.
+    """A JSON file that is written last and names every part of the folder that it lies in.
 
     Attributes:
-        parts: the entries of the JSON object whose keys or members are names of parts.
-        folders: part -> the folder that holds it.
+        entries: the key of an object part -> what is said of it.
+        path: the key under which that says where the part lies, relative to the folder.
+        beside: folders of which any shows that the file belongs there.
     """
 
     file: str
+    entries: str
+    path: str
+    beside: tuple[str, ...]
     source: str
-    parts: str
-    folders: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
