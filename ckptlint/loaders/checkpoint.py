@@ -40,6 +40,8 @@ def open_checkpoint(found: Found, look_at_files: bool = True) -> Checkpoint:
     recognised = found.recognised
     title = recognised.layout.formats.get(ckpt.format, ckpt.format) if recognised else ckpt.format
     ckpt = replace(ckpt, title=title, written=folder.newest, times=times, finished=finished)
+    if ckpt.run is not None:
+        ckpt = replace(ckpt, run=replace(ckpt.run, is_asked=found.of_run))
     if found.linked_to:
         sentence = f"{printable(folder.name)} is a link to {found.linked_to}, outside the run"
         note = Problem("note", ckpt.metadata_file, sentence, why="a cleanup or another save there changes this step")

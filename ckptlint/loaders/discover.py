@@ -243,7 +243,7 @@ class _Walk:
             others = [Found.at(step) for step in unfinished]
             found = found + others if steps == "all" else others[:1] or found
             found = _accounted(found, folder) if in_step or step_number(folder.name) is not None else found
-            return [replace(found[0], strays=(*found[0].strays, *strays)), *found[1:]]
+            return [replace(found[0], strays=(*found[0].strays, *strays), of_run=not in_step), *found[1:]]
         if strays:
             raise AccessError("; ".join(strays))
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Literal, get_args
 
 from ckptlint.errors import CkptlintError, UnreadableError
@@ -51,9 +52,9 @@ def read_run(folder: Folder) -> RunFolder | None:
             and not parent.has(older.name)
             and sub_folder(parent, older.name) is not None
         }
-        file, tracker = read_tracker(parent) if prefix else ("", None)
+        file, tracker = read_tracker(parent) if prefix else (None, None)
         alone = replace(alone, steps=tuple(sorted(steps)))
-        if not file and not tracked_always:
+        if file is None and not tracked_always:
             return alone
         newest = next((n for n in sorted(steps, reverse=True) if step_state(parent.sub(steps[n])) == "complete"), None)
         tracked: StepState = "unknown"
@@ -63,9 +64,9 @@ def read_run(folder: Folder) -> RunFolder | None:
             tracked = step_state(parent.sub(steps[tracker])) if tracker in steps else "absent"
     except CkptlintError as error:
         return replace(alone, steps=(), unseen=f"{_UNSEEN}: {error}" if tracked_always else "")
-    return replace(
-        alone, newest_complete=newest, tracker=tracker, tracked=tracked, tracker_file=file or trackers()[0].file
-    )
+    file = file or trackers()[0]
+    alone = replace(alone, tracker_file=file.file, holds=file.holds)
+    return replace(alone, newest_complete=newest, tracker=tracker, tracked=tracked)
 
 
 def _step_folder(folder: Folder) -> Folder | None:
@@ -153,21 +154,25 @@ def trackers() -> list[Tracker]:
     return sorted(world().trackers, key=lambda tracker: get_args(Holds).index(tracker.holds))
 
 
-def read_tracker(parent: Folder) -> tuple[str, int | Literal["release"] | None]:
-    """The tracker's name and the step that it names, "" and None where there is none."""
+def read_tracker(parent: Folder) -> tuple[Tracker | None, int | Literal["release"] | None]:
+    """The tracker, and the step that it names; None for either where there is none."""
     for tracker in trackers():
         name = tracker.file
-        if not parent.has(name):
+        if tracker.holds == "link":
+            number = step_number(PurePath(parent.target(name)).name)
+            if number is not None:
+                return tracker, number
+        if tracker.holds == "link" or not parent.has(name):
             continue
         if tracker.holds == "train state":
-            return name, read_train_state(parent, name)[0]
+            return tracker, read_train_state(parent, name)[0]
         text = parent.head(name, 64).strip()
         if text == b"release":
-            return name, "release"
+            return tracker, "release"
         if tracker.holds == "folder":
-            return name, step_number(text.decode("ascii", "replace"))
-        return name, int(text) if re.fullmatch(rb"\d{1,18}", text) else None
-    return "", None
+            return tracker, step_number(text.decode("ascii", "replace"))
+        return tracker, int(text) if re.fullmatch(rb"\d{1,18}", text) else None
+    return None, None
 
 
 def step_state(step: Folder, levels: int = _LEVELS) -> StepState:

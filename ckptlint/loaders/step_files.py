@@ -99,7 +99,10 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
     opened.sort(key=lambda item: item.family is None)
     read = _read_within_limits(opened)
     told = {id(item): own for item, own in zip(opened, read, strict=False)}
-    files, problems = [], [*ckpt.problems, *(lack for place in whole.accounts_for for lack in inventory_problems(place))]
+    files, problems = (
+        [],
+        [*ckpt.problems, *(lack for place in whole.accounts_for for lack in inventory_problems(place))],
+    )
     for item in found:
         file, own = told.get(id(item)) or (_told(item, _state_of(item, () if item.what else names)), [])
         files.append(file)
@@ -406,7 +409,9 @@ def inventory_problems(folder: Folder) -> list[Problem]:
                 label = printable(path)
                 sentence = f"{known.file} names {printable(str(name))} in {label}, and nothing lies there"
                 why = "a load reads it from there, so the save lost a part, or the copy left it out"
-                problems.append(Problem("incomplete", label, sentence, why=why, hint="copy it from where it was written"))
+                problems.append(
+                    Problem("incomplete", label, sentence, why=why, hint="copy it from where it was written")
+                )
     return problems
 
 

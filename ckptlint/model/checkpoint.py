@@ -69,6 +69,8 @@ class RunFolder:
         tracked: what lies there; `unknown` for formats that ckptlint does not read.
         prefix, digits: how step folders are named.
         tracker_file: name of the tracker.
+        holds: what the tracker holds of a step: its `number`, the name of its `folder`, or it is a `link` to that.
+        is_asked: whether the run was named, and this is its newest step: then faults of the tracker are told.
         saved: the step that a train state in the step folder holds, None without one.
         unseen: why the run folder could not be looked at, "" where it could.
 
@@ -85,7 +87,15 @@ class RunFolder:
     prefix: str = "iter_"
     digits: int = 7
     tracker_file: str = "latest_checkpointed_iteration.txt"
+    holds: str = "number"
+    is_asked: bool = False
     saved: int | None = None
+
+    def tracking(self, step: int) -> str:
+        """What to do so that the tracker names a step, as an order."""
+        if self.holds == "link":
+            return f"point it to {self.folder_of(step)}"
+        return f"write {self.folder_of(step) if self.holds == 'folder' else step} into it"
 
     def folder_of(self, step: int | str) -> str:
         """The name of a step's folder."""

@@ -147,6 +147,10 @@ class Folder(ABC):
         """Where a link leads that leaves this folder, or leads back to it; "" for all else."""
         return ""
 
+    def target(self, name: str) -> str:
+        """Where a link in the folder leads, as it says; "" for all else, and in a store."""
+        return ""
+
     @property
     def newest(self) -> float:
         """When what lies directly in the folder was last written, seconds since the epoch; 0 where nobody knows."""

@@ -149,7 +149,7 @@ def _crashing(code: str) -> Rule:
 
 def load_folder(folder: Path, depth: Depth = Depth.FILES) -> Checkpoint:
     """The checkpoint of a folder that is one, without looking for steps or components."""
-    ckpt = open_checkpoint(Found.at(LocalFolder(folder)))
+    ckpt = open_checkpoint(replace(Found.at(LocalFolder(folder)), of_run=True))
     deep = depth.opens_records and ckpt.readable
     return read_payload(LocalFolder(folder), ckpt, default_reading(depth)) if deep else ckpt
 

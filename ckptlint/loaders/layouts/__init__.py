@@ -105,6 +105,7 @@ class Found:
         told: the places of all folders whose files are told with a checkpoint of the same walk, in order.
         linked_to: where the link leads, out of its run, by which it was found; "" otherwise.
         strays: sentences on what beside it was not looked into.
+        of_run: whether it is the newest step of a run that was asked for as a whole.
     """
 
     folder: Folder
@@ -112,6 +113,7 @@ class Found:
     told: tuple[str, ...] = field(default=(), kw_only=True)
     linked_to: str = field(default="", kw_only=True)
     strays: tuple[str, ...] = field(default=(), kw_only=True)
+    of_run: bool = field(default=False, kw_only=True)
 
     @classmethod
     def at(cls, folder: Folder) -> Found:
