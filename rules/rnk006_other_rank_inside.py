@@ -33,8 +33,8 @@ def other_rank_inside(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{item.file} holds what was saved as {item.inside}{same}",
             at=Location(file=item.file),
             missing=(item.file,),
-            severity=None if item.is_sure or item.same_as else Severity.WARNING,
+            severity=None if item.is_stated or item.same_as else Severity.WARNING,
             hint="copy the file again from the node that wrote it, or go back one step"
-            if item.is_sure or item.same_as
+            if item.is_stated or item.same_as
             else "check whether somebody renamed it on purpose; then nothing is lost",
         )

@@ -17,7 +17,7 @@ from ckptlint.model.checkpoint import (
 from ckptlint.model.files import FILE_STATES, FileState, FileTable, StoredFile
 from ckptlint.model.payload import Damage, PayloadTable, RecordContent, RecordState, empty_payload
 from ckptlint.model.plans import SavePlans
-from ckptlint.model.rank_files import Disagreement, Misfit, OtherName, RankFile, RankFileSet, StorageTable
+from ckptlint.model.rank_files import Misfit, OtherName, RankFile, RankFileSet, Said, StorageTable
 from ckptlint.model.ranks import RankTable, Remark
 from ckptlint.model.reference import AxisSize, Declared, ModelConfig, Reference, ReferenceKind, Seal, SealEntry
 from ckptlint.model.tensors import (
@@ -46,7 +46,6 @@ __all__ = [
     "CommonState",
     "Damage",
     "Declared",
-    "Disagreement",
     "FileState",
     "FileTable",
     "Format",
@@ -69,6 +68,7 @@ __all__ = [
     "ReferenceKind",
     "Remark",
     "RunFolder",
+    "Said",
     "SavePlans",
     "Seal",
     "SealEntry",

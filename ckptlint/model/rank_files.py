@@ -1,4 +1,4 @@
-"""Files that torch.save wrote, one for each rank, layer or expert: which there are, and what they say otherwise."""
+"""Files that torch.save wrote, one for each rank, layer or expert: which there are, and what they say."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ class RankFile:
     numbers: Mapping[str, int]
     is_read: bool = True
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What makes it this file and no other of the set: its kind and numbers, or its name where it counts none."""
+        return (self.kind, *sorted(self.numbers.items())) if self.numbers else (self.kind, self.name)
+
 
 @dataclass(frozen=True, slots=True)
-class Disagreement:
-    """Files of one set that say different things of what they must agree on.
+class Said:
+    """What files of a set say of one thing, where they say several; whether they may is judged above.
 
     Attributes:
-        what: it, as a noun (`mesh`, `placements`, `step`, `content`).
-        says: (value as text, names of the files that say it), the most files first.
-        fqns: the keys concerned; () where it is one thing for the whole file.
-        is_sure: whether no honest save looks so.
+        what: the thing, as a noun (`mesh`, `placements`, `step`, `content`).
+        says: (value as text, names of the files that say it), in the order in which it was said.
+        fqn: the key concerned, "" where it is one thing for the whole file.
     """
 
     what: str
     says: tuple[tuple[str, tuple[str, ...]], ...]
-    fqns: tuple[str, ...] = ()
-    is_sure: bool = True
+    fqn: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,35 +76,41 @@ class OtherName:
         file: its name.
         inside: what the content says, as text.
         same_as: a file of the set with the same bytes in all its storages, "" without one.
-        is_sure: whether the content states the rank itself; otherwise only the folder inside the archive does, and a
+        is_stated: whether the content states the rank itself; otherwise only the folder inside the archive does, and a
             file may have been renamed.
     """
 
     file: str
     inside: str
     same_as: str = ""
-    is_sure: bool = False
+    is_stated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RankFileSet:
-    """The files of a checkpoint that is a set of them.
+    """The files of a checkpoint that is a set of them, and what they say.
 
     Attributes:
         files: those that are there.
-        lost: those of the grid that are not.
+        expected: those of the grid, as the files themselves state it.
         grid: where the grid is from, as a phrase (`the world size 4 in their names`).
-        disagreements: what files say differently that must say the same.
+        said: what they say differently.
         misfits: tensors that are not what mesh, placements or sums imply.
         other_names: files whose content belongs under another name.
     """
 
     files: tuple[RankFile, ...]
-    lost: tuple[RankFile, ...] = ()
+    expected: tuple[RankFile, ...] = ()
     grid: str = ""
-    disagreements: tuple[Disagreement, ...] = ()
+    said: tuple[Said, ...] = ()
     misfits: tuple[Misfit, ...] = ()
     other_names: tuple[OtherName, ...] = ()
+
+    @property
+    def lost(self) -> tuple[RankFile, ...]:
+        """The files of the grid that are not there: none of their kind counts the same, or has the same name."""
+        there = {file.identity for file in self.files}
+        return tuple(file for file in self.expected if file.identity not in there)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,10 +20,10 @@ from ckptlint.loaders.rank_files.deepspeed_grid import (
     trainer_claim,
 )
 from ckptlint.loaders.rank_files.deepspeed_groups import EXPERT, flat_groups
-from ckptlint.loaders.rank_files.onto import Columns, Part, some
+from ckptlint.loaders.rank_files.onto import Columns, Part
 from ckptlint.model import Checkpoint, FileTable, Misfit, RankFile, RankFileSet
 from ckptlint.model.stored import StoredTensor
-from ckptlint.model.text import printable, ranges
+from ckptlint.model.text import printable, ranges, some
 from ckptlint.storage.folder import Folder
 
 
@@ -76,9 +76,9 @@ def read_deepspeed(folder: Folder, look_at_files: bool) -> Checkpoint:
         unseen=unnamed,
         rank_files=RankFileSet(
             files=tuple(tag.files),
-            lost=lost,
+            expected=(*tag.files, *lost),
             grid=grid,
-            disagreements=tuple(told),
+            said=tuple(told),
             misfits=tuple(misfits),
             other_names=others,
         ),

@@ -20,7 +20,7 @@ from ckptlint.loaders.rank_files.deepspeed_files import (
     shapes_of,
     zero_stage,
 )
-from ckptlint.model import AxisSize, Declared, Disagreement, Misfit, OtherName, RankFile, StepClaim
+from ckptlint.model import AxisSize, Declared, Misfit, OtherName, RankFile, Said, StepClaim
 from ckptlint.model.text import printable, ranges
 from ckptlint.storage.folder import Folder
 
@@ -264,7 +264,7 @@ _FILES_LIMIT = 2**18
 STRUCTURE = ("ZeRO stage", "partition count", "data parallel size", "model parallel size", "parameters")
 
 
-def disagreements(tag: Tag, facts: Facts) -> list[Disagreement]:
+def disagreements(tag: Tag, facts: Facts) -> list[Said]:
     """What the files of a tag say differently."""
     said: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for source in tag.sources:
@@ -291,12 +291,12 @@ def disagreements(tag: Tag, facts: Facts) -> list[Disagreement]:
     return found + list(_other_parameters(tag, facts)) + list(_optimizer_steps(tag))
 
 
-def _disagreement(what: str, values: dict[str, list[str]]) -> Disagreement:
+def _disagreement(what: str, values: dict[str, list[str]]) -> Said:
     ordered = sorted(values.items(), key=lambda item: -len(item[1]))
-    return Disagreement(what, tuple((value, tuple(files)) for value, files in ordered))
+    return Said(what, tuple((value, tuple(files)) for value, files in ordered))
 
 
-def _other_parameters(tag: Tag, facts: Facts) -> Iterator[Disagreement]:
+def _other_parameters(tag: Tag, facts: Facts) -> Iterator[Said]:
     """Where each rank lists the parameters (stage 3): those of one model parallel rank, equal on all of its ranks."""
     if not facts.sharded_model:
         return
@@ -312,7 +312,7 @@ def _other_parameters(tag: Tag, facts: Facts) -> Iterator[Disagreement]:
             yield _disagreement("parameters", shown)
 
 
-def _optimizer_steps(tag: Tag) -> Iterator[Disagreement]:
+def _optimizer_steps(tag: Tag) -> Iterator[Said]:
     """The step that the optimizer of each rank counted."""
     steps: dict[str, list[str]] = defaultdict(list)
     for source in tag.of("optimizer"):

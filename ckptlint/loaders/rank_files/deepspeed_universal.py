@@ -14,12 +14,12 @@ from ckptlint.loaders.rank_files.onto import Columns, Part, read_file
 from ckptlint.loaders.rank_files.sets import input_bytes
 from ckptlint.model import (
     Checkpoint,
-    Disagreement,
     FileTable,
     Misfit,
     Problem,
     RankFile,
     RankFileSet,
+    Said,
     StoredFile,
 )
 from ckptlint.model.stored import StoredTensor
@@ -79,7 +79,7 @@ def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:
         partial=partial,
         metadata_file="zero",
         rank_files=RankFileSet(
-            tuple(tag.files), lost, states.source, tuple(told), tuple(misfits), tuple(other_names(tag))
+            tuple(tag.files), (*tag.files, *lost), states.source, tuple(told), tuple(misfits), tuple(other_names(tag))
         ),
     )
 
@@ -203,12 +203,12 @@ class _States:
                 found.append(Misfit(printable(fqn), file, f"{list(tensor.shape)}", expected, because, "state"))
         return found
 
-    def steps(self) -> list[Disagreement]:
+    def steps(self) -> list[Said]:
         """The steps that the parameters counted, where they differ."""
         if len(self.counted) < 2:
             return []
         ordered = sorted(self.counted.items(), key=lambda item: -len(item[1]))
-        return [Disagreement("step", tuple((str(step), tuple(files)) for step, files in ordered))]
+        return [Said("step", tuple((str(step), tuple(files)) for step, files in ordered))]
 
 
 def _left_over(folder: Folder) -> list[Problem]:

@@ -46,7 +46,6 @@ from ckptlint.loaders.rank_files.plain import walked
 from ckptlint.model import (
     Checkpoint,
     CommonState,
-    Disagreement,
     FileState,
     FileTable,
     Misfit,
@@ -54,6 +53,7 @@ from ckptlint.model import (
     Problem,
     RankFile,
     RankFileSet,
+    Said,
     StoredFile,
     empty_objects,
 )
@@ -135,7 +135,7 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
         metadata_file=labels[0] if len(labels) == 1 else f"{labels[0]} .. {labels[-1]}",
         rank_files=RankFileSet(
             tuple(files),
-            tuple(lost),
+            (*files, *lost),
             f"{_grid_text(sizes)} in {source}",
             tuple(reading.disagreements),
             tuple(reading.misfits),
@@ -299,7 +299,7 @@ class _Reading:
     sizes: Sizes
     ranks: dict[Place, _Rank] = field(default_factory=dict)
     columns: Columns = field(default_factory=Columns)
-    disagreements: list[Disagreement] = field(default_factory=list)
+    disagreements: list[Said] = field(default_factory=list)
     misfits: list[Misfit] = field(default_factory=list)
     other_names: list[OtherName] = field(default_factory=list)
     unplaced: list[str] = field(default_factory=list)
@@ -353,8 +353,8 @@ class _Reading:
     def _disagree(
         self, what: str, says: Mapping[str, Iterable[str]], fqns: Iterable[str] = (), sure: bool = True
     ) -> None:
-        groups = sorted(((value, tuple(files)) for value, files in says.items()), key=lambda item: -len(item[1]))
-        self.disagreements.append(Disagreement(what, tuple(groups), tuple(map(printable, fqns)), sure))
+        groups = tuple((value, tuple(files)) for value, files in says.items())
+        self.disagreements += [Said(what, groups, printable(fqn)) for fqn in fqns or [""]]
 
     def _arguments(self) -> None:
         """What the arguments of all ranks must say alike; ranks of other parallel sizes are left out."""
