@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from ckptlint.model.flat_groups import FlatGroup
 from ckptlint.model.layout import IntArray
 from ckptlint.model.payload import RecordContent
 
@@ -94,6 +95,7 @@ class RankFileSet:
         disagreements: what files say differently that must say the same.
         misfits: tensors that are not what mesh, placements or sums imply.
         other_names: files whose content belongs under another name.
+        flat_groups: the groups of parameters that DeepSpeed's ZeRO cut over the ranks.
     """
 
     files: tuple[RankFile, ...]
@@ -102,6 +104,7 @@ class RankFileSet:
     disagreements: tuple[Disagreement, ...] = ()
     misfits: tuple[Misfit, ...] = ()
     other_names: tuple[OtherName, ...] = ()
+    flat_groups: tuple[FlatGroup, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
