@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 
 from ckptlint.model import Checkpoint, RankFile
 from ckptlint.model.text import ranges, some
@@ -32,7 +33,8 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
     if ckpt.rank_files is None:
         raise NotApplicable("no set of rank files")
     groups: dict[str, list[RankFile]] = defaultdict(list)
-    for file in ckpt.rank_files.lost:
+    missing = ckpt.rank_files.missing
+    for file in chain.from_iterable(missing.values()):
         groups[file.kind].append(file)
     for kind, files in groups.items():
         there = sum(file.kind == kind for file in ckpt.rank_files.files)
@@ -51,7 +53,7 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
             ),
             missing=tuple(file.name for file in files),
             severity=Severity.WARNING if kind == "random state" else None,
-            notes=(("files", names if len(files) > 1 else ""), ("because", ckpt.rank_files.grid)),
+            notes=(("files", names if len(files) > 1 else ""), ("because", ", ".join(missing))),
             hint=f"copy {it} from the node that wrote {it}, or go back to a complete step",
             alike=kind,
         )

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
 
-from ckptlint.model import Checkpoint, Misfit, Said
+from ckptlint.model import Checkpoint, Misfit, RankFileSet, Said
 from ckptlint.model.facts import fact
+from ckptlint.model.text import plural
 from ckptlint.rule import NotApplicable
 
-STEP = "step"
-COPIES = ("content", "content of copies", "content of other meshes")
-_MAY_DIFFER = ("content of other meshes", "optimizer of other stages")
-"""What honest saves hold differently: ranks that drifted apart, stages of which nothing is trained."""
+_STEP = "step"
+_COPIES = ("content", "content of copies", "content of other meshes")
+_PART = "local shape"
+_FEWER = ("count", "sum")
+_MAY_DIFFER = ("content of other meshes",)
+"""What honest saves hold differently: copies that nobody keeps alike may drift apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +36,6 @@ class Disagreement:
     fqns: tuple[str, ...]
     is_sure: bool
 
-    @property
-    def fewest(self) -> tuple[str, ...]:
-        """The files of the smallest group, which are probably the odd ones."""
-        return self.says[-1][1]
-
 
 @dataclass(frozen=True, slots=True)
 class Compared:
@@ -45,11 +45,15 @@ class Compared:
         job: what they say differently of the job or of tensors.
         steps: the steps that they say they are of, where these differ.
         copies: tensors that several hold whole, with other bytes.
+        shapes: parts of tensors that have another shape than mesh and placements, or most ranks, give them.
+        of_a_part: optimizers that know fewer parameters than the model, on all ranks alike.
     """
 
     job: tuple[Disagreement, ...]
     steps: tuple[Disagreement, ...]
     copies: tuple[Disagreement, ...]
+    shapes: tuple[Misfit, ...]
+    of_a_part: tuple[Misfit, ...]
 
 
 @fact
@@ -61,44 +65,54 @@ def compared(ckpt: Checkpoint) -> Compared:
     """
     if ckpt.rank_files is None:
         raise NotApplicable("no set of rank files")
-    said = ckpt.rank_files.said
+    found = list(_differing(ckpt.rank_files.said))
+    odd = {id(item): _shapes(item) for item in found if item.what == _PART}
+    judged = {number for number, misfits in odd.items() if misfits}
     return Compared(
-        job=tuple(_merged(item for item in said if item.what != STEP and item.what not in COPIES)),
-        steps=tuple(_disagreement([item]) for item in said if item.what == STEP),
-        copies=tuple(_disagreement([item]) for item in said if item.what in COPIES),
+        job=tuple(_merged(item for item in found if item.what not in (_STEP, *_COPIES) and id(item) not in judged)),
+        steps=tuple(item for item in found if item.what == _STEP),
+        copies=tuple(item for item in found if item.what in _COPIES),
+        shapes=(*(item for item in ckpt.rank_files.misfits if item.what == "shape"), *chain(*odd.values())),
+        of_a_part=_on_all_ranks(ckpt.rank_files),
     )
 
 
-def _merged(said: Iterable[Said]) -> Iterable[Disagreement]:
+def _merged(found: Iterable[Disagreement]) -> Iterable[Disagreement]:
     """One for all keys of which the same files say otherwise than the same others."""
-    alike: dict[tuple[object, ...], list[Said]] = {}
+    alike: dict[tuple[object, ...], list[Disagreement]] = {}
+    for item in found:
+        alike.setdefault((item.what, bool(item.fqns), *(files for _, files in item.says)), []).append(item)
+    return (replace(own[0], fqns=tuple(fqn for item in own for fqn in item.fqns)) for own in alike.values())
+
+
+def _differing(said: Iterable[Said]) -> Iterator[Disagreement]:
+    """What files say otherwise than those that they are compared with."""
+    values: dict[tuple[str, str, str], dict[str, list[str]]] = defaultdict(dict)
     for item in said:
-        alike.setdefault((item.what, bool(item.fqn), *(files for _, files in _ordered(item))), []).append(item)
-    return map(_disagreement, alike.values())
+        values[item.what, item.among, item.fqn].setdefault(item.value, []).append(item.file)
+    for (what, _, fqn), found in values.items():
+        if len(found) > 1:
+            ordered = sorted(found.items(), key=lambda pair: -len(pair[1]))
+            says = tuple((value, tuple(files)) for value, files in ordered)
+            yield Disagreement(what, says, (fqn,) if fqn else (), what not in _MAY_DIFFER)
 
 
-def _ordered(item: Said) -> list[tuple[str, tuple[str, ...]]]:
-    return sorted(item.says, key=lambda group: -len(group[1]))
+def _shapes(item: Disagreement) -> list[Misfit]:
+    """The parts of other shapes than most ranks have; none without a majority."""
+    (usual, most), *others = item.says
+    if len(most) == len(others[0][1]):
+        return []
+    because = f"{plural(len(most), 'other rank')} {'holds' if len(most) == 1 else 'hold'} that shape"
+    return [Misfit(item.fqns[0], file, stored, usual, because) for stored, files in others for file in files]
 
 
-def _disagreement(said: list[Said]) -> Disagreement:
-    fqns = tuple(item.fqn for item in said if item.fqn)
-    return Disagreement(said[0].what, tuple(_ordered(said[0])), fqns, said[0].what not in _MAY_DIFFER)
-
-
-@fact
-def on_all_ranks(ckpt: Checkpoint) -> frozenset[Misfit]:
+def _on_all_ranks(files: RankFileSet) -> tuple[Misfit, ...]:
     """The optimizers that know fewer parameters than their model, where those of all ranks do.
 
     A job that trains or saves only a part looks so; one rank of it does not.
     """
-    files = ckpt.rank_files
-    short = [item for item in files.misfits if item.what in FEWER] if files is not None else []
+    short = [item for item in files.misfits if item.what in _FEWER]
     said = {item.file for item in short}
-    kinds = {file.kind for file in files.files if file.name in said} if files is not None else set()
-    others = {other.file for other in files.other_names} if files is not None else set()
-    every = {file.name for file in files.files if file.kind in kinds and file.is_read} - others if files else set()
-    return frozenset(short) if every <= said else frozenset()
-
-
-FEWER = ("count", "sum")
+    kinds = {file.kind for file in files.files if file.name in said}
+    every = {file.name for file in files.files if file.kind in kinds and file.is_read and not file.inside}
+    return tuple(short) if every <= said else ()

@@ -17,7 +17,7 @@ from ckptlint.model.checkpoint import (
 from ckptlint.model.files import FILE_STATES, FileState, FileTable, StoredFile
 from ckptlint.model.payload import Damage, PayloadTable, RecordContent, RecordState, empty_payload
 from ckptlint.model.plans import SavePlans
-from ckptlint.model.rank_files import Misfit, OtherName, RankFile, RankFileSet, Said, StorageTable
+from ckptlint.model.rank_files import Misfit, RankFile, RankFileSet, Said, StorageTable
 from ckptlint.model.ranks import RankTable, Remark
 from ckptlint.model.reference import AxisSize, Declared, ModelConfig, Reference, ReferenceKind, Seal, SealEntry
 from ckptlint.model.tensors import (
@@ -54,7 +54,6 @@ __all__ = [
     "ModelConfig",
     "ObjectTable",
     "OptimizerFile",
-    "OtherName",
     "PayloadTable",
     "Problem",
     "ProblemKind",

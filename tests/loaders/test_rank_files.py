@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import REAL, codes, found, manifest
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -278,6 +279,15 @@ def shorter_moment(state: Any) -> None:
     )  # fmt: skip
 
 
+def lost(*patterns: str) -> Edit:
+    return lambda folder: [path.unlink() for pattern in patterns for path in folder.glob(pattern)] and None
+
+
+def forgetful(state: Any) -> None:
+    """The optimizer of a model whose last parameter is not trained."""
+    del state["state"][state["param_groups"][-1]["params"].pop()]
+
+
 def copied(source: str, target: str) -> Edit:
     return lambda folder: shutil.copy(folder / source, folder / target) and None
 
@@ -327,6 +337,16 @@ BROKEN: dict[str, tuple[str, Edit, str, str]] = {
                                     "RNK002", "exp_avg"),
     "a parameter that nobody saved": ("fsdp2_4r", on_all("model", 4, without("model.norm.weight")),
                                       "CFG001", "model.norm.weight"),
+    "no model of any rank": ("fsdp2_4r", lost("model_*"), "RNK001", "4 of 4 model files are missing: rank 0-3"),
+    "neither model nor optimizer": ("fsdp2_4r", lost("model_*", "optim_*"), "COM001", "no rank has a file of the model beside extra_state"),
+    "an empty state on one rank": ("fsdp2_4r", rewritten(O.format(2), lambda s: s["state"].clear()), "RNK002",
+                                   f"{O.format(2)} lacks"),
+    "an empty state on the first rank": ("fsdp2_4r", rewritten(O.format(0), lambda s: s["state"].clear()), "RNK002",
+                                         f"{O.format(0)} lacks"),
+    "an empty state of slices": ("fsdp1_2r", rewritten("optim_world_size_2_rank_1.pt", lambda s: s["state"].clear()),
+                                 "RNK002", "optim_world_size_2_rank_1.pt lacks"),
+    "fewer parameters on one rank": ("fsdp2_4r", rewritten(O.format(3), forgetful), "RNK002",
+                                     "number of parameters in the optimizer is 11"),
     "hostile": ("fsdp2_4r", rewritten(M.format(1), lambda s: s | {"x": Marker()}), "SAF001", M.format(1)),
     "another world in fsdp_config.json": ("fsdp2_4r", lambda f: (f / "fsdp_config.json").write_text(
                                           '{"world_size": 8}') and None, "RNK002", "fsdp_config.json"),
@@ -368,6 +388,39 @@ def test_an_optimizer_of_more_parameters_than_the_model_has(tmp_path: Path) -> N
     report = ckptlint.check(tmp_path / "step")
     assert [row[:2] for row in found(report, "error", "warning")] == [("OPT008", "warning")]
     assert any("lists 12 parameters, but the files of the model hold 11" in row[2] for row in found(report))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fsdp2_4r", "the states of 11 parameters instead of 12"),
+        ("lora_only_2r", "the states of 3 parameters instead of 4"),
+    ],
+)
+def test_an_optimizer_of_fewer_parameters_on_all_ranks_is_told_once(tmp_path: Path, name: str, said: str) -> None:
+    shutil.copytree(RANK_FILES / f"verl_{name}", tmp_path / "step")
+    on_all("optim", int(name[-2]), forgetful)(tmp_path / "step")
+    report = ckptlint.check(tmp_path / "step")
+    assert found(report, "error", "warning") == []
+    assert [said in row[2] for row in found(report, "info") if row[0] == "RNK008"] == [True]
+
+
+def test_flat_parameters_with_fewer_elements_than_the_model(tmp_path: Path) -> None:
+    """FSDP1: one flat parameter of two is not trained."""
+    shutil.copytree(RANK_FILES / "verl_fsdp1_2r", tmp_path / "step")
+    on_all("optim", 2, lambda state: [own.update({w: own[w][:100].clone() for w in ("exp_avg", "exp_avg_sq")})
+                                      for own in state["state"].values()] and None)(tmp_path / "step")  # fmt: skip
+    report = ckptlint.check(tmp_path / "step")
+    assert found(report, "error", "warning") == []
+    assert [row[0] for row in found(report, "info") if "elements instead of" in row[2]] == ["RNK008"]
+
+
+def test_optimizer_files_beside_the_weights_of_hugging_face(tmp_path: Path) -> None:
+    """verl's `save_contents` may be [hf_model, optimizer, extra]: nothing is lost."""
+    shutil.copytree(RANK_FILES / "verl_fsdp2_4r", tmp_path / "step")
+    lost("model_*")(tmp_path / "step")
+    save_file({"model.norm.weight": torch.ones(12)}, tmp_path / "step/huggingface/model.safetensors")
+    assert "RNK001" not in {row[0] for row in found(ckptlint.check(tmp_path / "step"))}
 
 
 def test_a_tracker_that_names_a_step_which_is_not_there(tmp_path: Path) -> None:

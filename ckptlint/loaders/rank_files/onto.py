@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -196,7 +196,7 @@ class SetFiles:
         return None if found is None else Opened(self.files[-1], len(self.stored) - 1, found)
 
 
-def is_dict(value: Any) -> bool:
+def is_dict(value: Any) -> TypeGuard[dict[Any, Any]]:
     """Whether a value is a dict, which most files hold."""
     return isinstance(value, dict)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ckptlint.formats.torch_file import TorchFile
-from ckptlint.model import Misfit, OtherName, RankFile, RankFileSet, Said
+from ckptlint.model import Misfit, RankFile, RankFileSet, Said
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable
 
@@ -25,7 +25,7 @@ class Sayings:
 
     said: list[Said] = field(default_factory=list)
     misfits: list[Misfit] = field(default_factory=list)
-    other_names: list[OtherName] = field(default_factory=list)
+    others: dict[str, tuple[str, str, bool]] = field(default_factory=dict)
 
     def alike(
         self,
@@ -46,13 +46,12 @@ class Sayings:
         """
         if not things or all(by(thing) == by(things[0][0]) for thing, _ in things[1:]):
             return True
-        groups: dict[Hashable, tuple[str, list[str]]] = {}
+        shown: dict[Hashable, str] = {}
         for thing, file in things:
             value = by(thing)
-            if value not in groups:
-                groups[value] = text(thing), []
-            groups[value][1].append(file)
-        self.said.append(Said(what, tuple((shown, tuple(files)) for shown, files in groups.values()), printable(fqn)))
+            if value not in shown:
+                shown[value] = text(thing)
+            self.said.append(Said(what, shown[value], file, fqn=printable(fqn)))
         return False
 
     def copies(self, what: str, groups: Iterable[Iterable[tuple[int, str]]], fqn: str) -> None:
@@ -65,15 +64,25 @@ class Sayings:
         things = [item for group in known if len({crc for crc, _ in group}) > 1 for item in group]
         self.alike(what, things, fqn, text=lambda crc: f"CRC-32 {crc:08x}")
 
-    def elsewhere(self) -> set[str]:
-        """The files that hold what belongs under another name: their parts have no place."""
-        return {other.file for other in self.other_names if other.is_stated or other.same_as}
+    def other_name(self, file: str, inside: str, same_as: str = "", is_stated: bool = False) -> None:
+        """Note that a file was saved under another name; the arguments are attributes of `RankFile`."""
+        self.others[file] = inside, same_as, is_stated
 
-    def of(self, files: Iterable[RankFile], expected: Iterable[RankFile], grid: str) -> RankFileSet:
-        """The set with all that was said."""
-        return RankFileSet(
-            tuple(files), tuple(expected), grid, tuple(self.said), tuple(self.misfits), tuple(self.other_names)
-        )
+    def elsewhere(self) -> set[str]:
+        """The files that hold what surely belongs under another name: their parts have no place."""
+        return {file for file, (_, same_as, is_stated) in self.others.items() if same_as or is_stated}
+
+    def of(self, files: Iterable[RankFile], grid: str, expected: Iterable[RankFile]) -> RankFileSet:
+        """The set, with all that was said.
+
+        Args:
+            grid, expected: where the grid is from, and its files.
+        """
+        named = []
+        for file in files:
+            inside, same_as, is_stated = self.others.get(file.name, ("", "", False))
+            named.append(replace(file, inside=inside, same_as=same_as, is_stated=is_stated))
+        return RankFileSet(tuple(named), {grid: tuple(expected)}, tuple(self.said), tuple(self.misfits))
 
 
 def checksum(tensor: StoredTensor, found: TorchFile) -> int:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from typing import Any, NamedTuple
 
 from ckptlint.errors import LimitError
@@ -24,7 +25,7 @@ from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
 from ckptlint.loaders.rank_files.sets import FileSet, file_sets, verl_name
 from ckptlint.loaders.run_folder import read_run
 from ckptlint.loaders.step_files import optimizer_file
-from ckptlint.model import Checkpoint, FileTable, Misfit, OtherName, Problem, RankFile, StepFile, empty_objects
+from ckptlint.model import Checkpoint, FileTable, Misfit, Problem, RankFile, StepFile, empty_objects
 from ckptlint.model.stored import Placement, Stored, StoredDTensor, StoredShards, StoredTensor
 from ckptlint.model.text import plural, printable, ranges, shape_text
 from ckptlint.storage.folder import Folder
@@ -64,15 +65,19 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
         reading.said.alike("world size", [*((world, file.name) for file in files.files), (said, _CONFIG)])
     declared, config, config_problems = read_configs(folder, None)
     grid = f"the world size {world} in the names of the files"
-    rank_files = reading.said.of(files.files, _expected(folder, own, world), grid)
-    lost = rank_files.lost
+    rank_files = reading.said.of(files.files, grid, _expected(folder, own, world))
+    lost = rank_files.missing.get(grid, [])
     unread = [file for file in files.files if not file.is_read and file.kind != "random state"]
     gone = [file for file in lost if file.kind != "random state"]
     doubtful = len(unread) + len(gone) + len(reading.left_out)
     partial = f"{doubtful} of {len(own.files) + len(lost)} rank files are missing or unusable" if doubtful else ""
     if reading.unplaced and not doubtful:
         partial = f"the rank files contradict each other on {plural(len(reading.unplaced), 'key')}"
-    label = f"{own.files[0]} .. {own.files[-1]}" if len(own.files) > 1 else own.files[0]
+    label = printable(f"{own.files[0]} .. {own.files[-1]}" if len(own.files) > 1 else own.files[0])
+    readable = any(kind != "extra_state" for kind, _ in reading.files)
+    if not readable and not files.problems and any(file.kind == "model" for file in lost):
+        sentence, why = f"no rank has a file of the model beside {label}", "they hold random states alone"
+        files.problems.append(Problem("incomplete", label, sentence, why=why, blocks=True))
     return Checkpoint(
         path=folder.display,
         format="verl",
@@ -86,9 +91,9 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
         topology=read_topology(declared, empty_objects(), None, range(world)),
         step_files=reading.beside,
         problems=files.problems + _leftovers(sets, own) + _beyond(folder) + config_problems,
-        readable=any(kind != "extra_state" for kind, _ in reading.files),
+        readable=readable,
         partial=partial,
-        metadata_file=printable(label),
+        metadata_file=label,
         rank_files=rank_files,
     )
 
@@ -253,7 +258,7 @@ class _Reading:
             other = self.files.get((kind, by)) if by != rank else None
             own = checksums(file.found)
             same = other.label if other is not None and own and checksums(other.found) == own else ""
-            self.said.other_names.append(OtherName(file.label, inside, same, writer not in (-1, rank)))
+            self.said.other_name(file.label, inside, same, writer not in (-1, rank))
         self.left_out |= self.said.elsewhere()
 
     # ------------------------------------------------------------ keys
@@ -380,6 +385,7 @@ class _Reading:
         first, file = next(((state, files[rank]) for rank, state in states.items() if state), ({}, files[min(files)]))
         moments = [own.get("exp_avg") for own in first.values() if isinstance(own, dict)]
         names = self._names_of(listed[min(files)], first)
+        self._count(listed, states, files, is_named=bool(names))
         # FSDP1 keeps slices of flat parameters, which tell no shapes
         is_sliced = any(isinstance(value, StoredTensor) for value in moments)
         if not names and not is_sliced and (made := optimizer_file(file.found.root)) is not None:
@@ -406,6 +412,36 @@ class _Reading:
             return "?" if value is None else f"{value:,}"
 
         self.said.alike("step", steps, by=lambda counted: checksum(counted[0], counted[1].found), text=number)
+
+    def _count(
+        self,
+        listed: Mapping[int, list[Any]],
+        states: Mapping[int, Mapping[Any, Any]],
+        files: Mapping[int, Opened],
+        is_named: bool,
+    ) -> None:
+        """How many parameters the optimizer of each rank knows, and how many the model beside it has.
+
+        FSDP1 makes one flat parameter of many and cuts it over the ranks: there the elements of all count.
+        """
+        counts = [(len(params), files[rank].label) for rank, params in listed.items()]
+        model = self._of("model")
+        if not self.said.alike("number of parameters in the optimizer", counts) or is_named or not model:
+            return
+        whole = _parameters(next(iter(model.values())).found.root)
+        chosen = [key for key in whole if is_adapter(parse(key))] or list(whole)
+        file = model[min(model)]
+        # a tied parameter has a second key, and is listed once
+        once = {(_checksum(_Held(-1, whole[key], file)) or key, whole[key].shape): whole[key] for key in chosen}
+        known, wanted, noun = counts[0][0], len(once), "parameter"
+        moments = (own.get("exp_avg") for state in states.values() for own in state.values() if is_dict(own))
+        slices = [prod(value.shape) for value in moments if isinstance(value, StoredTensor) and value.shape]
+        if slices:
+            known = sum(slices) if len(states) == self.world else 0
+            wanted, noun = sum(prod(value.shape) for value in once.values()), "element"
+        for rank in files if 0 < known < wanted else ():
+            because = f"the model in {file.label} has as many"
+            self._misfit("", files[rank], f"the states of {plural(known, noun)}", f"{wanted:,}", because, "count")
 
     def _names_of(self, listed: list[Any], state: Mapping[Any, Any]) -> dict[Any, str]:
         """Number -> key of the parameter: the parameters in the order of the model, or its adapters alone."""
