@@ -424,6 +424,8 @@ class _Reading:
 
         FSDP1 makes one flat parameter of many and cuts it over the ranks: there the elements of all count.
         """
+        if len({len(state) for state in states.values()}) > 1:
+            return  # the ranks' keys differ, which is told
         counts = [(len(params), files[rank].label) for rank, params in listed.items()]
         model = self._of("model")
         if not self.said.alike("number of parameters in the optimizer", counts) or is_named or not model:
