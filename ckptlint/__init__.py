@@ -182,10 +182,10 @@ def plan(
     from ckptlint.loaders.reference import obstacle
     from ckptlint.planning.ask import make_plan
 
-    folders = find(str(path))
-    if len(folders) > 1:
-        raise ConfigError(f"{path} holds {len(folders)} checkpoints: name one of them")
-    ckpt = open_checkpoint(folders[0])
+    found = find(str(path))
+    if len(found) > 1:
+        raise ConfigError(f"{path} holds {len(found)} checkpoints: name one of them")
+    ckpt = open_checkpoint(found[0])
     if why := obstacle(ckpt):
         raise CheckpointError(why)
     return make_plan(

@@ -19,6 +19,10 @@ class AccessError(CkptlintError):
     """The operating system or the network refused a read; the verdict is incomplete, exit 4."""
 
 
+class UnknownLayoutError(AccessError):
+    """Payload lies under a path, and nobody knows how it belongs together; the verdict is incomplete, exit 4."""
+
+
 class UnreadableError(CkptlintError):
     """A file is not what its name promises: damaged, truncated, or of another format. Becomes SAF002.
 

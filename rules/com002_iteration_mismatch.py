@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import struct
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Literal
 
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.model import Checkpoint, RunFolder, StepClaim
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import FORMS
+from ckptlint.vocabulary.frameworks import world
 
 _TRAIN_STATE = "train_state.pt"
-
-_ONE_COUNTER = (
-    ("torchtitan", "step-", re.compile(r"train_state\.step")),
-    ("OLMo-core", "step", re.compile(r"(\.\./)?train/rank\d+\.pt")),
-    ("transformers", "global_step", re.compile(r"\.\./trainer_state\.json")),
-)
-"""Libraries that take the folder's number and the number in it from one counter.
-
-Source:
-    torchtitan 0.0.2 - 0.3.0: `CheckpointManager.save(self.step)`, `Trainer.state_dict`; olmo_core 3.0:
-    `Trainer.save_checkpoint`, `Trainer.state_dict`; transformers 5.23: the engine's own tag, `global_step<number>`
-"""
 
 
 @rule("COM002", "iteration-mismatch", Severity.ERROR)
@@ -34,10 +24,10 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         A folder `iter_<number>` holds the iteration of its name, in the common state or in Megatron-Bridge's
         `train_state.pt`. The tracker beside it (`latest_checkpointed_iteration.txt` of Megatron-LM, Megatron-Bridge,
-        slime and verl, `dlrover_latest.txt`, DeepSpeed's `latest`) names a finished step that is there, or `release`. A
-        finished step newer than the tracked one is a warning, and so is an absent tracked step if one step alone was
-        copied out of a run. Only the newest finished step of a run is compared with the tracker, so a step chosen by
-        hand stays silent.
+        slime and verl, `dlrover_latest.txt`, DeepSpeed's `latest`, a link `latest`) names a finished step that is there,
+        or `release`. A finished step newer than the tracked one is a warning, and so is an absent tracked step if one
+        step alone was copied out of a run. That is a fault of the run: it is told when the run folder is checked, no
+        step fails for it, and a step that is named by itself is not compared with the tracker.
 
         A number inside the step that differs from the folder's is a warning if the library takes both from one counter:
         `global_step` of a `trainer_state.json` in `checkpoint-<number>`, `train_state.step` of torchtitan in
@@ -87,36 +77,39 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
                 hint=f"if the content is right, rename the folder to {run.folder_of(iteration)}; otherwise restore the "
                 f"{source} of step {run.step}",
             )
-    if run.tracker is None or run.step != run.newest_complete:
-        return
-    named = run.tracker if run.tracker == "release" else f"step {run.tracker}"
+    if run.tracker is not None and run.is_asked:
+        yield from _tracked(run, run.tracker, _numbers(run, stored))
+
+
+def _tracked(run: RunFolder, tracker: int | Literal["release"], notes: tuple[Note, ...]) -> Iterator[Finding]:
+    """What is wrong with the step that the tracker names: a fault of the run."""
+    named, newest = tracker if tracker == "release" else f"step {tracker}", run.newest_complete
+    finding = Finding("", at=Location(file=run.tracker_file), notes=notes, of_run=True)
+    resume = "copy the step back" if newest is None else run.tracking(newest)
     if run.tracked == "absent":
         alone = len(run.steps) == 1
-        yield Finding(
-            f"{run.tracker_file} names {named}, which is not there",
-            at=Location(file=run.tracker_file),
-            missing=("tracked", str(run.tracker)),
+        yield replace(
+            finding,
+            message=f"{run.tracker_file} names {named}, which is not there",
+            missing=("tracked", str(tracker)),
             severity=Severity.WARNING if alone else None,
-            notes=_numbers(run, stored),
-            hint=f"write {run.step} into it to resume from this step, or copy {run.folder_of(run.tracker)} back",
+            hint=f"{resume} to resume from this step, or copy {run.folder_of(tracker)} back",
         )
-    elif run.tracked == "unfinished":
-        yield Finding(
-            f"{run.tracker_file} names {named}, whose save did not finish",
-            at=Location(file=run.tracker_file),
-            missing=("unfinished", str(run.tracker)),
-            notes=_numbers(run, stored),
-            hint=f"write {run.step} into it, the newest finished step",
+    elif run.tracked == "unfinished" and tracker != run.step:
+        yield replace(
+            finding,
+            message=f"{run.tracker_file} names {named}, whose save did not finish",
+            missing=("unfinished", str(tracker)),
+            hint=f"{resume}, the newest finished step",
         )
-    elif run.tracker != "release" and run.tracker < run.step:
-        yield Finding(
-            f"{run.tracker_file} names step {run.tracker}, but this finished step {run.step} is newer",
-            at=Location(file=run.tracker_file),
-            missing=("newer", str(run.tracker)),
+    elif tracker != "release" and tracker < run.step == newest:
+        yield replace(
+            finding,
+            message=f"{run.tracker_file} names step {tracker}, but this finished step {run.step} is newer",
+            missing=("newer", str(tracker)),
             severity=Severity.WARNING,
-            why=f"a resume starts from step {run.tracker} and repeats the training since then",
-            notes=_numbers(run, stored),
-            hint=f"write {run.step} into it, unless somebody chose the older step on purpose",
+            why=f"a resume starts from step {tracker} and repeats the training since then",
+            hint=f"{resume}, unless somebody chose the older step on purpose",
         )
 
 
@@ -174,9 +167,9 @@ def _counted(ckpt: Checkpoint, run: RunFolder, claims: list[StepClaim]) -> Itera
 
 def _level(ckpt: Checkpoint, run: RunFolder, claim: StepClaim) -> tuple[Severity | None, str]:
     """How sure it is that the number should be the folder's, and why; None for a counter that may count otherwise."""
-    for library, prefix, source in _ONE_COUNTER:
-        if run.prefix == prefix and source.fullmatch(claim.source):
-            return Severity.WARNING, f"{library} takes both from one counter"
+    for counter in world().one_counter:
+        if run.prefix == counter.prefix and counter.entry.fullmatch(claim.source):
+            return Severity.WARNING, f"{counter.framework} takes both from one counter"
     if claim.step not in run.steps or claim.step == run.step:
         return None, ""
     before = ckpt.before

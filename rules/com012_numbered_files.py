@@ -9,7 +9,7 @@ from itertools import count, islice
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
-from ckptlint.vocabulary.step_files import number_of
+from ckptlint.vocabulary.frameworks import number_of
 
 _PAYLOAD = re.compile(r"__(\d{1,9})_\d+\.distcp")
 _DATALOADER = re.compile(r"((?:.+\.)?dataloader\.dp_rank_)(\d{1,9})(?:\..*)?")

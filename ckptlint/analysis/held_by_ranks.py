@@ -187,6 +187,7 @@ def as_checkpoint(table: RankTable, path: str) -> Checkpoint:
     return Checkpoint(
         path,
         "live",
+        "running job",
         tensors=tensors,
         records=RecordTable(
             table.fqns, table.fqn, table.rank, none, none, np.zeros(len(table), bool), np.ones(len(table), bool), {}

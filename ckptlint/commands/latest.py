@@ -87,6 +87,7 @@ def _told(searches: Sequence[Search]) -> str:
             lines.append(
                 f"{search.found.name} passes (it holds {listed(search.found.parts) or 'none of the named parts'})"
             )
+        lines += [search.tracker] if search.tracker else []
         return "\n".join(f"ckptlint: {line}" for line in lines)
     from tabulate import tabulate
 
@@ -110,6 +111,7 @@ def _as_json(searches: Sequence[Search]) -> str:
             "step": step_object(search.found) if search.found and search.exit_code == 0 else None,
             "passes": step_object(search.found) if search.found else None,
             "skipped": [step_object(step) for step in search.skipped],
+            "tracker": search.tracker or None,
         }
         for search in searches
     ]

@@ -245,7 +245,7 @@ def described(path: str, files: bool = False, partial: bool = False) -> dict[str
     from ckptlint.loaders.discover import find
     from ckptlint.loaders.reference import obstacle
 
-    checkpoints = [open_checkpoint(folder, files) for folder in find(path)]
+    checkpoints = [open_checkpoint(found, files) for found in find(path)]
     sentences = [obstacle(replace(ckpt, partial="") if partial else ckpt) for ckpt in checkpoints]
     if any(sentences):
         tell(*filter(None, sentences))

@@ -19,19 +19,19 @@ from ckptlint.lint.ignores import KeyIgnore, set_aside
 from ckptlint.lint.report import CheckpointReport, FailOn, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
+from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.run_folder import step_before
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Rule
 from ckptlint.sandbox import ahead, one_budget
-from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_url, shown
 
 if TYPE_CHECKING:
     from ckptlint.payload.reading import Reading
 
 
-Opened = tuple[Folder, Checkpoint | CkptlintError]
-"""A folder and what lies in it, or why it could not be read."""
+Opened = tuple[Found, Checkpoint | CkptlintError]
+"""A checkpoint that a path means and what lies in it, or why it could not be read."""
 
 Source = Callable[[str, bool, Depth, "Reading | None"], Iterator[Opened]]
 
@@ -57,52 +57,52 @@ def opened(
     Raises:
         NothingToCheckError, AccessError: as `find`.
     """
-    folders = find(path, all_steps)
+    every = find(path, all_steps)
     if seen is not None:
         if not is_url(path) and not Path(path.removeprefix("file://")).is_dir():
-            folders = [folder for folder in folders if folder.display not in seen]
-        seen.update(folder.display for folder in folders)
-    if not folders:
+            every = [found for found in every if found.display not in seen]
+        seen.update(found.display for found in every)
+    if not every:
         return
-    asked = {folder.display for folder in folders}
-    reads = _all_read(folders, depth, reading, jobs or min(8, os.cpu_count() or 1))
-    waiting: list[tuple[Folder, Checkpoint | CkptlintError, Folder | None]] = []
+    asked = {found.display for found in every}
+    reads = _all_read(every, depth, reading, jobs or min(8, os.cpu_count() or 1))
+    waiting: list[tuple[Found, Checkpoint | CkptlintError, Found | None]] = []
     read: dict[str, Checkpoint | CkptlintError] = {}
-    for folder in folders:
-        read[folder.display] = ckpt = next(reads)
-        older = step_before(folder) if isinstance(ckpt, Checkpoint) and ckpt.readable else None
+    for found in every:
+        read[found.display] = ckpt = next(reads)
+        older = step_before(found.folder) if isinstance(ckpt, Checkpoint) and ckpt.readable else None
         if older is not None and older.display not in asked:
             read[older.display] = _read(older, Depth.METADATA, None)
-        waiting.append((folder, ckpt, older))
+        waiting.append((found, ckpt, older))
         while waiting and (waiting[0][2] is None or waiting[0][2].display in read):
-            folder, ckpt, older = waiting.pop(0)
+            found, ckpt, older = waiting.pop(0)
             before = None if older is None else read[older.display]
             if isinstance(ckpt, Checkpoint) and isinstance(before, Checkpoint) and before.readable:
                 # an export beside the saves of a run has names of its own
                 ckpt = replace(ckpt, before=before if before.format == ckpt.format else None)
-            yield folder, ckpt
+            yield found, ckpt
 
 
 def _all_read(
-    folders: Sequence[Folder], depth: Depth, reading: Reading | None, jobs: int
+    every: Sequence[Found], depth: Depth, reading: Reading | None, jobs: int
 ) -> Iterator[Checkpoint | CkptlintError]:
-    """What lies in each folder, in their order; metadata is read ahead, by several processes."""
-    works = [partial(_read, folder, depth, reading) for folder in folders]
-    if reading is not None or len(folders) == 1 or jobs == 1:
+    """What lies in each place, in their order; metadata is read ahead, by several processes."""
+    works = [partial(_read, found, depth, reading) for found in every]
+    if reading is not None or len(every) == 1 or jobs == 1:
         yield from (work() for work in works)
     else:
         yield from ahead(works, jobs)
 
 
 @one_budget()
-def _read(folder: Folder, depth: Depth, reading: Reading | None) -> Checkpoint | CkptlintError:
+def _read(found: Found, depth: Depth, reading: Reading | None) -> Checkpoint | CkptlintError:
     try:
-        ckpt = open_checkpoint(folder, depth.looks_at_files)
+        ckpt = open_checkpoint(found, depth.looks_at_files)
         if reading is None or not ckpt.readable:
             return ckpt
         from ckptlint.payload.reader import read_payload
 
-        return read_payload(folder, ckpt, reading)
+        return read_payload(found.folder, ckpt, reading)
     except CkptlintError as error:
         return error
 
@@ -149,13 +149,13 @@ def run(
     source = source or partial(opened, jobs=jobs, seen=set())
     for path in paths:
         try:
-            for folder, ckpt in source(path, all_steps, depth, reading):
+            for found, ckpt in source(path, all_steps, depth, reading):
                 if not isinstance(ckpt, Checkpoint):
                     (not_found if isinstance(ckpt, NothingToCheckError) else unreadable).append(_sentence(path, ckpt))
                     continue
                 if reference is not None:
                     unseen = (*ckpt.unseen, reference.unseen) if reference.unseen else ckpt.unseen
-                    ckpt = replace(ckpt, reference=reference.part(folder.name), unseen=unseen)
+                    ckpt = replace(ckpt, reference=reference.part(found.folder.name), unseen=unseen)
                 parts.append(run_rules(ckpt, rules, depth))
         except NothingToCheckError as error:
             not_found.append(str(error))

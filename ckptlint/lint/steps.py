@@ -5,19 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
-from ckptlint.errors import CkptlintError, NothingToCheckError
+from ckptlint.errors import CkptlintError, NothingToCheckError, UnknownLayoutError
 from ckptlint.lint.report import CheckpointReport, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
-from ckptlint.loaders.discover import Step, find_checkpoints, runs_below, step_number, steps_of
-from ckptlint.loaders.run_folder import step_state
+from ckptlint.loaders.discover import Step, find_checkpoints, runs_below, steps_of
+from ckptlint.loaders.run_folder import read_tracker, step_state
 from ckptlint.model import Checkpoint
 from ckptlint.model.checkpoint import ProblemKind
 from ckptlint.model.text import human_duration, listed, plural, printable
+from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.locate import folder_at
 from ckptlint.storage.paths import shown
+from ckptlint.vocabulary.frameworks import step_number
 from ckptlint.vocabulary.parts import PARTS, part_of_file, part_of_key
 
 Verdict = Literal["passes", "fails", "unfinished", "lacks parts", "not judged", "gone"]
@@ -63,11 +66,13 @@ class Search:
         run: the folder of the run, as the user would name it.
         found: the newest step that passes, None without one.
         skipped: the newer ones, the newest first.
+        tracker: what to do where the run's tracker names another step, as a sentence; "" otherwise.
     """
 
     run: str
     found: JudgedStep | None = None
     skipped: list[JudgedStep] = field(default_factory=list)
+    tracker: str = ""
 
     @property
     def is_certain(self) -> bool:
@@ -89,6 +94,7 @@ def runs_at(path: str) -> list[tuple[str, Folder]]:
 
     Raises:
         NothingToCheckError: nothing lies there, it is a file, or no step lies in or below it.
+        UnknownLayoutError: checkpoints lie there, and no step.
         AccessError: a folder could not be listed.
     """
     folder, file = folder_at(path)
@@ -96,6 +102,14 @@ def runs_at(path: str) -> list[tuple[str, Folder]]:
         raise NothingToCheckError(f"{shown(path)} is a file: name the run folder that holds the steps")
     found = runs_below(folder)
     if not found:
+        try:
+            there = printable(find_checkpoints(folder, False)[0].display)
+        except NothingToCheckError:
+            there = ""
+        if there:
+            raise UnknownLayoutError(
+                f"{there} is a checkpoint, and no name there is that of a step: name it to check it"
+            )
         raise NothingToCheckError(
             f"no step under {shown(path)}: looked for folders such as iter_*, step-*, checkpoint-*"
         )
@@ -123,9 +137,22 @@ def newest_good(
         if judged.verdict == "passes":
             judged = _with_parts(judged, required, steps[position + 1 :])
         if judged.verdict == "passes":
-            return Search(path, judged, skipped)
+            return Search(path, judged, skipped, _tracking(run, judged))
         skipped.append(judged)
     return Search(path, None, skipped)
+
+
+def _tracking(run: Folder, found: JudgedStep) -> str:
+    try:
+        tracker, named = isolated(partial(read_tracker, run), 0)  # one of them is a pickle
+    except CkptlintError as error:
+        return f"the run's tracker cannot be read: {error}"
+    if tracker is None or named in ("release", found.number):
+        return ""
+    order = {"folder": f"write {found.name} into it", "link": f"point it to {found.name}"}
+    step = "no step" if named is None else f"step {named}"
+    how = order.get(tracker.holds, f"write {found.number} into it")
+    return f"{tracker.file} names {step}: {how} to resume from {found.name}"
 
 
 def _judged(step: Step, path: str, judge: Callable[[str], Report]) -> JudgedStep:
@@ -164,7 +191,12 @@ def verdict_of(report: Report) -> JudgedStep:
     written = max((ckpt.written for ckpt in checkpoints), default=0.0)
     told = JudgedStep(0, "", "", "passes", parts=parts_of(checkpoints), size=size, written=written)
     doubts = [p.message for ckpt in checkpoints if not ckpt.readable for p in ckpt.problems_of(*_DOUBTFUL)]
-    failing = [group for part in report.checkpoints for group in part.groups if report.is_failing(group.lead)]
+    failing = [
+        group
+        for part in report.checkpoints
+        for group in part.groups
+        if report.is_failing(group.lead) and not group.lead.finding.of_run
+    ]
     if doubts:
         return replace(told, verdict="not judged", why=doubts[0])
     if failing:

@@ -20,6 +20,7 @@ from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare import protocol
 from ckptlint.live.compare.group import GroupBroken
 from ckptlint.loaders.checkpoint import read_checkpoint
+from ckptlint.loaders.layouts import Found
 from ckptlint.model import Remark, Seal, SealEntry
 from ckptlint.model.layout import IntArray
 from ckptlint.rule import Severity
@@ -109,7 +110,7 @@ class Pending:
                 warnings.warn(f"the checkpoint was not sealed: {self.problem}", stacklevel=2)
             return None
         folder = LocalFolder(Path(path))
-        ckpt = read_checkpoint(folder, look_at_files=False)
+        ckpt = read_checkpoint(Found.at(folder), look_at_files=False)
         if not ckpt.readable:
             raise CkptlintError(f"cannot seal {ckpt.path}: it holds no readable checkpoint")
         described = {fqn: SealEntry(tensor.dtype, tensor.global_shape, 0) for fqn, tensor in ckpt.tensors.items()}

@@ -23,6 +23,7 @@ from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
 from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, new_torch_group
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
+from ckptlint.loaders.layouts import Found
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import named_ranks, plural, printable
@@ -81,7 +82,7 @@ class Job:
 
     def source(
         self, path: str, all_steps: bool, depth: Depth, reading: Reading | None
-    ) -> Iterator[tuple[Folder, Checkpoint]]:
+    ) -> Iterator[tuple[Found, Checkpoint]]:
         """As `lint.run.opened`, on rank 0; the other ranks take part, wait for the end, and leave with its exit code.
 
         Raises:
@@ -104,19 +105,19 @@ class Job:
 
     def _checkpoints(
         self, path: str, all_steps: bool, depth: Depth, reading: Reading | None
-    ) -> Iterator[tuple[Folder, Checkpoint]]:
+    ) -> Iterator[tuple[Found, Checkpoint]]:
         view = self._settled(path, all_steps)
         if view.problems:
             # each sees something else: the reading cannot be shared
             if self.rank == 0:
-                for folder in view.folders or [_raised(view.told)]:
-                    ckpt = open_checkpoint(folder, depth.looks_at_files)
-                    yield folder, replace(ckpt, problems=[*ckpt.problems, *view.problems])
+                for found in view.found or [_raised(view.told)]:
+                    ckpt = open_checkpoint(found, depth.looks_at_files)
+                    yield found, replace(ckpt, problems=[*ckpt.problems, *view.problems])
             return
         if view.told:
             raise NothingToCheckError(view.told)
-        for folder in view.folders:
-            reader, part, told = self._read(folder, depth, reading)
+        for found in view.found:
+            reader, part, told = self._read(found, depth, reading)
             self._agree(told, part is not None, 0 if reader is None else int(reader.ckpt.records.byte_length.sum()))
             assert reader is not None
             if part is None:
@@ -128,15 +129,15 @@ class Job:
                 ckpt = reader.join(parts)
                 ckpt = replace(ckpt, problems=[*ckpt.problems, *_conflicts(ckpt, parts)])
             if self.rank == 0:
-                yield folder, ckpt
+                yield found, ckpt
 
     @one_budget()
     def _read(
-        self, folder: Folder, depth: Depth, reading: Reading | None
+        self, found: Found, depth: Depth, reading: Reading | None
     ) -> tuple[Reader | None, ShareResult | None, str]:
         """This rank's part of a checkpoint; and why it has none, when it failed."""
         try:
-            ckpt = open_checkpoint(folder, depth.looks_at_files)
+            ckpt, folder = open_checkpoint(found, depth.looks_at_files), found.folder
             number, count = (self.node, self.nodes) if self.every_node else (self.rank, self.group.world)
             share = shares(ckpt, count, by_file=not ckpt.locates_bytes or folder.has(INTEGRITY))[number]
             how = reading or Reading(Depth.HEADERS, 1)
@@ -271,14 +272,14 @@ class View:
     """What one rank sees under the path.
 
     Attributes:
-        folders: the checkpoints.
+        found: the checkpoints.
         told: why there are none, "" when there are.
         hashes: name -> 56 bits of what is seen, -1 for nothing: the path, the metadata files, the listing.
         sizes: file -> bytes; names of all folders together.
         problems: in what the ranks differ.
     """
 
-    folders: list[Folder]
+    found: list[Found]
     told: str
     hashes: dict[str, int]
     sizes: dict[str, int]
@@ -290,7 +291,8 @@ def look(path: str, all_steps: bool) -> View:
     hashes = dict.fromkeys(("path", *_HASHED, "the listing"), -1)
     sizes: dict[str, int] = {}
     try:
-        folders = find(path, all_steps)
+        found = find(path, all_steps)
+        folders = [unit.folder for unit in found]
         for folder in folders:
             above = f"{folder.name}/" if len(folders) > 1 else ""
             sizes |= {above + name: folder.size(name) for name in folder.files()}
@@ -301,7 +303,7 @@ def look(path: str, all_steps: bool) -> View:
         return View([], str(error), hashes, {})
     hashes["path"] = _short("\n".join(folder.display for folder in folders).encode())
     hashes["the listing"] = _short(json.dumps(sorted(sizes.items())).encode("utf-8", "backslashreplace"))
-    return View(folders, "", hashes, sizes)
+    return View(found, "", hashes, sizes)
 
 
 def _digest(folder: Folder, name: str) -> str:
@@ -315,7 +317,7 @@ def _short(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
-def _raised(told: str) -> Folder:
+def _raised(told: str) -> Found:
     raise AccessError(f"other ranks see a checkpoint, rank 0 does not: {told}")
 
 

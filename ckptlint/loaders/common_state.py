@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,6 +15,7 @@ from ckptlint.model import CommonState, Declared, ModelConfig, Problem, StepClai
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.vocabulary.config_fields import MODEL_CONFIG, attributes, read_declared
+from ckptlint.vocabulary.frameworks import world
 
 COMMON_FILE = "common.pt"
 COMMON_ENTRY = "common_state/shard_0_1"
@@ -27,10 +27,6 @@ _CONTAINERS_LIMIT = 50_000  # lists and objects, each of which takes up to 232 b
 _NESTED_LIMIT = 12
 _YAML_LIMIT, _YAML_VALUES = 4 * 1024**2, 100_000  # a thousand lines are usual, tens of thousands of data files possible
 _YAML_SCALAR = 4096  # characters of a value that may be more than a text
-_MODEL_FOLDERS = ("huggingface", ".hf_metadata")
-_COUNTER = re.compile(
-    r"((.+\.)?(train_state|trainer_state|train|progress)\.)?(global_)?step|(.+\.)?(lr_)?schedulers?(\.\d+)?\.last_epoch"
-)
 _OBJECT_LIMIT, _CLAIM_LIMIT, _MOST_CLAIMS = 16 * 1024**2, 64 * 1024, 4
 
 Location = tuple[str, int, int]
@@ -102,15 +98,6 @@ def read_claims(folder: Folder, entries: dict[str, Location]) -> tuple[tuple[Ste
     return tuple(claims), problems
 
 
-def is_counter(fqn: str) -> bool:
-    """Whether an entry of this name counts steps.
-
-    >>> is_counter("train_state.step"), is_counter("lr_scheduler.last_epoch"), is_counter("optimizer.state.w.step")
-    (True, True, False)
-    """
-    return _COUNTER.fullmatch(fqn) is not None
-
-
 def read_configs(
     folder: Folder, common: CommonState | None, is_export: bool = False
 ) -> tuple[dict[str, Declared], ModelConfig | None, list[Problem]]:
@@ -138,7 +125,7 @@ def read_configs(
             problems.append(_damaged(RUN_CONFIG, error))
     config = None
     places = [(folder, MODEL_CONFIG)]
-    places += [(folder.sub(name), f"{name}/{MODEL_CONFIG}") for name in _MODEL_FOLDERS if name in folder.folders()]
+    places += [(folder.sub(name), f"{name}/{MODEL_CONFIG}") for name in world().models if name in folder.folders()]
     for place, name in places:
         if place.has(MODEL_CONFIG):
             try:

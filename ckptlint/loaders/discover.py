@@ -1,60 +1,46 @@
-"""Which checkpoints a path means: itself, its components, the steps of a run."""
+"""Which checkpoints a path means: one bounded walk tells units by content, and steps by numbered siblings."""
 
 from __future__ import annotations
 
 import re
-from collections import deque
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import PurePath
+from typing import Literal
 
-from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
+from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError, UnknownLayoutError
+from ckptlint.loaders.layouts import Found, layouts, recognise
+from ckptlint.loaders.layouts.unsupported import unsupported
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
-from ckptlint.loaders.recognise import METADATA, RANK_METADATA, LayoutKind, recognise, unsupported
 from ckptlint.loaders.safetensors import groups
 from ckptlint.model.facts import fact
-from ckptlint.model.text import printable
+from ckptlint.model.text import plural, printable
 from ckptlint.sandbox import one_budget
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.locate import folder_at
-from ckptlint.vocabulary.step_files import holds_no_state
-
-STEP = re.compile(
-    r"(?:iter_|iteration_|step[-_]?|global_step_?|checkpoint[-_]|epoch_\d+_step_|ep\d+-ba|(?:.*-)?step=)(\d+)"
-    r"(?:-v\d+|-(?:consumed_samples|val_loss|train_loss)=[\d.]+)*(?:-last)?(?:\.ckpt)?|(\d{4,})"
-)
-
-COMPONENT = re.compile(
-    r"consolidated|dist_ckpt|hf_weights|huggingface|model|model_and_optim|optim|sharded|trainer|weights|"
-    r"optimizer(_\d+)?|pytorch_model_fsdp_\d+"
-)
-"""Folders that hold one part of a step: of torch, accelerate, Automodel, NeMo, OLMo-core, prime-rl, verl, xtuner."""
-
+from ckptlint.vocabulary.frameworks import holds_no_state, may_be_pickle, step_number
+from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 
 _UNIVERSAL = "_universal"  # what deepspeed.checkpoint.ds_to_universal makes of a step, beside it
-
-_DESCRIBES = (
-    METADATA, "__0.metadata", "common.pt", "model.safetensors", "model.safetensors.index.json",
-    "adapter_model.safetensors", "pytorch_model.bin", "pytorch_model.bin.index.json",
-)  # fmt: skip
+_NUMBERS = re.compile(r"[\d.]+")
 _STEPS_TRIED = 16
-_DEPTH_LIMIT, _FOLDERS_LIMIT = 4, 64  # how deep, and how many folders of a step are listed for formats not read
+_DEPTH = 6  # folders below the one that the user named: a run, its step, a role, its weights, their counter
+_MOST_FOLDERS = 4096  # that one walk lists
+_MOST_HEADS = 16  # files of a folder whose first bytes are looked at
+
+Steps = Literal["newest", "all", "none"]
+"""Which of the steps in a folder are meant."""
 
 
-def step_number(name: str) -> int | None:
-    """The step that a folder name carries, or None.
-
-    >>> step_number("iter_0000010"), step_number("step-500"), step_number("model")
-    (10, 500, None)
-    """
-    match = STEP.fullmatch(name)
-    return int(match[1] or match[2]) if match else None
+def is_alike(name: str, other: str) -> bool:
+    """Whether two folders are named alike but for their numbers."""
+    return _NUMBERS.sub("", name) == _NUMBERS.sub("", other)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step folder of a run.
+    """A step of a run: a folder, or one file that holds a whole state.
 
     Attributes:
         number: the step that its name carries.
@@ -67,12 +53,19 @@ class Step:
     name: str
 
     @property
+    def is_folder(self) -> bool:
+        """Whether it is a folder, not one file."""
+        return not self.run.has(self.name)
+
+    @property
     def folder(self) -> Folder:
-        """The step's folder.
+        """The step's folder; of a file the run's, with that file alone in view.
 
         Raises:
             AccessError: it is a link out of the run that leads to no checkpoint.
         """
+        if not self.is_folder:
+            return self.run.only(self.name)
         found = sub_folder(self.run, self.name)
         if found is None:
             raise AccessError(astray(self.run, self.name))
@@ -85,15 +78,16 @@ def steps_of(run: Folder) -> list[Step]:
     Raises:
         AccessError: the folder could not be listed.
     """
-    steps = [Step(number, run, name) for name in run.folders() if (number := step_number(name)) is not None]
-    return sorted(steps, key=lambda step: (step.number, step.name), reverse=True)
+    return [Step(number, run, name) for name, number in _numbered(run).items()]
 
 
 @fact
 def _numbered(folder: Folder) -> dict[str, int]:
     """Name -> number of the steps that lie directly in a folder, the newest first."""
-    numbers = {name: number for name in folder.folders() if (number := step_number(name)) is not None}
-    return dict(sorted(numbers.items(), key=lambda item: item[1], reverse=True))
+    files = [name for name in folder.files_beside() if may_be_pickle(name)]
+    names = [*folder.folders(), *files]
+    numbers = {name: number for name in names if (number := step_number(name)) is not None}
+    return dict(sorted(numbers.items(), key=lambda item: (item[1], item[0]), reverse=True))
 
 
 def runs_below(folder: Folder, levels: int = 3) -> list[tuple[str, Folder]]:
@@ -113,8 +107,8 @@ def runs_below(folder: Folder, levels: int = 3) -> list[tuple[str, Folder]]:
     return [(f"{name}/{place}".rstrip("/"), run) for name, runs in below for place, run in runs]
 
 
-def find_checkpoints(folder: Folder, all_steps: bool) -> list[Folder]:
-    """The checkpoint folders that a path means: itself, its newest step, or its components.
+def find_checkpoints(folder: Folder, all_steps: bool) -> list[Found]:
+    """The checkpoints that a path means: the folder itself, its newest step, or the parts of a step.
 
     Args:
         folder: what the user named.
@@ -122,42 +116,53 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[Folder]:
 
     Raises:
         NothingToCheckError: there is none.
+        UnknownLayoutError: there is payload, and no layout that is known.
+        AccessError: a folder could not be listed, or the newest step is a link that is not followed.
     """
-    found = _find(folder, all_steps, levels=3)
+    walk = _Walk()
+    found = walk.units(folder, "all" if all_steps else "newest", _DEPTH)
     if not found and (name := _lone_state(folder)) is not None:
-        return [folder.only(name)]
-    if not found and folder.unseen:
-        hint = f"name the checkpoint folder itself, {folder.unseen}"
-        raise NothingToCheckError(f"no .metadata under {folder.display}: {hint}")
+        return [Found.at(folder.only(name))]
     if not found:
+        if folder.unseen:
+            hint = f"name the checkpoint folder itself, {folder.unseen}"
+            raise NothingToCheckError(f"no .metadata under {folder.display}: {hint}")
+        if held := walk.payload(folder):
+            raise UnknownLayoutError(
+                f"{held} holds weights or other state, and ckptlint does not know how these files belong together: "
+                "name one of them to have it read by itself"
+            )
         raise NothingToCheckError(
             f"no checkpoint under {folder.display}: looked for .metadata, __N.metadata, *.distcp, *.safetensors, files "
             "of torch.save, step folders (iter_*, step-*, step_*, global_step_*, checkpoint-*) and component folders"
         )
-    places = tuple(sorted({part.place for part in found}))
-    return [part.judged_with(places) for part in found]
+    if walk.passed:
+        sentence = f"{plural(walk.passed, 'folder')} below {folder.display} lie too deep or are too many to look into"
+        found[0] = replace(found[0], strays=(*found[0].strays, sentence))
+    places = {place.place for part in found for place in (part.folder, *part.accounts_for)}
+    return [replace(part, told=tuple(sorted(places))) for part in found]
 
 
-def components(folder: Folder) -> list[Folder]:
-    """The checkpoints that lie in a folder itself, each as a view of it that hides the others; [] where none does.
+def components(folder: Folder) -> list[Found]:
+    """The checkpoints that lie in a folder itself, each in a view that hides the others; [] where none does.
 
     A folder holds several where safetensors of one model lie beside those of another, or beside a DCP checkpoint.
     """
     found = groups(folder)
     if not found:
-        return [folder] if recognise(folder) else []
+        return [Found.at(folder)] if recognise(folder) else []
     weights = [name for group in found for name in (*group.files, group.index)]
     rest = folder.without(weights, "")
     other = recognise(rest)
     # of a model that lies there in both forms loaders take the safetensors
     parts = [rest] if other is not None and other.kind not in ("unsupported", "torch") else []
     if not parts and len(found) == 1:
-        return [folder]
+        return [Found.at(folder)]
     described = [name for name in (folder.files() if parts else ()) if _is_dcp(name)]
     for group in found:
         hidden = {*weights, *described} - {*group.files, group.index}
         parts.append(folder.without(hidden, group.label))
-    return [parts[0], *(part.accounting_for() for part in parts[1:])]
+    return [Found.at(parts[0]), *map(Found, parts[1:])]
 
 
 def _is_dcp(name: str) -> bool:
@@ -165,57 +170,151 @@ def _is_dcp(name: str) -> bool:
     return name in known or name.endswith(".distcp") or bool(RANK_METADATA.fullmatch(name))
 
 
-def _find(folder: Folder, all_steps: bool, levels: int) -> list[Folder]:
-    own = components(folder)
-    if levels == 0 or (own and _is_kind(own[0], "unsupported")):
-        return own
-    numbered = _numbered(folder)
-    if own:  # a model is what its folder means; the steps of the run that made it lie beside it
+@dataclass(slots=True)
+class _Walk:
+    """One walk over what lies below a path.
+
+    Attributes:
+        left: folders that may still be listed.
+        passed: folders that were not looked into, since there are too many.
+    """
+
+    left: int = _MOST_FOLDERS
+    passed: int = 0
+
+    def units(self, folder: Folder, steps: Steps, levels: int, in_step: bool = False) -> list[Found]:
+        """The checkpoints in a folder and below it.
+
+        Args:
+            levels: how many floors below the folder are looked at.
+            in_step: whether it lies in a step: one name with a number is a place there, several are steps again.
+        """
+        if self.left <= 0:
+            self.passed += 1
+            return []
+        self.left -= 1
+        own = components(folder)
+        if not levels or (own and _is_kind(own[0].folder, "unsupported")):
+            return own
+        numbered = _numbered(folder)
+        if own:  # a model is what its folder means; the steps of the run that made it lie beside it
+            return own + self._beside(folder, list(numbered), "all" if steps == "all" else "none", levels)
+        are_steps = len(numbered) + ("release" in folder.folders()) > in_step
+        if are_steps and steps != "none" and (found := self._steps(folder, list(numbered), steps, levels, in_step)):
+            return found
+        left_out = {name for name in numbered if are_steps and not (steps == "none" and _is_part(folder, name))}
+        inner = [name for name in _inner(folder) if name not in left_out and not (in_step and holds_no_state(name))]
+        return _accounted(self._below(folder, inner, steps, levels, in_step), folder)
+
+    def _beside(self, folder: Folder, numbered: list[str], steps: Steps, levels: int) -> list[Found]:
+        """The checkpoints below one: parts of its step, other models, steps of its run where they are asked for."""
         told = unsupported(folder)
-        beside = _nested(folder, {*numbered, *([told.evidence] if told else [])})
-        if not groups(folder):  # the metadata may name payload in sub-folders: these are no saves of their own
-            beside = [part for part in beside if not _is_kind(part, "incomplete")]
-        for name in numbered:
-            sub = sub_folder(folder, name)
-            # DeepSpeed writes its part of a step into a folder that is named like a step
-            if sub is not None and (all_steps or _is_kind(sub, "unsupported", "deepspeed")):
-                beside += _find(sub, all_steps, _levels(sub, levels))
-        return own + beside + _unread_below(folder, own + beside)
-    steps = [*numbered] + [name for name in folder.folders() if name == "release"]
-    found: list[Folder] = []
-    unfinished: list[Folder] = []
-    strays: list[str] = []
-    for name in steps:
-        step = sub_folder(folder, name)
-        if step is None:
-            strays.append(astray(folder, name))
-            if not all_steps:  # the newest step is what the folder means, and an older one is no answer
+        but = {*numbered, *([told.file] if told else [])}
+        is_step = step_number(folder.name) is not None
+        inner = [name for name in _inner(folder) if name not in but and not (is_step and holds_no_state(name))]
+        # DeepSpeed writes its part of a step into a folder that is named like a step
+        inner += [name for name in numbered if name in folder.folders() and (steps == "all" or _is_part(folder, name))]
+        is_dcp = not groups(folder)  # the metadata may name payload in sub-folders: these are no saves of their own
+        found = self._below(folder, inner, steps, levels, in_step=True)
+        return [
+            unit for unit in found if not _is_kind(unit.folder, "incomplete") or not (is_dcp or _is_bare(unit.folder))
+        ]
+
+    def _steps(self, folder: Folder, numbered: list[str], steps: Steps, levels: int, in_step: bool) -> list[Found]:
+        found: list[Found] = []
+        unfinished: list[Folder] = []
+        strays: list[str] = []
+        for name in [*numbered, *(name for name in folder.folders() if name == "release")]:
+            step = folder.only(name) if folder.has(name) else sub_folder(folder, name)
+            if step is None:
+                strays.append(astray(folder, name))
+                if steps == "newest":  # it is what the folder means, and an older one is no answer
+                    break
+                continue
+            inside = self._at(folder, name, step, steps, levels)
+            if inside and f"{name}{_UNIVERSAL}" in folder.folders():
+                inside += self._below(folder, [name + _UNIVERSAL], steps, 1, in_step=True)
+            found += inside
+            unfinished += [] if inside else [step]
+            if found and steps == "newest":
                 break
-            continue
-        inside = _find(step, all_steps, _levels(step, levels))
-        if inside and f"{name}{_UNIVERSAL}" in folder.folders() and (twin := sub_folder(folder, name + _UNIVERSAL)):
-            inside = inside + _find(twin, all_steps, 0)
-        (found if inside else unfinished).extend(inside or [step])
-        if found and not all_steps:
-            break
-    if found or any(not step.entries for step in unfinished):
-        # a newer step without a checkpoint in it is no reason to pass an older one
-        found = found + unfinished if all_steps else unfinished[:1] or found
-        if step_number(folder.name) is not None:  # DeepSpeed's part of a step, without weights beside it
-            found[0] = found[0].accounting_for(*found[0].accounts_for, folder)
-        return [found[0].beside(strays), *found[1:]]
-    if strays:
-        raise AccessError("; ".join(strays))
-    found = _nested(folder, (), all_steps, levels - 1)
-    if not found:
+        if found or any(not step.entries for step in unfinished):
+            # a newer step without a checkpoint in it is no reason to pass an older one
+            others = [Found.at(step) for step in unfinished]
+            found = found + others if steps == "all" else others[:1] or found
+            found = _accounted(found, folder) if in_step or step_number(folder.name) is not None else found
+            return [replace(found[0], strays=(*found[0].strays, *strays), of_run=not in_step), *found[1:]]
+        if strays:
+            raise AccessError("; ".join(strays))
         return []
-    found += _unread_below(folder, found) if step_number(folder.name) is not None else []
-    return [found[0].accounting_for(*found[0].accounts_for, folder), *found[1:]]
+
+    def _below(self, folder: Folder, names: Iterable[str], steps: Steps, levels: int, in_step: bool) -> list[Found]:
+        inner = ((name, sub) for name in names if (sub := sub_folder(folder, name)) is not None)
+        return [unit for name, sub in inner for unit in self._at(folder, name, sub, steps, levels, in_step)]
+
+    def _at(
+        self, folder: Folder, name: str, sub: Folder, steps: Steps, levels: int, in_step: bool = True
+    ) -> list[Found]:
+        """The checkpoints in a sub-folder; in none of its own where it is a link to a folder of another name."""
+        target = folder.outside(name)
+        other = PurePath(target).name
+        found = self.units(
+            sub, steps, 0 if target and other != name and step_number(other) is None else levels - 1, in_step
+        )
+        if not target:
+            return found
+        return [
+            replace(unit, linked_to=printable(target)) if unit.folder.place == sub.place else unit for unit in found
+        ]
+
+    def payload(self, folder: Folder, levels: int = _DEPTH) -> str:
+        """A place below a folder where files hold state by their first bytes, with one of them; "" without one."""
+        self.left -= 1
+        names = sorted(folder.files_beside(), key=folder.size, reverse=True)[:_MOST_HEADS]
+        held = [
+            name for name in names if folder.look_at(name)[0] in READABLE and _holds_state(folder.head(name, _HEAD))
+        ]
+        if held:
+            return f"{folder.display.rstrip('/')}/{printable(held[0])}"
+        inner = (sub for name in _inner(folder) if levels and (sub := sub_folder(folder, name)) is not None)
+        return next((found for sub in inner if self.left > 0 and (found := self.payload(sub, levels - 1))), "")
 
 
-def _levels(sub: Folder, levels: int) -> int:
-    """How deep to look into a step: where it is a link to a folder of another name, into none of its sub-folders."""
-    return 0 if sub.linked_to and step_number(PurePath(sub.linked_to).name) is None else levels - 1
+def _inner(folder: Folder) -> list[str]:
+    """The folders to look into; those that hold logs by their names last."""
+    names = [name for name in folder.folders() if not (name.startswith(".") or is_rank_folder(name))]
+    return sorted(names, key=holds_no_state)
+
+
+def _accounted(found: list[Found], folder: Folder) -> list[Found]:
+    """The same checkpoints; the files of the folder around them are told with the first."""
+    return [replace(unit, accounts_for=(*unit.accounts_for, folder)) for unit in found[:1]] + found[1:]
+
+
+def _is_part(folder: Folder, name: str) -> bool:
+    """Whether a folder that is named like a step is DeepSpeed's part of the one that it lies in."""
+    sub = sub_folder(folder, name)
+    return sub is not None and _is_kind(sub, "unsupported", "deepspeed", "deepspeed-universal")
+
+
+def _is_bare(folder: Folder) -> bool:
+    """Whether nothing but side state lies there: Megatron's `common.pt` beside an export, as ms-swift writes it."""
+    found = recognise(folder)
+    return found is not None and found.evidence.file in ("common.pt", "metadata.json") and len(folder.files()) <= 2
+
+
+def _is_kind(folder: Folder, *kinds: str) -> bool:
+    found = recognise(folder)
+    return found is not None and found.kind in kinds
+
+
+_HEAD = 512
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # the number that torch < 1.6 starts its files with
+
+
+def _holds_state(head: bytes) -> bool:
+    """Whether these are the first bytes of a file of torch.save."""
+    return head.startswith(_LEGACY) or (head.startswith(b"PK\3\4") and b"/data.pkl" in head)
 
 
 def sub_folder(folder: Folder, name: str) -> Folder | None:
@@ -230,8 +329,8 @@ def sub_folder(folder: Folder, name: str) -> Folder | None:
     is_step = PurePath(target).name == name or (
         step_number(name) is not None and step_number(PurePath(target).name) is not None
     )
-    if is_step or any(folder.look_at(f"{name}/{mark}")[0] in READABLE for mark in _DESCRIBES):
-        return folder.sub(name).behind_link(printable(target))
+    if is_step or any(folder.look_at(f"{name}/{mark}")[0] in READABLE for row in layouts() for mark in row.marks):
+        return folder.sub(name)
     return None
 
 
@@ -239,54 +338,6 @@ def astray(folder: Folder, name: str) -> str:
     """What is said of a link that `sub_folder` does not follow."""
     link = f"{folder.display.rstrip('/')}/{printable(name)}"
     return f"{link} is a link to {printable(folder.outside(name))}, outside the run; ckptlint did not follow it"
-
-
-def _nested(folder: Folder, but: Collection[str], all_steps: bool = False, levels: int = 0) -> list[Folder]:
-    """The checkpoints in sub-folders, one level further in folders that are named like a component, and of whole runs.
-
-    Args:
-        but: names of sub-folders that are told otherwise.
-        levels: how deep to look into the runs among the sub-folders.
-    """
-    found: list[Folder] = []
-    for name in folder.folders():
-        if name.startswith(".") or name in but or is_rank_folder(name):
-            continue
-        sub = sub_folder(folder, name)
-        if sub is None:
-            continue
-        inside = components(sub)
-        found += inside
-        if not inside or groups(sub):
-            deeper = [sub_folder(sub, inner) for inner in sub.folders() if COMPONENT.fullmatch(inner)]
-            further = [part for inner in deeper if inner is not None for part in components(inner)]
-            found += further
-            if levels and not (inside or further) and any(step_number(inner) is not None for inner in sub.folders()):
-                found += _find(sub, all_steps, levels)
-    return found
-
-
-def _unread_below(step: Folder, found: list[Folder]) -> list[Folder]:
-    """The folders of formats that are not read, wherever they lie in a step, without those that were found before."""
-    known = {part.display for part in found} | {step.display}
-    strange: list[Folder] = []
-    places = deque([(step, 0)])
-    for _ in range(_FOLDERS_LIMIT):
-        if not places:
-            break
-        place, depth = places.popleft()
-        if depth and place.display not in known and _is_kind(place, "unsupported", "deepspeed", "deepspeed-universal"):
-            strange.append(place)
-        elif depth < _DEPTH_LIMIT and (depth == 0 or place.display not in known):
-            inner = [name for name in place.folders() if not holds_no_state(name) and not place.outside(name)]
-            # steps beside a model are others of its run
-            places += [(place.sub(name), depth + 1) for name in inner if depth or step_number(name) is None]
-    return strange
-
-
-def _is_kind(folder: Folder, *kinds: LayoutKind) -> bool:
-    found = recognise(folder)
-    return found is not None and found.kind in kinds
 
 
 def newest_readable_step(folder: Folder) -> str | None:
@@ -315,20 +366,21 @@ def _lone_state(folder: Folder) -> str | None:
 
 
 @one_budget()
-def find(path: str, all_steps: bool = False) -> list[Folder]:
-    """The checkpoint folders that a path means.
+def find(path: str, all_steps: bool = False) -> list[Found]:
+    """The checkpoints that a path means.
 
     A file of a checkpoint stands for its folder, safetensors for their own model there, any other file for itself.
 
     Raises:
         NothingToCheckError: there is none.
+        UnknownLayoutError: there is payload, and no layout that is known.
         AccessError: a folder could not be listed, or a step is a link out of the run.
         ConfigError: a URL that cannot be read here.
     """
     folder, name = folder_at(path)
     if is_rank_folder(folder.name) and folder.parent is not None and legacy_file(folder.parent):
-        return [folder.parent]
-    if name.endswith(_WEIGHTS) and (own := [part for part in components(folder) if part.has(name)]):
+        return [Found.at(folder.parent)]
+    if name.endswith(_WEIGHTS) and (own := [part for part in components(folder) if part.folder.has(name)]):
         return own
     if not name:
         return find_checkpoints(folder, all_steps)
@@ -342,4 +394,4 @@ def find(path: str, all_steps: bool = False) -> list[Folder]:
                 f"{printable(name)} in {folder.display} belongs to no checkpoint: neither .metadata nor payload nor "
                 "*.safetensors lie beside it; name the folder that holds them, or the run folder above it"
             ) from None
-    return [folder.only(name)]
+    return [Found.at(folder.only(name))]

@@ -13,7 +13,7 @@ from ckptlint.errors import UnreadableError
 from ckptlint.loaders.common_state import COMMON_ENTRY, COMMON_FILE
 from ckptlint.loaders.dcp import Description
 from ckptlint.loaders.problems import from_error
-from ckptlint.model import ByteObject, Format, ObjectTable, Problem, empty_objects
+from ckptlint.model import ByteObject, ObjectTable, Problem, empty_objects
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
@@ -93,7 +93,7 @@ def read_config(folder: Folder) -> tuple[dict[str, Any] | None, Problem | None]:
 
 def dialect(
     described: Description, root_name: str, config: dict[str, Any] | None, folder: Folder, objects: ObjectTable
-) -> Format:
+) -> str:
     """Which writer's key scheme a folder with readable `.metadata` follows."""
     keys = described.tensors.keys() | described.byte_records.keys()
     if any(key.startswith("optimizer.param_to_group_meta.") for key in keys):
@@ -116,7 +116,7 @@ def _is_megatron_object(key: str) -> bool:
 
 
 def missing_marks(
-    format_: Format, config: dict[str, Any] | None, config_is_broken: bool, folder: Folder, keys: Collection[str]
+    format_: str, config: dict[str, Any] | None, config_is_broken: bool, folder: Folder, keys: Collection[str]
 ) -> list[Problem]:
     """What a finished torch_dist save has and this folder lacks.
 

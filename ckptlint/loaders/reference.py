@@ -20,7 +20,7 @@ from ckptlint.formats.safetensors_header import HEADER_LIMIT, read_header
 from ckptlint.formats.strict_json import checked_key, checked_shape, json_object
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
-from ckptlint.loaders.recognise import recognise
+from ckptlint.loaders.layouts import Found, recognise
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.text import printable
 from ckptlint.sandbox import isolated
@@ -241,7 +241,7 @@ def _header(folder: Folder, name: str) -> Tensors | None:
 
 
 def _from_checkpoint(path: str, source: str) -> Reference:
-    parts = {folder.name: _readable(folder, source) for folder in find(path)}
+    parts = {found.folder.name: _readable(found, source) for found in find(path)}
     tensors, clashes = _merged({name: tensors_of(ckpt) for name, ckpt in parts.items()}, strict=False)
     if len(parts) == 1:
         return Reference(source, "checkpoint", tensors)
@@ -249,8 +249,8 @@ def _from_checkpoint(path: str, source: str) -> Reference:
     return Reference(source, "checkpoint", {} if clashes else tensors, parts=components)
 
 
-def _readable(folder: Folder, source: str) -> Checkpoint:
-    ckpt = open_checkpoint(folder, look_at_files=False)
+def _readable(found: Found, source: str) -> Checkpoint:
+    ckpt = open_checkpoint(found, look_at_files=False)
     if sentence := obstacle(ckpt):
         raise ConfigError(f"the reference {source} cannot be used: {sentence}")
     return ckpt

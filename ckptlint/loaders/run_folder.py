@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Literal
+from pathlib import PurePath
+from typing import Literal, get_args
 
 from ckptlint.errors import CkptlintError, UnreadableError
-from ckptlint.formats.torch_archive import END_SIZE
 from ckptlint.formats.torch_file import number_in, ranges_of, read_torch_file
-from ckptlint.loaders.common_state import COMMON_FILE
-from ckptlint.loaders.discover import COMPONENT, components, step_number, steps_of, sub_folder
-from ckptlint.loaders.megatron import CONFIG_FILE
+from ckptlint.loaders.discover import components, is_alike, steps_of, sub_folder
+from ckptlint.loaders.layouts import Found, recognise
 from ckptlint.loaders.problems import from_error, from_torch_file
-from ckptlint.loaders.rank_files.megatron_keys import MODEL_FILES, is_rank_folder, legacy_file, rank_folders
-from ckptlint.loaders.rank_files.sets import file_sets, has_all_ranks
-from ckptlint.loaders.recognise import METADATA, RANK_METADATA, recognise, unsupported
-from ckptlint.loaders.safetensors import NUMBERED, SHARD
+from ckptlint.loaders.step_files import inventory_problems
 from ckptlint.model import Problem, RunFolder, StepState
 from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.frameworks import Holds, Tracker, is_part, step_number, steps_like, world
 
 _UNSEEN = "ckptlint did not look at the other steps of its run and their tracker"
 
-TRACKERS = ("latest_checkpointed_iteration.txt", "dlrover_latest.txt", "latest")
-"""Megatron-LM, Megatron-Bridge, slime and verl; dlrover; DeepSpeed, which names a folder."""
-
-TRAIN_STATE_TRACKER = "latest_train_state.pt"
-"""Megatron-Bridge's own, beside or instead of the text."""
-
-_MEGATRON = "iter_"
-_PLAIN = re.compile(r"(iter_|iteration_|global_step_?|step[-_]?|checkpoint[-_])(\d{1,18})")
-_NUMBERS = re.compile(r"[\d.]+")
-_LEVELS = 3  # verl: global_step_N/actor/dist_ckpt
-_OF_A_STEP = re.compile(rf"{COMPONENT.pattern}|actor|critic")
+_LEVELS = 5  # folders between a part and its step: NeMo-RL's step_N/policy/weights/iter_0000000
 
 
 def read_run(folder: Folder) -> RunFolder | None:
@@ -50,21 +37,24 @@ def read_run(folder: Folder) -> RunFolder | None:
     step = None if own is None else step_number(own.name)
     if own is None or step is None:
         return None
-    match, parent = _PLAIN.fullmatch(own.name), own.parent
-    prefix = match[1] if match else ""
-    digits = 7 if prefix == _MEGATRON else len(match[2]) if match and match[2].startswith("0") else 0
+    parent, like = own.parent, steps_like(own.name)
+    prefix, tracked_always = (like[0], like[1].tracked) if like else ("", False)
+    number = own.name[len(prefix) :]
+    digits = (like[1].digits or (len(number) if number.startswith("0") else 0)) if like else 0
     alone = RunFolder(step, (step,), prefix=prefix, digits=digits)
     if parent is None:
-        return replace(alone, steps=(), unseen=_UNSEEN if prefix == _MEGATRON else "")
+        return replace(alone, steps=(), unseen=_UNSEEN if tracked_always else "")
     try:
         steps = {
             older.number: older.name
             for older in steps_of(parent)
-            if _is_alike(older.name, own.name) and sub_folder(parent, older.name) is not None
+            if is_alike(older.name, own.name)
+            and not parent.has(older.name)
+            and sub_folder(parent, older.name) is not None
         }
-        file, tracker = read_tracker(parent) if prefix else ("", None)
+        file, tracker = read_tracker(parent) if prefix else (None, None)
         alone = replace(alone, steps=tuple(sorted(steps)))
-        if not file and prefix != _MEGATRON:
+        if file is None and not tracked_always:
             return alone
         newest = next((n for n in sorted(steps, reverse=True) if step_state(parent.sub(steps[n])) == "complete"), None)
         tracked: StepState = "unknown"
@@ -73,30 +63,33 @@ def read_run(folder: Folder) -> RunFolder | None:
         elif tracker is not None:
             tracked = step_state(parent.sub(steps[tracker])) if tracker in steps else "absent"
     except CkptlintError as error:
-        return replace(alone, steps=(), unseen=f"{_UNSEEN}: {error}" if prefix == _MEGATRON else "")
-    return replace(alone, newest_complete=newest, tracker=tracker, tracked=tracked, tracker_file=file or TRACKERS[0])
-
-
-def _is_alike(name: str, other: str) -> bool:
-    """Whether two folders are named alike but for their numbers."""
-    return _NUMBERS.sub("", name) == _NUMBERS.sub("", other)
+        return replace(alone, steps=(), unseen=f"{_UNSEEN}: {error}" if tracked_always else "")
+    file = file or trackers()[0]
+    alone = replace(alone, tracker_file=file.file, holds=file.holds)
+    return replace(alone, newest_complete=newest, tracker=tracker, tracked=tracked)
 
 
 def _step_folder(folder: Folder) -> Folder | None:
-    """The step that a folder is, or is a component of; a number alone may be a year."""
-    for _ in range(_LEVELS):
-        name = folder.name
-        if step_number(name) is not None and not name.isdecimal():
-            return folder if not name.startswith(_MEGATRON) or len(name) >= len(_MEGATRON) + 7 else None
+    """The step that a folder is, or lies in as a part; a number alone may be a year."""
+    found: Folder | None = None
+    for level in range(_LEVELS):
+        if _is_named_step(folder.name):
+            like = steps_like(folder.name)
+            is_step = like is None or not like[1].tracked or len(folder.name) >= len(like[0]) + like[1].digits
+            if found is not None or not is_step:
+                return folder if is_step else found
+            found = folder
+        elif not is_part(folder.name) or level == _LEVELS - 1:
+            return found
         above = folder.parent
-        if above is None or not _OF_A_STEP.fullmatch(name):
-            return None
+        if above is None or (found is folder and not is_part(above.name)):
+            return found
         folder = above
-    return None
+    return found
 
 
-def step_before(folder: Folder) -> Folder | None:
-    """The folder of the same part in the nearest older finished step of the run; None without one.
+def step_before(folder: Folder) -> Found | None:
+    """The same part in the nearest older finished step of the run; None without one.
 
     Only steps that are named alike count, and links out of the run lead nowhere.
     """
@@ -104,7 +97,7 @@ def step_before(folder: Folder) -> Folder | None:
     step = folder
     while step_number(step.name) is None:
         above = step.parent
-        if above is None or len(inner) == _LEVELS or not _OF_A_STEP.fullmatch(step.name):
+        if above is None or len(inner) == _LEVELS or not is_part(step.name):
             return None
         inner.insert(0, step.name)
         step = above
@@ -113,7 +106,7 @@ def step_before(folder: Folder) -> Folder | None:
         return None
     try:
         for older in steps_of(run):
-            is_older = older.number < number and _is_alike(older.name, step.name)
+            is_older = older.number < number and is_alike(older.name, step.name)
             there = sub_folder(run, older.name) if is_older else None
             if there is None or step_state(there) == "unfinished":
                 continue
@@ -124,14 +117,14 @@ def step_before(folder: Folder) -> Folder | None:
     return None
 
 
-def _part(step: Folder, inner: list[str], label: str) -> Folder | None:
+def _part(step: Folder, inner: list[str], label: str) -> Found | None:
     """The part of a step that lies in these sub-folders and has this label."""
     for name in inner:
         below = sub_folder(step, name) if name in step.folders() else None
         if below is None:
             return None
         step = below
-    return next((part for part in components(step) if part.part == label), None)
+    return next((part for part in components(step) if part.folder.part == label), None)
 
 
 def is_of_a_run(folder: Folder) -> bool:
@@ -140,7 +133,7 @@ def is_of_a_run(folder: Folder) -> bool:
         return (
             _is_named_step(folder.name)
             or recognise(folder) is not None
-            or any(folder.has(name) for name in (*TRACKERS, TRAIN_STATE_TRACKER))
+            or any(folder.has(tracker.file) for tracker in trackers())
             or any(_is_named_step(name) or _is_numbered_step(folder, name) for name in folder.folders())
         )
     except CkptlintError:
@@ -156,68 +149,45 @@ def _is_numbered_step(folder: Folder, name: str) -> bool:
     return step_number(name) is not None and recognise(folder.sub(name)) is not None
 
 
-def read_tracker(parent: Folder) -> tuple[str, int | Literal["release"] | None]:
-    """The tracker's name and the step that it names, "" and None where there is none."""
-    for name in TRACKERS:
-        if parent.has(name):
-            text = parent.head(name, 64).strip()
-            if text == b"release":
-                return name, "release"
-            if name == "latest":
-                return name, step_number(text.decode("ascii", "replace"))
-            return name, int(text) if re.fullmatch(rb"\d{1,18}", text) else None
-    return (TRAIN_STATE_TRACKER if parent.has(TRAIN_STATE_TRACKER) else ""), read_train_state(
-        parent, TRAIN_STATE_TRACKER
-    )[0]
+def trackers() -> list[Tracker]:
+    """The files that name a step, those that hold a number first."""
+    return sorted(world().trackers, key=lambda tracker: get_args(Holds).index(tracker.holds))
 
 
-def step_state(step: Folder, levels: int = 2) -> StepState:
-    """Whether a step, or each of its components, has what is written last.
+def read_tracker(parent: Folder) -> tuple[Tracker | None, int | Literal["release"] | None]:
+    """The tracker, and the step that it names; None for either where there is none."""
+    for tracker in trackers():
+        name = tracker.file
+        if tracker.holds == "link":
+            number = step_number(PurePath(parent.target(name)).name)
+            if number is not None:
+                return tracker, number
+        if tracker.holds == "link" or not parent.has(name):
+            continue
+        if tracker.holds == "train state":
+            return tracker, read_train_state(parent, name)[0]
+        text = parent.head(name, 64).strip()
+        if text == b"release":
+            return tracker, "release"
+        if tracker.holds == "folder":
+            return tracker, step_number(text.decode("ascii", "replace"))
+        return tracker, int(text) if re.fullmatch(rb"\d{1,18}", text) else None
+    return None, None
 
-    `metadata.json` ends the saves that have a `common.pt`; fsdp_dtensor and torch_dcp have neither. Of a torch_dist
-    step of Megatron-Core >= 0.19 without `metadata.json` this says `complete`: only its keys would tell. The index of
-    a Hugging Face model is written after its files. Of verl's rank files each kind that is there has one of every rank.
-    """
-    names = step.files_beside()
-    if METADATA in names:
-        whole = step.head(METADATA, 1) == b"\x80" and (CONFIG_FILE in names or COMMON_FILE not in names)
-        return "complete" if whole else "unfinished"
-    if any(name.endswith(".safetensors.index.json") for name in names):
-        return "complete"
-    if found := [own.files for own in file_sets(step) if own.kind == "verl"]:
-        return "complete" if any(map(has_all_ranks, found)) else "unfinished"
-    if any(_is_part(name) for name in names):
-        return "unfinished"  # parts without the index that comes after them
-    if any(name.endswith("_model_states.pt") for name in names):
-        return "complete"  # DeepSpeed writes the tracker after all ranks; the grid tells of lost ones
-    if ranks := rank_folders(step):
-        if not legacy_file(step):
-            return "unknown"
-        return "complete" if all(_is_written(step.sub(name)) for name in ranks) else "unfinished"
-    if unsupported(step) or any(RANK_METADATA.fullmatch(name) or is_rank_folder(name) for name in step.entries.others):
-        return "unknown"
-    has_payload = len(step.entries.payload) > 0 or any(name.endswith(".distcp") for name in names)
-    if COMMON_FILE in names or has_payload or not step.entries:
+
+def step_state(step: Folder, levels: int = _LEVELS) -> StepState:
+    """Whether a step, or each of its parts, has what its layout writes last."""
+    found = recognise(step)
+    state: StepState = found.layout.state(step) if found else "unknown" if step.entries else "unfinished"
+    if state != "unknown":
+        return state
+    if inventory_problems(step):
         return "unfinished"
-    parts = [sub_folder(step, name) for name in step.folders() if _OF_A_STEP.fullmatch(name)] if levels else []
+    parts = [sub_folder(step, name) for name in step.folders() if is_part(name)] if levels else []
     states = {step_state(part, levels - 1) for part in parts if part is not None}
     if "unfinished" in states:
         return "unfinished"
     return "complete" if "complete" in states else "unknown"
-
-
-def _is_written(rank: Folder) -> bool:
-    """Whether the model file of a rank of Megatron's has its end; files of torch < 1.6 have no mark there."""
-    file = next((file for file in MODEL_FILES if rank.has(file)), None)
-    if file is None or rank.head(file, 4) != b"PK\3\4":
-        return file is not None and rank.size(file) > 0
-    return b"PK\5\6" in rank.read_range(file, max(rank.size(file) - END_SIZE, 0), END_SIZE)
-
-
-def _is_part(name: str) -> bool:
-    """Whether a file is one of several of a model that is loaded by an index."""
-    match = NUMBERED.fullmatch(name)
-    return match is not None and int(match["n"]) > 1 and not SHARD.fullmatch(name) and match["stem"] != "consolidated"
 
 
 TRAIN_STATE = "train_state.pt"

@@ -139,11 +139,12 @@ class _Chunks:
     by_dcp: bool = False
 
 
-def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
+def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True) -> Checkpoint:
     """The first group of a folder, from the headers of its files.
 
     Args:
         look_at_files: whether to tell the sizes of files (depth `files`); their headers are read in any case.
+        is_first: whether it is the first model of its folder, with which a damaged configuration is told.
 
     Raises:
         AccessError: the operating system refused a read.
@@ -190,7 +191,7 @@ def read_safetensors(folder: Folder, look_at_files: bool) -> Checkpoint:
     declared, config, config_problems = read_configs(folder, None, is_loaded)
     if any(_ADAPTER.fullmatch(name) for name in names):  # beside it lies its base model's config
         declared, config = {}, None
-    if not (is_loaded or folder.accounts_for):  # told with the first model of the folder
+    if not (is_loaded or is_first):
         config_problems = []
     own, own_problems = _own_config(folder, names)
     ranks = {int(match["rank"]) - 1 for name in group.files if (match := SHARD.fullmatch(name))}

@@ -3,46 +3,50 @@
 from __future__ import annotations
 
 import json
-import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
+from os.path import relpath
 from typing import Any
 
 from ckptlint.errors import CkptlintError, ForeignError, LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import read_metadata, read_state
+from ckptlint.formats.strict_json import json_object
 from ckptlint.formats.torch_file import read_torch_file
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
-from ckptlint.loaders.discover import newest_readable_step, step_number, sub_folder
+from ckptlint.loaders.discover import is_alike, newest_readable_step, steps_of, sub_folder
+from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_torch_file
-from ckptlint.loaders.rank_files.megatron_keys import legacy_file
-from ckptlint.loaders.recognise import (
-    METADATA,
-    PAYLOAD_RANK,
-    RANK_METADATA,
-    Recognised,
-    recognise,
-    unsupported,
-    unsupported_hint,
-)
 from ckptlint.model import Checkpoint, OptimizerFile, Problem, StepFile, StepFileState
 from ckptlint.model.stored import StoredDTensor, StoredTensor
-from ckptlint.model.text import plural, printable
+from ckptlint.model.text import listed, plural, printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.listing import is_plain
-from ckptlint.vocabulary.step_files import OTHER_STEP, Family, family_of, holds_no_state, may_be_pickle
+from ckptlint.storage.paths import is_safe
+from ckptlint.vocabulary.frameworks import (
+    OTHER_STEP,
+    Family,
+    Mark,
+    family_of,
+    holds_no_state,
+    is_part,
+    may_be_pickle,
+    step_number,
+    steps_like,
+    world,
+)
+from ckptlint.vocabulary.metadata_files import METADATA, PAYLOAD_RANK, RANK_METADATA, UNFINISHED_METADATA
 
 _PLAIN_LIMIT = 64 * 1024**2
 _BYTES_LIMIT = 4 * 1024**3  # that are read of all these files together
 _LEAST = 64 * 1024  # as which the smallest file counts
 _SHOWN = 8
 _APART = 2.0  # seconds between the files of one save and those of a later one, at least
-_TRAINER_STEP = re.compile(r"checkpoint-(\d{1,18})")  # transformers.trainer_utils.PREFIX_CHECKPOINT_DIR
 _RESUME = "a resume from this step reads it"
 _READ_ELSEWHERE = (COMMON_FILE, CONFIG_FILE, RUN_CONFIG, "config.json", "fsdp_config.json")
 
@@ -69,7 +73,7 @@ class _Found:
 _Read = tuple[StepFile, list[Problem]]
 
 
-def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
+def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
     """The checkpoint with the other files of its step, and what is wrong with them or was not read.
 
     Each is opened in a child process of its own where reading all of them in one breaks a limit.
@@ -84,7 +88,7 @@ def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     names = (*_READ_ELSEWHERE, "train_state.pt") if is_dcp else _READ_ELSEWHERE
     names = (*names, *([ckpt.config.file] if ckpt.config is not None else []))
     parts |= {f"{name.rpartition('/')[0]}/" for name in parts if "/" in name}
-    found = [item for item in _files_of(folder) if item.label not in parts]
+    found = [item for item in _files_of(whole) if item.label not in parts]
     if is_dcp:  # whose metadata a loader has read, that of single ranks too
         found = [item for item in found if not RANK_METADATA.fullmatch(item.label)]
     wanted = [item for item in found if _is_opened(item)]
@@ -95,7 +99,10 @@ def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     opened.sort(key=lambda item: item.family is None)
     read = _read_within_limits(opened)
     told = {id(item): own for item, own in zip(opened, read, strict=False)}
-    files, problems = [], list(ckpt.problems)
+    files, problems = (
+        [],
+        [*ckpt.problems, *(lack for place in whole.accounts_for for lack in inventory_problems(place))],
+    )
     for item in found:
         file, own = told.get(id(item)) or (_told(item, _state_of(item, () if item.what else names)), [])
         files.append(file)
@@ -106,14 +113,16 @@ def with_step_files(folder: Folder, ckpt: Checkpoint) -> Checkpoint:
     return replace(ckpt, step_files=(*ckpt.step_files, *files), problems=problems)
 
 
-def _files_of(folder: Folder) -> Iterator[_Found]:
-    """The files of the folders that a checkpoint accounts for, and of folders in them that are not judged themselves.
+def _files_of(whole: Found) -> Iterator[_Found]:
+    """The files of the folders that a checkpoint accounts for, and of folders in them that are not told themselves.
 
     Folders that are not looked into are named: those further below, of other steps, of logs and code, behind links.
     """
-    for place in folder.accounts_for:
-        prefix = "" if place is folder or place.display == folder.display else "../"
+    for place in whole.accounts_for:
+        above = relpath(place.place, whole.folder.place)
+        prefix = "" if above == "." else f"{above}/"
         yield from _listed(place, prefix, place.files_beside())
+        several = len(steps_of(place)) > (step_number(place.name) is not None)
         for name in place.folders():
             label = f"{prefix}{name}/"
             if (family := family_of(name)) is not None and family.content != "other":
@@ -121,24 +130,24 @@ def _files_of(folder: Folder) -> Iterator[_Found]:
             sub = None if holds_no_state(name) else sub_folder(place, name)
             if sub is None:
                 yield _Found(place, name, printable(label), None)
-            elif _is_judged(sub.place, folder):
+            elif _is_told(sub.place, whole):
                 continue
-            elif step_number(name) is not None:
+            elif step_number(name) is not None and (several or is_alike(name, place.name)):
                 yield from (
-                    [] if _is_judged(f"{sub.place}/", folder) else [_Found(place, name, printable(label), OTHER_STEP)]
+                    [] if _is_told(f"{sub.place}/", whole) else [_Found(place, name, printable(label), OTHER_STEP)]
                 )
             else:
                 yield from _listed(sub, label, sub.files())
                 for inner in sub.folders():
                     below = sub.sub(inner).place
-                    if not _is_judged(below, folder) and not _is_judged(f"{below}/", folder):
+                    if not _is_told(below, whole) and not _is_told(f"{below}/", whole):
                         yield _Found(sub, inner, printable(f"{label}{inner}/"), None)
 
 
-def _is_judged(place: str, folder: Folder) -> bool:
-    """Whether a checkpoint is judged that lies in a place; in one that ends in `/`, somewhere below it."""
-    first = bisect_left(folder.judged, place)
-    found = folder.judged[first] if first < len(folder.judged) else ""
+def _is_told(place: str, whole: Found) -> bool:
+    """Whether the files in a place are told with a checkpoint; in one that ends in `/`, somewhere below it."""
+    first = bisect_left(whole.told, place)
+    found = whole.told[first] if first < len(whole.told) else ""
     return found.startswith(place) if place.endswith("/") else found == place
 
 
@@ -203,8 +212,8 @@ def _state_of(item: _Found, elsewhere: Collection[str]) -> StepFileState:
 
 
 def _told(item: _Found, state: StepFileState, step: int | None = None) -> StepFile:
-    match = _TRAINER_STEP.fullmatch(item.folder.name) if item.name == "trainer_state.json" else None
-    folder_step = int(match[1]) if match else None
+    like = steps_like(item.folder.name) if item.family is not None and item.family.content == "json" else None
+    folder_step = step_number(item.folder.name) if like is not None and like[0] == "checkpoint-" else None
     return StepFile(item.label, item.family.name if item.family else "", state, item.size, step, folder_step)
 
 
@@ -257,9 +266,7 @@ def _counted(item: _Found, root: Any) -> int | None:
     Source:
         lightning 2.6 `meta.pt`, OLMo-core 3.0 `train/rankN.pt`: `global_step`; torch.optim.lr_scheduler: `last_epoch`
     """
-    name = {"trainer state": "global_step", "scheduler state": "last_epoch"}.get(
-        item.family.name if item.family else ""
-    )
+    name = item.family.step if item.family else ""
     step = root.get(name) if name and isinstance(root, dict) else None
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
@@ -331,7 +338,7 @@ def lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
 
 def leftover_files(folder: Folder) -> list[Problem]:
     entries, problems = folder.entries, []
-    temporary = ".metadata.tmp"
+    temporary = UNFINISHED_METADATA
     if temporary in entries and METADATA in entries and entries[temporary].mtime > entries[METADATA].mtime:
         sentence = f"{temporary} is newer than {METADATA}: a later save into this folder never finished"
         is_young = entries.mtime > entries[METADATA].mtime + _APART
@@ -356,41 +363,78 @@ def leftover_files(folder: Folder) -> list[Problem]:
 
 
 def unfinished_marks(folder: Folder) -> list[Problem]:
-    """The mark by which NeMo 2 and xtuner say that a save is still running or was broken off.
-
-    Source:
-        nemo.lightning.pytorch.callbacks.ModelCheckpoint (8cfedd72): an empty file `<name>-unfinished` beside the folder
-        `<name>`, removed at the end; xtuner (b934f462): `<name>.incomplete`, renamed at the end
-    """
-    step = folder.parent if folder.name in ("weights", "hf_weights") else folder
-    is_nemo = step is not folder or "=" in folder.name  # `...-step=10-last`; else nothing around it is listed for this
-    beside = step.parent if step is not None and is_nemo else None
-    marker = f"{step.name}-unfinished" if step is not None else ""
-    try:
-        is_marked = beside is not None and beside.has(marker)
-    except CkptlintError:
-        is_marked = False
-    if folder.name.endswith(".incomplete"):
-        is_marked, marker = True, folder.name
-    if not is_marked:
-        return []
-    name = printable(marker)
-    sentence = f"{name} says that this save never finished"
+    """The marks by which frameworks say that a save is still running or was broken off."""
+    why = "the writer removes this mark last"
     hint = other_step(folder) or "wait for the save to finish, or use an earlier checkpoint"
-    return [Problem("incomplete", name, sentence, why="the writer removes this mark last", hint=hint)]
+    names = sorted({name for mark in world().unfinished if (name := _mark(folder, mark))})
+    return [
+        Problem("incomplete", name, f"{name} says that this save never finished", why=why, hint=hint) for name in names
+    ]
 
 
-def unread_beside(folder: Folder) -> list[Problem]:
-    other = unsupported(folder)
-    if (file := legacy_file(folder)) and (found := recognise(folder)) and found.kind != "megatron-legacy":
-        other = Recognised("unsupported", "Megatron-LM legacy torch", printable(file.partition("/")[0]))
-    return [] if other is None else [unsupported_problem(other, beside=True)]
+def _mark(folder: Folder, mark: Mark) -> str:
+    """The mark, printable, where it is there; "" otherwise."""
+    try:
+        if mark.where == "inside":
+            return printable(mark.file) if any(place.has(mark.file) for place in _up_to_step(folder)) else ""
+        if mark.where == "name":
+            return printable(folder.name) if folder.name.endswith(mark.file) else ""
+        step = folder.parent if folder.name in mark.above else folder
+        if step is None or not (step is not folder or mark.only.fullmatch(step.name)):
+            return ""  # nothing around it is listed for this
+        name = mark.file.replace("{step}", step.name)
+        return printable(name) if step.parent is not None and step.parent.has(name) else ""
+    except CkptlintError:
+        return ""
 
 
-def unsupported_problem(found: Recognised, beside: bool = False) -> Problem:
-    sentence = f"{found.evidence} belongs to a format that ckptlint does not check: {found.name}"
-    hint = unsupported_hint(found.name)
-    return Problem("unsupported", found.evidence, sentence, hint=hint, blocks=not beside, beside=beside)
+def inventory_problems(folder: Folder) -> list[Problem]:
+    """The parts that an inventory names and the folder lacks, and an inventory that was never written."""
+    problems: list[Problem] = []
+    for known in world().inventories:
+        there = [path for path in known.beside if _lies_below(folder, path)]
+        if not folder.has(known.file):
+            sentence = f"{known.file} is missing beside {listed(there, 'and')}"
+            why = "the writer writes it last, after every part that it names, so the save or the copy never finished"
+            hint = other_step(folder) or "copy it from where it was written, or use another step"
+            problems += [Problem("incomplete", known.file, sentence, why=why, hint=hint)] if there else []
+            continue
+        try:
+            parts = json_object(folder.read(known.file, _PLAIN_LIMIT)).get(known.entries)
+        except UnreadableError:
+            continue  # told with the step's files
+        for name, said in parts.items() if isinstance(parts, dict) else ():
+            path = said.get(known.path) if isinstance(said, dict) else None
+            if isinstance(path, str) and is_safe(path) and not _lies_below(folder, path):
+                label = printable(path)
+                sentence = f"{known.file} names {printable(str(name))} in {label}, and nothing lies there"
+                why = "a load reads it from there, so the save lost a part, or the copy left it out"
+                problems.append(
+                    Problem("incomplete", label, sentence, why=why, hint="copy it from where it was written")
+                )
+    return problems
+
+
+def _lies_below(folder: Folder, path: str) -> bool:
+    """Whether a file, or a folder that is not empty, lies at a relative path."""
+    *above, last = path.rstrip("/").split("/")
+    for name in above:
+        below = sub_folder(folder, name) if name in folder.folders() else None
+        if below is None:
+            return False
+        folder = below
+    below = sub_folder(folder, last) if last in folder.folders() else None
+    return bool(below.entries) if below is not None else folder.has(last)
+
+
+def _up_to_step(folder: Folder) -> Iterator[Folder]:
+    """The folder, and those around it up to the step that it is a part of."""
+    yield folder
+    while is_part(folder.name) and folder.parent is not None:
+        folder = folder.parent
+        if not (is_part(folder.name) or step_number(folder.name) is not None):
+            return
+        yield folder
 
 
 def other_step(folder: Folder) -> str:

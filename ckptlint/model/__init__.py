@@ -3,7 +3,6 @@
 from ckptlint.model.checkpoint import (
     Checkpoint,
     CommonState,
-    Format,
     OptimizerFile,
     Problem,
     ProblemKind,
@@ -48,7 +47,6 @@ __all__ = [
     "Declared",
     "FileState",
     "FileTable",
-    "Format",
     "MalformedChunk",
     "Misfit",
     "ModelConfig",

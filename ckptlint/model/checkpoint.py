@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -17,43 +17,6 @@ from ckptlint.model.rank_files import RankFileSet, StorageTable
 from ckptlint.model.ranks import RankTable, Remark
 from ckptlint.model.reference import AxisSize, Declared, ModelConfig, Reference, Seal
 from ckptlint.model.tensors import ByteObject, ObjectTable, RecordTable, Tensor, empty_objects, empty_records
-
-Format = Literal[
-    "dcp",
-    "dcp-per-rank",
-    "torch_dist",
-    "fsdp_dtensor",
-    "torch_dcp",
-    "safetensors",
-    "dcp-safetensors",
-    "torch",
-    "verl",
-    "deepspeed",
-    "deepspeed-universal",
-    "megatron-legacy",
-    "live",
-    "incomplete",
-    "unsupported",
-]
-
-FORMAT_NAMES: Mapping[Format, str] = {
-    "dcp": "DCP",
-    "dcp-per-rank": "DCP, one metadata file per rank",
-    "torch_dist": "Megatron torch_dist",
-    "fsdp_dtensor": "Megatron fsdp_dtensor",
-    "torch_dcp": "Megatron torch_dcp",
-    "safetensors": "Hugging Face safetensors",
-    "dcp-safetensors": "DCP, one safetensors file per rank",
-    "torch": "torch.save",
-    "verl": "verl, one torch file per rank",
-    "deepspeed": "DeepSpeed ZeRO",
-    "deepspeed-universal": "DeepSpeed universal",
-    "megatron-legacy": "Megatron-LM legacy torch",
-    "live": "running job",
-    "incomplete": "incomplete",
-    "unsupported": "not supported",
-}
-"""How reports call the formats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +69,8 @@ class RunFolder:
         tracked: what lies there; `unknown` for formats that ckptlint does not read.
         prefix, digits: how step folders are named.
         tracker_file: name of the tracker.
+        holds: what the tracker holds of a step: its `number`, the name of its `folder`, or it is a `link` to that.
+        is_asked: whether the run was named, and this is its newest step: then faults of the tracker are told.
         saved: the step that a train state in the step folder holds, None without one.
         unseen: why the run folder could not be looked at, "" where it could.
 
@@ -122,7 +87,15 @@ class RunFolder:
     prefix: str = "iter_"
     digits: int = 7
     tracker_file: str = "latest_checkpointed_iteration.txt"
+    holds: str = "number"
+    is_asked: bool = False
     saved: int | None = None
+
+    def tracking(self, step: int) -> str:
+        """What to do so that the tracker names a step, as an order."""
+        if self.holds == "link":
+            return f"point it to {self.folder_of(step)}"
+        return f"write {self.folder_of(step) if self.holds == 'folder' else step} into it"
 
     def folder_of(self, step: int | str) -> str:
         """The name of a step's folder."""
@@ -238,7 +211,8 @@ class Checkpoint:
 
     Attributes:
         path: as the user gave it, printable.
-        format: the dialect.
+        format: the dialect, as its row in `loaders.layouts` names it; `live` for a running job.
+        title: how reports call it.
         writer: the oldest library that writes what was found (`torch >= 2.9`): a lower bound, not a fact.
         readable: whether the tensors were described at all; rules other than SAF and COM001 need it.
         partial: why the metadata describes only part of the save, or "".
@@ -270,7 +244,8 @@ class Checkpoint:
     """
 
     path: str
-    format: Format
+    format: str
+    title: str = ""
     writer: str = ""
     tensors: dict[str, Tensor] = field(default_factory=dict)
     objects: ObjectTable = field(default_factory=lambda: empty_objects())

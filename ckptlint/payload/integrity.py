@@ -1,17 +1,20 @@
-"""The checksums that Megatron-Core keeps beside a checkpoint."""
+"""Checksums of whole files: those that Megatron-Core keeps beside a checkpoint, and the names of a cache's blobs."""
 
 from __future__ import annotations
 
 import json
+import re
+from pathlib import PurePath
 
 from ckptlint.errors import UnreadableError
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import Problem
 from ckptlint.model.text import printable
-from ckptlint.storage.folder import Folder
+from ckptlint.storage.folder import READABLE, Folder
 
 INTEGRITY = "integrity.json"
 _JSON_LIMIT = 64 * 1024**2
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def read_integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]]:
@@ -32,3 +35,18 @@ def read_integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]
     if not isinstance(files, dict) or listed.get("algorithm") != "sha256":
         return None, [from_error(UnreadableError("lists no SHA-256 checksums of files"), INTEGRITY)]
     return {name: str(text).lower() for name, text in files.items()}, []
+
+
+def blob_names(folder: Folder) -> dict[str, str]:
+    """The SHA-256 of each file that is a link to a blob of that name.
+
+    Source:
+        huggingface_hub (2.4) file_download: `snapshots/<commit>/<file>` is a link to `blobs/<etag>`, and the etag of a
+        file in LFS is its SHA-256; that of others is a Git hash of 40 digits
+    """
+    targets = {name: PurePath(folder.outside(name)) for name in folder.files_beside()}
+    return {
+        name: target.name
+        for name, target in targets.items()
+        if target.parent.name == "blobs" and _SHA256.fullmatch(target.name) and folder.look_at(name)[0] in READABLE
+    }

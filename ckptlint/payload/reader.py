@@ -23,7 +23,7 @@ from ckptlint.model.layout import IntArray, distinct
 from ckptlint.model.text import printable, unknown_classes
 from ckptlint.payload.archives import compare_archives
 from ckptlint.payload.identical import find_same
-from ckptlint.payload.integrity import read_integrity
+from ckptlint.payload.integrity import INTEGRITY, blob_names, read_integrity
 from ckptlint.payload.members import members_and_views, members_of, scans_of, with_bare_tensors
 from ckptlint.payload.parts import Contents, ShareResult, by_content
 from ckptlint.payload.reading import Reading
@@ -40,6 +40,7 @@ from ckptlint.vocabulary.dtypes import ENCODINGS, nbytes
 _SECTOR = 512
 _NAMED = 4
 _EXAMINED = 64
+_BLOB = "the name of its blob"
 _TICK = 0.1
 _OF_VALUES = ("nan", "plus_inf", "minus_inf", "first", "masks", "zeros", "denormals", "least", "most", "one_value")
 _NO_SEAL = "copy the seal again from where it was written, or remove it; without it the contents are not compared"
@@ -107,13 +108,15 @@ class Reader:
                 self.problems += problems
                 self._read_seal()
                 self._read_raw()
-                damages = self._read_data(wanted or {})
+                blobs = {} if sample else blob_names(self.folder)
+                damages = self._read_data(_named(blobs, _BLOB) | _named(wanted or {}, INTEGRITY))
                 if self.leads and not sample:
                     found, self.bare, problems = compare_archives(self.folder, self.ckpt)
                     damages += found
                     self.problems += problems
+                if self.leads:
+                    damages += self._other_files(_named(blobs, _BLOB) | _named(wanted or {}, INTEGRITY))
                 if wanted is not None and self.leads:
-                    damages += self._other_files(wanted)
                     unlisted = tuple(file.name for file in self.ckpt.files if file.path and file.path not in wanted)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(self._covered()) from None
@@ -431,7 +434,7 @@ class Reader:
             self.members[file] = with_bare_tensors(self.members.get(file), table, rows)
 
     def _read_data(self, wanted: Mapping[str, str]) -> list[Damage]:
-        """Stream every file; `wanted` gives the SHA-256 of those that are to be hashed as a whole."""
+        """Stream every file; `wanted` has those that are to be hashed as a whole, as `_named` gives them."""
         sizes = _file_sizes(self.ckpt).tolist()
         mine = set(distinct(self.ckpt.records.file[self.share]).tolist())
         others = set(distinct(self.ckpt.records.file).tolist()) - mine
@@ -493,12 +496,12 @@ class Reader:
             for turn, i in enumerate(bad.tolist())
         ]
         recorded = wanted.get(self.ckpt.files[file].path or "")
-        if recorded is not None and seen.sha256 and seen.sha256 != recorded:
-            damages.append(Damage(-1, name, "", f"SHA-256 {recorded}", seen.sha256))
+        if recorded is not None and seen.sha256 and seen.sha256 != recorded[8:72].strip():
+            damages.append(Damage(-1, name, "", recorded, seen.sha256))
         return damages
 
     def _other_files(self, wanted: Mapping[str, str]) -> list[Damage]:
-        """The files of `integrity.json` that are absent, or are no payload and differ."""
+        """The files with a checksum that are absent, or are no payload and differ."""
         payload = {file.path for file in self.ckpt.files if file.path is not None and file.size is not None}
         damages = []
         for name, recorded in wanted.items():
@@ -506,11 +509,11 @@ class Reader:
                 continue
             state, size = self.folder.look_at(name)
             if state not in ("ok", "link-outside") or size is None:
-                damages.append(Damage(-1, printable(name), "", f"SHA-256 {recorded}", "absent"))
+                damages.append(Damage(-1, printable(name), "", recorded, "absent"))
                 continue
             seen = stream(self.folder, name, members_of([]), {}, size, Meter())
-            if seen.sha256 != recorded:
-                damages.append(Damage(-1, printable(name), "", f"SHA-256 {recorded}", seen.sha256))
+            if seen.sha256 != recorded[8:72].strip():
+                damages.append(Damage(-1, printable(name), "", recorded, seen.sha256))
         return damages
 
     def _zeros(self, row: int) -> int:
@@ -649,6 +652,11 @@ def _told_already(ckpt: Checkpoint, needed: IntArray) -> np.ndarray:
     told[order[1:][overlap]] = True
     told[order[:-1][overlap]] = True
     return told
+
+
+def _named(sums: Mapping[str, str], source: str) -> dict[str, str]:
+    """File -> its checksum as text, and who says it."""
+    return {name: f"SHA-256 {recorded:64} of {source}" for name, recorded in sums.items()}
 
 
 def _file_sizes(ckpt: Checkpoint) -> IntArray:

@@ -13,7 +13,6 @@ from ckptlint.geometry.chunk_map import draw, make_grid
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report, worst
 from ckptlint.lint.steps import JudgedStep, newest_passing, steps_in
 from ckptlint.model import Checkpoint, RecordState, StepFile
-from ckptlint.model.checkpoint import FORMAT_NAMES
 from ckptlint.model.layout import Box
 from ckptlint.model.text import braces, human_bytes, plural, ranges, shape_text
 from ckptlint.reporters.style import Style, cut, cut_names, inert
@@ -67,7 +66,7 @@ def header(ckpt: Checkpoint, style: Style) -> str:
 
 def facts(ckpt: Checkpoint) -> str:
     """Dialect and counts in a line."""
-    name = FORMAT_NAMES[ckpt.format] + (f" ({ckpt.writer})" if ckpt.writer else "")
+    name = ckpt.title + (f" ({ckpt.writer})" if ckpt.writer else "")
     if ckpt.ranks is not None:
         keys = [plural(ckpt.ranks.keys, "key")] if ckpt.ranks.keys else []
         return "  ".join([name, ", ".join([plural(ckpt.ranks.world_size, "rank"), *keys])])

@@ -18,7 +18,7 @@ from ckptlint.model.checkpoint import StepFileState
 from ckptlint.model.files import FILE_STATES
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Location
-from ckptlint.vocabulary.step_files import number_of
+from ckptlint.vocabulary.frameworks import number_of
 
 SCHEMA = "ckptlint.report/1"
 

@@ -45,9 +45,6 @@ class Folder(ABC):
         unseen: what cannot be known about it, as a sentence; "" when its listing is complete.
         part: the name of the part that a view of the folder shows.
         is_near: whether a small read costs next to nothing; otherwise each is a request.
-        linked_to: where the link leads, out of its run, by which the folder was found; "" otherwise.
-        strays: sentences on the links beside it that were not followed.
-        judged: the `place` of each checkpoint that is judged together with it, in order.
 
     Raises:
         AccessError: the operating system, a store or the network refused; every method may raise it.
@@ -56,9 +53,6 @@ class Folder(ABC):
     unseen = ""
     part = ""
     is_near = True
-    linked_to = ""
-    strays: tuple[str, ...] = ()
-    judged: tuple[str, ...] = ()
 
     @property
     @abstractmethod
@@ -93,39 +87,6 @@ class Folder(ABC):
     def only(self, name: str) -> Folder:
         """The same folder with one of its files in view."""
         return self.without({*self.entries, *self.entries.strange} - {name}, name)
-
-    def judged_with(self, places: tuple[str, ...]) -> Folder:
-        """The same folder, beside which the checkpoints in these places are judged."""
-        view = copy(self)
-        view.judged = places
-        return view
-
-    @property
-    def accounts_for(self) -> tuple[Folder, ...]:
-        """The folders whose other files are told with this checkpoint: itself, unless `accounting_for` said others."""
-        said: tuple[Folder, ...] | None = self.__dict__.get("_accounts_for")
-        return (self,) if said is None else said
-
-    def accounting_for(self, *folders: Folder) -> Folder:
-        """The same folder; the files of these are told with it.
-
-        Each file of a step is told once: with the first of the checkpoints in a folder, or below it.
-        """
-        view = copy(self)
-        view.__dict__["_accounts_for"] = folders
-        return view
-
-    def behind_link(self, target: str) -> Folder:
-        """The same folder, found by a link out of its run that leads to `target`."""
-        view = copy(self)
-        view.linked_to = target
-        return view
-
-    def beside(self, strays: Sequence[str]) -> Folder:
-        """The same folder, beside which links were not followed."""
-        view = copy(self)
-        view.strays = (*self.strays, *strays)
-        return view
 
     @property
     @abstractmethod
@@ -184,6 +145,10 @@ class Folder(ABC):
 
     def outside(self, name: str) -> str:
         """Where a link leads that leaves this folder, or leads back to it; "" for all else."""
+        return ""
+
+    def target(self, name: str) -> str:
+        """Where a link in the folder leads, as it says; "" for all else, and in a store."""
         return ""
 
     @property

@@ -75,6 +75,10 @@ class LocalFolder(Folder):
         here, target = self.path.resolve(), (self.path / name).resolve()
         return "" if here in target.parents else str(target)
 
+    def target(self, name: str) -> str:
+        path = self.path / name
+        return str(path.readlink()) if name in {*self.entries, *self.entries.strange} and _is_link(path) else ""
+
     def look_at(self, relative: str) -> tuple[FileState, int | None]:
         if not is_safe(relative):
             return "unsafe-path", None

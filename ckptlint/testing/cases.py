@@ -22,6 +22,7 @@ from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import CheckpointReport
 from ckptlint.lint.selection import ignorable
 from ckptlint.loaders.checkpoint import open_checkpoint
+from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.reference import read_reference
 from ckptlint.model import Checkpoint, Problem, RankTable, Remark
 from ckptlint.payload.reader import read_payload
@@ -148,7 +149,7 @@ def _crashing(code: str) -> Rule:
 
 def load_folder(folder: Path, depth: Depth = Depth.FILES) -> Checkpoint:
     """The checkpoint of a folder that is one, without looking for steps or components."""
-    ckpt = open_checkpoint(LocalFolder(folder))
+    ckpt = open_checkpoint(replace(Found.at(LocalFolder(folder)), of_run=True))
     deep = depth.opens_records and ckpt.readable
     return read_payload(LocalFolder(folder), ckpt, default_reading(depth)) if deep else ckpt
 

@@ -245,7 +245,10 @@ def test_every_step_is_checked_on_request(tmp_path: Path) -> None:
     run = tmp_path / "trainer_output"
     run.mkdir()
     trainer_output(run)
-    assert [folder.path.name for folder in find(str(run), all_steps=True)] == ["trainer_output", "pytorch_model_fsdp_0"]
+    assert [found.folder.path.name for found in find(str(run), all_steps=True)] == [
+        "trainer_output",
+        "pytorch_model_fsdp_0",
+    ]
 
 
 # ---------------------------------------------------------------- steps, trackers, marks

@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from support import REAL, SHARED, codes, found, manifest, run_python
@@ -17,9 +17,7 @@ from support import REAL, SHARED, codes, found, manifest, run_python
 import ckptlint
 from ckptlint.errors import NothingToCheckError
 from ckptlint.lint.report import Report
-from ckptlint.loaders.checkpoint import LAYOUTS
 from ckptlint.loaders.discover import find
-from ckptlint.loaders.recognise import LayoutKind
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
 from ckptlint.testing import write_checkpoint
@@ -537,10 +535,6 @@ def test_an_error_elsewhere_outweighs_a_refusal(tmp_path: Path, monkeypatch: pyt
     _Refused(monkeypatch).listing(tmp_path / "a")
     assert ckptlint.check(tmp_path / "a", tmp_path / "b").exit_code == 1
     assert ckptlint.check(tmp_path / "a", tmp_path / "nowhere").exit_code == 4
-
-
-def test_every_kind_of_folder_has_a_reader() -> None:
-    assert set(LAYOUTS) == {kind for part in get_args(LayoutKind) for kind in get_args(part)}
 
 
 def test_a_named_file_that_belongs_to_no_checkpoint(tmp_path: Path) -> None:

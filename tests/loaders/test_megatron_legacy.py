@@ -395,10 +395,10 @@ def test_arguments_in_an_unknown_form(copied: Copied) -> None:
 
 def test_a_stage_that_is_being_written_is_not_finished(copied: Copied) -> None:
     step = copied("tp2_pp2")
-    assert step_state(find(str(step))[0]) == "complete"
+    assert step_state(find(str(step))[0].folder) == "complete"
     path = step / "mp_rank_01_001" / MODEL
     path.write_bytes(path.read_bytes()[:-30])
-    assert step_state(find(str(step))[0]) == "unfinished"
+    assert step_state(find(str(step))[0].folder) == "unfinished"
 
 
 def test_no_rank_has_a_model(copied: Copied) -> None:

@@ -47,7 +47,7 @@ def test_paddle(tmp_path: Path, under: str) -> None:
     step.mkdir(exist_ok=True)
     paddle(step)
     only(tmp_path, "0.metadata belongs to a format that ckptlint does not check: PaddlePaddle")
-    assert step_state(find(str(tmp_path))[0]) == "unknown"
+    assert step_state(find(str(tmp_path))[0].folder) == "unknown"
 
 
 def test_a_save_of_torch_that_broke_off_is_still_one(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from ckptlint.testing import write_checkpoint
 
 def _seen(path: Path, file: int) -> tuple[dict[int, Any], dict[int, str]]:
     """Row -> data.pkl and members of each record of a file, and row -> what is wrong with the others."""
-    folder = find(str(path))[0]
-    ckpt = open_checkpoint(folder)
+    found = find(str(path))[0]
+    ckpt, folder = open_checkpoint(found), found.folder
     table = ckpt.records
     columns = zip(table.file.tolist(), table.byte_offset.tolist(), table.byte_length.tolist(), strict=True)
     places = [RecordPlace(row, start, length) for row, (own, start, length) in enumerate(columns) if own == file]
@@ -52,8 +52,8 @@ def test_records_of_one_form_are_read_as_one_by_one(seed: int, tmp_path: Path, m
 def test_most_records_are_read_by_their_form(tmp_path: Path) -> None:
     tensors = {f"layers.{i}.w": {"shape": [8, 16], "chunks": ["0:8, :"]} for i in range(100)}
     path = write_checkpoint({"depth": "headers", "tensors": tensors}, tmp_path / "step")
-    folder = find(str(path))[0]
-    ckpt = open_checkpoint(folder)
+    found = find(str(path))[0]
+    ckpt, folder = open_checkpoint(found), found.folder
     table = ckpt.records
     places = [RecordPlace(row, *map(int, (table.byte_offset[row], table.byte_length[row]))) for row in range(100)]
     (batch,) = read_headers(folder, "__0_0.distcp", places)

@@ -752,7 +752,7 @@ def test_a_server_that_answers_for_everything_is_not_believed(web: Server) -> No
 def test_a_server_without_ranges_sends_no_whole_payload() -> None:
     with serving(files_of(REAL, ranges=False)) as server:
         assert ckptlint.check(f"{server.url}/fsdp2_4r").exit_code == 0
-        folder = find(f"{server.url}/fsdp2_4r")[0]
+        folder = find(f"{server.url}/fsdp2_4r")[0].folder
         assert folder.head("__0_0.distcp", 4) == b"PK\x03\x04"
         with pytest.raises(AccessError, match="does not send parts"):
             folder.read_range("__0_0.distcp", 100, 4)

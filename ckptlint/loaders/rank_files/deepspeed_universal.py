@@ -11,7 +11,6 @@ from ckptlint.loaders.rank_files.deepspeed import add_model, named
 from ckptlint.loaders.rank_files.deepspeed_files import Tag, read_tag, shapes_of
 from ckptlint.loaders.rank_files.deepspeed_grid import disagreements, facts_of, other_names
 from ckptlint.loaders.rank_files.onto import Columns, Part, read_file
-from ckptlint.loaders.rank_files.sets import input_bytes
 from ckptlint.model import (
     Checkpoint,
     FileTable,
@@ -30,11 +29,6 @@ from ckptlint.storage.paths import is_safe
 _STATES = ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "step.pt")
 _STATE_NAMES = {"fp32": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
 _REST = "optimizer_state.pt"
-
-
-def universal_bytes(folder: Folder) -> int:
-    """Bytes of pickles and directories that will be read: about as many for each of the small files."""
-    return input_bytes(folder) + len(_STATES) * 4096 * len(folder.sub("zero").folders())
 
 
 def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:

@@ -30,8 +30,8 @@ from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.dtypes import FLOATS
+from ckptlint.vocabulary.frameworks import family_of, may_be_pickle
 from ckptlint.vocabulary.litter import is_litter
-from ckptlint.vocabulary.step_files import family_of, may_be_pickle
 
 _STATES = ("state_dict", "model", "module", "model_state_dict", "model_state")
 

@@ -20,7 +20,6 @@ from ckptlint.geometry.chunk_map import Grid, make_grid
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report
 from ckptlint.lint.steps import steps_in
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.checkpoint import FORMAT_NAMES
 from ckptlint.model.layout import Box, Layout
 from ckptlint.model.text import human_bytes, named_ranks, plural, ranges, shape_text
 from ckptlint.reporters.full import STEP_COLUMNS, account, also, left_unread, place_of, step_lines, step_rows
@@ -192,7 +191,7 @@ def _steps(report: Report) -> dict[str, Any]:
 def _checkpoint(report: Report, part: CheckpointReport, anchor: str, room: int, work: _Work) -> dict[str, Any]:
     ckpt, selected = part.checkpoint, {rule.code for rule in report.rules}
     others = len(ckpt.objects) + len(ckpt.byte_objects)
-    facts = [FORMAT_NAMES[ckpt.format] + (f" ({ckpt.writer})" if ckpt.writer else "")]
+    facts = [ckpt.title + (f" ({ckpt.writer})" if ckpt.writer else "")]
     if ckpt.ranks is not None:
         facts += [plural(ckpt.ranks.world_size, "rank"), plural(ckpt.ranks.keys, "key")]
     elif ckpt.readable:

@@ -1,0 +1,52 @@
+"""One file by itself: a whole state, or one that belongs to no checkpoint."""
+
+from __future__ import annotations
+
+from ckptlint.loaders.discover import components, steps_of
+from ckptlint.loaders.layouts import Evidence, Found, Layout
+from ckptlint.model import Checkpoint, Problem
+from ckptlint.model.text import printable
+from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.frameworks import family_of
+
+
+def _alone(folder: Folder) -> Evidence | None:
+    is_file = folder.part != "" and [*folder.entries] == [folder.part]
+    return Evidence(printable(folder.part)) if is_file else None
+
+
+def _read(found: Found, look_at_files: bool) -> Checkpoint:
+    """A file by itself: a whole state, or one that belongs to no checkpoint; that is told with the step files."""
+    from ckptlint.loaders.rank_files.plain import read_named
+
+    folder, name = found.folder, printable(found.folder.part)
+    if (ckpt := read_named(folder, folder.part, look_at_files)) is not None:
+        return ckpt
+    family = family_of(folder.part)
+    kind = f" (by its name: {family.name})" if family is not None else ""
+    sentence = f"{name} is not a checkpoint that ckptlint checks{kind}"
+    problem = Problem("unsupported", name, sentence, hint=_folder_to_name(folder), blocks=True)
+    return Checkpoint(folder.display, "unsupported", problems=[problem], readable=False, metadata_file=name)
+
+
+def _folder_to_name(folder: Folder) -> str:
+    """Which folder to give instead of a file in it."""
+    whole = None if folder.parent is None else folder.parent.sub(folder.name)
+    place = folder.display.removesuffix(folder.part).rstrip("/") or "."
+    if whole is not None and steps_of(whole):
+        return f"name the run folder, {place}, or one of the steps in it"
+    if whole is not None and components(whole):
+        return f"name the folder of the checkpoint, {place}"
+    return "name the folder of the checkpoint, the one that holds .metadata, *.safetensors or rank files"
+
+
+LAYOUTS = (
+    Layout(
+        kind="file",
+        order=100,
+        formats={"torch": "torch.save", "unsupported": "not supported"},
+        recognise=_alone,
+        read=_read,
+        input_bytes=lambda folder: sum(folder.entries[name].size for name in folder.files_beside()),
+    ),
+)

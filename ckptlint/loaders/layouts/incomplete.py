@@ -1,0 +1,78 @@
+"""A save of torch.distributed.checkpoint that never wrote its `.metadata`."""
+
+from __future__ import annotations
+
+from ckptlint.loaders.common_state import COMMON_FILE, read_common
+from ckptlint.loaders.layouts import Evidence, Found, Layout
+from ckptlint.loaders.layouts.dcp import has_payload
+from ckptlint.loaders.layouts.unsupported import backend
+from ckptlint.loaders.megatron import CONFIG_FILE, read_config
+from ckptlint.loaders.payload_files import listed
+from ckptlint.loaders.step_files import other_step
+from ckptlint.model import Checkpoint, Problem
+from ckptlint.model.text import plural, printable
+from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.metadata_files import METADATA, UNFINISHED_METADATA, WRITTEN_LAST
+
+_NO_METADATA = {"dangling-link": "is a broken link", "not-a-file": "is not a regular file"}
+
+
+def _evidence(folder: Folder) -> Evidence | None:
+    if payload := has_payload(folder):
+        return Evidence(printable(payload))
+    known = [name for name in (COMMON_FILE, UNFINISHED_METADATA) if folder.has(name)]
+    if not known and backend(folder) == "torch_dist":
+        known = [CONFIG_FILE]
+    return Evidence(known[0]) if known else None
+
+
+def _read(found: Found, _look_at_files: bool) -> Checkpoint:
+    folder, recognised = found.folder, found.recognised
+    assert recognised is not None
+    payload = len(listed(folder))
+    evidence = plural(payload, "payload file") if payload else recognised.evidence.file
+    count = payload or 1
+    if folder.has(UNFINISHED_METADATA) and evidence != UNFINISHED_METADATA:
+        evidence, count = f"{evidence} and {UNFINISHED_METADATA}", 2
+    state = _NO_METADATA.get(folder.look_at(METADATA)[0], "is missing")
+    return unfinished(folder, f"{METADATA} {state}, {evidence} {'is' if count == 1 else 'are'} there", METADATA)
+
+
+def unfinished(folder: Folder, sentence: str, file: str) -> Checkpoint:
+    """A step whose save never finished: the sentence says so, `file` is the one that it lacks, "" for all."""
+    problem = Problem(
+        "incomplete",
+        file or folder.display,
+        sentence,
+        why=WRITTEN_LAST if file else "a save began this step and never wrote it",
+        hint=other_step(folder)
+        or "copy it from where it was written, if the copy left it out (dot files are easy to miss)",
+        blocks=True,
+    )
+    problems = [problem]
+    _, config_problem = read_config(folder)
+    if config_problem:
+        problems.append(config_problem)
+    common, common_problems = read_common(folder, {})
+    return Checkpoint(
+        folder.display,
+        "incomplete",
+        files=listed(folder),
+        common=common,
+        problems=problems + common_problems,
+        readable=False,
+    )
+
+
+LAYOUTS = (
+    Layout(
+        kind="incomplete",
+        order=40,
+        formats={"incomplete": "incomplete"},
+        recognise=_evidence,
+        read=_read,
+        input_bytes=lambda folder: folder.size(COMMON_FILE) if folder.has(COMMON_FILE) else 0,
+        state=lambda _folder: "unfinished",
+        marks=(COMMON_FILE,),
+    ),
+)

@@ -1,0 +1,57 @@
+"""Safetensors: a model with or without its index, an adapter, the shards of torch's own writer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckptlint.loaders.layouts import Evidence, Found, Layout
+from ckptlint.loaders.layouts.unsupported import unread_beside
+from ckptlint.loaders.run_folder import read_run
+from ckptlint.loaders.safetensors import NUMBERED, SHARD, groups, header_bytes, read_safetensors
+from ckptlint.loaders.step_files import unfinished_marks
+from ckptlint.model import Checkpoint, StepState
+from ckptlint.model.text import printable
+from ckptlint.storage.folder import Folder
+
+
+def _evidence(folder: Folder) -> Evidence | None:
+    found = groups(folder)[:1]
+    return Evidence(printable((found[0].files or [found[0].index])[0])) if found else None
+
+
+def _read(found: Found, look_at_files: bool) -> Checkpoint:
+    folder = found.folder
+    ckpt = read_safetensors(folder, look_at_files, is_first=bool(found.accounts_for))
+    problems = ckpt.problems + unread_beside(folder) + unfinished_marks(folder)
+    return replace(ckpt, run=read_run(folder), problems=problems)
+
+
+def _state(folder: Folder) -> StepState:
+    """The index of a Hugging Face model is written after its files."""
+    if any(name.endswith(".safetensors.index.json") for name in folder.files_beside()):
+        return "complete"
+    return "unfinished" if any(map(_is_part, folder.files_beside())) else "unknown"
+
+
+def _is_part(name: str) -> bool:
+    """Whether a file is one of several of a model that is loaded by an index."""
+    match = NUMBERED.fullmatch(name)
+    return match is not None and int(match["n"]) > 1 and not SHARD.fullmatch(name) and match["stem"] != "consolidated"
+
+
+LAYOUTS = (
+    Layout(
+        kind="safetensors",
+        order=50,
+        formats={
+            "safetensors": "Hugging Face safetensors",
+            "dcp-safetensors": "DCP, one safetensors file per rank",
+        },
+        recognise=_evidence,
+        read=_read,
+        input_bytes=header_bytes,
+        state=_state,
+        marks=("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"),
+        describes_itself=True,
+    ),
+)

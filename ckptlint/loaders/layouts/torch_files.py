@@ -1,0 +1,52 @@
+"""Whole states in files of torch.save: `pytorch_model.bin` and its parts, full state dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ckptlint.loaders.layouts import Evidence, Found, Layout
+from ckptlint.loaders.layouts.unsupported import unread_beside
+from ckptlint.loaders.rank_files.sets import file_sets, input_bytes
+from ckptlint.loaders.run_folder import read_run
+from ckptlint.loaders.step_files import unfinished_marks
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import printable
+from ckptlint.storage.folder import Folder
+
+
+def set_of(kind: str) -> Callable[[Folder], Evidence | None]:
+    """What shows that a folder holds a set of torch files of a kind."""
+
+    def evidence(folder: Folder) -> Evidence | None:
+        own = next((own for own in file_sets(folder) if own.kind == kind), None)
+        return None if own is None else Evidence(printable((own.files or [own.index])[0]))
+
+    return evidence
+
+
+def opened(found: Found, ckpt: Checkpoint) -> Checkpoint:
+    """A checkpoint of torch files with what lies around it."""
+    folder = found.folder
+    problems = ckpt.problems + unread_beside(folder) + unfinished_marks(folder)
+    return replace(ckpt, run=read_run(folder), problems=problems)
+
+
+def _read(found: Found, look_at_files: bool) -> Checkpoint:
+    from ckptlint.loaders.rank_files.plain import read_weights
+
+    return opened(found, read_weights(found.folder, look_at_files))
+
+
+LAYOUTS = (
+    Layout(
+        kind="torch",
+        order=85,
+        formats={"torch": "torch.save"},
+        recognise=set_of("torch"),
+        read=_read,
+        input_bytes=input_bytes,
+        marks=("pytorch_model.bin", "pytorch_model.bin.index.json"),
+        describes_itself=True,
+    ),
+)

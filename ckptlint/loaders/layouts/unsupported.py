@@ -1,0 +1,112 @@
+"""Formats that ckptlint knows by name and does not check."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from ckptlint.errors import CkptlintError, NothingToCheckError
+from ckptlint.loaders.layouts import Evidence, Found, Layout, recognise
+from ckptlint.loaders.megatron import CONFIG_FILE
+from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
+from ckptlint.model import Checkpoint, Problem
+from ckptlint.model.text import printable
+from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.frameworks import world
+from ckptlint.vocabulary.litter import is_litter
+
+_ZARR = "zarr (Megatron-Core <= 0.15)"
+
+
+def _hint(name: str) -> str:
+    """What to do with a format that is not checked."""
+    return next((known.hint for known in world().unread if known.name == name), "")
+
+
+def unsupported(folder: Folder) -> Evidence | None:
+    """A known format that ckptlint does not check, or None."""
+    files = [name for name in folder.files_beside() if not (name.endswith(".distcp") or is_litter(name))]
+    folders = [name for name in folder.folders() if not (is_rank_folder(name) and legacy_file(folder))]
+    for known in world().unread:
+        found = None if known.alone else _first(files, known.files) or _first(folders, known.folders)
+        if found is not None:
+            return Evidence(printable(found), known.name)
+    found = CONFIG_FILE if backend(folder) == "zarr" else _zarr(folder)
+    return None if found is None else Evidence(printable(found), _ZARR)
+
+
+def unread_beside(folder: Folder) -> list[Problem]:
+    """The format that lies in a checkpoint's folder too, and is not read."""
+    other = unsupported(folder)
+    if (file := legacy_file(folder)) and (found := recognise(folder)) and found.kind != "megatron-legacy":
+        other = Evidence(printable(file.partition("/")[0]), "Megatron-LM legacy torch")
+    return [] if other is None else [unsupported_problem(other, beside=True)]
+
+
+def unsupported_problem(found: Evidence, beside: bool = False) -> Problem:
+    """That a format is not checked, with what to do; `beside` where it lies beside a checkpoint that is."""
+    sentence = f"{found.file} belongs to a format that ckptlint does not check: {found.name}"
+    return Problem("unsupported", found.file, sentence, hint=_hint(found.name), blocks=not beside, beside=beside)
+
+
+def backend(folder: Folder) -> str | None:
+    """The backend that Megatron-Core's `metadata.json` names."""
+    if not folder.has("metadata.json"):
+        return None
+    try:
+        config = json.loads(folder.head("metadata.json", 65536))
+    except (ValueError, RecursionError):
+        return None
+    backend = config.get("sharded_backend") if isinstance(config, dict) else None
+    return backend if isinstance(backend, str) else None
+
+
+def _first(names: list[str], pattern: re.Pattern[str] | None) -> str | None:
+    return None if pattern is None else next((name for name in names if pattern.fullmatch(name)), None)
+
+
+def _zarr(folder: Folder) -> str | None:
+    for name in folder.folders()[:8]:
+        try:
+            if not folder.outside(name) and folder.sub(name).has(".zarray"):
+                return f"{name}/.zarray"
+        except (CkptlintError, NothingToCheckError):
+            continue
+    return None
+
+
+def _paddle(folder: Folder) -> Evidence | None:
+    """Its payload files are called as DCP's are, so it is asked for before a DCP save that lost its metadata."""
+    paddle = next(known for known in world().unread if known.name == "PaddlePaddle")
+    found = _first([name for name in folder.files_beside() if not is_litter(name)], paddle.files)
+    return None if found is None else Evidence(found, paddle.name)
+
+
+def _any(folder: Folder) -> Evidence | None:
+    if (found := unsupported(folder)) is not None:
+        return found
+    names = [name for name in folder.files_beside() if not is_litter(name)]
+    is_file = folder.part != "" and [*folder.entries] == [folder.part]
+    for known in world().unread:
+        if known.alone and (is_file or not folder.folders()) and (packed := _first(names, known.files)):
+            return Evidence(printable(packed), known.name)
+    return None
+
+
+def _read(found: Found, _look_at_files: bool) -> Checkpoint:
+    assert found.recognised is not None
+    problem = unsupported_problem(found.recognised.evidence)
+    return Checkpoint(found.folder.display, "unsupported", problems=[problem], readable=False)
+
+
+LAYOUTS = tuple(
+    Layout(
+        kind="unsupported",
+        order=order,
+        formats={"unsupported": "not supported"},
+        recognise=recognised,
+        read=_read,
+        input_bytes=lambda _folder: 0,
+    )
+    for order, recognised in ((30, _paddle), (90, _any))
+)

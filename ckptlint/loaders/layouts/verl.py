@@ -1,0 +1,43 @@
+"""verl's FSDP workers: one torch file per rank, with the world size in its name."""
+
+from __future__ import annotations
+
+from ckptlint.loaders.layouts import Fixed, Found, Layout
+from ckptlint.loaders.layouts.torch_files import opened, set_of
+from ckptlint.loaders.rank_files.sets import file_sets, has_all_ranks, input_bytes
+from ckptlint.model import Checkpoint, StepState
+from ckptlint.storage.folder import Folder
+
+
+def _read(found: Found, look_at_files: bool) -> Checkpoint:
+    from ckptlint.loaders.rank_files.verl import read_verl
+
+    return opened(found, read_verl(found.folder, look_at_files))
+
+
+def _state(folder: Folder) -> StepState:
+    """Of each kind of files that is there one has every rank."""
+    sets = [own.files for own in file_sets(folder) if own.kind == "verl"]
+    return "complete" if any(map(has_all_ranks, sets)) else "unfinished"
+
+
+LAYOUTS = (
+    Layout(
+        kind="verl",
+        order=75,
+        formats={"verl": "verl, one torch file per rank"},
+        recognise=set_of("verl"),
+        read=_read,
+        input_bytes=input_bytes,
+        state=_state,
+        describes_itself=True,
+        fixed=(
+            Fixed(
+                ("world",),
+                "verl puts the world size into the name of each rank's file: {saved:,} rank{s} saved, the job has "
+                "{asked:,}; merge the files first (python -m verl.model_merger)",
+                source="verl 0.9.1, FSDPCheckpointManager.load_checkpoint",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,92 @@
+"""The payload files of a DCP checkpoint: those that the metadata names, and those that nobody names."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import PurePosixPath
+
+import numpy as np
+
+from ckptlint.loaders.dcp import Description
+from ckptlint.model import FILE_STATES, FileTable, StoredFile
+from ckptlint.model.files import Names
+from ckptlint.model.layout import IntArray
+from ckptlint.model.text import printable
+from ckptlint.storage.folder import Folder
+from ckptlint.storage.listing import is_plain
+from ckptlint.storage.paths import is_safe
+from ckptlint.vocabulary.litter import is_litter
+
+
+def payload_files(folder: Folder, described: Description, look: bool) -> tuple[FileTable, bool]:
+    """The payload files, in the order of `RecordTable.file` and then those nobody names; and `locates_bytes`."""
+    paths = described.paths
+    raw = {row: path if is_safe(path) else None for row, path in enumerate(paths) if not is_plain(path)}
+    names = list(paths)
+    for row in raw:
+        names[row] = printable(paths[row])
+    unchecked = np.full(len(paths), FILE_STATES.index("unchecked"), np.uint8)
+    named = FileTable(Names.of(names), np.full(len(paths), -1, np.int64), unchecked, np.ones(len(paths), bool), raw, {})
+    if not look:
+        return named, True
+    found = folder.looks_at(paths)
+    named = replace(named, state=found.state, size=found.size)
+    elsewhere = [paths[row] for row in np.flatnonzero(found.at < 0).tolist()]
+    known = {str(PurePosixPath(path)) if "/" in path else path for path in elsewhere}
+    for row in np.flatnonzero(named.are("absent", "other-case")).tolist():
+        known.add(folder.other_case(paths[row]) or "")
+        if instead := folder.instead(paths[row]):
+            named.instead[row] = instead
+    others = listed(folder, known, found.at[found.at >= 0])
+    return named.followed_by(others), not _shares_offsets(folder, described, look)
+
+
+def listed(folder: Folder, known: Collection[str] = (), rows: IntArray | None = None) -> FileTable:
+    """The payload files that lie in the folder, but for those known by name, or by row in the listing's payload."""
+    listing = folder.entries.without(known, rows)
+    others = [
+        StoredFile(printable(name), name, entry.size, "ok", False)
+        for name, entry in listing.others.items()
+        if name.endswith(".distcp") and not entry.is_folder and not is_litter(name)
+    ]
+    names = listing.payload_names()
+    none, flags = np.zeros(len(names), np.uint8), np.zeros(len(names), bool)
+    return FileTable(Names.of(names), listing.size, none, flags, {}, {}).followed_by(FileTable.of(others))
+
+
+def _shares_offsets(folder: Folder, described: Description, look: bool) -> bool:
+    """Whether the tensors of each file share one offset, at which a safetensors header starts.
+
+    Where every file is lost or empty, two entries at one offset tell.
+
+    Source:
+        torch.distributed.checkpoint.filesystem (>= 2.8), SerializationFormat.SAFETENSORS
+    """
+    table = described.records
+    tensor_rows = np.flatnonzero(described.has_offset)
+    if not look or not len(tensor_rows):
+        return False
+    files, offsets = table.file[tensor_rows], table.byte_offset[tensor_rows]
+    order = np.argsort(files, kind="stable")
+    files, offsets = files[order], offsets[order]
+    starts = np.flatnonzero(np.concatenate([[True], files[1:] != files[:-1]]))
+    if (np.minimum.reduceat(offsets, starts) != np.maximum.reduceat(offsets, starts)).any():
+        return False
+    judged = 0
+    full = files[table.byte_length[tensor_rows][order] > 0]
+    shares = bool((full[1:] == full[:-1]).any())
+    for start in starts.tolist():
+        path, offset = described.paths[int(files[start])], int(offsets[start])
+        state, size = folder.look_at(path)
+        if state != "ok" or not 0 <= offset < (size or 0):
+            continue  # lost, cut or damaged: the other files tell
+        head = folder.read_range(path, offset, 9)
+        if head[:4] == b"PK\3\4":
+            return False
+        if head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= 100_000_000:
+            return True
+        judged += 1
+        if judged == 4:
+            break
+    return shares and not judged

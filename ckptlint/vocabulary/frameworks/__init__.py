@@ -1,0 +1,332 @@
+"""What frameworks call their steps, parts, trackers, marks and side files: one TOML file each, read strictly and once.
+
+What the names mean is data here; what lies there is told by content. Without an entry the generic reading stands.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+from ckptlint.vocabulary.litter import is_litter
+
+Content = Literal["pickle", "perhaps pickle", "json", "other"]
+"""How a file is read: as a pickle, alone or in an archive of torch.save, or if it is one; as JSON; not at all."""
+Holds = Literal["number", "folder", "train state", "link"]
+"""What a tracker holds: the number of a step, the name of its folder, a pickled state with a `step`; or it is a link."""
+Where = Literal["inside", "beside", "name"]
+"""Where a mark lies: in the step, beside it under `{step}` and what follows, or as the end of the step's own name."""
+Counted = Literal["", "rank", "object"]
+
+LAST = "common"
+"""The file whose patterns are asked after those of all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """How steps are called.
+
+    Attributes:
+        pattern: matches their whole names; its first group is the number.
+        digits: to how many the number is padded, 0 for as many as it has.
+        tracked: whether a run of them always has a tracker.
+        source: library and version.
+    """
+
+    pattern: re.Pattern[str]
+    source: str
+    digits: int = 0
+    tracked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Tracker:
+    """A file beside the steps that names one of them."""
+
+    file: str
+    holds: Holds
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Files that trainers write for one purpose.
+
+    Attributes:
+        name: what they hold, as reports call it.
+        content: how they are read.
+        pattern: matches their whole names; its group `number`, where it has one, counts them.
+        counted_by: what the number counts, where a finished save has all of them from 0 on.
+        part: the part of a step that they hold, of `vocabulary.parts.PARTS`.
+        step: the entry of the pickled state that counts steps.
+    """
+
+    name: str
+    content: Content
+    pattern: re.Pattern[str]
+    source: str = ""
+    counted_by: Counted = ""
+    part: str = ""
+    step: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What is there from the beginning of a save to its end, and says that it never finished.
+
+    Attributes:
+        file: its name, `{step}` in it for that of the step's folder.
+        above: folders inside a step for which the mark of the step counts.
+        only: matches the names of the steps that have it.
+    """
+
+    file: str
+    where: Where
+    source: str
+    above: tuple[str, ...] = ()
+    only: re.Pattern[str] = re.compile(".*")
+
+
+@dataclass(frozen=True, slots=True)
+class Inventory:
+    """A JSON file that is written last and names every part of the folder that it lies in.
+
+    Attributes:
+        entries: the key of an object part -> what is said of it.
+        path: the key under which that says where the part lies, relative to the folder.
+        beside: folders of which any shows that the file belongs there.
+    """
+
+    file: str
+    entries: str
+    path: str
+    beside: tuple[str, ...]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """A number in a step that is the folder's own: the library takes both from one counter."""
+
+    framework: str
+    prefix: str
+    entry: re.Pattern[str]
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """A format that ckptlint knows by its files and does not read.
+
+    Attributes:
+        files, folders: match whole names of files and folders that show it; a format without either is told by content.
+        alone: whether a file is a model by itself, where nothing else lies there that is known.
+        hint: what to do with it.
+    """
+
+    name: str
+    source: str
+    files: re.Pattern[str] | None = None
+    folders: re.Pattern[str] | None = None
+    alone: bool = False
+    hint: str = "name the folder of a DCP or torch_dist checkpoint, or convert this one"
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """All files together, in the order of their names, `common.toml` last.
+
+    Attributes:
+        newest: match names of files that hold the newest step, and do not say which it is.
+        parts: match folders that hold one part of a step.
+        roles: match folders around the parts of a step, one for each model of a job.
+        models: folders in a step where the configuration of its model may lie.
+        no_state: match folders that hold logs, code or pictures, not a part of the step.
+        keys: part -> matches keys that belong to it.
+        counters: match entries that count steps.
+    """
+
+    steps: tuple[Steps, ...] = ()
+    newest: tuple[re.Pattern[str], ...] = ()
+    parts: tuple[re.Pattern[str], ...] = ()
+    roles: tuple[re.Pattern[str], ...] = ()
+    models: tuple[str, ...] = ()
+    trackers: tuple[Tracker, ...] = ()
+    files: tuple[Family, ...] = ()
+    unfinished: tuple[Mark, ...] = ()
+    inventories: tuple[Inventory, ...] = ()
+    no_state: tuple[re.Pattern[str], ...] = ()
+    keys: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
+    counters: tuple[re.Pattern[str], ...] = ()
+    one_counter: tuple[Counter, ...] = ()
+    unread: tuple[Unread, ...] = ()
+
+
+@cache
+def world() -> World:
+    """What all files say.
+
+    Raises:
+        ValueError: a file is not as this module has it; it names file and entry.
+    """
+    paths = sorted(Path(__file__).parent.glob("*.toml"), key=lambda path: (path.stem == LAST, path.name))
+    return joined([read_framework(path.name, path.read_text(encoding="utf-8")) for path in paths])
+
+
+def joined(parts: list[World]) -> World:
+    """Several files as one."""
+    values: dict[str, Any] = {item.name: () for item in fields(World)} | {"keys": {}}
+    for part in parts:
+        for name, known in values.items():
+            own = getattr(part, name)
+            values[name] = known | own if isinstance(known, dict) else known + own
+    return World(**values)
+
+
+def read_framework(name: str, text: str) -> World:
+    """One file.
+
+    Raises:
+        ValueError: an entry that nobody knows, one that is missing, or a value of another form; with file and place.
+    """
+    try:
+        table = tomllib.loads(text)
+        if not isinstance(table.pop("source", None), str):
+            raise ValueError("source is missing: library, version and file that these names are from")
+        made: World = _made(World, table, "")
+        return made
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def _made(kind: Any, table: Any, place: str) -> Any:
+    """The dataclass of a table, each value as its annotation has it."""
+    if not isinstance(table, dict):
+        raise ValueError(f"{place} is no table")
+    hints, known = get_type_hints(kind), {item.name: item for item in fields(kind)}
+    place += "." * bool(place)
+    if unknown := table.keys() - known.keys():
+        raise ValueError(f"{place}{sorted(unknown)[0]} is no entry that is known")
+    needed = {name for name, item in known.items() if item.default is MISSING and item.default_factory is MISSING}
+    if missing := needed - table.keys():
+        raise ValueError(f"{place}{sorted(missing)[0]} is missing")
+    return kind(**{name: _value(hints[name], value, f"{place}{name}") for name, value in table.items()})
+
+
+def _value(kind: Any, value: Any, place: str) -> Any:
+    arguments, origin = get_args(kind), getattr(kind, "__origin__", None)
+    if type(None) in arguments:
+        return _value(arguments[0], value, place)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_value(arguments[0], item, f"{place}[{number}]") for number, item in enumerate(value))
+    if origin is Mapping and isinstance(value, dict):
+        return {key: _value(arguments[1], item, f"{place}.{key}") for key, item in value.items()}
+    if origin is re.Pattern and isinstance(value, str):
+        try:
+            return re.compile(value)
+        except re.error as error:
+            raise ValueError(f"{place} is no regular expression: {error}") from None
+    if origin is Literal and value in arguments:
+        return value
+    if isinstance(kind, type) and hasattr(kind, "__dataclass_fields__"):
+        return _made(kind, value, place)
+    if isinstance(kind, type) and type(value) is kind:
+        return value
+    raise ValueError(f"{place} is {value!r}, which is not what belongs there")
+
+
+# ---------------------------------------------------------------- what readers ask
+
+
+@lru_cache(2**16)
+def _step(name: str) -> tuple[Steps, re.Match[str]] | None:
+    found = ((steps, steps.pattern.fullmatch(name)) for steps in world().steps)
+    return next(((steps, match) for steps, match in found if match is not None), None)
+
+
+def step_number(name: str) -> int | None:
+    """The step that a name carries, or None.
+
+    >>> step_number("iter_0000010"), step_number("step-500"), step_number("model")
+    (10, 500, None)
+    """
+    found = _step(name)
+    return int(found[1][1]) if found else None
+
+
+def steps_like(name: str) -> tuple[str, Steps] | None:
+    """What stands before the number in a name that is a word and a number, and the entry; None for other names.
+
+    >>> steps_like("iter_0000010")[0], steps_like("epoch=0-step=4")
+    ('iter_', None)
+    """
+    found = _step(name)
+    if found is None:
+        return None
+    before = name[: found[1].start(1)]
+    is_plain = found[1].end(1) == len(name) and not re.search(r"[\d=]", before)
+    return (before, found[0]) if before and is_plain else None
+
+
+def is_newest(name: str) -> bool:
+    """Whether a file of this name holds the newest step of a run and does not say which it is."""
+    return _matches(world().newest, name)
+
+
+def is_part(folder: str) -> bool:
+    """Whether a folder of this name holds a part of the step that it lies in."""
+    return _matches(world().parts, folder) or _matches(world().roles, folder)
+
+
+def holds_no_state(folder: str) -> bool:
+    """Whether a folder of this name holds logs, code or pictures, not a part of the step."""
+    return _matches(world().no_state, folder)
+
+
+def is_counter(entry: str) -> bool:
+    """Whether an entry of this name counts steps.
+
+    >>> is_counter("train_state.step"), is_counter("lr_scheduler.last_epoch"), is_counter("optimizer.state.w.step")
+    (True, True, False)
+    """
+    return _matches(world().counters, entry)
+
+
+def _matches(patterns: tuple[re.Pattern[str], ...], name: str) -> bool:
+    return any(pattern.fullmatch(name) for pattern in patterns)
+
+
+LITTER = Family("left by other tools", "other", re.compile(""))
+OTHER_STEP = Family("another step", "other", re.compile(""))
+"""Families that no pattern tells: `is_litter` does, and the number in the name of a folder."""
+
+_PICKLES = re.compile(r".+\.(pt|pth|pkl|pickle|bin|ckpt|p|pck|joblib|dill)", re.IGNORECASE | re.DOTALL)
+
+
+def family_of(name: str) -> Family | None:
+    """The family that a file's name tells, the path to it aside; None for a name that tells nothing.
+
+    >>> family_of("rng_state_3.pth").name, family_of("checkpoint.whatever"), family_of("README.pt")
+    ('random state', None, None)
+    """
+    if is_litter(name):
+        return LITTER
+    found = next((family for family in world().files if family.pattern.fullmatch(name)), None)
+    return None if found is not None and found.content == "other" and may_be_pickle(name) else found
+
+
+def number_of(name: str) -> tuple[Family, int] | None:
+    """The family of a file that is one of a counted set, and its number."""
+    family = family_of(name)
+    match = family.pattern.fullmatch(name) if family is not None and family.counted_by else None
+    return None if family is None or match is None else (family, int(match["number"]))
+
+
+def may_be_pickle(name: str) -> bool:
+    """Whether files are called so that `torch.load` or `pickle.load` reads."""
+    return _PICKLES.fullmatch(name) is not None
