@@ -35,8 +35,8 @@ def optimizer_of_rank(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.optimizer.DistributedOptimizer.get_parameter_state_dp_zero
     """
-    if ckpt.rank_files is None or ckpt.format not in ("megatron-legacy", "verl"):
-        raise NotApplicable("no files of Megatron's older format or of verl's")
+    if ckpt.rank_files is None or ckpt.format.startswith("deepspeed"):
+        raise NotApplicable("no rank files of FSDP's, nor of Megatron's older format")
     part = compared(ckpt).of_a_part
     for item in ckpt.rank_files.misfits:
         if item.what in _SENTENCES and item not in part:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
 from typing import Any, NamedTuple
@@ -21,11 +21,12 @@ from ckptlint.errors import LimitError
 from ckptlint.formats.torch_file import number_in, ranges_of
 from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.rank_files.onto import Columns, Opened, Part, SetFiles, is_dict
+from ckptlint.loaders.rank_files.plain import state_of
 from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
-from ckptlint.loaders.rank_files.sets import FileSet, file_sets, verl_name
+from ckptlint.loaders.rank_files.sets import FileSet, file_sets, flat_name, verl_name
 from ckptlint.loaders.run_folder import read_run
 from ckptlint.loaders.step_files import optimizer_file
-from ckptlint.model import Checkpoint, FileTable, Misfit, Problem, RankFile, StepFile, empty_objects
+from ckptlint.model import Checkpoint, FileTable, Misfit, Problem, RankFile, RankFileSet, StepFile, empty_objects
 from ckptlint.model.stored import Placement, Stored, StoredDTensor, StoredShards, StoredTensor
 from ckptlint.model.text import plural, printable, ranges, shape_text
 from ckptlint.storage.folder import Folder
@@ -37,6 +38,7 @@ _CONFIG = "fsdp_config.json"
 _CONFIG_LIMIT = 65536
 _RANKS_LIMIT = 2**16
 _KINDS = {"model": "model", "optim": "optimizer", "extra_state": "random state"}
+_FLAT = "_flat_param"  # how FSDP1 names the one parameter that it makes of a module's
 _SAME_SHAPES = 0.9  # of an optimizer's states and the parameters that they are taken for
 
 Shape = tuple[int, ...]
@@ -60,37 +62,89 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
         if (opened := files.open(name, _KINDS[kind], {"rank": rank}, "dict", is_dict)) is not None:
             reading.files[kind, rank] = opened
     reading.read(folder)
-    tensors, records, storages = reading.columns.made()
     if (said := _said_world(folder)) is not None:
         reading.said.alike("world size", [*((world, file.name) for file in files.files), (said, _CONFIG)])
-    declared, config, config_problems = read_configs(folder, None)
-    grid = f"the world size {world} in the names of the files"
-    rank_files = reading.said.of(files.files, grid, _expected(folder, own, world))
-    lost = rank_files.missing.get(grid, [])
+    files.problems += _leftovers(sets, own) + _beyond(folder)
+    rank_files = reading.said.of(
+        files.files, f"the world size {world} in the names of the files", _expected(folder, own, world)
+    )
+    return replace(_checkpoint(files, reading, rank_files), format="verl", run=read_run(folder))
+
+
+def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
+    """The newest set of files in a folder of which each holds one rank's part of FSDP's flat parameters.
+
+    Raises:
+        AccessError: the operating system refused a read.
+
+    Source:
+        torch 2.13 FullyShardedDataParallel with StateDictType.LOCAL_STATE_DICT; dinov2.fsdp.FSDPCheckpointer
+    """
+    own, *others = [found for found in file_sets(folder) if found.kind == "flat"]
+    save, last = flat_name(own.files[-1])
+    files, opened = SetFiles(folder, look_at_files), dict[int, Opened]()
+    for name in own.files:
+        rank = flat_name(name)[1]
+        if (file := files.open(name, "model", {"rank": rank}, "dict", is_dict)) is not None:
+            opened[rank] = file
+    models = {rank: _inner(file, state_of(file.found.root)) for rank, file in opened.items()}
+    worlds = [(_world(value), file.label) for file in models.values() for value in _values(file.found.root)]
+    world, where = max(worlds, default=(0, ""))
+    reading = _Reading(world or last + 1)
+    for rank, file in opened.items():
+        reading.files["model", rank] = models[rank]
+        if is_dict(optimizer := file.found.root.get("optimizer")):
+            reading.files["optim", rank] = _inner(file, optimizer)
+    reading.read(folder)
+    steps = [(file.found.root.get("iteration"), file.label) for file in opened.values()]
+    reading.said.alike("step", [item for item in steps if type(item[0]) is int], text="{:,}".format)
+    for other in others:
+        sentence = f"ckptlint did not read {plural(len(other.files), 'file')} of another save beside {save}*"
+        files.problems.append(Problem("note", printable(other.files[0]), sentence, why="it reads the newest one"))
+    grid = f"{where} holds tensors of {plural(world, 'rank')}" if world else "the numbers in the names of the files"
+    expected = [RankFile(f"{save}{rank}.pth", "model", {"rank": rank}) for rank in range(reading.world)]
+    ckpt = _checkpoint(files, reading, reading.said.of(files.files, grid, expected))
+    if world or not opened:
+        return ckpt
+    sentence = f"{ckpt.metadata_file}: ckptlint reads sharded tensors in such files of ranks, and these hold none"
+    unknown = Problem("unsupported", ckpt.metadata_file, sentence, blocks=True)
+    return replace(ckpt, readable=False, problems=[*ckpt.problems, unknown])
+
+
+def _inner(file: Opened, root: Any) -> Opened:
+    """A file as if it held a part of its value alone."""
+    return replace(file, found=replace(file.found, root=root if is_dict(root) else {}))
+
+
+def _checkpoint(files: SetFiles, reading: _Reading, rank_files: RankFileSet) -> Checkpoint:
+    """What was read of the files of ranks."""
+    lost = [file for missing in rank_files.missing.values() for file in missing]
     unread = [file for file in files.files if not file.is_read and file.kind != "random state"]
     gone = [file for file in lost if file.kind != "random state"]
     doubtful = len(unread) + len(gone) + len(reading.left_out)
-    partial = f"{doubtful} of {len(own.files) + len(lost)} rank files are missing or unusable" if doubtful else ""
+    partial = f"{doubtful} of {len(files.files) + len(lost)} rank files are missing or unusable" if doubtful else ""
     if reading.unplaced and not doubtful:
         partial = f"the rank files contradict each other on {plural(len(reading.unplaced), 'key')}"
-    label = printable(f"{own.files[0]} .. {own.files[-1]}" if len(own.files) > 1 else own.files[0])
+    first, last = files.files[0].name, files.files[-1].name
+    label = f"{first} .. {last}" if first != last else first
     readable = any(kind != "extra_state" for kind, _ in reading.files)
     if not readable and not files.problems and any(file.kind == "model" for file in lost):
         sentence, why = f"no rank has a file of the model beside {label}", "they hold random states alone"
         files.problems.append(Problem("incomplete", label, sentence, why=why, blocks=True))
+    tensors, records, storages = reading.columns.made()
+    declared, config, config_problems = read_configs(files.folder, None)
     return Checkpoint(
-        path=folder.display,
-        format="verl",
+        path=files.folder.display,
+        format="fsdp-ranks",
         tensors=tensors,
         records=records,
         storages=storages,
         files=FileTable.of(files.stored),
         declared=declared,
         config=config,
-        run=read_run(folder),
-        topology=read_topology(declared, empty_objects(), None, range(world)),
+        topology=read_topology(declared, empty_objects(), None, range(reading.world)),
         step_files=reading.beside,
-        problems=files.problems + _leftovers(sets, own) + _beyond(folder) + config_problems,
+        problems=files.problems + config_problems,
         readable=readable,
         partial=partial,
         metadata_file=label,
@@ -278,7 +332,7 @@ class _Reading:
             pieces = [_Piece(item.rank, item.file, *local) for item in held for local in _locals(item.value)]
             places: Places = [None] * len(pieces)
             first, shape = held[0].value, held[0].value.shape
-            is_copy = isinstance(first, StoredTensor) and not slices
+            is_copy = isinstance(first, StoredTensor) and not slices and not fqn.endswith(_FLAT)
             if is_copy:
                 places[0] = (0,) * len(shape)
             if self._agree(fqn, held, files):
@@ -296,7 +350,8 @@ class _Reading:
                 self.unplaced.append(fqn)
             for piece, place in zip(pieces, places, strict=True):
                 storage = piece.file.found.storages.get(piece.tensor.key)
-                part = Part(fqn, first.dtype, shape, place, piece.tensor, piece.file.number, storage)
+                is_flat = fqn.endswith(_FLAT)
+                part = Part(fqn, first.dtype, shape, place, piece.tensor, piece.file.number, storage, is_flat)
                 self.columns.parts.append(part)
 
     def _agree(self, fqn: str, held: list[_Held], files: Mapping[int, Opened]) -> bool:
