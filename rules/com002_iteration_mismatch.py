@@ -24,8 +24,8 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         A folder `iter_<number>` holds the iteration of its name, in the common state or in Megatron-Bridge's
         `train_state.pt`. The tracker beside it (`latest_checkpointed_iteration.txt` of Megatron-LM, Megatron-Bridge,
-        slime and verl, `dlrover_latest.txt`, DeepSpeed's `latest`, a link `latest`) names a finished step that is there,
-        or `release`. A finished step newer than the tracked one is a warning, and so is an absent tracked step if one
+        slime and verl, `dlrover_latest.txt`, DeepSpeed's `latest`, or a link) names a finished step that is there, or
+        `release`. A finished step newer than the tracked one is a warning, and so is an absent tracked step if one
         step alone was copied out of a run. That is a fault of the run: it is told when the run folder is checked, no
         step fails for it, and a step that is named by itself is not compared with the tracker.
 

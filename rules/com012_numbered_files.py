@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from itertools import count, islice
 
+from ckptlint.analysis.numbered_files import NumberedFiles, stated_ranks
+from ckptlint.analysis.numbered_files import numbered_files as sets_of
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import plural
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
-from ckptlint.vocabulary.frameworks import number_of
+from ckptlint.model.text import listed, plural
+from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
-_PAYLOAD = re.compile(r"__(\d{1,9})_\d+\.distcp")
 _DATALOADER = re.compile(r"((?:.+\.)?dataloader\.dp_rank_)(\d{1,9})(?:\..*)?")
 _NAMED = 8
+_MANY = 3  # files of a set of which nobody says what it counts, and how many of them there are for each that is lost
 
 
-@rule("COM012", "numbered-files", Severity.WARNING)
+@rule("COM012", "numbered-files", Severity.ERROR)
 def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
-    """Files that trainers number by rank or object have gaps.
+    """A set of files that ranks or objects number is not whole.
 
     What it checks:
-        `rng_state_N.pth` of the Hugging Face Trainer and `random_states_N.pkl` of accelerate (one per rank), and
-        `custom_checkpoint_N.pkl` (one per registered object) run from 0 without a gap, up to the last rank that wrote
-        payload. So do the entries `dataloader.dp_rank_N` of torchtitan. It is only info if the files are those of whole
-        later nodes of several ranks (4-7 of 8), since a node without a shared file system keeps its own files, or if
-        rank 0 alone has a file.
+        Files of state beside the tensors whose names differ in one number are a set: `rng_state_N.pth`,
+        `extra_state_rank_N.pt`, `dataloader/rank_N.pt`, `data_N.pt`. Where it counts ranks (by the word before the
+        number, or because it is known to) it runs from 0 without a gap, up to the last rank that payload files, the
+        mesh or other sets state: an error if two of these agree on the number of ranks, a warning if one says it. Sets
+        of objects (`custom_checkpoint_N.pkl`) and the entries `dataloader.dp_rank_N` of torchtitan have no gap: a
+        warning. Where nobody says what a number counts, a gap in a set from 0 on is info, or a warning if the set would
+        have one file of each rank. One rank of each node or group (0, 8, 16) is no gap. It is only info if the files
+        are those of whole later nodes (4-7 of 8), since a node without a shared file system keeps its own files, or if
+        rank 0 alone has a file. All files of a set that state a step state the same.
     Why it matters:
-        A resume continues with different random numbers on these ranks, or does not find the state of an object.
+        A resume continues with different random numbers or data on these ranks, or does not find the state of an
+        object.
     Usual causes:
         A copy stopped midway, or a rank or node was killed during the save.
     How to fix:
@@ -35,15 +42,9 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         accelerate.checkpointing.save_accelerator_state
     """
-    kept: dict[tuple[str, str, str, str], set[int]] = {}
-    for file in ckpt.step_files:
-        folder, slash, name = file.name.rpartition("/")
-        if found := number_of(name):
-            family, number = found
-            pattern = re.sub(r"\d+(?=\.\w+$)", "{}", name)
-            kept.setdefault((family.name, family.counted_by, folder + slash, pattern), set()).add(number)
+    found = sets_of(ckpt)
     entries = _dataloaders(ckpt) if not ckpt.partial else {}
-    if not kept and not entries:
+    if not found and not entries:
         raise NotApplicable("no files or entries are numbered by rank or object")
     for prefix, numbers in entries.items():
         if lost := max(numbers) + 1 - len(numbers):
@@ -53,27 +54,69 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
                 f"{', '.join(names)}",
                 at=Location(names[0]),
                 missing=tuple(names),
+                severity=Severity.WARNING,
                 alike=prefix,
                 hint="save again with all ranks: the data of these ranks starts anew after a resume",
             )
-    ranks = max((int(match[1]) for name in ckpt.files.names if (match := _PAYLOAD.search(name))), default=-1)
-    for (what, counted_by, folder, pattern), numbers in kept.items():
-        last = max(numbers | ({ranks} if counted_by == "rank" else set()))
-        lost = last + 1 - len(numbers)
-        if not lost:
-            continue
-        names = _names(folder + pattern, numbers, lost)
-        # a job may save the state of rank 0 alone
-        is_unsure = counted_by == "rank" and (numbers == {0} or (last == max(numbers) and _is_later_node(numbers)))
-        noun = "rank" if counted_by == "rank" else "object"
-        yield Finding(
-            f"the {what} of {plural(lost, noun)} of {last + 1:,} is missing: {', '.join(names)}",
-            at=Location(file=names[0]),
-            missing=tuple(names),
-            severity=Severity.INFO if is_unsure else None,
-            alike=pattern,
-            hint="" if is_unsure else "copy the files again from where they were written",
-        )
+    for own in found:
+        yield from _gaps(own, stated_ranks(ckpt, own))
+        yield from _steps(own)
+
+
+def _gaps(own: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
+    """What a set lacks, up to the highest number that anybody states."""
+    first, stride = own.stride
+    numbers, last = own.files.keys(), max(own.files)
+    counts_all = own.counts == "rank" and own.is_global
+    total = max([last + 1, *(stated.values() if counts_all else ())])
+    lost = -(-(total - first) // stride) - len(numbers)
+    if not lost:
+        return
+    agree = [who for who, ranks in stated.items() if ranks == total]
+    severity: Severity | None = None if counts_all and len(agree) + (total == last + 1) > 1 else Severity.WARNING
+    if not own.counts:
+        if 0 not in numbers or stride > 1 or len(numbers) < _MANY * lost:
+            return
+        severity = Severity.WARNING if agree else Severity.INFO
+    elif counts_all and (_is_of_some(set(numbers), total) or (stride > 1 and total > last + stride)):
+        severity = Severity.INFO
+    names = _names(own.pattern, set(numbers), lost, first, stride, own)
+    noun = own.counts or "file"
+    notes: tuple[Note, ...] = (
+        ("because", f"{listed(agree)} {'state' if len(agree) > 1 else 'states'} {total:,} ranks"),
+    )
+    yield Finding(
+        f"the {own.what} of {plural(lost, noun)} of {len(numbers) + lost:,} is missing: {', '.join(names)}",
+        at=Location(file=names[0]),
+        missing=tuple(names),
+        severity=severity,
+        alike=own.pattern,
+        notes=notes if agree and counts_all else (),
+        hint="" if severity is Severity.INFO else "copy the files again from where they were written",
+    )
+
+
+def _steps(own: NumberedFiles) -> Iterator[Finding]:
+    """Files of one set that state other steps than most of it."""
+    steps = Counter(file.step for file in own.files.values() if file.step is not None)
+    if len(steps) < 2:
+        return
+    usual, most = steps.most_common(1)[0]
+    odd = [file for _, file in sorted(own.files.items()) if file.step not in (None, usual)]
+    yield Finding(
+        f"{odd[0].name} says step {odd[0].step}, but {plural(most, 'other file')} of its set say"
+        f"{'s' * (most == 1)} step {usual}",
+        at=Location(file=odd[0].name),
+        missing=tuple(file.name for file in odd),
+        severity=Severity.WARNING,
+        kind="step",
+        hint="take all files of the set from one save",
+    )
+
+
+def _is_of_some(numbers: set[int], total: int) -> bool:
+    """Whether a job may have written no more: rank 0 alone, or the ranks of one later node."""
+    return numbers == {0} or (total == max(numbers) + 1 and _is_later_node(numbers))
 
 
 def _dataloaders(ckpt: Checkpoint) -> dict[str, set[int]]:
@@ -95,7 +138,12 @@ def _is_later_node(numbers: set[int]) -> bool:
     return size > 1 and max(numbers) - first + 1 == size and first % size == 0
 
 
-def _names(pattern: str, numbers: set[int], lost: int) -> list[str]:
-    """The first numbers from 0 on that are missing, in the pattern."""
-    first = islice((number for number in count() if number not in numbers), min(lost, _NAMED))
-    return [pattern.replace("{}", str(number)) for number in first] + ["..."] * (lost > _NAMED)
+def _names(
+    pattern: str, numbers: set[int], lost: int, first: int = 0, stride: int = 1, own: NumberedFiles | None = None
+) -> list[str]:
+    """The first numbers that are missing, in the pattern, with as many digits as the others have."""
+    shortest = min((len(file.name) for file in own.files.values()), default=0) if own is not None else 0
+    digits = max(shortest - len(pattern) + 2, 1)
+    missing = (number for number in count(first, stride) if number not in numbers)
+    named = islice(missing, min(lost, _NAMED))
+    return [pattern.replace("{}", f"{number:0{digits}}") for number in named] + ["..."] * (lost > _NAMED)

@@ -12,7 +12,8 @@ from ckptlint.errors import CkptlintError, NothingToCheckError, UnknownLayoutErr
 from ckptlint.lint.report import CheckpointReport, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import Step, find_checkpoints, runs_below, steps_of
-from ckptlint.loaders.run_folder import read_tracker, step_state
+from ckptlint.loaders.finished import step_state
+from ckptlint.loaders.run_folder import read_tracker
 from ckptlint.model import Checkpoint
 from ckptlint.model.checkpoint import ProblemKind
 from ckptlint.model.text import human_duration, listed, plural, printable

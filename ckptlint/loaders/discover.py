@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import PurePath
 from typing import Literal
 
-from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError, UnknownLayoutError
+from ckptlint.errors import AccessError, NothingToCheckError, UnknownLayoutError
 from ckptlint.loaders.layouts import Found, layouts, recognise
 from ckptlint.loaders.layouts.unsupported import unsupported
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
@@ -338,22 +337,6 @@ def astray(folder: Folder, name: str) -> str:
     """What is said of a link that `sub_folder` does not follow."""
     link = f"{folder.display.rstrip('/')}/{printable(name)}"
     return f"{link} is a link to {printable(folder.outside(name))}, outside the run; ckptlint did not follow it"
-
-
-def newest_readable_step(folder: Folder) -> str | None:
-    """Name of the newest other step of the same run that has metadata, or None; the newest few are looked at."""
-    number, parent = step_number(folder.name), folder.parent
-    if number is None or parent is None:
-        return None
-    try:
-        others = (name for name, other in _numbered(parent).items() if other != number)
-        for name in islice(others, _STEPS_TRIED):
-            step = sub_folder(parent, name)
-            if step is not None and step.has(METADATA) and step.head(METADATA, 1) == b"\x80":
-                return name
-    except CkptlintError:
-        return None
-    return None
 
 
 _WEIGHTS = (".safetensors", ".safetensors.index.json")

@@ -10,9 +10,9 @@ from typing import Literal, get_args
 from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.formats.torch_file import number_in, ranges_of, read_torch_file
 from ckptlint.loaders.discover import components, is_alike, steps_of, sub_folder
+from ckptlint.loaders.finished import step_state
 from ckptlint.loaders.layouts import Found, recognise
 from ckptlint.loaders.problems import from_error, from_torch_file
-from ckptlint.loaders.step_files import inventory_problems
 from ckptlint.model import Problem, RunFolder, StepState
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import Holds, Tracker, is_part, step_number, steps_like, world
@@ -173,21 +173,6 @@ def read_tracker(parent: Folder) -> tuple[Tracker | None, int | Literal["release
             return tracker, step_number(text.decode("ascii", "replace"))
         return tracker, int(text) if re.fullmatch(rb"\d{1,18}", text) else None
     return None, None
-
-
-def step_state(step: Folder, levels: int = _LEVELS) -> StepState:
-    """Whether a step, or each of its parts, has what its layout writes last."""
-    found = recognise(step)
-    state: StepState = found.layout.state(step) if found else "unknown" if step.entries else "unfinished"
-    if state != "unknown":
-        return state
-    if inventory_problems(step):
-        return "unfinished"
-    parts = [sub_folder(step, name) for name in step.folders() if is_part(name)] if levels else []
-    states = {step_state(part, levels - 1) for part in parts if part is not None}
-    if "unfinished" in states:
-        return "unfinished"
-    return "complete" if "complete" in states else "unknown"
 
 
 TRAIN_STATE = "train_state.pt"

@@ -12,33 +12,29 @@ from itertools import count, islice
 from os.path import relpath
 from typing import Any
 
-from ckptlint.errors import CkptlintError, ForeignError, LimitError, UnreadableError
+from ckptlint.errors import ForeignError, LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import read_metadata, read_state
-from ckptlint.formats.strict_json import json_object
 from ckptlint.formats.torch_file import read_torch_file
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
-from ckptlint.loaders.discover import is_alike, newest_readable_step, steps_of, sub_folder
+from ckptlint.loaders.discover import is_alike, steps_of, sub_folder
+from ckptlint.loaders.finished import inventory_problems
 from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_torch_file
 from ckptlint.model import Checkpoint, OptimizerFile, Problem, StepFile, StepFileState
 from ckptlint.model.stored import StoredDTensor, StoredTensor
-from ckptlint.model.text import listed, plural, printable
+from ckptlint.model.text import plural, printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.listing import is_plain
-from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.frameworks import (
     OTHER_STEP,
     Family,
-    Mark,
     family_of,
     holds_no_state,
-    is_part,
     may_be_pickle,
     step_number,
     steps_like,
-    world,
 )
 from ckptlint.vocabulary.metadata_files import METADATA, PAYLOAD_RANK, RANK_METADATA, UNFINISHED_METADATA
 
@@ -360,83 +356,3 @@ def leftover_files(folder: Folder) -> list[Problem]:
             why = "in a model cache that is normal; elsewhere it may describe another checkpoint"
             problems.append(Problem("note", name, sentence, why=why))
     return problems
-
-
-def unfinished_marks(folder: Folder) -> list[Problem]:
-    """The marks by which frameworks say that a save is still running or was broken off."""
-    why = "the writer removes this mark last"
-    hint = other_step(folder) or "wait for the save to finish, or use an earlier checkpoint"
-    names = sorted({name for mark in world().unfinished if (name := _mark(folder, mark))})
-    return [
-        Problem("incomplete", name, f"{name} says that this save never finished", why=why, hint=hint) for name in names
-    ]
-
-
-def _mark(folder: Folder, mark: Mark) -> str:
-    """The mark, printable, where it is there; "" otherwise."""
-    try:
-        if mark.where == "inside":
-            return printable(mark.file) if any(place.has(mark.file) for place in _up_to_step(folder)) else ""
-        if mark.where == "name":
-            return printable(folder.name) if folder.name.endswith(mark.file) else ""
-        step = folder.parent if folder.name in mark.above else folder
-        if step is None or not (step is not folder or mark.only.fullmatch(step.name)):
-            return ""  # nothing around it is listed for this
-        name = mark.file.replace("{step}", step.name)
-        return printable(name) if step.parent is not None and step.parent.has(name) else ""
-    except CkptlintError:
-        return ""
-
-
-def inventory_problems(folder: Folder) -> list[Problem]:
-    """The parts that an inventory names and the folder lacks, and an inventory that was never written."""
-    problems: list[Problem] = []
-    for known in world().inventories:
-        there = [path for path in known.beside if _lies_below(folder, path)]
-        if not folder.has(known.file):
-            sentence = f"{known.file} is missing beside {listed(there, 'and')}"
-            why = "the writer writes it last, after every part that it names, so the save or the copy never finished"
-            hint = other_step(folder) or "copy it from where it was written, or use another step"
-            problems += [Problem("incomplete", known.file, sentence, why=why, hint=hint)] if there else []
-            continue
-        try:
-            parts = json_object(folder.read(known.file, _PLAIN_LIMIT)).get(known.entries)
-        except UnreadableError:
-            continue  # told with the step's files
-        for name, said in parts.items() if isinstance(parts, dict) else ():
-            path = said.get(known.path) if isinstance(said, dict) else None
-            if isinstance(path, str) and is_safe(path) and not _lies_below(folder, path):
-                label = printable(path)
-                sentence = f"{known.file} names {printable(str(name))} in {label}, and nothing lies there"
-                why = "a load reads it from there, so the save lost a part, or the copy left it out"
-                problems.append(
-                    Problem("incomplete", label, sentence, why=why, hint="copy it from where it was written")
-                )
-    return problems
-
-
-def _lies_below(folder: Folder, path: str) -> bool:
-    """Whether a file, or a folder that is not empty, lies at a relative path."""
-    *above, last = path.rstrip("/").split("/")
-    for name in above:
-        below = sub_folder(folder, name) if name in folder.folders() else None
-        if below is None:
-            return False
-        folder = below
-    below = sub_folder(folder, last) if last in folder.folders() else None
-    return bool(below.entries) if below is not None else folder.has(last)
-
-
-def _up_to_step(folder: Folder) -> Iterator[Folder]:
-    """The folder, and those around it up to the step that it is a part of."""
-    yield folder
-    while is_part(folder.name) and folder.parent is not None:
-        folder = folder.parent
-        if not (is_part(folder.name) or step_number(folder.name) is not None):
-            return
-        yield folder
-
-
-def other_step(folder: Folder) -> str:
-    step = newest_readable_step(folder)
-    return f"use {printable(step)}, the newest other step here with readable metadata" if step else ""

@@ -22,6 +22,7 @@ from ckptlint.loaders.common_state import (
     read_objects,
 )
 from ckptlint.loaders.dcp import Description, describe, state_of
+from ckptlint.loaders.finished import other_step, unfinished_marks
 from ckptlint.loaders.layouts import Evidence, Found, Layout
 from ckptlint.loaders.layouts.unsupported import unread_beside, unsupported_problem
 from ckptlint.loaders.megatron import (
@@ -36,7 +37,7 @@ from ckptlint.loaders.payload_files import listed, payload_files
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.run_folder import read_run, read_train_state
 from ckptlint.loaders.save_plans import read_plans
-from ckptlint.loaders.step_files import leftover_files, lost_ranks, other_step, rank_files, unfinished_marks
+from ckptlint.loaders.step_files import leftover_files, lost_ranks, rank_files
 from ckptlint.model import Checkpoint, Declared, FileTable, Problem, RunFolder, StepState
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder

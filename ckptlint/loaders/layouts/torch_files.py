@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from ckptlint.loaders.finished import unfinished_marks
 from ckptlint.loaders.layouts import Evidence, Found, Layout
 from ckptlint.loaders.layouts.unsupported import unread_beside
 from ckptlint.loaders.rank_files.sets import file_sets, input_bytes
 from ckptlint.loaders.run_folder import read_run
-from ckptlint.loaders.step_files import unfinished_marks
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder

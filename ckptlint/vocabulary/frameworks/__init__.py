@@ -18,7 +18,7 @@ from ckptlint.vocabulary.litter import is_litter
 Content = Literal["pickle", "perhaps pickle", "json", "other"]
 """How a file is read: as a pickle, alone or in an archive of torch.save, or if it is one; as JSON; not at all."""
 Holds = Literal["number", "folder", "train state", "link"]
-"""What a tracker holds: the number of a step, the name of its folder, a pickled state with a `step`; or it is a link."""
+"""What a tracker holds: the number of a step, its folder's name, a pickled state with a `step`; or it is a link."""
 Where = Literal["inside", "beside", "name"]
 """Where a mark lies: in the step, beside it under `{step}` and what follows, or as the end of the step's own name."""
 Counted = Literal["", "rank", "object"]

@@ -1,0 +1,102 @@
+"""Sets of files beside the tensors whose names differ in one number, and how many ranks a checkpoint states."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import reduce
+from math import gcd
+from typing import Literal
+
+from ckptlint.model import Checkpoint, StepFile
+from ckptlint.model.facts import fact
+from ckptlint.vocabulary.frameworks import family_of, may_be_pickle, number_of, step_number
+from ckptlint.vocabulary.mesh import AXES
+from ckptlint.vocabulary.metadata_files import PAYLOAD_RANK
+
+_NUMBER = re.compile(r"\d+")
+_OF_MANY = re.compile(r"\d+[-_]of[-_]\d+")  # parts of one state, which an index or their count describes
+_AXES = "|".join([*(axis for axis in AXES if axis != "world"), "mp", "local"])
+_RANK = re.compile(rf"(?:.*?[^a-z])?(?P<axis>{_AXES})?[-_.]?rank[-_.]?", re.IGNORECASE | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class NumberedFiles:
+    """A set of files.
+
+    Attributes:
+        pattern: their path with `{}` for the number.
+        what: what they hold.
+        counts: what the number counts; "" where nothing says.
+        is_global: whether it counts all ranks of the job, not those along one axis.
+        files: number -> file.
+    """
+
+    pattern: str
+    what: str
+    counts: Literal["rank", "object", ""]
+    is_global: bool
+    files: dict[int, StepFile]
+
+    @property
+    def stride(self) -> tuple[int, int]:
+        """The first number and the distance of the others: where one rank of each node or group writes, more than 1."""
+        numbers = sorted(self.files)
+        step = reduce(gcd, (number - numbers[0] for number in numbers[1:]), 0)
+        return (numbers[0], step) if len(numbers) > 2 and numbers[0] < step else (0, 1)
+
+
+@fact
+def numbered_files(ckpt: Checkpoint) -> list[NumberedFiles]:
+    """The sets that may count ranks or objects: of state that can be pickled, not of logs, and not steps."""
+    groups: dict[tuple[str, int], dict[int, StepFile]] = defaultdict(dict)
+    found = []
+    for file in ckpt.step_files:
+        folder, slash, name = file.name.rpartition("/")
+        if counted := number_of(name):
+            number = counted[1]
+            at = next(match for match in _NUMBER.finditer(name) if int(match[0]) == number)
+            groups[folder + slash + _with_hole(name, at), -1][number] = file
+        elif _is_state(name) and not _OF_MANY.search(name):
+            for place, match in enumerate(_NUMBER.finditer(name)):
+                if len(match[0]) <= 9:
+                    groups[folder + slash + _with_hole(name, match), place][int(match[0])] = file
+    for (pattern, _), files in groups.items():
+        name = next(iter(files.values())).name.rpartition("/")[2]
+        if counted := number_of(name):
+            found.append(NumberedFiles(pattern, counted[0].name, counted[0].counted_by, True, files))
+        elif len(files) > 1:
+            before = pattern.rpartition("/")[2].partition("{}")[0]
+            rank = _RANK.fullmatch(before)
+            family = family_of(name)
+            what = family.name if family is not None else f"{before.rstrip('-_.')} file"
+            is_global = rank is not None and not rank["axis"]
+            found.append(NumberedFiles(pattern, what, "rank" if rank else "", is_global, files))
+    return found
+
+
+def _with_hole(name: str, match: re.Match[str]) -> str:
+    return f"{name[: match.start()]}{{}}{name[match.end() :]}"
+
+
+def _is_state(name: str) -> bool:
+    """Whether a file may hold a state that a resume reads, and its name is not that of a step."""
+    family, stem = family_of(name), name.rpartition(".")[0]
+    is_read = may_be_pickle(name) if family is None else family.content == "pickle"
+    return is_read and step_number(stem) is None and step_number(name) is None
+
+
+def stated_ranks(ckpt: Checkpoint, without: NumberedFiles) -> dict[str, int]:
+    """How many ranks the job had, by who says so: payload files, the mesh, and other whole sets of all ranks."""
+    names: Iterable[str] = ckpt.files.names
+    payload = max((int(match[1]) for name in names if (match := PAYLOAD_RANK.search(name))), default=-1) + 1
+    stated = {"the payload files": payload} if payload else {}
+    if (world := ckpt.topology.get("world")) is not None and world.source == "metadata":
+        stated["the mesh"] = world.size
+    for other in numbered_files(ckpt):
+        is_whole = sorted(other.files) == list(range(len(other.files)))
+        if other is not without and other.counts == "rank" and other.is_global and is_whole and len(other.files) > 1:
+            stated[other.pattern.replace("{}", "*")] = len(other.files)
+    return stated

@@ -1,0 +1,128 @@
+"""Whether a save was finished: what its layout writes last, marks, inventories; and which other step was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from ckptlint.errors import CkptlintError, UnreadableError
+from ckptlint.formats.strict_json import json_object
+from ckptlint.loaders.discover import steps_of, sub_folder
+from ckptlint.loaders.layouts import recognise
+from ckptlint.model import Problem, StepState
+from ckptlint.model.text import listed, printable
+from ckptlint.storage.folder import Folder
+from ckptlint.storage.paths import is_safe
+from ckptlint.vocabulary.frameworks import Mark, is_part, step_number, world
+
+_LEVELS = 5  # folders between a part and its step
+_STEPS_TRIED = 16
+_INVENTORY_LIMIT = 1024**2
+
+
+def step_state(step: Folder, levels: int = _LEVELS) -> StepState:
+    """Whether a step, or each of its parts, has what its layout writes last."""
+    found = recognise(step)
+    state: StepState = found.layout.state(step) if found else "unknown" if step.entries else "unfinished"
+    if state != "unknown":
+        return state
+    if any(_lacking(step)):
+        return "unfinished"
+    parts = [sub_folder(step, name) for name in step.folders() if is_part(name)] if levels else []
+    states = {step_state(part, levels - 1) for part in parts if part is not None}
+    if "unfinished" in states:
+        return "unfinished"
+    return "complete" if "complete" in states else "unknown"
+
+
+def unfinished_marks(folder: Folder) -> list[Problem]:
+    """The marks by which frameworks say that a save is still running or was broken off."""
+    why = "the writer removes this mark last"
+    hint = other_step(folder) or "wait for the save to finish, or use an earlier checkpoint"
+    names = sorted({name for mark in world().unfinished if (name := _mark(folder, mark))})
+    return [
+        Problem("incomplete", name, f"{name} says that this save never finished", why=why, hint=hint) for name in names
+    ]
+
+
+def _mark(folder: Folder, mark: Mark) -> str:
+    """The mark, printable, where it is there; "" otherwise."""
+    try:
+        if mark.where == "inside":
+            return printable(mark.file) if any(place.has(mark.file) for place in _up_to_step(folder)) else ""
+        if mark.where == "name":
+            return printable(folder.name) if folder.name.endswith(mark.file) else ""
+        step = folder.parent if folder.name in mark.above else folder
+        if step is None or not (step is not folder or mark.only.fullmatch(step.name)):
+            return ""  # nothing around it is listed for this
+        name = mark.file.replace("{step}", step.name)
+        return printable(name) if step.parent is not None and step.parent.has(name) else ""
+    except CkptlintError:
+        return ""
+
+
+def inventory_problems(folder: Folder) -> list[Problem]:
+    """The parts that an inventory names and the folder lacks, and an inventory that was never written."""
+    found = list(_lacking(folder))
+    hint = (other_step(folder) if found else "") or "copy it from where it was written, or use another step"
+    return [Problem("incomplete", label, sentence, why=why, hint=hint) for label, sentence, why in found]
+
+
+def _lacking(folder: Folder) -> Iterator[tuple[str, str, str]]:
+    """(what is missing, where that is known from as a sentence, why that matters)."""
+    for known in world().inventories:
+        there = [path for path in known.beside if _lies_below(folder, path)]
+        if not folder.has(known.file):
+            why = "the writer writes it last, after every part that it names, so the save or the copy never finished"
+            if there:
+                yield known.file, f"{known.file} is missing beside {listed(there)}", why
+            continue
+        try:
+            parts = json_object(folder.read(known.file, _INVENTORY_LIMIT)).get(known.entries)
+        except UnreadableError:
+            continue  # told with the step's files
+        for name, said in parts.items() if isinstance(parts, dict) else ():
+            path = said.get(known.path) if isinstance(said, dict) else None
+            if isinstance(path, str) and is_safe(path) and not _lies_below(folder, path):
+                label = printable(path)
+                sentence = f"{known.file} names {printable(str(name))} in {label}, and nothing lies there"
+                yield label, sentence, "a load reads it from there, so the save lost a part, or the copy left it out"
+
+
+def _lies_below(folder: Folder, path: str) -> bool:
+    """Whether a file, or a folder that is not empty, lies at a relative path."""
+    *above, last = path.rstrip("/").split("/")
+    for name in above:
+        below = sub_folder(folder, name) if name in folder.folders() else None
+        if below is None:
+            return False
+        folder = below
+    below = sub_folder(folder, last) if last in folder.folders() else None
+    return bool(below.entries) if below is not None else folder.has(last)
+
+
+def _up_to_step(folder: Folder) -> Iterator[Folder]:
+    """The folder, and those around it up to the step that it is a part of."""
+    yield folder
+    while is_part(folder.name) and folder.parent is not None:
+        folder = folder.parent
+        if not (is_part(folder.name) or step_number(folder.name) is not None):
+            return
+        yield folder
+
+
+def other_step(folder: Folder) -> str:
+    """The newest other step of the run whose save finished, as advice; "" without one. The newest few are looked at."""
+    *_, own = _up_to_step(folder)
+    number, parent = step_number(own.name), own.parent
+    if number is None or parent is None:
+        return ""
+    try:
+        others = (step for step in steps_of(parent) if step.number != number)
+        for step in islice(others, _STEPS_TRIED):
+            there = sub_folder(parent, step.name) if step.is_folder else None
+            if there is not None and step_state(there) == "complete":
+                return f"use {printable(step.name)}, the newest other step here whose save finished"
+    except CkptlintError:
+        return ""
+    return ""
