@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from archives import with_members
+from layouts import EVIL
 from safetensors.torch import save_file
 from support import REAL, codes, found, manifest
 from torch.distributed.tensor import DTensor, Replicate
@@ -157,7 +159,7 @@ def test_healthy_real_files_are_silent(row: dict[str, str], depth: str) -> None:
     report = ckptlint.check(path, depth=Depth[depth.upper()])
     assert found(report, "error", "warning") == []
     ckpt = report.checkpoints[0].checkpoint
-    assert ckpt.format == ("verl" if row["path"].startswith("verl") else "torch")
+    assert ckpt.format == {"verl": "verl", "flat": "fsdp-ranks"}.get(row["path"][:4], "torch")
     assert ckpt.tensors
     assert ckpt.partial == ""
     # nothing passes for want of a place
@@ -300,6 +302,7 @@ W = "model.layers.0.self_attn.q_proj.weight"
 M = "model_world_size_4_rank_{}.pt"
 O = "optim_world_size_4_rank_{}.pt"  # noqa: E741
 X = "extra_state_world_size_4_rank_{}.pt"
+F = "model_0000009.rank_{}.pth"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
 BROKEN: dict[str, tuple[str, Edit, str, str]] = {
     "no model of rank 2": ("fsdp2_4r", lambda f: (f / M.format(2)).unlink(), "RNK001", M.format(2)),
@@ -351,6 +354,11 @@ BROKEN: dict[str, tuple[str, Edit, str, str]] = {
     "hostile": ("fsdp2_4r", rewritten(M.format(1), lambda s: s | {"x": Marker()}), "SAF001", M.format(1)),
     "another world in fsdp_config.json": ("fsdp2_4r", lambda f: (f / "fsdp_config.json").write_text(
                                           '{"world_size": 8}') and None, "RNK002", "fsdp_config.json"),
+    "no file of rank 1": ("flat_2r", lambda f: (f / F.format(1)).unlink(), "RNK001", F.format(1)),
+    "a part that is there twice": ("flat_2r", copied(F.format(0), F.format(1)), "RNK006", F.format(0)),
+    "a part of another step": ("flat_2r", copied("model_0000004.rank_1.pth", F.format(1)), "RNK003", "step 4"),
+    "hostile, flat": ("flat_2r", bytes_of(F.format(1), lambda data: with_members(data, data=EVIL)), "SAF001",
+                      F.format(1)),
     "a configuration of another model": ("fsdp2_4r", lambda f: bytes_of("huggingface/config.json", lambda d: d.replace(
                                          b'"vocab_size": 21', b'"vocab_size": 22'))(f), "CFG003", "embed_tokens"),
 }  # fmt: skip
@@ -359,7 +367,7 @@ BROKEN: dict[str, tuple[str, Edit, str, str]] = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_broken_is_named_once(tmp_path: Path, case: str) -> None:
     name, edit, code, key = BROKEN[case]
-    shutil.copytree(RANK_FILES / f"verl_{name}", tmp_path / "step")
+    shutil.copytree(RANK_FILES / (name if name == "flat_2r" else f"verl_{name}"), tmp_path / "step")
     edit(tmp_path / "step")
     report = ckptlint.check(tmp_path / "step", depth=Depth.HEADERS)
     loud = found(report, "error", "warning")
@@ -438,3 +446,19 @@ def test_a_smaller_set_beside_the_whole_one_is_a_note(tmp_path: Path) -> None:
     report = ckptlint.check(tmp_path / "step")
     assert found(report, "error", "warning") == []
     assert any("world size 2" in row[2] for row in found(report, "info"))
+
+
+@pytest.mark.parametrize("name", ["rank_{}.pth", "rank{}.pt", "step-9_rank_{}.pt"])
+def test_parts_of_ranks_under_any_name(tmp_path: Path, name: str) -> None:
+    for rank in range(2):
+        shutil.copy(RANK_FILES / "flat_2r" / F.format(rank), tmp_path / name.format(rank))
+    assert codes(ckptlint.check(tmp_path, depth=Depth.DATA), "error", "warning") == set()
+    (tmp_path / name.format(0)).unlink()
+    assert codes(ckptlint.check(tmp_path), "error", "warning") == {"RNK001"}
+
+
+def test_files_of_ranks_without_sharded_tensors_are_no_layout(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"model": llama()}, tmp_path / f"rank_{rank}.pth")
+    report = ckptlint.check(tmp_path)
+    assert report.exit_code == 4

@@ -58,17 +58,17 @@ def verl_name(name: str) -> tuple[str, int, int]:
     return (match[1], int(match[2]), int(match[3])) if match else ("", 0, -1)
 
 
-_FLAT = re.compile(r"(?P<save>(?:model_(?P<step>\d{1,12}|final)\.)?rank_)(?P<rank>\d{1,6})\.pth")
+_FLAT = re.compile(r"((?:.*[._-])?rank_?)(\d{1,6})\.pth?")
 
 
 def flat_name(name: str) -> tuple[str, int]:
-    """(what stands before the rank, rank) of a file of one rank of FSDP's; ("", -1) for other names.
+    """(what stands before the rank, rank) of a file that may be of one rank of FSDP's; ("", -1) for other names.
 
     >>> flat_name("model_0012499.rank_3.pth")
     ('model_0012499.rank_', 3)
     """
     match = _FLAT.fullmatch(name)
-    return (match["save"], int(match["rank"])) if match else ("", -1)
+    return (match[1], int(match[2])) if match and not verl_name(name)[0] else ("", -1)
 
 
 def has_all_ranks(names: list[str]) -> bool:

@@ -14,19 +14,21 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
 from ckptlint.errors import LimitError
 from ckptlint.formats.torch_file import number_in, ranges_of
 from ckptlint.loaders.common_state import read_configs
-from ckptlint.loaders.rank_files.onto import Columns, Opened, Part, SetFiles, is_dict
+from ckptlint.loaders.rank_files.onto import Columns, Opened, Part, SetFiles, is_dict, read_file
 from ckptlint.loaders.rank_files.plain import state_of
 from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
 from ckptlint.loaders.rank_files.sets import FileSet, file_sets, flat_name, verl_name
 from ckptlint.loaders.run_folder import read_run
 from ckptlint.loaders.step_files import optimizer_file
 from ckptlint.model import Checkpoint, FileTable, Misfit, Problem, RankFile, RankFileSet, StepFile, empty_objects
+from ckptlint.model.facts import fact
 from ckptlint.model.stored import Placement, Stored, StoredDTensor, StoredShards, StoredTensor
 from ckptlint.model.text import plural, printable, ranges, shape_text
 from ckptlint.storage.folder import Folder
@@ -82,6 +84,7 @@ def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
     """
     own, *others = [found for found in file_sets(folder) if found.kind == "flat"]
     save, last = flat_name(own.files[-1])
+    extension = own.files[-1].rpartition(".")[2]
     files, opened = SetFiles(folder, look_at_files), dict[int, Opened]()
     for name in own.files:
         rank = flat_name(name)[1]
@@ -90,25 +93,27 @@ def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
     models = {rank: _inner(file, state_of(file.found.root)) for rank, file in opened.items()}
     worlds = [(_world(value), file.label) for file in models.values() for value in _values(file.found.root)]
     world, where = max(worlds, default=(0, ""))
-    reading = _Reading(world or last + 1)
+    reading = _Reading(world or last + 1, is_flat=True)
     for rank, file in opened.items():
         reading.files["model", rank] = models[rank]
         if is_dict(optimizer := file.found.root.get("optimizer")):
             reading.files["optim", rank] = _inner(file, optimizer)
-    reading.read(folder)
     steps = [(file.found.root.get("iteration"), file.label) for file in opened.values()]
     reading.said.alike("step", [item for item in steps if type(item[0]) is int], text="{:,}".format)
+    reading.read(folder)
     for other in others:
         sentence = f"ckptlint did not read {plural(len(other.files), 'file')} of another save beside {save}*"
         files.problems.append(Problem("note", printable(other.files[0]), sentence, why="it reads the newest one"))
     grid = f"{where} holds tensors of {plural(world, 'rank')}" if world else "the numbers in the names of the files"
-    expected = [RankFile(f"{save}{rank}.pth", "model", {"rank": rank}) for rank in range(reading.world)]
-    ckpt = _checkpoint(files, reading, reading.said.of(files.files, grid, expected))
-    if world or not opened:
-        return ckpt
-    sentence = f"{ckpt.metadata_file}: ckptlint reads sharded tensors in such files of ranks, and these hold none"
-    unknown = Problem("unsupported", ckpt.metadata_file, sentence, blocks=True)
-    return replace(ckpt, readable=False, problems=[*ckpt.problems, unknown])
+    expected = [RankFile(f"{save}{rank}.{extension}", "model", {"rank": rank}) for rank in range(reading.world)]
+    return _checkpoint(files, reading, reading.said.of(files.files, grid, expected))
+
+
+@fact
+def holds_shards(folder: Folder, name: str) -> bool:
+    """Whether a file can be read, and holds sharded tensors."""
+    found = read_file(folder, name, [])
+    return found is not None and is_dict(found.root) and any(True for _ in _values(state_of(found.root) or {}))
 
 
 def _inner(file: Opened, root: Any) -> Opened:
@@ -252,6 +257,7 @@ class _Reading:
     """What the files of all ranks say, and where their parts lie."""
 
     world: int
+    is_flat: bool = False
     files: dict[tuple[str, int], Opened] = field(default_factory=dict)
     columns: Columns = field(default_factory=Columns)
     said: Sayings = field(default_factory=Sayings)
@@ -335,7 +341,12 @@ class _Reading:
             is_copy = isinstance(first, StoredTensor) and not slices and not fqn.endswith(_FLAT)
             if is_copy:
                 places[0] = (0,) * len(shape)
-            if self._agree(fqn, held, files):
+            is_slice = self.is_flat and _is_sliced(held)
+            if is_slice and self._agree(fqn, held, files, ("form", "dtype")):
+                lengths = [item.value.shape[0] for item in held]
+                ends = accumulate(lengths)
+                shape, places = (sum(lengths),), [(end - own,) for end, own in zip(ends, lengths, strict=True)]
+            elif not is_slice and self._agree(fqn, held, files):
                 if isinstance(first, StoredDTensor):
                     places = self._boxes(fqn, held)
                 elif isinstance(first, StoredShards):
@@ -350,14 +361,20 @@ class _Reading:
                 self.unplaced.append(fqn)
             for piece, place in zip(pieces, places, strict=True):
                 storage = piece.file.found.storages.get(piece.tensor.key)
-                is_flat = fqn.endswith(_FLAT)
+                is_flat = is_slice or fqn.endswith(_FLAT)
                 part = Part(fqn, first.dtype, shape, place, piece.tensor, piece.file.number, storage, is_flat)
                 self.columns.parts.append(part)
 
-    def _agree(self, fqn: str, held: list[_Held], files: Mapping[int, Opened]) -> bool:
-        """Whether all ranks say the same of a key, and all that the tensor's mesh has hold it."""
+    def _agree(
+        self, fqn: str, held: list[_Held], files: Mapping[int, Opened], aspects: Iterable[str] | None = None
+    ) -> bool:
+        """Whether all ranks say the same of a key, and all that the tensor's mesh has hold it.
+
+        Args:
+            aspects: in what they must agree; all without.
+        """
         things = [(item.value, item.file.label) for item in held]
-        if not all(self.said.alike(what, things, fqn, by, text) for what, (by, text) in _ASPECTS.items()):
+        if not all(self.said.alike(what, things, fqn, *_ASPECTS[what]) for what in aspects or _ASPECTS):
             return False
         value = held[0].value
         ranks = set(_members(value, held[0].rank)) if isinstance(value, StoredDTensor) else set(files)
@@ -456,6 +473,8 @@ class _Reading:
             for rank, state in states.items()
         }
         self._keys(roots, files, slices=True)
+        if any(item.what == "step" for item in self.said.said):
+            return  # told by what the files count themselves
         steps = []
         for rank, state in states.items():  # each parameter counts for itself, all alike
             counted = (own.get("step") for own in state.values() if isinstance(own, dict))
@@ -569,6 +588,17 @@ def _locals(value: Stored) -> list[tuple[Shape, StoredTensor]]:
     if isinstance(value, StoredShards):
         return [(offsets, tensor) for offsets, _, tensor in value.locals]
     return [((), value.local if isinstance(value, StoredDTensor) else value)]
+
+
+def _is_sliced(held: list[_Held]) -> bool:
+    """Whether plain tensors are the ranks' slices of one, not its copies: FSDP1's own view of its parameters.
+
+    Source:
+        torch 2.13 torch.distributed.fsdp, use_orig_params: a rank without a part of a parameter holds 0 elements
+    """
+    if not all(isinstance(item.value, StoredTensor) and len(item.value.shape) == 1 for item in held):
+        return False
+    return len({(item.value.shape, _checksum(item)) for item in held}) > 1
 
 
 def _checksum(item: _Held) -> int:
