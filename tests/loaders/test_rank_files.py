@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from archives import with_members
-from layouts import EVIL
 from safetensors.torch import save_file
 from support import REAL, codes, found, manifest
 from torch.distributed.tensor import DTensor, Replicate
@@ -341,7 +339,8 @@ BROKEN: dict[str, tuple[str, Edit, str, str]] = {
     "a parameter that nobody saved": ("fsdp2_4r", on_all("model", 4, without("model.norm.weight")),
                                       "CFG001", "model.norm.weight"),
     "no model of any rank": ("fsdp2_4r", lost("model_*"), "RNK001", "4 of 4 model files are missing: rank 0-3"),
-    "neither model nor optimizer": ("fsdp2_4r", lost("model_*", "optim_*"), "COM001", "no rank has a file of the model beside extra_state"),
+    "neither model nor optimizer": ("fsdp2_4r", lost("model_*", "optim_*"), "COM001", "no rank has a file of the "
+                                    "model beside extra_state"),
     "an empty state on one rank": ("fsdp2_4r", rewritten(O.format(2), lambda s: s["state"].clear()), "RNK002",
                                    f"{O.format(2)} lacks"),
     "an empty state on the first rank": ("fsdp2_4r", rewritten(O.format(0), lambda s: s["state"].clear()), "RNK002",
@@ -357,8 +356,6 @@ BROKEN: dict[str, tuple[str, Edit, str, str]] = {
     "no file of rank 1": ("flat_2r", lambda f: (f / F.format(1)).unlink(), "RNK001", F.format(1)),
     "a part that is there twice": ("flat_2r", copied(F.format(0), F.format(1)), "RNK006", F.format(0)),
     "a part of another step": ("flat_2r", copied("model_0000004.rank_1.pth", F.format(1)), "RNK003", "step 4"),
-    "hostile, flat": ("flat_2r", bytes_of(F.format(1), lambda data: with_members(data, data=EVIL)), "SAF001",
-                      F.format(1)),
     "a configuration of another model": ("fsdp2_4r", lambda f: bytes_of("huggingface/config.json", lambda d: d.replace(
                                          b'"vocab_size": 21', b'"vocab_size": 22'))(f), "CFG003", "embed_tokens"),
 }  # fmt: skip
