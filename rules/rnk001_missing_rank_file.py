@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import chain
 
 from ckptlint.model import Checkpoint, RankFile
-from ckptlint.model.text import ranges
+from ckptlint.model.text import ranges, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _SHOWN = 6
@@ -32,14 +33,14 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
     if ckpt.rank_files is None:
         raise NotApplicable("no set of rank files")
     groups: dict[str, list[RankFile]] = defaultdict(list)
-    for file in ckpt.rank_files.lost:
+    missing = ckpt.rank_files.missing
+    for file in chain.from_iterable(missing.values()):
         groups[file.kind].append(file)
     for kind, files in groups.items():
         there = sum(file.kind == kind for file in ckpt.rank_files.files)
         numbers = {name: {file.numbers[name] for file in files} for name in files[0].numbers}
         of = "".join(f", {name} {ranges(found)}" for name, found in numbers.items()).replace(",", ":", 1)
-        names = ", ".join(file.name for file in files[:_SHOWN])
-        more = f" and {len(files) - _SHOWN:,} more" if len(files) > _SHOWN else ""
+        names = some((file.name for file in files), _SHOWN)
         it = "it" if len(files) == 1 else "them"
         yield Finding(
             f"{files[0].name} is missing"
@@ -52,7 +53,7 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
             ),
             missing=tuple(file.name for file in files),
             severity=Severity.WARNING if kind == "random state" else None,
-            notes=(("files", f"{names}{more}" if len(files) > 1 else ""), ("because", ckpt.rank_files.grid)),
+            notes=(("files", names if len(files) > 1 else ""), ("because", ", ".join(missing))),
             hint=f"copy {it} from the node that wrote {it}, or go back to a complete step",
             alike=kind,
         )

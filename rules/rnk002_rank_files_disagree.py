@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.model import Checkpoint, Disagreement
-from ckptlint.model.text import braces, plural
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.analysis.rank_sets import Disagreement, compared
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import braces, plural, some
+from ckptlint.rule import Finding, Location, Severity, rule
 
 _SHOWN = 6
-_OTHER_RULES = ("step", "content", "content of copies", "content of other meshes")
 
 
 @rule("RNK002", "rank-files-disagree", Severity.ERROR)
@@ -30,17 +30,14 @@ def rank_files_disagree(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.tensor.DTensor, verl/model_merger/fsdp_model_merger.py
     """
-    if ckpt.rank_files is None:
-        raise NotApplicable("no set of rank files")
-    for item in ckpt.rank_files.disagreements:
-        if item.what not in _OTHER_RULES:
-            yield _finding(item)
+    for item in compared(ckpt).job:
+        yield _finding(item)
 
 
 def _finding(item: Disagreement) -> Finding:
     fewest, files = item.says[-1]
     others = sum(len(found) for value, found in item.says[:-1])
-    shown = ", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else "")
+    shown = some(files, _SHOWN)
     keys = item.fqns[0] if len(item.fqns) == 1 else f"{len(item.fqns):,} keys"
     if item.what == "keys":
         holders, s = plural(others, "other file"), "s" * (others == 1)
@@ -51,14 +48,12 @@ def _finding(item: Disagreement) -> Finding:
         of = f" of {keys}" if item.fqns else ""
         says = "; ".join(f"{value} in {plural(len(found), 'file')}" for value, found in item.says[:-1])
         message = f"the {item.what}{of} is {fewest} in {shown}, but {says}"
-    folded = braces(list(item.fqns))
-    more = f" and {len(folded) - _SHOWN} more" if len(folded) > _SHOWN else ""
     return Finding(
         message,
         at=Location(item.fqns[0] if len(item.fqns) == 1 else None, file=files[0]),
         missing=(item.what, *files, *item.fqns[:1000]),
         severity=None if item.is_sure else Severity.WARNING,
-        notes=(("keys", ", ".join(folded[:_SHOWN]) + more),) if len(item.fqns) > 1 else (),
+        notes=(("keys", some(braces(item.fqns), _SHOWN)),) if len(item.fqns) > 1 else (),
         hint="take all files from one save; compare the times of these files with the others'",
         alike=f"{item.what} {files[0]}",
     )

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptlint.analysis.rank_sets import compared
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.model.text import some
+from ckptlint.rule import Finding, Location, Severity, rule
 
 _SHOWN = 6
 
@@ -27,19 +29,13 @@ def ranks_at_other_steps(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         LMResiliency/lm-resiliency#82
     """
-    if ckpt.rank_files is None:
-        raise NotApplicable("no set of rank files")
-    for item in ckpt.rank_files.disagreements:
-        if item.what != "step":
-            continue
+    for item in compared(ckpt).steps:
         step, files = item.says[-1]
-        shown = ", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else "")
         rest = "; ".join(f"{len(found)} at step {value}" for value, found in item.says[:-1])
         yield Finding(
-            f"{shown} {'comes' if len(files) == 1 else 'come'} from step {step}, the other files of this kind do not: "
-            f"{rest}",
+            f"{some(files, _SHOWN)} {'comes' if len(files) == 1 else 'come'} from step {step}, "
+            f"the other files of this kind do not: {rest}",
             at=Location(file=files[0]),
             missing=files,
-            severity=None if item.is_sure else Severity.WARNING,
             hint="take all files from one save, or go back to a step whose files agree",
         )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptlint.analysis.rank_sets import compared
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Finding, Location, Severity, rule
 
 
 @rule("RNK004", "local-shape", Severity.ERROR)
@@ -25,15 +26,12 @@ def local_shape(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.tensor.placement_types.Shard, torch.distributed._shard.sharded_tensor
     """
-    if ckpt.rank_files is None:
-        raise NotApplicable("no set of rank files")
-    for item in ckpt.rank_files.misfits:
-        if item.what == "shape":
-            yield Finding(
-                f"{item.file} holds {item.stored}{{of}} instead of {item.expected}",
-                at=Location(item.fqn, file=item.file),
-                missing=(item.file,),
-                notes=(("because", item.because),),
-                hint="take this file from the save that the others come from, or go back one step",
-                alike=f"{item.file} {item.stored} {item.expected}",
-            )
+    for item in compared(ckpt).shapes:
+        yield Finding(
+            f"{item.file} holds {item.stored}{{of}} instead of {item.expected}",
+            at=Location(item.fqn, file=item.file),
+            missing=(item.file,),
+            notes=(("because", item.because),),
+            hint="take this file from the save that the others come from, or go back one step",
+            alike=f"{item.file} {item.stored} {item.expected}",
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptlint.analysis.flat_groups import misfits
 from ckptlint.model import Checkpoint, Misfit
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
@@ -41,7 +42,7 @@ def flat_groups(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     if ckpt.rank_files is None or not ckpt.format.startswith("deepspeed"):
         raise NotApplicable("no files of DeepSpeed")
-    for item in ckpt.rank_files.misfits:
+    for item in misfits(ckpt):
         if item.what in _SENTENCES:
             yield _finding(item)
 

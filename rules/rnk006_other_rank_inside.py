@@ -27,14 +27,14 @@ def other_rank_inside(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     if ckpt.rank_files is None:
         raise NotApplicable("no set of rank files")
-    for item in ckpt.rank_files.other_names:
+    for item in (file for file in ckpt.rank_files.files if file.inside):
         same = f": the same bytes as {item.same_as}" if item.same_as else ""
         yield Finding(
-            f"{item.file} holds what was saved as {item.inside}{same}",
-            at=Location(file=item.file),
-            missing=(item.file,),
-            severity=None if item.is_sure or item.same_as else Severity.WARNING,
+            f"{item.name} holds what was saved as {item.inside}{same}",
+            at=Location(file=item.name),
+            missing=(item.name,),
+            severity=None if item.is_stated or item.same_as else Severity.WARNING,
             hint="copy the file again from the node that wrote it, or go back one step"
-            if item.is_sure or item.same_as
+            if item.is_stated or item.same_as
             else "check whether somebody renamed it on purpose; then nothing is lost",
         )

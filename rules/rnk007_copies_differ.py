@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptlint.analysis.rank_sets import compared
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.model.text import braces, some
+from ckptlint.rule import Finding, Location, Severity, rule
 
 _SHOWN = 6
 _OF = {
@@ -35,24 +36,17 @@ def copies_differ(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         verl#7612, verl/model_merger/fsdp_model_merger.py
     """
-    if ckpt.rank_files is None:
-        raise NotApplicable("no set of rank files")
-    for item in ckpt.rank_files.disagreements:
-        if item.what not in _OF:
-            continue
+    for item in compared(ckpt).copies:
         files = item.says[-1][1]
-        shown = ", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else "")
         for fqn in item.fqns:
             yield Finding(
-                f"the copy{{of}} in {shown} differs from the one in other files, {_OF[item.what]}",
+                f"the copy{{of}} in {some(files, _SHOWN)} differs from the one in other files, {_OF[item.what]}",
                 at=Location.of(ckpt.tensors[fqn], file=files[0])
                 if fqn in ckpt.tensors
                 else Location(fqn, file=files[0]),
                 missing=files,
                 severity=None if item.is_sure else Severity.INFO,
                 hint="find the first step at which the copies differ, and resume from the one before it",
-                notes=(
-                    ("copies", "; ".join(f"{value} in {braces(list(found))[0]}" for value, found in item.says[:4])),
-                ),
+                notes=(("copies", "; ".join(f"{value} in {braces(found)[0]}" for value, found in item.says[:4])),),
                 alike=f"{item.what} {files[0]}",
             )

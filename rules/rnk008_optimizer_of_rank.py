@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.model import Checkpoint
+from ckptlint.analysis.rank_sets import compared
+from ckptlint.model import Checkpoint, Misfit
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _SENTENCES = {
     "length": "{at} in {file} have {stored} elements instead of {expected}",
+    "sum": "{at} in {file} have {stored} elements instead of {expected}",
     "state": "{at} in {file} is {stored} instead of {expected}",
     "count": "{file} holds {stored} instead of {expected}",
 }
@@ -16,13 +18,14 @@ _SENTENCES = {
 
 @rule("RNK008", "optimizer-of-rank", Severity.ERROR)
 def optimizer_of_rank(ckpt: Checkpoint) -> Iterator[Finding]:
-    """In Megatron's older format, the optimizer in a rank's file does not fit the model of that rank.
+    """The optimizer in a rank's file does not fit the model of that rank.
 
     What it checks:
-        The buffers of the distributed optimizer (`distrib_optim.pt`) are as long as they say (`numel_unpadded`) and as
-        the rank's parameters need, apart from rounding to 64 elements. Without it there is an fp32 copy of each
-        parameter, and each moment has the shape of its copy. If the optimizers of all ranks cover other parameters
-        than the model, that is fine: the job may train or save only a part.
+        In Megatron's older format the buffers of the distributed optimizer (`distrib_optim.pt`) are as long as they say
+        (`numel_unpadded`) and as the rank's parameters need, apart from rounding to 64 elements. Without it there is an
+        fp32 copy of each parameter, and each moment has the shape of its copy. In verl's files the optimizer lists as
+        many parameters as the model has, or as it has adapters. It is only info if the optimizers of all ranks know
+        fewer parameters than the model: the job may train or save only a part.
     Why it matters:
         A load stops, or gives parameters the moments of others.
     Usual causes:
@@ -32,16 +35,25 @@ def optimizer_of_rank(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.optimizer.DistributedOptimizer.get_parameter_state_dp_zero
     """
-    if ckpt.rank_files is None or ckpt.format != "megatron-legacy":
-        raise NotApplicable("no files of Megatron's older format")
+    if ckpt.rank_files is None or ckpt.format.startswith("deepspeed"):
+        raise NotApplicable("no rank files of FSDP's, nor of Megatron's older format")
+    part = compared(ckpt).of_a_part
     for item in ckpt.rank_files.misfits:
-        if item.what in _SENTENCES:
-            sentence = _SENTENCES[item.what]
-            yield Finding(
-                sentence.format(at=item.fqn, file=item.file, stored=item.stored, expected=item.expected),
-                at=Location(file=item.file),
-                missing=(item.file, item.fqn),
-                notes=(("because", item.because),),
-                hint="take both files of this rank from one save, or go back one step",
-                alike=f"{item.what} {item.file}",
-            )
+        if item.what in _SENTENCES and item not in part:
+            yield _finding(item, None, "take both files of this rank from one save, or go back one step")
+    if part:  # one cause, told of the first file
+        hint = "check what the job trains: the same holds for all ranks, and no file says that the rest is frozen"
+        yield _finding(part[0], Severity.INFO, hint)
+
+
+def _finding(item: Misfit, severity: Severity | None, hint: str) -> Finding:
+    sentence = _SENTENCES[item.what]
+    return Finding(
+        sentence.format(at=item.fqn, file=item.file, stored=item.stored, expected=item.expected),
+        at=Location(file=item.file),
+        missing=(item.file, item.fqn),
+        severity=severity,
+        notes=(("because", item.because),),
+        hint=hint,
+        alike=f"{item.what} {item.file}",
+    )

@@ -16,7 +16,7 @@ from ckptlint.model.checkpoint import (
 from ckptlint.model.files import FILE_STATES, FileState, FileTable, StoredFile
 from ckptlint.model.payload import Damage, PayloadTable, RecordContent, RecordState, empty_payload
 from ckptlint.model.plans import SavePlans
-from ckptlint.model.rank_files import Disagreement, Misfit, OtherName, RankFile, RankFileSet, StorageTable
+from ckptlint.model.rank_files import Misfit, RankFile, RankFileSet, Said, StorageTable
 from ckptlint.model.ranks import RankTable, Remark
 from ckptlint.model.reference import AxisSize, Declared, ModelConfig, Reference, ReferenceKind, Seal, SealEntry
 from ckptlint.model.tensors import (
@@ -45,7 +45,6 @@ __all__ = [
     "CommonState",
     "Damage",
     "Declared",
-    "Disagreement",
     "FileState",
     "FileTable",
     "MalformedChunk",
@@ -53,7 +52,6 @@ __all__ = [
     "ModelConfig",
     "ObjectTable",
     "OptimizerFile",
-    "OtherName",
     "PayloadTable",
     "Problem",
     "ProblemKind",
@@ -67,6 +65,7 @@ __all__ = [
     "ReferenceKind",
     "Remark",
     "RunFolder",
+    "Said",
     "SavePlans",
     "Seal",
     "SealEntry",

@@ -1,4 +1,4 @@
-"""Files that torch.save wrote, one for each rank, layer or expert: which there are, and what they say otherwise."""
+"""Files that torch.save wrote, one for each rank, layer or expert: which there are, and what they say."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from ckptlint.model.flat_groups import FlatGroup
 from ckptlint.model.layout import IntArray
 from ckptlint.model.payload import RecordContent
 
@@ -21,29 +22,43 @@ class RankFile:
         kind: what the files of its kind hold (`model`, `optimizer`, `layer`, ...).
         numbers: what its name counts, by name: `{"rank": 3}`, `{"mp": 0, "dp": 1}`.
         is_read: whether its content is known; a file that is not has a problem of its own.
+        inside: the other name or rank that it was saved under, as its content tells; "" for none.
+        same_as: a file of the set with the same bytes in all its storages, where `inside` says another name.
+        is_stated: whether the content states that rank itself; otherwise only the folder inside the archive does, and
+            a file may have been renamed.
     """
 
     name: str
     kind: str
     numbers: Mapping[str, int]
     is_read: bool = True
+    inside: str = ""
+    same_as: str = ""
+    is_stated: bool = False
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What it is in the grid, however its name begins."""
+        return (self.kind, *sorted(self.numbers.items())) if self.numbers else (self.kind, self.name)
 
 
 @dataclass(frozen=True, slots=True)
-class Disagreement:
-    """Files of one set that say different things of what they must agree on.
+class Said:
+    """What a file says of something that files must say alike.
 
     Attributes:
-        what: it, as a noun (`mesh`, `placements`, `step`, `content`).
-        says: (value as text, names of the files that say it), the most files first.
-        fqns: the keys concerned; () where it is one thing for the whole file.
-        is_sure: whether no honest save looks so.
+        what: it, as a noun (`step`, `partition count`, `placements`).
+        value: as text.
+        file: its name.
+        among: what tells the files apart that are compared with each other, "" where all are.
+        fqn: the key that it is said of, "" where it is one thing for the whole file.
     """
 
     what: str
-    says: tuple[tuple[str, tuple[str, ...]], ...]
-    fqns: tuple[str, ...] = ()
-    is_sure: bool = True
+    value: str
+    file: str
+    among: str = ""
+    fqn: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,42 +81,29 @@ class Misfit:
 
 
 @dataclass(frozen=True, slots=True)
-class OtherName:
-    """A file whose content names another file, or another rank, than its own name does.
-
-    Attributes:
-        file: its name.
-        inside: what the content says, as text.
-        same_as: a file of the set with the same bytes in all its storages, "" without one.
-        is_sure: whether the content states the rank itself; otherwise only the folder inside the archive does, and a
-            file may have been renamed.
-    """
-
-    file: str
-    inside: str
-    same_as: str = ""
-    is_sure: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class RankFileSet:
-    """The files of a checkpoint that is a set of them.
+    """The files of a checkpoint that is a set of them, and what they say.
 
     Attributes:
         files: those that are there.
-        lost: those of the grid that are not.
-        grid: where the grid is from, as a phrase (`the world size 4 in their names`).
-        disagreements: what files say differently that must say the same.
+        expected: from where the grid is (`the world size 4 in their names`) -> the files that it has.
+        said: what the files say that others must say alike; what all say alike may be left out.
         misfits: tensors that are not what mesh, placements or sums imply.
-        other_names: files whose content belongs under another name.
+        flat_groups: the groups of parameters that DeepSpeed's ZeRO cut over the ranks.
     """
 
     files: tuple[RankFile, ...]
-    lost: tuple[RankFile, ...] = ()
-    grid: str = ""
-    disagreements: tuple[Disagreement, ...] = ()
+    expected: Mapping[str, tuple[RankFile, ...]] = field(default_factory=dict)
+    said: tuple[Said, ...] = ()
     misfits: tuple[Misfit, ...] = ()
-    other_names: tuple[OtherName, ...] = ()
+    flat_groups: tuple[FlatGroup, ...] = ()
+
+    @property
+    def missing(self) -> dict[str, list[RankFile]]:
+        """From where the grid is -> the files of it that are not there."""
+        there = {file.identity for file in self.files}
+        found = {grid: [file for file in files if file.identity not in there] for grid, files in self.expected.items()}
+        return {grid: files for grid, files in found.items() if files}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 
@@ -84,6 +85,34 @@ class Mesh:
     def __str__(self) -> str:
         axes = zip(self.names or ("?",) * len(self.shape), self.shape, strict=False)
         return "mesh (" + ", ".join(f"{name} {size}" for name, size in axes) + ")"
+
+    def place_of(self, rank: int) -> tuple[int, ...] | None:
+        """Where a rank is on it; None where it is not on it."""
+        return _place(self.shape, self.strides, self.ranks, rank)
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from one on the mesh's own axes alone, itself among them."""
+        return _group(self.shape, self.strides, self.ranks, rank)
+
+
+@cache
+def _place(
+    shape: tuple[int, ...], strides: tuple[int, ...], ranks: tuple[int, ...], rank: int
+) -> tuple[int, ...] | None:
+    if rank not in ranks or 0 in strides or 0 in shape:
+        return None
+    at = ranks.index(rank)
+    return tuple(at // stride % size for size, stride in zip(shape, strides, strict=True))
+
+
+@cache
+def _group(shape: tuple[int, ...], strides: tuple[int, ...], ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    if rank not in ranks:
+        return (rank,)
+    places = {ranks.index(rank)}
+    for size, stride in zip(shape, strides, strict=True):
+        places = {place - place // stride % size * stride + i * stride for place in places for i in range(size)}
+    return tuple(ranks[place] for place in sorted(places) if place < len(ranks))
 
 
 @dataclass(frozen=True, slots=True)

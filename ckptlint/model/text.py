@@ -160,6 +160,16 @@ def listed(words: Sequence[str], last: str = "and") -> str:
     return f" {last} ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
+def some(names: Iterable[str], count: int = 4) -> str:
+    """The first names, and how many more there are.
+
+    >>> some("abc", 2)
+    'a, b and 1 more'
+    """
+    listed = list(names)
+    return ", ".join(listed[:count]) + (f" and {len(listed) - count:,} more" if len(listed) > count else "")
+
+
 def plural(count: int, noun: str) -> str:
     """A count with its noun.
 

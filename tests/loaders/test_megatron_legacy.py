@@ -290,6 +290,19 @@ def test_a_lost_distributed_optimizer(copied: Copied) -> None:
     only(step, "RNK001", "mp_rank_01/distrib_optim.pt is missing")
 
 
+def test_a_rank_without_an_optimizer(copied: Copied) -> None:
+    step = copied("tp2_pp2")
+    edit(step / "mp_rank_01_001" / MODEL, lambda state: state.pop("optimizer"))
+    only(step, "RNK002", "the optimizer state is missing in mp_rank_01_001/model_optim_rng.pt")
+
+
+def test_a_job_that_saves_no_optimizer_is_silent(copied: Copied) -> None:
+    step = copied("tp2_pp2")
+    for path in step.glob(f"*/{MODEL}"):
+        edit(path, lambda state: state.pop("optimizer"))
+    assert told(step) == []
+
+
 def test_a_short_buffer(copied: Copied) -> None:
     step = copied("tp2_dp2_distributed")
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import REAL, codes, found, manifest
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -156,7 +157,7 @@ def test_healthy_real_files_are_silent(row: dict[str, str], depth: str) -> None:
     report = ckptlint.check(path, depth=Depth[depth.upper()])
     assert found(report, "error", "warning") == []
     ckpt = report.checkpoints[0].checkpoint
-    assert ckpt.format == ("verl" if row["path"].startswith("verl") else "torch")
+    assert ckpt.format == {"verl": "verl", "flat": "fsdp-ranks"}.get(row["path"][:4], "torch")
     assert ckpt.tensors
     assert ckpt.partial == ""
     # nothing passes for want of a place
@@ -278,6 +279,15 @@ def shorter_moment(state: Any) -> None:
     )  # fmt: skip
 
 
+def lost(*patterns: str) -> Edit:
+    return lambda folder: [path.unlink() for pattern in patterns for path in folder.glob(pattern)] and None
+
+
+def forgetful(state: Any) -> None:
+    """The optimizer of a model whose last parameter is not trained."""
+    del state["state"][state["param_groups"][-1]["params"].pop()]
+
+
 def copied(source: str, target: str) -> Edit:
     return lambda folder: shutil.copy(folder / source, folder / target) and None
 
@@ -290,6 +300,7 @@ W = "model.layers.0.self_attn.q_proj.weight"
 M = "model_world_size_4_rank_{}.pt"
 O = "optim_world_size_4_rank_{}.pt"  # noqa: E741
 X = "extra_state_world_size_4_rank_{}.pt"
+F = "model_0000009.rank_{}.pth"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
 BROKEN: dict[str, tuple[str, Edit, str, str]] = {
     "no model of rank 2": ("fsdp2_4r", lambda f: (f / M.format(2)).unlink(), "RNK001", M.format(2)),
@@ -327,9 +338,24 @@ BROKEN: dict[str, tuple[str, Edit, str, str]] = {
                                     "RNK002", "exp_avg"),
     "a parameter that nobody saved": ("fsdp2_4r", on_all("model", 4, without("model.norm.weight")),
                                       "CFG001", "model.norm.weight"),
+    "no model of any rank": ("fsdp2_4r", lost("model_*"), "RNK001", "4 of 4 model files are missing: rank 0-3"),
+    "neither model nor optimizer": ("fsdp2_4r", lost("model_*", "optim_*"), "COM001", "no rank has a file of the "
+                                    "model beside extra_state"),
+    "an empty state on one rank": ("fsdp2_4r", rewritten(O.format(2), lambda s: s["state"].clear()), "RNK002",
+                                   f"{O.format(2)} lacks"),
+    "an empty state on the first rank": ("fsdp2_4r", rewritten(O.format(0), lambda s: s["state"].clear()), "RNK002",
+                                         f"{O.format(0)} lacks"),
+    "an empty state of slices": ("fsdp1_2r", rewritten("optim_world_size_2_rank_1.pt", lambda s: s["state"].clear()),
+                                 "RNK002", "optim_world_size_2_rank_1.pt lacks"),
+    "fewer parameters on one rank": ("fsdp2_4r", rewritten(
+                                     O.format(3), lambda s: s["param_groups"][-1]["params"].pop() and None), "RNK002",
+                                     "number of parameters in the optimizer is 11"),
     "hostile": ("fsdp2_4r", rewritten(M.format(1), lambda s: s | {"x": Marker()}), "SAF001", M.format(1)),
     "another world in fsdp_config.json": ("fsdp2_4r", lambda f: (f / "fsdp_config.json").write_text(
                                           '{"world_size": 8}') and None, "RNK002", "fsdp_config.json"),
+    "no file of rank 1": ("flat_2r", lambda f: (f / F.format(1)).unlink(), "RNK001", F.format(1)),
+    "a part that is there twice": ("flat_2r", copied(F.format(0), F.format(1)), "RNK006", F.format(0)),
+    "a part of another step": ("flat_2r", copied("model_0000004.rank_1.pth", F.format(1)), "RNK003", "step 4"),
     "a configuration of another model": ("fsdp2_4r", lambda f: bytes_of("huggingface/config.json", lambda d: d.replace(
                                          b'"vocab_size": 21', b'"vocab_size": 22'))(f), "CFG003", "embed_tokens"),
 }  # fmt: skip
@@ -338,7 +364,7 @@ BROKEN: dict[str, tuple[str, Edit, str, str]] = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_broken_is_named_once(tmp_path: Path, case: str) -> None:
     name, edit, code, key = BROKEN[case]
-    shutil.copytree(RANK_FILES / f"verl_{name}", tmp_path / "step")
+    shutil.copytree(RANK_FILES / (name if name == "flat_2r" else f"verl_{name}"), tmp_path / "step")
     edit(tmp_path / "step")
     report = ckptlint.check(tmp_path / "step", depth=Depth.HEADERS)
     loud = found(report, "error", "warning")
@@ -370,6 +396,39 @@ def test_an_optimizer_of_more_parameters_than_the_model_has(tmp_path: Path) -> N
     assert any("lists 12 parameters, but the files of the model hold 11" in row[2] for row in found(report))
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("fsdp2_4r", "the states of 11 parameters instead of 12"),
+        ("lora_only_2r", "the states of 3 parameters instead of 4"),
+    ],
+)
+def test_an_optimizer_of_fewer_parameters_on_all_ranks_is_told_once(tmp_path: Path, name: str, said: str) -> None:
+    shutil.copytree(RANK_FILES / f"verl_{name}", tmp_path / "step")
+    on_all("optim", int(name[-2]), forgetful)(tmp_path / "step")
+    report = ckptlint.check(tmp_path / "step")
+    assert found(report, "error", "warning") == []
+    assert [said in row[2] for row in found(report, "info") if row[0] == "RNK008"] == [True]
+
+
+def test_flat_parameters_with_fewer_elements_than_the_model(tmp_path: Path) -> None:
+    """FSDP1: one flat parameter of two is not trained."""
+    shutil.copytree(RANK_FILES / "verl_fsdp1_2r", tmp_path / "step")
+    on_all("optim", 2, lambda state: [own.update({w: own[w][:100].clone() for w in ("exp_avg", "exp_avg_sq")})
+                                      for own in state["state"].values()] and None)(tmp_path / "step")  # fmt: skip
+    report = ckptlint.check(tmp_path / "step")
+    assert found(report, "error", "warning") == []
+    assert [row[0] for row in found(report, "info") if "elements instead of" in row[2]] == ["RNK008"]
+
+
+def test_optimizer_files_beside_the_weights_of_hugging_face(tmp_path: Path) -> None:
+    """verl's `save_contents` may be [hf_model, optimizer, extra]: nothing is lost."""
+    shutil.copytree(RANK_FILES / "verl_fsdp2_4r", tmp_path / "step")
+    lost("model_*")(tmp_path / "step")
+    save_file({"model.norm.weight": torch.ones(12)}, tmp_path / "step/huggingface/model.safetensors")
+    assert "RNK001" not in {row[0] for row in found(ckptlint.check(tmp_path / "step"))}
+
+
 def test_a_tracker_that_names_a_step_which_is_not_there(tmp_path: Path) -> None:
     shutil.copytree(RANK_FILES / "verl_run", tmp_path / "run")
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("9")
@@ -384,3 +443,19 @@ def test_a_smaller_set_beside_the_whole_one_is_a_note(tmp_path: Path) -> None:
     report = ckptlint.check(tmp_path / "step")
     assert found(report, "error", "warning") == []
     assert any("world size 2" in row[2] for row in found(report, "info"))
+
+
+@pytest.mark.parametrize("name", ["rank_{}.pth", "rank{}.pt", "step-9_rank_{}.pt"])
+def test_parts_of_ranks_under_any_name(tmp_path: Path, name: str) -> None:
+    for rank in range(2):
+        shutil.copy(RANK_FILES / "flat_2r" / F.format(rank), tmp_path / name.format(rank))
+    assert codes(ckptlint.check(tmp_path, depth=Depth.DATA), "error", "warning") == set()
+    (tmp_path / name.format(0)).unlink()
+    assert codes(ckptlint.check(tmp_path), "error", "warning") == {"RNK001"}
+
+
+def test_files_of_ranks_without_sharded_tensors_are_no_layout(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"model": llama()}, tmp_path / f"rank_{rank}.pth")
+    report = ckptlint.check(tmp_path)
+    assert report.exit_code == 4

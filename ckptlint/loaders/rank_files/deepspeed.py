@@ -19,11 +19,11 @@ from ckptlint.loaders.rank_files.deepspeed_grid import (
     surplus,
     trainer_claim,
 )
-from ckptlint.loaders.rank_files.deepspeed_groups import EXPERT, flat_groups
-from ckptlint.loaders.rank_files.onto import Columns, Part, some
+from ckptlint.loaders.rank_files.deepspeed_groups import EXPERT, flat_groups, owner_of
+from ckptlint.loaders.rank_files.onto import Columns, Part
 from ckptlint.model import Checkpoint, FileTable, Misfit, RankFile, RankFileSet
 from ckptlint.model.stored import StoredTensor
-from ckptlint.model.text import printable, ranges
+from ckptlint.model.text import printable, ranges, some
 from ckptlint.storage.folder import Folder
 
 
@@ -38,18 +38,18 @@ def read_deepspeed(folder: Folder, look_at_files: bool) -> Checkpoint:
     """
     tag = read_tag(folder, look_at_files)
     others = tuple(other_names(tag))
-    copies = {other.file for other in others if other.same_as}
+    copies = {name for name, _, same_as in others if same_as}
     tag.sources = [source for source in tag.sources if source.file.name not in copies]
     columns = Columns()
     facts = facts_of(tag)
-    groups = flat_groups(tag.sources, facts.tp, _local_experts(tag))
+    groups, parts = flat_groups(tag, facts.tp)
     lost, grid = lost_files(tag, facts)
     odd = [*_weights(tag, facts), *_gates(tag, lost)]
     add_model(columns, tag, facts, {misfit.fqn for misfit in odd})
-    columns.parts += groups.parts
-    unnamed = _add_unnamed(columns, tag, {part.file for part in groups.parts})
+    columns.parts += parts
+    unnamed = _add_unnamed(columns, tag, {part.file for part in parts})
     told = disagreements(tag, facts)
-    misfits = groups.misfits + surplus(tag, facts) + odd
+    misfits = surplus(tag, facts) + odd
     unread = [file.name for file in tag.files if not file.is_read]
     partial = ""
     if missing := len(unread) + len(lost) + len(copies):
@@ -75,29 +75,24 @@ def read_deepspeed(folder: Folder, look_at_files: bool) -> Checkpoint:
         metadata_file=tag.files[0].name,
         unseen=unnamed,
         rank_files=RankFileSet(
-            files=tuple(tag.files),
-            lost=lost,
-            grid=grid,
-            disagreements=tuple(told),
+            files=tuple(named(tag.files, others)),
+            expected={grid: (*tag.files, *lost)},
+            said=tuple(told),
             misfits=tuple(misfits),
-            other_names=others,
+            flat_groups=tuple(groups),
         ),
     )
 
 
+def named(files: Iterable[RankFile], others: Iterable[tuple[str, str, str]]) -> Iterator[RankFile]:
+    """The files, each with the other name that its content says."""
+    known = {name: (inside, same_as) for name, inside, same_as in others}
+    for file in files:
+        inside, same_as = known.get(file.name, ("", ""))
+        yield replace(file, inside=inside, same_as=same_as)
+
+
 # ---------------------------------------------------------------- against the parameters that are listed
-
-
-def _local_experts(tag: Tag) -> dict[str, int]:
-    """For each layer of experts, by the start of their names, how many of them one rank holds."""
-    numbers: dict[str, set[int]] = defaultdict(set)
-    for source in tag.of("optimizer"):
-        slices = source.state.get("param_slice_mappings")
-        for group in slices if isinstance(slices, list) else ():
-            for fqn in group if isinstance(group, dict) else ():
-                if match := EXPERT.fullmatch(str(fqn)):
-                    numbers[match[1]].add(int(match[2]))
-    return {prefix: max(found) + 1 for prefix, found in numbers.items()}
 
 
 def _weights(tag: Tag, facts: Facts) -> Iterator[Misfit]:
@@ -162,7 +157,7 @@ def add_model(columns: Columns, tag: Tag, facts: Facts, odd: Collection[str] = (
         module = source.root.get("module")
         shared = source.root.get("shared_params")
         aliases = shared if isinstance(shared, dict) else {}
-        owner = owner_of(source.file.numbers["mp"], facts)
+        owner = owner_of(source.file.numbers["mp"], facts.tp)
         for fqn, tensor in _tensors(module if isinstance(module, dict) else {}):
             if fqn in aliases or fqn in odd or (facts.sharded_model and 0 in tensor.shape):
                 continue
@@ -170,12 +165,12 @@ def add_model(columns: Columns, tag: Tag, facts: Facts, odd: Collection[str] = (
         for fqn, tensor in _tensors(source.root.get("optimizer")):
             _add(columns, held, f"optimizer.{source.file.name.removesuffix('_model_states.pt')}.{fqn}", tensor, source)
     for source in tag.of("layer"):
-        owner = owner_of(source.file.numbers.get("tp", 0), facts)
+        owner = owner_of(source.file.numbers.get("tp", 0), facts.tp)
         for fqn, tensor in _tensors(source.root):
             if (named := f"{source.file.numbers['layer']}.{fqn}") not in odd:
                 _add(columns, held, f"{owner}{named}", tensor, source)
     for source in tag.of("expert"):
-        owner = owner_of(source.file.numbers["mp"], facts)
+        owner = owner_of(source.file.numbers["mp"], facts.tp)
         for fqn, tensor in _tensors(source.root):
             _add(columns, held, f"{owner}{fqn}", tensor, source)
     for source in tag.of("expert optimizer"):
@@ -202,11 +197,6 @@ def _add_unnamed(columns: Columns, tag: Tag, placed: Collection[int]) -> tuple[s
 
 
 _FLAT = {"single_partition_of_fp32_groups", "fp32_flat_groups"}
-
-
-def owner_of(mp: int, facts: Facts) -> str:
-    """What stands before the names of a tensor parallel rank's parts, whose names are those of the others' parts."""
-    return f"mp_rank_{mp % facts.tp:02d}." if facts.tp > 1 else ""
 
 
 def _add(columns: Columns, held: set[str], fqn: str, tensor: StoredTensor, source: Source) -> None:

@@ -20,7 +20,7 @@ from ckptlint.loaders.rank_files.deepspeed_files import (
     shapes_of,
     zero_stage,
 )
-from ckptlint.model import AxisSize, Declared, Disagreement, Misfit, OtherName, RankFile, StepClaim
+from ckptlint.model import AxisSize, Declared, Misfit, RankFile, Said, StepClaim
 from ckptlint.model.text import printable, ranges
 from ckptlint.storage.folder import Folder
 
@@ -264,7 +264,7 @@ _FILES_LIMIT = 2**18
 STRUCTURE = ("ZeRO stage", "partition count", "data parallel size", "model parallel size", "parameters")
 
 
-def disagreements(tag: Tag, facts: Facts) -> list[Disagreement]:
+def disagreements(tag: Tag, facts: Facts) -> list[Said]:
     """What the files of a tag say differently."""
     said: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for source in tag.sources:
@@ -287,16 +287,15 @@ def disagreements(tag: Tag, facts: Facts) -> list[Disagreement]:
                 said["ZeRO stage"][str(stage)].append(name)
             if counts := partition_counts(state):
                 said["partition count"][str(list(counts)) if len(set(counts)) > 1 else str(counts[0])].append(name)
-    found = [_disagreement(what, values) for what, values in said.items() if len(values) > 1]
+    found = [item for what, values in said.items() if len(values) > 1 for item in _disagreement(what, values)]
     return found + list(_other_parameters(tag, facts)) + list(_optimizer_steps(tag))
 
 
-def _disagreement(what: str, values: dict[str, list[str]]) -> Disagreement:
-    ordered = sorted(values.items(), key=lambda item: -len(item[1]))
-    return Disagreement(what, tuple((value, tuple(files)) for value, files in ordered))
+def _disagreement(what: str, values: dict[str, list[str]]) -> list[Said]:
+    return [Said(what, value, file) for value, files in values.items() for file in files]
 
 
-def _other_parameters(tag: Tag, facts: Facts) -> Iterator[Disagreement]:
+def _other_parameters(tag: Tag, facts: Facts) -> Iterator[Said]:
     """Where each rank lists the parameters (stage 3): those of one model parallel rank, equal on all of its ranks."""
     if not facts.sharded_model:
         return
@@ -309,20 +308,20 @@ def _other_parameters(tag: Tag, facts: Facts) -> Iterator[Disagreement]:
     for values in listed.values():
         if len(values) > 1:
             shown = {f"list {i + 1}": files for i, files in enumerate(values.values())}
-            yield _disagreement("parameters", shown)
+            yield from _disagreement("parameters", shown)
 
 
-def _optimizer_steps(tag: Tag) -> Iterator[Disagreement]:
+def _optimizer_steps(tag: Tag) -> Iterator[Said]:
     """The step that the optimizer of each rank counted."""
     steps: dict[str, list[str]] = defaultdict(list)
     for source in tag.of("optimizer"):
         if source.steps:
             steps[ranges(source.steps)].append(source.file.name)
     if len(steps) > 1:
-        yield _disagreement("step", steps)
+        yield from _disagreement("step", steps)
 
 
-def other_names(tag: Tag) -> Iterator[OtherName]:
+def other_names(tag: Tag) -> Iterator[tuple[str, str, str]]:
     """The files that were written under another name of DeepSpeed's, which torch.save keeps inside the archive."""
     named = {source.file.name: file_of(f"{source.found.prefix}.pt") for source in tag.sources}
     alike: dict[tuple[tuple[int, int], ...], list[str]] = defaultdict(list)
@@ -332,7 +331,7 @@ def other_names(tag: Tag) -> Iterator[OtherName]:
         name, inside, own = source.file.name, named[source.file.name], _checksums(source)
         if inside is not None and (inside.kind, inside.numbers) != (source.file.kind, source.file.numbers):
             same = [other for other in alike[own][:2] if other != name and own]
-            yield OtherName(name, inside.name, same[0] if same else "")
+            yield (name, inside.name, same[0] if same else "")
 
 
 def _checksums(source: Source) -> tuple[tuple[int, int], ...]:

@@ -1,4 +1,4 @@
-"""The flat groups of ZeRO: which part of which parameter lies where in them, and whether their lengths add up.
+"""The flat groups of ZeRO: which part of which parameter lies where in them.
 
 A group of parameters is laid end to end and cut over the ranks. Stages 1 and 2 cut the whole, padded to twice as many
 elements as there are ranks; stage 3 cuts each parameter by itself, into equal parts of which the last is padded.
@@ -9,96 +9,88 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 from ckptlint.loaders.rank_files.deepspeed_files import (
-    Shapes,
     Source,
-    count_of,
+    Tag,
     moments_of,
     partition_counts,
     shapes_of,
 )
 from ckptlint.loaders.rank_files.onto import Part
-from ckptlint.model import Misfit
+from ckptlint.model.flat_groups import FlatGroup, FlatPart, Shapes
 from ckptlint.model.stored import StoredTensor
-from ckptlint.model.text import printable
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-_ALIGNMENT = 2  # elements for each rank, deepspeed.runtime.zero.stage_1_and_2 `nccl_start_alignment_factor`
 EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d{1,6})(\..*)")
 
+Cut = tuple[list[FlatGroup], list[Part]]
+"""Groups, and the pieces of parameters and of their moments in them, each one-dimensional."""
 
-@dataclass(slots=True)
-class Groups:
-    """What the flat groups of a tag hold.
 
-    Attributes:
-        parts: the pieces of parameters and of their moments, each one-dimensional.
-        misfits: lengths that are not what the parameters need.
+def flat_groups(tag: Tag, tp: int) -> Cut:
+    """The groups of all optimizer files of a tag.
+
+    Args:
+        tp: how many ranks hold parts of one tensor under one name.
     """
+    by_mp: dict[int, list[Source]] = defaultdict(list)
+    for source in tag.of("optimizer"):
+        by_mp[source.file.numbers["mp"]].append(source)
+    experts = _local_experts(tag)
+    made: Cut = ([], [])
+    held: dict[str, int] = {}
+    for mp, own in sorted(by_mp.items()):
+        owner = owner_of(mp, tp)
+        models = [source for source in tag.of("model") if source.file.numbers["mp"] == mp]
+        is_by_parameter = any(_BY_PARAMETER in source.state for source in own)
+        groups, parts = (
+            _cut_parameters(own, models, owner) if is_by_parameter else _cut_groups(own, models, owner, experts)
+        )
+        made[0].extend(groups)
+        # a tied parameter is in the groups of several pipeline stages
+        made[1].extend(part if held.setdefault(part.fqn, mp) == mp else part._replace(offsets=None) for part in parts)
+    return made
 
-    parts: list[Part] = field(default_factory=list)
-    misfits: list[Misfit] = field(default_factory=list)
+
+def _local_experts(tag: Tag) -> dict[str, int]:
+    """For each layer of experts, by the start of their names, how many of them one rank holds."""
+    numbers: dict[str, int] = defaultdict(int)
+    for source in tag.of("optimizer"):
+        slices = source.state.get("param_slice_mappings")
+        for group in slices if isinstance(slices, list) else ():
+            for fqn in group if isinstance(group, dict) else ():
+                if match := EXPERT.fullmatch(str(fqn)):
+                    numbers[match[1]] = max(numbers[match[1]], int(match[2]) + 1)
+    return numbers
 
 
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """One rank's part of a group of stages 1 and 2.
+def _part(source: Source, key: str, number: int, index: int, ranks: int, moments: Mapping[str, Any]) -> FlatPart:
+    """What a file holds of a group, whose weights lie under the key."""
 
-    Attributes:
-        index: its place among the ranks that the group is cut over.
-        number: of the group.
-    """
+    def own(key: str) -> Any:
+        found = source.state.get(key)
+        return found[number] if isinstance(found, list) and number < len(found) else None
 
-    source: Source
-    index: int
-    number: int
-
-    @property
-    def flat(self) -> StoredTensor | None:
-        """The fp32 weights."""
-        flats = self.source.state.get("single_partition_of_fp32_groups")
-        return _flat(flats[self.number]) if isinstance(flats, list) and self.number < len(flats) else None
-
-    @property
-    def slices(self) -> dict[str, tuple[int, int]] | None:
-        """Name -> (first element in the group's part, elements); None where the file does not say."""
-        found = self.source.state.get("param_slice_mappings")
-        own = found[self.number] if isinstance(found, list) and self.number < len(found) else None
-        if not isinstance(own, dict):
-            return None
-        slices = {str(fqn): _slice(value) for fqn, value in own.items()}
-        return {fqn: value for fqn, value in slices.items() if value is not None}
-
-    @property
-    def padding(self) -> int | None:
-        """The elements at its end that belong to no parameter, as it says itself."""
-        found = self.source.state.get("group_paddings")
-        value = found[self.number] if isinstance(found, list) and self.number < len(found) else None
-        return value if type(value) is int and value >= 0 else None
-
-    @property
-    def part(self) -> int:
-        """Elements of a rank's part of the group, its padding included."""
-        lengths = [moment.shape[0] for moment in self.moments.values()]
-        return max(lengths or [0 if self.flat is None else self.flat.shape[0] + (self.padding or 0)])
-
-    @property
-    def between(self) -> int:
-        """Elements of padding between parameters."""
-        found = self.source.state.get("param_alignment_paddings")
-        own = found[self.number] if isinstance(found, list) and self.number < len(found) else None
-        return sum(n for n in own if type(n) is int) if isinstance(own, list) else 0
-
-    @property
-    def moments(self) -> dict[str, StoredTensor]:
-        """exp_avg and the like, those that have an element for each of the group's."""
-        entries = moments_of(self.source.state)
-        own = entries[self.number] if self.number < len(entries) else {}
-        return {what: flat for what, value in own.items() if (flat := _flat(value)) is not None}
+    slices, padding, between = own("param_slice_mappings"), own("group_paddings"), own("param_alignment_paddings")
+    padding = padding if type(padding) is int and padding >= 0 else None
+    return FlatPart(
+        source.file.name,
+        number,
+        index,
+        ranks,
+        weights=_flat(own(key)),
+        moments={what: flat for what, value in moments.items() if (flat := _flat(value)) is not None},
+        slices={str(fqn): found for fqn, value in slices.items() if (found := _slice(value)) is not None}
+        if isinstance(slices, dict)
+        else None,
+        padding=padding,
+        between=sum(n for n in between if type(n) is int) if isinstance(between, list) else 0,
+        # the BF16 optimizer, which names no stage, keeps the padding, and so did versions that list none
+        is_stripped="zero_stage" in source.state and padding is not None,
+    )
 
 
 def _flat(value: Any) -> StoredTensor | None:
@@ -114,284 +106,164 @@ def _slice(value: Any) -> tuple[int, int] | None:
     return None
 
 
-def padded_part(elements: int, ranks: int, index: int) -> tuple[int, int]:
-    """Elements of one rank's part of a group of stages 1 and 2, and how many of them are padding.
+def _piece(
+    fqn: str, numel: int, offset: int, flat: StoredTensor, start: int, count: int, source: Source
+) -> Iterator[Part]:
+    """A slice of a flat tensor; nothing where that ends before it, or of no elements."""
+    if count and start + count <= flat.shape[0]:
+        tensor = replace(flat, shape=(count,), strides=(1,), offset=flat.offset + start)
+        place = source.found.storages.get(flat.key)
+        yield Part(fqn, flat.dtype, (numel,), (offset,), tensor, source.number, place, is_flat=True)
 
-    >>> padded_part(13, 4, 2), padded_part(13, 4, 3)
-    ((4, 0), (4, 3))
-    """
-    part = -(-elements // (_ALIGNMENT * ranks)) * _ALIGNMENT
-    return part, min(max((index + 1) * part - elements, 0), part)
 
-
-def flat_groups(sources: list[Source], tp: int, experts: Mapping[str, int]) -> Groups:
-    """The groups of all optimizer files of a tag.
-
-    Args:
-        sources: the files that were read.
-        tp: how many ranks hold parts of one tensor under one name.
-        experts: for each layer of experts, by the start of their names, how many of them a rank holds.
-    """
-    groups = Groups()
-    by_mp: dict[int, list[Source]] = defaultdict(list)
-    for source in sources:
-        if source.file.kind == "optimizer":
-            by_mp[source.file.numbers["mp"]].append(source)
-    held: dict[str, int] = {}
-    for mp, own in sorted(by_mp.items()):
-        owner = f"mp_rank_{mp % tp:02d}." if tp > 1 else ""
-        models = [s for s in sources if s.file.kind == "model" and s.file.numbers["mp"] == mp]
-        made = Groups()
-        if any("fp32_flat_groups" in source.state for source in own):
-            _cut_parameters(own, models, owner, made)
-        else:
-            _cut_groups(own, models, owner, experts, made)
-        # a tied parameter is in the groups of several pipeline stages
-        groups.parts += [
-            part if held.setdefault(part.fqn, mp) == mp else part._replace(offsets=None) for part in made.parts
-        ]
-        groups.misfits += made.misfits
-    return groups
+def owner_of(mp: int, tp: int) -> str:
+    """What stands before the names of a tensor parallel rank's parts, whose names are those of the others' parts."""
+    return f"mp_rank_{mp % tp:02d}." if tp > 1 else ""
 
 
 # ---------------------------------------------------------------- stages 1 and 2
 
 
-def _cut_groups(own: list[Source], models: list[Source], owner: str, experts: Mapping[str, int], made: Groups) -> None:
-    counts = next((counts for source in own if (counts := partition_counts(source.state))), ())
-    lists = {source.file.name: groups for source in models if (groups := shapes_of(source.root)) is not None}
-    listed, shapes = next(iter(lists.items()), ("", []))
-    for number, ranks in enumerate(counts):
-        parallel = max(max(counts) // ranks, 1)
-        wanted = shapes[number] if number < len(shapes) else None
-        for ep, members in _members(own, number, ranks, parallel):
-            whole = len(members) == ranks
-            _judge_lengths(members, wanted, ranks, listed, made)
-            _judge_names(members, wanted, whole, listed, made)
-            local = experts if parallel > 1 else {}
-            made.parts += _pieces(members, wanted or _sums(members), owner, ep, local, whole)
-
-
-def _members(own: list[Source], number: int, ranks: int, parallel: int) -> Iterator[tuple[int, list[_Member]]]:
-    """The ranks that one copy of a group is cut over, for each set of experts: those that lie `parallel` apart.
+def _cut_groups(own: list[Source], models: list[Source], owner: str, experts: Mapping[str, int]) -> Cut:
+    """The copies of each group: of those with experts one for each set of them, over ranks that lie so far apart.
 
     Source:
         deepspeed.utils.groups._create_expert_and_data_parallel
     """
-    found: dict[int, list[_Member]] = defaultdict(list)
-    for source in own:
-        index, ep = divmod(source.file.numbers["dp"], parallel)
-        if index < ranks:
-            found[ep].append(_Member(source, index, number))
-    yield from found.items()
+    made: Cut = ([], [])
+    counts = next((counts for source in own if (counts := partition_counts(source.state))), ())
+    lists = {source.file.name: groups for source in models if (groups := shapes_of(source.root)) is not None}
+    listed, shapes = next(iter(lists.items()), ("", []))
+    sources = {source.file.name: source for source in own}
+    for number, ranks in enumerate(counts):
+        parallel = max(max(counts) // ranks, 1)
+        sets: dict[int, list[FlatPart]] = defaultdict(list)
+        for source in own:
+            index, ep = divmod(source.file.numbers["dp"], parallel)
+            if index < ranks:
+                entries = moments_of(source.state)[number : number + 1] or [{}]
+                sets[ep].append(_part(source, "single_partition_of_fp32_groups", number, index, ranks, entries[0]))
+        for ep, parts in sets.items():
+            group = FlatGroup(tuple(parts), tuple(shapes[number : number + 1]), listed)
+            first = {fqn: ep * count for fqn, count in experts.items()} if parallel > 1 else {}
+            made[0].append(group)
+            made[1].extend(_pieces(group, sources, owner, first))
+    return made
 
 
-def _judge_lengths(
-    members: list[_Member], wanted: dict[str, tuple[int, ...]] | None, ranks: int, listed: str, made: Groups
-) -> None:
-    """Each rank's part of a group: its length and padding, and those of the moments; one misfit for each file."""
-    elements = None if wanted is None else sum(prod(shape) for shape in wanted.values())
-    for member in members:
-        found = _misfit(member, elements, ranks, listed)
-        if found is not None:
-            what, stored, expected, because, kind = found
-            made.misfits.append(Misfit(what, member.source.file.name, stored, expected, because, kind))
+def _pieces(group: FlatGroup, sources: Mapping[str, Source], owner: str, first: Mapping[str, int]) -> Iterator[Part]:
+    """Each rank's slices: one after the other in the order of ranks; around lost ones by place in the group.
+
+    Args:
+        first: for each layer of experts, by the start of their names, the number of the first one here; each rank
+            counts its own from 0.
+    """
+    wanted = next(iter(group.shapes), None) or _sums(group)
+    at = dict.fromkeys(wanted, 0) if group.is_whole else _starts(group, wanted)
+    for part in group.parts:
+        for fqn, (start, count) in (part.slices or {}).items():
+            if part.weights is None or fqn not in at:
+                continue
+            offset = at[fqn] if group.is_whole else part.index * part.length + start - at[fqn]
+            at[fqn] += count if group.is_whole else 0
+            named = owner + expert_name(fqn, first)
+            for what, tensor in {"fp32_param": part.weights, **part.moments}.items():
+                key = f"optimizer.state.{what}.{named}"
+                yield from _piece(key, prod(wanted[fqn]), offset, tensor, start, count, sources[part.file])
 
 
-def _misfit(member: _Member, elements: int | None, ranks: int, listed: str) -> tuple[str, str, str, str, str] | None:
-    """(where, stored, expected, why, what of) of the first length that does not fit."""
-    flat, padding, what = member.flat, member.padding, f"group {member.number}"
-    if flat is None:
-        return what, "no fp32 weights", "a flat tensor", "partition_count lists this group", "length"
-    length = flat.shape[0]
-    if elements is not None:
-        part, pad = padded_part(elements + member.between, ranks, member.index)
-        because = f"the parameters in {listed} have {elements + member.between:,} elements, over {ranks} ranks"
-        if padding is not None and padding != pad:
-            return what, f"{padding:,}", f"{pad:,}", because, "padding"
-        # the BF16 optimizer, which names no stage, keeps the padding, and so did versions that list none
-        is_stripped = "zero_stage" in member.source.state and padding is not None
-        if length != part - pad and (is_stripped or length != part):
-            return what, f"{length:,}", f"{part - pad:,}", because, "length"
-    end = max((start + count for start, count in (member.slices or {}).values()), default=0)
-    if end > length:
-        return what, f"{length:,}", f"{end:,}", "param_slice_mappings ends there", "length"
-    for name, moment in member.moments.items():
-        if moment.shape[0] not in (length, length + (padding or 0)):
-            because = "the fp32 weights and their padding have as many"
-            return f"{name} of {what}", f"{moment.shape[0]:,}", f"{length + (padding or 0):,}", because, "length"
-    return None
-
-
-def _judge_names(
-    members: list[_Member], wanted: dict[str, tuple[int, ...]] | None, whole: bool, listed: str, made: Groups
-) -> None:
-    """Parameters that no rank holds a slice of, and slices of parameters that are not listed."""
-    slices = [member.slices for member in members]
-    if wanted is None or not whole or any(own is None for own in slices):
-        return
-    there = {fqn: member for member in reversed(members) for fqn in member.slices or ()}
-    file, what = members[0].source.file.name, f"group {members[0].number}"
-    for fqn, sizes in wanted.items():
-        if fqn not in there and prod(sizes) > 0:
-            because = f"{listed} lists it in {what}"
-            made.misfits.append(Misfit(printable(fqn), file, "no slice", "one on any rank", because, "slice"))
-    for fqn in there.keys() - wanted.keys():
-        name, because = there[fqn].source.file.name, f"param_slice_mappings has it in {what}"
-        made.misfits.append(Misfit(printable(fqn), name, "a slice", f"none, as in {listed}", because, "slice"))
-
-
-def _sums(members: list[_Member]) -> dict[str, tuple[int, ...]]:
+def _sums(group: FlatGroup) -> Shapes:
     """How many elements of each parameter the ranks hold together, where no file lists shapes."""
     sums: dict[str, int] = defaultdict(int)
-    for member in members:
-        for fqn, (_, count) in (member.slices or {}).items():
+    for part in group.parts:
+        for fqn, (_, count) in (part.slices or {}).items():
             sums[fqn] += count
     return {fqn: (count,) for fqn, count in sums.items()}
 
 
-def _pieces(
-    members: list[_Member],
-    wanted: dict[str, tuple[int, ...]],
-    owner: str,
-    ep: int,
-    experts: Mapping[str, int],
-    whole: bool,
-) -> Iterator[Part]:
-    """Each rank's slices: one after the other in the order of ranks; around lost ones by place in the group."""
-    at = dict.fromkeys(wanted, 0) if whole else {}
-    starts = {} if whole else _starts(members, wanted)
-    for member in members:
-        flat, moments = member.flat, member.moments
-        for fqn, (start, count) in (member.slices or {}).items():
-            if flat is None or fqn not in (wanted if whole else starts):
-                continue
-            if whole:
-                offset = at[fqn]
-                at[fqn] += count
-            else:
-                offset = member.index * member.part + start - starts[fqn]
-            named = owner + expert_name(fqn, ep, experts)
-            for what, tensor in {"fp32_param": flat, **moments}.items():
-                state = f"optimizer.state.{what}.{named}"
-                if piece := _piece(state, prod(wanted[fqn]), (offset,), tensor, start, count, member.source):
-                    yield piece
-
-
-def _starts(members: list[_Member], wanted: dict[str, tuple[int, ...]]) -> dict[str, int]:
+def _starts(group: FlatGroup, wanted: Shapes) -> dict[str, int]:
     """Where parameters begin in their group, told by the ranks that hold the first or the last of their elements."""
     starts: dict[str, int] = {}
-    for member in members:
-        first = member.index * member.part
-        for fqn, (start, count) in (member.slices or {}).items():
-            if start or not member.index:
+    for part in group.parts:
+        first = part.index * part.length
+        for fqn, (start, count) in (part.slices or {}).items():
+            if start or not part.index:
                 starts[fqn] = first + start
-            elif fqn in wanted and start + count < member.part:
+            elif fqn in wanted and start + count < part.length:
                 starts.setdefault(fqn, first + start + count - prod(wanted[fqn]))
     return {fqn: start for fqn, start in starts.items() if fqn in wanted}
 
 
-def expert_name(fqn: str, ep: int, experts: Mapping[str, int]) -> str:
-    """The name of an expert's parameter, numbered over all ranks; each rank counts its own from 0."""
+def expert_name(fqn: str, first: Mapping[str, int]) -> str:
+    """The name of an expert's parameter, numbered over all ranks."""
     match = EXPERT.fullmatch(fqn)
-    if match is None or match[1] not in experts:
+    if match is None or match[1] not in first:
         return fqn
-    return f"{match[1]}{ep * experts[match[1]] + int(match[2])}{match[3]}"
-
-
-def _piece(
-    fqn: str, numel: int, offsets: tuple[int, ...] | None, flat: StoredTensor, start: int, count: int, source: Source
-) -> Part | None:
-    """A slice of a flat tensor; None where that ends before it, or of no elements."""
-    if not count or start + count > flat.shape[0]:
-        return None
-    tensor = replace(flat, shape=(count,), strides=(1,), offset=flat.offset + start)
-    place = source.found.storages.get(flat.key)
-    return Part(fqn, flat.dtype, (numel,), offsets, tensor, source.number, place, is_flat=True)
+    return f"{match[1]}{first[match[1]] + int(match[2])}{match[3]}"
 
 
 # ---------------------------------------------------------------- stage 3
 
+_BY_PARAMETER = "fp32_flat_groups"
 
-def _cut_parameters(own: list[Source], models: list[Source], owner: str, made: Groups) -> None:
+
+def _cut_parameters(own: list[Source], models: list[Source], owner: str) -> Cut:
     """The parts of stage 3: of n elements over p ranks each has ceil(n / p), whatever the groups are."""
+    made: Cut = ([], [])
     by_dp = {source.file.numbers["dp"]: source for source in models}
     for source in own:
         model = by_dp.get(source.file.numbers["dp"]) or next(iter(models), None)
         shapes = shapes_of(model.root) if model is not None else None
         ranks = next(iter(partition_counts(source.state)), 0)
-        flats = source.state.get("fp32_flat_groups")
-        tensors = [_flat(value) for value in flats] if isinstance(flats, list) else []
-        if model is None or shapes is None or not ranks or not tensors or None in tensors:
+        flats = source.state.get(_BY_PARAMETER)
+        if model is None or shapes is None or not ranks or not isinstance(flats, list) or not flats:
             continue
-        groups = [tensor for tensor in tensors if tensor is not None]
-        if _fits(source, groups, shapes, ranks, model.file.name, made):
-            made.parts += _shares(source, groups, shapes, ranks, owner)
+        entries = moments_of(source.state)
+        entries += [{}] * (len(flats) - len(entries))
+        index = source.file.numbers["dp"] % ranks
+        parts = [_part(source, _BY_PARAMETER, i, index, ranks, entries[i]) for i in range(len(flats))]
+        if all(part.weights for part in parts):
+            group = FlatGroup(tuple(parts), tuple(shapes), model.file.name, is_by_parameter=True)
+            made[0].append(group)
+            made[1].extend(_shares(group, source, owner))
+    ranks = next((counts[0] for source in own if (counts := partition_counts(source.state))), 0)
     for source in models:
-        made.parts += _frozen(source, owner, ranks_of(own))
+        made[1].extend(_frozen(source, owner, ranks))
+    return made
 
 
-def ranks_of(own: list[Source]) -> int:
-    """Over how many ranks the parameters are cut."""
-    return next((counts[0] for source in own if (counts := partition_counts(source.state))), 0)
-
-
-def _fits(source: Source, groups: list[StoredTensor], shapes: Shapes, ranks: int, listed: str, made: Groups) -> bool:
-    """Whether the groups of a rank are as long as its parts of the parameters, and the moments as long as they are."""
-    file, lengths = source.file.name, [group.shape[0] for group in groups]
-    needs = [sum(-(-prod(shape) // ranks) for shape in group.values()) for group in shapes]
-    if sum(lengths) != sum(needs):
-        because = f"each parameter in {listed} is split over {ranks} ranks, its last part padded"
-        pairs = zip(lengths, needs, strict=True) if len(lengths) == len(needs) else ()
-        odd = [f"group {i}" for i, (length, need) in enumerate(pairs) if length != need]
-        what = ", ".join(odd) or "the groups together"
-        stored = sum(length for i, length in enumerate(lengths) if not odd or f"group {i}" in odd)
-        need = sum(need for i, need in enumerate(needs) if not odd or f"group {i}" in odd)
-        made.misfits.append(Misfit(what, file, f"{stored:,}", f"{need:,}", because, "length"))
-        return False
-    fits = True
-    for number, (length, entry) in enumerate(zip(lengths, moments_of(source.state), strict=False)):
-        for name, value in entry.items():
-            moment = _flat(value)
-            if moment is not None and moment.shape[0] != length:
-                what, because = f"{name} of group {number}", "the fp32 weights have as many"
-                made.misfits.append(Misfit(what, file, f"{moment.shape[0]:,}", f"{length:,}", because, "length"))
-                fits = False
-    return fits
-
-
-def _shares(source: Source, groups: list[StoredTensor], shapes: Shapes, ranks: int, owner: str) -> Iterator[Part]:
-    rank, entries = source.file.numbers["dp"] % ranks, moments_of(source.state)
+def _shares(group: FlatGroup, source: Source, owner: str) -> Iterator[Part]:
+    """The parameters' parts one after the other; nothing has a place where the lengths do not add up."""
+    parts, ranks = group.parts, group.parts[0].ranks
+    if sum(part.length for part in parts) != sum(group.shares) or not all(part.is_even for part in parts):
+        return
     number = start = 0
-    for fqn, shape in ((fqn, shape) for group in shapes for fqn, shape in group.items()):
-        numel = prod(shape)
-        share = -(-numel // ranks)
-        while share and number < len(groups) and start == groups[number].shape[0]:
+    for fqn, shape in ((fqn, shape) for shapes in group.shapes for fqn, shape in shapes.items()):
+        share = -(-prod(shape) // ranks)
+        while share and number < len(parts) and start == parts[number].length:
             number, start = number + 1, 0
-        if number < len(groups) and start + share <= groups[number].shape[0]:
-            moments = entries[number] if number < len(entries) else {}
-            held = {what: flat for what, value in moments.items() if (flat := _flat(value)) is not None}
-            first = min(rank * share, numel)
-            count = min(share, numel - first)
-            names = {"": groups[number], **{f"optimizer.state.{what}.": flat for what, flat in held.items()}}
-            for what, flat in names.items():
-                if piece := _piece(f"{what}{owner}{fqn}", numel, (first,), flat, start, count, source):
-                    yield piece
+        if number < len(parts) and start + share <= parts[number].length:
+            for what, flat in {"": parts[number].weights, **parts[number].moments}.items():
+                key = f"optimizer.state.{what}.{owner}{fqn}" if what else f"{owner}{fqn}"
+                yield from _share(key, shape, parts[number].index, ranks, flat, start, source)
         start += share
 
 
 def _frozen(source: Source, owner: str, ranks: int) -> Iterator[Part]:
     """The parts of parameters that are not trained."""
     fragments, shapes = source.root.get("frozen_param_fragments"), source.root.get("frozen_param_shapes")
-    if not isinstance(fragments, dict) or not isinstance(shapes, dict) or not count_of(ranks):
-        return
-    [listed] = shapes_of({"param_shapes": shapes}) or [{}]
-    for fqn, shape in listed.items():
-        tensor = _flat(fragments.get(fqn))
-        numel, rank = prod(shape), source.file.numbers.get("dp", 0) % ranks
-        share = -(-numel // ranks)
-        first = min(rank * share, numel)
-        if tensor is not None and tensor.shape[0] == share:
-            piece = _piece(f"{owner}{fqn}", numel, (first,), tensor, 0, min(share, numel - first), source)
-            if piece is not None:
-                yield piece
+    [listed] = (shapes_of({"param_shapes": shapes}) if isinstance(shapes, dict) else None) or [{}]
+    for fqn, shape in listed.items() if isinstance(fragments, dict) and ranks else ():
+        flat = _flat(fragments.get(fqn))
+        if flat is not None and flat.shape[0] == -(-prod(shape) // ranks):
+            yield from _share(f"{owner}{fqn}", shape, source.file.numbers.get("dp", 0) % ranks, ranks, flat, 0, source)
+
+
+def _share(
+    key: str, shape: tuple[int, ...], index: int, ranks: int, flat: StoredTensor, start: int, source: Source
+) -> Iterator[Part]:
+    """One rank's part of a parameter; of the last ones some or all is padding."""
+    numel = prod(shape)
+    share = -(-numel // ranks)
+    first = min(index * share, numel)
+    yield from _piece(key, numel, first, flat, start, min(share, numel - first), source)

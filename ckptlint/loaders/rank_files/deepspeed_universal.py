@@ -7,18 +7,18 @@ from dataclasses import replace
 from math import prod
 
 from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of
-from ckptlint.loaders.rank_files.deepspeed import add_model
+from ckptlint.loaders.rank_files.deepspeed import add_model, named
 from ckptlint.loaders.rank_files.deepspeed_files import Tag, read_tag, shapes_of
 from ckptlint.loaders.rank_files.deepspeed_grid import disagreements, facts_of, other_names
 from ckptlint.loaders.rank_files.onto import Columns, Part, read_file
 from ckptlint.model import (
     Checkpoint,
-    Disagreement,
     FileTable,
     Misfit,
     Problem,
     RankFile,
     RankFileSet,
+    Said,
     StoredFile,
 )
 from ckptlint.model.stored import StoredTensor
@@ -73,7 +73,10 @@ def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:
         partial=partial,
         metadata_file="zero",
         rank_files=RankFileSet(
-            tuple(tag.files), lost, states.source, tuple(told), tuple(misfits), tuple(other_names(tag))
+            tuple(named(tag.files, other_names(tag))),
+            {states.source: (*tag.files, *lost)},
+            said=tuple(told),
+            misfits=tuple(misfits),
         ),
     )
 
@@ -197,12 +200,11 @@ class _States:
                 found.append(Misfit(printable(fqn), file, f"{list(tensor.shape)}", expected, because, "state"))
         return found
 
-    def steps(self) -> list[Disagreement]:
+    def steps(self) -> list[Said]:
         """The steps that the parameters counted, where they differ."""
         if len(self.counted) < 2:
             return []
-        ordered = sorted(self.counted.items(), key=lambda item: -len(item[1]))
-        return [Disagreement("step", tuple((str(step), tuple(files)) for step, files in ordered))]
+        return [Said("step", str(step), file) for step, files in self.counted.items() for file in files]
 
 
 def _left_over(folder: Folder) -> list[Problem]:

@@ -13,9 +13,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
-from ckptlint.formats.torch_file import TorchFile
 from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.rank_files.megatron_keys import (
     MODEL_FILES,
@@ -41,25 +40,13 @@ from ckptlint.loaders.rank_files.megatron_keys import (
     with_global_expert,
     with_layer,
 )
-from ckptlint.loaders.rank_files.onto import Columns, Part, damaged, read_file
+from ckptlint.loaders.rank_files.onto import Columns, Opened, Part, SetFiles, is_dict
 from ckptlint.loaders.rank_files.plain import walked
-from ckptlint.model import (
-    Checkpoint,
-    CommonState,
-    Disagreement,
-    FileState,
-    FileTable,
-    Misfit,
-    OtherName,
-    Problem,
-    RankFile,
-    RankFileSet,
-    StoredFile,
-    empty_objects,
-)
+from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
+from ckptlint.model import Checkpoint, CommonState, FileTable, Misfit, Problem, RankFile, empty_objects
 from ckptlint.model.stored import StoredTensor
-from ckptlint.model.text import plural, printable, shape_text
-from ckptlint.storage.folder import READABLE, Folder
+from ckptlint.model.text import plural, printable, shape_text, some
+from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.config_fields import is_plain
 from ckptlint.vocabulary.mesh import read_topology
 
@@ -92,31 +79,31 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
     Raises:
         AccessError: the operating system refused a read.
     """
-    problems: list[Problem] = []
-    ranks, stored, files = _read_all(folder, look_at_files, problems)
+    files = SetFiles(folder, look_at_files)
+    ranks = [_opened(files, name) for name in rank_folders(folder)]
     sizes, source = _sizes(ranks)
     places = {rank.folder: place_of(rank.folder, sizes) for rank in ranks}
-    outside = [rank for rank in ranks if places[rank.folder] is None]
-    if outside:
-        problems.append(_leftover(outside, sizes))
-    reading = _Reading(sizes)
-    for rank in ranks:
-        if (place := places[rank.folder]) is not None and rank.model is not None:
-            reading.ranks[place] = rank
-    reading.judge()
-    lost = _lost(sizes, ranks)
-    used = list(reading.ranks.values())
+    if outside := [rank.folder for rank in ranks if places[rank.folder] is None]:
+        files.problems.append(_leftover(outside, sizes))
+    known = {place: rank for rank in ranks if (place := places[rank.folder]) is not None and rank.model is not None}
+    reading = _Reading(sizes, known)
+    reading.read()
+    for i, file in enumerate(files.files):
+        if (place := places[file.name.rpartition("/")[0]]) is not None:
+            files.files[i] = replace(file, numbers=_numbers(place, sizes))
+    grid_text = f"{_grid_text(sizes)} in {source}"
+    rank_files = reading.said.of(files.files, grid_text, _expected(sizes, ranks))
+    lost = sum(map(len, rank_files.missing.values()))
+    used = next((rank.model for rank in reading.ranks.values() if rank.model is not None), None)
     common = None
-    if used:
-        first = used[0]
-        values = {name: first.model.root[name] for name in _COMMON if first.model and name in first.model.root}
-        common = CommonState(first.label, values)
+    if used is not None:
+        common = CommonState(used.label, {name: used.found.root[name] for name in _COMMON if name in used.found.root})
     declared, config, config_problems = read_configs(folder, common)
-    unread = sum(not file.is_read for file in files)
-    short = len(lost) + unread + reading.left_out
+    short = lost + sum(not file.is_read for file in files.files) + len(known) - len(reading.ranks)
     tensors, records, storages = reading.columns.made()
-    labels = [file.name for file in files]
-    if not used:
+    labels = [file.name for file in files.files]
+    problems = files.problems
+    if used is None:
         problems = [replace(problem, blocks=True) for problem in problems] or [_no_models(labels)]
     return Checkpoint(
         path=folder.display,
@@ -124,23 +111,16 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
         tensors=tensors,
         records=records,
         storages=storages,
-        files=FileTable.of(stored),
+        files=FileTable.of(files.stored),
         common=common,
         declared=declared,
         config=config,
         topology=read_topology(declared, empty_objects(), None),
         problems=problems + reading.notes + config_problems,
-        readable=bool(used),
-        partial=f"{short} of {len(files) + len(lost)} rank files are missing or unusable" if short else "",
+        readable=used is not None,
+        partial=f"{short} of {len(labels) + lost} rank files are missing or unusable" if short else "",
         metadata_file=labels[0] if len(labels) == 1 else f"{labels[0]} .. {labels[-1]}",
-        rank_files=RankFileSet(
-            tuple(files),
-            tuple(lost),
-            f"{_grid_text(sizes)} in {source}",
-            tuple(reading.disagreements),
-            tuple(reading.misfits),
-            tuple(reading.other_names),
-        ),
+        rank_files=rank_files,
     )
 
 
@@ -158,64 +138,50 @@ class _Rank:
 
     Attributes:
         folder: its name.
-        label: the path of its model file, printable.
-        number: of that among the payload files.
-        model: what that holds, None where it cannot be read.
-        optimizer: the number and the content of `distrib_optim.pt`.
-        has_model, has_optimizer: whether the files are there, read or not.
+        there: the files of Megatron's in it, read or not.
+        model, optimizer: what these hold, None where they are not there or cannot be read.
     """
 
     folder: str
-    label: str = ""
-    number: int = -1
-    model: TorchFile | None = None
-    optimizer: tuple[int, TorchFile] | None = None
-    optimizer_label: str = ""
-    has_model: bool = False
-    has_optimizer: bool = False
+    there: list[str]
+    model: Opened | None = None
+    optimizer: Opened | None = None
+
+    @property
+    def root(self) -> dict[Any, Any]:
+        """The value of its model file."""
+        return self.model.found.root if self.model is not None else {}
+
+    @property
+    def label(self) -> str:
+        """The name of its model file."""
+        return self.model.label if self.model is not None else ""
 
     @property
     def args(self) -> dict[str, Any]:
-        """The arguments in its file."""
-        return args_of(self.model.root) if self.model is not None else {}
+        """The arguments in that file."""
+        return args_of(self.root)
+
+    @property
+    def needs_optimizer(self) -> bool:
+        """Whether its model file says that the states of its optimizer lie beside it."""
+        return self.args.get("use_distributed_optimizer") is True and bool(self.root.get("optimizer"))
 
 
-def _read_all(
-    folder: Folder, look_at_files: bool, problems: list[Problem]
-) -> tuple[list[_Rank], list[StoredFile], list[RankFile]]:
-    ranks: list[_Rank] = []
-    stored: list[StoredFile] = []
-    files: list[RankFile] = []
-    for name in rank_folders(folder):
-        rank = _Rank(name)
-        there = folder.sub(name).files_beside()
-        for inner in (*MODEL_FILES, OPTIMIZER_FILE):
-            if inner not in there or (rank.has_model and inner in MODEL_FILES):
-                continue
-            path = f"{name}/{inner}"
-            label = printable(path)
-            state, size = folder.look_at(path)
-            shown: FileState = state if look_at_files else "unchecked"
-            stored.append(StoredFile(label, path, size if look_at_files else None, shown, True))
-            found = read_file(folder, path, problems) if state in READABLE else None
-            is_model = inner in MODEL_FILES
-            if found is not None and not (_is_state(found.root) if is_model else _is_optimizer(found.root)):
-                problems.append(
-                    damaged(label, f"{label} holds no state of {'a model' if is_model else 'an optimizer'}")
-                )
-                found = None
-            files.append(RankFile(label, "model" if is_model else "optimizer", {}, found is not None))
-            if is_model:
-                rank.label, rank.number, rank.model, rank.has_model = label, len(stored) - 1, found, True
-            else:
-                rank.has_optimizer, rank.optimizer_label = True, label
-                rank.optimizer = None if found is None else (len(stored) - 1, found)
-        ranks.append(rank)
-    return ranks, stored, files
+def _opened(files: SetFiles, name: str) -> _Rank:
+    there = files.folder.sub(name).files_beside()
+    rank = _Rank(name, [inner for inner in (*MODEL_FILES, OPTIMIZER_FILE) if inner in there])
+    if rank.there and rank.there[0] in MODEL_FILES:
+        rank.there = [inner for inner in rank.there if inner in (rank.there[0], OPTIMIZER_FILE)]
+        rank.model = files.open(f"{name}/{rank.there[0]}", "model", {}, "state of a model", _is_state)
+    if OPTIMIZER_FILE in rank.there:
+        path = f"{name}/{OPTIMIZER_FILE}"
+        rank.optimizer = files.open(path, "optimizer", {}, "state of an optimizer", _is_optimizer)
+    return rank
 
 
 def _is_state(root: Any) -> bool:
-    return isinstance(root, dict) and any(isinstance(root.get(name), dict) for name in ("model", "model0"))
+    return is_dict(root) and any(is_dict(root.get(name)) for name in ("model", "model0"))
 
 
 def _is_optimizer(root: Any) -> bool:
@@ -224,16 +190,12 @@ def _is_optimizer(root: Any) -> bool:
 
 def _sizes(ranks: list[_Rank]) -> tuple[Sizes, str]:
     """The parallel sizes of the job and where they are from: those whose grid is whole, else those most files give."""
-    said = [(rank.folder, found) for rank in ranks if (found := sizes_of(rank.args)) is not None]
+    said = [found for rank in ranks if (found := sizes_of(rank.args)) is not None]
     if not said:
         return sizes_by_names([rank.folder for rank in ranks]), "the names of the folders"
-    count = Counter(sizes for _, sizes in said)
-    there = {rank.folder for rank in ranks if rank.has_model}
-
-    def weight(sizes: Sizes) -> tuple[bool, int]:
-        return set(grid(sizes)) <= there, count[sizes]
-
-    return max(count, key=weight), "the arguments of the job"
+    count = Counter(said)
+    there = {rank.folder for rank in ranks if rank.there and rank.there[0] in MODEL_FILES}
+    return max(count, key=lambda sizes: (set(grid(sizes)) <= there, count[sizes])), "the arguments of the job"
 
 
 def _no_models(labels: list[str]) -> Problem:
@@ -242,8 +204,7 @@ def _no_models(labels: list[str]) -> Problem:
     return Problem("incomplete", labels[0], sentence, why=why, blocks=True)
 
 
-def _leftover(outside: list[_Rank], sizes: Sizes) -> Problem:
-    names = [rank.folder for rank in outside]
+def _leftover(names: list[str], sizes: Sizes) -> Problem:
     return Problem(
         "note",
         names[0],
@@ -252,41 +213,33 @@ def _leftover(outside: list[_Rank], sizes: Sizes) -> Problem:
     )
 
 
-def _lost(sizes: Sizes, ranks: list[_Rank]) -> list[RankFile]:
-    """The files of the grid that are not there."""
+def _numbers(place: Place, sizes: Sizes) -> dict[str, int]:
+    """What counts a rank's files: its number along each axis of more than one."""
+    return {axis: getattr(place, axis) for axis in ("tp", "pp", "ep") if getattr(sizes, axis) > 1}
+
+
+def _expected(sizes: Sizes, ranks: list[_Rank]) -> Iterator[RankFile]:
+    """The files of the grid."""
     there = {rank.folder: rank for rank in ranks}
-    usual = Counter(rank.label.rpartition("/")[2] for rank in ranks if rank.has_model)
+    usual = Counter(rank.there[0] for rank in ranks if rank.there and rank.there[0] in MODEL_FILES)
     model = usual.most_common(1)[0][0] if usual else MODEL_FILES[0]
-    lost = []
     for name, place in grid(sizes).items():
-        axes = {"tp": sizes.tp, "pp": sizes.pp, "ep": sizes.ep}
-        numbers = {axis: getattr(place, axis) for axis, size in axes.items() if size > 1}
-        rank = there.get(name)
-        if rank is None or not rank.has_model:
-            lost.append(RankFile(f"{name}/{model}", "model", numbers))
-        if rank is not None and not rank.has_optimizer and _needs_optimizer(rank):
-            lost.append(RankFile(f"{name}/{OPTIMIZER_FILE}", "optimizer", numbers))
-    return lost
-
-
-def _needs_optimizer(rank: _Rank) -> bool:
-    """Whether a rank's model file says that the states of its optimizer lie beside it."""
-    root = rank.model.root if rank.model is not None else {}
-    return rank.args.get("use_distributed_optimizer") is True and bool(root.get("optimizer"))
+        numbers, rank = _numbers(place, sizes), there.get(name) or _Rank(name, [])
+        own = next((inner for inner in rank.there if inner in MODEL_FILES), model)
+        yield RankFile(f"{name}/{own}", "model", numbers)
+        if OPTIMIZER_FILE in rank.there or rank.needs_optimizer:
+            yield RankFile(f"{name}/{OPTIMIZER_FILE}", "optimizer", numbers)
 
 
 # ---------------------------------------------------------------- the ranks against each other
 
 
-@dataclass(slots=True)
-class _Held:
+class _Held(NamedTuple):
     """What one rank holds of a tensor."""
 
     place: Place
     tensor: StoredTensor
-    number: int
-    found: TorchFile
-    label: str
+    file: Opened
 
 
 Held = dict[str, list[_Held]]
@@ -294,45 +247,47 @@ Held = dict[str, list[_Held]]
 
 @dataclass(slots=True)
 class _Reading:
-    """What the files of all ranks say, held against each other."""
+    """What the files of all ranks say, and where their parts lie.
+
+    Attributes:
+        ranks: those that are used.
+        unplaced: the files whose optimizer does not say which state belongs to which parameter.
+    """
 
     sizes: Sizes
-    ranks: dict[Place, _Rank] = field(default_factory=dict)
+    ranks: dict[Place, _Rank]
     columns: Columns = field(default_factory=Columns)
-    disagreements: list[Disagreement] = field(default_factory=list)
-    misfits: list[Misfit] = field(default_factory=list)
-    other_names: list[OtherName] = field(default_factory=list)
+    said: Sayings = field(default_factory=Sayings)
     unplaced: list[str] = field(default_factory=list)
     notes: list[Problem] = field(default_factory=list)
-    left_out: int = 0
     args: dict[str, Any] = field(default_factory=dict)
 
-    def judge(self) -> None:
-        """Fill everything but `ranks`, from which those that cannot be used are taken out."""
+    def read(self) -> None:
+        """Fill everything; ranks that cannot be used are taken out."""
+        self.ranks = dict(self.ranks)
         self._arguments()
-        self._iterations()
+        steps = [(rank.root.get("iteration"), rank.label) for rank in self.ranks.values()]
+        self.said.alike("step", [item for item in steps if type(item[0]) is int], text="{:,}".format)
         self._names()
+        self._presence()
         self.args = next((rank.args for rank in self.ranks.values()), {})
         offsets = self._offsets()
         model: Held = defaultdict(list)
         states: dict[str, Held] = {what: defaultdict(list) for what in _STATES.values()}
-        short: list[Misfit] = []
         for place, rank in self.ranks.items():
             own = self._tensors(place, rank, offsets)
             for key, tensor in own.items():
-                model[key].append(_Held(place, tensor, rank.number, rank.model, rank.label))  # type: ignore[arg-type]
-            self._optimizer(place, rank, own, states, short)
+                assert rank.model is not None
+                model[key].append(_Held(place, tensor, rank.model))
+            self._optimizer(place, rank, own, states)
         self._tied(model)
         for key, held in model.items():
             self._add(key, key, held)
-        # of a job that trains or saves a part only, all ranks are so
-        if len({item.file for item in short}) < len(self.ranks):
-            self.misfits += short
         self._states(states)
 
     def _states(self, states: Mapping[str, Held]) -> None:
         """Add the states of the optimizer where each of them is whole and certain; else rules would count a part."""
-        if self.unplaced and not self.misfits:
+        if self.unplaced and not self.said.misfits:
             names = list(dict.fromkeys(self.unplaced))
             sentence = f"ckptlint did not judge the optimizer state in {', '.join(names[:_SHOWN])}"
             why = "the file does not say which state belongs to which parameter"
@@ -350,67 +305,45 @@ class _Reading:
         parts = {item.place.etp if is_expert(key) else item.place.tp for item in held}
         return len(parts) == ways and len({item.tensor.shape for item in held}) == 1
 
-    def _disagree(
-        self, what: str, says: Mapping[str, Iterable[str]], fqns: Iterable[str] = (), sure: bool = True
-    ) -> None:
-        groups = sorted(((value, tuple(files)) for value, files in says.items()), key=lambda item: -len(item[1]))
-        self.disagreements.append(Disagreement(what, tuple(groups), tuple(map(printable, fqns)), sure))
+    def _misfit(self, at: str, file: str, stored: str, expected: str, because: str, what: str) -> None:
+        self.said.misfits.append(Misfit(at, file, stored, expected, because, what))
 
     def _arguments(self) -> None:
-        """What the arguments of all ranks must say alike; ranks of other parallel sizes are left out."""
+        """The arguments that all ranks were given alike; ranks of other parallel sizes are left out."""
         said = {
             place: {
                 name: value
-                for name, value in ({"checkpoint_version": _root(rank).get("checkpoint_version")} | rank.args).items()
+                for name, value in ({"checkpoint_version": rank.root.get("checkpoint_version")} | rank.args).items()
                 if name in _COMPARED and (is_plain(value) or value is None)
             }
             for place, rank in self.ranks.items()
             if rank.args
         }
-        names = [
-            name
-            for name in _COMPARED
-            if len({repr(own[name]) for own in said.values() if name in own}) > 1
-            and all(name in own for own in said.values())
+        shared = [name for name in _COMPARED if all(name in own for own in said.values())]
+        names = [name for name in shared if len({repr(own[name]) for own in said.values()}) > 1]
+        shown = [
+            (some((f"{name} {printable(str(own[name]))}" for name in names), 4), self.ranks[place].label)
+            for place, own in said.items()
         ]
-        if not names:
-            return
-        says: dict[str, list[str]] = defaultdict(list)
-        for place, own in said.items():
-            shown = ", ".join(f"{name} {printable(str(own[name]))}" for name in names[:4])
-            more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-            says[shown + more].append(self.ranks[place].label)
-        self._disagree("set of arguments", says)
-        for place in list(said):
-            if (own_sizes := sizes_of(self.ranks[place].args)) is not None and own_sizes != self.sizes:
+        self.said.alike("set of arguments", shown)
+        for place in said if names else ():
+            if sizes_of(self.ranks[place].args) not in (None, self.sizes):
                 del self.ranks[place]
-                self.left_out += 1
-
-    def _iterations(self) -> None:
-        says: dict[str, list[str]] = defaultdict(list)
-        for rank in self.ranks.values():
-            if type(step := _root(rank).get("iteration")) is int:
-                says[f"{step:,}"].append(rank.label)
-        if len(says) > 1:
-            self._disagree("step", says)
 
     def _names(self) -> None:
-        """Folders that hold the file of another rank: by the rank in its arguments, or by its bytes."""
+        """The rank that wrote each file: by its arguments, or by its bytes."""
         world, writers = 0, {}
         for place, rank in self.ranks.items():
             if type(number := rank.args.get("rank")) is int and number >= 0:
                 writers[place] = number
                 said = rank.args.get("world_size")
                 world = said if type(said) is int else 0
-        sums = {place: _checksums(rank) for place, rank in self.ranks.items()}
-        first: dict[tuple[int, ...], Place] = {}
+        first: dict[tuple[tuple[int, int], ...], Place] = {}
         for place, rank in list(self.ranks.items()):
-            own = sums[place]
+            own = _checksums(rank)
             if own and (other := first.setdefault(own, place)) is not place:
-                inside = self.ranks[other].folder
-                self.other_names.append(OtherName(rank.label, inside, self.ranks[other].label))
+                self.said.other_name(rank.label, self.ranks[other].folder, self.ranks[other].label)
                 del self.ranks[place]
-                self.left_out += 1
                 writers.pop(place, None)
         if len(writers) < 2 or len(set(writers.values())) < len(writers) or _has_ranks_of_encoders(self.ranks.values()):
             return  # a converter wrote them all, or ranks are counted otherwise
@@ -421,7 +354,20 @@ class _Reading:
                 pp = number // per_stage
             if (tp, pp) != (place.tp, place.pp):
                 inside = folder_of(Place(tp, pp, place.ep), self.sizes)
-                self.other_names.append(OtherName(self.ranks[place].label, f"rank {number}, {inside}"))
+                self.said.other_name(self.ranks[place].label, f"rank {number}, {inside}")
+
+    def _presence(self) -> None:
+        """Which ranks of a stage have a state of the optimizer; a stage of which nothing is trained may have none.
+
+        Source:
+            megatron.training.checkpointing.generate_state_dict (core_v0.16): none of a stub optimizer
+        """
+        stages: dict[int, list[tuple[str, str]]] = defaultdict(list)
+        for place, rank in self.ranks.items():
+            has = rank.optimizer is not None or bool(rank.root.get("optimizer"))
+            stages[place.pp].append(("there" if has else "missing", rank.label))
+        for own in stages.values():
+            self.said.alike("optimizer state", own)
 
     # ------------------------------------------------------------ names
 
@@ -456,24 +402,22 @@ class _Reading:
 
     # ------------------------------------------------------------ optimizer
 
-    def _optimizer(
-        self, place: Place, rank: _Rank, own: dict[str, StoredTensor], states: dict[str, Held], short: list[Misfit]
-    ) -> None:
+    def _optimizer(self, place: Place, rank: _Rank, own: dict[str, StoredTensor], states: dict[str, Held]) -> None:
         """The states of a rank's optimizer, under the names of the parameters where it is certain whose they are."""
         keys = [key for key in own if not key.rpartition(".")[2].startswith(_BUFFERS)]
-        saved = _root(rank).get("optimizer")
+        saved = rank.root.get("optimizer")
         parts = saved if isinstance(saved, list) else [saved]
         for part in parts:
-            if isinstance(part, dict) and isinstance(part.get("fp32_from_fp16_params"), list):
-                self._copies(place, rank, own, keys, part, states, short)
-            elif isinstance(part, dict) and part.get("state"):  # of a job in fp32
+            if is_dict(part) and isinstance(part.get("fp32_from_fp16_params"), list):
+                self._copies(place, rank, own, keys, part, states)
+            elif is_dict(part) and part.get("state"):  # of a job in fp32
                 self.unplaced.append(rank.label)
         if rank.optimizer is not None:
-            self._buffers(place, rank, own, keys, states, short)
+            self._buffers(place, rank, own, keys, states)
 
     def _copies(
         self, place: Place, rank: _Rank, own: dict[str, StoredTensor], keys: list[str], part: dict[Any, Any],
-        states: dict[str, Held], short: list[Misfit],
+        states: dict[str, Held],
     ) -> None:  # fmt: skip
         """fp32 copies in groups, and the moments of each by number.
 
@@ -482,14 +426,14 @@ class _Reading:
             biases and vectors do not have, and keep the order of the model
         """
         inner = part.get("optimizer")
-        groups = inner.get("param_groups") if isinstance(inner, dict) else None
-        moments = inner.get("state") if isinstance(inner, dict) else None
+        groups = inner.get("param_groups") if is_dict(inner) else None
+        moments = inner.get("state") if is_dict(inner) else None
         copies = part["fp32_from_fp16_params"]
-        if not isinstance(groups, list) or not isinstance(moments, dict) or len(groups) != len(copies):
+        if not isinstance(groups, list) or not is_dict(moments) or len(groups) != len(copies):
             return
         number = 0
         for group, tensors in zip(groups, copies, strict=True):
-            if not isinstance(group, dict) or not isinstance(tensors, list):
+            if not is_dict(group) or not isinstance(tensors, list):
                 return
             decays, of_experts = bool(group.get("wd_mult", 1.0)), bool(group.get("is_expert_parallel"))
             chosen = [
@@ -504,34 +448,28 @@ class _Reading:
             if not is_known:
                 self.unplaced.append(rank.label)
             if not is_known and len(shapes) < len(chosen):
-                what = f"fp32 copies of {plural(len(shapes), 'parameter')}"
-                short.append(
-                    Misfit("", rank.label, what, f"{len(chosen):,}", "the model beside them has as many", "count")
-                )
-            for position, tensor in enumerate(tensors):
-                state = moments.get(number + position)
+                held = f"fp32 copies of {plural(len(shapes), 'parameter')}"
+                because = "the model beside them has as many"
+                self._misfit("", rank.label, held, f"{len(chosen):,}", because, "count")
+            for position, tensor in enumerate(tensors, number):
+                state = moments.get(position)
                 found = {"fp32_param": tensor} | (
-                    {what: state.get(what) for what in ("exp_avg", "exp_avg_sq")} if isinstance(state, dict) else {}
+                    {what: state.get(what) for what in ("exp_avg", "exp_avg_sq")} if is_dict(state) else {}
                 )
                 for what, value in found.items():
                     if not isinstance(value, StoredTensor):
                         continue
                     if isinstance(tensor, StoredTensor) and value.shape != tensor.shape:
-                        because = f"the fp32 copy of parameter {number + position} beside it has this shape"
-                        at = f"{what} of parameter {number + position}"
-                        self.misfits.append(
-                            Misfit(at, rank.label, shape_text(value.shape), shape_text(tensor.shape), because, "state")
-                        )
-                    elif is_known:
-                        states[what][chosen[position]].append(
-                            _Held(place, value, rank.number, rank.model, rank.label)  # type: ignore[arg-type]
-                        )
+                        because = f"the fp32 copy of parameter {position} beside it has this shape"
+                        stored, wanted = shape_text(value.shape), shape_text(tensor.shape)
+                        self._misfit(f"{what} of parameter {position}", rank.label, stored, wanted, because, "state")
+                    elif is_known and rank.model is not None:
+                        states[what][chosen[position - number]].append(_Held(place, value, rank.model))
             number += len(tensors)
 
     def _buffers(
-        self, place: Place, rank: _Rank, own: dict[str, StoredTensor], keys: list[str], states: dict[str, Held],
-        short: list[Misfit],
-    ) -> None:  # fmt: skip
+        self, place: Place, rank: _Rank, own: dict[str, StoredTensor], keys: list[str], states: dict[str, Held]
+    ) -> None:
         """Flat buffers, in which the parameters lie as they do in the buffer that the model's tensors are views of.
 
         Source:
@@ -539,71 +477,54 @@ class _Reading:
             megatron.core.distributed.param_and_grad_buffer
         """
         assert rank.optimizer is not None
-        number, found = rank.optimizer
+        file = rank.optimizer
         groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for key in keys:
             groups[own[key].dtype, own[key].key].append(key)
         shared = [
             (dtype, names) for (dtype, _), names in groups.items() if own[names[0]].length > prod(own[names[0]].shape)
         ]
-        for dtype, entry in _entries(found.root):
+        for dtype, entry in _entries(file.found.root):
             told = entry.get("numel_unpadded")
+            if type(told) is not int:
+                continue
             flats = {
                 what: tensor for what, tensor in entry.items() if what in _STATES and isinstance(tensor, StoredTensor)
             }
-            for what, tensor in flats.items():
-                if type(told) is int and tensor.shape != (told,):
-                    self.misfits.append(
-                        Misfit(
-                            f"the values of {what}",
-                            rank.optimizer_label,
-                            f"{prod(tensor.shape):,}",
-                            f"{told:,}",
-                            "numel_unpadded beside it says so",
-                            "length",
-                        )
-                    )
-            if type(told) is not int:
-                continue
+            odd = {what: tensor for what, tensor in flats.items() if tensor.shape != (told,)}
+            for what, tensor in odd.items():
+                stored, because = f"{prod(tensor.shape):,}", "numel_unpadded beside it says so"
+                self._misfit(f"the values of {what}", file.label, stored, f"{told:,}", because, "length")
             starts = None
             for names in [names for own_dtype, names in shared if own_dtype == dtype]:
                 if (starts := _starts([own[name] for name in names], told)) is not None:
                     shared.remove((dtype, names))
                     break
-            if starts is None or any(flat.shape != (told,) for flat in flats.values()):
-                self.unplaced.append(rank.optimizer_label)
+            if starts is None or odd:
+                self.unplaced.append(file.label)
                 continue
             for name, start in zip(names, starts, strict=True):
                 for what, flat in flats.items():
                     part = view(flat, start, own[name].shape)
                     if part is not None:
-                        states[_STATES[what]][name].append(_Held(place, part, number, found, rank.optimizer_label))
-        self._sums(rank, own, keys, short)
+                        states[_STATES[what]][name].append(_Held(place, part, file))
+        self._sums(rank, file, [own[key] for key in keys])
 
-    def _sums(self, rank: _Rank, own: dict[str, StoredTensor], keys: list[str], short: list[Misfit]) -> None:
+    def _sums(self, rank: _Rank, file: Opened, tensors: list[StoredTensor]) -> None:
         """All buffers of a dtype together are as long as the parameters, with the gaps that alignment leaves."""
-        assert rank.optimizer is not None
-        held: Counter[str] = Counter()
-        for dtype, entry in _entries(rank.optimizer[1].root):
-            held[dtype] += entry["numel_unpadded"] if type(entry.get("numel_unpadded")) is int else 0
-        root = rank.optimizer[1].root
+        root = file.found.root
         if isinstance(root, list) and any(part is None for part in root):
             return  # another rank has gathered a part of it
+        held: Counter[str] = Counter()
+        for dtype, entry in _entries(root):
+            held[dtype] += entry["numel_unpadded"] if type(entry.get("numel_unpadded")) is int else 0
         for dtype, numel in held.items():
-            sizes = [prod(own[key].shape) for key in keys if own[key].dtype == dtype]
+            sizes = [prod(tensor.shape) for tensor in tensors if tensor.dtype == dtype]
             least, most = sum(sizes), sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes)
             if sizes and not least <= numel <= most:
                 expected = f"{least:,}" if least == most else f"{least:,} to {most:,}"
                 because = f"the {plural(len(sizes), 'parameter')} of {dtype} in {rank.label} have as many"
-                item = Misfit(
-                    f"the buffers of {dtype} parameters",
-                    rank.optimizer_label,
-                    f"{numel:,}",
-                    expected,
-                    because,
-                    "length",
-                )
-                short.append(item)
+                self._misfit(f"the buffers of {dtype} parameters", file.label, f"{numel:,}", expected, because, "sum")
 
     # ------------------------------------------------------------ placing
 
@@ -614,94 +535,56 @@ class _Reading:
         for head in model.get(_HEAD, ()):
             same = [item for item in model.get(_EMBEDDING, ()) if item.place.tp == head.place.tp]
             if same and same[0].tensor.shape == head.tensor.shape:
-                self._compare(_HEAD, [same[0], head], "content of copies", sure=True)
+                self._compare(_HEAD, [same[0], head], "content of copies")
 
     def _add(self, fqn: str, key: str, held: list[_Held]) -> None:
         """Add the parts of a tensor, each where it lies in the whole where that is certain."""
         expert = is_expert(key)
         ways = self.sizes.etp if expert else self.sizes.tp
         axis = cut_axis(key)
+        first = held[0].tensor
+        self.said.alike("dtype", [(item.tensor.dtype, item.file.label) for item in held], fqn)
+        if axis == "unknown" and ways > 1:
+            axis = _told_by_bytes(held)
+        shapes = [(item.tensor.shape, item.file.label) for item in held]
+        is_alike = axis == "unknown" or self.said.alike("local shape", shapes, fqn, text=shape_text)
+        if ways == 1 or not isinstance(axis, int) or not first.shape:
+            if is_alike and axis != "unknown" and fqn == key:
+                self._compare(fqn, held)
+            is_one = is_alike and len({shape for shape, _ in shapes}) == 1
+            for copy, item in enumerate(held):
+                offsets = (0,) * len(first.shape) if is_one and copy == 0 else None
+                self._part(fqn, first.shape, offsets, item.tensor, item, axis == "unknown" and len(held) > 1)
+            return
         by_part: dict[int, list[_Held]] = defaultdict(list)
         for item in held:
             by_part[item.place.etp if expert else item.place.tp].append(item)
-        first = held[0].tensor
-        shapes = {item.tensor.shape for item in held}
-        dtypes: dict[str, list[str]] = defaultdict(list)
-        for item in held:
-            dtypes[item.tensor.dtype].append(item.label)
-        if len(dtypes) > 1:
-            self._disagree("dtype", dtypes, [fqn])
-        if axis == "unknown" and ways > 1:
-            axis = _told_by_bytes(held)
-        if ways == 1 or axis == "whole" or axis == "unknown" or not first.shape:
-            if axis != "unknown" and len(shapes) > 1:
-                self._misfit(fqn, held)
-            elif axis != "unknown" and fqn == key:
-                self._compare(fqn, held)
-            self._whole(fqn, held, is_placed=len(shapes) == 1, is_cut=axis == "unknown" and len(held) > 1)
-            return
-        assert isinstance(axis, int)
-        if axis >= len(first.shape):
-            self._whole(fqn, held, is_placed=False)
-            return
-        is_sound = len(shapes) == 1 and set(by_part) == set(range(ways))
-        if len(shapes) > 1:
-            self._misfit(fqn, held)
+        is_sound = is_alike and axis < len(first.shape) and set(by_part) == set(range(ways))
         shape = tuple(size * ways if i == axis else size for i, size in enumerate(first.shape))
         for part in sorted(by_part):
             for copy, item in enumerate(by_part[part]):
                 placed = is_sound and copy == 0
-                cut = axis == 0 and is_halved(key, self.args) and item.tensor.shape[0] % 2 == 0 and placed
+                cut = placed and axis == 0 and is_halved(key, self.args) and item.tensor.shape[0] % 2 == 0
                 pieces = list(halves(item.tensor)) if cut else [item.tensor]
                 for half, piece in enumerate(pieces):
-                    begin = part * piece.shape[axis] + (half * shape[axis] // 2 if cut else 0)
+                    begin = part * piece.shape[axis] + (half * shape[axis] // 2 if cut else 0) if placed else 0
                     offsets = tuple(begin if i == axis else 0 for i in range(len(shape)))
                     self._part(fqn, shape, offsets if placed else None, piece, item)
 
-    def _whole(self, fqn: str, held: list[_Held], is_placed: bool, is_cut: bool = False) -> None:
-        """Add a tensor as its first rank holds it.
+    def _part(
+        self, fqn: str, shape: Shape, offsets: Shape | None, tensor: StoredTensor, item: _Held, is_cut: bool = False
+    ) -> None:
+        """Add a part.
 
         Args:
             is_cut: whether other ranks may hold other parts, in an order that is not known, so that its shape tells
                 nothing of the whole.
         """
-        for copy, item in enumerate(held):
-            shape = held[0].tensor.shape
-            offsets = (0,) * len(shape) if is_placed and copy == 0 else None
-            self._part(fqn, shape, offsets, item.tensor, item, is_cut)
+        place = item.file.found.storages.get(tensor.key)
+        self.columns.parts.append(Part(fqn, tensor.dtype, shape, offsets, tensor, item.file.number, place, is_cut))
 
-    def _part(
-        self, fqn: str, shape: Shape, offsets: Shape | None, tensor: StoredTensor, item: _Held, is_cut: bool = False
-    ) -> None:
-        place = item.found.storages.get(tensor.key)
-        self.columns.parts.append(Part(fqn, tensor.dtype, shape, offsets, tensor, item.number, place, is_cut))
-
-    def _misfit(self, fqn: str, held: list[_Held]) -> None:
-        """Parts of other shapes than most ranks have; without a majority, that they disagree."""
-        count = Counter(item.tensor.shape for item in held)
-        usual, most = count.most_common(1)[0]
-        if list(count.values()).count(most) > 1:
-            says: dict[str, list[str]] = defaultdict(list)
-            for item in held:
-                says[shape_text(item.tensor.shape)].append(item.label)
-            self._disagree("local shape", says, [fqn])
-            return
-        for item in held:
-            if item.tensor.shape != usual:
-                because = f"{plural(most, 'other rank')} {'holds' if most == 1 else 'hold'} that shape"
-                self.misfits.append(
-                    Misfit(printable(fqn), item.label, shape_text(item.tensor.shape), shape_text(usual), because)
-                )
-
-    def _compare(self, fqn: str, held: list[_Held], what: str = "content of other meshes", sure: bool = False) -> None:
-        """Copies on several ranks have equal checksums where the file has one for each."""
-        says: dict[str, list[str]] = defaultdict(list)
-        for item in held:
-            place = item.found.storages.get(item.tensor.key)
-            if place is not None and place.crc and item.tensor.extent == item.tensor.length:
-                says[f"CRC-32 {place.crc:08x}"].append(item.label)
-        if len(says) > 1:
-            self._disagree(what, says, [fqn], sure)
+    def _compare(self, fqn: str, held: list[_Held], what: str = "content of other meshes") -> None:
+        self.said.copies(what, [[(checksum(item.tensor, item.file.found), item.file.label) for item in held]], fqn)
 
 
 # ---------------------------------------------------------------- one rank
@@ -713,13 +596,9 @@ def _has_ranks_of_encoders(ranks: Iterable[_Rank]) -> bool:
     return any(rank.args.get(name) for rank in ranks for name in names)
 
 
-def _root(rank: _Rank) -> dict[Any, Any]:
-    return rank.model.root if rank.model is not None else {}
-
-
 def _chunks(rank: _Rank) -> Iterator[tuple[int, str, StoredTensor]]:
     """Chunk, key and tensor of a rank's model, without extra states; several chunks under interleaved pipelining."""
-    root = _root(rank)
+    root = rank.root
     names = ["model"] if isinstance(root.get("model"), dict) else []
     while not names or names[-1] != "model":
         if not isinstance(root.get(f"model{len(names)}"), dict):
@@ -731,7 +610,7 @@ def _chunks(rank: _Rank) -> Iterator[tuple[int, str, StoredTensor]]:
                 yield chunk, key, value
 
 
-def _checksums(rank: _Rank) -> tuple[int, ...]:
+def _checksums(rank: _Rank) -> tuple[tuple[int, int], ...]:
     """The checksums of the storages that the rank's matrices lie in; () where they tell nothing.
 
     Ranks whose matrices are all alike hold what they were initialised with, a constant.
@@ -739,8 +618,8 @@ def _checksums(rank: _Rank) -> tuple[int, ...]:
     if rank.model is None:
         return ()
     keys = dict.fromkeys(tensor.key for _, _, tensor in _chunks(rank) if len(tensor.shape) > 1)
-    found = [place.crc for key in keys if (place := rank.model.storages.get(key)) is not None]
-    return tuple(found) if found and all(found) and (len(found) == 1 or 2 * len(set(found)) > len(found)) else ()
+    found = checksums(rank.model.found, keys)
+    return found if len(found) == 1 or 2 * len(set(found)) > len(found) else ()
 
 
 def _entries(root: Any) -> Iterator[tuple[str, dict[Any, Any]]]:
@@ -775,6 +654,6 @@ def _starts(tensors: list[StoredTensor], numel: int) -> list[int] | None:
 def _told_by_bytes(held: list[_Held]) -> Axis:
     """The axis of a parameter of unknown name: `whole` where all ranks hold the same bytes."""
     if len({item.tensor.shape for item in held}) == 1:
-        sums = {place.crc if (place := item.found.storages.get(item.tensor.key)) else 0 for item in held}
+        sums = {place.crc if (place := item.file.found.storages.get(item.tensor.key)) else 0 for item in held}
         return "whole" if len(sums) == 1 and 0 not in sums else "unknown"
     return "unknown"

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.torch_file import Storage, TorchFile, read_torch_file, record_content
 from ckptlint.loaders.problems import from_error, from_refusals
-from ckptlint.model import ChunkTable, MalformedChunk, Problem, RecordContent, RecordTable, Tensor
+from ckptlint.model import (
+    ChunkTable,
+    FileState,
+    MalformedChunk,
+    Problem,
+    RankFile,
+    RecordContent,
+    RecordTable,
+    StoredFile,
+    Tensor,
+)
 from ckptlint.model.cover import Budget
 from ckptlint.model.layout import Layout
 from ckptlint.model.rank_files import StorageTable
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable
-from ckptlint.storage.folder import Folder
+from ckptlint.storage.folder import READABLE, Folder
+from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 
 _NOWHERE = Storage(b"", -1, 0, 0, 0)
@@ -131,6 +142,65 @@ def _span(tensor: StoredTensor, place: Storage) -> tuple[int, int]:
     return place.start + start, length
 
 
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A file of a set that was read: what its name says, its number among the payload files, what it holds."""
+
+    file: RankFile
+    number: int
+    found: TorchFile
+
+    @property
+    def label(self) -> str:
+        """Its name, printable."""
+        return self.file.name
+
+
+@dataclass(slots=True)
+class SetFiles:
+    """The files of a set, as they are opened one after the other.
+
+    Attributes:
+        look_at_files: whether to tell the sizes of files.
+        files: those that are there, read or not.
+        stored: the payload files, in the order of their numbers.
+        problems: what stood in the way of reading them.
+    """
+
+    folder: Folder
+    look_at_files: bool
+    files: list[RankFile] = field(default_factory=list)
+    stored: list[StoredFile] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def open(
+        self, path: str, kind: str, numbers: Mapping[str, int], holds: str, is_that: Callable[[Any], bool]
+    ) -> Opened | None:
+        """A file; None, and a problem, where it cannot be read or holds another thing.
+
+        Args:
+            kind, numbers: of the `RankFile`.
+            holds: what it must hold, as a noun.
+            is_that: whether a value is such.
+        """
+        label = printable(path)
+        state, size = self.folder.look_at(path)
+        shown: FileState = state if self.look_at_files else "unchecked"
+        name = path if is_safe(path) else None
+        self.stored.append(StoredFile(label, name, size if self.look_at_files else None, shown, True))
+        found = read_file(self.folder, path, self.problems) if state in READABLE else None
+        if found is not None and not is_that(found.root):
+            self.problems.append(damaged(label, f"{label} holds no {holds}"))
+            found = None
+        self.files.append(RankFile(label, kind, numbers, found is not None))
+        return None if found is None else Opened(self.files[-1], len(self.stored) - 1, found)
+
+
+def is_dict(value: Any) -> TypeGuard[dict[Any, Any]]:
+    """Whether a value is a dict, which most files hold."""
+    return isinstance(value, dict)
+
+
 def read_file(folder: Folder, name: str, problems: list[Problem]) -> TorchFile | None:
     """A torch file; None, and a problem, where it cannot be read or nothing of it is left."""
     label = printable(name)
@@ -162,9 +232,3 @@ def damaged(file: str, sentence: str, position: int | None = None) -> Problem:
         why="torch.load refuses the file, or fills tensors with other bytes",
         hint="copy the file again from where it was written, or go back one step",
     )
-
-
-def some(names: Iterable[str], count: int = 4) -> str:
-    """The first names, and how many more there are."""
-    listed = list(names)
-    return ", ".join(listed[:count]) + (f" and {len(listed) - count:,} more" if len(listed) > count else "")

@@ -11,7 +11,7 @@ from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import Opaque
 from ckptlint.formats.torch_file import TorchFile, read_torch_file
 from ckptlint.loaders.common_state import read_configs
-from ckptlint.loaders.rank_files.onto import Columns, damaged, read_file, some
+from ckptlint.loaders.rank_files.onto import Columns, damaged, read_file
 from ckptlint.loaders.rank_files.sets import PICKLE_SHARE, FileSet, file_sets
 from ckptlint.loaders.safetensors import no_files, read_index, weight_index
 from ckptlint.loaders.step_files import optimizer_file
@@ -25,7 +25,7 @@ from ckptlint.model import (
     StoredFile,
 )
 from ckptlint.model.stored import StoredDTensor, StoredShards, StoredTensor
-from ckptlint.model.text import plural, printable
+from ckptlint.model.text import plural, printable, some
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.paths import is_safe

@@ -16,7 +16,7 @@ from ckptlint.model.facts import fact
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.litter import is_litter
 
-SetKind = Literal["torch", "verl", "deepspeed", "deepspeed-universal", "megatron-legacy"]
+SetKind = Literal["torch", "verl", "flat", "deepspeed", "deepspeed-universal", "megatron-legacy"]
 
 
 @dataclass(slots=True)
@@ -56,6 +56,19 @@ def verl_name(name: str) -> tuple[str, int, int]:
     """(kind, world size, rank) of a file of verl's; ("", 0, -1) for other names."""
     match = _VERL.fullmatch(name)
     return (match[1], int(match[2]), int(match[3])) if match else ("", 0, -1)
+
+
+_FLAT = re.compile(r"((?:.*[._-])?rank_?)(\d{1,6})\.pth?")
+
+
+def flat_name(name: str) -> tuple[str, int]:
+    """(what stands before the rank, rank) of a file that may be of one rank of FSDP's; ("", -1) for other names.
+
+    >>> flat_name("model_0012499.rank_3.pth")
+    ('model_0012499.rank_', 3)
+    """
+    match = _FLAT.fullmatch(name)
+    return (match[1], int(match[2])) if match and not verl_name(name)[0] else ("", -1)
 
 
 def has_all_ranks(names: list[str]) -> bool:
@@ -121,4 +134,19 @@ def _deepspeed(names: list[str]) -> list[FileSet]:
     return [FileSet("deepspeed", found)] if found else []
 
 
-KINDS: tuple[Callable[[list[str]], list[FileSet]], ...] = (_verl, _deepspeed, _weights)
+def _flat(names: list[str]) -> list[FileSet]:
+    """The files of each save, by rank; the newest save first.
+
+    Source:
+        dinov2.fsdp.FSDPCheckpointer (2023-04), fvcore.common.checkpoint.PeriodicCheckpointer: `model_final` is the last
+    """
+    found: dict[str, list[tuple[int, str]]] = {}
+    for name in names:
+        save, rank = flat_name(name)
+        if save:
+            found.setdefault(save, []).append((rank, name))
+    newest = sorted(found, key=lambda save: ("final" in save, len(save), save), reverse=True)
+    return [FileSet("flat", [name for _, name in sorted(found[save])]) for save in newest]
+
+
+KINDS: tuple[Callable[[list[str]], list[FileSet]], ...] = (_verl, _deepspeed, _weights, _flat)

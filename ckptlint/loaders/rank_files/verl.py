@@ -10,36 +10,28 @@ Source:
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from itertools import accumulate
+from math import prod
+from typing import Any, NamedTuple
 
 from ckptlint.errors import LimitError
-from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of
+from ckptlint.formats.torch_file import number_in, ranges_of
 from ckptlint.loaders.common_state import read_configs
-from ckptlint.loaders.rank_files.onto import Columns, Part, damaged, read_file
-from ckptlint.loaders.rank_files.sets import FileSet, file_sets, verl_name
+from ckptlint.loaders.rank_files.onto import Columns, Opened, Part, SetFiles, is_dict, read_file
+from ckptlint.loaders.rank_files.plain import state_of
+from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
+from ckptlint.loaders.rank_files.sets import FileSet, file_sets, flat_name, verl_name
 from ckptlint.loaders.run_folder import read_run
 from ckptlint.loaders.step_files import optimizer_file
-from ckptlint.model import (
-    Checkpoint,
-    Disagreement,
-    FileState,
-    FileTable,
-    Misfit,
-    OtherName,
-    Problem,
-    RankFile,
-    RankFileSet,
-    StepFile,
-    StoredFile,
-    empty_objects,
-)
-from ckptlint.model.stored import Mesh, Placement, Stored, StoredDTensor, StoredShards, StoredTensor
+from ckptlint.model import Checkpoint, FileTable, Misfit, Problem, RankFile, RankFileSet, StepFile, empty_objects
+from ckptlint.model.facts import fact
+from ckptlint.model.stored import Placement, Stored, StoredDTensor, StoredShards, StoredTensor
 from ckptlint.model.text import plural, printable, ranges, shape_text
-from ckptlint.storage.folder import READABLE, Folder
+from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.keys import is_adapter, parse
 from ckptlint.vocabulary.mesh import read_topology
 from ckptlint.vocabulary.placements import box, runs
@@ -48,6 +40,7 @@ _CONFIG = "fsdp_config.json"
 _CONFIG_LIMIT = 65536
 _RANKS_LIMIT = 2**16
 _KINDS = {"model": "model", "optim": "optimizer", "extra_state": "random state"}
+_FLAT = "_flat_param"  # how FSDP1 names the one parameter that it makes of a module's
 _SAME_SHAPES = 0.9  # of an optimizer's states and the parameters that they are taken for
 
 Shape = tuple[int, ...]
@@ -62,76 +55,123 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
     """
     sets = [own for own in file_sets(folder) if own.kind == "verl"]
     own = _chosen(folder, sets)
-    problems: list[Problem] = []
     world = verl_name(own.files[0])[1]
     if world > _RANKS_LIMIT:
         raise LimitError(f"counts {world:,} ranks in its name, the limit is {_RANKS_LIMIT:,}")
-    files = {verl_name(name)[::2]: name for name in own.files}
-    kinds = [kind for kind in _KINDS if any(found == kind for found, _ in files)]
-    reading = _Reading(folder, world)
-    stored: list[StoredFile] = []
-    told: list[RankFile] = []
-    for kind in kinds:
-        for rank in range(world):
-            name = files.get((kind, rank))
-            if name is None:
-                continue
-            state, size = folder.look_at(name)
-            shown: FileState = state if look_at_files else "unchecked"
-            label = printable(name)
-            stored.append(StoredFile(label, name, size if look_at_files else None, shown, True))
-            found = read_file(folder, name, problems) if state in READABLE else None
-            if found is not None and not isinstance(found.root, dict):
-                problems.append(damaged(label, f"{label} holds no dict"))
-                found = None
-            told.append(RankFile(label, _KINDS[kind], {"rank": rank}, found is not None))
-            if found is not None:
-                reading.files[kind, rank] = _File(label, len(stored) - 1, found)
-    lost = tuple(
-        RankFile(f"{kind}_world_size_{world}_rank_{rank}.pt", _KINDS[kind], {"rank": rank})
-        for kind in kinds
-        for rank in range(world)
-        if (kind, rank) not in files
+    files, reading = SetFiles(folder, look_at_files), _Reading(world)
+    for name in own.files:
+        kind, _, rank = verl_name(name)
+        if (opened := files.open(name, _KINDS[kind], {"rank": rank}, "dict", is_dict)) is not None:
+            reading.files[kind, rank] = opened
+    reading.read(folder)
+    if (said := _said_world(folder)) is not None:
+        reading.said.alike("world size", [*((world, file.name) for file in files.files), (said, _CONFIG)])
+    files.problems += _leftovers(sets, own) + _beyond(folder)
+    rank_files = reading.said.of(
+        files.files, f"the world size {world} in the names of the files", _expected(folder, own, world)
     )
-    reading.judge()
-    tensors, records, storages = reading.columns.made()
-    problems += _leftovers(sets, own) + _beyond(folder)
-    if (said := _said_world(folder)) not in (None, world):
-        reading.disagree("world size", {str(world): [file.name for file in told], str(said): [_CONFIG]})
-    declared, config, config_problems = read_configs(folder, None)
-    unread = [file for file in told if not file.is_read and file.kind != "random state"]
+    return replace(_checkpoint(files, reading, rank_files), format="verl", run=read_run(folder))
+
+
+def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
+    """The newest set of files in a folder of which each holds one rank's part of FSDP's flat parameters.
+
+    Raises:
+        AccessError: the operating system refused a read.
+
+    Source:
+        torch 2.13 FullyShardedDataParallel with StateDictType.LOCAL_STATE_DICT; dinov2.fsdp.FSDPCheckpointer
+    """
+    own, *others = [found for found in file_sets(folder) if found.kind == "flat"]
+    save, last = flat_name(own.files[-1])
+    extension = own.files[-1].rpartition(".")[2]
+    files, opened = SetFiles(folder, look_at_files), dict[int, Opened]()
+    for name in own.files:
+        rank = flat_name(name)[1]
+        if (file := files.open(name, "model", {"rank": rank}, "dict", is_dict)) is not None:
+            opened[rank] = file
+    models = {rank: _inner(file, state_of(file.found.root)) for rank, file in opened.items()}
+    worlds = [(_world(value), file.label) for file in models.values() for value in _values(file.found.root)]
+    world, where = max(worlds, default=(0, ""))
+    reading = _Reading(world or last + 1, is_flat=True)
+    for rank, file in opened.items():
+        reading.files["model", rank] = models[rank]
+        if is_dict(optimizer := file.found.root.get("optimizer")):
+            reading.files["optim", rank] = _inner(file, optimizer)
+    steps = [(file.found.root.get("iteration"), file.label) for file in opened.values()]
+    reading.said.alike("step", [item for item in steps if type(item[0]) is int], text="{:,}".format)
+    reading.read(folder)
+    for other in others:
+        sentence = f"ckptlint did not read {plural(len(other.files), 'file')} of another save beside {save}*"
+        files.problems.append(Problem("note", printable(other.files[0]), sentence, why="it reads the newest one"))
+    grid = f"{where} holds tensors of {plural(world, 'rank')}" if world else "the numbers in the names of the files"
+    expected = [RankFile(f"{save}{rank}.{extension}", "model", {"rank": rank}) for rank in range(reading.world)]
+    return _checkpoint(files, reading, reading.said.of(files.files, grid, expected))
+
+
+@fact
+def holds_shards(folder: Folder, name: str) -> bool:
+    """Whether a file can be read, and holds sharded tensors."""
+    found = read_file(folder, name, [])
+    return found is not None and is_dict(found.root) and any(True for _ in _values(state_of(found.root) or {}))
+
+
+def _inner(file: Opened, root: Any) -> Opened:
+    """A file as if it held a part of its value alone."""
+    return replace(file, found=replace(file.found, root=root if is_dict(root) else {}))
+
+
+def _checkpoint(files: SetFiles, reading: _Reading, rank_files: RankFileSet) -> Checkpoint:
+    """What was read of the files of ranks."""
+    lost = [file for missing in rank_files.missing.values() for file in missing]
+    unread = [file for file in files.files if not file.is_read and file.kind != "random state"]
     gone = [file for file in lost if file.kind != "random state"]
     doubtful = len(unread) + len(gone) + len(reading.left_out)
-    partial = f"{doubtful} of {len(told) + len(lost)} rank files are missing or unusable" if doubtful else ""
+    partial = f"{doubtful} of {len(files.files) + len(lost)} rank files are missing or unusable" if doubtful else ""
     if reading.unplaced and not doubtful:
         partial = f"the rank files contradict each other on {plural(len(reading.unplaced), 'key')}"
+    first, last = files.files[0].name, files.files[-1].name
+    label = f"{first} .. {last}" if first != last else first
     readable = any(kind != "extra_state" for kind, _ in reading.files)
-    label = f"{own.files[0]} .. {own.files[-1]}" if len(own.files) > 1 else own.files[0]
+    if not readable and not files.problems and any(file.kind == "model" for file in lost):
+        sentence, why = f"no rank has a file of the model beside {label}", "they hold random states alone"
+        files.problems.append(Problem("incomplete", label, sentence, why=why, blocks=True))
+    tensors, records, storages = reading.columns.made()
+    declared, config, config_problems = read_configs(files.folder, None)
     return Checkpoint(
-        path=folder.display,
-        format="verl",
+        path=files.folder.display,
+        format="fsdp-ranks",
         tensors=tensors,
         records=records,
         storages=storages,
-        files=FileTable.of(stored),
+        files=FileTable.of(files.stored),
         declared=declared,
         config=config,
-        run=read_run(folder),
-        topology=read_topology(declared, empty_objects(), None, range(world)),
+        topology=read_topology(declared, empty_objects(), None, range(reading.world)),
         step_files=reading.beside,
-        problems=problems + config_problems,
+        problems=files.problems + config_problems,
         readable=readable,
         partial=partial,
-        metadata_file=printable(label),
-        rank_files=RankFileSet(
-            tuple(told),
-            lost,
-            f"the world size {world} in the names of the files",
-            tuple(reading.disagreements),
-            tuple(reading.misfits),
-            tuple(reading.other_names),
-        ),
+        metadata_file=label,
+        rank_files=rank_files,
     )
+
+
+def _expected(folder: Folder, own: FileSet, world: int) -> list[RankFile]:
+    """A file of each kind that is there for each rank; the model too, unless its weights lie in a folder beside.
+
+    Source:
+        verl 0.9.1 BaseCheckpointManager: `checkpoint_save_contents` may have `hf_model` in place of `model`
+    """
+    there = {verl_name(name)[0] for name in own.files}
+    if not any(name.endswith((".safetensors", ".bin")) for sub in folder.folders() for name in folder.sub(sub).files()):
+        there.add("model")
+    return [
+        RankFile(f"{kind}_world_size_{world}_rank_{rank}.pt", shown, {"rank": rank})
+        for kind, shown in _KINDS.items()
+        if kind in there
+        for rank in range(world)
+    ]
 
 
 def _chosen(folder: Folder, sets: list[FileSet]) -> FileSet:
@@ -192,55 +232,54 @@ def _beyond(folder: Folder) -> list[Problem]:
 # ---------------------------------------------------------------- the files of all ranks
 
 
-@dataclass(slots=True)
-class _File:
-    """A file that was read: its name, its number among the files, and what it holds."""
-
-    label: str
-    number: int
-    found: TorchFile
-
-
-@dataclass(slots=True)
-class _Held:
+class _Held(NamedTuple):
     """What one rank's file holds under a key."""
 
     rank: int
     value: Stored
+    file: Opened
+
+
+class _Piece(NamedTuple):
+    """A tensor in a rank's file, and where its value itself says that it lies."""
+
+    rank: int
+    file: Opened
+    offsets: Shape
+    tensor: StoredTensor
+
+
+Places = list[Shape | None]
 
 
 @dataclass(slots=True)
 class _Reading:
-    """What the files of all ranks say, held against each other."""
+    """What the files of all ranks say, and where their parts lie."""
 
-    folder: Folder
     world: int
-    files: dict[tuple[str, int], _File] = field(default_factory=dict)
+    is_flat: bool = False
+    files: dict[tuple[str, int], Opened] = field(default_factory=dict)
     columns: Columns = field(default_factory=Columns)
-    disagreements: list[Disagreement] = field(default_factory=list)
-    misfits: list[Misfit] = field(default_factory=list)
-    other_names: list[OtherName] = field(default_factory=list)
+    said: Sayings = field(default_factory=Sayings)
     left_out: set[str] = field(default_factory=set)
     unplaced: list[str] = field(default_factory=list)
     beside: tuple[StepFile, ...] = ()
 
-    def judge(self) -> None:
+    def read(self, folder: Folder) -> None:
         """Fill everything but `files`."""
         self._worlds()
         self._names()
-        model = self._of("model")
-        self._keys({rank: file.found.root for rank, file in model.items()}, model)
-        self._optimizer()
-        self._schedulers()
+        self._keys({rank: file.found.root for rank, file in self._of("model").items()}, self._of("model"))
+        self._optimizer(folder)
+        steps = [
+            (step, file.label)
+            for file in self._of("extra_state").values()
+            if isinstance(scheduler := file.found.root.get("lr_scheduler"), dict)
+            and type(step := scheduler.get("last_epoch")) is int
+        ]
+        self.said.alike("step", steps, text="{:,}".format)
 
-    def disagree(
-        self, what: str, says: Mapping[str, Iterable[str]], fqns: Iterable[str] = (), is_sure: bool = True
-    ) -> None:
-        """Note what files say differently; who says what, the most files first."""
-        groups = sorted(((value, tuple(files)) for value, files in says.items()), key=lambda item: -len(item[1]))
-        self.disagreements.append(Disagreement(what, tuple(groups), tuple(map(printable, fqns)), is_sure))
-
-    def _of(self, kind: str) -> dict[int, _File]:
+    def _of(self, kind: str) -> dict[int, Opened]:
         """Rank -> its file of a kind, without those that belong elsewhere."""
         return {
             rank: file for (own, rank), file in self.files.items() if own == kind and file.label not in self.left_out
@@ -248,9 +287,22 @@ class _Reading:
 
     # ------------------------------------------------------------ whole files
 
+    def _worlds(self) -> None:
+        """The worlds that meshes span; a file of another than its name says is left out."""
+        named = self.world
+        sizes = [
+            (world, file.label)
+            for file in self.files.values()
+            if (world := next((size for value in _values(file.found.root) if (size := _world(value)) > 0), 0))
+        ]
+        things = [(f"a mesh of {plural(size, 'rank')}", label) for size, label in sizes]
+        if sizes and all(size != named for size, _ in sizes):
+            things.append((f"{plural(named, 'rank')} in the names", next(iter(self.files.values())).label))
+        self.said.alike("world size", things)
+        self.left_out = {label for size, label in sizes if size != named}
+
     def _names(self) -> None:
-        """Files whose content says that another rank wrote them."""
-        crcs = {key: _checksums(file.found) for key, file in self.files.items()}
+        """The rank that wrote each file: as its values say, or the folder in its archive."""
         for (kind, rank), file in self.files.items():
             if file.label in self.left_out:
                 continue
@@ -264,226 +316,136 @@ class _Reading:
             else:
                 continue
             other = self.files.get((kind, by)) if by != rank else None
-            is_same = other is not None and crcs[kind, rank] and crcs[kind, by] == crcs[kind, rank]
-            same = other.label if other is not None and is_same else ""
-            self.other_names.append(OtherName(file.label, inside, same, writer not in (-1, rank)))
-            if writer not in (-1, rank) or same:
-                self.left_out.add(file.label)
-
-    def _worlds(self) -> None:
-        """Files whose mesh spans another world than their names say."""
-        sizes: dict[int, list[str]] = defaultdict(list)
-        for file in self.files.values():
-            world = next((size for value in _values(file.found.root) if (size := _world(value)) > 0), 0)
-            if world:
-                sizes[world].append(file.label)
-        if set(sizes) <= {self.world}:
-            return
-        says = {f"a mesh of {plural(size, 'rank')}": files for size, files in sizes.items()}
-        if self.world not in sizes:
-            says[f"{plural(self.world, 'rank')} in the names"] = [file.label for file in self.files.values()][:1]
-        self.disagree("world size", says)
-        self.left_out.update(label for size, files in sizes.items() if size != self.world for label in files)
-
-    def _schedulers(self) -> None:
-        """The step that the scheduler of each rank counted."""
-        says: dict[str, list[str]] = defaultdict(list)
-        for file in self._of("extra_state").values():
-            scheduler = file.found.root.get("lr_scheduler")
-            step = scheduler.get("last_epoch") if isinstance(scheduler, dict) else None
-            if type(step) is int:
-                says[f"{step:,}"].append(file.label)
-        if len(says) > 1:
-            self.disagree("step", says)
+            own = checksums(file.found)
+            same = other.label if other is not None and own and checksums(other.found) == own else ""
+            self.said.other_name(file.label, inside, same, writer not in (-1, rank))
+        self.left_out |= self.said.elsewhere()
 
     # ------------------------------------------------------------ keys
 
-    def _tensors(self, roots: Mapping[int, Mapping[Any, Any]]) -> dict[str, list[_Held]]:
-        """Key -> what each rank holds of it, in the order of the ranks."""
-        held: dict[str, list[_Held]] = {}
+    def _keys(self, roots: Mapping[int, Mapping[Any, Any]], files: Mapping[int, Opened], slices: bool = False) -> None:
+        """Place the ranks' parts of each key; where the ranks say different things of it, none has a place.
+
+        Args:
+            slices: whether plain tensors are slices of a flat one, not copies.
+        """
+        keys: dict[str, list[_Held]] = {}
         for rank, root in roots.items():
             for key, value in root.items():
                 if isinstance(key, str) and isinstance(value, (StoredTensor, StoredDTensor, StoredShards)):
-                    held.setdefault(key, []).append(_Held(rank, value))
-        return held
+                    keys.setdefault(key, []).append(_Held(rank, value, files[rank]))
+        for fqn, held in keys.items():
+            pieces = [_Piece(item.rank, item.file, *local) for item in held for local in _locals(item.value)]
+            places: Places = [None] * len(pieces)
+            first, shape = held[0].value, held[0].value.shape
+            is_copy = isinstance(first, StoredTensor) and not slices and not fqn.endswith(_FLAT)
+            if is_copy:
+                places[0] = (0,) * len(shape)
+            is_slice = self.is_flat and _is_sliced(held)
+            if is_slice and self._agree(fqn, held, files, ("form", "dtype")):
+                lengths = [item.value.shape[0] for item in held]
+                ends = accumulate(lengths)
+                shape, places = (sum(lengths),), [(end - own,) for end, own in zip(ends, lengths, strict=True)]
+            elif not is_slice and self._agree(fqn, held, files):
+                if isinstance(first, StoredDTensor):
+                    places = self._boxes(fqn, held)
+                elif isinstance(first, StoredShards):
+                    places = self._listed(fqn, first, pieces)
+                elif is_copy:
+                    self._copies("content", fqn, [held])
+                elif len(shape) == 1:  # cut into one slice of equal length for each rank (FSDP1)
+                    shape, places = (shape[0] * self.world,), [(piece.rank * shape[0],) for piece in pieces]
+                else:
+                    places[0] = (0,) * len(shape)
+            if pieces and not any(place is not None for place in places):
+                self.unplaced.append(fqn)
+            for piece, place in zip(pieces, places, strict=True):
+                storage = piece.file.found.storages.get(piece.tensor.key)
+                is_flat = is_slice or fqn.endswith(_FLAT)
+                part = Part(fqn, first.dtype, shape, place, piece.tensor, piece.file.number, storage, is_flat)
+                self.columns.parts.append(part)
 
-    def _keys(
-        self, roots: Mapping[int, Mapping[Any, Any]], files: Mapping[int, _File], are_slices: bool = False
-    ) -> None:
-        """Hold the ranks' parts of each key against each other, and place them.
+    def _agree(
+        self, fqn: str, held: list[_Held], files: Mapping[int, Opened], aspects: Iterable[str] | None = None
+    ) -> bool:
+        """Whether all ranks say the same of a key, and all that the tensor's mesh has hold it.
 
         Args:
-            are_slices: whether plain tensors are slices of a flat one, not copies.
+            aspects: in what they must agree; all without.
         """
-        split: dict[tuple[str, str, tuple[int, ...]], list[str]] = defaultdict(list)
-        for fqn, held in self._tensors(roots).items():
-            known = {rank.rank for rank in held}
-            places: list[Shape | None] = [None] * len(held)
-            if isinstance(held[0].value, StoredTensor) and not are_slices:
-                places[0] = (0,) * len(held[0].value.shape)
-            differs = self._differs(held)
-            if differs is not None:
-                split[differs].append(fqn)
-            elif lacking := self._lacking(held, known, files):
-                split["key", "", lacking].append(fqn)
-            elif isinstance(held[0].value, StoredDTensor):
-                places = self._placed(fqn, held, files)
-            elif isinstance(held[0].value, StoredShards):
-                self._add_shards(fqn, held, files)
-                continue
-            elif are_slices:
-                self._add_slices(fqn, held, files)
-                continue
-            else:
-                self._compare(fqn, [held], files, "content")
-            if places == [None] * len(held):
-                self.unplaced.append(fqn)
-            self._add(fqn, held, places, files)
-        for (what, _, ranks), fqns in split.items():
-            labels = [files[rank].label for rank in ranks]
-            others = [file.label for rank, file in files.items() if rank not in ranks]
-            if what == "key":
-                self.disagree("keys", {"hold": others, "lack": labels}, fqns)
-            else:
-                first = self._tensors(roots)[fqns[0]]
-                says: dict[str, list[str]] = defaultdict(list)
-                for item in first:
-                    says[_ASPECTS[what](item.value)].append(files[item.rank].label)
-                self.disagree(what, says, fqns)
-
-    def _differs(self, held: list[_Held]) -> tuple[str, str, tuple[int, ...]] | None:
-        """In what the ranks' parts of a key differ that must be equal, and which ranks say otherwise than most."""
-        first = held[0].value
-        for what, aspect in _COMPARED.items():
-            wanted = aspect(first)
-            if all(aspect(item.value) == wanted for item in held[1:]):
-                continue
-            count = Counter(aspect(item.value) for item in held)
-            most = max(count, key=lambda value: count[value])
-            return what, "", tuple(item.rank for item in held if aspect(item.value) != most)
-        return None
-
-    def _lacking(self, held: list[_Held], known: set[int], files: Mapping[int, _File]) -> tuple[int, ...]:
-        """The ranks of a tensor's mesh whose file is there and has not its key."""
+        things = [(item.value, item.file.label) for item in held]
+        if not all(self.said.alike(what, things, fqn, *_ASPECTS[what]) for what in aspects or _ASPECTS):
+            return False
         value = held[0].value
         ranks = set(_members(value, held[0].rank)) if isinstance(value, StoredDTensor) else set(files)
         if isinstance(value, StoredDTensor) and len(ranks) < self.world:
             # each group of ranks along the other axes has a mesh of its own; pipeline stages have keys of their own
             ranks = {rank for item in held for rank in _members(item.value, item.rank)}
-        return tuple(sorted(ranks & set(files) - known))
+        lacking = ranks & files.keys() - {item.rank for item in held}
+        if not lacking:
+            return True
+        holds = [(("lack" if rank in lacking else "hold"), file.label) for rank, file in files.items()]
+        return self.said.alike("keys", sorted(holds), fqn)
 
-    # ------------------------------------------------------------ places
+    def _boxes(self, fqn: str, held: list[_Held]) -> Places:
+        """Where each rank's part of a DTensor lies; None for a copy of what a lower rank holds.
 
-    def _placed(self, fqn: str, held: list[_Held], files: Mapping[int, _File]) -> list[Shape | None]:
-        """Where each rank's part lies; None for a copy of what a lower rank holds, and where that is not known."""
+        All are None where the place of one is not known.
+        """
+        nowhere: Places = [None] * len(held)
         owners: dict[tuple[Shape, Shape], list[_Held]] = defaultdict(list)
-        places: list[Shape | None] = []
+        places, fits, is_declared = list[Shape | None](), True, False
         for item in held:
             value = item.value
             assert isinstance(value, StoredDTensor)
-            coordinate = _coordinate(value.mesh, item.rank)
-            expected = (
-                None
-                if coordinate is None
-                else _box(value.shape, value.placements, value.mesh.shape, coordinate, value.order)
-            )
-            if expected is None:
-                return [None] * len(held)
+            coordinate = value.mesh.place_of(item.rank)
+            if (
+                coordinate is None
+                or (expected := _box(value.shape, value.placements, value.mesh.shape, coordinate, value.order)) is None
+            ):
+                return nowhere
+            offsets, sizes, by_torch = expected
             stored = value.local.shape
-            if stored not in (expected[1], expected[2]):
-                because = f"{plural(value.mesh.shape[0], 'rank') if len(value.mesh.shape) == 1 else value.mesh}"
+            if stored not in (sizes, by_torch):
+                over = plural(value.mesh.shape[0], "rank") if len(value.mesh.shape) == 1 else value.mesh
                 placed = ", ".join(map(str, value.placements))
-                label = files[item.rank].label
-                self.misfits.append(
-                    Misfit(
-                        printable(fqn),
-                        label,
-                        shape_text(stored),
-                        shape_text(expected[1]),
-                        f"{shape_text(value.shape)} as {placed} over {because}, rank {item.rank}",
-                    )
+                because = f"{shape_text(value.shape)} as {placed} over {over}, rank {item.rank}"
+                self._misfit(fqn, item.file, shape_text(stored), shape_text(sizes), because)
+            fits = fits and stored == sizes  # nobody can tell where torch's other reading puts the rows
+            is_declared = any(placement.kind == "Replicate" for placement in value.placements)
+            places.append(offsets if (offsets, stored) not in owners else None)
+            owners[offsets, stored].append(item)
+        if not fits:
+            return nowhere
+        self._copies("content of copies" if is_declared else "content of other meshes", fqn, owners.values())
+        return places
+
+    def _listed(self, fqn: str, whole: StoredShards, pieces: list[_Piece]) -> Places:
+        """Where shards lie, as they say themselves; each is the one that all files list for its rank."""
+        fits = True
+        for rank, file, offsets, tensor in pieces:
+            listed = [place[:2] for place in whole.tiling if place[2] in (-1, rank)]
+            same = [place for place in listed if place[0] == offsets]
+            at, sizes = (same or listed or [(offsets, ())])[0]
+            if (offsets, tensor.shape) != (at, sizes):
+                fits = False
+                stored, wanted = (
+                    f"{shape_text(size)} at {shape_text(begin)}"
+                    for size, begin in ((tensor.shape, offsets), (sizes, at))
                 )
-                places.append(None)
-                continue
-            if stored != expected[1]:  # nobody can tell where torch's other reading puts the rows
-                return [None] * len(held)
-            key = (expected[0], stored)
-            places.append(expected[0] if key not in owners else None)
-            owners[key].append(item)
-        if len(places) == len(held) and not any(misfit.fqn == printable(fqn) for misfit in self.misfits[-len(held) :]):
-            first = held[0].value
-            assert isinstance(first, StoredDTensor)
-            is_declared = any(placement.kind == "Replicate" for placement in first.placements)
-            self._compare(
-                fqn, owners.values(), files, "content of copies" if is_declared else "content of other meshes"
-            )
-            return places
-        return [None] * len(held)
+                self._misfit(fqn, file, stored, wanted, f"what all files list for rank {rank}")
+        return [piece.offsets if fits else None for piece in pieces]
 
-    def _add(self, fqn: str, held: list[_Held], places: list[Shape | None], files: Mapping[int, _File]) -> None:
-        for item, place in zip(held, places, strict=True):
-            value, file = item.value, files[item.rank]
-            dtype, shape = _whole(value)
-            for tensor in _locals(value):
-                storage = file.found.storages.get(tensor.key)
-                self.columns.parts.append(Part(fqn, dtype, shape, place, tensor, file.number, storage))
+    def _misfit(self, fqn: str, file: Opened, stored: str, expected: str, because: str, what: str = "shape") -> None:
+        self.said.misfits.append(Misfit(printable(fqn), file.label, stored, expected, because, what))
 
-    def _add_shards(self, fqn: str, held: list[_Held], files: Mapping[int, _File]) -> None:
-        """Shards say themselves where they lie; each must be the one that all files list for its rank."""
-        parts, fits = [], True
-        for item in held:
-            value, file = item.value, files[item.rank]
-            assert isinstance(value, StoredShards)
-            for offsets, sizes, tensor in value.locals:
-                listed = [place[:2] for place in value.tiling if place[2] in (-1, item.rank)]
-                expected = (offsets, sizes) if (offsets, sizes) in listed else (listed or [(offsets, ())])[0]
-                if (offsets, tensor.shape) != expected:
-                    fits = False
-                    self.misfits.append(
-                        Misfit(
-                            printable(fqn),
-                            file.label,
-                            f"{shape_text(tensor.shape)} at {shape_text(offsets)}",
-                            f"{shape_text(expected[1])} at {shape_text(expected[0])}",
-                            f"what all files list for rank {item.rank}",
-                        )
-                    )
-                storage = file.found.storages.get(tensor.key)
-                parts.append(Part(fqn, value.dtype, value.shape, offsets, tensor, file.number, storage))
-        self.unplaced += [fqn] * (not fits)
-        self.columns.parts += parts if fits else [part._replace(offsets=None) for part in parts]
-
-    def _add_slices(self, fqn: str, held: list[_Held], files: Mapping[int, _File]) -> None:
-        """A flat tensor that is cut into one slice of equal length for each rank (FSDP1)."""
-        lengths = {_whole(item.value)[1] for item in held}
-        if len(lengths) > 1:  # told as a disagreement on the shape before
-            return
-        (length,) = lengths
-        whole = (length[0] * self.world,) if len(length) == 1 else length
-        for item in held:
-            file = files[item.rank]
-            for tensor in _locals(item.value):
-                place = (item.rank * length[0],) if len(length) == 1 else (0,) * len(length)
-                offsets = place if len(length) == 1 or item is held[0] else None
-                storage = file.found.storages.get(tensor.key)
-                self.columns.parts.append(Part(fqn, tensor.dtype, whole, offsets, tensor, file.number, storage))
-
-    def _compare(self, fqn: str, groups: Iterable[list[_Held]], files: Mapping[int, _File], what: str) -> None:
-        """Copies have equal checksums; one that is stored with more than itself is not compared."""
-        says: dict[str, list[str]] = defaultdict(list)
-        for group in groups:
-            if len(group) < 2:
-                continue
-            found = [(_checksum(item.value, files[item.rank].found), files[item.rank].label) for item in group]
-            if len({crc for crc, _ in found if crc}) > 1:
-                for crc, label in found:
-                    says[f"CRC-32 {crc:08x}"].append(label)
-        if says:
-            self.disagree(what, says, [fqn], is_sure=what != "content of other meshes")
+    def _copies(self, what: str, fqn: str, groups: Iterable[list[_Held]]) -> None:
+        several = (group for group in groups if len(group) > 1)
+        self.said.copies(what, [[(_checksum(item), item.file.label) for item in group] for group in several], fqn)
 
     # ------------------------------------------------------------ optimizer
 
-    def _optimizer(self) -> None:
+    def _optimizer(self, folder: Folder) -> None:
         """The optimizer's states under the names of the parameters they belong to, where these are certain."""
         files = self._of("optim")
         states = {
@@ -491,49 +453,81 @@ class _Reading:
         }
         if not states:
             return
-        names = self._names_of(states)
-        if not names and all(not isinstance(value, StoredTensor) for value in self._moments(states)):
-            first = next(iter(files.values()))
-            if (made := optimizer_file(first.found.root)) is not None:
-                self.beside = (StepFile(first.label, "optimizer state", "read", first.found.size, optimizer=made),)
-        roots: dict[int, dict[str, Any]] = {}
-        for rank, state in states.items():
-            flat = roots[rank] = {}
-            for param, own in state.items():
-                for what, value in own.items() if isinstance(own, dict) else ():
-                    if what != "step":
-                        flat[f"optimizer.state.{names.get(param, param)}.{what}"] = value
-        self._keys(roots, files, are_slices=True)
-        self._steps(states, files)
+        listed = {rank: _params(file.found.root) for rank, file in files.items()}
+        first, file = next(((state, files[rank]) for rank, state in states.items() if state), ({}, files[min(files)]))
+        moments = [own.get("exp_avg") for own in first.values() if isinstance(own, dict)]
+        names = self._names_of(listed[min(files)], first)
+        self._count(listed, states, files, is_named=bool(names))
+        # FSDP1 keeps slices of flat parameters, which tell no shapes
+        is_sliced = any(isinstance(value, StoredTensor) for value in moments)
+        if not names and not is_sliced and (made := optimizer_file(file.found.root)) is not None:
+            self.beside = (StepFile(file.label, "optimizer state", "read", file.found.size, optimizer=made),)
+        roots = {
+            rank: {
+                f"optimizer.state.{names.get(param, param)}.{what}": value
+                for param, own in state.items()
+                if isinstance(own, dict)
+                for what, value in own.items()
+                if what != "step"
+            }
+            for rank, state in states.items()
+        }
+        self._keys(roots, files, slices=True)
+        if any(item.what == "step" for item in self.said.said):
+            return  # told by what the files count themselves
+        steps = []
+        for rank, state in states.items():  # each parameter counts for itself, all alike
+            counted = (own.get("step") for own in state.values() if isinstance(own, dict))
+            if step := next((step for step in counted if isinstance(step, StoredTensor) and not step.shape), None):
+                steps.append(((step, files[rank]), files[rank].label))
 
-    def _moments(self, states: Mapping[int, Mapping[Any, Any]]) -> Iterable[Any]:
-        """The moments in the first file; FSDP1 keeps slices of flat parameters, which tell no shapes."""
-        first = next(iter(states.values()))
-        return [own.get("exp_avg") for own in first.values() if isinstance(own, dict)]
+        def number(counted: tuple[StoredTensor, Opened]) -> str:
+            value = number_in(ranges_of(folder, counted[1].label), counted[1].found, counted[0])
+            return "?" if value is None else f"{value:,}"
 
-    def _names_of(self, states: Mapping[int, Mapping[Any, Any]]) -> dict[Any, str]:
+        self.said.alike("step", steps, by=lambda counted: checksum(counted[0], counted[1].found), text=number)
+
+    def _count(
+        self,
+        listed: Mapping[int, list[Any]],
+        states: Mapping[int, Mapping[Any, Any]],
+        files: Mapping[int, Opened],
+        is_named: bool,
+    ) -> None:
+        """How many parameters the optimizer of each rank knows, and how many the model beside it has.
+
+        FSDP1 makes one flat parameter of many and cuts it over the ranks: there the elements of all count.
+        """
+        if len({len(state) for state in states.values()}) > 1:
+            return  # the ranks' keys differ, which is told
+        counts = [(len(params), files[rank].label) for rank, params in listed.items()]
+        model = self._of("model")
+        if not self.said.alike("number of parameters in the optimizer", counts) or is_named or not model:
+            return
+        whole = _parameters(next(iter(model.values())).found.root)
+        chosen = [key for key in whole if is_adapter(parse(key))] or list(whole)
+        file = model[min(model)]
+        # a tied parameter has a second key, and is listed once
+        once = {(_checksum(_Held(-1, whole[key], file)) or key, whole[key].shape): whole[key] for key in chosen}
+        known, wanted, noun = counts[0][0], len(once), "parameter"
+        moments = (own.get("exp_avg") for state in states.values() for own in state.values() if is_dict(own))
+        slices = [prod(value.shape) for value in moments if isinstance(value, StoredTensor) and value.shape]
+        if slices:
+            known = sum(slices) if len(states) == self.world else 0
+            wanted, noun = sum(prod(value.shape) for value in once.values()), "element"
+        for rank in files if 0 < known < wanted else ():
+            because = f"the model in {file.label} has as many"
+            self._misfit("", files[rank], f"the states of {plural(known, noun)}", f"{wanted:,}", because, "count")
+
+    def _names_of(self, listed: list[Any], state: Mapping[Any, Any]) -> dict[Any, str]:
         """Number -> key of the parameter: the parameters in the order of the model, or its adapters alone."""
-        file = next(iter(self._of("optim").values()))
-        groups = file.found.root.get("param_groups")
-        listed = [
-            param
-            for group in (groups if isinstance(groups, list) else ())
-            if isinstance(group, dict) and isinstance(group.get("params"), list)
-            for param in group["params"]
-        ]
         if any(isinstance(param, str) for param in listed):
             return {param: param for param in listed}
         roots = [file.found.root for file in self._of("model").values()][:1]
-        whole = {
-            key: value.shape
-            for root in roots
-            for key, value in root.items()
-            if isinstance(value, (StoredDTensor, StoredShards)) and isinstance(key, str)
-        }
-        first = next(iter(states.values()))
+        whole = {key: value.shape for root in roots for key, value in _parameters(root).items()}
         shapes = {
-            param: _whole(own["exp_avg"])[1]
-            for param, own in first.items()
+            param: own["exp_avg"].shape
+            for param, own in state.items()
             if isinstance(own, dict) and isinstance(own.get("exp_avg"), (StoredTensor, StoredDTensor, StoredShards))
         }
         for chosen in (list(whole), [key for key in whole if is_adapter(parse(key))]):
@@ -545,34 +539,24 @@ class _Reading:
                 return names
         return {}
 
-    def _steps(self, states: Mapping[int, Mapping[Any, Any]], files: Mapping[int, _File]) -> None:
-        """The step of each parameter is one on all ranks."""
-        says: dict[int, list[int]] = defaultdict(list)
-        for rank, state in states.items():
-            for own in state.values():
-                step = own.get("step") if isinstance(own, dict) else None
-                if isinstance(step, StoredTensor) and step.shape == ():
-                    says[_checksum(step, files[rank].found)].append(rank)
-                    break
-        if len(says) > 1:
-            self.disagree(
-                "step",
-                {
-                    self._step_of(states[ranks[0]], files[ranks[0]]): [files[rank].label for rank in ranks]
-                    for ranks in says.values()
-                },
-            )
-
-    def _step_of(self, state: Mapping[Any, Any], file: _File) -> str:
-        for own in state.values():
-            step = own.get("step") if isinstance(own, dict) else None
-            if isinstance(step, StoredTensor):
-                value = number_in(ranges_of(self.folder, file.label), file.found, step)
-                return "?" if value is None else f"{value:,}"
-        return "?"
-
 
 # ---------------------------------------------------------------- one value
+
+
+def _params(root: Mapping[Any, Any]) -> list[Any]:
+    """The parameters that an optimizer lists in its groups."""
+    groups = root.get("param_groups")
+    found = [group.get("params") for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+    return [param for params in found if isinstance(params, list) for param in params]
+
+
+def _parameters(root: Mapping[Any, Any]) -> dict[str, StoredDTensor | StoredShards]:
+    """Key -> value of what a model's file holds a part of; what it holds whole are buffers."""
+    return {
+        key: value
+        for key, value in root.items()
+        if isinstance(key, str) and isinstance(value, (StoredDTensor, StoredShards))
+    }
 
 
 def _values(root: Any) -> Iterable[Any]:
@@ -599,25 +583,28 @@ def _world(value: Stored) -> int:
     return 0
 
 
-def _whole(value: Stored) -> tuple[str, Shape]:
-    return value.dtype, value.shape
+def _locals(value: Stored) -> list[tuple[Shape, StoredTensor]]:
+    """What a file holds of a value, and at which offsets where the value says so."""
+    if isinstance(value, StoredShards):
+        return [(offsets, tensor) for offsets, _, tensor in value.locals]
+    return [((), value.local if isinstance(value, StoredDTensor) else value)]
 
 
-def _locals(value: Stored) -> list[StoredTensor]:
-    if isinstance(value, StoredTensor):
-        return [value]
-    return [value.local] if isinstance(value, StoredDTensor) else [tensor for _, _, tensor in value.locals]
+def _is_sliced(held: list[_Held]) -> bool:
+    """Whether plain tensors are the ranks' slices of one, not its copies: FSDP1's own view of its parameters.
+
+    Source:
+        torch 2.13 torch.distributed.fsdp, use_orig_params: a rank without a part of a parameter holds 0 elements
+    """
+    if not all(isinstance(item.value, StoredTensor) and len(item.value.shape) == 1 for item in held):
+        return False
+    return len({(item.value.shape, _checksum(item)) for item in held}) > 1
 
 
-_COMPARED: dict[str, Any] = {
-    "form": type,
-    "dtype": lambda value: value.dtype,
-    "global shape": lambda value: value.shape,
-    "placements": lambda value: value.placements if isinstance(value, StoredDTensor) else (),
-    "mesh": lambda value: _mesh_key(value),
-    "tiling": lambda value: value.tiling if isinstance(value, StoredShards) else (),
-}
-"""What all ranks must say alike of a key."""
+def _checksum(item: _Held) -> int:
+    """CRC-32 of what a rank holds, where that is one tensor that fills its storage; else 0."""
+    found = _locals(item.value)
+    return checksum(found[0][1], item.file.found) if len(found) == 1 else 0
 
 
 def _mesh_key(value: Stored) -> Hashable:
@@ -631,45 +618,26 @@ def _mesh_key(value: Stored) -> Hashable:
 
 _FORMS = {StoredTensor: "a plain tensor", StoredDTensor: "a DTensor", StoredShards: "a ShardedTensor"}
 
-_ASPECTS: dict[str, Any] = {
-    "form": lambda value: _FORMS[type(value)],
-    "dtype": lambda value: value.dtype,
-    "global shape": lambda value: shape_text(value.shape),
-    "placements": lambda value: "(" + ", ".join(map(str, value.placements)) + ")",
-    "mesh": lambda value: f"{value.mesh} of ranks {ranges(set(value.mesh.ranks))}",
-    "tiling": lambda value: f"{plural(len(value.tiling), 'shard')}",
+_ASPECTS: dict[str, tuple[Callable[[Any], Hashable], Callable[[Any], str]]] = {
+    "form": (type, lambda value: _FORMS[type(value)]),
+    "dtype": (lambda value: value.dtype, lambda value: str(value.dtype)),
+    "global shape": (lambda value: value.shape, lambda value: shape_text(value.shape)),
+    "placements": (
+        lambda value: value.placements if isinstance(value, StoredDTensor) else (),
+        lambda value: "(" + ", ".join(map(str, value.placements)) + ")",
+    ),
+    "mesh": (_mesh_key, lambda value: f"{value.mesh} of ranks {ranges(set(value.mesh.ranks))}"),
+    "tiling": (
+        lambda value: value.tiling if isinstance(value, StoredShards) else (),
+        lambda value: plural(len(value.tiling), "shard"),
+    ),
 }
+"""What all ranks say alike of a key: what is compared of it, and how it is shown."""
 
 
 def _members(value: Any, rank: int) -> tuple[int, ...]:
     """The ranks of the mesh that a rank is in: those that differ from it on the mesh's own axes alone."""
-    if not isinstance(value, StoredDTensor):
-        return (rank,)
-    return _mesh_members(value.mesh.shape, value.mesh.strides, value.mesh.ranks, rank)
-
-
-@cache
-def _mesh_members(shape: Shape, strides: Shape, ranks: tuple[int, ...], rank: int) -> tuple[int, ...]:
-    if rank not in ranks:
-        return (rank,)
-    at = ranks.index(rank)
-    places = {at}
-    for size, stride in zip(shape, strides, strict=True):
-        places = {place - place // stride % size * stride + i * stride for place in places for i in range(size)}
-    return tuple(ranks[place] for place in sorted(places) if place < len(ranks))
-
-
-def _coordinate(mesh: Mesh, rank: int) -> Shape | None:
-    return _coordinate_of(mesh.shape, mesh.strides, mesh.ranks, rank)
-
-
-@cache
-def _coordinate_of(shape: Shape, strides: Shape, ranks: tuple[int, ...], rank: int) -> Shape | None:
-    """Where a rank is on a mesh; None where it is not on it."""
-    if rank not in ranks or 0 in strides or 0 in shape:
-        return None
-    at = ranks.index(rank)
-    return tuple(at // stride % size for size, stride in zip(shape, strides, strict=True))
+    return value.mesh.group_of(rank) if isinstance(value, StoredDTensor) else (rank,)
 
 
 @cache
@@ -700,17 +668,3 @@ def _box(
     first = [axis for axis in range(len(placements)) if axis not in strided]
     held = box(runs(shape, plain, mesh, coordinate, [*first, *reversed(strided)]), shape)
     return (*held, by_torch[1])
-
-
-def _checksum(value: Stored, found: TorchFile) -> int:
-    """CRC-32 of a tensor that fills its storage; 0 where there is none, or more lies there."""
-    parts = _locals(value)
-    if len(parts) != 1 or parts[0].extent != parts[0].length:
-        return 0
-    place = found.storages.get(parts[0].key)
-    return place.crc if place is not None else 0
-
-
-def _checksums(found: TorchFile) -> tuple[int, ...]:
-    """The checksums of the storages of a file; () where there are none."""
-    return tuple(place.crc for place in found.storages.values()) if any(p.crc for p in found.storages.values()) else ()

@@ -1,0 +1,118 @@
+"""What the files of a set say differently, and how sure it is that they may not: the one place that compares them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from ckptlint.model import Checkpoint, Misfit, RankFileSet, Said
+from ckptlint.model.facts import fact
+from ckptlint.model.text import plural
+from ckptlint.rule import NotApplicable
+
+_STEP = "step"
+_COPIES = ("content", "content of copies", "content of other meshes")
+_PART = "local shape"
+_FEWER = ("count", "sum")
+_MAY_DIFFER = ("content of other meshes",)
+"""What honest saves hold differently: copies that nobody keeps alike may drift apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """Files of one set that say different things of what they share.
+
+    Attributes:
+        what: it, as a noun (`mesh`, `placements`, `step`, `content`).
+        says: (value as text, names of the files that say it), the most files first.
+        fqns: the keys concerned; () where it is one thing for the whole file.
+        is_sure: whether no honest save looks so.
+    """
+
+    what: str
+    says: tuple[tuple[str, tuple[str, ...]], ...]
+    fqns: tuple[str, ...]
+    is_sure: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """The files of a set, held against each other.
+
+    Attributes:
+        job: what they say differently of the job or of tensors.
+        steps: the steps that they say they are of, where these differ.
+        copies: tensors that several hold whole, with other bytes.
+        shapes: parts of tensors that have another shape than mesh and placements, or most ranks, give them.
+        of_a_part: optimizers that know fewer parameters than the model, on all ranks alike.
+    """
+
+    job: tuple[Disagreement, ...]
+    steps: tuple[Disagreement, ...]
+    copies: tuple[Disagreement, ...]
+    shapes: tuple[Misfit, ...]
+    of_a_part: tuple[Misfit, ...]
+
+
+@fact
+def compared(ckpt: Checkpoint) -> Compared:
+    """What the files of a checkpoint say differently.
+
+    Raises:
+        NotApplicable: it is no set of rank files.
+    """
+    if ckpt.rank_files is None:
+        raise NotApplicable("no set of rank files")
+    found = list(_differing(ckpt.rank_files.said))
+    odd = {id(item): _shapes(item) for item in found if item.what == _PART}
+    judged = {number for number, misfits in odd.items() if misfits}
+    return Compared(
+        job=tuple(_merged(item for item in found if item.what not in (_STEP, *_COPIES) and id(item) not in judged)),
+        steps=tuple(item for item in found if item.what == _STEP),
+        copies=tuple(item for item in found if item.what in _COPIES),
+        shapes=(*(item for item in ckpt.rank_files.misfits if item.what == "shape"), *chain(*odd.values())),
+        of_a_part=_on_all_ranks(ckpt.rank_files),
+    )
+
+
+def _merged(found: Iterable[Disagreement]) -> Iterable[Disagreement]:
+    """One for all keys of which the same files say otherwise than the same others."""
+    alike: dict[tuple[object, ...], list[Disagreement]] = {}
+    for item in found:
+        alike.setdefault((item.what, bool(item.fqns), *(files for _, files in item.says)), []).append(item)
+    return (replace(own[0], fqns=tuple(fqn for item in own for fqn in item.fqns)) for own in alike.values())
+
+
+def _differing(said: Iterable[Said]) -> Iterator[Disagreement]:
+    """What files say otherwise than those that they are compared with."""
+    values: dict[tuple[str, str, str], dict[str, list[str]]] = defaultdict(dict)
+    for item in said:
+        values[item.what, item.among, item.fqn].setdefault(item.value, []).append(item.file)
+    for (what, _, fqn), found in values.items():
+        if len(found) > 1:
+            ordered = sorted(found.items(), key=lambda pair: -len(pair[1]))
+            says = tuple((value, tuple(files)) for value, files in ordered)
+            yield Disagreement(what, says, (fqn,) if fqn else (), what not in _MAY_DIFFER)
+
+
+def _shapes(item: Disagreement) -> list[Misfit]:
+    """The parts of other shapes than most ranks have; none without a majority."""
+    (usual, most), *others = item.says
+    if len(most) == len(others[0][1]):
+        return []
+    because = f"{plural(len(most), 'other rank')} {'holds' if len(most) == 1 else 'hold'} that shape"
+    return [Misfit(item.fqns[0], file, stored, usual, because) for stored, files in others for file in files]
+
+
+def _on_all_ranks(files: RankFileSet) -> tuple[Misfit, ...]:
+    """The optimizers that know fewer parameters than their model, where those of all ranks do.
+
+    A job that trains or saves only a part looks so; one rank of it does not.
+    """
+    short = [item for item in files.misfits if item.what in _FEWER]
+    said = {item.file for item in short}
+    kinds = {file.kind for file in files.files if file.name in said}
+    every = {file.name for file in files.files if file.kind in kinds and file.is_read and not file.inside}
+    return tuple(short) if every <= said else ()

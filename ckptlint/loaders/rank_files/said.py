@@ -1,0 +1,102 @@
+"""What the files of a set say, gathered by their loader as it reads them; `analysis.rank_sets` judges it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from ckptlint.formats.torch_file import TorchFile
+from ckptlint.model import Misfit, RankFile, RankFileSet, Said
+from ckptlint.model.stored import StoredTensor
+from ckptlint.model.text import printable
+
+Thing = TypeVar("Thing")
+
+
+def itself(thing: Any) -> Any:
+    """The value of a thing that is one."""
+    return thing
+
+
+@dataclass(slots=True)
+class Sayings:
+    """What files say of what they share; that which all say alike is not kept."""
+
+    said: list[Said] = field(default_factory=list)
+    misfits: list[Misfit] = field(default_factory=list)
+    others: dict[str, tuple[str, str, bool]] = field(default_factory=dict)
+
+    def alike(
+        self,
+        what: str,
+        things: Sequence[tuple[Thing, str]],
+        fqn: str = "",
+        by: Callable[[Thing], Hashable] = itself,
+        text: Callable[[Thing], str] = str,
+    ) -> bool:
+        """Note what files say of a thing that they share; whether all say the same.
+
+        Args:
+            what: the thing, as a noun.
+            things: (what is said, name of the file).
+            fqn: the key concerned, raw.
+            by: what is compared of it.
+            text: how it is shown.
+        """
+        if not things or all(by(thing) == by(things[0][0]) for thing, _ in things[1:]):
+            return True
+        shown: dict[Hashable, str] = {}
+        for thing, file in things:
+            value = by(thing)
+            if value not in shown:
+                shown[value] = text(thing)
+            self.said.append(Said(what, shown[value], file, fqn=printable(fqn)))
+        return False
+
+    def copies(self, what: str, groups: Iterable[Iterable[tuple[int, str]]], fqn: str) -> None:
+        """Note the checksums of copies of a tensor where they differ inside a group.
+
+        Args:
+            groups: (CRC-32, name of the file) of the copies of one part each; 0 where there is none.
+        """
+        known = [[item for item in group if item[0]] for group in groups]
+        things = [item for group in known if len({crc for crc, _ in group}) > 1 for item in group]
+        self.alike(what, things, fqn, text=lambda crc: f"CRC-32 {crc:08x}")
+
+    def other_name(self, file: str, inside: str, same_as: str = "", is_stated: bool = False) -> None:
+        """Note that a file was saved under another name; the arguments are attributes of `RankFile`."""
+        self.others[file] = inside, same_as, is_stated
+
+    def elsewhere(self) -> set[str]:
+        """The files that hold what surely belongs under another name: their parts have no place."""
+        return {file for file, (_, same_as, is_stated) in self.others.items() if same_as or is_stated}
+
+    def of(self, files: Iterable[RankFile], grid: str, expected: Iterable[RankFile]) -> RankFileSet:
+        """The set, with all that was said.
+
+        Args:
+            grid, expected: where the grid is from, and its files.
+        """
+        named = []
+        for file in files:
+            inside, same_as, is_stated = self.others.get(file.name, ("", "", False))
+            named.append(replace(file, inside=inside, same_as=same_as, is_stated=is_stated))
+        return RankFileSet(tuple(named), {grid: tuple(expected)}, tuple(self.said), tuple(self.misfits))
+
+
+def checksum(tensor: StoredTensor, found: TorchFile) -> int:
+    """CRC-32 of a tensor that fills its storage; 0 where there is none, or more lies there."""
+    place = found.storages.get(tensor.key)
+    return place.crc if place is not None and tensor.extent == tensor.length else 0
+
+
+def checksums(found: TorchFile, keys: Collection[str] | None = None) -> tuple[tuple[int, int], ...]:
+    """(size, CRC-32) of the storages of a file that hold bytes; () where one has no checksum.
+
+    Args:
+        keys: the storages, all without.
+    """
+    places = found.storages.values() if keys is None else [place for key in keys if (place := found.storages.get(key))]
+    sums = tuple((place.size, place.crc) for place in places if place.size)
+    return sums if all(crc for _, crc in sums) else ()
