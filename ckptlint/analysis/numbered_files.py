@@ -66,7 +66,9 @@ def numbered_files(ckpt: Checkpoint) -> list[NumberedFiles]:
     for (pattern, _), files in groups.items():
         name = next(iter(files.values())).name.rpartition("/")[2]
         if counted := number_of(name):
-            found.append(NumberedFiles(pattern, counted[0].name, counted[0].counted_by, True, files))
+            own = counted[0].counted_by
+            counts = own if own != "dp rank" else "rank"
+            found.append(NumberedFiles(pattern, counted[0].name, counts, own != "dp rank", files))
         elif len(files) > 1:
             before = pattern.rpartition("/")[2].partition("{}")[0]
             rank = _RANK.fullmatch(before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy
@@ -41,6 +42,7 @@ from ckptlint.vocabulary.metadata_files import METADATA, PAYLOAD_RANK, RANK_META
 _PLAIN_LIMIT = 64 * 1024**2
 _BYTES_LIMIT = 4 * 1024**3  # that are read of all these files together
 _LEAST = 64 * 1024  # as which the smallest file counts
+_NUMBERS = re.compile(r"\d+")
 _SHOWN = 8
 _APART = 2.0  # seconds between the files of one save and those of a later one, at least
 _RESUME = "a resume from this step reads it"
@@ -99,10 +101,13 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
         [],
         [*ckpt.problems, *(lack for place in whole.accounts_for for lack in inventory_problems(place))],
     )
+    whole_sets = {_alike(item) for item in opened[: len(read)] if told[id(item)][0].state == "read"}
     for item in found:
         file, own = told.get(id(item)) or (_told(item, _state_of(item, () if item.what else names)), [])
         files.append(file)
-        problems += own
+        # what no name says to be a pickle should be one where files beside it are that differ in a number alone
+        is_foreign = file.state != "read" and _alike(item) not in whole_sets
+        problems += [problem for problem in own if not is_foreign or problem.kind == "limit"]
     problems += [_unopened(item) for item in shut]
     if late := opened[len(read) :]:
         problems.append(_left_out(late))
@@ -161,6 +166,11 @@ def _is_opened(item: _Found) -> bool:
     if item.family is None:
         return may_be_pickle(item.name)
     return item.family.content != "other" or item.label in _READ_ELSEWHERE
+
+
+def _alike(item: _Found) -> tuple[str, str]:
+    """What files share whose names differ in numbers alone."""
+    return item.folder.place, _NUMBERS.sub("0", item.name)
 
 
 def _unopened(item: _Found) -> Problem:
@@ -246,9 +256,9 @@ def _read(item: _Found) -> _Read:
         is_metadata = item.family is not None and item.family.name == "metadata of another save"
         found = read_torch_file(item.folder, item.name, read_metadata if is_metadata else read_state)
     except UnreadableError as error:
-        if isinstance(error, ForeignError) and (item.family is None or item.family.content == "perhaps pickle"):
-            return _told(item, _state_of(item, ())), []
-        return _told(item, "read"), [from_error(error, item.label, why=_RESUME)]
+        is_open = isinstance(error, ForeignError) and (item.family is None or item.family.content == "perhaps pickle")
+        state = _state_of(item, ()) if is_open else "read"
+        return _told(item, state), [from_error(error, item.label, why=_RESUME)]
     is_optimizer = item.family is not None and item.family.name == "optimizer state"
     told = replace(
         _told(item, "read", _counted(item, found.root)), optimizer=optimizer_file(found.root) if is_optimizer else None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.errors import ForeignError, LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import Opaque
 from ckptlint.formats.torch_file import TorchFile, read_torch_file
 from ckptlint.loaders.common_state import read_configs
@@ -49,11 +49,16 @@ def read_weights(folder: Folder, look_at_files: bool) -> Checkpoint:
 
 
 def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | None:
-    """The state in a file that was named by the user or lies alone in its folder; None where it holds no weights."""
+    """The state in a file that was named by the user or lies alone in its folder.
+
+    None where it holds no weights, or is no file of torch's.
+    """
     try:
         found = read_torch_file(folder, name)
-    except UnreadableError:
-        return None
+    except UnreadableError as error:
+        if isinstance(error, ForeignError) and (folder.size(name) or not may_be_pickle(name)):
+            return None
+        return read_states(folder, FileSet("torch", [name]), look_at_files)  # tells that it is empty, cut or damaged
     if not holds_weights(found.root):
         return None
     ckpt = read_states(folder, FileSet("torch", [name]), look_at_files)

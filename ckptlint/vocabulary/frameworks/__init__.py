@@ -21,7 +21,7 @@ Holds = Literal["number", "folder", "train state", "link"]
 """What a tracker holds: the number of a step, its folder's name, a pickled state with a `step`; or it is a link."""
 Where = Literal["inside", "beside", "name"]
 """Where a mark lies: in the step, beside it under `{step}` and what follows, or as the end of the step's own name."""
-Counted = Literal["", "rank", "object"]
+Counted = Literal["", "rank", "dp rank", "object"]
 
 LAST = "common"
 """The file whose patterns are asked after those of all others."""
