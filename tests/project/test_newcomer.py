@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import REPOSITORY
+from support import REAL, REPOSITORY
 
 from ckptlint.lint.registry import FAMILIES
 
@@ -74,3 +74,35 @@ def test_the_page_of_the_template_says_what_its_files_say() -> None:
     (rule,) = (path for path in (TEMPLATE / "acme_ckpt_rules").glob("acm*.py"))
     assert "ckptlint explain wide-float" in commands and rule.stem.endswith("wide_float")
     assert all((TEMPLATE / name).exists() for name in re.findall(r"`([\w/.-]+/|[\w-]+\.toml)`", page))
+
+
+@pytest.mark.slow
+def test_a_new_framework_is_one_file_of_data_and_two_fixtures(clone: Path) -> None:
+    section = re.split(r"^## ", CONTRIBUTING.split("## A new framework\n")[1], flags=re.MULTILINE)[0]
+    ((name, text),) = re.findall(r"^```toml\n# (\S+)\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+    (clone / "fixtures" / "real").unlink()
+    world = clone / "fixtures" / "real" / "frameworks"
+    world.mkdir(parents=True)
+    rows = (REAL / "frameworks" / "MANIFEST.tsv").read_text(encoding="utf-8").splitlines()[:1]
+    for run, verdict, codes, latest in (
+        ("acme", "healthy", "", "snap@20"),
+        ("acme_broken", "broken", "COM001", "snap@10"),
+    ):
+        for step in (10, 20):
+            saved = REAL / "frameworks" / "trackers" / "link" / f"step-{step}"
+            shutil.copytree(saved, world / run / f"snap@{step}" / "net")
+        (world / run / "newest.txt").write_text("snap@20")
+        rows.append("\t".join((run, verdict, codes, latest, "torch", "acme 1.2", "an invented framework")))
+    (world / "acme_broken" / "snap@20" / "saving").write_text("")
+    (world / "MANIFEST.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
+
+    def tested() -> str:
+        command = [sys.executable, "-m", "pytest", "-n", "0", "-rA", "tests/loaders/test_world.py", "-k", "acme"]
+        env = os.environ | {"PYTHONPATH": str(clone)}
+        return subprocess.run(command, cwd=clone, env=env, capture_output=True, encoding="utf-8", check=False).stdout
+
+    without = tested()
+    (clone / name).write_text(text, encoding="utf-8")
+    assert (without.count("FAILED "), without.count("PASSED ")) == (2, 3)  # read by content, not known as steps
+    whole = tested()
+    assert (whole.count("FAILED "), whole.count("PASSED ")) == (0, 5), whole

@@ -1,0 +1,49 @@
+"""Frameworks as data: each file is read as a stranger's would be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptlint.vocabulary import frameworks
+from ckptlint.vocabulary.frameworks import joined, read_framework, world
+
+FILES = sorted(Path(frameworks.__file__).parent.glob("*.toml"))
+STEPS = '[[steps]]\npattern = "{}"\nsource = "acme 1"'
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_each_file_says_where_its_names_are_from(path: Path) -> None:
+    made = read_framework(path.name, path.read_text(encoding="utf-8"))
+    for entry in (*made.steps, *made.trackers, *made.unfinished, *made.inventories, *made.one_counter, *made.unread):
+        assert entry.source, entry
+    for entry in made.steps:
+        assert entry.pattern.groups >= 1, entry
+    for entry in made.files:
+        assert entry.counted_by == "" or "number" in entry.pattern.groupindex, entry
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("parts = ['net']", "acme.toml: source is missing"),
+        ('source = "acme 1"\nsteps_dir = "x"', "acme.toml: steps_dir is no entry that is known"),
+        (f'source = "acme 1"\n{STEPS.format("snap@(")}', "acme.toml: steps[0].pattern is no regular expression"),
+        ('source = "acme 1"\n[[steps]]\npattern = "a(1)"', "acme.toml: steps[0].source is missing"),
+        (f'source = "acme 1"\n{STEPS.format("a(1)")}\ndigits = "7"', "acme.toml: steps[0].digits is '7'"),
+        ('source = "acme 1"\n[[trackers]]\nfile = "x"\nholds = "url"\nsource = "y"', "trackers[0].holds is 'url'"),
+        ('source = "acme 1"\nparts = "net"', "acme.toml: parts is 'net'"),
+        ('source = "acme 1', "acme.toml: "),
+    ],
+)
+def test_a_wrong_entry_is_named(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=r"^acme\.toml: ") as told:
+        read_framework("acme.toml", text)
+    assert said in str(told.value)
+
+
+def test_one_file_more_adds_to_what_the_others_say() -> None:
+    more = read_framework("acme.toml", f'source = "acme 1"\nparts = ["net"]\n{STEPS.format("snap@([0-9]+)")}')
+    whole = joined([world(), more])
+    assert [len(whole.steps), len(whole.parts)] == [len(world().steps) + 1, len(world().parts) + 1]
