@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptlint.loaders.rank_files.deepspeed_files import Source, Tag, read_tag, shapes_of
-from ckptlint.loaders.rank_files.deepspeed_grid import (
-    STRUCTURE,
-    Facts,
-    disagreements,
-    facts_of,
-    lost_files,
-    other_names,
-    surplus,
-    trainer_claim,
-)
-from ckptlint.loaders.rank_files.deepspeed_groups import EXPERT, flat_groups, owner_of
+from ckptlint.loaders.rank_files.deepspeed_files import Source, Tag, dict_of, read_tag, shapes_of
+from ckptlint.loaders.rank_files.deepspeed_grid import STRUCTURE, Facts, expected, facts_of, note, trainer_claim
+from ckptlint.loaders.rank_files.deepspeed_groups import EXPERT, Cut, flat_groups, owner_of
 from ckptlint.loaders.rank_files.onto import Columns, Part
-from ckptlint.model import Checkpoint, FileTable, Misfit, RankFile, RankFileSet
+from ckptlint.model import Checkpoint, Misfit, RankFile
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable, ranges, some
 from ckptlint.storage.folder import Folder
@@ -37,59 +28,49 @@ def read_deepspeed(folder: Folder, look_at_files: bool) -> Checkpoint:
         deepspeed.runtime.engine.DeepSpeedEngine.save_checkpoint (0.14 - 0.19)
     """
     tag = read_tag(folder, look_at_files)
-    others = tuple(other_names(tag))
-    copies = {name for name, _, same_as in others if same_as}
-    tag.sources = [source for source in tag.sources if source.file.name not in copies]
-    columns = Columns()
-    facts = facts_of(tag)
-    groups, parts = flat_groups(tag, facts.tp)
-    lost, grid = lost_files(tag, facts)
-    odd = [*_weights(tag, facts), *_gates(tag, lost)]
+    columns, facts = Columns(), facts_of(tag)
+    grid = expected(tag, facts)
+    cut = flat_groups(tag, facts.tp)
+    odd = [*_weights(tag, facts), *_gates(tag, grid)]
     add_model(columns, tag, facts, {misfit.fqn for misfit in odd})
-    columns.parts += parts
-    unnamed = _add_unnamed(columns, tag, {part.file for part in parts})
-    told = disagreements(tag, facts)
-    misfits = surplus(tag, facts) + odd
-    unread = [file.name for file in tag.files if not file.is_read]
+    columns.parts += cut.parts
+    unnamed = _add_unnamed(columns, tag, {part.file for part in cut.parts})
+    note(tag, facts)
+    tag.said.misfits += odd
+    made = assembled(tag, facts, columns, grid, cut)
+    return replace(made, claims=facts.claims + trainer_claim(folder), topology=facts.topology, unseen=unnamed)
+
+
+def assembled(
+    tag: Tag, facts: Facts, columns: Columns, grid: Mapping[str, Sequence[RankFile]], cut: Cut | None = None
+) -> Checkpoint:
+    """The checkpoint that the files of a tag make.
+
+    Args:
+        grid: from where the grid is -> its files.
+        cut: the flat groups, None in the universal form.
+    """
+    files = tag.said.of(tag.files.files, grid)
+    lost = sum(map(len, files.missing.values()))
     partial = ""
-    if missing := len(unread) + len(lost) + len(copies):
-        partial = f"{missing} of {len(tag.files) + len(lost)} files of this save are missing or unread"
-    elif misfits or any(item.what in STRUCTURE for item in told):
+    if missing := lost + sum(not file.is_read or file.same_as != "" for file in files.files):
+        partial = f"{missing} of {lost + len(files.files)} files of this save are missing or unread"
+    elif files.misfits or any(item.what in STRUCTURE for item in files.said) or (cut is not None and cut.unplaced):
         partial = "the files of this save contradict each other"
-    tensors, records, storages = columns.made()
-    blocks = not tag.sources
-    return Checkpoint(
-        path=folder.display,
+    readable = any(file.is_read for file in files.files)
+    problems = tag.files.problems
+    return tag.files.checkpoint(
+        columns,
+        files if cut is None else replace(files, flat_groups=tuple(cut.groups)),
         format="deepspeed",
         writer=facts.writer,
-        tensors=tensors,
-        records=records,
-        storages=storages,
-        files=FileTable.of(tag.stored),
         declared=facts.declared,
-        claims=facts.claims + trainer_claim(folder),
-        topology=facts.topology,
-        problems=[replace(problem, blocks=True) for problem in tag.problems] if blocks else tag.problems,
-        readable=not blocks,
+        claims=facts.claims,
+        problems=problems if readable else [replace(problem, blocks=True) for problem in problems],
+        readable=readable,
         partial=partial,
-        metadata_file=tag.files[0].name,
-        unseen=unnamed,
-        rank_files=RankFileSet(
-            files=tuple(named(tag.files, others)),
-            expected={grid: (*tag.files, *lost)},
-            said=tuple(told),
-            misfits=tuple(misfits),
-            flat_groups=tuple(groups),
-        ),
+        metadata_file=files.files[0].name,
     )
-
-
-def named(files: Iterable[RankFile], others: Iterable[tuple[str, str, str]]) -> Iterator[RankFile]:
-    """The files, each with the other name that its content says."""
-    known = {name: (inside, same_as) for name, inside, same_as in others}
-    for file in files:
-        inside, same_as = known.get(file.name, ("", ""))
-        yield replace(file, inside=inside, same_as=same_as)
 
 
 # ---------------------------------------------------------------- against the parameters that are listed
@@ -119,28 +100,27 @@ def _weights(tag: Tag, facts: Facts) -> Iterator[Misfit]:
             yield Misfit(printable(fqn), file, stored, f"shape {list(shape)}", because, "weight")
 
 
-def _gates(tag: Tag, lost: tuple[RankFile, ...]) -> Iterator[Misfit]:
+def _gates(tag: Tag, grid: Mapping[str, Sequence[RankFile]]) -> Iterator[Misfit]:
     """Gates of experts that have another number of rows than there are experts.
 
     Source:
         deepspeed.moe.sharded_moe.TopKGate: `wg` is a linear layer from the model's width to the experts
     """
-    experts: dict[str, set[int]] = defaultdict(set)
-    for source in tag.of("expert"):
-        for fqn in source.root:
-            if match := EXPERT.fullmatch(str(fqn)):
-                experts[match[1].removesuffix("experts.deepspeed_experts.")].add(int(match[2]))
-    if any(file.kind == "expert" for file in lost):
-        return
+    layers = {
+        f"{match[1].removesuffix('experts.deepspeed_experts.')}gate.wg.weight": source.file.numbers["layer"]
+        for source in tag.of("expert")
+        for fqn in source.root
+        if (match := EXPERT.fullmatch(str(fqn)))
+    }
+    experts: dict[int, set[int]] = defaultdict(set)
+    for numbers in (file.numbers for own in grid.values() for file in own if file.kind == "expert"):
+        experts[numbers["layer"]].add(numbers["expert"])
     for source in tag.of("model"):
-        module = source.root.get("module")
-        weights: dict[Any, Any] = module if isinstance(module, dict) else {}
-        for start, numbers in experts.items():
-            gate = weights.get(f"{start}gate.wg.weight")
-            if isinstance(gate, StoredTensor) and len(gate.shape) == 2 and gate.shape[0] != len(numbers):
-                because = f"the files of its experts are those of {ranges(numbers)}"
-                fqn = printable(f"{start}gate.wg.weight")
-                yield Misfit(fqn, source.file.name, f"{gate.shape[0]} rows", f"{len(numbers)}", because, "weight")
+        for fqn, layer in layers.items():
+            gate, number = dict_of(source.root.get("module")).get(fqn), len(experts[layer])
+            if isinstance(gate, StoredTensor) and len(gate.shape) == 2 and gate.shape[0] != number:
+                because = f"the files of its experts are those of {ranges(experts[layer])}"
+                yield Misfit(printable(fqn), source.label, f"{gate.shape[0]} rows", f"{number}", because, "weight")
 
 
 # ---------------------------------------------------------------- the weights
@@ -154,11 +134,9 @@ def add_model(columns: Columns, tag: Tag, facts: Facts, odd: Collection[str] = (
     """
     held: set[str] = set()
     for source in tag.of("model"):
-        module = source.root.get("module")
-        shared = source.root.get("shared_params")
-        aliases = shared if isinstance(shared, dict) else {}
+        aliases = dict_of(source.root.get("shared_params"))
         owner = owner_of(source.file.numbers["mp"], facts.tp)
-        for fqn, tensor in _tensors(module if isinstance(module, dict) else {}):
+        for fqn, tensor in _tensors(source.root.get("module")):
             if fqn in aliases or fqn in odd or (facts.sharded_model and 0 in tensor.shape):
                 continue
             _add(columns, held, f"{owner}{fqn}", tensor, source)

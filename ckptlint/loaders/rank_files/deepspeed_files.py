@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of
-from ckptlint.loaders.rank_files.onto import read_file
-from ckptlint.model import Problem, RankFile, StoredFile
+from ckptlint.formats.torch_file import number_in, ranges_of
+from ckptlint.loaders.rank_files.onto import Opened, SetFiles, is_dict
+from ckptlint.loaders.rank_files.said import Sayings, checksums
+from ckptlint.model import RankFile
 from ckptlint.model.stored import StoredTensor
-from ckptlint.storage.folder import READABLE, Folder
+from ckptlint.model.text import printable
+from ckptlint.storage.folder import Folder
 
 Shapes = list[dict[str, tuple[int, ...]]]
 """For each group of parameters: name -> shape."""
@@ -49,32 +52,25 @@ def file_of(name: str) -> RankFile | None:
     return None
 
 
-@dataclass(slots=True)
-class Source:
+@dataclass(frozen=True, slots=True)
+class Source(Opened):
     """A file of the tag that was read.
 
     Attributes:
-        file: what its name says.
-        number: its row among the payload files.
-        found: what it holds.
         steps: those that the optimizer in it counted.
     """
 
-    file: RankFile
-    number: int
-    found: TorchFile
     steps: frozenset[int] = frozenset()
 
     @property
     def root(self) -> dict[Any, Any]:
         """Its value."""
-        return self.found.root if isinstance(self.found.root, dict) else {}
+        return dict_of(self.found.root)
 
     @property
     def state(self) -> dict[Any, Any]:
         """The state dict of the optimizer in it."""
-        inner = self.root.get("optimizer_state_dict")
-        return inner if isinstance(inner, dict) else {}
+        return dict_of(self.root.get("optimizer_state_dict"))
 
 
 @dataclass(slots=True)
@@ -82,16 +78,14 @@ class Tag:
     """The files of a tag.
 
     Attributes:
-        files: all that are there, read or not.
-        sources: those that were read.
-        stored: the payload files, in the order of the sources' numbers.
-        problems: what stood in the way of reading the others.
+        files: all that are there.
+        sources: those that were read and hold what their names say: no copies of another.
+        said: what they say of what they share.
     """
 
-    files: list[RankFile]
-    sources: list[Source]
-    stored: list[StoredFile]
-    problems: list[Problem]
+    files: SetFiles
+    sources: list[Source] = field(default_factory=list)
+    said: Sayings = field(default_factory=Sayings)
 
     def of(self, *kinds: str) -> Iterator[Source]:
         """The sources of these kinds."""
@@ -101,19 +95,22 @@ class Tag:
 def read_tag(folder: Folder, look_at_files: bool) -> Tag:
     """The files of a tag that have names of DeepSpeed's, in the order of what their names count."""
     named = [file for name in folder.files_beside() if (file := file_of(name)) is not None]
-    tag = Tag([], [], [], [])
-    for number, file in enumerate(sorted(named, key=lambda file: (_ORDER[file.kind], *file.numbers.values()))):
-        state, size = folder.look_at(file.name)
-        shown = state if look_at_files else "unchecked"
-        tag.stored.append(StoredFile(file.name, file.name, size if look_at_files else None, shown, True))
-        found = read_file(folder, file.name, tag.problems) if state in READABLE and size is not None else None
-        if found is not None and not isinstance(found.root, dict):
-            found = None
-        tag.files.append(file if found is not None else replace(file, is_read=False))
-        if found is not None:
-            source = Source(file, number, found)
-            source.steps = frozenset(_steps(folder, source)) if file.kind == "optimizer" else frozenset()
-            tag.sources.append(source)
+    tag = Tag(SetFiles(folder, look_at_files))
+    alike: dict[tuple[tuple[int, int], ...], list[str]] = defaultdict(list)
+    for file in sorted(named, key=lambda file: (_ORDER[file.kind], *file.numbers.values())):
+        if (opened := tag.files.open(file.name, file.kind, file.numbers, "dict", is_dict)) is not None:
+            source = Source(opened.file, opened.number, opened.found)
+            steps = frozenset(_steps(folder, source)) if file.kind == "optimizer" else frozenset()
+            tag.sources.append(replace(source, steps=steps))
+            alike[checksums(opened.found)].append(file.name)
+    for source in tag.sources:  # torch.save keeps the name of a file inside its archive
+        file, own = source.file, checksums(source.found)
+        inside = file_of(f"{source.found.prefix}.pt")
+        if inside is not None and inside.identity != file.identity:
+            same = [other for other in alike[own][:2] if other != file.name and own]
+            tag.said.other_name(file.name, inside.name, same[0] if same else "")
+    copies = tag.said.elsewhere()
+    tag.sources = [source for source in tag.sources if source.label not in copies]
     return tag
 
 
@@ -121,6 +118,11 @@ _ORDER = {"model": 0, "layer": 1, "expert": 2, "optimizer": 3, "expert optimizer
 
 
 # ---------------------------------------------------------------- values
+
+
+def dict_of(value: Any) -> dict[Any, Any]:
+    """A dict as it is; an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
 
 
 def count_of(value: Any) -> int:
@@ -135,10 +137,14 @@ def partition_counts(state: dict[Any, Any]) -> tuple[int, ...]:
     return tuple(found) if found and all(map(count_of, found)) else ()
 
 
+def version_of(root: dict[Any, Any]) -> str:
+    """The version of DeepSpeed that wrote a file, printable; "" where it does not say."""
+    version = root.get("ds_version")
+    return printable(version[:32]) if isinstance(version, str) else ""
+
+
 def configured_stage(root: dict[Any, Any]) -> int | None:
-    config = root.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0 if isinstance(config, dict) else None
+    stage = dict_of(dict_of(root.get("ds_config")).get("zero_optimization")).get("stage")
     return stage if type(stage) is int and 0 <= stage <= 3 else None
 
 
@@ -180,20 +186,17 @@ def moments_of(state: dict[Any, Any]) -> list[dict[str, Any]]:
     An elastic save lists them; others number them as torch does.
     """
     base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
-    if isinstance(base, list):
-        entries = dict(enumerate(base))
-    else:
-        entries = base.get("state", {}) if isinstance(base, dict) else {}
-    if not isinstance(entries, dict) or not all(type(number) is int for number in entries):
+    entries = dict(enumerate(base)) if isinstance(base, list) else dict_of(dict_of(base).get("state"))
+    if not all(type(number) is int for number in entries):
         return []
-    return [entry if isinstance(entry, dict) else {} for _, entry in sorted(entries.items())]
+    return [dict_of(entry) for _, entry in sorted(entries.items())]
 
 
 def _steps(folder: Folder, source: Source) -> Iterator[int]:
     """What the groups of an optimizer counted: in their states, or in the settings of each group."""
     base = source.state.get("base_optimizer_state", source.state.get("optimizer_state_dict"))
-    settings = base.get("param_groups") if isinstance(base, dict) else None
-    groups = [group for group in settings if isinstance(group, dict)] if isinstance(settings, list) else []
+    settings = dict_of(base).get("param_groups")
+    groups = [dict_of(group) for group in settings] if isinstance(settings, list) else []
     for entry in [*moments_of(source.state)[:_COUNTED], *groups]:
         step = entry.get("step")
         if type(step) is int:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 from ckptlint.loaders.rank_files.deepspeed_files import (
     Source,
     Tag,
+    dict_of,
     moments_of,
     partition_counts,
     shapes_of,
@@ -26,8 +27,32 @@ from ckptlint.model.stored import StoredTensor
 
 EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d{1,6})(\..*)")
 
-Cut = tuple[list[FlatGroup], list[Part]]
-"""Groups, and the pieces of parameters and of their moments in them, each one-dimensional."""
+
+@dataclass(slots=True)
+class Cut:
+    """Groups, and where the parameters lie in them.
+
+    Attributes:
+        groups: what the files hold of them.
+        parts: the pieces of parameters and of their moments, each one-dimensional.
+        unplaced: what would lie past the end of its tensor, or in groups whose lengths do not add up.
+    """
+
+    groups: list[FlatGroup] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    unplaced: list[str] = field(default_factory=list)
+
+    def add(
+        self, fqn: str, numel: int, offset: int, flat: StoredTensor, start: int, count: int, source: Source
+    ) -> None:
+        """Add a slice of a flat tensor, where it has elements."""
+        if start + count > flat.shape[0]:
+            self.unplaced.append(fqn)
+        elif count:
+            tensor = replace(flat, shape=(count,), strides=(1,), offset=flat.offset + start)
+            place = source.found.storages.get(flat.key)
+            part = Part(fqn, flat.dtype, (numel,), (offset,), tensor, source.number, place, is_flat=True)
+            self.parts.append(part)
 
 
 def flat_groups(tag: Tag, tp: int) -> Cut:
@@ -40,18 +65,19 @@ def flat_groups(tag: Tag, tp: int) -> Cut:
     for source in tag.of("optimizer"):
         by_mp[source.file.numbers["mp"]].append(source)
     experts = _local_experts(tag)
-    made: Cut = ([], [])
+    made = Cut()
     held: dict[str, int] = {}
     for mp, own in sorted(by_mp.items()):
-        owner = owner_of(mp, tp)
+        owner, first = owner_of(mp, tp), len(made.parts)
         models = [source for source in tag.of("model") if source.file.numbers["mp"] == mp]
-        is_by_parameter = any(_BY_PARAMETER in source.state for source in own)
-        groups, parts = (
-            _cut_parameters(own, models, owner) if is_by_parameter else _cut_groups(own, models, owner, experts)
-        )
-        made[0].extend(groups)
+        if any(_BY_PARAMETER in source.state for source in own):
+            _cut_parameters(made, own, models, owner)
+        else:
+            _cut_groups(made, own, models, owner, experts)
         # a tied parameter is in the groups of several pipeline stages
-        made[1].extend(part if held.setdefault(part.fqn, mp) == mp else part._replace(offsets=None) for part in parts)
+        for number, part in enumerate(made.parts[first:], first):
+            if held.setdefault(part.fqn, mp) != mp:
+                made.parts[number] = part._replace(offsets=None)
     return made
 
 
@@ -106,16 +132,6 @@ def _slice(value: Any) -> tuple[int, int] | None:
     return None
 
 
-def _piece(
-    fqn: str, numel: int, offset: int, flat: StoredTensor, start: int, count: int, source: Source
-) -> Iterator[Part]:
-    """A slice of a flat tensor; nothing where that ends before it, or of no elements."""
-    if count and start + count <= flat.shape[0]:
-        tensor = replace(flat, shape=(count,), strides=(1,), offset=flat.offset + start)
-        place = source.found.storages.get(flat.key)
-        yield Part(fqn, flat.dtype, (numel,), (offset,), tensor, source.number, place, is_flat=True)
-
-
 def owner_of(mp: int, tp: int) -> str:
     """What stands before the names of a tensor parallel rank's parts, whose names are those of the others' parts."""
     return f"mp_rank_{mp % tp:02d}." if tp > 1 else ""
@@ -124,13 +140,12 @@ def owner_of(mp: int, tp: int) -> str:
 # ---------------------------------------------------------------- stages 1 and 2
 
 
-def _cut_groups(own: list[Source], models: list[Source], owner: str, experts: Mapping[str, int]) -> Cut:
+def _cut_groups(made: Cut, own: list[Source], models: list[Source], owner: str, experts: Mapping[str, int]) -> None:
     """The copies of each group: of those with experts one for each set of them, over ranks that lie so far apart.
 
     Source:
         deepspeed.utils.groups._create_expert_and_data_parallel
     """
-    made: Cut = ([], [])
     counts = next((counts for source in own if (counts := partition_counts(source.state))), ())
     lists = {source.file.name: groups for source in models if (groups := shapes_of(source.root)) is not None}
     listed, shapes = next(iter(lists.items()), ("", []))
@@ -146,12 +161,11 @@ def _cut_groups(own: list[Source], models: list[Source], owner: str, experts: Ma
         for ep, parts in sets.items():
             group = FlatGroup(tuple(parts), tuple(shapes[number : number + 1]), listed)
             first = {fqn: ep * count for fqn, count in experts.items()} if parallel > 1 else {}
-            made[0].append(group)
-            made[1].extend(_pieces(group, sources, owner, first))
-    return made
+            made.groups.append(group)
+            _pieces(made, group, sources, owner, first)
 
 
-def _pieces(group: FlatGroup, sources: Mapping[str, Source], owner: str, first: Mapping[str, int]) -> Iterator[Part]:
+def _pieces(made: Cut, group: FlatGroup, sources: Mapping[str, Source], owner: str, first: Mapping[str, int]) -> None:
     """Each rank's slices: one after the other in the order of ranks; around lost ones by place in the group.
 
     Args:
@@ -169,7 +183,7 @@ def _pieces(group: FlatGroup, sources: Mapping[str, Source], owner: str, first: 
             named = owner + expert_name(fqn, first)
             for what, tensor in {"fp32_param": part.weights, **part.moments}.items():
                 key = f"optimizer.state.{what}.{named}"
-                yield from _piece(key, prod(wanted[fqn]), offset, tensor, start, count, sources[part.file])
+                made.add(key, prod(wanted[fqn]), offset, tensor, start, count, sources[part.file])
 
 
 def _sums(group: FlatGroup) -> Shapes:
@@ -207,9 +221,8 @@ def expert_name(fqn: str, first: Mapping[str, int]) -> str:
 _BY_PARAMETER = "fp32_flat_groups"
 
 
-def _cut_parameters(own: list[Source], models: list[Source], owner: str) -> Cut:
+def _cut_parameters(made: Cut, own: list[Source], models: list[Source], owner: str) -> None:
     """The parts of stage 3: of n elements over p ranks each has ceil(n / p), whatever the groups are."""
-    made: Cut = ([], [])
     by_dp = {source.file.numbers["dp"]: source for source in models}
     for source in own:
         model = by_dp.get(source.file.numbers["dp"]) or next(iter(models), None)
@@ -224,18 +237,18 @@ def _cut_parameters(own: list[Source], models: list[Source], owner: str) -> Cut:
         parts = [_part(source, _BY_PARAMETER, i, index, ranks, entries[i]) for i in range(len(flats))]
         if all(part.weights for part in parts):
             group = FlatGroup(tuple(parts), tuple(shapes), model.file.name, is_by_parameter=True)
-            made[0].append(group)
-            made[1].extend(_shares(group, source, owner))
+            made.groups.append(group)
+            _shares(made, group, source, owner)
     ranks = next((counts[0] for source in own if (counts := partition_counts(source.state))), 0)
     for source in models:
-        made[1].extend(_frozen(source, owner, ranks))
-    return made
+        _frozen(made, source, owner, ranks)
 
 
-def _shares(group: FlatGroup, source: Source, owner: str) -> Iterator[Part]:
+def _shares(made: Cut, group: FlatGroup, source: Source, owner: str) -> None:
     """The parameters' parts one after the other; nothing has a place where the lengths do not add up."""
     parts, ranks = group.parts, group.parts[0].ranks
     if sum(part.length for part in parts) != sum(group.shares) or not all(part.is_even for part in parts):
+        made.unplaced.append(source.label)
         return
     number = start = 0
     for fqn, shape in ((fqn, shape) for shapes in group.shapes for fqn, shape in shapes.items()):
@@ -243,27 +256,28 @@ def _shares(group: FlatGroup, source: Source, owner: str) -> Iterator[Part]:
         while share and number < len(parts) and start == parts[number].length:
             number, start = number + 1, 0
         if number < len(parts) and start + share <= parts[number].length:
-            for what, flat in {"": parts[number].weights, **parts[number].moments}.items():
+            flats = {"": parts[number].weights, **parts[number].moments}
+            for what, flat in ((what, flat) for what, flat in flats.items() if flat is not None):
                 key = f"optimizer.state.{what}.{owner}{fqn}" if what else f"{owner}{fqn}"
-                yield from _share(key, shape, parts[number].index, ranks, flat, start, source)
+                _share(made, key, shape, parts[number].index, ranks, flat, start, source)
         start += share
 
 
-def _frozen(source: Source, owner: str, ranks: int) -> Iterator[Part]:
+def _frozen(made: Cut, source: Source, owner: str, ranks: int) -> None:
     """The parts of parameters that are not trained."""
-    fragments, shapes = source.root.get("frozen_param_fragments"), source.root.get("frozen_param_shapes")
-    [listed] = (shapes_of({"param_shapes": shapes}) if isinstance(shapes, dict) else None) or [{}]
-    for fqn, shape in listed.items() if isinstance(fragments, dict) and ranks else ():
+    fragments = dict_of(source.root.get("frozen_param_fragments"))
+    [listed] = shapes_of({"param_shapes": dict_of(source.root.get("frozen_param_shapes"))}) or [{}]
+    for fqn, shape in listed.items() if ranks else ():
         flat = _flat(fragments.get(fqn))
         if flat is not None and flat.shape[0] == -(-prod(shape) // ranks):
-            yield from _share(f"{owner}{fqn}", shape, source.file.numbers.get("dp", 0) % ranks, ranks, flat, 0, source)
+            _share(made, f"{owner}{fqn}", shape, source.file.numbers.get("dp", 0) % ranks, ranks, flat, 0, source)
 
 
 def _share(
-    key: str, shape: tuple[int, ...], index: int, ranks: int, flat: StoredTensor, start: int, source: Source
-) -> Iterator[Part]:
+    made: Cut, key: str, shape: tuple[int, ...], index: int, ranks: int, flat: StoredTensor, start: int, source: Source
+) -> None:
     """One rank's part of a parameter; of the last ones some or all is padding."""
     numel = prod(shape)
     share = -(-numel // ranks)
     first = min(index * share, numel)
-    yield from _piece(key, numel, first, flat, start, min(share, numel - first), source)
+    made.add(key, numel, first, flat, start, min(share, numel - first), source)

@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of
-from ckptlint.loaders.rank_files.deepspeed import add_model, named
+from ckptlint.loaders.rank_files.deepspeed import add_model, assembled
 from ckptlint.loaders.rank_files.deepspeed_files import Tag, read_tag, shapes_of
-from ckptlint.loaders.rank_files.deepspeed_grid import disagreements, facts_of, other_names
-from ckptlint.loaders.rank_files.onto import Columns, Part, read_file
-from ckptlint.model import (
-    Checkpoint,
-    FileTable,
-    Misfit,
-    Problem,
-    RankFile,
-    RankFileSet,
-    Said,
-    StoredFile,
-)
+from ckptlint.loaders.rank_files.deepspeed_grid import facts_of, note
+from ckptlint.loaders.rank_files.onto import Columns, Part
+from ckptlint.model import Checkpoint, Misfit, Problem, RankFile
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable
-from ckptlint.storage.folder import READABLE, Folder
-from ckptlint.storage.paths import is_safe
+from ckptlint.storage.folder import Folder
 
 _STATES = ("fp32.pt", "exp_avg.pt", "exp_avg_sq.pt", "step.pt")
-_STATE_NAMES = {"fp32": "fp32_param", "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}
+_STATE_NAMES = {"fp32.pt": "fp32_param", "exp_avg.pt": "exp_avg", "exp_avg_sq.pt": "exp_avg_sq"}
 _REST = "optimizer_state.pt"
 
 
@@ -42,169 +34,122 @@ def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:
     """
     tag = read_tag(folder, look_at_files)
     facts, columns = facts_of(tag), Columns()
-    states = _States(folder, tag, columns, look_at_files)
-    states.read()
-    lost, misfits = states.lost(), states.misfits()
+    wanted, joined, source = _parameters(tag)
+    states = list(_states(folder, tag))
+    for state in states:
+        if state.found is not None and state.tensor is not None and state.name in _STATE_NAMES:
+            key, tensor = f"optimizer.state.{_STATE_NAMES[state.name]}.{state.fqn}", state.tensor
+            offsets, place = (0,) * len(tensor.shape), state.found.storages.get(tensor.key)
+            is_flat = tensor.shape != wanted.get(state.fqn, tensor.shape)
+            part = Part(key, tensor.dtype, tensor.shape, offsets, tensor, state.number, place, is_flat)
+            columns.parts.append(part)
     add_model(columns, tag, facts)
-    told = disagreements(tag, facts) + states.steps()
-    unread = [file for file in tag.files if not file.is_read]
-    partial = ""
-    if unread or lost:
-        partial = f"{len(unread) + len(lost)} of {len(tag.files) + len(lost)} files of this form are missing or unread"
-    elif misfits:
-        partial = "the files of this form contradict each other"
-    tensors, records, storages = columns.made()
-    readable = any(file.is_read for file in tag.files)
-    return Checkpoint(
-        path=folder.display,
-        format="deepspeed-universal",
-        writer=facts.writer,
-        tensors=tensors,
-        records=records,
-        storages=storages,
-        files=FileTable.of(tag.stored),
-        declared=facts.declared,
-        claims=facts.claims,
-        problems=[
-            *(tag.problems if readable else [replace(problem, blocks=True) for problem in tag.problems]),
-            *_left_over(folder),
-        ],
-        readable=readable,
-        partial=partial,
-        metadata_file="zero",
-        rank_files=RankFileSet(
-            tuple(named(tag.files, other_names(tag))),
-            {states.source: (*tag.files, *lost)},
-            said=tuple(told),
-            misfits=tuple(misfits),
-        ),
-    )
+    note(tag, facts)
+    tag.said.alike("step", [(state.step, state.file) for state in states if state.step is not None], among="state")
+    tag.said.misfits += _misfits(states, {fqn: wanted[fqn] for fqn in wanted.keys() - joined}, source)
+    made = assembled(tag, facts, columns, {source: [*_expected(wanted, states)]})
+    problems = [*made.problems, *_left_over(folder)]
+    return replace(made, format="deepspeed-universal", problems=problems, metadata_file="zero")
 
 
-class _States:
-    """The files of the parameters' states.
+def _parameters(tag: Tag) -> tuple[dict[str, tuple[int, ...]], set[str], str]:
+    """The parameters that were trained and their shapes; those that several ranks list a part of; and who lists them.
+
+    The parts of tensor parallel ranks were joined, and a vocabulary loses its padding.
+    """
+    wanted: dict[str, tuple[int, ...]] = {}
+    several: Counter[str] = Counter()
+    sources = []
+    for source in tag.of("model"):
+        for group in shapes_of(source.root) or ():
+            several.update(group.keys() if source.file.numbers.get("dp", 0) == 0 else ())
+            wanted |= group
+            sources.append(f"param_shapes of {source.file.name}")
+    return wanted, {fqn for fqn, count in several.items() if count > 1}, (sources or [""])[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A file of one state of a parameter.
 
     Attributes:
-        source: the file that lists the parameters, as a phrase.
-        wanted: the parameters that were trained, and their shapes.
-        sizes: parameter -> state -> the tensor.
+        fqn, name: of which parameter, and the file's own name.
+        file, number: its path, and its row among the payload files.
+        found: what it holds, None where it was not read.
+        tensor: the one in it, None without one.
+        step: what it counts, None for another state.
     """
 
-    def __init__(self, folder: Folder, tag: Tag, columns: Columns, look_at_files: bool) -> None:
-        self.folder, self.tag, self.columns, self.look = folder, tag, columns, look_at_files
-        self.wanted: dict[str, tuple[int, ...]] = {}
-        self.source = ""
-        several: Counter[str] = Counter()
-        for source in tag.of("model"):
-            for group in shapes_of(source.root) or ():
-                several.update(group.keys() if source.file.numbers.get("dp", 0) == 0 else ())
-                self.wanted |= group
-                self.source = self.source or f"param_shapes of {source.file.name}"
-        # the parts of tensor parallel ranks were joined, and a vocabulary loses its padding
-        self.joined = {fqn for fqn, count in several.items() if count > 1}
-        self.sizes: dict[str, dict[str, StoredTensor]] = defaultdict(dict)
-        self.there: dict[str, set[str]] = defaultdict(set)
-        self.counted: dict[int, list[str]] = defaultdict(list)
-        self.is_padded: set[str] = set()
+    fqn: str
+    name: str
+    file: str
+    number: int
+    found: TorchFile | None
+    tensor: StoredTensor | None
+    step: int | None
 
-    def read(self) -> None:
-        zero = self.folder.sub("zero")
-        for fqn in zero.folders():
-            inside = zero.sub(fqn) if not zero.outside(fqn) else None
-            for name in inside.files() if inside is not None else ():
-                if name in _STATES:
-                    self._read_state(fqn, name, inside.size(name) if inside is not None else 0)
-        if zero.has(_REST):
-            self._listed(f"zero/{_REST}", zero.size(_REST), self._open(f"zero/{_REST}") is not None, "optimizer")
+    @property
+    def is_padded(self) -> bool:
+        """Whether it says that its rows are not those of the parameter."""
+        root = self.found.root if self.found is not None and isinstance(self.found.root, dict) else {}
+        return "vocab_tensor" in root or any(str(key).startswith("parameter_with") for key in root)
 
-    def _read_state(self, fqn: str, name: str, size: int) -> None:
-        path = f"zero/{fqn}/{name}"
-        self.there[fqn].add(name)
-        found = self._open(path)
-        tensor = None
-        if found is not None:
-            root = found.root
-            value = root.get("param") if isinstance(root, dict) else root
-            tensor = value if isinstance(value, StoredTensor) else None
-            if isinstance(root, dict) and (
-                "vocab_tensor" in root or any(str(key).startswith("parameter_with") for key in root)
-            ):
-                self.is_padded.add(fqn)
-        number = self._listed(path, size, tensor is not None or name == "step.pt", "state")
-        if found is None:
-            return
-        if tensor is None:
-            if name != "step.pt":
-                label = printable(path)
-                problem = Problem("container", label, f"{label} holds no tensor", why="a load of this form stops there")
-                self.tag.problems.append(problem)
-            elif type(found.root) is int:
-                self.counted[found.root].append(printable(path))
-            return
-        if name == "step.pt":
-            if (step := number_in(ranges_of(self.folder, path), found, tensor)) is not None:
-                self.counted[step].append(printable(path))
-            return
-        what = name.removesuffix(".pt")
-        self.sizes[fqn][what] = tensor
-        key = f"optimizer.state.{_STATE_NAMES[what]}.{fqn}"
-        place, is_flat = found.storages.get(tensor.key), tensor.shape != self.wanted.get(fqn, tensor.shape)
-        self.columns.parts.append(
-            Part(key, tensor.dtype, tensor.shape, (0,) * len(tensor.shape), tensor, number, place, is_flat)
-        )
 
-    def _open(self, path: str) -> TorchFile | None:
-        return read_file(self.folder, path, self.tag.problems) if self.folder.look_at(path)[0] in READABLE else None
+def _states(folder: Folder, tag: Tag) -> Iterator[_State]:
+    """The states of all parameters; their files join those of the tag."""
+    zero = folder.sub("zero")
+    for fqn in zero.folders():
+        for name in zero.sub(fqn).files() if not zero.outside(fqn) else ():
+            if name in _STATES:
+                yield _state(folder, tag, fqn, name)
+    if zero.has(_REST):
+        tag.files.open(f"zero/{_REST}", "optimizer", {}, "state", lambda root: True)
 
-    def _listed(self, path: str, size: int, is_read: bool, kind: str) -> int:
-        """The row of a file among the payload files."""
-        label, state = printable(path), self.folder.look_at(path)[0]
-        shown = state if self.look else "unchecked"
-        self.tag.stored.append(
-            StoredFile(label, path if is_safe(path) else None, size if self.look else None, shown, True)
-        )
-        self.tag.files.append(RankFile(label, kind, {}, is_read))
-        return len(self.tag.stored) - 1
 
-    def lost(self) -> tuple[RankFile, ...]:
-        """The parameters without a folder, and those without a state that the others have."""
-        common = Counter(name for fqn in self.wanted for name in self.there.get(fqn, ()))
-        usual = [name for name in _STATES if 2 * common[name] > len(self.wanted)]
-        found = []
-        for fqn in self.wanted:
-            if fqn not in self.there:
-                found.append(RankFile(printable(f"zero/{fqn}/"), "state", {}))
-                continue
-            missing = [name for name in usual if name not in self.there[fqn]]
-            found += [RankFile(printable(f"zero/{fqn}/{name}"), "state", {}) for name in missing]
-        if not self.folder.sub("zero").has(_REST):
-            found.append(RankFile(f"zero/{_REST}", "optimizer", {}))
-        return tuple(found)
+def _state(folder: Folder, tag: Tag, fqn: str, name: str) -> _State:
+    path = f"zero/{fqn}/{name}"
+    opened = tag.files.open(path, "state", {}, "tensor", lambda root: name == "step.pt" or _tensor(root) is not None)
+    found = None if opened is None else opened.found
+    tensor, step = (None, None) if found is None else (_tensor(found.root), found.root)
+    if found is not None and tensor is not None and name == "step.pt":
+        step = number_in(ranges_of(folder, path), found, tensor)
+    is_step = name == "step.pt" and type(step) is int
+    return _State(fqn, name, printable(path), len(tag.files.stored) - 1, found, tensor, step if is_step else None)
 
-    def misfits(self) -> list[Misfit]:
-        """States that are not as large as their parameter."""
-        found = []
-        for fqn, states in self.sizes.items():
-            shape = self.wanted.get(fqn)
-            judged = shape is not None and fqn not in self.joined and fqn not in self.is_padded
-            master = states.get("fp32")
-            for what, tensor in states.items():
-                file = printable(f"zero/{fqn}/{what}.pt")
-                elements = prod(tensor.shape)
-                if judged and shape is not None and elements != prod(shape):
-                    expected, because = f"{list(shape)}", f"{self.source} gives this shape"
-                elif not judged and master is not None and elements != prod(master.shape):
-                    expected, because = f"{list(master.shape)}", "fp32.pt beside it has this shape"
-                else:
-                    continue
-                found.append(Misfit(printable(fqn), file, f"{list(tensor.shape)}", expected, because, "state"))
-        return found
 
-    def steps(self) -> list[Said]:
-        """The steps that the parameters counted, where they differ."""
-        if len(self.counted) < 2:
-            return []
-        return [Said("step", str(step), file) for step, files in self.counted.items() for file in files]
+def _tensor(root: Any) -> StoredTensor | None:
+    value = root.get("param") if isinstance(root, dict) else root
+    return value if isinstance(value, StoredTensor) else None
+
+
+def _expected(wanted: Collection[str], states: list[_State]) -> Iterator[RankFile]:
+    """A folder for each parameter, with the states in it that most of the others have."""
+    there: dict[str, set[str]] = defaultdict(set)
+    for state in states:
+        there[state.fqn].add(state.name)
+    names = Counter(name for fqn in wanted for name in there.get(fqn, ()))
+    usual = [name for name in _STATES if 2 * names[name] > len(wanted)]
+    for fqn in wanted:
+        for name in usual if fqn in there else ("",):
+            yield RankFile(printable(f"zero/{fqn}/{name}"), "state", {})
+    yield RankFile(f"zero/{_REST}", "optimizer", {})
+
+
+def _misfits(states: list[_State], wanted: Mapping[str, tuple[int, ...]], source: str) -> Iterator[Misfit]:
+    """States that are not as large as their parameter, or the fp32 weights beside them where those have other rows."""
+    masters = {
+        state.fqn: state.tensor.shape for state in states if state.name == "fp32.pt" and state.tensor is not None
+    }
+    padded = {state.fqn for state in states if state.is_padded}
+    for state in states:
+        if state.tensor is None or state.name not in _STATE_NAMES:
+            continue
+        because, shape = f"{source} gives this shape", wanted.get(state.fqn)
+        if shape is None or state.fqn in padded:
+            because, shape = "fp32.pt beside it has this shape", masters.get(state.fqn)
+        if shape is not None and prod(state.tensor.shape) != prod(shape):
+            stored, expected = f"{[*state.tensor.shape]}", f"{[*shape]}"
+            yield Misfit(printable(state.fqn), state.file, stored, expected, because, "state")
 
 
 def _left_over(folder: Folder) -> list[Problem]:

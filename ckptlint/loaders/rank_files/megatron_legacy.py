@@ -43,7 +43,7 @@ from ckptlint.loaders.rank_files.megatron_keys import (
 from ckptlint.loaders.rank_files.onto import Columns, Opened, Part, SetFiles, is_dict
 from ckptlint.loaders.rank_files.plain import walked
 from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
-from ckptlint.model import Checkpoint, CommonState, FileTable, Misfit, Problem, RankFile, empty_objects
+from ckptlint.model import Checkpoint, CommonState, Misfit, Problem, RankFile, empty_objects
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import plural, printable, shape_text, some
 from ckptlint.storage.folder import Folder
@@ -92,7 +92,7 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
         if (place := places[file.name.rpartition("/")[0]]) is not None:
             files.files[i] = replace(file, numbers=_numbers(place, sizes))
     grid_text = f"{_grid_text(sizes)} in {source}"
-    rank_files = reading.said.of(files.files, grid_text, _expected(sizes, ranks))
+    rank_files = reading.said.of(files.files, {grid_text: [*_expected(sizes, ranks)]})
     lost = sum(map(len, rank_files.missing.values()))
     used = next((rank.model for rank in reading.ranks.values() if rank.model is not None), None)
     common = None
@@ -100,18 +100,14 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
         common = CommonState(used.label, {name: used.found.root[name] for name in _COMMON if name in used.found.root})
     declared, config, config_problems = read_configs(folder, common)
     short = lost + sum(not file.is_read for file in files.files) + len(known) - len(reading.ranks)
-    tensors, records, storages = reading.columns.made()
     labels = [file.name for file in files.files]
     problems = files.problems
     if used is None:
         problems = [replace(problem, blocks=True) for problem in problems] or [_no_models(labels)]
-    return Checkpoint(
-        path=folder.display,
+    return files.checkpoint(
+        reading.columns,
+        rank_files,
         format="megatron-legacy",
-        tensors=tensors,
-        records=records,
-        storages=storages,
-        files=FileTable.of(files.stored),
         common=common,
         declared=declared,
         config=config,
@@ -120,7 +116,6 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
         readable=used is not None,
         partial=f"{short} of {len(labels) + lost} rank files are missing or unusable" if short else "",
         metadata_file=labels[0] if len(labels) == 1 else f"{labels[0]} .. {labels[-1]}",
-        rank_files=rank_files,
     )
 
 

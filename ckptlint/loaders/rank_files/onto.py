@@ -12,11 +12,14 @@ from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.torch_file import Storage, TorchFile, read_torch_file, record_content
 from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.model import (
+    Checkpoint,
     ChunkTable,
     FileState,
+    FileTable,
     MalformedChunk,
     Problem,
     RankFile,
+    RankFileSet,
     RecordContent,
     RecordTable,
     StoredFile,
@@ -194,6 +197,23 @@ class SetFiles:
             found = None
         self.files.append(RankFile(label, kind, numbers, found is not None))
         return None if found is None else Opened(self.files[-1], len(self.stored) - 1, found)
+
+    def checkpoint(self, columns: Columns, rank_files: RankFileSet, **more: Any) -> Checkpoint:
+        """The checkpoint that the files make.
+
+        Args:
+            more: further attributes of it.
+        """
+        tensors, records, storages = columns.made()
+        return Checkpoint(
+            path=self.folder.display,
+            tensors=tensors,
+            records=records,
+            storages=storages,
+            files=FileTable.of(self.stored),
+            rank_files=rank_files,
+            **more,
+        )
 
 
 def is_dict(value: Any) -> TypeGuard[dict[Any, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -34,6 +34,7 @@ class Sayings:
         fqn: str = "",
         by: Callable[[Thing], Hashable] = itself,
         text: Callable[[Thing], str] = str,
+        among: str = "",
     ) -> bool:
         """Note what files say of a thing that they share; whether all say the same.
 
@@ -43,6 +44,7 @@ class Sayings:
             fqn: the key concerned, raw.
             by: what is compared of it.
             text: how it is shown.
+            among: what tells these files from others that are compared with each other.
         """
         if not things or all(by(thing) == by(things[0][0]) for thing, _ in things[1:]):
             return True
@@ -51,7 +53,7 @@ class Sayings:
             value = by(thing)
             if value not in shown:
                 shown[value] = text(thing)
-            self.said.append(Said(what, shown[value], file, fqn=printable(fqn)))
+            self.said.append(Said(what, shown[value], file, among, printable(fqn)))
         return False
 
     def copies(self, what: str, groups: Iterable[Iterable[tuple[int, str]]], fqn: str) -> None:
@@ -72,17 +74,18 @@ class Sayings:
         """The files that hold what surely belongs under another name: their parts have no place."""
         return {file for file, (_, same_as, is_stated) in self.others.items() if same_as or is_stated}
 
-    def of(self, files: Iterable[RankFile], grid: str, expected: Iterable[RankFile]) -> RankFileSet:
+    def of(self, files: Iterable[RankFile], expected: Mapping[str, Sequence[RankFile]]) -> RankFileSet:
         """The set, with all that was said.
 
         Args:
-            grid, expected: where the grid is from, and its files.
+            expected: from where the grid is -> its files.
         """
         named = []
         for file in files:
             inside, same_as, is_stated = self.others.get(file.name, ("", "", False))
             named.append(replace(file, inside=inside, same_as=same_as, is_stated=is_stated))
-        return RankFileSet(tuple(named), {grid: tuple(expected)}, tuple(self.said), tuple(self.misfits))
+        grid = {source: tuple(own) for source, own in expected.items()}
+        return RankFileSet(tuple(named), grid, tuple(self.said), tuple(self.misfits))
 
 
 def checksum(tensor: StoredTensor, found: TorchFile) -> int:

@@ -27,7 +27,7 @@ from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
 from ckptlint.loaders.rank_files.sets import FileSet, file_sets, flat_name, verl_name
 from ckptlint.loaders.run_folder import read_run
 from ckptlint.loaders.step_files import optimizer_file
-from ckptlint.model import Checkpoint, FileTable, Misfit, Problem, RankFile, RankFileSet, StepFile, empty_objects
+from ckptlint.model import Checkpoint, Misfit, Problem, RankFile, RankFileSet, StepFile, empty_objects
 from ckptlint.model.facts import fact
 from ckptlint.model.stored import Placement, Stored, StoredDTensor, StoredShards, StoredTensor
 from ckptlint.model.text import plural, printable, ranges, shape_text
@@ -67,9 +67,8 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
     if (said := _said_world(folder)) is not None:
         reading.said.alike("world size", [*((world, file.name) for file in files.files), (said, _CONFIG)])
     files.problems += _leftovers(sets, own) + _beyond(folder)
-    rank_files = reading.said.of(
-        files.files, f"the world size {world} in the names of the files", _expected(folder, own, world)
-    )
+    grid = {f"the world size {world} in the names of the files": _expected(folder, own, world)}
+    rank_files = reading.said.of(files.files, grid)
     return replace(_checkpoint(files, reading, rank_files), format="verl", run=read_run(folder))
 
 
@@ -106,7 +105,7 @@ def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
         files.problems.append(Problem("note", printable(other.files[0]), sentence, why="it reads the newest one"))
     grid = f"{where} holds tensors of {plural(world, 'rank')}" if world else "the numbers in the names of the files"
     expected = [RankFile(f"{save}{rank}.{extension}", "model", {"rank": rank}) for rank in range(reading.world)]
-    return _checkpoint(files, reading, reading.said.of(files.files, grid, expected))
+    return _checkpoint(files, reading, reading.said.of(files.files, {grid: expected}))
 
 
 @fact
@@ -136,15 +135,11 @@ def _checkpoint(files: SetFiles, reading: _Reading, rank_files: RankFileSet) -> 
     if not readable and not files.problems and any(file.kind == "model" for file in lost):
         sentence, why = f"no rank has a file of the model beside {label}", "they hold random states alone"
         files.problems.append(Problem("incomplete", label, sentence, why=why, blocks=True))
-    tensors, records, storages = reading.columns.made()
     declared, config, config_problems = read_configs(files.folder, None)
-    return Checkpoint(
-        path=files.folder.display,
+    return files.checkpoint(
+        reading.columns,
+        rank_files,
         format="fsdp-ranks",
-        tensors=tensors,
-        records=records,
-        storages=storages,
-        files=FileTable.of(files.stored),
         declared=declared,
         config=config,
         topology=read_topology(declared, empty_objects(), None, range(reading.world)),
@@ -153,7 +148,6 @@ def _checkpoint(files: SetFiles, reading: _Reading, rank_files: RankFileSet) -> 
         readable=readable,
         partial=partial,
         metadata_file=label,
-        rank_files=rank_files,
     )
 
 
