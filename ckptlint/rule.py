@@ -12,6 +12,7 @@ from typing import Literal
 from ckptlint.depth import Depth
 from ckptlint.model import Problem, Tensor
 from ckptlint.model.layout import Box
+from ckptlint.model.lost_files import LostFiles
 
 SECTIONS = ("What it checks", "Why it matters", "Usual causes", "How to fix", "See")
 """The headings of a rule's docstring, in order; all but the last are required."""
@@ -93,6 +94,7 @@ class Finding:
         explain: makes lines that cost time; called only for findings that are shown in full.
         alike: what findings of one group share; by default the sentence and the role of the key.
         detail: lines of a figure.
+        lost_files: all files that are missing, by the ranks that wrote them.
         inferred_from: what it was inferred from ("the shapes of layers 0-3"); empty where the files state it.
         kind: which of the things that its rule finds, in a word that stays; causes look for it, no report prints it.
         of_run: whether it is a fault of the run around a step, for which no step fails.
@@ -109,6 +111,7 @@ class Finding:
     explain: Callable[[], tuple[Note, ...]] | None = None
     alike: str = ""
     detail: tuple[str, ...] = ()
+    lost_files: LostFiles = ()
     inferred_from: str = ""
     kind: str = ""
     of_run: bool = False
@@ -125,6 +128,7 @@ class Finding:
             why=problem.why,
             hint=problem.hint,
             detail=problem.detail,
+            lost_files=problem.lost_files,
         )
 
 

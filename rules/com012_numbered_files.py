@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count, islice
 
 from ckptlint.analysis.numbered_files import NumberedFiles, stated_ranks
 from ckptlint.analysis.numbered_files import numbered_files as sets_of
 from ckptlint.model import Checkpoint
+from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import listed, plural
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 _DATALOADER = re.compile(r"((?:.+\.)?dataloader\.dp_rank_)(\d{1,9})(?:\..*)?")
 _NAMED = 8
+_LISTED = 2**16
 _MANY = 3  # files of a set of which nobody says what it counts, and how many of them there are for each that is lost
 
 
@@ -48,7 +50,7 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("no files or entries are numbered by rank or object")
     for prefix, numbers in entries.items():
         if lost := max(numbers) + 1 - len(numbers):
-            names = _names(prefix + "{}", numbers, lost)
+            names = _shown(_lost(prefix + "{}", numbers, lost), lost)
             yield Finding(
                 f"the dataloader state of {plural(lost, 'rank')} of {max(numbers) + 1:,} is missing: "
                 f"{', '.join(names)}",
@@ -80,7 +82,8 @@ def _gaps(own: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
         severity = Severity.WARNING if agree else Severity.INFO
     elif counts_all and (_is_of_some(set(numbers), total) or (stride > 1 and total > last + stride)):
         severity = Severity.INFO
-    names = _names(own.pattern, set(numbers), lost, first, stride, own)
+    missing = _lost(own.pattern, set(numbers), lost, first, stride, own)
+    names = _shown(missing, lost)
     noun = own.counts or "file"
     notes: tuple[Note, ...] = (
         ("because", f"{listed(agree)} {'state' if len(agree) > 1 else 'states'} {total:,} ranks"),
@@ -91,6 +94,7 @@ def _gaps(own: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
         missing=tuple(names),
         severity=severity,
         alike=own.pattern,
+        lost_files=by_node(missing if counts_all else dict.fromkeys(missing), numbers if counts_all else ()),
         notes=notes if agree and counts_all else (),
         hint="" if severity is Severity.INFO else "copy the files again from where they were written",
     )
@@ -138,12 +142,16 @@ def _is_later_node(numbers: set[int]) -> bool:
     return size > 1 and max(numbers) - first + 1 == size and first % size == 0
 
 
-def _names(
+def _lost(
     pattern: str, numbers: set[int], lost: int, first: int = 0, stride: int = 1, own: NumberedFiles | None = None
-) -> list[str]:
-    """The first numbers that are missing, in the pattern, with as many digits as the others have."""
+) -> dict[str, int]:
+    """The names that are missing, with as many digits as the others have, and their numbers: the first 65,536."""
     shortest = min((len(file.name) for file in own.files.values()), default=0) if own is not None else 0
     digits = max(shortest - len(pattern) + 2, 1)
-    missing = (number for number in count(first, stride) if number not in numbers)
-    named = islice(missing, min(lost, _NAMED))
-    return [pattern.replace("{}", f"{number:0{digits}}") for number in named] + ["..."] * (lost > _NAMED)
+    missing = islice((number for number in count(first, stride) if number not in numbers), min(lost, _LISTED))
+    return {pattern.replace("{}", f"{number:0{digits}}"): number for number in missing}
+
+
+def _shown(missing: Iterable[str], lost: int) -> list[str]:
+    """The first names."""
+    return [*islice(missing, _NAMED)] + ["..."] * (lost > _NAMED)

@@ -10,6 +10,7 @@ from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of, ranks_of_files
 from ckptlint.model import FILE_STATES, Checkpoint, FileState
 from ckptlint.model.layout import IntArray, distinct
+from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, Location, Severity, rule
 
@@ -73,12 +74,20 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
                 ranks=tuple(sorted({rank for name in names if (rank := rank_of(name)) is not None})),
             ),
             missing=tuple(names),
+            lost_files=by_node({name: rank_of(name) for name in names}, _ranks_there(ckpt))
+            if state == "absent"
+            else (),
             kind=state,
             severity=Severity.INFO if state in ("link-outside", "other-case") else None,
             why=_OTHER_CASE if state == "other-case" else "",
             notes=(("keys", ", ".join(keys[:4]) + (f" and {len(keys) - 4:,} more" if len(keys) > 4 else "")),),
             hint=_instead(ckpt, numbers) or (_pattern(ckpt, names) if state == "absent" else _HINTS.get(state, "")),
         )
+
+
+def _ranks_there(ckpt: Checkpoint) -> set[int]:
+    """The ranks of which a payload file is there."""
+    return {*ranks_of_files(ckpt)[ckpt.files.are("ok")].tolist()} - {-1}
 
 
 def _instead(ckpt: Checkpoint, numbers: IntArray) -> str:
@@ -90,7 +99,7 @@ def _instead(ckpt: Checkpoint, numbers: IntArray) -> str:
 def _pattern(ckpt: Checkpoint, names: list[str]) -> str:
     """What the numbers of the missing files have in common."""
     lost = {rank for name in names if (rank := rank_of(name)) is not None}
-    lost -= set(ranks_of_files(ckpt)[ckpt.files.are("ok")].tolist())
+    lost -= _ranks_there(ckpt)
     if not lost:
         return f"copy the missing {'file' if len(names) == 1 else 'files'} again from where the checkpoint was written"
     low, high = min(lost), max(lost)

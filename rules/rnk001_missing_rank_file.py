@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from ckptlint.model import Checkpoint, RankFile
+from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import ranges, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
@@ -52,6 +53,10 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
                 ranks=tuple(sorted(numbers.get("rank", ()))),
             ),
             missing=tuple(file.name for file in files),
+            lost_files=by_node(
+                {file.name: file.numbers.get("rank") for file in files},
+                {file.numbers.get("rank", -1) for file in ckpt.rank_files.files if file.kind == kind} - {-1},
+            ),
             severity=Severity.WARNING if kind == "random state" else None,
             notes=(("files", names if len(files) > 1 else ""), ("because", ", ".join(missing))),
             hint=f"copy {it} from the node that wrote {it}, or go back to a complete step",

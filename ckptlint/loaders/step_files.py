@@ -23,6 +23,7 @@ from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_torch_file
 from ckptlint.model import Checkpoint, OptimizerFile, Problem, StepFile, StepFileState
+from ckptlint.model.lost_files import by_node
 from ckptlint.model.stored import StoredDTensor, StoredTensor
 from ckptlint.model.text import plural, printable
 from ckptlint.sandbox import isolated
@@ -44,6 +45,7 @@ _BYTES_LIMIT = 4 * 1024**3  # that are read of all these files together
 _LEAST = 64 * 1024  # as which the smallest file counts
 _NUMBERS = re.compile(r"\d+")
 _SHOWN = 8
+_LISTED = 2**16
 _APART = 2.0  # seconds between the files of one save and those of a later one, at least
 _RESUME = "a resume from this step reads it"
 _READ_ELSEWHERE = (COMMON_FILE, CONFIG_FILE, RUN_CONFIG, "config.json", "fsdp_config.json")
@@ -329,8 +331,9 @@ def lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
     lost = max(present | payload) + 1 - len(present)
     if not lost:
         return "", []
-    first = islice((rank for rank in count() if rank not in present), min(lost, _SHOWN))
-    names = ", ".join(f"__{rank}.metadata" for rank in first) + (", ..." if lost > _SHOWN else "")
+    ranks = islice((rank for rank in count() if rank not in present), min(lost, _LISTED))
+    missing = {f"__{rank}.metadata": rank for rank in ranks}
+    names = ", ".join(islice(missing, _SHOWN)) + (", ..." if lost > _SHOWN else "")
     problem = Problem(
         "incomplete",
         names,
@@ -338,6 +341,7 @@ def lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
         f"{'its own' if len(present) == 1 else 'their own'}",
         why="with use_collectives=False each rank describes only its own chunks, so what these ranks held is lost",
         hint="copy the files again from the node of these ranks, or go back to a complete step",
+        lost_files=by_node(missing, present),
     )
     return f"the metadata of {lost:,} of {lost + len(present):,} ranks is missing", [problem]
 

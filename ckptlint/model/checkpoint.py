@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptlint.model.files import FileTable
+from ckptlint.model.lost_files import LostFiles
 from ckptlint.model.payload import PayloadTable
 from ckptlint.model.plans import SavePlans
 from ckptlint.model.rank_files import RankFileSet, StorageTable
@@ -191,6 +192,7 @@ class Problem:
         blocks: whether the description of the tensors, or of a file's tensors, is missing because of it.
         beside: whether what is unsupported or unreadable lies beside a checkpoint that loads without it.
         unknown: the names it is about, where a user who knows their packages may vouch for them.
+        lost_files: all files that are missing, by the ranks that wrote them.
     """
 
     kind: ProblemKind
@@ -203,6 +205,7 @@ class Problem:
     blocks: bool = False
     beside: bool = False
     unknown: tuple[str, ...] = ()
+    lost_files: LostFiles = ()
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -180,6 +180,11 @@ def block(ckpt: Checkpoint, group: FindingGroup, style: Style) -> list[str]:
     lines += [f"   | {line}".rstrip() for line in _figure(ckpt, finding, style)]
     for note in notes(group):
         lines += style.wrap(note_line(note), "     ", "   = ")
+    for whose, names in finding.lost_files if style.verbose else ():  # one to a line, to copy
+        lines += [
+            *style.wrap(f"missing{' of ' * bool(whose)}{whose}:", "     ", "   = "),
+            *(f"     {name}" for name in names),
+        ]
     return lines
 
 

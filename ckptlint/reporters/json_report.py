@@ -184,6 +184,7 @@ def _finding(part: CheckpointReport, item: Diagnostic, group: FindingGroup) -> d
         "why": item.why,
         "notes": [{"label": label, "text": text} for label, text in notes if label != "hint"],
         "detail": list(finding.detail),
+        "lost_files": [{"of": whose or None, "files": list(names)} for whose, names in finding.lost_files],
         "hint": "; ".join(text for label, text in notes if label == "hint") or None,
         "url": None,
         "group": f"{item.code}/{group.number}",
