@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,6 +42,14 @@ _COUNTS = (  # a number of rules, or a list of them, would change a page with ea
     (re.compile(r"(--depth\s+\w+) \d+\b"), r"\1 N"),
     (re.compile(r"\n  (?:not run|did not apply):.*\n(?:  .*\n)*"), "\n  ...\n"),
 )
+_BLIND = re.compile(r"(<!-- made from tests/loaders/cannot.toml -->)\n.*?(<!-- end -->)", re.DOTALL)
+_DAMAGES = {
+    "missing": "a lost file",
+    "swapped": "two files that exchanged their names",
+    "of an older save": "a file of an older save, of the same size",
+    "zeroed": "an end of zeros",
+    "bit in the data": "a flipped bit in a tensor, even at depth data",
+}
 _CAUSES = """\
 Several findings often have one cause. Where ckptlint knows it, the report begins with it and lists the findings that it
 explains in one line each; `--verbose` shows them in full, and JSON has `causes` besides. A cause is a file of
@@ -56,9 +65,22 @@ def pages() -> dict[Path, str]:
     found = {DOCS / "rules" / f"{rule.code}.md": rule_page(rule) for rule in rules}
     found[DOCS / "rules" / "README.md"] = rule_list(rules)
     found[DOCS / "causes.md"] = cause_list()
+    found[DOCS / "limits.md"] = _BLIND.sub(_cannot, (DOCS / "limits.md").read_text(encoding="utf-8"))
     for name in ("tour.md", "recipes.md"):
         found[DOCS / name] = played(printed((DOCS / name).read_text(encoding="utf-8")))
     return found
+
+
+def _cannot(found: re.Match[str]) -> str:
+    """What the tests of each layout say that it cannot tell, as a table."""
+    with (DOCS.parent / "tests" / "loaders" / "cannot.toml").open("rb") as file:
+        layouts = tomllib.load(file)
+    rows = []
+    for own in layouts.values():
+        for entry in own["cannot"]:
+            files = " of " + ", ".join(f"`{name}`" for name in entry["files"]) if "files" in entry else ""
+            rows.append(f"| {own['title']} | {_DAMAGES[entry['damage']]}{files} | {entry['why']} |")
+    return "\n".join([found[1], "", "| layout | passes | why |", "|---|---|---|", *rows, "", found[2]])
 
 
 def rule_page(rule: Rule) -> str:

@@ -18,7 +18,7 @@ from ckptlint.model.text import plural, printable
 from ckptlint.sandbox import one_budget
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.locate import folder_at
-from ckptlint.vocabulary.frameworks import holds_no_state, may_be_pickle, step_number
+from ckptlint.vocabulary.frameworks import holds_no_state, is_newest, may_be_pickle, step_number
 from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 
 _UNIVERSAL = "_universal"  # what deepspeed.checkpoint.ds_to_universal makes of a step, beside it
@@ -82,11 +82,16 @@ def steps_of(run: Folder) -> list[Step]:
 
 @fact
 def _numbered(folder: Folder) -> dict[str, int]:
-    """Name -> number of the steps that lie directly in a folder, the newest first."""
+    """Name -> number of the steps that lie directly in a folder, the newest first.
+
+    A file that is called the last one (`last.ckpt`) is at least as new as the others, and what a resume takes.
+    """
     files = [name for name in folder.files_beside() if may_be_pickle(name)]
     names = [*folder.folders(), *files]
     numbers = {name: number for name in names if (number := step_number(name)) is not None}
-    return dict(sorted(numbers.items(), key=lambda item: (item[1], item[0]), reverse=True))
+    newest = max(numbers.values(), default=0)
+    numbers |= dict.fromkeys(filter(is_newest, files), newest)
+    return dict(sorted(numbers.items(), key=lambda item: (item[1], is_newest(item[0]), item[0]), reverse=True))
 
 
 def runs_below(folder: Folder, levels: int = 3) -> list[tuple[str, Folder]]:

@@ -114,6 +114,8 @@ def _state(folder: Folder, tag: Tag, fqn: str, name: str) -> _State:
     if found is not None and tensor is not None and name == "step.pt":
         step = number_in(ranges_of(folder, path), found, tensor)
     is_step = name == "step.pt" and type(step) is int
+    if found is not None and (inside := f"{found.prefix}.pt") in _STATES and inside != name:
+        tag.said.other_name(printable(path), inside)
     return _State(fqn, name, printable(path), len(tag.files.stored) - 1, found, tensor, step if is_step else None)
 
 

@@ -33,6 +33,7 @@ from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.frameworks import family_of, may_be_pickle
 from ckptlint.vocabulary.litter import is_litter
 
+_OPTIMIZER = {"state", "param_groups"}  # torch.optim.Optimizer.state_dict
 _STATES = ("state_dict", "model", "module", "model_state_dict", "model_state")
 
 
@@ -97,7 +98,7 @@ def holds_weights(root: Any) -> bool:
     Source:
         lightning (`state_dict`), torch.optim.Optimizer.state_dict, transformers (`rng_state.pth`)
     """
-    if not isinstance(root, dict) or {"state", "param_groups"} <= root.keys():
+    if not isinstance(root, dict) or root.keys() >= _OPTIMIZER:
         return False
     state = state_of(root)
     return any(getattr(value, "dtype", "") in FLOATS for _, value in walked(state or {}))
@@ -161,6 +162,10 @@ def add_state(columns: Columns, number: int, found: TorchFile, label: str, probl
     state = state_of(found.root)
     if state is None:
         problems.append(damaged(label, f"{label} holds no dict of tensors"))
+        return False
+    if found.root.keys() >= _OPTIMIZER:
+        sentence = f"{label} holds the state of an optimizer, not of a model"
+        problems.append(Problem("container", label, sentence, why="a load finds none of the model's keys in it"))
         return False
     strange = []
     for fqn, value in walked(state):
