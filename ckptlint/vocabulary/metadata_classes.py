@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ckptlint.vocabulary.frameworks import world
+
 _CHECKPOINT = "torch.distributed.checkpoint"
 _OLD = "torch.distributed._shard"
 _MCORE = "megatron.core.dist_checkpointing.strategies.torch"
 _STORAGE_WRITERS = (
     f"{_CHECKPOINT}.filesystem",
     f"{_OLD}.checkpoint.filesystem",
-    "olmo_core.distributed.checkpoint.filesystem",
-    "nemo_automodel.components.checkpoint._backports.filesystem",
-    "dlrover.trainer.torch.flash_checkpoint.fsdp_engine",
+    *world().storage_writers,
 )
 
 METADATA_CLASSES: Mapping[tuple[str, str], str] = {

@@ -157,7 +157,7 @@ def test_healthy_real_files_are_silent(row: dict[str, str], depth: str) -> None:
     report = ckptlint.check(path, depth=Depth[depth.upper()])
     assert found(report, "error", "warning") == []
     ckpt = report.checkpoints[0].checkpoint
-    assert ckpt.format == {"verl": "verl", "flat": "fsdp-ranks"}.get(row["path"][:4], "torch")
+    assert ckpt.format == {"verl": "verl", "flat": "fsdp-ranks", "expe": "fsdp-ranks"}.get(row["path"][:4], "torch")
     assert ckpt.tensors
     assert ckpt.partial == ""
     # nothing passes for want of a place
@@ -301,6 +301,7 @@ M = "model_world_size_4_rank_{}.pt"
 O = "optim_world_size_4_rank_{}.pt"  # noqa: E741
 X = "extra_state_world_size_4_rank_{}.pt"
 F = "model_0000009.rank_{}.pth"
+E = "checkpoint_{}.pt"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
 BROKEN: dict[str, tuple[str, Edit, str, str]] = {
     "no model of rank 2": ("fsdp2_4r", lambda f: (f / M.format(2)).unlink(), "RNK001", M.format(2)),
@@ -353,6 +354,11 @@ BROKEN: dict[str, tuple[str, Edit, str, str]] = {
     "hostile": ("fsdp2_4r", rewritten(M.format(1), lambda s: s | {"x": Marker()}), "SAF001", M.format(1)),
     "another world in fsdp_config.json": ("fsdp2_4r", lambda f: (f / "fsdp_config.json").write_text(
                                           '{"world_size": 8}') and None, "RNK002", "fsdp_config.json"),
+    "experimental: no file of rank 0": ("experimental_2r", lambda f: (f / E.format(0)).unlink(), "RNK001", E.format(0)),
+    "experimental: no file of rank 1": ("experimental_2r", lambda f: (f / E.format(1)).unlink(), "RNK001", E.format(1)),
+    "experimental: rank 0 twice": ("experimental_2r", copied(E.format(0), E.format(1)), "RNK006", E.format(0)),
+    "experimental: one row less": ("experimental_2r", rewritten(E.format(1), lambda s: part(W, lambda v: with_local(
+                                   v, v._local_tensor[:-1].clone()))(s["model"])), "RNK004", "[5, 12]"),
     "no file of rank 1": ("flat_2r", lambda f: (f / F.format(1)).unlink(), "RNK001", F.format(1)),
     "a part that is there twice": ("flat_2r", copied(F.format(0), F.format(1)), "RNK006", F.format(0)),
     "a part of another step": ("flat_2r", copied("model_0000004.rank_1.pth", F.format(1)), "RNK003", "step 4"),
@@ -364,7 +370,10 @@ BROKEN: dict[str, tuple[str, Edit, str, str]] = {
 @pytest.mark.parametrize("case", BROKEN)
 def test_what_is_broken_is_named_once(tmp_path: Path, case: str) -> None:
     name, edit, code, key = BROKEN[case]
-    shutil.copytree(RANK_FILES / (name if name == "flat_2r" else f"verl_{name}"), tmp_path / "step")
+    shutil.copytree(
+        RANK_FILES / (name if name.endswith("_2r") and not name.startswith(("lora", "fsdp1")) else f"verl_{name}"),
+        tmp_path / "step",
+    )
     edit(tmp_path / "step")
     report = ckptlint.check(tmp_path / "step", depth=Depth.HEADERS)
     loud = found(report, "error", "warning")

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from ckptlint.loaders.layouts import Evidence, Fixed, Found, Layout
 from ckptlint.loaders.layouts.torch_files import opened
-from ckptlint.loaders.rank_files.sets import file_sets, input_bytes
+from ckptlint.loaders.rank_files.sets import file_sets, flat_name, input_bytes
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
 
 def _evidence(folder: Folder) -> Evidence | None:
-    """Names that end in the number of a rank, and sharded tensors in the first file of the newest save."""
-    from ckptlint.loaders.rank_files.verl import holds_shards
+    """Names that count ranks, and sharded tensors in the first file of the newest save."""
+    from ckptlint.loaders.rank_files.verl import writer_of
 
     own = next((own for own in file_sets(folder) if own.kind == "flat"), None)
-    return Evidence(printable(own.files[0])) if own and holds_shards(folder, own.files[0]) else None
+    writer = None if own is None else writer_of(folder, own.files[0])
+    if own is None or writer is None:
+        return None
+    is_counted = "rank" in own.files[0] or flat_name(own.files[0])[1] in (0, writer)
+    return Evidence(printable(own.files[0])) if is_counted else None
 
 
 def _read(found: Found, look_at_files: bool) -> Checkpoint:

@@ -58,7 +58,7 @@ def verl_name(name: str) -> tuple[str, int, int]:
     return (match[1], int(match[2]), int(match[3])) if match else ("", 0, -1)
 
 
-_FLAT = re.compile(r"((?:.*[._-])?rank_?)(\d{1,6})\.pth?")
+_FLAT = re.compile(r"((?:.*\D)?)(\d{1,6})\.pth?")
 
 
 def flat_name(name: str) -> tuple[str, int]:

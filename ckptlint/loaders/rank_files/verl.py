@@ -109,10 +109,11 @@ def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
 
 
 @fact
-def holds_shards(folder: Folder, name: str) -> bool:
-    """Whether a file can be read, and holds sharded tensors."""
+def writer_of(folder: Folder, name: str) -> int | None:
+    """The rank that wrote the sharded tensors in a file, -1 where they do not say; None for a file without any."""
     found = read_file(folder, name, [])
-    return found is not None and is_dict(found.root) and any(True for _ in _values(state_of(found.root) or {}))
+    values = _values(state_of(found.root) or {}) if found is not None and is_dict(found.root) else ()
+    return next(map(_writer, values), None)
 
 
 def _inner(file: Opened, root: Any) -> Opened:

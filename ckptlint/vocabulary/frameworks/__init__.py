@@ -149,6 +149,7 @@ class World:
         no_state: match folders that hold logs, code or pictures, not a part of the step.
         keys: part -> matches keys that belong to it.
         counters: match entries that count steps.
+        storage_writers: modules with their own copy of torch's `_StorageInfo`, which their `.metadata` names.
     """
 
     steps: tuple[Steps, ...] = ()
@@ -163,6 +164,7 @@ class World:
     no_state: tuple[re.Pattern[str], ...] = ()
     keys: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     counters: tuple[re.Pattern[str], ...] = ()
+    storage_writers: tuple[str, ...] = ()
     one_counter: tuple[Counter, ...] = ()
     unread: tuple[Unread, ...] = ()
 
