@@ -8,7 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import islice
 from typing import Any
 
 from ckptlint.errors import CkptlintError, LimitError
@@ -172,10 +172,17 @@ def expected(tag: Tag, facts: Facts) -> dict[str, tuple[RankFile, ...]]:
 
 
 def _grid(kind: str, name: str, **axes: Iterable[int]) -> Iterator[RankFile]:
-    """A file for each combination of numbers, named as `name` puts them."""
-    for found in product(*axes.values()):
-        numbers = dict(zip(axes, found, strict=True))
-        yield RankFile(name.format(**numbers), kind, numbers)
+    """A file for each combination of numbers, named as `name` puts them; made one by one, since they may be absurd."""
+
+    def numbered(known: dict[str, int]) -> Iterator[RankFile]:
+        if len(known) == len(axes):
+            yield RankFile(name.format(**known), kind, known)
+            return
+        axis = [*axes][len(known)]
+        for number in axes[axis]:
+            yield from numbered({**known, axis: number})
+
+    return numbered({})
 
 
 def _expected(tag: Tag, facts: Facts) -> Iterator[RankFile]:
