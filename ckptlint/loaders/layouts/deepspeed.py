@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from ckptlint.loaders.layouts import Evidence, Fixed, Found, Layout
 from ckptlint.loaders.layouts.torch_files import opened, set_of
-from ckptlint.loaders.rank_files.sets import input_bytes
+from ckptlint.loaders.rank_files.sets import deepspeed_sets, input_bytes
 from ckptlint.model import Checkpoint
 from ckptlint.storage.folder import Folder
 
+_TAG = input_bytes(deepspeed_sets)
 _SMALL = 16 * 1024  # bytes of pickle in the four files of a parameter of the universal form
 
 
@@ -39,9 +40,9 @@ LAYOUTS = (
         kind="deepspeed",
         order=80,
         formats={"deepspeed": "DeepSpeed ZeRO"},
-        recognise=set_of("deepspeed"),
+        recognise=set_of(deepspeed_sets),
         read=_read,
-        input_bytes=input_bytes,
+        input_bytes=_TAG,
         # the tracker is written after all ranks; the grid tells of lost ones
         state=lambda _folder: "complete",
         describes_itself=True,
@@ -62,7 +63,7 @@ LAYOUTS = (
         formats={"deepspeed-universal": "DeepSpeed universal"},
         recognise=_universal,
         read=_read_universal,
-        input_bytes=lambda folder: input_bytes(folder) + _SMALL * len(folder.sub("zero").folders()),
+        input_bytes=lambda folder: _TAG(folder) + _SMALL * len(folder.sub("zero").folders()),
         describes_itself=True,
     ),
 )

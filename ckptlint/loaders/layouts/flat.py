@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptlint.loaders.layouts import Evidence, Fixed, Found, Layout
 from ckptlint.loaders.layouts.torch_files import opened
-from ckptlint.loaders.rank_files.sets import file_sets, flat_name, input_bytes
+from ckptlint.loaders.rank_files.sets import flat_name, flat_sets, input_bytes
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
@@ -14,7 +14,7 @@ def _evidence(folder: Folder) -> Evidence | None:
     """Names that count ranks, and sharded tensors in the first file of the newest save."""
     from ckptlint.loaders.rank_files.verl import writer_of
 
-    own = next((own for own in file_sets(folder) if own.kind == "flat"), None)
+    own = next(iter(flat_sets(folder)), None)
     writer = None if own is None else writer_of(folder, own.files[0])
     if own is None or writer is None:
         return None
@@ -35,7 +35,7 @@ LAYOUTS = (
         formats={"fsdp-ranks": "FSDP, one torch file per rank"},
         recognise=_evidence,
         read=_read,
-        input_bytes=input_bytes,
+        input_bytes=input_bytes(flat_sets),
         describes_itself=True,
         fixed=(
             Fixed(

@@ -8,18 +8,18 @@ from dataclasses import replace
 from ckptlint.loaders.finished import unfinished_marks
 from ckptlint.loaders.layouts import Evidence, Found, Layout
 from ckptlint.loaders.layouts.unsupported import unread_beside
-from ckptlint.loaders.rank_files.sets import file_sets, input_bytes
+from ckptlint.loaders.rank_files.sets import Sets, input_bytes, weight_sets
 from ckptlint.loaders.run_folder import read_run
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
 
-def set_of(kind: str) -> Callable[[Folder], Evidence | None]:
+def set_of(sets: Sets) -> Callable[[Folder], Evidence | None]:
     """What shows that a folder holds a set of torch files of a kind."""
 
     def evidence(folder: Folder) -> Evidence | None:
-        own = next((own for own in file_sets(folder) if own.kind == kind), None)
+        own = next(iter(sets(folder)), None)
         return None if own is None else Evidence(printable((own.files or [own.index])[0]))
 
     return evidence
@@ -43,9 +43,9 @@ LAYOUTS = (
         kind="torch",
         order=85,
         formats={"torch": "torch.save"},
-        recognise=set_of("torch"),
+        recognise=set_of(weight_sets),
         read=_read,
-        input_bytes=input_bytes,
+        input_bytes=input_bytes(weight_sets),
         marks=("pytorch_model.bin", "pytorch_model.bin.index.json"),
         describes_itself=True,
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckptlint.loaders.layouts import Fixed, Found, Layout
 from ckptlint.loaders.layouts.torch_files import opened, set_of
-from ckptlint.loaders.rank_files.sets import file_sets, has_all_ranks, input_bytes
+from ckptlint.loaders.rank_files.sets import has_all_ranks, input_bytes, verl_sets
 from ckptlint.model import Checkpoint, StepState
 from ckptlint.storage.folder import Folder
 
@@ -17,7 +17,7 @@ def _read(found: Found, look_at_files: bool) -> Checkpoint:
 
 def _state(folder: Folder) -> StepState:
     """Of each kind of files that is there one has every rank."""
-    sets = [own.files for own in file_sets(folder) if own.kind == "verl"]
+    sets = [own.files for own in verl_sets(folder)]
     return "complete" if any(map(has_all_ranks, sets)) else "unfinished"
 
 
@@ -26,9 +26,9 @@ LAYOUTS = (
         kind="verl",
         order=75,
         formats={"verl": "verl, one torch file per rank"},
-        recognise=set_of("verl"),
+        recognise=set_of(verl_sets),
         read=_read,
-        input_bytes=input_bytes,
+        input_bytes=input_bytes(verl_sets),
         state=_state,
         describes_itself=True,
         fixed=(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -12,44 +11,13 @@ from typing import Any
 from ckptlint.formats.torch_file import number_in, ranges_of
 from ckptlint.loaders.rank_files.onto import Opened, SetFiles, is_dict
 from ckptlint.loaders.rank_files.said import Sayings, checksums
-from ckptlint.model import RankFile
+from ckptlint.loaders.rank_files.sets import file_of
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
 Shapes = list[dict[str, tuple[int, ...]]]
 """For each group of parameters: name -> shape."""
-
-_NAMES = (
-    ("optimizer", re.compile(r"(?:[a-z0-9]+_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")),
-    ("model", re.compile(r"zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt")),
-    ("model", re.compile(r"mp_rank_(?P<mp>\d+)_model_states\.pt")),
-    ("layer", re.compile(r"layer_(?P<layer>\d+)(?:-model_(?P<tp>\d+))?-model_states\.pt")),
-    (
-        "expert",
-        re.compile(r"layer_(?P<layer>\d+)_expert_(?P<expert>\d+)_mp_rank_(?P<mp>\d+)_model_states\.pt"),
-    ),
-    ("expert optimizer", re.compile(r"expp_rank_(?P<ep>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")),
-)  # fmt: skip
-"""Kinds of files and what their names count; `zero_pp_rank` counts data parallel ranks.
-
-Source:
-    deepspeed.runtime.engine (0.14 - 0.19): `_get_zero_ckpt_name`, `_get_ckpt_name`, `_get_expert_ckpt_name`,
-    `_get_optimizer_ckpt_name`; deepspeed.runtime.pipe.module: `ckpt_layer_path`
-"""
-
-
-def file_of(name: str) -> RankFile | None:
-    """What a file is by its name; None for one that is none of DeepSpeed's.
-
-    >>> file_of("bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt").numbers
-    {'dp': 3, 'mp': 0}
-    """
-    for kind, pattern in _NAMES:
-        if match := pattern.fullmatch(name):
-            numbers = {what: int(number) for what, number in match.groupdict().items() if number is not None}
-            return RankFile(name, kind, numbers)
-    return None
 
 
 @dataclass(frozen=True, slots=True)

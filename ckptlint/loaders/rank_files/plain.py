@@ -12,7 +12,7 @@ from ckptlint.formats.safe_pickle import Opaque
 from ckptlint.formats.torch_file import TorchFile, read_torch_file
 from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.rank_files.onto import Columns, damaged, read_file
-from ckptlint.loaders.rank_files.sets import PICKLE_SHARE, FileSet, file_sets
+from ckptlint.loaders.rank_files.sets import PICKLE_SHARE, FileSet, weight_sets
 from ckptlint.loaders.safetensors import no_files, read_index, weight_index
 from ckptlint.loaders.step_files import optimizer_file
 from ckptlint.model import (
@@ -46,7 +46,7 @@ def read_weights(folder: Folder, look_at_files: bool) -> Checkpoint:
     Raises:
         AccessError: the operating system refused a read.
     """
-    return read_states(folder, file_sets(folder)[0], look_at_files)
+    return read_states(folder, weight_sets(folder)[0], look_at_files)
 
 
 def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | None:
@@ -59,10 +59,10 @@ def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | N
     except UnreadableError as error:
         if isinstance(error, ForeignError) and (folder.size(name) or not may_be_pickle(name)):
             return None
-        return read_states(folder, FileSet("torch", [name]), look_at_files)  # tells that it is empty, cut or damaged
+        return read_states(folder, FileSet([name]), look_at_files)  # tells that it is empty, cut or damaged
     if not holds_weights(found.root):
         return None
-    ckpt = read_states(folder, FileSet("torch", [name]), look_at_files)
+    ckpt = read_states(folder, FileSet([name]), look_at_files)
     label = printable(name)
     optimizers = found.root.get("optimizer_states", [found.root.get("optimizer")])
     states = [made for state in _listed(optimizers) if (made := optimizer_file(state)) is not None]

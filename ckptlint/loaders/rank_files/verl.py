@@ -24,7 +24,7 @@ from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.rank_files.onto import Columns, Opened, Part, SetFiles, is_dict, read_file
 from ckptlint.loaders.rank_files.plain import state_of
 from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
-from ckptlint.loaders.rank_files.sets import FileSet, file_sets, flat_name, verl_name
+from ckptlint.loaders.rank_files.sets import FileSet, flat_name, flat_sets, verl_name, verl_sets
 from ckptlint.loaders.run_folder import read_run
 from ckptlint.loaders.step_files import optimizer_file
 from ckptlint.model import Checkpoint, Misfit, Problem, RankFile, RankFileSet, StepFile, empty_objects
@@ -53,7 +53,7 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
         AccessError: the operating system refused a read.
         LimitError: the names count more ranks than any job has.
     """
-    sets = [own for own in file_sets(folder) if own.kind == "verl"]
+    sets = verl_sets(folder)
     own = _chosen(folder, sets)
     world = verl_name(own.files[0])[1]
     if world > _RANKS_LIMIT:
@@ -81,7 +81,7 @@ def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
     Source:
         torch 2.13 FullyShardedDataParallel with StateDictType.LOCAL_STATE_DICT; dinov2.fsdp.FSDPCheckpointer
     """
-    own, *others = [found for found in file_sets(folder) if found.kind == "flat"]
+    own, *others = flat_sets(folder)
     save, last = flat_name(own.files[-1])
     extension = own.files[-1].rpartition(".")[2]
     files, opened = SetFiles(folder, look_at_files), dict[int, Opened]()
