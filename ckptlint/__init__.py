@@ -21,11 +21,13 @@ from ckptlint.errors import CheckpointError, CkptlintError, ConfigError
 TYPE_CHECKING = False  # as type checkers read it; the typing module takes longer to import than all else here
 if TYPE_CHECKING:
     from ckptlint.depth import Depth
+    from ckptlint.lint.differences import Diff
     from ckptlint.lint.report import FailOn, Report
+    from ckptlint.lint.values import Values
     from ckptlint.model import Checkpoint
     from ckptlint.planning.outcome import Plan
 
-__all__ = ["CheckpointError", "CkptlintError", "ConfigError", "__version__", "check", "load", "plan"]
+__all__ = ["CheckpointError", "CkptlintError", "ConfigError", "__version__", "check", "diff", "load", "plan"]
 
 
 def check(
@@ -200,3 +202,38 @@ def plan(
         megatron=megatron,
         seconds=timeout,
     )
+
+
+def diff(
+    old: str | PathLike[str],
+    new: str | PathLike[str],
+    layout: bool = False,
+    values: bool = False,
+    select: Iterable[str] = (),
+    ignore: Iterable[str] = (),
+) -> Diff | Values:
+    """What differs between two checkpoints; with `values` whether they hold the same.
+
+    >>> diff("fixtures/real/fsdp2_4r", "fixtures/real/fsdp2_4r", values=True).proven
+    (84, 84)
+
+    Args:
+        layout: compare into what chunks tensors are cut, too.
+        values: read both and compare what the tensors hold, whatever they are called.
+        select, ignore: with `values`, globs of keys to compare and of those to leave out.
+
+    Raises:
+        CheckpointError: a checkpoint cannot be read.
+        NothingToCheckError: there is none.
+        AccessError: the operating system refused a read.
+    """
+    from ckptlint.lint.sides import by_place, open_side
+
+    sides = [open_side(str(path), files=values) for path in (old, new)]
+    if values:
+        from ckptlint.lint.values import compared_values
+
+        return compared_values(sides[0], sides[1], tuple(select), tuple(ignore))
+    from ckptlint.lint.differences import differences
+
+    return differences(by_place(sides[0]), by_place(sides[1]), layout)

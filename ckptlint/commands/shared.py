@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from ckptlint.lint.options import CHECK_OPTIONS, GROUPS, CheckOption
 from ckptlint.progress import listening
 
 if TYPE_CHECKING:
+    from ckptlint.lint.sides import Opened
     from ckptlint.model import Checkpoint
     from ckptlint.reporters.style import Style
 
@@ -234,22 +234,20 @@ class _Bar:
 # ---------------------------------------------------------------- checkpoints to describe
 
 
-def described(path: str, files: bool = False, partial: bool = False) -> dict[str, Checkpoint]:
-    """The checkpoints that a path means, by their place below it; exit 1 where one is unsafe or unreadable.
+def opened(path: str, files: bool = False, partial: bool = False) -> list[Opened]:
+    """`lint.sides.open_side`; exit 1 where a checkpoint is unsafe or unreadable."""
+    from ckptlint.errors import CheckpointError
+    from ckptlint.lint.sides import open_side
 
-    Args:
-        files: look at the payload files.
-        partial: take one whose metadata describes only part of the save.
-    """
-    from ckptlint.loaders.checkpoint import open_checkpoint
-    from ckptlint.loaders.discover import find
-    from ckptlint.loaders.reference import obstacle
-
-    checkpoints = [open_checkpoint(found, files) for found in find(path)]
-    sentences = [obstacle(replace(ckpt, partial="") if partial else ckpt) for ckpt in checkpoints]
-    if any(sentences):
-        tell(*filter(None, sentences))
+    try:
+        return open_side(path, files, partial)
+    except CheckpointError as error:
+        tell(*str(error).splitlines())
         sys.exit(1)
-    # of text, since a URL is no path; cut back to whole names
-    above = os.path.commonprefix([f"{ckpt.path}/" for ckpt in checkpoints]).rpartition("/")[0]  # noqa: RUF071
-    return {ckpt.path[len(above) :].strip("/"): ckpt for ckpt in checkpoints}
+
+
+def described(path: str, files: bool = False, partial: bool = False) -> dict[str, Checkpoint]:
+    """The checkpoints that a path means, by their place below it; exit 1 where one is unsafe or unreadable."""
+    from ckptlint.lint.sides import by_place
+
+    return by_place(opened(path, files, partial))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
@@ -13,7 +14,16 @@ from typing import Any
 import click
 import numpy as np
 
-from ckptlint.commands.shared import ENVIRONMENT, described, show_text, terminal_style, write_file
+from ckptlint.commands.shared import (
+    ENVIRONMENT,
+    described,
+    opened,
+    progress,
+    show_text,
+    tell,
+    terminal_style,
+    write_file,
+)
 from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_map import draw, make_grid
 from ckptlint.loaders.reference import manifest_text
@@ -347,12 +357,26 @@ def _chunk(ckpt: Checkpoint, offsets: list[int], sizes: list[int], record: int) 
 @click.command(context_settings=ENVIRONMENT)
 @click.argument("path")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file, not to stdout.")
-def manifest(path: str, output: Path | None) -> None:
+@click.option("--values", is_flag=True, help="Read the tensors, and write digests of what they hold.")
+def manifest(path: str, output: Path | None, values: bool) -> None:
     """Write the tensors of a checkpoint as JSON, to compare others with: `ckptlint OTHER --expect FILE`.
+
+    With --values `ckptlint OTHER --expect FILE --depth data` compares what they hold, too, whatever they are cut into.
 
     Exit codes: 0 written, 1 unsafe or unreadable, 3 no checkpoint there, 4 not read.
     """
-    text = inert(manifest_text(described(path).values()), JSON_ESCAPE)
+    if values:
+        from ckptlint.lint.values import held_values
+
+        side = opened(path, files=True)
+        with progress(off=False):
+            held, sentences = held_values(side)
+        if sentences:
+            tell(*sentences)
+            sys.exit(4)
+        text = inert(manifest_text((item.ckpt for item in side), held), JSON_ESCAPE)
+    else:
+        text = inert(manifest_text(described(path).values()), JSON_ESCAPE)
     if output is None:
         show_text(text)
     else:

@@ -142,6 +142,10 @@ def run(
         from ckptlint.loaders.reference import read_reference
 
         reference = read_reference(expect)
+        if reference.values and reading is not None:
+            from ckptlint.payload.reading import with_reference
+
+            reading = with_reference(reading, reference)
     known = {} if baseline is None else read_baseline(baseline)
     parts: list[CheckpointReport] = []
     not_found: list[str] = []

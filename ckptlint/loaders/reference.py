@@ -7,6 +7,7 @@ the header is read, and a checkpoint is read by the loader that reads every othe
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,9 @@ from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.locate import folder_at
 from ckptlint.storage.paths import is_safe, shown
 from ckptlint.vocabulary.config_fields import read_declared
+from ckptlint.vocabulary.dtypes import DTYPES
 
+_DIGEST = re.compile(r"[0-9a-f]{16}")
 MANIFEST_SCHEMA = "ckptlint.manifest/1"
 _INDEX = "model.safetensors.index.json"
 _CONFIG = "config.json"
@@ -101,19 +104,24 @@ def _from_file(folder: Folder, name: str, path: str, source: str) -> Reference:
 # ---------------------------------------------------------------- manifest
 
 
-def manifest_text(checkpoints: Iterable[Checkpoint]) -> str:
+def manifest_text(checkpoints: Iterable[Checkpoint], values: Mapping[str, Mapping[str, int]] | None = None) -> str:
     """The tensors of a checkpoint, or of all components of one step, as a manifest.
 
     Names are written as ckptlint prints them; a dtype that the metadata does not tell is null.
+
+    Args:
+        values: key -> dtype -> digest of the tensor's elements in it.
 
     Raises:
         ConfigError: two components hold the same key.
     """
     merged, _ = _merged({ckpt.path: tensors_of(ckpt) for ckpt in checkpoints})
-    lines = (
-        f"    {json.dumps(fqn, ensure_ascii=False)}: {json.dumps({'dtype': dtype, 'shape': shape})}"
-        for fqn, (dtype, shape) in sorted(merged.items())
-    )
+    lines = []
+    for fqn, (dtype, shape) in sorted(merged.items()):
+        entry: dict[str, Any] = {"dtype": dtype, "shape": shape}
+        if values is not None and fqn in values:
+            entry["values"] = {name: f"{number:016x}" for name, number in values[fqn].items()}
+        lines.append(f"    {json.dumps(fqn, ensure_ascii=False)}: {json.dumps(entry)}")
     body = ",\n".join(lines)
     return f'{{\n  "schema": "{MANIFEST_SCHEMA}",\n  "tensors": {{\n{body}\n  }}\n}}\n'
 
@@ -129,7 +137,8 @@ def _manifest(folder: Folder, name: str, source: str) -> Reference:
         raise UnreadableError("its `tensors` is not an object of keys")
     # names come from `ckptlint manifest`, made printable already: escaping them again would change them
     tensors = {fqn if fqn.isprintable() else printable(fqn): _entry(fqn, entry) for fqn, entry in entries.items()}
-    return Reference(source, "manifest", tensors)
+    values = {printable(fqn) if not fqn.isprintable() else fqn: _values(fqn, entry) for fqn, entry in entries.items()}
+    return Reference(source, "manifest", tensors, values={fqn: own for fqn, own in values.items() if own})
 
 
 # ---------------------------------------------------------------- safetensors
@@ -296,6 +305,17 @@ def _json(folder: Folder, name: str) -> dict[str, Any]:
         return json_object(folder.read(name, HEADER_LIMIT))
     except UnreadableError as error:
         raise type(error)(f"{printable(name)} {error}") from None
+
+
+def _values(fqn: str, entry: Any) -> dict[str, int]:
+    """Dtype -> digest of the values of one tensor of a manifest."""
+    values = entry.get("values", {}) if isinstance(entry, dict) else {}
+    is_known = isinstance(values, dict) and all(
+        dtype in DTYPES and isinstance(text, str) and _DIGEST.fullmatch(text) for dtype, text in values.items()
+    )
+    if not is_known:
+        raise UnreadableError(f"the values of {printable(fqn)} are not digests of 16 hexadecimal digits by dtype")
+    return {dtype: int(text, 16) for dtype, text in values.items()}
 
 
 def _entry(fqn: str, entry: Any) -> tuple[str | None, tuple[int, ...] | None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from math import inf, prod
 from typing import Any, Literal
@@ -128,6 +129,7 @@ class PayloadTable:
         bare: files of torch.save beside the records that have bytes without a checksum (depth `data`).
         depth: how deep the records were read.
         sample: what was read of all records (`5% of the records (12 of 240), seed 7`), "" for all of them.
+        values: key -> dtype -> digest of the tensor's elements in it, where these were wanted and read to the last.
 
     Columns:
         state: a `RecordState`; the other columns mean something where it is READ.
@@ -163,6 +165,7 @@ class PayloadTable:
     bare: tuple[str, ...] = ()
     depth: Depth = Depth.HEADERS
     sample: str = ""
+    values: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def __getattr__(self, column: str) -> npt.NDArray[Any]:
         if column not in (_ROW.names or ()):

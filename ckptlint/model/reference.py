@@ -91,6 +91,7 @@ class Reference:
         declared: what its config.json says about the model, by canonical name (`config_fields.read_declared`).
         parts: the components of a checkpoint (`model`, `optim`) by folder name; empty when it is one folder.
         unseen: what it does not tell although a config.json is at hand, and why, as a sentence.
+        values: name, printable -> dtype -> digest of the elements in it (`seals.words.digest`).
     """
 
     source: str
@@ -99,6 +100,7 @@ class Reference:
     declared: dict[str, Declared] = field(default_factory=dict)
     parts: dict[str, Reference] = field(default_factory=dict)
     unseen: str = ""
+    values: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def part(self, name: str) -> Reference:
         """The component to compare with a folder of this name, or the whole."""

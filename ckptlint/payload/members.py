@@ -13,6 +13,7 @@ from ckptlint.model.layout import IntArray
 from ckptlint.payload.record_headers import AlikeRecords, Record
 from ckptlint.payload.stream import Members, Scan
 from ckptlint.seals.digests import Elements, elements
+from ckptlint.seals.words import Placed, TensorWords
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 
 
@@ -98,12 +99,15 @@ def scans_of(
     members: Members,
     sealed: Mapping[int, tuple[Tensor, int]],
     raw: Mapping[int, tuple[Tensor, int]],
+    placed: Mapping[int, tuple[Tensor, int]],
+    words: Mapping[str, tuple[TensorWords, ...]],
 ) -> dict[int, Scan]:
     """The members that hold a floating tensor, or one that was sealed, with the part of them that it covers.
 
     Args:
         sealed: record -> tensor and row of its chunk, where a digest is wanted.
         raw: the same of the records that hold the bare bytes of their chunk.
+        placed: the same where words are wanted, which `words` gathers by key.
     """
     scans = {}
     is_storage = np.flatnonzero((members.start == table.start[members.row]) & (members.size == table.size[members.row]))
@@ -118,10 +122,13 @@ def scans_of(
         item = ITEM_BITS[content.dtype] // 8
         extent = content.extent
         where = None if tensor is None else _places(tensor, row, content)
-        is_wanted = content.dtype in ENCODINGS or where is not None
+        gathered = None
+        if record in placed and (at := _places(*placed[record], content)) is not None:
+            gathered = Placed(words[placed[record][0].fqn], content.dtype, at)
+        is_wanted = content.dtype in ENCODINGS or where is not None or gathered is not None
         fits = extent == content.volume and (content.offset + extent) * item <= int(members.size[member])
         if is_wanted and extent and fits:
-            scans[member] = Scan(content.dtype, content.offset, extent, item, where)
+            scans[member] = Scan(content.dtype, content.offset, extent, item, where, gathered)
     return scans
 
 

@@ -34,8 +34,9 @@ from ckptlint.payload.stream import BLOCK, Members, Meter, Streamed, stream
 from ckptlint.progress import tell
 from ckptlint.seals.file import SEAL, metadata_hash, read_seal
 from ckptlint.seals.verify import misfit, sealed_tensors
+from ckptlint.seals.words import TensorWords, can_be_rounded, digest
 from ckptlint.storage.folder import READABLE, Folder
-from ckptlint.vocabulary.dtypes import ENCODINGS, nbytes
+from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS, nbytes
 
 _SECTOR = 512
 _NAMED = 4
@@ -82,6 +83,8 @@ class Reader:
         self.views: dict[int, list[Members]] = {}
         self.sealed: dict[int, tuple[Tensor, int]] = {}
         self.raw: dict[int, tuple[Tensor, int]] = {}
+        self.placed: dict[int, tuple[Tensor, int]] = {}
+        self.words = {**how.words, **_words_for(ckpt, how)}
         self.meter = Meter()
         self.bare: tuple[str, ...] = ()
         self.phase = "records"
@@ -107,6 +110,7 @@ class Reader:
                 wanted, problems = (None, []) if sample else read_integrity(self.folder)
                 self.problems += problems
                 self._read_seal()
+                self._place_words()
                 self._read_raw()
                 blobs = {} if sample else blob_names(self.folder)
                 damages = self._read_data(_named(blobs, _BLOB) | _named(wanted or {}, INTEGRITY))
@@ -161,6 +165,11 @@ class Reader:
             unlisted=tuple(name for part in parts for name in part.unlisted),
             bare=tuple(name for part in parts for name in part.bare),
             sample=parts[0].sample,
+            values={
+                fqn: {words.dtype: digest(words.rows) for words in self.words[fqn] if words.is_whole}
+                for fqn in self.how.digests
+                if fqn in self.words
+            },
         )
         return replace(self.ckpt, payload=payload, problems=[*self.ckpt.problems, *dict.fromkeys(self.problems)])
 
@@ -419,6 +428,14 @@ class Reader:
             for row, record in zip(rows.tolist(), tensor.chunks.record[rows].tolist(), strict=True):
                 self.sealed[record] = tensor, row
 
+    def _place_words(self) -> None:
+        """The records of the tensors whose words are wanted."""
+        for tensor in self.ckpt.sound_tensors() if self.words else ():
+            rows = np.flatnonzero(tensor.layout.live & (tensor.chunks.record >= 0))
+            for row, record in zip(rows.tolist(), tensor.chunks.record[rows].tolist(), strict=True):
+                if tensor.fqn in self.words:
+                    self.placed[record] = tensor, row
+
     def _read_raw(self) -> None:
         """The records without an archive whose tensor is of a floating dtype, or sealed: bare bytes of their chunk."""
         table, records = self.table, self.ckpt.records
@@ -426,7 +443,11 @@ class Reader:
         for tensor in self.ckpt.sound_tensors() if is_raw.any() else ():
             rows = np.flatnonzero(tensor.layout.live & is_raw[tensor.chunks.record] & (tensor.chunks.record >= 0))
             for row, record in zip(rows.tolist(), tensor.chunks.record[rows].tolist(), strict=True):
-                if record in self.sealed or (tensor.dtype in ENCODINGS and self.how.percent is None):
+                if (
+                    record in self.sealed
+                    or record in self.placed
+                    or (tensor.dtype in ENCODINGS and self.how.percent is None)
+                ):
                     self.raw[record] = tensor, row
         raw = np.intersect1d(self.share, np.array([*self.raw], np.int64))
         for file, rows in _by_file(raw, records.file, records.byte_offset).items():
@@ -467,7 +488,7 @@ class Reader:
         """What each reading of the file saw; the first is of the whole file where its size is given."""
         found = []
         for turn, members in enumerate(parts):
-            scans = scans_of(self.table, members, self.sealed, self.raw)
+            scans = scans_of(self.table, members, self.sealed, self.raw, self.placed, self.words)
             found.append(stream(self.folder, path, members, scans, None if turn else size, self.meter, threads))
         return found
 
@@ -478,9 +499,9 @@ class Reader:
         table.scanned[scanned] = True
         for column in _OF_VALUES:
             table.rows[column][scanned] = [getattr(values, column) for values in seen.values.values()]
-        for member, digest in seen.digests.items():
+        for member, own in seen.digests.items():
             row = int(members.row[member])
-            table.digest[row], table.digested[row] = digest, True
+            table.digest[row], table.digested[row] = own, True
         np.bitwise_xor.at(self.sums, members.row, seen.crc)
         name = self.ckpt.files[file].name
         bad = np.flatnonzero((seen.crc != members.crc) & (members.crc > 0))
@@ -601,6 +622,17 @@ class Reader:
             hint="" if limit else "copy the file again from where it was written, or go back one step",
             fqn=fqn if len(fqns) == 1 else None,
         )
+
+
+def _words_for(ckpt: Checkpoint, how: Reading) -> dict[str, tuple[TensorWords, ...]]:
+    """What gathers the words of the tensors of which digests are wanted, in the dtypes that fit theirs."""
+    found = {}
+    for fqn, dtypes in how.digests.items():
+        tensor = ckpt.tensors.get(fqn)
+        if tensor is not None and tensor.is_sound and ITEM_BITS.get(tensor.dtype, 4) % 8 == 0:
+            fitting = [d for d in dtypes if d == tensor.dtype or can_be_rounded(tensor.dtype, d)]
+            found[fqn] = tuple(TensorWords(tensor.global_shape, dtype) for dtype in fitting)
+    return found
 
 
 _LOADED = "torch reads entries other than tensors with a full unpickler, so a load may run what they name"

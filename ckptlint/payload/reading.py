@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from ckptlint.depth import Depth
+from ckptlint.model import Reference
+from ckptlint.seals.words import TensorWords
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +21,23 @@ class Reading:
         jobs: threads, one file each.
         percent: share of the records to read, None for all.
         seed: of the random choice.
+        words: key -> what gathers the words of the tensor, at depth `data`; more than one after rounding.
+        digests: key -> dtypes in which a digest of the tensor's values is wanted, at depth `data`.
     """
 
     depth: Depth
     jobs: int
     percent: float | None = None
     seed: int = 0
+    words: Mapping[str, tuple[TensorWords, ...]] = field(default_factory=dict)
+    digests: Mapping[str, Collection[str]] = field(default_factory=dict)
+
+
+def with_reference(how: Reading, reference: Reference | None) -> Reading:
+    """The reading that takes digests of the tensors of which a reference has some."""
+    if reference is None or not reference.values or how.percent is not None or not how.depth.reads_all:
+        return how
+    return replace(how, digests={fqn: [*own] for fqn, own in reference.values.items()})
 
 
 def default_reading(depth: Depth, percent: float | None = None, seed: int | None = None) -> Reading:

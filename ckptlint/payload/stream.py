@@ -18,6 +18,7 @@ from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
 from ckptlint.payload.values import Values, values_of
 from ckptlint.seals.digests import MASK, Elements, elem_digest
+from ckptlint.seals.words import Placed
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ENCODINGS
 
@@ -55,6 +56,7 @@ class Scan:
     Attributes:
         dtype: torch's name; first: its first element in the member; count: its elements; item: bytes of one.
         where: their places in the whole tensor, where a digest is wanted.
+        placed: what gathers the words of the tensor, where these are wanted.
     """
 
     dtype: str
@@ -62,6 +64,7 @@ class Scan:
     count: int
     item: int
     where: Elements | None = None
+    placed: Placed | None = None
 
 
 @dataclass(slots=True)
@@ -238,10 +241,14 @@ def _scan(scan: Scan, part: memoryview, offset: int) -> tuple[Values | None, int
         return None, 0
     at = (offset + first) // scan.item
     values = values_of(part[first:last], scan.dtype, at) if scan.dtype in ENCODINGS else None
-    if scan.where is None:
+    if scan.where is None and scan.placed is None:
         return values, 0
     parts = 2 if scan.dtype.startswith("complex") else 1
     bits = np.frombuffer(part[first:last], f"<u{scan.item // parts}")
+    if scan.placed is not None:
+        scan.placed.add(bits, at - scan.first)
+    if scan.where is None:
+        return values, 0
     return values, elem_digest(bits, scan.where, at - scan.first, parts)
 
 

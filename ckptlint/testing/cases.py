@@ -24,9 +24,9 @@ from ckptlint.lint.selection import ignorable
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.reference import read_reference
-from ckptlint.model import Checkpoint, Problem, RankTable, Remark
+from ckptlint.model import Checkpoint, Problem, RankTable, Reference, Remark
 from ckptlint.payload.reader import read_payload
-from ckptlint.payload.reading import default_reading
+from ckptlint.payload.reading import default_reading, with_reference
 from ckptlint.rule import Finding, Rule, Severity
 from ckptlint.storage.local import LocalFolder
 from ckptlint.testing.folders import parse_chunk, write_checkpoint, write_reference
@@ -80,14 +80,16 @@ def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:
 
 def open_case(case: Case, folder: Path, depth: Depth = Depth.FILES) -> Checkpoint:
     """Write the case into an empty folder and read it back, with the step before it and its reference."""
-    ckpt = load_folder(write_checkpoint(case.table, folder), depth)
+    written = write_checkpoint(case.table, folder)
+    reference = None
+    if case.table.keys() & {"reference", "reference_config"}:
+        place = write_reference(case.table, folder.with_name(f"{folder.name}-expected"))
+        reference = read_reference(str(place))
+    ckpt = replace(load_folder(written, depth, reference), reference=reference)
     ckpt = replace(ckpt, problems=[*ckpt.problems, *(Problem("view", **view) for view in case.table.get("views", ()))])
     if "before" in case.table:
         older = write_checkpoint(case.table["before"], folder)
         ckpt = replace(ckpt, before=load_folder(older, depth))
-    if case.table.keys() & {"reference", "reference_config"}:
-        place = write_reference(case.table, folder.with_name(f"{folder.name}-expected"))
-        ckpt = replace(ckpt, reference=read_reference(str(place)))
     return ckpt
 
 
@@ -147,11 +149,15 @@ def _crashing(code: str) -> Rule:
     return Rule(code, "crashing-rule", Severity.ERROR, check)
 
 
-def load_folder(folder: Path, depth: Depth = Depth.FILES) -> Checkpoint:
-    """The checkpoint of a folder that is one, without looking for steps or components."""
+def load_folder(folder: Path, depth: Depth = Depth.FILES, reference: Reference | None = None) -> Checkpoint:
+    """The checkpoint of a folder that is one, without looking for steps or components.
+
+    Args:
+        reference: what it will be compared with.
+    """
     ckpt = open_checkpoint(replace(Found.at(LocalFolder(folder)), of_run=True))
     deep = depth.opens_records and ckpt.readable
-    return read_payload(LocalFolder(folder), ckpt, default_reading(depth)) if deep else ckpt
+    return read_payload(LocalFolder(folder), ckpt, with_reference(default_reading(depth), reference)) if deep else ckpt
 
 
 def described(report: CheckpointReport) -> list[str]:

@@ -110,6 +110,7 @@ def write_reference(table: dict[str, Any], place: Path) -> Path:
     """Write what a case is compared with: a manifest, or a model folder where there is a `reference_config`."""
     entries = {
         fqn: {"dtype": tensor.get("dtype", "float32"), "shape": tensor.get("shape")}
+        | ({"values": tensor["values"]} if "values" in tensor else {})
         for fqn, tensor in table.get("reference", {}).items()
     }
     if "reference_config" not in table:

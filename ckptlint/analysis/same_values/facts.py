@@ -1,0 +1,75 @@
+"""What is known of the values of a tensor, and what two tensors have to do with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import nan, prod
+from typing import Literal
+
+import numpy as np
+
+from ckptlint.seals.words import Shape, TensorWords, matrix
+
+Relation = Literal[
+    "equal", "rounded", "renamed", "padded", "transposed", "reordered", "joined", "split", "differ", "absent", "unread"
+]
+"""How tensors of both sides hang together; `joined` and `split` are seen from the old side."""
+
+_FEW = 64  # elements of which other tensors may hold the same by chance
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """A tensor of one side, and the words of what it holds.
+
+    Attributes:
+        words: dtype -> words of the elements as they are in it, its own first.
+    """
+
+    fqn: str
+    dtype: str
+    shape: Shape
+    words: Mapping[str, TensorWords]
+
+    @property
+    def is_read(self) -> bool:
+        """Whether every element was read, once."""
+        return bool(self.words) and all(words.is_whole for words in self.words.values())
+
+    @cached_property
+    def is_dull(self) -> bool:
+        """Whether others may hold the same by chance: few elements, or all rows alike."""
+        words = self.words[self.dtype]
+        kinds = len(np.unique(words.rows))
+        if words.columns.size:
+            return prod(self.shape) < _FEW or (kinds == 1 and len(np.unique(words.columns)) == 1)
+        return prod(self.shape) < _FEW or kinds <= 1 + (matrix(self.shape)[2] > 1)  # the last row may be shorter
+
+    @property
+    def columns(self) -> int:
+        """Elements of a row."""
+        return matrix(self.words[self.dtype].shape)[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Tensors of both sides that hang together.
+
+    Attributes:
+        relation: how.
+        old, new: the keys, one or several; () on a side that has none.
+        is_proven: whether all values of the old ones are those of the new ones by what a conversion may do.
+        what: it in words, of what the relation leaves open (`float32 -> bfloat16`).
+        notes: further sentences: rows, ranks, files.
+        change: of two that differ, the norm of the difference relative to that of the old one; NaN where it is unknown.
+    """
+
+    relation: Relation
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+    is_proven: bool
+    what: str = ""
+    notes: tuple[str, ...] = ()
+    change: float = nan

@@ -1,0 +1,194 @@
+"""What differs between two checkpoints: keys, shapes, dtypes; the layout where it was asked for (`ckptlint diff`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+
+from ckptlint.analysis.key_matching import match_keys
+from ckptlint.loaders.reference import tensors_of
+from ckptlint.model import Checkpoint, Reference, Tensor
+from ckptlint.model.text import plural
+
+Kind = Literal["removed", "added", "renamed", "kind", "shape", "dtype", "cut", "files"]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What lies under a key: a tensor, an object of Megatron-Core, or bytes."""
+
+    kind: Literal["tensor", "object", "bytes"]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    is_flattened: bool = False
+
+    def has_shape_of(self, other: Item) -> bool:
+        """Whether the shapes are equal; of flattened tensors, which keep their chunks in it, only the elements."""
+        if self.is_flattened or other.is_flattened:
+            return prod(self.shape) == prod(other.shape)
+        return self.shape == other.shape
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}" if self.kind == "tensor" else self.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One key that differs.
+
+    Attributes:
+        key: its name in the old checkpoint; in the new one where only that has it.
+        old, new: what the two hold, "" where there is nothing.
+        other: the name in the new checkpoint, of a tensor that is there under another one.
+    """
+
+    kind: Kind
+    key: str
+    old: str = ""
+    new: str = ""
+    other: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Diff:
+    """Two checkpoints and what differs.
+
+    Attributes:
+        old, new: the checkpoints of either side, one for each component.
+        shared: keys that both have.
+    """
+
+    old: Sequence[Checkpoint]
+    new: Sequence[Checkpoint]
+    shared: int = 0
+    differences: list[Difference] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """0 the same, 1 different."""
+        return 1 if self.differences else 0
+
+    @cached_property
+    def counts(self) -> Counter[Kind]:
+        """Differences by kind."""
+        return Counter(item.kind for item in self.differences)
+
+
+def differences(old: Mapping[str, Checkpoint], new: Mapping[str, Checkpoint], layout: bool = False) -> Diff:
+    """What differs between two steps, component by component; resharding is no difference unless `layout`.
+
+    Args:
+        old, new: component -> checkpoint. Single ones are compared whatever their names.
+        layout: compare into what chunks tensors are cut and in which files these lie, too.
+    """
+    found = Diff(list(old.values()), list(new.values()))
+    shared = 0
+    if len(old) == len(new) == 1:
+        pairs: list[tuple[str, Checkpoint | None, Checkpoint | None]] = [
+            ("", next(iter(old.values())), next(iter(new.values())))
+        ]
+    else:
+        pairs = [(f"{name}/", old.get(name), new.get(name)) for name in dict.fromkeys([*old, *new])]
+    for prefix, before, after in pairs:
+        count, differences = _compare(before or Checkpoint("", "dcp"), after or Checkpoint("", "dcp"), layout)
+        shared += count
+        found.differences.extend(replace(item, key=prefix + item.key) for item in differences)
+    return replace(found, shared=shared)
+
+
+def _compare(old: Checkpoint, new: Checkpoint, layout: bool) -> tuple[int, list[Difference]]:
+    before, after = _items(old), _items(new)
+    shared = [key for key in before if key in after]
+    found = list(_renamed(old, new, [k for k in before if k not in after], [k for k in after if k not in before]))
+    for key in shared:
+        a, b = before[key], after[key]
+        if a.kind != b.kind:
+            found.append(Difference("kind", key, str(a), str(b)))
+            continue
+        if not a.has_shape_of(b):
+            found.append(Difference("shape", key, str(list(a.shape)), str(list(b.shape))))
+        if a.dtype != b.dtype:
+            found.append(Difference("dtype", key, a.dtype, b.dtype))
+        if layout and a.kind == "tensor" and a.shape == b.shape:
+            found += _layout(old, old.tensors[key], new, new.tensors[key])
+    if layout:
+        found += _grids(old, new)
+    return len(shared), found
+
+
+def _items(ckpt: Checkpoint) -> dict[str, Item]:
+    """Everything by key; the shards of one object of Megatron-Core are one item."""
+    found = {t.fqn: Item("tensor", t.dtype, t.global_shape, t.is_flattened) for t in ckpt.tensors.values()}
+    found |= {entry.fqn: Item("bytes") for entry in ckpt.byte_objects}
+    return found | {key: Item("object") for key in ckpt.objects.keys}
+
+
+def _renamed(old: Checkpoint, new: Checkpoint, removed: list[str], added: list[str]) -> Iterator[Difference]:
+    """The keys that one side alone has; those that mean the same under another name or stacking are paired."""
+    before, after = _items(old), _items(new)
+    mine = replace(new, tensors={key: new.tensors[key] for key in added if key in new.tensors})
+    theirs = tensors_of(replace(old, tensors={key: old.tensors[key] for key in removed if key in old.tensors}))
+    paired: set[tuple[str, str]] = set()
+    if mine.tensors and theirs:
+        for pair in match_keys(mine, Reference("", "checkpoint", theirs)).pairs:
+            key, other = pair.expected.fqn, pair.stored.fqn
+            is_same = pair.expected_shape == pair.stored_shape or (
+                pair.alike and before[key].has_shape_of(after[other])
+            )
+            if is_same and (key, other) not in paired:
+                paired.add((key, other))
+                yield Difference("renamed", key, str(before[key]), str(after[other]), other)
+    gone, come = {key for key, _ in paired}, {other for _, other in paired}
+    yield from (Difference("removed", key, old=str(before[key])) for key in removed if key not in gone)
+    yield from (Difference("added", key, new=str(after[key])) for key in added if key not in come)
+
+
+def _layout(old: Checkpoint, before: Tensor, new: Checkpoint, after: Tensor) -> Iterator[Difference]:
+    """Chunks by their place; the files only of tensors that are cut alike."""
+    a, b = _by_place(before), _by_place(after)
+    sides = ((before, a), (after, b))
+    offsets, sizes = ([getattr(tensor.layout, name)[rows] for tensor, rows in sides] for name in ("offsets", "sizes"))
+    if not (np.array_equal(*offsets) and np.array_equal(*sizes)):
+        texts = [_cut(before), _cut(after)]
+        if texts[0] == texts[1]:
+            texts[1] += ", at different offsets"
+        yield Difference("cut", before.fqn, *texts)
+        return
+    files = [_files(old, before, a), _files(new, after, b)]
+    if files[0] != files[1]:
+        first = next(i for i, (x, y) in enumerate(zip(*files, strict=True)) if x != y)
+        yield Difference("files", before.fqn, *(names[first] or "stored nowhere" for names in files))
+
+
+def _by_place(tensor: Tensor) -> Any:
+    """Rows of the chunk table in the order of their offsets and sizes."""
+    keys = np.concatenate([tensor.layout.sizes, tensor.layout.offsets], axis=1)
+    return np.lexsort(keys.T) if keys.shape[1] else np.arange(len(keys))
+
+
+def _files(ckpt: Checkpoint, tensor: Tensor, rows: Any) -> list[str]:
+    return [ckpt.chunk_file(tensor, row) for row in rows.tolist()]
+
+
+def _cut(tensor: Tensor) -> str:
+    """`4 x 1 in 4 chunks`: into how many intervals each axis is cut."""
+    chunks = plural(len(tensor.chunks) + len(tensor.malformed), "chunk")
+    if not tensor.is_sound or not tensor.global_shape:
+        return chunks
+    degrees = " x ".join(str(len(tensor.layout.intervals(axis))) for axis in range(len(tensor.global_shape)))
+    return f"{degrees} in {chunks}"
+
+
+def _grids(old: Checkpoint, new: Checkpoint) -> Iterator[Difference]:
+    """The grids of objects: Megatron-Core keeps the mesh in them."""
+    grids = [dict(ckpt.objects.grids) for ckpt in (old, new)]
+    for key, shape in grids[0].items():
+        other = grids[1].get(key, shape)
+        if other != shape:
+            yield Difference("cut", key, *("grid " + " x ".join(map(str, grid)) for grid in (shape, other)))

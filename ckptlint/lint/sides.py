@@ -1,0 +1,49 @@
+"""The checkpoints that a path means, opened to be described or compared, not judged."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ckptlint.errors import CheckpointError
+from ckptlint.loaders.checkpoint import open_checkpoint
+from ckptlint.loaders.discover import find
+from ckptlint.loaders.reference import obstacle
+from ckptlint.model import Checkpoint
+from ckptlint.storage.folder import Folder
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint and where it lies."""
+
+    folder: Folder
+    ckpt: Checkpoint
+
+
+def open_side(path: str, files: bool = False, partial: bool = False) -> list[Opened]:
+    """The checkpoints that a path means.
+
+    Args:
+        files: look at the payload files.
+        partial: take one whose metadata describes only part of the save.
+
+    Raises:
+        CheckpointError: one is unsafe or unreadable; a line for each.
+        NothingToCheckError: there is none.
+        AccessError: the operating system refused a read.
+    """
+    made = [Opened(found.folder, open_checkpoint(found, files)) for found in find(path)]
+    told = (obstacle(replace(item.ckpt, partial="") if partial else item.ckpt) for item in made)
+    if sentences := [sentence for sentence in told if sentence]:
+        raise CheckpointError("\n".join(sentences))
+    return made
+
+
+def by_place(side: Sequence[Opened]) -> dict[str, Checkpoint]:
+    """The checkpoints by their place below what they have in common."""
+    paths = [f"{item.ckpt.path}/" for item in side]
+    # of text, since a URL is no path; cut back to whole names
+    above = os.path.commonprefix(paths).rpartition("/")[0]  # noqa: RUF071
+    return {item.ckpt.path[len(above) :].strip("/"): item.ckpt for item in side}

@@ -1,0 +1,203 @@
+"""Two checkpoints read for what they hold, and held against each other (`ckptlint diff --values`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import prod
+
+import numpy as np
+
+from ckptlint.analysis.same_values.facts import Match, Side
+from ckptlint.analysis.same_values.matching import matches
+from ckptlint.depth import Depth
+from ckptlint.lint.differences import differences
+from ckptlint.lint.sides import Opened
+from ckptlint.lint.value_differences import Place, with_differences
+from ckptlint.model import Tensor
+from ckptlint.model.text import plural, printable, some
+from ckptlint.payload.reader import read_payload
+from ckptlint.payload.reading import default_reading
+from ckptlint.seals.words import Shape, TensorWords, can_be_rounded, digest
+from ckptlint.vocabulary.dtypes import ITEM_BITS
+
+_NARROW = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """What two sides hold.
+
+    Attributes:
+        old, new: key -> tensor.
+        matches: what they have to do with each other.
+        sentences: what stood in the way of reading a side.
+    """
+
+    old: Mapping[str, Side]
+    new: Mapping[str, Side]
+    matches: Sequence[Match]
+    sentences: tuple[str, ...] = ()
+
+    @property
+    def is_read(self) -> bool:
+        """Whether every tensor of both sides was read."""
+        return not any(match.relation == "unread" for match in self.matches)
+
+    @property
+    def proven(self) -> tuple[int, int]:
+        """How many tensors of the side with fewer of them are proven to be the other's, and how many it has."""
+        is_old = len(self.old) <= len(self.new)
+        names = [match.old if is_old else match.new for match in self.matches if match.is_proven]
+        return sum(map(len, names)), min(len(self.old), len(self.new))
+
+    @property
+    def exit_code(self) -> int:
+        """0 where all values of the smaller side are proven, 4 where something was not read, else 1."""
+        count, whole = self.proven
+        return 4 if not self.is_read else int(count < whole or not whole)
+
+
+def compared_values(
+    old: Sequence[Opened], new: Sequence[Opened], select: Sequence[str] = (), ignore: Sequence[str] = ()
+) -> Values:
+    """Read both sides and match them.
+
+    Args:
+        old, new: the components of each; of a key that several have the first counts.
+        select, ignore: globs of keys to compare, all by default, and of those to leave out.
+
+    Raises:
+        AccessError: a read was refused.
+    """
+    old, new = (_chosen(side, select, ignore) for side in (old, new))
+    renamed = _renamed(old, new)
+    sides = [_tensors(old), _tensors(new)]
+    pairs = {name: name for name in sides[0] if name in sides[1]} | dict(renamed)
+    back = {other: name for name, other in pairs.items()}
+    read: list[dict[str, Side]] = []
+    places: list[dict[str, Place]] = []
+    sentences: list[str] = []
+    for own, there, names, opened in ((sides[0], sides[1], pairs, old), (sides[1], sides[0], back, new)):
+        wanted = {}
+        others = {there[name].dtype for name in there.keys() - {*names.values()}}
+        for name, tensor in own.items():
+            other = there.get(names.get(name, ""))
+            dtypes = others if other is None else {other.dtype}
+            wanted[name] = _words(tensor, None if other is None else other, dtypes)
+        made, where, told = _read(opened, own, wanted)
+        read.append(made)
+        places.append(where)
+        sentences += told
+    found = []
+    for match in matches(read[0], read[1], renamed):
+        if match.relation == "differ":
+            first, second = read[0][match.old[0]], read[1][match.new[0]]
+            both = places[0][first.fqn], places[1][second.fqn]
+            match = with_differences(match, first, second, read[0], both)
+        found.append(match)
+    return Values(read[0], read[1], found, tuple(sentences))
+
+
+def _chosen(side: Sequence[Opened], select: Sequence[str], ignore: Sequence[str]) -> list[Opened]:
+    """The side with the tensors alone whose keys match a glob of `select`, if any, and none of `ignore`."""
+
+    def is_meant(key: str) -> bool:
+        return (not select or any(fnmatchcase(key, glob) for glob in select)) and not any(
+            fnmatchcase(key, glob) for glob in ignore
+        )
+
+    return [
+        replace(
+            opened,
+            ckpt=replace(
+                opened.ckpt, tensors={key: tensor for key, tensor in opened.ckpt.tensors.items() if is_meant(key)}
+            ),
+        )
+        for opened in side
+    ]
+
+
+def held_values(side: Sequence[Opened]) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """Digests of what the tensors of a checkpoint hold, by key and dtype; and what stood in the way, as sentences.
+
+    Of wider floats there is one after rounding to bfloat16 too, since that is what people export.
+
+    Raises:
+        AccessError: a read was refused.
+    """
+    tensors = _tensors(side)
+    wanted = {name: _words(tensor, None, {"bfloat16"}) for name, tensor in tensors.items()}
+    read, _, sentences = _read(side, tensors, wanted)
+    held = {}
+    for name, tensor in read.items():
+        if tensor.is_read:
+            held[printable(name)] = {dtype: digest(words.rows) for dtype, words in tensor.words.items()}
+    unread = [name for name, tensor in read.items() if not tensor.is_read]
+    if unread:
+        sentences.append(f"{plural(len(unread), 'tensor')} could not be read to the last element: {some(unread)}")
+    return held, sentences
+
+
+def _renamed(old: Sequence[Opened], new: Sequence[Opened]) -> dict[str, str]:
+    """Key of the old side -> key of the new one that is known to mean the same."""
+    named = [{str(number): item.ckpt for number, item in enumerate(side)} for side in (old, new)]
+    several = len(old) > 1 or len(new) > 1  # keys have the number of their component then
+    found = (item for item in differences(*named).differences if item.kind == "renamed")
+    return {item.key.partition("/")[2] if several else item.key: item.other for item in found}
+
+
+def _tensors(side: Sequence[Opened]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for opened in side:
+        for tensor in opened.ckpt.tensors.values():
+            found.setdefault(tensor.fqn, tensor)
+    return found
+
+
+def _words(tensor: Tensor, other: Tensor | None, dtypes: set[str]) -> tuple[TensorWords, ...]:
+    """What gathers the words of a tensor: in its own dtype, and rounded to narrower ones of the other side.
+
+    A flat tensor is looked at in the shape that its elements have there.
+    """
+    if not tensor.is_sound or ITEM_BITS.get(tensor.dtype, 0) % 8 or tensor.dtype not in ITEM_BITS:
+        return ()
+    shape: Shape = tensor.global_shape
+    if other is not None and prod(other.global_shape) == prod(shape) and len(shape) == 1:
+        shape = other.global_shape
+    narrower = [dtype for dtype in _NARROW if dtype in dtypes and can_be_rounded(tensor.dtype, dtype)]
+    return tuple(TensorWords(shape, dtype) for dtype in (tensor.dtype, *narrower))
+
+
+def _read(
+    side: Sequence[Opened], tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[TensorWords, ...]]
+) -> tuple[dict[str, Side], dict[str, Place], list[str]]:
+    """The tensors of a side with their words, where they lie, and what stood in the way; damaged ones have no words."""
+    damaged: set[str] = set()
+    places: dict[str, Place] = {}
+    sentences: list[str] = []
+    for opened in side:
+        own = {
+            name: words for name, words in wanted.items() if words and opened.ckpt.tensors.get(name) is tensors[name]
+        }
+        how = replace(default_reading(Depth.DATA), words=own)
+        ckpt = read_payload(opened.folder, opened.ckpt, how)
+        assert ckpt.payload is not None
+        bad = np.array(sorted({damage.row for damage in ckpt.payload.damages if damage.row >= 0}), np.int64)
+        whole = {damage.file for damage in ckpt.payload.damages if damage.row < 0}
+        places |= {name: Place(opened.folder, ckpt, ckpt.tensors[name]) for name in own}
+        for name in own:
+            records = ckpt.tensors[name].chunks.record
+            files = {ckpt.files.names[number] for number in ckpt.records.file[records[records >= 0]].tolist()}
+            if np.isin(records, bad).any() or files & whole:
+                damaged.add(name)
+        sentences += [problem.message for problem in ckpt.problems if problem not in opened.ckpt.problems]
+        sentences += [f"{damage.file} does not match its checksum" for damage in ckpt.payload.damages[:4]]
+    made = {
+        name: Side(
+            name, tensor.dtype, tensor.global_shape, {} if name in damaged else {w.dtype: w for w in wanted[name]}
+        )
+        for name, tensor in tensors.items()
+    }
+    return made, places, sentences

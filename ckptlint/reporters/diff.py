@@ -1,0 +1,77 @@
+"""What differs between two checkpoints, as text and as JSON (`ckptlint diff`)."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+
+from ckptlint.lint.differences import Diff, Difference, Kind
+from ckptlint.model.text import braces, plural
+from ckptlint.reporters.full import header
+from ckptlint.reporters.style import Style, cut
+from ckptlint.vocabulary.keys import role
+
+SCHEMA = "ckptlint.diff/1"
+_HEADINGS: dict[Kind, str] = {
+    "removed": "only in the old one",
+    "added": "only in the new one",
+    "renamed": "under a different key",
+    "kind": "stored as a different kind",
+    "shape": "with a different shape",
+    "dtype": "with a different dtype",
+    "cut": "cut differently",
+    "files": "in different files",
+}
+_LINES = 40
+
+
+def as_text(found: Diff, style: Style) -> str:
+    """The differences by kind, those that look alike folded over layers."""
+    blocks = ["\n".join(header(ckpt, style) for ckpt in (*found.old, *found.new))]
+    for kind, heading in _HEADINGS.items():
+        items = [item for item in found.differences if item.kind == kind]
+        if items:
+            lines = [style.paint(f"{heading}: {plural(len(items), 'key')}", "bold"), *_grouped(items, style)]
+            if len(lines) > _LINES + 1:
+                lines[_LINES + 1 :] = [f"  and {len(lines) - _LINES - 1:,} more patterns (--format json has all)"]
+            blocks.append("\n".join(lines))
+    if found.differences:
+        counts = ", ".join(
+            f"{found.counts[kind]:,} {heading}" for kind, heading in _HEADINGS.items() if found.counts[kind]
+        )
+        blocks.append(style.paint(f"Different: {counts}.", "error") + f" {plural(found.shared, 'key')} in both.")
+    else:
+        same = style.paint("The same", "good") + f": {plural(found.shared, 'key')}."
+        blocks.append(f"{same}\nValues were not compared: --values reads both.")
+    return "\n\n".join(blocks) + "\n"
+
+
+def _grouped(items: list[Difference], style: Style) -> list[str]:
+    alike: dict[tuple[str, ...], list[Difference]] = defaultdict(list)
+    for item in items:
+        alike[role(item.key), item.old, item.new, role(item.other)].append(item)
+    lines = []
+    for members in alike.values():
+        first = members[0]
+        names = ", ".join(map(cut, braces(item.key for item in members)))
+        others = ", ".join(map(cut, braces(item.other for item in members if item.other)))
+        what = " -> ".join(dict.fromkeys(text for text in (first.old, first.new) if text))
+        lines.append("\n".join(style.wrap(f"{names}{f' -> {others}' if others else ''}  {what}", "      ", "  ")))
+    return lines
+
+
+def as_json(found: Diff) -> str:
+    """Every difference as JSON."""
+    document = {
+        "schema": SCHEMA,
+        "same": not found.differences,
+        "old": [ckpt.path for ckpt in found.old],
+        "new": [ckpt.path for ckpt in found.new],
+        "shared": found.shared,
+        "differences": [
+            {"kind": item.kind, "key": item.key, "old": item.old or None, "new": item.new or None}
+            | ({"other": item.other} if item.other else {})
+            for item in found.differences
+        ],
+    }
+    return json.dumps(document, indent=2) + "\n"

@@ -1,0 +1,52 @@
+"""REF004: the tensors hold the values of the manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptlint.depth import Depth
+from ckptlint.model import Checkpoint
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+
+
+@rule("REF004", "values", Severity.ERROR, needs=Depth.DATA, expects=True)
+def values(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A tensor does not hold the values that the manifest has of it.
+
+    What it checks:
+        With --expect and a manifest that `ckptlint manifest --values` wrote, each tensor of its names holds the same
+        values: in the dtype of the manifest, or rounded to a narrower one that the manifest has a digest for. How it is
+        cut, and which files hold it, makes no difference. A tensor that was not read to its last element is left to the
+        rules that tell why.
+    Why it matters:
+        The shapes are right and the weights are not: those of another step, another layer, or of a broken conversion.
+    Usual causes:
+        An upload or export of another step, a converter that left a tensor as it was made, bytes that changed on the
+        way without a checksum.
+    How to fix:
+        Compare both with `ckptlint diff OLD NEW --values`, which says where they differ; copy or convert again.
+    See:
+        ckptlint manifest --values
+    """
+    if ckpt.reference is None or not ckpt.reference.values:
+        raise NotApplicable("the reference holds no values: `ckptlint manifest --values` writes them")
+    if ckpt.payload is None or ckpt.payload.sample:
+        raise NotApplicable("only a part of the records was read")
+    if not ckpt.payload.values:
+        count = len(ckpt.reference.values)
+        yield Finding(
+            f"no key of the {count:,} is here of which the reference has values: nothing was compared",
+            at=Location(label=f"{ckpt.metadata_file}, compared with {ckpt.reference.source}"),
+            severity=Severity.WARNING,
+            hint="compare both with `ckptlint diff OLD NEW --values`, which pairs tensors by what they hold",
+        )
+    for fqn, tensor in ckpt.tensors.items():
+        wanted, found = ckpt.reference.values.get(fqn, {}), ckpt.payload.values.get(fqn, {})
+        shared = wanted.keys() & found.keys()
+        if any(wanted[dtype] != found[dtype] for dtype in shared):
+            yield Finding(
+                "the values{of} are not those of the reference",
+                at=Location.of(tensor),
+                missing=(fqn,),
+                hint="compare both with `ckptlint diff OLD NEW --values`, which says where they differ",
+            )

@@ -1,0 +1,305 @@
+"""`ckptlint diff --values`: what two checkpoints hold, whatever they are cut into, called and rounded to."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from support import REAL, run
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+H, HEAD, LAYERS, ROWS, INNER = 64, 16, 3, 96, 80
+State = dict[str, torch.Tensor]
+
+
+def llama() -> State:
+    """A model under torchtitan's names; one of its norms was never trained."""
+    torch.manual_seed(0)
+    state = {"tok_embeddings.weight": torch.randn(ROWS, H)}
+    for layer in range(LAYERS):
+        own = f"layers.{layer}."
+        for name, shape in {"q": (64, H), "k": (32, H), "v": (32, H), "o": (H, 64)}.items():
+            state[f"{own}attention.w{name}.weight"] = torch.randn(shape)
+        for name, shape in {"w1": (INNER, H), "w3": (INNER, H), "w2": (H, INNER)}.items():
+            state[f"{own}feed_forward.{name}.weight"] = torch.randn(shape)
+        state[f"{own}attention_norm.weight"] = 1 + torch.randn(H) / 100
+        state[f"{own}ffn_norm.weight"] = torch.ones(H)
+    return state | {"norm.weight": 1 + torch.randn(H) / 100, "output.weight": torch.randn(ROWS, H)}
+
+
+HF_NAMES = (
+    ("tok_embeddings", "embed_tokens"), ("attention_norm", "input_layernorm"), ("ffn_norm", "post_attention_layernorm"),
+    (r"attention\.w([qkvo])", r"self_attn.\1_proj"), (r"feed_forward\.w1", "mlp.gate_proj"),
+    (r"feed_forward\.w3", "mlp.up_proj"), (r"feed_forward\.w2", "mlp.down_proj"),
+)  # fmt: skip
+
+
+def halves(weight: torch.Tensor, head: int = HEAD) -> torch.Tensor:
+    """Rows of rope that lie in turns, as the two halves of a head, as torchtitan's adapter and Llama's converter do."""
+    return weight.view(-1, head // 2, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape).contiguous()
+
+
+def hugging_face(state: State, dtype: torch.dtype = torch.float32) -> State:
+    found = {}
+    for key, value in state.items():
+        name = key
+        for pattern, new in HF_NAMES:
+            name = re.sub(pattern, new, name)
+        name = "lm_head.weight" if name == "output.weight" else f"model.{name}"
+        found[name] = (halves(value) if re.search(r"\.[qk]_proj", name) else value).to(dtype)
+    return found
+
+
+def megatron(state: State, groups: int = 2) -> State:
+    """As Megatron-Core keeps it: fused by query groups, gate before up, the vocabulary padded."""
+    found = {}
+    for layer in range(LAYERS):
+        old, new = f"layers.{layer}.", f"decoder.layers.{layer}."
+        parts = [state[f"{old}attention.w{name}.weight"].view(groups, -1, H) for name in "qkv"]
+        found[f"{new}self_attention.linear_qkv.weight"] = torch.cat(parts, dim=1).reshape(-1, H)
+        gate = [state[f"{old}feed_forward.{name}.weight"] for name in ("w1", "w3")]
+        found[f"{new}mlp.linear_fc1.weight"] = torch.cat(gate)
+        found[f"{new}mlp.linear_fc2.weight"] = state[f"{old}feed_forward.w2.weight"]
+        found[f"{new}self_attention.linear_proj.weight"] = state[f"{old}attention.wo.weight"]
+        found[f"{new}input_layernorm.weight"] = state[f"{old}attention_norm.weight"]
+        found[f"{new}pre_mlp_layernorm.weight"] = state[f"{old}ffn_norm.weight"]
+    padded = torch.cat([state["tok_embeddings.weight"], torch.zeros(32, H)])
+    return found | {
+        "embedding.word_embeddings.weight": padded,
+        "decoder.final_layernorm.weight": state["norm.weight"],
+        "output_layer.weight": state["output.weight"],
+    }
+
+
+def export(folder: Path, state: State) -> Path:
+    folder.mkdir(parents=True)
+    save_file({key: value.contiguous() for key, value in state.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, State]:
+    state = llama()
+    folder = tmp_path_factory.mktemp("values") / "dcp"
+    dcp.save(state, checkpoint_id=str(folder), no_dist=True)
+    return folder, state
+
+
+def compared(old: Path, new: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    answer = run("diff", str(old), str(new), "--values", "--format", "json", *options)
+    return answer.returncode, json.loads(answer.stdout)
+
+
+def relations(document: dict[str, Any], is_proven: bool | None = None) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for match in document["matches"]:
+        if is_proven is None or match["proven"] is is_proven:
+            found[match["relation"]] = found.get(match["relation"], 0) + 1
+    return found
+
+
+# ---------------------------------------------------------------- proven
+
+
+def test_a_real_step_and_what_torch_makes_of_it(tmp_path: Path) -> None:
+    dcp_to_torch_save(REAL / "fsdp2_4r", tmp_path / "whole.pt")
+    code, document = compared(REAL / "fsdp2_4r", tmp_path / "whole.pt", "--select", "model.*")
+    assert (code, document["proven"]) == (0, True)
+    assert relations(document, False) == {}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("deepspeed/z1_aligned_2r", "deepspeed/universal_z1"),
+        ("fsdp2_4r", "fsdp2_4r"),
+        ("megatron_tp2_dp2_fully_reshardable", "megatron_tp2_dp2_fully_reshardable"),
+        ("rank_files/verl_tp2_fsdp2", "rank_files/verl_tp2_fsdp2"),
+    ],
+)
+def test_real_saves_that_hold_the_same(old: str, new: str) -> None:
+    code, document = compared(REAL / old, REAL / new)
+    assert (code, document["tensors"]["proven"]) == (0, document["tensors"]["of"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_conversion_to_the_names_of_hugging_face(
+    base: tuple[Path, State], tmp_path: Path, dtype: torch.dtype
+) -> None:
+    code, document = compared(base[0], export(tmp_path / "hf", hugging_face(base[1], dtype)))
+    assert (code, document["tensors"]) == (0, {"proven": 30, "of": 30, "old": 30, "new": 30})
+    told = relations(document)
+    assert told.pop("reordered") == 2 * LAYERS
+    assert told == {"renamed" if dtype is torch.float32 else "rounded": 24}
+
+
+def test_a_conversion_to_megatron(base: tuple[Path, State], tmp_path: Path) -> None:
+    code, document = compared(base[0], export(tmp_path / "mc", megatron(base[1])))
+    assert (code, document["tensors"]["proven"], document["tensors"]["of"]) == (0, 21, 21)
+    assert relations(document) == {"renamed": 14, "joined": 2 * LAYERS, "padded": 1}
+    back, document = compared(tmp_path / "mc", base[0])
+    assert (back, relations(document)["split"]) == (0, 2 * LAYERS)
+
+
+def test_transposed_weights_and_stacked_experts(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    one = {f"h.{i}.c_fc.weight": torch.randn(12, 24) for i in range(2)}
+    one |= {f"h.{i}.mlp.experts.{e}.up.weight": torch.randn(10, 12) for i in range(2) for e in range(4)}
+    two = {f"x.{i}.up_proj.weight": one[f"h.{i}.c_fc.weight"].t() for i in range(2)}
+    for i in range(2):
+        two[f"x.{i}.experts.up"] = torch.stack([one[f"h.{i}.mlp.experts.{e}.up.weight"] for e in range(4)])
+    code, document = compared(export(tmp_path / "a", one), export(tmp_path / "b", two))
+    assert (code, relations(document)) == (0, {"transposed": 2, "joined": 2})
+
+
+# ---------------------------------------------------------------- not proven
+
+Edit = Callable[[State], None]
+
+
+def assigned(key: str, change: Callable[[torch.Tensor, State], torch.Tensor]) -> Edit:
+    def edit(state: State) -> None:
+        state[key] = change(state[key].clone(), state)
+
+    return edit
+
+
+def nudged(weight: torch.Tensor, _: State) -> torch.Tensor:
+    weight[3, 5] = torch.nextafter(weight[3, 5], torch.tensor(9.0))
+    return weight
+
+
+def swapped_rows(weight: torch.Tensor, _: State) -> torch.Tensor:
+    weight[[3, 7]] = weight[[7, 3]]
+    return weight
+
+
+def stale(weight: torch.Tensor, state: State) -> torch.Tensor:
+    weight[32:] = state["layers.0.feed_forward.w2.weight"][32:]
+    return weight
+
+
+W2 = "layers.1.feed_forward.w2.weight"
+FAULTS: dict[str, tuple[Edit, str, str]] = {
+    "one ulp": (assigned(W2, nudged), W2, "rows 3 of 64"),
+    "two rows exchanged": (assigned(W2, swapped_rows), W2, "rows 3,7 of 64"),
+    "rows of the layer before": (assigned(W2, stale), W2, "rows 32-63 of 64 hold what layers.0.feed_forward.w2.weight"),
+    "through bfloat16": (assigned(W2, lambda w, _: w.bfloat16().float()), W2, ""),
+    "a transposed square": (assigned("layers.1.attention.wo.weight", lambda w, _: w.t().contiguous()),
+                            "layers.1.attention.wo.weight", ""),
+    "zeros": (assigned(W2, lambda w, _: torch.cat([w[:16], torch.zeros(48, INNER)])), W2, "rows 16-63 of 64 are zeros"),
+    "a lost element of a norm": (assigned("norm.weight", lambda w, _: torch.cat([w[:-1], torch.ones(1)])),
+                                 "norm.weight", "elements 63 of 64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_difference_is_told_where_it_lies(base: tuple[Path, State], tmp_path: Path, fault: str) -> None:
+    edit, key, said = FAULTS[fault]
+    state = dict(base[1])
+    edit(state)
+    code, document = compared(base[0], export(tmp_path / "new", state))
+    assert (code, document["proven"]) == (1, False)
+    (match,) = [match for match in document["matches"] if match["relation"] != "equal"]
+    assert (match["relation"], match["old"]) == ("differ", [key])
+    assert match["change"] > 0
+    assert said in match["notes"][0] if said else match["notes"] == []
+
+
+def exchanged(first: str, second: str) -> Edit:
+    def edit(state: State) -> None:
+        state[first], state[second] = state[second], state[first]
+
+    return edit
+
+
+HF = "model.layers.1."
+MC = "decoder.layers.1."
+CONVERTED: dict[str, tuple[Callable[[State], State], Edit]] = {
+    "heads shuffled": (hugging_face, assigned(
+        f"{HF}self_attn.q_proj.weight", lambda w, _: w.view(-1, HEAD, H)[[1, 0, 2, 3]].reshape(w.shape))),
+    "one layer not permuted": (hugging_face, assigned(f"{HF}self_attn.q_proj.weight", lambda w, _: halves(halves(w)))),
+    "gate and up exchanged": (megatron, assigned(
+        f"{MC}mlp.linear_fc1.weight", lambda w, _: torch.cat([w[INNER:], w[:INNER]]))),
+    "gate and up exchanged in all layers": (megatron, lambda state: [assigned(
+        f"decoder.layers.{i}.mlp.linear_fc1.weight", lambda w, _: torch.cat([w[INNER:], w[:INNER]]))(state)
+        for i in range(LAYERS)] and None),
+    "k and v of one group exchanged": (megatron, assigned(
+        f"{MC}self_attention.linear_qkv.weight", lambda w, _: w[[*range(32), *range(48, 64), *range(32, 48),
+                                                                 *range(64, 128)]])),
+    "a value in the fused weight": (megatron, assigned(
+        f"{MC}self_attention.linear_qkv.weight", lambda w, _: nudged(w, {}))),
+    "a lost layer": (hugging_face, lambda state: [state.pop(key) for key in [*state] if key.startswith(HF)] and None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", CONVERTED)
+def test_a_wrong_conversion_is_not_proven(base: tuple[Path, State], tmp_path: Path, fault: str) -> None:
+    make, edit = CONVERTED[fault]
+    state = make(base[1])
+    edit(state)
+    code, document = compared(base[0], export(tmp_path / "new", state))
+    if fault == "a lost layer":  # the smaller side is all there
+        assert (code, document["tensors"]["proven"]) == (0, 21)
+        assert sum(match["relation"] == "absent" for match in document["matches"]) == 9
+        return
+    assert (code, document["proven"]) == (1, False)
+
+
+def test_layers_that_were_exchanged_are_not_under_their_names(base: tuple[Path, State], tmp_path: Path) -> None:
+    state = dict(base[1])
+    exchanged("layers.0.feed_forward.w2.weight", W2)(state)
+    code, document = compared(base[0], export(tmp_path / "new", state))
+    notes = [match["notes"][0] for match in document["matches"] if match["relation"] == "differ"]
+    assert code == 1
+    assert ["hold what layers." in note for note in notes] == [True, True]
+
+
+# ---------------------------------------------------------------- what cannot be read never is proof
+
+
+def test_damage_on_either_side_is_never_proof(base: tuple[Path, State], tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(base[0], tmp_path / "copy"))
+    data = bytearray((copy / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (copy / "__0_0.distcp").write_bytes(data)
+    for sides in ((base[0], copy), (copy, base[0])):
+        code, document = compared(*sides)
+        assert code != 0
+        assert document["proven"] is False
+        assert document["problems"]
+    os.truncate(copy / "__0_0.distcp", len(data) // 2)
+    for sides in ((base[0], copy), (copy, base[0])):
+        assert compared(*sides)[0] in (1, 4)
+
+
+def test_a_hole_is_never_proof() -> None:
+    assert compared(REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole")[0] in (1, 4)
+    assert compared(REAL / "fsdp2_4r_hole", REAL / "fsdp2_4r_hole")[0] in (1, 4)
+
+
+def test_without_values_diff_says_that_they_were_not_compared(base: tuple[Path, State], tmp_path: Path) -> None:
+    state = dict(base[1])
+    assigned(W2, nudged)(state)
+    answer = run("diff", str(base[0]), str(export(tmp_path / "new", state)))
+    assert answer.returncode == 0
+    assert "--values" in answer.stdout
+
+
+def test_select_and_ignore(base: tuple[Path, State], tmp_path: Path) -> None:
+    state = dict(base[1])
+    assigned(W2, nudged)(state)
+    new = export(tmp_path / "new", state)
+    assert compared(base[0], new, "--ignore", "*.1.feed_forward.*")[0] == 0
+    assert compared(base[0], new, "--select", "*attention*")[0] == 0
+    assert compared(base[0], new, "--select", "*w2*")[0] == 1
+    assert run("diff", str(base[0]), str(new), "--select", "*").returncode == 2
