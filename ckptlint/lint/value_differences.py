@@ -13,8 +13,10 @@ from ckptlint.analysis.same_values.facts import Match, Side
 from ckptlint.analysis.same_values.matching import common
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.layout import IntArray
 from ckptlint.model.text import plural, ranges
 from ckptlint.payload.regions import numbers, rows_of
+from ckptlint.seals.digests import Words
 from ckptlint.seals.words import canonical, matrix, rounded
 from ckptlint.storage.folder import Folder
 
@@ -59,12 +61,12 @@ def with_differences(
     return replace(match, notes=notes, change=sizes.change if sizes else nan)
 
 
-def _shown(rows: np.ndarray) -> str:
+def _shown(rows: IntArray) -> str:
     parts = ranges(rows.tolist()).split(",")
     return ", ".join(parts[:_RUNS]) + (f" and {len(parts) - _RUNS:,} more ranges" if len(parts) > _RUNS else "")
 
 
-def _of_chunks(place: Place, rows: np.ndarray) -> str:
+def _of_chunks(place: Place, rows: IntArray) -> str:
     """The chunks of the new side that hold these rows and no others, in brackets."""
     tensor = place.tensor
     if len(tensor.global_shape) < 1 or len(tensor.chunks) < 2:
@@ -84,7 +86,7 @@ def _of_chunks(place: Place, rows: np.ndarray) -> str:
     return f" ({'; '.join(names[:_RUNS])}{f'; and {len(names) - _RUNS:,} more chunks' if len(names) > _RUNS else ''})"
 
 
-def _holds(old: Side, olds: Mapping[str, Side], dtype: str, rows: np.ndarray, words: np.ndarray) -> str:
+def _holds(old: Side, olds: Mapping[str, Side], dtype: str, rows: IntArray, words: Words) -> str:
     """What lies there instead, where it is what another tensor holds in these rows, or zeros."""
     if not words[rows].any():
         return " are zeros"
@@ -101,7 +103,7 @@ class _Sizes(NamedTuple):
     change: float
 
 
-def _sizes(dtype: str, sides: tuple[Side, Side], places: tuple[Place, Place], rows: np.ndarray) -> _Sizes | None:
+def _sizes(dtype: str, sides: tuple[Side, Side], places: tuple[Place, Place], rows: IntArray) -> _Sizes | None:
     """How many elements differ, by how much at most, and the norm of the difference relative to the old one's."""
     columns = matrix(sides[0].words[dtype].shape)[2]
     first = int(rows[0])

@@ -144,7 +144,7 @@ def _renamed(old: Sequence[Opened], new: Sequence[Opened]) -> dict[str, str]:
     """Key of the old side -> key of the new one that is known to mean the same."""
     named = [{str(number): item.ckpt for number, item in enumerate(side)} for side in (old, new)]
     several = len(old) > 1 or len(new) > 1  # keys have the number of their component then
-    found = (item for item in differences(*named).differences if item.kind == "renamed")
+    found = (item for item in differences(named[0], named[1]).differences if item.kind == "renamed")
     return {item.key.partition("/")[2] if several else item.key: item.other for item in found}
 
 
@@ -161,7 +161,7 @@ def _words(tensor: Tensor, other: Tensor | None, dtypes: set[str]) -> tuple[Tens
 
     A flat tensor is looked at in the shape that its elements have there.
     """
-    if not tensor.is_sound or ITEM_BITS.get(tensor.dtype, 0) % 8 or tensor.dtype not in ITEM_BITS:
+    if not tensor.is_tiled or ITEM_BITS.get(tensor.dtype, 0) % 8 or tensor.dtype not in ITEM_BITS:
         return ()
     shape: Shape = tensor.global_shape
     if other is not None and prod(other.global_shape) == prod(shape) and len(shape) == 1:
@@ -184,8 +184,8 @@ def _read(
         how = replace(default_reading(Depth.DATA), words=own)
         ckpt = read_payload(opened.folder, opened.ckpt, how)
         assert ckpt.payload is not None
-        bad = np.array(sorted({damage.row for damage in ckpt.payload.damages if damage.row >= 0}), np.int64)
-        whole = {damage.file for damage in ckpt.payload.damages if damage.row < 0}
+        bad = np.array(sorted({damage.record for damage in ckpt.payload.damages if damage.record >= 0}), np.int64)
+        whole = {damage.file for damage in ckpt.payload.damages if damage.record < 0}
         places |= {name: Place(opened.folder, ckpt, ckpt.tensors[name]) for name in own}
         for name in own:
             records = ckpt.tensors[name].chunks.record

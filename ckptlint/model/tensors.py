@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.model.layout import IntArray, Layout
+from ckptlint.model.layout import Coverage, IntArray, Layout
 
 RANK_LIMIT = 64
 """More axes than any tensor has."""
@@ -92,6 +92,11 @@ class Tensor:
     def is_sound(self) -> bool:
         """Whether the chunks can be compared with the shape at all; False leaves the tensor to GEO002 or SAF003."""
         return self.is_representable and not self.malformed
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether each element surely lies in one chunk, and no more than one."""
+        return self.is_sound and self.layout.coverage == Coverage()
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,13 +79,13 @@ def _lines(words: str, members: list[Match], found: Values, style: Style) -> lis
     names = " -> ".join(dict.fromkeys(", ".join(map(cut, side)) for side in sides if side))
     text = f"{words:{_WIDTH}}{plural(count, 'tensor')}: {names}"
     lines = style.wrap(text, " " * _WIDTH, "")
-    changes = sorted(match.change for match in members if match.change == match.change)
-    size = ""
+    notes = [first.what, *first.notes]
+    changes = sorted(match.change for match in members if isfinite(match.change))
     if changes and not first.notes:
         to = f" to {changes[-1]:.2g}" if len(changes) > 1 else ""
-        size = f"every row; the norm of the difference is {changes[0]:.2g}{to} of the old one's"
-    for note in (first.what, *first.notes, size):
-        lines += style.wrap(note, " " * (_WIDTH + 2), " " * _WIDTH) if note else []
+        notes.append(f"every row; the norm of the difference is {changes[0]:.2g}{to} of the old one's")
+    for note in filter(None, notes):
+        lines += style.wrap(note, " " * (_WIDTH + 2), " " * _WIDTH)
     return lines
 
 

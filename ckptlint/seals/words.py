@@ -49,7 +49,7 @@ def _limbs(first: int, count: int, units: int) -> npt.NDArray[np.float64]:
     words = _coefficients(first, count)
     shifted = np.stack([words << np.uint64(16 * unit) for unit in range(units)], axis=1).reshape(-1)
     limbs = [(shifted >> np.uint64(16 * limb)) & np.uint64(0xFFFF) for limb in range(_LIMBS)]
-    return np.stack(limbs, axis=1).astype(np.float64)
+    return np.asarray(np.stack(limbs, axis=1), np.float64)
 
 
 def _coefficients(first: int, count: int) -> Words:

@@ -14,8 +14,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from support import REAL, run
+from support import REAL, codes, run
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+import ckptlint
 
 H, HEAD, LAYERS, ROWS, INNER = 64, 16, 3, 96, 80
 State = dict[str, torch.Tensor]
@@ -112,7 +114,7 @@ def relations(document: dict[str, Any], is_proven: bool | None = None) -> dict[s
 
 def test_a_real_step_and_what_torch_makes_of_it(tmp_path: Path) -> None:
     dcp_to_torch_save(REAL / "fsdp2_4r", tmp_path / "whole.pt")
-    code, document = compared(REAL / "fsdp2_4r", tmp_path / "whole.pt", "--select", "model.*")
+    code, document = compared(REAL / "fsdp2_4r", tmp_path / "whole.pt", "--ignore", "optimizer*")
     assert (code, document["proven"]) == (0, True)
     assert relations(document, False) == {}
 
@@ -191,7 +193,7 @@ def stale(weight: torch.Tensor, state: State) -> torch.Tensor:
 W2 = "layers.1.feed_forward.w2.weight"
 FAULTS: dict[str, tuple[Edit, str, str]] = {
     "one ulp": (assigned(W2, nudged), W2, "rows 3 of 64"),
-    "two rows exchanged": (assigned(W2, swapped_rows), W2, "rows 3,7 of 64"),
+    "two rows exchanged": (assigned(W2, swapped_rows), W2, "rows 3, 7 of 64"),
     "rows of the layer before": (assigned(W2, stale), W2, "rows 32-63 of 64 hold what layers.0.feed_forward.w2.weight"),
     "through bfloat16": (assigned(W2, lambda w, _: w.bfloat16().float()), W2, ""),
     "a transposed square": (assigned("layers.1.attention.wo.weight", lambda w, _: w.t().contiguous()),
@@ -248,10 +250,8 @@ def test_a_wrong_conversion_is_not_proven(base: tuple[Path, State], tmp_path: Pa
     state = make(base[1])
     edit(state)
     code, document = compared(base[0], export(tmp_path / "new", state))
-    if fault == "a lost layer":  # the smaller side is all there
-        assert (code, document["tensors"]["proven"]) == (0, 21)
-        assert sum(match["relation"] == "absent" for match in document["matches"]) == 9
-        return
+    if fault == "a lost layer":  # of three norms of ones nobody knows which two are left
+        assert document["tensors"] == {"proven": 19, "of": 21, "old": 30, "new": 21}
     assert (code, document["proven"]) == (1, False)
 
 
@@ -303,3 +303,52 @@ def test_select_and_ignore(base: tuple[Path, State], tmp_path: Path) -> None:
     assert compared(base[0], new, "--select", "*attention*")[0] == 0
     assert compared(base[0], new, "--select", "*w2*")[0] == 1
     assert run("diff", str(base[0]), str(new), "--select", "*").returncode == 2
+
+
+# ---------------------------------------------------------------- where the original is not at hand
+
+
+def test_a_manifest_with_values_proves_a_copy_and_names_what_differs(base: tuple[Path, State], tmp_path: Path) -> None:
+    manifest = tmp_path / "good.json"
+    assert run("manifest", str(base[0]), "--values", "--output", str(manifest)).returncode == 0
+    same = export(tmp_path / "same", base[1])
+    narrow = export(tmp_path / "narrow", {key: value.bfloat16() for key, value in base[1].items()})
+    for path in (same, narrow):
+        report = ckptlint.check(path, expect=manifest, depth="data")
+        assert "REF004" not in codes(report), path
+        assert "REF004" not in {code for part in report.checkpoints for code in part.not_applicable}
+    state = dict(base[1])
+    assigned(W2, nudged)(state)
+    report = ckptlint.check(export(tmp_path / "odd", state), expect=manifest, depth="data")
+    assert [item.fqn for item in report.diagnostics if item.code == "REF004"] == [W2]
+    assert report.exit_code == 1
+    other = ckptlint.check(export(tmp_path / "hf", hugging_face(base[1])), expect=manifest, depth="data")
+    assert "REF004" in codes(other, "error", "warning")  # no key of it was compared
+
+
+def test_a_manifest_of_a_damaged_step_is_not_written(base: tuple[Path, State], tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(base[0], tmp_path / "copy"))
+    os.truncate(copy / "__0_0.distcp", 50_000)
+    answer = run("manifest", str(copy), "--values", "--output", str(tmp_path / "good.json"))
+    assert answer.returncode in (1, 4)
+    assert not (tmp_path / "good.json").exists()
+
+
+@pytest.mark.parametrize("values", ['"x"', '{"float32": 3}', '{"float32": "zz"}', '{"decimal": "0000000000000000"}'])
+def test_senseless_values_of_a_manifest_are_refused(tmp_path: Path, values: str) -> None:
+    text = f'{{"schema": "ckptlint.manifest/1", "tensors": {{"w": {{"dtype": "float32", "values": {values}}}}}}}'
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(ckptlint.ConfigError, match="the values of w are not digests"):
+        ckptlint.check(REAL / "fsdp2_4r", expect=tmp_path / "bad.json", depth="data")
+
+
+def test_the_python_api(base: tuple[Path, State], tmp_path: Path) -> None:
+    state = dict(base[1])
+    assigned(W2, stale)(state)
+    new = export(tmp_path / "new", state)
+    held = ckptlint.diff(base[0], new, values=True)
+    assert (held.proven, held.exit_code) == ((29, 30), 1)
+    assert ckptlint.diff(base[0], new).exit_code == 0
+    assert ckptlint.diff(base[0], new, values=True, ignore=["*w2*"]).exit_code == 0
+    with pytest.raises(ckptlint.CheckpointError):
+        ckptlint.diff(REAL / "metadata_malicious", new, values=True)

@@ -109,9 +109,9 @@ def _same(old: Sides, new: Sides) -> Iterator[Match]:
     wanted: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for name, side in old.items():
         for dtype, words in side.words.items():
-            key = dtype, matrix(words.shape), digest(words.rows)
-            if any(common(side, new[other]) == dtype for other in where.get(key, ())):
-                wanted[key].append(name)
+            place = dtype, matrix(words.shape), digest(words.rows)
+            if any(common(side, new[other]) == dtype for other in where.get(place, ())):
+                wanted[place].append(name)
     taken: set[str] = set()
     for key, names in wanted.items():
         names = [name for name in names if name not in taken]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ckptlint.model.layout import IntArray
 from ckptlint.model.text import plural
 from ckptlint.seals.digests import Words
 
@@ -60,7 +61,7 @@ def order_of(parts: Sequence[tuple[str, Words]], whole: Words) -> Order:
     return _of_parts(parts, source)
 
 
-def _sources(joined: Words, whole: Words) -> np.ndarray | None:
+def _sources(joined: Words, whole: Words) -> IntArray | None:
     """int64 [rows], from which row of the parts each row of the whole is; None where rows are alike."""
     order = np.argsort(joined, kind="stable")
     ordered = joined[order]
@@ -69,7 +70,7 @@ def _sources(joined: Words, whole: Words) -> np.ndarray | None:
     return order[np.searchsorted(ordered, whole)]
 
 
-def _within(source: np.ndarray) -> Order:
+def _within(source: IntArray) -> Order:
     """The order of one tensor's rows in another one."""
     rows = len(source)
     for size in _head_sizes(rows):
@@ -88,7 +89,7 @@ def _head_sizes(rows: int) -> list[int]:
     return [size for size in range(4, min(rows, 512) + 1, 2) if rows % size == 0]
 
 
-def _of_parts(parts: Sequence[tuple[str, Words]], source: np.ndarray) -> Order:
+def _of_parts(parts: Sequence[tuple[str, Words]], source: IntArray) -> Order:
     """The order in which several tensors lie in one: one after the other, or in groups."""
     starts = np.cumsum([0, *(len(words) for _, words in parts)])
     part = np.searchsorted(starts, source, side="right") - 1
