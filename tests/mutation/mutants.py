@@ -157,6 +157,7 @@ class Mutant:
         edit: does it to a copy, given the folder of its metadata.
         legal: why the result is a legal checkpoint: then nothing may be found.
         unseen: why nothing in the files can tell it from a healthy checkpoint that another job would have written.
+        of_run: whether it damages the run around the step, which is checked then.
     """
 
     about: str
@@ -164,6 +165,7 @@ class Mutant:
     edit: Callable[[Path], None]
     legal: str = ""
     unseen: str = ""
+    of_run: bool = False
 
 
 @dataclass(frozen=True)
@@ -219,7 +221,7 @@ def judge(save: Save, operator: Operator, mutant: Mutant, folder: Path) -> Outco
     for path, moment in times.items():  # bytes rot, and a save goes wrong, without a later one; what was dated stays
         if path.exists() and path.stat().st_mtime > began:
             os.utime(path, (moment, moment))
-    report = ckptlint.check(step, depth=operator.depth)
+    report = ckptlint.check(step.parent if mutant.of_run else step, depth=operator.depth)
     shutil.rmtree(folder / "mutant")
     items = list(report.diagnostics)
     loud = [item for item in items if item.severity > Severity.INFO]

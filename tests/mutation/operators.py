@@ -789,7 +789,7 @@ def wrong_flag(save: Save) -> Iterator[Mutant]:
 def wrong_tracker(save: Save) -> Iterator[Mutant]:
     name = "latest_checkpointed_iteration.txt"
     if (save.step.parent / name).exists():
-        yield Mutant(name, (name,), lambda step: (step.parent / name).write_text("20"))
+        yield Mutant(name, (name,), lambda step: (step.parent / name).write_text("20"), of_run=True)
 
 
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
