@@ -1,64 +1,91 @@
-"""Where tensors differ that names pair, and what lies there instead: the second look, at these alone."""
+"""Where tensors differ that names pair, what lies there instead and by how much: the second look, at these alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from math import nan
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from math import inf, nan, prod, sqrt
 
 import numpy as np
+import numpy.typing as npt
 
 from ckptlint.analysis.same_values.facts import Match, Side
 from ckptlint.analysis.same_values.matching import common
 from ckptlint.geometry.chunk_graph import rank_of
-from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import plural, ranges
-from ckptlint.payload.regions import numbers, rows_of
+from ckptlint.model.text import ranges
+from ckptlint.payload.regions import Bits, Numbers, Place, numbers
 from ckptlint.seals.digests import Words
-from ckptlint.seals.words import canonical, matrix, rounded
-from ckptlint.storage.folder import Folder
+from ckptlint.seals.words import Shape, canonical, matrix, rounded
 
-_BUDGET = 64 * 1024**2  # bytes of a tensor's rows that are compared element by element
+_TILE = 2**20  # elements of both sides that are compared at once
+_WIDEST = 2**24  # columns of a tensor of which rows are looked at
 _RUNS = 4  # of rows that a sentence names
+_FEW = 64  # elements that a factor is not told of
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A tensor and where its bytes lie."""
-
-    folder: Folder
-    ckpt: Checkpoint
-    tensor: Tensor
-
-
-def with_differences(
-    match: Match, old: Side, new: Side, olds: Mapping[str, Side], places: tuple[Place, Place]
-) -> Match:
-    """The match with the rows that differ, the chunks and ranks they are of, what they hold, and by how much.
+def second_look(
+    found: Sequence[Match],
+    sides: tuple[Mapping[str, Side], Mapping[str, Side]],
+    places: tuple[Mapping[str, Place], Mapping[str, Place]],
+    jobs: int,
+) -> list[Match]:
+    """The matches; those that differ with the rows, chunks and ranks, what these hold, and by how much they differ.
 
     Args:
-        olds: all tensors of the old side.
-        places: of both.
+        sides, places: the tensors of both by key.
+        jobs: threads that read.
 
     Raises:
         AccessError: a read was refused.
     """
-    dtype = common(old, new)
+    holders = _Holders(sides[0])
+
+    def look(match: Match) -> Match:
+        if match.relation != "differ":
+            return match
+        old, new = sides[0][match.old[0]], sides[1][match.new[0]]
+        return _with_differences(match, (old, new), holders, (places[0][old.fqn], places[1][new.fqn]))
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(look, found))
+
+
+def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders, places: tuple[Place, Place]) -> Match:
+    dtype = common(*sides)
     if not dtype:
         return match
-    a, b = old.words[dtype], new.words[dtype]
+    a, b = (side.words[dtype] for side in sides)
     if matrix(a.shape) != matrix(b.shape):
-        return replace(match, notes=(*match.notes, f"shape {[*old.shape]} and {[*new.shape]}"))
+        shapes = " and ".join(str([*side.shape]) for side in sides)
+        return replace(match, notes=(*match.notes, f"shape {shapes}"))
     rows = np.flatnonzero(a.rows != b.rows)
-    noun = "rows" if matrix(a.shape)[2] > 1 or len(a.shape) > 1 else "elements"
-    held = _holds(old, olds, dtype, rows, b.rows)
-    sizes = _sizes(dtype, (old, new), places, rows)
-    said = f"{noun} {_shown(rows)} of {len(a.rows):,}{_of_chunks(places[1], rows)}{held}"
-    is_all = len(rows) == len(a.rows) and not held  # training moves everything, and how far is what tells
-    notes = (*match.notes, *(() if is_all else (said,)), *([sizes.text] if sizes and not is_all else []))
-    return replace(match, notes=notes, change=sizes.change if sizes else nan)
+    columns = np.flatnonzero((a.columns != b.columns).any(axis=0)) if a.columns.size else np.zeros(1, np.int64)
+    held = holders.say(sides[0].fqn, dtype, rows, b.rows)
+    apart = _apart(dtype, sides, places, a.shape)
+    is_all = len(rows) == len(a.rows) and len(columns) == max(a.columns.shape[1], 1)
+    # training moves everything, and how far is what tells
+    notes = [] if is_all and not held else [_where(rows, columns, a.shape, places[1]) + held]
+    if apart is None:
+        return replace(match, notes=(*match.notes, *notes))
+    if relation := apart.relation:
+        notes.append(relation)
+    elif notes:
+        notes.append(f"{apart.count:,} of {apart.volume:,} elements, largest difference {apart.largest:.3g}")
+    return replace(match, notes=(*match.notes, *notes), change=apart.change, cosine=apart.cosine)
+
+
+def _where(rows: IntArray, columns: IntArray, shape: Shape, place: Place) -> str:
+    """The rows, the columns where not all differ, and the chunks that are these and nothing else, in brackets."""
+    slices, per, width = matrix(shape)
+    noun = "rows" if width > 1 or len(shape) > 1 else "elements"
+    said = f"{noun} {_shown(rows)} of {slices * per:,}"
+    if len(columns) < width:
+        across = f"columns {_shown(columns)} of {width:,}"
+        said = across if len(rows) == slices * per else f"{said}, {across}"
+    return said + _of_chunks(rows, columns, place)
 
 
 def _shown(rows: IntArray) -> str:
@@ -66,66 +93,164 @@ def _shown(rows: IntArray) -> str:
     return ", ".join(parts[:_RUNS]) + (f" and {len(parts) - _RUNS:,} more ranges" if len(parts) > _RUNS else "")
 
 
-def _of_chunks(place: Place, rows: IntArray) -> str:
-    """The chunks of the new side that hold these rows and no others, in brackets."""
+def _of_chunks(rows: IntArray, columns: IntArray, place: Place) -> str:
     tensor = place.tensor
-    if len(tensor.global_shape) < 1 or len(tensor.chunks) < 2:
+    shape = tensor.global_shape
+    if not shape or len(tensor.chunks) < 2:
         return ""
-    middle = int(np.prod(tensor.global_shape[1:-1])) if len(tensor.global_shape) > 1 else 1
-    wanted, held, names = {*rows.tolist()}, set[int](), []
+    middle, is_flat = prod(shape[1:-1]), len(shape) == 1
+    left, names = len(rows) * len(columns), []
     for row in np.flatnonzero(tensor.layout.live).tolist():
         box = tensor.layout.box(row)
-        own = range(box.offsets[0] * middle, (box.offsets[0] + box.sizes[0]) * middle)
-        if len(own) and wanted.issuperset(own):
+        top, bottom = box.offsets[0] * middle, (box.offsets[0] + box.sizes[0]) * middle
+        start, stop = (0, 1) if is_flat else (box.offsets[-1], box.offsets[-1] + box.sizes[-1])
+        held = np.searchsorted(rows, [top, bottom]), np.searchsorted(columns, [start, stop])
+        if bottom > top and stop > start and int(np.diff(held[0])[0]) == bottom - top:
+            if int(np.diff(held[1])[0]) != stop - start or box.sizes[1:-1] != shape[1:-1]:
+                continue
             file = place.ckpt.chunk_file(tensor, row)
             rank = rank_of(file)
-            held.update(own)
+            left -= (bottom - top) * (stop - start)
             names.append(f"chunk {row}{'' if rank is None else f', rank {rank}'}, {file}")
-    if held != wanted or not names:
+    if left or not names:
         return ""
     return f" ({'; '.join(names[:_RUNS])}{f'; and {len(names) - _RUNS:,} more chunks' if len(names) > _RUNS else ''})"
 
 
-def _holds(old: Side, olds: Mapping[str, Side], dtype: str, rows: IntArray, words: Words) -> str:
-    """What lies there instead, where it is what another tensor holds in these rows, or zeros."""
-    if not words[rows].any():
-        return " are zeros"
-    shape = matrix(old.words[dtype].shape)
-    others = ((name, side.words[dtype]) for name, side in olds.items() if dtype in side.words and not side.is_dull)
-    for name, own in others:
-        if name != old.fqn and matrix(own.shape) == shape and np.array_equal(own.rows[rows], words[rows]):
-            return f" hold what {name} holds there"
-    return ""
+@dataclass(slots=True)
+class _Holders:
+    """The tensors of the old side, found by what they hold in a row."""
+
+    sides: Mapping[str, Side]
+    known: dict[tuple[object, ...], dict[int, list[str]]] = field(default_factory=dict)
+
+    def say(self, fqn: str, dtype: str, rows: IntArray, words: Words) -> str:
+        """What lies in these rows instead, where it is what another tensor holds there, or zeros."""
+        if not words[rows].any():
+            return " are zeros"
+        first, shape = int(rows[0]), matrix(self.sides[fqn].words[dtype].shape)
+        place = dtype, shape, first
+        if place not in self.known:
+            holders: dict[int, list[str]] = defaultdict(list)
+            for name, side in self.sides.items():
+                own = side.words.get(dtype)
+                if own is not None and matrix(own.shape) == shape and not side.is_dull:
+                    holders[int(own.rows[first])].append(name)
+            self.known[place] = holders
+        for name in self.known[place].get(int(words[first]), ()):
+            if name != fqn and np.array_equal(self.sides[name].words[dtype].rows[rows], words[rows]):
+                return f" hold what {name} holds there"
+        return ""
 
 
-class _Sizes(NamedTuple):
-    text: str
+# ---------------------------------------------------------------- by how much
+
+
+@dataclass(frozen=True, slots=True)
+class _Apart:
+    """How far two tensors are apart.
+
+    Attributes:
+        count: elements that differ, of `volume`.
+        largest: absolute difference; NaN where no numbers are known.
+        change: the norm of the difference relative to that of the old one.
+        cosine: of the angle between both.
+        relation: `the old one times 2`, "" where they have no such relation.
+    """
+
+    count: int
+    volume: int
+    largest: float
     change: float
+    cosine: float
+    relation: str
 
 
-def _sizes(dtype: str, sides: tuple[Side, Side], places: tuple[Place, Place], rows: IntArray) -> _Sizes | None:
-    """How many elements differ, by how much at most, and the norm of the difference relative to the old one's."""
-    columns = matrix(sides[0].words[dtype].shape)[2]
-    first = int(rows[0])
-    last = min(int(rows[-1]) + 1, first + max(_BUDGET // (8 * columns), 1))
-    if any(matrix(side.shape) != matrix(sides[0].words[dtype].shape) for side in sides):
-        return None
-    found = []
-    for side, place in zip(sides, places, strict=True):
-        bits = rows_of(place.folder, place.ckpt, place.tensor, first, last)
-        bits = None if bits is None else rounded(bits, side.dtype, dtype)
-        if bits is None:
+def tiles(
+    sides: tuple[Side, Side], places: tuple[Place, Place], dtype: str, shape: Shape
+) -> Iterator[tuple[Bits, Bits] | None]:
+    """Rows of both sides, canonical and in one dtype, some at a time; None, and no more, where they cannot be read.
+
+    Raises:
+        AccessError: a read was refused.
+    """
+    slices, per, width = matrix(shape)
+    if width > _WIDEST:
+        yield None
+        return
+    step = max(_TILE // max(width, 1), 1)
+    for first in range(0, slices * per, step):
+        last = min(first + step, slices * per)
+        found = []
+        for side, place in zip(sides, places, strict=True):
+            bits = place.rows(first, last, shape)
+            bits = None if bits is None else rounded(bits, side.dtype, dtype)
+            if bits is None:
+                yield None
+                return
+            found.append(canonical(bits, dtype))
+        yield found[0], found[1]
+
+
+def _apart(dtype: str, sides: tuple[Side, Side], places: tuple[Place, Place], shape: Shape) -> _Apart | None:
+    count, largest, squares, line = 0, 0.0, np.zeros(4), _Line()
+    for tile in tiles(sides, places, dtype, shape):
+        if tile is None:
             return None
-        found.append(canonical(bits, dtype))
-    is_odd = found[0] != found[1]
-    text = f"{int(is_odd.sum()):,} of {is_odd.size:,} elements"
-    if last <= rows[-1]:
-        text += f" of the first {plural(last - first, 'row')} from there"
-    values = [numbers(bits, dtype) for bits in found]
-    if values[0] is None or values[1] is None:
-        return _Sizes(text, nan)
-    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        apart = np.abs(values[0] - values[1])
-        most = float(np.nanmax(apart)) if not np.isnan(apart).all() else nan
-        change = float(np.linalg.norm(apart) / np.linalg.norm(values[0]))
-    return _Sizes(f"{text}, largest difference {most:.3g}", change)
+        a, b = tile
+        count += int(np.count_nonzero(a != b))
+        numbered = numbers(a, dtype), numbers(b, dtype)
+        if numbered[0] is None or numbered[1] is None:
+            largest = nan
+            continue
+        with np.errstate(invalid="ignore", over="ignore"):
+            one, two = numbered[0].reshape(-1), numbered[1].reshape(-1)
+            apart = two - one
+            largest = max(largest, float(np.nanmax(np.abs(apart), initial=0.0)))
+            squares += [_dot(apart, apart), _dot(one, one), _dot(two, two), _dot(one, two)]
+        line.see(one, two, dtype)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        change = float(np.sqrt(squares[0]) / np.sqrt(squares[1])) if squares[1] else (inf if squares[0] else nan)
+        cosine = float(squares[3] / sqrt(squares[1] * squares[2])) if squares[1] > 0 and squares[2] > 0 else nan
+    return _Apart(count, prod(shape), largest, nan if largest != largest else change, cosine, line.text)
+
+
+def _dot(one: Numbers, two: Numbers) -> float:
+    return float(np.dot(one, two))
+
+
+_ROUNDING = {"float64": 2e-15, "float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
+
+
+@dataclass(slots=True)
+class _Line:
+    """Whether one tensor is the other times a constant, or plus one, as norms are that are stored less one."""
+
+    fitting: list[tuple[str, float, Callable[[npt.NDArray[np.float64], float], npt.NDArray[np.float64]]]] | None = None
+
+    def see(self, one: Numbers, two: Numbers, dtype: str) -> None:
+        """Look at some elements of both."""
+        if self.fitting == [] or dtype not in _ROUNDING:
+            return
+        a, b = one.astype(np.float64), two.astype(np.float64)
+        if self.fitting is None:
+            at = int(np.argmax(np.abs(a)))
+            if len(a) < _FEW or not np.isfinite(b[at]) or not a[at] or a[at] == b[at] or a.min() == a.max():
+                self.fitting = []
+                return
+            self.fitting = [("times", float(b[at] / a[at]), np.multiply), ("plus", float(b[at] - a[at]), np.add)]
+        with np.errstate(invalid="ignore", over="ignore"):
+            self.fitting = [
+                (word, value, apply)
+                for word, value, apply in self.fitting
+                if value
+                and bool((np.abs(apply(a, value) - b) <= _ROUNDING[dtype] * (np.abs(a) + np.abs(b) + abs(value))).all())
+            ]
+
+    @property
+    def text(self) -> str:
+        """The relation in words, "" for none."""
+        if not self.fitting:
+            return ""
+        word, value, _ = self.fitting[0]
+        return f"the old one {word} {value:.6g}"

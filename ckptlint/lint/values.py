@@ -14,11 +14,12 @@ from ckptlint.analysis.same_values.matching import matches
 from ckptlint.depth import Depth
 from ckptlint.lint.differences import differences
 from ckptlint.lint.sides import Opened
-from ckptlint.lint.value_differences import Place, with_differences
+from ckptlint.lint.value_differences import second_look
 from ckptlint.model import Tensor
 from ckptlint.model.text import plural, printable, some
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading
+from ckptlint.payload.regions import Place
 from ckptlint.seals.words import Shape, TensorWords, can_be_rounded, digest
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 
@@ -90,13 +91,8 @@ def compared_values(
         read.append(made)
         places.append(where)
         sentences += told
-    found = []
-    for match in matches(read[0], read[1], renamed):
-        if match.relation == "differ":
-            first, second = read[0][match.old[0]], read[1][match.new[0]]
-            both = places[0][first.fqn], places[1][second.fqn]
-            match = with_differences(match, first, second, read[0], both)
-        found.append(match)
+    found = matches(read[0], read[1], renamed)
+    found = second_look(found, (read[0], read[1]), (places[0], places[1]), default_reading(Depth.DATA).jobs)
     return Values(read[0], read[1], found, tuple(sentences))
 
 

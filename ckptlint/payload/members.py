@@ -116,14 +116,14 @@ def scans_of(
         tensor, row = sealed.get(record, (None, -1))
         content = table.of(record)
         if content is None and record in raw:
-            content = _bare(*raw[record])
+            content = bare_content(*raw[record])
         if content is None or content.form != "tensor" or content.dtype not in ITEM_BITS:
             continue
         item = ITEM_BITS[content.dtype] // 8
         extent = content.extent
-        where = None if tensor is None else _places(tensor, row, content)
+        where = None if tensor is None else places_of(tensor, row, content)
         gathered = None
-        if record in placed and (at := _places(*placed[record], content)) is not None:
+        if record in placed and (at := places_of(*placed[record], content)) is not None:
             gathered = Placed(words[placed[record][0].fqn], content.dtype, at)
         is_wanted = content.dtype in ENCODINGS or where is not None or gathered is not None
         fits = extent == content.volume and (content.offset + extent) * item <= int(members.size[member])
@@ -132,12 +132,13 @@ def scans_of(
     return scans
 
 
-def _bare(tensor: Tensor, row: int) -> RecordContent:
+def bare_content(tensor: Tensor, row: int) -> RecordContent:
+    """What a record says that holds the bytes of its chunk and nothing else."""
     sizes = tensor.layout.box(row).sizes
     return RecordContent("tensor", tensor.dtype, sizes, tuple(prod(sizes[axis + 1 :]) for axis in range(len(sizes))))
 
 
-def _places(tensor: Tensor, row: int, content: RecordContent) -> Elements | None:
+def places_of(tensor: Tensor, row: int, content: RecordContent) -> Elements | None:
     """Where the elements of a record lie in the tensor; None when it holds another chunk, or a view with gaps."""
     box = tensor.layout.box(row)
     if content.dtype != tensor.dtype or content.shape != box.sizes:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -9,82 +12,108 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptlint.model import Checkpoint, RecordState, Tensor
-from ckptlint.seals.words import matrix, word_of
+from ckptlint.payload.members import bare_content, places_of
+from ckptlint.seals.words import Shape, blocks, first_place, matrix, word_of
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.dtypes import ITEM_BITS
+from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
+Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
 
-def rows_of(folder: Folder, ckpt: Checkpoint, tensor: Tensor, first: int, last: int) -> Bits | None:
-    """The rows [first, last) as unsigned words, [rows, columns]; None where they cannot be told from the chunks' bytes.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor and where its bytes lie."""
 
-    Axes but the last are joined to rows. Chunks may be cut on the first and on the last axis.
+    folder: Folder
+    ckpt: Checkpoint
+    tensor: Tensor
 
-    Raises:
-        AccessError: a read was refused.
-    """
-    slices, per, columns = matrix(tensor.global_shape)
-    if (
-        ckpt.payload is None
-        or tensor.dtype.startswith("complex")
-        or (prod(tensor.global_shape) != slices * per * columns)
-    ):
-        return None
-    shape = tensor.global_shape if len(tensor.global_shape) > 1 else (prod(tensor.global_shape), 1)
-    middle = prod(shape[1:-1])
-    found = np.zeros((last - first, columns), word_of(tensor.dtype))
-    is_there = 0
-    for row in np.flatnonzero(tensor.layout.live).tolist():
-        box, record = tensor.layout.box(row), int(tensor.chunks.record[row])
-        offsets = box.offsets if len(tensor.global_shape) > 1 else (*(box.offsets or (0,)), 0)
-        sizes = box.sizes if len(tensor.global_shape) > 1 else (*(box.sizes or (1,)), 1)
-        if sizes[1:-1] != shape[1:-1]:
+    def rows(self, first: int, last: int, shape: Shape | None = None) -> Bits | None:
+        """The rows [first, last), as unsigned words: [rows, columns]; None where the chunks' bytes cannot be told.
+
+        Args:
+            shape: as which the elements are looked at; the global shape by default. See `seals.words.matrix`.
+
+        Raises:
+            AccessError: a read was refused.
+        """
+        tensor = self.tensor
+        shape = tensor.global_shape if shape is None else shape
+        columns = matrix(shape)[2]
+        if self.ckpt.payload is None or tensor.dtype.startswith("complex") or ITEM_BITS.get(tensor.dtype, 1) % 8:
             return None
-        begin, end = max(offsets[0] * middle, first), min((offsets[0] + sizes[0]) * middle, last)
-        if begin >= end or not prod(sizes):
-            continue
-        part = _read(folder, ckpt, tensor, record, sizes, begin - offsets[0] * middle, end - offsets[0] * middle)
-        if part is None:
+        end = min(last * columns, prod(shape))  # the last row of a long vector may be shorter
+        found = np.zeros((last - first, columns), word_of(tensor.dtype))
+        left = end - first * columns
+        for row in np.flatnonzero(tensor.layout.live).tolist():
+            added = self._add(row, first, end, shape, found)
+            if added is None:
+                return None
+            left -= added
+        return None if left else found
+
+    def _add(self, row: int, first: int, end: int, shape: Shape, found: Bits) -> int | None:
+        """Copy what a chunk has of the elements from row `first` on to element `end`: how many; None if it cannot."""
+        tensor, table = self.tensor, self.ckpt.payload
+        record = int(tensor.chunks.record[row])
+        if table is None or record < 0 or table.start[record] < 0:
             return None
-        found[begin - first : end - first, offsets[-1] : offsets[-1] + sizes[-1]] = part
-        is_there += part.size
-    return found if is_there == found.size else None
-
-
-def _read(
-    folder: Folder, ckpt: Checkpoint, tensor: Tensor, record: int, sizes: tuple[int, ...], first: int, last: int
-) -> Bits | None:
-    """The rows [first, last) of a chunk, which lie one after the other in its record."""
-    table = ckpt.payload
-    if table is None or record < 0 or table.start[record] < 0:
-        return None
-    item, offset = ITEM_BITS[tensor.dtype] // 8, 0
-    content = table.of(record)
-    if content is not None:
-        plain = tuple(prod(content.shape[axis + 1 :]) for axis in range(len(content.shape)))
-        is_plain = all(
-            size == 1 or own == wanted for size, own, wanted in zip(content.shape, content.strides, plain, strict=True)
-        )
-        if content.form != "tensor" or content.dtype != tensor.dtype or not is_plain:
+        content = table.of(record)
+        if content is None and table.state[record] == RecordState.RAW:
+            content = bare_content(tensor, row)
+        where = None if content is None or content.form != "tensor" else places_of(tensor, row, content)
+        if content is None or where is None:
             return None
-        offset = content.offset * item
-    elif table.state[record] != RecordState.RAW:
-        return None
-    path = ckpt.files[int(ckpt.records.file[record])].path
-    if path is None:
-        return None
-    start = int(table.start[record]) + offset + first * sizes[-1] * item
-    data = folder.read_range(path, start, (last - first) * sizes[-1] * item)
-    if len(data) != (last - first) * sizes[-1] * item:
-        return None
-    return np.frombuffer(data, word_of(tensor.dtype)).reshape(last - first, sizes[-1])
+        if list(where.strides) != sorted(where.strides, reverse=True) or (*where.strides, 1)[-1] != 1:
+            return None  # stored in another order of the axes
+        begin = first * found.shape[1]
+        run = where.sizes[-1] if where.sizes else 1
+        runs = range(where.volume // run)
+        low = max(bisect_right(runs, begin, key=lambda number: first_place(where, number)) - 1, 0)
+        high = bisect_left(runs, end, key=lambda number: first_place(where, number))
+        if low >= high:
+            return 0
+        at = low * run + min(max(begin - first_place(where, low), 0), run)
+        count = (high - 1) * run + min(end - first_place(where, high - 1), run) - at
+        item, path = ITEM_BITS[tensor.dtype] // 8, self.ckpt.files[int(self.ckpt.records.file[record])].path
+        if path is None or count <= 0:
+            return None if path is None else 0
+        data = self.folder.read_range(path, int(table.start[record]) + (content.offset + at) * item, count * item)
+        if len(data) != count * item:
+            return None
+        bits = np.frombuffer(data, found.dtype)
+        for number, column, position, rows, width in blocks(where, at, count, shape):
+            part = bits[position : position + rows * width].reshape(rows, width)
+            found[number - first : number - first + rows, column : column + width] = part
+        return count
 
 
-def numbers(bits: Bits, dtype: str) -> npt.NDArray[np.float64] | None:
-    """The numbers that unsigned words stand for; None for dtypes of which that is not known."""
+def numbers(bits: Bits, dtype: str) -> Numbers | None:
+    """What unsigned words stand for, as float64 for wide dtypes, else float32; None where that is not known."""
     if dtype == "bfloat16":
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
-    views = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
-    views |= {name: np.dtype(name).type for name in ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32")}
-    return bits.view(views[dtype]).astype(np.float64) if dtype in views else None
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if dtype in ("float32", "float64"):
+        return bits.view(dtype)
+    if dtype == "float16" or (dtype.startswith(("int", "uint")) and ITEM_BITS[dtype] in (8, 16)):
+        return bits.view(dtype).astype(np.float32)
+    if dtype in ("int32", "int64", "uint32", "uint64"):
+        return bits.view(dtype).astype(np.float64)
+    if dtype in ENCODINGS and bits.itemsize == 1:
+        return _numbers_of_bytes(dtype)[bits]
+    return None
+
+
+@cache
+def _numbers_of_bytes(dtype: str) -> npt.NDArray[np.float32]:
+    """float32 [256]: what each byte stands for in a float of 8 bits."""
+    encoding, word = ENCODINGS[dtype], np.arange(256)
+    magnitude = word if encoding.unsigned else word & 0x7F
+    exponent, fraction = magnitude >> encoding.mantissa, magnitude & (1 << encoding.mantissa) - 1
+    is_normal = (exponent > 0) | encoding.unsigned
+    power = np.where(is_normal, exponent, 1) - encoding.bias - encoding.mantissa
+    number = np.ldexp(fraction + np.where(is_normal, 1 << encoding.mantissa, 0).astype(np.float64), power)
+    number[word == encoding.bad if encoding.single else magnitude >= encoding.bad] = np.nan
+    if encoding.has_infinity:
+        number[magnitude == encoding.bad] = np.inf
+    return np.where(word != magnitude, -number, number).astype(np.float32)

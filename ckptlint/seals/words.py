@@ -178,21 +178,25 @@ class Placed:
             if self.where.strides and self.where.strides[-1] != 1:
                 words.scatter(own, _places(self.where, first, len(own)))
                 continue
-            for row, column, at, count, width in _blocks(self.where, first, len(own), words.shape):
+            for row, column, at, count, width in blocks(self.where, first, len(own), words.shape):
                 words.add(own[at : at + count * width].reshape(count, width), row, column)
 
 
 _IMAGINARY = 0x9E3779B97F4A7C15
 
 
-def _blocks(where: Elements, first: int, count: int, shape: Shape) -> Iterator[tuple[int, int, int, int, int]]:
-    """Blocks of the elements [first, first + count) of a chunk: row, column, position in these, rows, columns."""
+def blocks(where: Elements, first: int, count: int, shape: Shape) -> Iterator[tuple[int, int, int, int, int]]:
+    """Blocks of the elements [first, first + count) of a chunk: row, column, position in these, rows, columns.
+
+    Args:
+        shape: of the whole tensor; see `matrix`.
+    """
     _, per, columns = matrix(shape)
     run = where.sizes[-1] if where.sizes else 1
     at = first
     while at < first + count:
         number, inside = divmod(at, run)
-        start = _start(where, number) + inside
+        start = first_place(where, number) + inside
         left = first + count - at
         row, column = divmod(start, columns)
         rows = 1
@@ -210,7 +214,7 @@ def _blocks(where: Elements, first: int, count: int, shape: Shape) -> Iterator[t
         at += rows * width
 
 
-def _start(where: Elements, number: int) -> int:
+def first_place(where: Elements, number: int) -> int:
     """The place in the whole tensor of the first element of a run."""
     place = where.start
     for size, stride in zip(where.sizes[-2::-1], where.strides[-2::-1], strict=True):

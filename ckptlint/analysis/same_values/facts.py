@@ -64,6 +64,7 @@ class Match:
         what: it in words, of what the relation leaves open (`float32 -> bfloat16`).
         notes: further sentences: rows, ranks, files.
         change: of two that differ, the norm of the difference relative to that of the old one; NaN where it is unknown.
+        cosine: of the angle between both.
     """
 
     relation: Relation
@@ -73,3 +74,4 @@ class Match:
     what: str = ""
     notes: tuple[str, ...] = ()
     change: float = nan
+    cosine: float = nan
