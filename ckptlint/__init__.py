@@ -211,6 +211,7 @@ def diff(
     values: bool = False,
     select: Iterable[str] = (),
     ignore: Iterable[str] = (),
+    adapter: str | PathLike[str] | None = None,
 ) -> Diff | Values:
     """What differs between two checkpoints; with `values` whether they hold the same.
 
@@ -221,8 +222,10 @@ def diff(
         layout: compare into what chunks tensors are cut, too.
         values: read both and compare what the tensors hold, whatever they are called.
         select, ignore: with `values`, globs of keys to compare and of those to leave out.
+        adapter: with `values`, the folder of a LoRA adapter with which the new one should be the old one.
 
     Raises:
+        ConfigError: the adapter is none.
         CheckpointError: a checkpoint cannot be read.
         NothingToCheckError: there is none.
         AccessError: the operating system refused a read.
@@ -233,7 +236,8 @@ def diff(
     if values:
         from ckptlint.lint.values import compared_values
 
-        return compared_values(sides[0], sides[1], tuple(select), tuple(ignore))
+        merged = open_side(str(adapter), files=True) if adapter is not None else ()
+        return compared_values(sides[0], sides[1], tuple(select), tuple(ignore), merged)
     from ckptlint.lint.differences import differences
 
     return differences(by_place(sides[0]), by_place(sides[1]), layout)

@@ -104,6 +104,11 @@ class AdapterConfig:
         saved: the names in `modules_to_save`.
         is_explicit: whether the layers are chosen by a list of numbers, by exclusion or by a regular expression.
         magnitudes: `use_dora`.
+        alpha: `lora_alpha`; None where it is no number.
+        alphas: ending of a name -> what `alpha_pattern` gives these modules; None of it where an expression decides.
+        is_rank_stabilised: `use_rslora`: factors are divided by the root of the rank.
+        is_transposed: `fan_in_fan_out`: the weights of the base are [in, out].
+        tokens: `trainable_token_indices`, in the order of their rows.
     """
 
     kind: str = ""
@@ -115,6 +120,22 @@ class AdapterConfig:
     saved: tuple[str, ...] = ()
     is_explicit: bool = False
     magnitudes: bool = False
+    alpha: float | None = None
+    alphas: Mapping[str, float] | None = field(default_factory=dict)
+    is_rank_stabilised: bool = False
+    is_transposed: bool = False
+    tokens: tuple[int, ...] = ()
+
+    def scale_of(self, module: str, rank: int) -> float | None:
+        """What the product of the factors is multiplied by; None where the configuration does not say it plainly.
+
+        Source:
+            peft 0.21 tuners.lora.layer.LoraLayer.update_layer
+        """
+        if self.alphas is None or self.alpha is None or rank < 1:
+            return None
+        alpha = next((self.alphas[end] for end in endings(module) if end in self.alphas), self.alpha)
+        return alpha / (rank**0.5 if self.is_rank_stabilised else rank)
 
     def ranks_of(self, module: str) -> set[int]:
         """The ranks that a module may have: one, or several where a regular expression decides."""
@@ -135,7 +156,7 @@ def read_adapter_config(values: Mapping[str, Any]) -> AdapterConfig:
     """The fields of an `adapter_config.json` that fix names and shapes of the factors."""
     targets, exclude = values.get("target_modules"), values.get("exclude_modules")
     kind, pattern = values.get("peft_type"), values.get("rank_pattern")
-    layers = values.get("layers_to_transform")
+    layers, tokens = values.get("layers_to_transform"), values.get("trainable_token_indices")
     patterns = [
         (plain_text(name), rank)
         for name, value in (pattern.items() if isinstance(pattern, dict) else ())
@@ -151,7 +172,24 @@ def read_adapter_config(values: Mapping[str, Any]) -> AdapterConfig:
         saved=tuple(name for name in _names(values.get("modules_to_save"))[:_SAVED] if _LITERAL.fullmatch(name)),
         is_explicit=bool(exclude) or layers not in (None, []) or (isinstance(targets, str) and targets != "all-linear"),
         magnitudes=values.get("use_dora") is True,
+        alpha=_number(values.get("lora_alpha")),
+        alphas=_alphas(values.get("alpha_pattern")),
+        is_rank_stabilised=values.get("use_rslora") is True,
+        is_transposed=values.get("fan_in_fan_out") is True,
+        tokens=tuple(token for token in tokens if isinstance(token, int)) if isinstance(tokens, list) else (),
     )
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _alphas(pattern: Any) -> dict[str, float] | None:
+    items = pattern.items() if isinstance(pattern, dict) else ()
+    found = [(plain_text(name), _number(value)) for name, value in items]
+    if any(name is None or alpha is None for name, alpha in found):
+        return None
+    return {name: alpha for name, alpha in reversed(found) if name is not None and alpha is not None}
 
 
 def _rank(value: Any) -> int | None:

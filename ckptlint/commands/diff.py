@@ -19,6 +19,7 @@ from ckptlint.reporters.style import JSON_ESCAPE, inert
 @click.option("--values", is_flag=True, help="Read both and compare what the tensors hold, whatever they are called.")
 @click.option("--select", multiple=True, metavar="KEY", help="With --values, the tensors to compare, a glob.")
 @click.option("--ignore", multiple=True, metavar="KEY", help="With --values, tensors to leave out, as glob.")
+@click.option("--adapter", metavar="DIR", help="With --values, a LoRA adapter: NEW should be OLD with it merged in.")
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
 def diff(
@@ -28,6 +29,7 @@ def diff(
     values: bool,
     select: tuple[str, ...],
     ignore: tuple[str, ...],
+    adapter: str | None,
     format_: str,
     color: str,
 ) -> None:
@@ -38,15 +40,17 @@ def diff(
     Exit codes: 0 the same (with --values: proven), 1 different, or one is unsafe or unreadable, 2 wrong use, 3 no
     checkpoint there, 4 not read.
     """
-    if not values and (select or ignore):
-        raise click.UsageError("--select and --ignore go with --values")
+    if not values and (select or ignore or adapter):
+        raise click.UsageError("--select, --ignore and --adapter go with --values")
     style = terminal_style(color, False, 0, 0, False)
     if values:
         from ckptlint.lint.values import compared_values
         from ckptlint.reporters.values import values_as_json, values_as_text
 
         with progress(off=False):
-            held = compared_values(opened(old, files=True), opened(new, files=True), select, ignore)
+            sides = [opened(path, files=True) for path in (old, new)]
+            merged = opened(adapter, files=True) if adapter else ()
+            held = compared_values(sides[0], sides[1], select, ignore, merged)
         text = values_as_json(held, (old, new)) if format_ == "json" else values_as_text(held, style)
         exit_code = held.exit_code
     else:

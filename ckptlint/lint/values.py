@@ -13,6 +13,7 @@ from ckptlint.analysis.same_values.facts import Match, Side
 from ckptlint.analysis.same_values.matching import matches
 from ckptlint.depth import Depth
 from ckptlint.lint.differences import differences
+from ckptlint.lint.merges import with_merges
 from ckptlint.lint.sides import Opened
 from ckptlint.lint.value_differences import second_look
 from ckptlint.model import Tensor
@@ -57,19 +58,26 @@ class Values:
     def exit_code(self) -> int:
         """0 where all values of the smaller side are proven, 4 where something was not read, else 1."""
         count, whole = self.proven
-        return 4 if not self.is_read else int(count < whole or not whole)
+        is_unmerged = any(match.relation == "unmerged" for match in self.matches)
+        return 4 if not self.is_read else int(count < whole or not whole or is_unmerged)
 
 
 def compared_values(
-    old: Sequence[Opened], new: Sequence[Opened], select: Sequence[str] = (), ignore: Sequence[str] = ()
+    old: Sequence[Opened],
+    new: Sequence[Opened],
+    select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    adapter: Sequence[Opened] = (),
 ) -> Values:
     """Read both sides and match them.
 
     Args:
         old, new: the components of each; of a key that several have the first counts.
         select, ignore: globs of keys to compare, all by default, and of those to leave out.
+        adapter: one that the new side should be the old one with.
 
     Raises:
+        ConfigError: the adapter is none.
         AccessError: a read was refused.
     """
     old, new = (_chosen(side, select, ignore) for side in (old, new))
@@ -93,6 +101,8 @@ def compared_values(
         sentences += told
     found = matches(read[0], read[1], renamed)
     found = second_look(found, (read[0], read[1]), (places[0], places[1]), default_reading(Depth.DATA).jobs)
+    if adapter:
+        found = with_merges(found, (places[0], places[1]), adapter)
     return Values(read[0], read[1], found, tuple(sentences))
 
 

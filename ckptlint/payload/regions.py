@@ -57,13 +57,13 @@ class Place:
         """Copy what a chunk has of the elements from row `first` on to element `end`: how many; None if it cannot."""
         tensor, table = self.tensor, self.ckpt.payload
         record = int(tensor.chunks.record[row])
-        if table is None or record < 0 or table.start[record] < 0:
+        if table is None or record < 0:
             return None
-        content = table.of(record)
+        content, start = table.of(record), int(table.start[record])
         if content is None and table.state[record] == RecordState.RAW:
-            content = bare_content(tensor, row)
+            content, start = bare_content(tensor, row), int(self.ckpt.records.byte_offset[record])
         where = None if content is None or content.form != "tensor" else places_of(tensor, row, content)
-        if content is None or where is None:
+        if content is None or where is None or start < 0:
             return None
         if list(where.strides) != sorted(where.strides, reverse=True) or (*where.strides, 1)[-1] != 1:
             return None  # stored in another order of the axes
@@ -79,7 +79,7 @@ class Place:
         item, path = ITEM_BITS[tensor.dtype] // 8, self.ckpt.files[int(self.ckpt.records.file[record])].path
         if path is None or count <= 0:
             return None if path is None else 0
-        data = self.folder.read_range(path, int(table.start[record]) + (content.offset + at) * item, count * item)
+        data = self.folder.read_range(path, start + (content.offset + at) * item, count * item)
         if len(data) != count * item:
             return None
         bits = np.frombuffer(data, found.dtype)

@@ -24,12 +24,16 @@ _WORDS: dict[Relation, str] = {
     "reordered": "rows reordered",
     "joined": "put together",
     "split": "taken apart",
+    "merged": "merged",
+    "quantised": "quantised",
+    "unmerged": "not merged",
     "differ": "differ",
     "absent": "nothing to compare",
     "unread": "not read",
 }
 _ORDERS = ("reordered", "joined", "split", "padded")
 _REST = {
+    "unmerged": "are not what the adapter makes of the base",
     "differ": "differ",
     "order": "hold the same rows in an order that no known conversion makes",
     "absent": "have nothing to compare with",
@@ -67,6 +71,7 @@ def _lines(words: str, members: list[Match], found: Values, style: Style) -> lis
         prod(found.old[name].shape) * ITEM_BITS.get(found.old[name].dtype, 0) // 8
         for match in members
         for name in match.old
+        if name in found.old
     )
     if first.relation == "equal":
         return [f"{words:{_WIDTH}}{plural(count, 'tensor')}, {human_bytes(size)}"]

@@ -13,7 +13,20 @@ import numpy as np
 from ckptlint.seals.words import Shape, TensorWords, matrix
 
 Relation = Literal[
-    "equal", "rounded", "renamed", "padded", "transposed", "reordered", "joined", "split", "differ", "absent", "unread"
+    "equal",
+    "rounded",
+    "renamed",
+    "padded",
+    "transposed",
+    "reordered",
+    "joined",
+    "split",
+    "merged",
+    "quantised",
+    "unmerged",
+    "differ",
+    "absent",
+    "unread",
 ]
 """How tensors of both sides hang together; `joined` and `split` are seen from the old side."""
 

@@ -1,0 +1,440 @@
+"""Whether the new side is the old one with an adapter merged into it: every target, by what it should hold.
+
+Source:
+    peft 0.21 (tuners.lora.layer, tuners.lora.variants: LoRA, rsLoRA, DoRA, ParamWrapper; modules_to_save;
+    trainable_token_indices)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod, sqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptlint.analysis.same_values.facts import Match
+from ckptlint.architecture.adapters import PREFIX, AdapterConfig, Factors, factors_of, read_adapter_config
+from ckptlint.depth import Depth
+from ckptlint.errors import ConfigError
+from ckptlint.lint.sides import Opened
+from ckptlint.payload.reader import read_payload
+from ckptlint.payload.reading import default_reading
+from ckptlint.payload.regions import Place, numbers
+from ckptlint.seals.words import Shape, matrix
+from ckptlint.vocabulary.keys import parse, role
+
+Matrix = npt.NDArray[np.float32]
+Places = Mapping[str, Place]
+
+_TILE = 2**20  # elements that are computed at once
+_EPSILON = {"float64": 2**-22, "float32": 2**-22, "float16": 2**-10, "bfloat16": 2**-7}
+_PRODUCT = 4e-6  # of the norms of a row and a column: the error of their product in float32
+_ALIKE = 0.9  # cosine from which on a change goes the way of the adapter
+_BASE = ".base_layer"
+_ONE = np.ones((1, 1), np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Rows of a target, from `first` on, to which the adapter adds `left @ right`, scaled."""
+
+    first: int
+    left: Matrix
+    right: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What an adapter does to one tensor of the base.
+
+    Attributes:
+        fqn: the key on the old side.
+        shape: as which the tensor is looked at.
+        blocks: what is added.
+        magnitudes: of the rows (or columns) after it, where these are kept apart (DoRA); `axis` is theirs.
+    """
+
+    fqn: str
+    shape: Shape
+    blocks: tuple[_Block, ...]
+    magnitudes: Matrix | None = None
+    axis: int = 0
+
+
+@dataclass(slots=True)
+class _Sums:
+    """What was seen of a target: the change that is there (`made`), and the one that the adapter makes (`meant`)."""
+
+    odd: int = 0
+    visible: int = 0
+    made: float = 0.0
+    meant: float = 0.0
+    both: float = 0.0
+
+
+@dataclass(slots=True)
+class _Adapter:
+    """An adapter, read as far as its headers."""
+
+    places: Places
+    config: AdapterConfig
+    used: set[str] = field(default_factory=set)
+
+    def tensor(self, key: str) -> Matrix | None:
+        """A whole tensor of it as float32, in its shape; None where it cannot be read."""
+        place = self.places[key]
+        shape = place.tensor.global_shape
+        rows = prod(shape[:-1]) if len(shape) > 1 else prod(shape)
+        bits = place.rows(0, rows)
+        found = None if bits is None else numbers(bits, place.tensor.dtype)
+        return None if found is None else np.asarray(found, np.float32).reshape(shape)
+
+
+def with_merges(found: Sequence[Match], places: tuple[Places, Places], adapter: Sequence[Opened]) -> list[Match]:
+    """The matches, those of the adapter's targets judged by what they should hold; and what it has for nothing.
+
+    Args:
+        places: the tensors of the base and of the merged model.
+
+    Raises:
+        ConfigError: this is no LoRA adapter.
+        AccessError: a read was refused.
+    """
+    opened = _opened(adapter)
+    by_key = {match.old[0]: match for match in found if len(match.old) == len(match.new) == 1}
+    judged: dict[str, Match] = {}
+    for options in _targets(opened, places[0]):
+        known = [target for target in options if target.fqn in by_key and target.fqn not in judged]
+        seen = []
+        for target in known:
+            match = by_key[target.fqn]
+            seen.append(_judge(match, target, places[0][match.old[0]], places[1][match.new[0]]))
+            if seen[-1].is_proven:
+                break
+        if seen:
+            best = next((match for match in seen if match.is_proven), seen[0])
+            judged[best.old[0]] = best
+    for key, fqn, expected in _saved(opened, places[0]):
+        if fqn in by_key:
+            opened.used.add(key)
+            judged[fqn] = _replaced(by_key[fqn], expected, places[1][by_key[fqn].new[0]])
+    left = sorted(opened.places.keys() - opened.used)
+    what = "the adapter holds it, and the base has nothing that it fits"
+    return [
+        *(_of_base(match, judged) for match in found),
+        *(Match("unmerged", (key,), (), False, what) for key in left),
+    ]
+
+
+def _of_base(match: Match, judged: Mapping[str, Match]) -> Match:
+    if match.old and match.old[0] in judged:
+        return judged[match.old[0]]
+    if match.relation == "differ":
+        return replace(match, notes=(*match.notes, "the adapter does not change it"))
+    return match
+
+
+def _opened(adapter: Sequence[Opened]) -> _Adapter:
+    places: dict[str, Place] = {}
+    config = None
+    for side in adapter:
+        ckpt = read_payload(side.folder, side.ckpt, default_reading(Depth.HEADERS))
+        config = config or ckpt.config
+        places |= {fqn: Place(side.folder, ckpt, tensor) for fqn, tensor in ckpt.tensors.items()}
+    read = read_adapter_config(config.values) if config is not None else AdapterConfig()
+    if read.kind != "LORA" or not factors_of(places):
+        raise ConfigError("--adapter is the folder of a LoRA adapter: adapter_config.json and its factors")
+    return _Adapter(places, read)
+
+
+def _targets(adapter: _Adapter, base: Places) -> Iterator[list[_Target]]:
+    """For each module of the adapter what it may mean: one tensor, or several where shapes alone decide."""
+    endings = {key.partition(".")[2]: key for key in base}  # of models that were saved below another name
+    for factors in factors_of(adapter.places):
+        if not {"A", "B"} <= factors.keys.keys():
+            continue
+        a, b = (adapter.tensor(factors.keys[part]) for part in ("A", "B"))
+        scale = None if a is None else adapter.config.scale_of(_module(factors), _rank(a, factors, base, endings))
+        if a is None or b is None or scale is None:
+            continue
+        options = list(_meant(factors, a, b * np.float32(scale), adapter, base, endings))
+        if options:
+            adapter.used |= {*factors.keys.values()}
+            yield from ([option] if isinstance(option, _Target) else option for option in options)
+        bias = factors.keys["B"].removesuffix("weight") + "bias"
+        key = _key(f"{_module(factors)}.bias", base, endings)
+        added = adapter.tensor(bias) if bias in adapter.places else None
+        if key and added is not None and base[key].tensor.global_shape == added.shape:
+            adapter.used.add(bias)
+            yield [_Target(key, (len(added), 1), (_Block(0, added[:, None] * np.float32(scale), _ONE),))]
+
+
+def _module(factors: Factors) -> str:
+    module = factors.module.removeprefix(PREFIX)
+    while module.endswith(_BASE):
+        module = module.removesuffix(_BASE)
+    return module
+
+
+def _home(module: str, base: Places) -> str:
+    """The module of the experts, by its name in the base, which may keep another one on disk than in memory."""
+    if any(f"{module}." in key for key in base):
+        return module
+    name = f".{module.rpartition('.')[2]}."
+    homes = {key.partition(name)[0] + name[:-1] for key in base if name in key}
+    layer = parse(f"{module}.weight").layer
+    return next((home for home in sorted(homes) if parse(f"{home}.weight").layer == layer), module)
+
+
+def _key(name: str, base: Places, endings: Mapping[str, str]) -> str:
+    return name if name in base else endings.get(name.partition(".")[2], endings.get(name, ""))
+
+
+def _experts(module: str, base: Places) -> dict[int, list[str]]:
+    """Number of an expert -> its keys, where they are stored one by one below a module."""
+    found: dict[int, list[str]] = {}
+    for key in base:
+        at = key.rfind(f"{module}.")
+        number = key[at + len(module) + 1 :].partition(".")[0] if at >= 0 else ""
+        if number.isdecimal():
+            found.setdefault(int(number), []).append(key)
+    return found
+
+
+def _stacked(module: str, base: Places) -> list[str]:
+    return [
+        key
+        for key, place in base.items()
+        if f"{module}." in key and len(place.tensor.global_shape) == 3 and "." not in key.rpartition(f"{module}.")[2]
+    ]
+
+
+def _rank(a: Matrix, factors: Factors, base: Places, endings: Mapping[str, str]) -> int:
+    """The rank of one module's factors; of experts these lie side by side."""
+    module = _module(factors)
+    if _key(f"{module}.weight", base, endings):
+        return len(a)
+    module = _home(module, base)
+    stacked = _stacked(module, base)
+    count = base[stacked[0]].tensor.global_shape[0] if stacked else max(len(_experts(module, base)), 1)
+    return len(a) // count
+
+
+def _meant(
+    factors: Factors, a: Matrix, b: Matrix, adapter: _Adapter, base: Places, endings: Mapping[str, str]
+) -> Iterator[_Target | list[_Target]]:
+    """The tensors that factors may mean, `b` scaled: one by one, or a list of which one is meant."""
+    module = _module(factors)
+    key = _key(f"{module}.weight", base, endings)
+    is_embedding = "lora_embedding" in factors.keys["A"]
+    if not key:
+        yield from _of_experts(_home(module, base), a, b, base)
+        return
+    shape = base[key].tensor.global_shape
+    flat = a.reshape(len(a), -1), b.reshape(-1, b.shape[1])
+    magnitudes = adapter.tensor(factors.keys["magnitude"]) if "magnitude" in factors.keys else None
+    magnitudes = None if magnitudes is None else magnitudes.reshape(-1)
+    if is_embedding or (adapter.config.is_transposed and len(shape) == 2):
+        if shape == (flat[0].shape[1], flat[1].shape[0]):
+            yield _Target(key, shape, (_Block(0, flat[0].T, flat[1].T),), magnitudes, 1)
+    elif shape and (shape[0], prod(shape[1:])) == (flat[1].shape[0], flat[0].shape[1]):
+        yield _Target(key, (shape[0], prod(shape[1:])), (_Block(0, flat[1], flat[0]),), magnitudes)
+
+
+def _of_experts(module: str, a: Matrix, b: Matrix, base: Places) -> Iterator[_Target | list[_Target]]:
+    """Factors for many experts at once: of tensors that hold them all, or of one tensor for each."""
+    stacked = [(key, base[key].tensor.global_shape) for key in _stacked(module, base)]
+    options = []
+    for key, shape in stacked:
+        count, one, two = shape
+        if len(a) % count or not count:
+            continue
+        pairs = [*_of_each(a, b, count)]
+        if (one, two) == (len(b), a.shape[1]):
+            options.append(_Target(key, shape, tuple(_Block(e * one, *pair) for e, pair in enumerate(pairs))))
+        if (one, two) == (a.shape[1], len(b)):
+            blocks = tuple(_Block(e * one, right.T, left.T) for e, (left, right) in enumerate(pairs))
+            options.append(_Target(key, shape, blocks))
+    if options:
+        yield options
+    experts = _experts(module, base)
+    if stacked or not experts or [*sorted(experts)] != [*range(len(experts))] or len(a) % len(experts):
+        return
+    for number, (left, right) in enumerate(_of_each(a, b, len(experts))):
+        sizes = [(key, base[key].tensor.global_shape) for key in sorted(experts[number], key=_gate_first)]
+        whole = [key for key, shape in sizes if shape == (len(left), right.shape[1])]
+        halves = [key for key, shape in sizes if shape == (len(left) // 2, right.shape[1])]
+        if whole:
+            yield [_Target(key, base[key].tensor.global_shape, (_Block(0, left, right),)) for key in whole]
+        elif len(halves) == 2:
+            for key, part in zip(halves, np.split(left, 2), strict=True):
+                yield _Target(key, base[key].tensor.global_shape, (_Block(0, part, right),))
+
+
+def _gate_first(key: str) -> tuple[bool, str]:
+    own = role(key)
+    return not ("gate" in own or "w1" in own), own
+
+
+def _of_each(a: Matrix, b: Matrix, count: int) -> Iterator[tuple[Matrix, Matrix]]:
+    """(left, right) of each expert: A is [experts * rank, in], B [out, rank * experts] with the experts fastest."""
+    whole = a.reshape(count, -1, a.shape[1]), b.reshape(len(b), -1, count)
+    for number in range(count):
+        yield whole[1][:, :, number], whole[0][number]
+
+
+# ---------------------------------------------------------------- judging
+
+
+def _judge(match: Match, target: _Target, old: Place, new: Place) -> Match:
+    """The match of a target, by what it should hold."""
+    dtype = new.tensor.dtype
+    if dtype not in _EPSILON or old.tensor.dtype not in _EPSILON:
+        return match
+    if match.relation not in ("equal", "rounded", "renamed", "differ"):
+        return match
+    factor = _factors(target, old) if target.axis else None
+    sums = _Sums()
+    for block in target.blocks:
+        step = max(_TILE // max(block.right.shape[1], 1), 1)
+        for first in range(0, len(block.left), step):
+            last = min(first + step, len(block.left))
+            rows = block.first + first, block.first + last
+            sides = [_numbers(place, *rows, target.shape) for place in (old, new)]
+            if sides[0] is None or sides[1] is None:
+                return replace(match, notes=(*match.notes, "not compared with the adapter: its rows cannot be read"))
+            added = block.left[first:last] @ block.right
+            _compare(sums, sides[0], sides[1], added, block, first, _epsilon(old, new), target, factor)
+    return _told(match, sums, target)
+
+
+def _epsilon(old: Place, new: Place) -> float:
+    return max(_EPSILON[old.tensor.dtype], _EPSILON[new.tensor.dtype])
+
+
+def _numbers(place: Place, first: int, last: int, shape: Shape) -> Matrix | None:
+    bits = place.rows(first, last, shape)
+    found = None if bits is None else numbers(bits, place.tensor.dtype)
+    return None if found is None else np.array(found, np.float32)
+
+
+def _factors(target: _Target, old: Place) -> Matrix | None:
+    """[columns], what DoRA multiplies columns with: their magnitude by their norm after the adapter."""
+    if target.magnitudes is None:
+        return None
+    block = target.blocks[0]
+    squares = np.zeros(block.right.shape[1])
+    step = max(_TILE // max(block.right.shape[1], 1), 1)
+    for first in range(0, len(block.left), step):
+        own = _numbers(old, first, min(first + step, len(block.left)), target.shape)
+        if own is None:
+            return None
+        squares += np.square(own + block.left[first : first + step] @ block.right, dtype=np.float64).sum(axis=0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.asarray(target.magnitudes / np.sqrt(squares), np.float32)
+
+
+def _compare(
+    sums: _Sums,
+    old: Matrix,
+    new: Matrix,
+    added: Matrix,
+    block: _Block,
+    first: int,
+    epsilon: float,
+    target: _Target,
+    factor: Matrix | None,
+) -> None:
+    left = block.left[first : first + len(old)]
+    with np.errstate(all="ignore"):
+        expected = old + added
+        if target.magnitudes is not None:
+            if factor is None:
+                rows = target.magnitudes[first : first + len(old)]
+                factor = (rows / np.linalg.norm(expected, axis=1))[:, None]
+            expected = expected * factor
+            epsilon = 4 * epsilon
+        meant, made = (expected - old).reshape(-1), (new - old).reshape(-1)
+        errors = _PRODUCT * np.linalg.norm(left, axis=1)[:, None] * np.linalg.norm(block.right, axis=0)
+        allowed = epsilon * (np.abs(expected) + 2 * np.abs(added)) + errors
+        sums.odd += int(np.count_nonzero(~(np.abs(new - expected) <= allowed)))
+        sums.visible += int(np.count_nonzero(np.abs(expected - old) > 2 * allowed))
+        sums.made += float(made @ made)
+        sums.meant += float(meant @ meant)
+        sums.both += float(made @ meant)
+
+
+def _told(match: Match, sums: _Sums, target: _Target) -> Match:
+    volume = prod(target.shape)
+    if not sums.odd:
+        return replace(match, relation="merged", is_proven=True, what="", notes=(), change=match.change)
+    if not sums.made:
+        what = "the adapter changes it, and it holds the base's values"
+        return replace(match, relation="unmerged", is_proven=False, what=what, notes=())
+    times = sums.both / sums.meant if sums.meant else 0.0
+    alike = sums.both / sqrt(sums.made * sums.meant) if sums.made and sums.meant else 0.0
+    if alike > _ALIKE and abs(times - 1) > 0.02:
+        what = f"holds {times:.3g} times what the adapter adds"
+    elif alike < -_ALIKE:
+        what = f"the adapter was taken off, {-times:.3g} times, not added"
+    elif alike > _ALIKE:
+        what = f"{sums.odd:,} of {volume:,} elements are not what the adapter makes of the base"
+    else:
+        what = f"changed, but not as the adapter says (cosine of both changes {alike:.2f})"
+    return replace(match, relation="unmerged", is_proven=False, what=what, notes=())
+
+
+Expected = Callable[[int, int], Matrix | None]
+
+
+def _saved(adapter: _Adapter, base: Places) -> Iterator[tuple[str, str, Expected]]:
+    """Key of the adapter, key of the base, and rows as they should be, of what it holds whole: modules_to_save, biases.
+
+    Of `trainable_token_indices` it holds some rows whole.
+    """
+    endings = {key.partition(".")[2]: key for key in base}
+    for key in sorted(adapter.places.keys() - adapter.used):
+        if f"{_BASE}.weight" in key:  # the base's own, which peft saves beside trained embeddings
+            adapter.used.add(key)
+            continue
+        name, kept = key.removeprefix(PREFIX).replace(f"{_BASE}.", "."), adapter.places[key]
+        if name.endswith(_TOKENS):
+            fqn = _key(f"{name.removesuffix(_TOKENS)}.weight", base, endings)
+            rows = adapter.tensor(key)
+            if fqn and rows is not None and len(rows) == len(adapter.config.tokens):
+                yield key, fqn, partial(_with_tokens, base[fqn], dict(zip(adapter.config.tokens, rows, strict=True)))
+            continue
+        fqn = _key(name, base, endings)
+        if fqn and base[fqn].tensor.global_shape == kept.tensor.global_shape:
+            yield key, fqn, partial(_numbers, kept, shape=kept.tensor.global_shape)
+
+
+_TOKENS = ".token_adapter.trainable_tokens_delta"
+
+
+def _with_tokens(base: Place, tokens: Mapping[int, Matrix], first: int, last: int) -> Matrix | None:
+    rows = _numbers(base, first, last, base.tensor.global_shape)
+    for token, row in tokens.items():
+        if rows is not None and first <= token < last and row.shape == rows.shape[1:]:
+            rows[token - first] = row
+    return rows
+
+
+def _replaced(match: Match, expected: Expected, new: Place) -> Match:
+    """The match of a tensor that the adapter holds whole."""
+    shape = new.tensor.global_shape
+    slices, per, width = matrix(shape)
+    step = max(_TILE // max(width, 1), 1)
+    for first in range(0, slices * per, step):
+        last = min(first + step, slices * per)
+        wanted, found = expected(first, last), _numbers(new, first, last, shape)
+        if wanted is None or found is None:
+            return replace(match, is_proven=False, notes=(*match.notes, "not compared with the adapter: not readable"))
+        allowed = _EPSILON.get(new.tensor.dtype, 0.0) * np.abs(wanted)
+        if (~(np.abs(wanted - found) <= allowed)).any():
+            what = "is not what the adapter holds of it (modules_to_save)"
+            return replace(match, relation="unmerged", is_proven=False, what=what, notes=())
+    return replace(match, relation="merged", is_proven=True, what="taken from the adapter whole", notes=())

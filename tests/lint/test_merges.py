@@ -1,0 +1,201 @@
+"""`ckptlint diff --values --adapter`: merges that peft made, and those that went wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import REAL, run
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+
+LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 64, "tie_word_embeddings": False}  # fmt: skip
+MOE = LLAMA | {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN = LLAMA | {"num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8, "decoder_sparse_step": 1}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64}
+ATTENTION = ["q_proj", "v_proj"]
+Adapter = dict[str, Any]
+
+CASES: dict[str, tuple[str, dict[str, Any], Adapter]] = {
+    "lora": ("Llama", LLAMA, {"target_modules": ATTENTION}),
+    "all linear": ("Llama", LLAMA, {"target_modules": "all-linear"}),
+    "rank stabilised": ("Llama", LLAMA, {"target_modules": ATTENTION, "use_rslora": True}),
+    "dora": ("Llama", LLAMA, {"target_modules": ATTENTION, "use_dora": True}),
+    "patterns": ("Llama", LLAMA, {"target_modules": ATTENTION, "rank_pattern": {"layers.0.self_attn.q_proj": 8},
+                                  "alpha_pattern": {"v_proj": 3}}),
+    "embeddings": ("Llama", LLAMA, {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
+    "dora of embeddings": ("Llama", LLAMA, {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
+    "whole modules": ("Llama", LLAMA, {"target_modules": ATTENTION, "modules_to_save": ["lm_head"]}),
+    "tokens": ("Llama", LLAMA, {"target_modules": ATTENTION, "trainable_token_indices": [3, 61]}),
+    "some layers": ("Llama", LLAMA, {"target_modules": ATTENTION, "layers_to_transform": [1]}),
+    "transposed weights": ("GPT2", GPT2, {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
+    "dora of transposed weights": ("GPT2", GPT2, {"target_modules": ["c_attn"], "fan_in_fan_out": True,
+                                                  "use_dora": True}),
+    "biases": ("GPT2", GPT2, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "lora_bias": True}),
+    "trained biases": ("GPT2", GPT2, {"target_modules": ["c_attn"], "fan_in_fan_out": True, "bias": "all"}),
+    "experts of mixtral": ("Mixtral", MOE, {"target_modules": ATTENTION,
+                                            "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
+    "experts of qwen": ("Qwen3Moe", QWEN, {"target_modules": ATTENTION,
+                                           "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
+}  # fmt: skip
+
+
+def made(folder: Path, case: str, dtype: torch.dtype = torch.float32) -> tuple[Path, Path, Path]:
+    """Base, merged model and adapter, as transformers and peft write them."""
+    name, config, options = CASES[case]
+    torch.manual_seed(0)
+    if name == "Mixtral":
+        config = {key: value for key, value in config.items() if key != "head_dim"}
+    model = getattr(transformers, f"{name}ForCausalLM" if name != "GPT2" else "GPT2LMHeadModel")(
+        getattr(transformers, f"{name}Config")(**config)
+    ).to(dtype)
+    model.save_pretrained(folder / "base")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=8, init_lora_weights=False, **options))
+    for key, value in adapted.named_parameters():
+        if value.requires_grad:
+            value.data += torch.randn_like(value) / 50
+        assert torch.isfinite(value).all(), key
+    adapted.save_pretrained(folder / "lora")
+    adapted.merge_and_unload().save_pretrained(folder / "merged")
+    return folder / "base", folder / "merged", folder / "lora"
+
+
+def compared(base: Path, merged: Path, adapter: Path) -> tuple[int, dict[str, Any]]:
+    answer = run("diff", str(base), str(merged), "--values", "--adapter", str(adapter), "--format", "json")
+    assert answer.stdout, answer.stderr
+    return answer.returncode, json.loads(answer.stdout)
+
+
+def of(document: dict[str, Any], relation: str) -> list[dict[str, Any]]:
+    return [match for match in document["matches"] if match["relation"] == relation]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_merge_of_peft_is_proven(tmp_path: Path, case: str) -> None:
+    code, document = compared(*made(tmp_path, case))
+    assert [match for match in document["matches"] if not match["proven"]] == []
+    assert (code, document["proven"]) == (0, True)
+    assert of(document, "merged")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["lora", "dora", "all linear", "transposed weights"])
+def test_a_merge_in_half_precision_is_proven(tmp_path: Path, case: str, dtype: torch.dtype) -> None:
+    code, document = compared(*made(tmp_path, case, dtype))
+    assert [match for match in document["matches"] if not match["proven"]] == []
+    assert code == 0
+
+
+Made = tuple[Path, Path, Path]
+TARGET = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return made(tmp_path_factory.mktemp("merge"), "lora")
+
+
+def edited(lora: Made, folder: Path, edit: Callable[[dict[str, torch.Tensor], dict[str, torch.Tensor]], None]) -> Path:
+    state, base = (load_file(lora[number] / "model.safetensors") for number in (1, 0))
+    edit(state, base)
+    target = Path(shutil.copytree(lora[1], folder / "edited"))
+    save_file(state, target / "model.safetensors", {"format": "pt"})
+    return target
+
+
+def test_a_merge_that_changed_nothing(lora: Made) -> None:
+    code, document = compared(lora[0], lora[0], lora[2])
+    told = of(document, "unmerged")
+    assert (code, document["proven"], len(told)) == (1, False, 6)
+    assert {match["what"] for match in told} == {"the adapter changes it, and it holds the base's values"}
+    text = run("diff", str(lora[0]), str(lora[0]), "--values", "--adapter", str(lora[2])).stdout
+    assert "6 are not what the adapter makes of the base" in " ".join(text.split())
+
+
+def test_one_target_that_was_left_out(lora: Made, tmp_path: Path) -> None:
+    def edit(state: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -> None:
+        state[TARGET] = base[TARGET]
+
+    code, document = compared(lora[0], edited(lora, tmp_path, edit), lora[2])
+    assert (code, [match["old"] for match in of(document, "unmerged")]) == (1, [[TARGET]])
+
+
+@pytest.mark.parametrize(("times", "said"), [(2.0, "holds 2 times"), (0.5, "holds 0.5 times"), (-1.0, "taken off")])
+def test_a_wrong_scale(lora: Made, tmp_path: Path, times: float, said: str) -> None:
+    def edit(state: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -> None:
+        for key in state:
+            state[key] = base[key] + times * (state[key] - base[key])
+
+    code, document = compared(lora[0], edited(lora, tmp_path, edit), lora[2])
+    told = of(document, "unmerged")
+    assert (code, len(told)) == (1, 6)
+    assert all(said in match["what"] for match in told)
+
+
+def test_a_part_of_the_rows_was_not_merged(lora: Made, tmp_path: Path) -> None:
+    def edit(state: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -> None:
+        state[TARGET][28:] = base[TARGET][28:]
+
+    code, document = compared(lora[0], edited(lora, tmp_path, edit), lora[2])
+    (match,) = of(document, "unmerged")
+    assert code == 1
+    assert "elements are not what the adapter makes of the base" in match["what"] or "times" in match["what"]
+
+
+def test_a_transposed_product_and_the_product_of_another_layer(lora: Made, tmp_path: Path) -> None:
+    other = TARGET.replace(".1.", ".2.")
+
+    def edit(state: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -> None:
+        added = {key: state[key] - base[key] for key in (TARGET, other)}
+        state[TARGET] = base[TARGET] + added[TARGET].T
+        state[other] = base[other] + added[TARGET]
+
+    code, document = compared(lora[0], edited(lora, tmp_path, edit), lora[2])
+    told = of(document, "unmerged")
+    assert (code, {match["old"][0] for match in told}) == (1, {TARGET, other})
+    assert all("not as the adapter says" in match["what"] for match in told)
+
+
+def test_a_difference_beside_the_targets(lora: Made, tmp_path: Path) -> None:
+    def edit(state: dict[str, torch.Tensor], _: dict[str, torch.Tensor]) -> None:
+        state["model.norm.weight"][3] += 1
+
+    code, document = compared(lora[0], edited(lora, tmp_path, edit), lora[2])
+    (match,) = of(document, "differ")
+    assert (code, match["old"]) == (1, ["model.norm.weight"])
+    assert "the adapter does not change it" in match["notes"]
+
+
+def test_modules_to_save_that_were_left_out(tmp_path: Path) -> None:
+    base, merged, adapter = made(tmp_path, "whole modules")
+    state = load_file(merged / "model.safetensors")
+    state["lm_head.weight"] = load_file(base / "model.safetensors")["lm_head.weight"]
+    save_file(state, merged / "model.safetensors", {"format": "pt"})
+    code, document = compared(base, merged, adapter)
+    (match,) = of(document, "unmerged")
+    assert (code, match["old"]) == (1, ["lm_head.weight"])
+
+
+def test_what_the_base_has_no_tensor_for(lora: Made, tmp_path: Path) -> None:
+    adapter = Path(shutil.copytree(lora[2], tmp_path / "lora"))
+    state = load_file(adapter / "adapter_model.safetensors")
+    state = {key.replace("layers.2.", "layers.7."): value for key, value in state.items()}
+    save_file(state, adapter / "adapter_model.safetensors", {"format": "pt"})
+    code, document = compared(lora[0], lora[0], adapter)
+    assert (code, len([match for match in of(document, "unmerged") if "layers.7." in match["old"][0]])) == (1, 4)
+
+
+def test_something_else_than_an_adapter_is_wrong_use(lora: Made) -> None:
+    for other in (lora[0], REAL / "fsdp2_4r", REAL / "adapters" / "ia3"):
+        answer = run("diff", str(lora[0]), str(lora[1]), "--values", "--adapter", str(other))
+        assert (answer.returncode, answer.stdout) == (2, "")
+        assert "--adapter is the folder of a LoRA adapter" in answer.stderr
+    assert run("diff", str(lora[0]), str(lora[1]), "--adapter", str(lora[2])).returncode == 2
