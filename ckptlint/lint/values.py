@@ -14,6 +14,7 @@ from ckptlint.analysis.same_values.matching import matches
 from ckptlint.depth import Depth
 from ckptlint.lint.differences import differences
 from ckptlint.lint.merges import with_merges
+from ckptlint.lint.quantised import with_quantised
 from ckptlint.lint.sides import Opened
 from ckptlint.lint.value_differences import second_look
 from ckptlint.model import Tensor
@@ -101,6 +102,7 @@ def compared_values(
         sentences += told
     found = matches(read[0], read[1], renamed)
     found = second_look(found, (read[0], read[1]), (places[0], places[1]), default_reading(Depth.DATA).jobs)
+    found = with_quantised(found, (places[0], places[1]))
     if adapter:
         found = with_merges(found, (places[0], places[1]), adapter)
     return Values(read[0], read[1], found, tuple(sentences))

@@ -1,0 +1,167 @@
+"""Quantised weights held against the weights that they were made of, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptlint.analysis.same_values.facts import Match
+from ckptlint.model.text import ranges
+from ckptlint.payload.quantised import Matrix, Quantised, Rows, quantised_of
+from ckptlint.payload.regions import Place, numbers
+from ckptlint.seals.words import matrix
+
+Places = Mapping[str, Place]
+
+_SAMPLE = 2**24  # elements of a weight that are looked at
+_TILE = 2**20  # at once
+_BLOCK = 128  # rows of which one at least is looked at
+_EDGE = 1.01  # of half a step: quantisers compute in float32
+_ROUNDING = 2**-8  # of the scale and of a weight in bfloat16
+_MOST = 3.0  # times the error of rounding, for methods that round otherwise to make up for it elsewhere
+_MANY = 0.01  # share of the elements that those move further than half a step
+_RUN = 64  # columns under a few scales at most
+_BENT = 0.4  # rounding bends a run of so many columns by a tenth, a scale halved or doubled by half at least
+_WIDE = ("float64", "float32", "float16", "bfloat16")
+
+
+def with_quantised(found: Sequence[Match], places: tuple[Places, Places]) -> list[Match]:
+    """The matches, weights that one side stores quantised held against those of the other.
+
+    Args:
+        places: the tensors of both sides.
+
+    Raises:
+        AccessError: a read was refused.
+    """
+    made: list[Match] = []
+    for number in (0, 1):
+        wide = {key: place for key, place in places[1 - number].items() if place.tensor.dtype in _WIDE}
+        endings = {key.partition(".")[2]: key for key in wide}
+        if wide:
+            for quantised in quantised_of(places[number]):
+                key = quantised.fqn if quantised.fqn in wide else endings.get(quantised.fqn.partition(".")[2], "")
+                if key:
+                    match = _judge(quantised, wide[key], key)
+                    made.append(match if not number else _turned(match))
+    gone = [{name for match in made for name in match.old}, {name for match in made for name in match.new}]
+    left = [match for match in found if not (gone[0].intersection(match.old) or gone[1].intersection(match.new))]
+    return [*left, *made]
+
+
+def _turned(match: Match) -> Match:
+    return Match(match.relation, match.new, match.old, match.is_proven, match.what, match.notes)
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was seen of a weight.
+
+    Attributes:
+        count: elements; odd: those further than half a step from the original's.
+        bad: rows that are too far from it for any rounding, of all.
+        worst: the largest error of a row, in errors that rounding makes.
+        sums: of the products of both, and of the squares of the original's.
+    """
+
+    count: int = 0
+    odd: int = 0
+    worst: float = 0.0
+    bad: list[int] = field(default_factory=list)
+    sums: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))
+    rows: int = 0
+
+
+def _judge(quantised: Quantised, other: Place, key: str) -> Match:
+    """The match of a quantised weight, taken for the old side."""
+    names = quantised.keys, (key,)
+    shape, own = quantised.shape, other.tensor.global_shape
+    is_turned = shape != own and shape[:-2] == own[:-2] and shape[-2:] == own[:-3:-1]
+    if shape != own and not is_turned:
+        return Match("differ", *names, False, f"shape {[*shape]} and {[*own]}")
+    seen = _Seen()
+    for first, last in _samples(quantised):
+        rows = quantised.rows(first, last)
+        wanted = _wide(other, first, last, shape, is_turned)
+        if rows is None or wanted is None:
+            return Match("unread", *names, False, f"{quantised.scheme}: its rows cannot be read")
+        _compare(seen, rows, wanted, first)
+    return _told(seen, names, quantised, is_turned)
+
+
+def _samples(quantised: Quantised) -> Iterator[tuple[int, int]]:
+    """Runs of rows, evenly spread where there are many."""
+    slices, per, width = matrix(quantised.shape)
+    step = max(min(_TILE // max(width, 1), per), 1)
+    share = min(_SAMPLE / max(prod(quantised.shape), 1), 1.0)
+    step = min(step, _BLOCK) if share < 1 else step
+    for top in range(0, slices * per, max(per, 1)):
+        for start in range(top, top + per, step):
+            yield start, start + max(round(min(step, top + per - start) * share), 1)
+
+
+def _wide(place: Place, first: int, last: int, shape: tuple[int, ...], is_turned: bool) -> Matrix | None:
+    """The rows of the original; of one that is transposed its columns."""
+    if not is_turned:
+        bits = place.rows(first, last, shape)
+    else:
+        per, width = shape[-2:]
+        number = first // per
+        bits = place.rows(number * width, (number + 1) * width)
+        bits = None if bits is None else bits[:, first - number * per : last - number * per].T
+    found = None if bits is None else numbers(np.ascontiguousarray(bits), place.tensor.dtype)
+    return None if found is None else np.asarray(found, np.float32)
+
+
+def _compare(seen: _Seen, rows: Rows, wanted: Matrix, first: int) -> None:
+    with np.errstate(all="ignore"):
+        apart = np.abs(rows.values - wanted)
+        noise = _ROUNDING * (np.abs(rows.values) + np.abs(wanted))
+        is_cut = rows.is_end & (np.abs(wanted) > np.abs(rows.values)) & (wanted * rows.values > 0)
+        is_odd = ~(apart <= rows.half * _EDGE + noise) & ~is_cut
+        error = np.sqrt(np.square(np.where(is_cut, 0, apart), dtype=np.float64).sum(axis=1))
+        usual = np.sqrt(np.square(rows.half / np.sqrt(3) + noise, dtype=np.float64).sum(axis=1))
+        ratio = np.where(usual > 0, error / usual, np.where(error > 0, np.inf, 0.0))
+    seen.rows += len(ratio)
+    seen.count += apart.size
+    seen.odd += int(is_odd.sum())
+    seen.worst = max(seen.worst, float(np.nanmax(ratio, initial=0.0)))
+    is_bad = ~(ratio <= _MOST) | (is_odd.any(axis=1) & _is_bent(rows, wanted, noise))
+    seen.bad += (first + np.flatnonzero(is_bad)).tolist()
+    seen.sums += [float(np.vdot(rows.values, wanted)), float(np.vdot(wanted, wanted))]
+
+
+def _is_bent(rows: Rows, wanted: Matrix, noise: Matrix) -> npt.NDArray[np.bool_]:
+    """bool [rows], whether some run of a row is another multiple of the original than 1: under a wrong scale."""
+    run = _RUN if wanted.shape[1] % _RUN == 0 else wanted.shape[1]
+    shape = len(wanted), -1, run
+    own, square = (np.reshape(part, shape) for part in (rows.values * wanted, np.square(wanted)))
+    usual = np.square(rows.half / np.sqrt(3) + noise).reshape(shape).sum(axis=2)
+    with np.errstate(all="ignore"):
+        slope = own.sum(axis=2) / square.sum(axis=2)
+    return np.asarray(((np.abs(slope - 1) > _BENT) & (square.sum(axis=2) > 4 * usual)).any(axis=1))
+
+
+def _told(seen: _Seen, names: tuple[tuple[str, ...], tuple[str, ...]], quantised: Quantised, turned: bool) -> Match:
+    slices, per, _ = matrix(quantised.shape)
+    scheme = quantised.scheme + (", transposed" if turned else "")
+    if seen.rows < slices * per:
+        scheme += f", {seen.rows:,} of {slices * per:,} rows looked at"
+    if not seen.odd:
+        return Match("quantised", *names, True, f"{scheme}: all within half a step")
+    share = seen.odd / max(seen.count, 1)
+    if not seen.bad and share > _MANY:
+        what = f"{scheme}: rows within {seen.worst:.2g} times the error of rounding"
+        return Match("quantised", *names, True, what)
+    times = seen.sums[0] / seen.sums[1] if seen.sums[1] else 0.0
+    notes = [f"{seen.odd:,} of {seen.count:,} elements are further than half a step from those of {names[1][0]}"]
+    if seen.bad:
+        many = len(seen.bad) == seen.rows
+        parts = ranges(seen.bad).split(",")
+        where = "all rows" if many else f"rows {', '.join(parts[:4])}{' and more' if len(parts) > 4 else ''}"
+        notes.append(f"{where} are not this weight's" + (f"; together {times:.3g} times it" if many else ""))
+    return Match("differ", *names, False, scheme, tuple(notes))

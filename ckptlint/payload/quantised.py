@@ -1,0 +1,386 @@
+"""Weights that are stored quantised: which tensors belong together, and the numbers that their rows stand for.
+
+Source:
+    transformers 5.23 (integrations.finegrained_fp8, mxfp4); compressed-tensors 0.20 (compressors.naive_quantized,
+    pack_quantized, nvfp4, mxfp4); gptqmodel 7.7 (nn_modules.qlinear.pack_original, gemm_awq); bitsandbytes 0.49 (SCB);
+    OCP Microscaling Formats v1.0 (E2M1, E8M0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptlint.payload.regions import Place, numbers
+from ckptlint.seals.words import Shape, matrix
+from ckptlint.vocabulary.dtypes import ENCODINGS
+
+Matrix = npt.NDArray[np.float32]
+Codes = npt.NDArray[np.int64]
+
+_LARGEST = 2**26  # elements of a part that is read whole
+_BLOCK = 128  # rows and columns with one scale, where sizes leave several possible
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+_HALF_FP4 = np.array([0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 1, 1], np.float32)
+_ROUNDING = np.float32(2**-8)  # of a code that a quantiser shifts by its zero point in bfloat16
+_AWQ = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])  # where each of eight columns lies in a word
+
+
+class Rows(NamedTuple):
+    """Some rows of a quantised weight.
+
+    Attributes:
+        values: float32 [rows, columns], what the codes stand for.
+        half: the same shape, how far the nearest other value may be: half a step.
+        is_end: bool, whether the code is the last one on its side, where larger weights end up too.
+    """
+
+    values: Matrix
+    half: Matrix
+    is_end: npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """A weight that is stored quantised.
+
+    Attributes:
+        fqn: the key that it has unquantised.
+        keys: the tensors that it is stored in.
+        shape: unquantised.
+        scheme: how it is quantised, in words.
+        rows: (first, last) -> these rows; None where they cannot be read.
+    """
+
+    fqn: str
+    keys: tuple[str, ...]
+    shape: Shape
+    scheme: str
+    rows: Callable[[int, int], Rows | None]
+
+
+def quantised_of(places: Mapping[str, Place]) -> Iterator[Quantised]:
+    """The quantised weights among tensors.
+
+    Raises:
+        AccessError: a read was refused.
+    """
+    for key, place in places.items():
+        for find in (_scaled, _packed, _blocks, _transposed):
+            found = find(key, place, places)
+            if found is not None:
+                yield found
+                break
+
+
+def _whole(place: Place | None) -> Matrix | None:
+    """A whole tensor as float32 in its shape; None where it cannot be read or is too large for a part."""
+    if place is None or prod(place.tensor.global_shape) > _LARGEST:
+        return None
+    slices, per, _ = matrix(place.tensor.global_shape)
+    bits = place.rows(0, slices * per)
+    found = None if bits is None else numbers(bits, place.tensor.dtype)
+    if found is None:
+        return None
+    return (
+        np.asarray(found, np.float32).reshape(-1)[: prod(place.tensor.global_shape)].reshape(place.tensor.global_shape)
+    )
+
+
+def _words(place: Place) -> npt.NDArray[np.uint32] | None:
+    """A whole matrix of int32 as unsigned words."""
+    shape = place.tensor.global_shape
+    if place.tensor.dtype not in ("int32", "uint32") or len(shape) != 2 or prod(shape) > _LARGEST:
+        return None
+    bits = place.rows(0, shape[0])
+    return None if bits is None else bits.view(np.uint32)
+
+
+def _option(place: Place, name: str) -> Any:
+    values = place.ckpt.config.values if place.ckpt.config is not None else {}
+    found = values.get("quantization_config")
+    return found.get(name) if isinstance(found, dict) else None
+
+
+# ---------------------------------------------------------------- scales
+
+
+def _spread(scale: Matrix, shape: Shape, blocks: Any) -> Callable[[int, int], Matrix] | None:
+    """(first, last) -> the scale of each element of these rows; None where the shapes do not fit.
+
+    Args:
+        scale: one number, one for each row, or one for each block of rows and columns, of every slice.
+        blocks: rows and columns of a block, where the configuration says.
+    """
+    slices, per, width = matrix(shape)
+    if scale.size == 1:
+        grid = scale.reshape(1, 1, 1)
+    elif scale.ndim == 1 and scale.size in (per, slices):
+        grid = scale.reshape(1, per, 1) if scale.size == per else scale.reshape(slices, 1, 1)
+    elif scale.ndim > 1 and prod(scale.shape[:-2]) in (1, slices):
+        grid = scale.reshape(-1, *scale.shape[-2:])
+    else:
+        return None
+    given = blocks if isinstance(blocks, list) and len(blocks) == 2 else (None, None)
+    tall, wide = _edge(per, grid.shape[1], given[0]), _edge(width, grid.shape[2], given[1])
+    if not tall or not wide:
+        return None
+
+    def rows(first: int, last: int) -> Matrix:
+        number, inside = np.divmod(np.arange(first, last), per)
+        own = grid[np.minimum(number, len(grid) - 1), inside // tall]
+        return own if own.shape[1] == 1 else np.repeat(own, wide, axis=1)[:, :width]
+
+    return rows
+
+
+def _edge(size: int, count: int, given: Any) -> int:
+    """Rows (or columns) of a block, of which so many cover a size; 0 where none do."""
+    likely = [given] if isinstance(given, int) and not isinstance(given, bool) and given > 0 else []
+    for edge in (*likely, _BLOCK, -(-size // count) if count else 0):
+        if edge and -(-size // edge) == count:
+            return edge
+    return 0
+
+
+def _in_words(scale: Matrix, shape: Shape) -> str:
+    """What shares a scale."""
+    if scale.size == 1:
+        return "one scale"
+    height, width = scale.shape[-2:] if scale.ndim > 1 else (scale.size, 1)
+    _, per, columns = matrix(shape)
+    if width == 1:
+        return "a scale a row" if height == per else "a scale an expert"
+    if height == per:
+        return f"groups of {_edge(columns, width, None)}"
+    return f"blocks of {_edge(per, height, None)}x{_edge(columns, width, None)}"
+
+
+def _scaled(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | None:
+    """Floats of 8 bits or int8 with scales beside them."""
+    dtype, shape = place.tensor.dtype, place.tensor.global_shape
+    is_float = dtype in ENCODINGS and dtype.startswith("float8")
+    if not (is_float or dtype == "int8") or len(shape) < 2:
+        return None
+    home = key.rpartition(".")[0]
+    name = next((name for name in (f"{key}_scale_inv", f"{key}_scale", f"{home}.SCB") if name in places), "")
+    scale = _whole(places.get(name))
+    if scale is None:
+        return None
+    if name.endswith("SCB"):
+        scale = scale / np.float32(127)
+    zero_key = f"{key}_zero_point"
+    zero = _whole(places.get(zero_key))
+    own = _spread(scale, shape, _option(place, "weight_block_size"))
+    shift = None if zero is None else _spread(zero, shape, None)
+    if own is None:
+        return None
+    last_code = float(np.nanmax(np.where(np.isfinite(table := _floats(dtype)), table, 0))) if is_float else 127.0
+
+    def rows(first: int, last: int) -> Rows | None:
+        bits = place.rows(first, last)
+        codes = None if bits is None else numbers(bits, dtype)
+        if codes is None or bits is None:
+            return None
+        values = np.asarray(codes, np.float32)
+        half = _half_floats(dtype)[bits] if is_float else np.full(values.shape, 0.5, np.float32)
+        is_end = (np.abs(values) >= last_code) | (values == -128)
+        by = own(first, last)
+        if shift is not None:
+            half, values = half + _ROUNDING * np.abs(values), values - shift(first, last)
+        return Rows(values * by, half * np.abs(by), is_end)
+
+    keys = tuple(found for found in (key, name, zero_key) if found in places)
+    return Quantised(key, keys, shape, f"{dtype}, {_in_words(scale, shape)}", rows)
+
+
+def _floats(dtype: str) -> Matrix:
+    found = numbers(np.arange(256, dtype=np.uint8), dtype)
+    assert found is not None
+    return np.asarray(found, np.float32)
+
+
+def _half_floats(dtype: str) -> Matrix:
+    """float32 [256]: half of the distance between neighbours of what each byte stands for."""
+    encoding = ENCODINGS[dtype]
+    with np.errstate(divide="ignore"):
+        power = np.floor(np.log2(np.abs(np.nan_to_num(_floats(dtype)))))
+    return np.asarray(np.exp2(np.maximum(power, 1 - encoding.bias) - encoding.mantissa - 1), np.float32)
+
+
+# ---------------------------------------------------------------- packed codes
+
+
+def unpacked(words: npt.NDArray[np.uint32], bits: int) -> Codes:
+    """int64 [rows, codes]: codes of so many bits, the first in the lowest bits, which may run on into the next word.
+
+    >>> unpacked(np.array([[0x21, 0]], np.uint32), 4)[0, :3].tolist()
+    [1, 2, 0]
+    """
+    start = np.arange(words.shape[1] * 32 // bits) * bits
+    wide = np.concatenate([words, np.zeros((len(words), 1), np.uint32)], axis=1).astype(np.uint64)
+    pair = wide[:, :-1] | wide[:, 1:] << np.uint64(32)
+    codes = pair[:, start // 32] >> (start % 32).astype(np.uint64) & np.uint64((1 << bits) - 1)
+    return np.asarray(codes, np.int64)
+
+
+def _packed(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | None:
+    """Codes in words (`weight_packed`) with `weight_scale`: int1-8 of compressed-tensors, or FP4 in bytes."""
+    if not key.endswith("_packed"):
+        is_modelopt = place.tensor.dtype == "uint8" and f"{key}_scale_2" in places
+        return _fp4(key, place, places, key, f"{key}_scale", f"{key}_scale_2") if is_modelopt else None
+    weight = key.removesuffix("_packed")
+    if place.tensor.dtype == "uint8":
+        return _fp4(key, place, places, weight, f"{weight}_scale", f"{weight}_global_scale")
+    sizes, scale = _whole(places.get(f"{weight}_shape")), _whole(places.get(f"{weight}_scale"))
+    if sizes is None or scale is None or sizes.shape != (2,) or place.tensor.dtype != "int32":
+        return None
+    shape = int(sizes[0]), int(sizes[1])
+    height, width = (*place.tensor.global_shape, 0, 0)[:2]
+    bits = width * 32 // max(shape[1], 1)
+    if height != shape[0] or not 1 <= bits <= 8 or -(-shape[1] * bits // 32) != width:
+        return None
+    groups = _whole(places.get(f"{weight}_g_idx"))
+    zero = _packed_zeros(places.get(f"{weight}_zero_point"), shape[0], bits)
+    if groups is not None and groups.shape == (shape[1],) and groups.min() >= 0:
+        scale = scale.reshape(shape[0], -1)[:, groups.astype(np.int64)]
+        zero = None if zero is None else zero.reshape(shape[0], -1)[:, groups.astype(np.int64)]
+    own, shift = _spread(scale, shape, None), None if zero is None else _spread(zero, shape, None)
+    if own is None:
+        return None
+
+    def rows(first: int, last: int) -> Rows | None:
+        words = place.rows(first, last)
+        if words is None:
+            return None
+        codes = unpacked(words.view(np.uint32), bits)[:, : shape[1]]
+        by, values = own(first, last), (codes - (1 << bits - 1)).astype(np.float32)
+        half = np.full(values.shape, 0.5, np.float32)
+        if shift is not None:
+            half, values = half + _ROUNDING * np.abs(values), values - shift(first, last)
+        return Rows(values * by, half * np.abs(by), _is_end(codes, bits))
+
+    parts = ("_packed", "_scale", "_zero_point", "_g_idx", "_shape")
+    keys = tuple(name for part in parts if (name := weight + part) in places)
+    return Quantised(weight, keys, shape, f"int{bits}, {_in_words(scale, shape)}", rows)
+
+
+def _is_end(codes: Codes, bits: int) -> npt.NDArray[np.bool_]:
+    return np.asarray((codes == 0) | (codes == (1 << bits) - 1))
+
+
+def _packed_zeros(place: Place | None, rows: int, bits: int) -> Matrix | None:
+    """float32 [rows, groups]: zero points, packed along the rows."""
+    words = None if place is None else _words(place)
+    if words is None:
+        return None
+    codes = unpacked(np.ascontiguousarray(words.T), bits)[:, :rows].T
+    return np.asarray(codes - (1 << bits - 1), np.float32)
+
+
+def _fp4(
+    key: str, place: Place, places: Mapping[str, Place], weight: str, scale_key: str, global_key: str
+) -> Quantised | None:
+    """Two FP4 numbers in a byte, the first in the lower half; scales of 32 (MXFP4) or 16 (NVFP4) of them."""
+    scale_place = places.get(scale_key)
+    shape = place.tensor.global_shape
+    scale = _whole(scale_place)
+    if scale_place is None or scale is None or len(shape) < 2:
+        return None
+    is_power = scale_place.tensor.dtype == "uint8"
+    if is_power:
+        scale = np.exp2(scale - np.float32(127))
+    whole = _whole(places.get(global_key))
+    if whole is not None and whole.size == 1:
+        by = whole.reshape(()).item()
+        scale = scale * np.float32(by) if global_key.endswith("_2") else scale / np.float32(by or 1)
+    real = (*shape[:-1], shape[-1] * 2)
+    own = _spread(scale, real, None)
+    if own is None:
+        return None
+    keys = tuple(name for name in (key, scale_key, global_key) if name in places)
+    return Quantised(weight, keys, real, "MXFP4" if is_power else "NVFP4", _rows_of_fp4(place, shape, own))
+
+
+def _rows_of_fp4(place: Place, shape: Shape, scale: Callable[[int, int], Matrix]) -> Callable[[int, int], Rows | None]:
+    def rows(first: int, last: int) -> Rows | None:
+        pairs = place.rows(first, last, shape)
+        if pairs is None:
+            return None
+        codes = np.stack([pairs & 15, pairs >> 4], axis=-1).reshape(len(pairs), -1)
+        by, size = scale(first, last), codes & 7
+        values = np.where(codes > 7, -_FP4[size], _FP4[size])
+        return Rows(values * by, _HALF_FP4[size] * np.abs(by), size == 7)
+
+    return rows
+
+
+def _blocks(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | None:
+    """MXFP4 as gpt-oss stores it: `_blocks` [..., groups, 16] and `_scales` [..., groups]."""
+    weight = key.removesuffix("_blocks")
+    shape = place.tensor.global_shape
+    scale = _whole(places.get(f"{weight}_scales"))
+    if weight == key or scale is None or len(shape) < 3 or scale.shape != shape[:-1]:
+        return None
+    joined = *shape[:-2], shape[-2] * shape[-1]
+    real = *joined[:-1], joined[-1] * 2
+    own = _spread(np.exp2(scale - np.float32(127)), real, None)
+    if own is None:
+        return None
+    return Quantised(weight, (key, f"{weight}_scales"), real, "MXFP4", _rows_of_fp4(place, joined, own))
+
+
+def _transposed(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | None:
+    """`qweight` of GPTQ, packed along its rows, or of AWQ, packed along its columns: both are [in, out]."""
+    if not key.endswith(".qweight"):
+        return None
+    home = key.removesuffix("qweight")
+    scales, zero_place = _whole(places.get(f"{home}scales")), places.get(f"{home}qzeros")
+    words, zeros = _words(place), None if zero_place is None else _words(zero_place)
+    if scales is None or scales.ndim != 2 or words is None or zeros is None or not scales.size:
+        return None
+    groups, out = scales.shape
+    bits = zeros.shape[1] * 32 // out
+    if not 1 <= bits <= 8 or len(zeros) != groups:
+        return None
+    is_awq = words.shape[1] == zeros.shape[1] and bits < 32 and words.shape[1] != out
+    width = len(words) if is_awq else len(words) * 32 // bits
+    kept = unpacked(zeros, bits)
+    if is_awq:
+        shift = _in_order(kept, bits)
+    else:  # gptqmodel 7.7: the older format holds the zero point less one
+        is_second = _option(place, "checkpoint_format") == "gptq_v2"
+        shift = kept if is_second else (kept + 1) & (1 << bits) - 1
+    size = -(-width // groups)
+    index = _whole(places.get(f"{home}g_idx"))
+    group = np.arange(width) // size
+    if index is not None and index.shape == (width,) and index.min() >= 0 and index.max() < groups:
+        group = index.astype(np.int64)
+
+    def rows(first: int, last: int) -> Rows | None:
+        if is_awq:
+            each = 32 // bits
+            begin = first // each
+            codes = _in_order(unpacked(words[:, begin : -(-last // each)], bits), bits)
+            codes = codes[:, first - begin * each : last - begin * each].T
+        else:
+            codes = unpacked(np.ascontiguousarray(words[:, first:last].T), bits)[:, :width]
+        by = scales[group, first:last].T
+        values = (codes - shift[group, first:last].T).astype(np.float32)
+        return Rows(values * by, np.abs(by) * np.float32(0.5), _is_end(codes, bits))
+
+    keys = tuple(name for part in ("qweight", "qzeros", "scales", "g_idx") if (name := home + part) in places)
+    scheme = f"{'AWQ' if is_awq else 'GPTQ'}, {bits} bits, groups of {size}"
+    return Quantised(f"{home}weight", keys, (out, width), scheme, rows)
+
+
+def _in_order(codes: Codes, bits: int) -> Codes:
+    """The columns of AWQ in their order: eight of four bits share a word, the even ones first."""
+    if bits != 4:
+        return codes
+    return codes.reshape(len(codes), -1, 8)[:, :, _AWQ].reshape(len(codes), -1)
