@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import click
 
-from ckptlint.commands.shared import ENVIRONMENT, described, opened, progress, show_text, terminal_style
+from ckptlint.commands.shared import ENVIRONMENT, described, opened, progress, show_text, terminal_style, write_file
 from ckptlint.lint.differences import differences
 from ckptlint.reporters.diff import as_json, as_text
 from ckptlint.reporters.style import JSON_ESCAPE, inert
@@ -20,6 +21,7 @@ from ckptlint.reporters.style import JSON_ESCAPE, inert
 @click.option("--select", multiple=True, metavar="KEY", help="With --values, the tensors to compare, a glob.")
 @click.option("--ignore", multiple=True, metavar="KEY", help="With --values, tensors to leave out, as glob.")
 @click.option("--adapter", metavar="DIR", help="With --values, a LoRA adapter: NEW should be OLD with it merged in.")
+@click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="With --values, also write a page.")
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
 def diff(
@@ -30,6 +32,7 @@ def diff(
     select: tuple[str, ...],
     ignore: tuple[str, ...],
     adapter: str | None,
+    html: Path | None,
     format_: str,
     color: str,
 ) -> None:
@@ -40,8 +43,8 @@ def diff(
     Exit codes: 0 the same (with --values: proven), 1 different, or one is unsafe or unreadable, 2 wrong use, 3 no
     checkpoint there, 4 not read.
     """
-    if not values and (select or ignore or adapter):
-        raise click.UsageError("--select, --ignore and --adapter go with --values")
+    if not values and (select or ignore or adapter or html):
+        raise click.UsageError("--select, --ignore, --adapter and --html go with --values")
     style = terminal_style(color, False, 0, 0, False)
     if values:
         from ckptlint.lint.values import compared_values
@@ -53,6 +56,10 @@ def diff(
             held = compared_values(sides[0], sides[1], select, ignore, merged)
         text = values_as_json(held, (old, new)) if format_ == "json" else values_as_text(held, style)
         exit_code = held.exit_code
+        if html is not None:
+            from ckptlint.reporters.html.values_page import render
+
+            write_file(html, render(held, (old, new)))
     else:
         found = differences(described(old), described(new), layout)
         text, exit_code = as_json(found) if format_ == "json" else as_text(found, style), found.exit_code

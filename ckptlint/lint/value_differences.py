@@ -235,7 +235,7 @@ class _Line:
         a, b = one.astype(np.float64), two.astype(np.float64)
         if self.fitting is None:
             at = int(np.argmax(np.abs(a)))
-            if len(a) < _FEW or not np.isfinite(b[at]) or not a[at] or a[at] == b[at] or a.min() == a.max():
+            if len(a) < _FEW or not np.isfinite(b[at]) or not a[at] or a[at] == b[at] or b.min() == b.max():
                 self.fitting = []
                 return
             self.fitting = [("times", float(b[at] / a[at]), np.multiply), ("plus", float(b[at] - a[at]), np.add)]
@@ -244,7 +244,7 @@ class _Line:
                 (word, value, apply)
                 for word, value, apply in self.fitting
                 if value
-                and bool((np.abs(apply(a, value) - b) <= _ROUNDING[dtype] * (np.abs(a) + np.abs(b) + abs(value))).all())
+                and bool((np.abs((made := apply(a, value)) - b) <= _ROUNDING[dtype] * (np.abs(made) + np.abs(b))).all())
             ]
 
     @property

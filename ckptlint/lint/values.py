@@ -16,6 +16,7 @@ from ckptlint.lint.differences import differences
 from ckptlint.lint.merges import with_merges
 from ckptlint.lint.quantised import with_quantised
 from ckptlint.lint.sides import Opened
+from ckptlint.lint.updates import Update, updates, weights_of
 from ckptlint.lint.value_differences import second_look
 from ckptlint.model import Tensor
 from ckptlint.model.text import plural, printable, some
@@ -36,12 +37,14 @@ class Values:
         old, new: key -> tensor.
         matches: what they have to do with each other.
         sentences: what stood in the way of reading a side.
+        updates: how far each weight moved, where the sides are two steps of a run.
     """
 
     old: Mapping[str, Side]
     new: Mapping[str, Side]
     matches: Sequence[Match]
     sentences: tuple[str, ...] = ()
+    updates: Sequence[Update] = ()
 
     @property
     def is_read(self) -> bool:
@@ -105,7 +108,8 @@ def compared_values(
     found = with_quantised(found, (places[0], places[1]))
     if adapter:
         found = with_merges(found, (places[0], places[1]), adapter)
-    return Values(read[0], read[1], found, tuple(sentences))
+    moved = [] if adapter else updates(found, weights_of(new))
+    return Values(read[0], read[1], found, tuple(sentences), moved)
 
 
 def _chosen(side: Sequence[Opened], select: Sequence[str], ignore: Sequence[str]) -> list[Opened]:

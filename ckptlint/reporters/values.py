@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from math import isfinite, prod
 
+from tabulate import tabulate
+
 from ckptlint.analysis.same_values.facts import Match, Relation
+from ckptlint.lint.updates import Update, short_names
 from ckptlint.lint.values import Values
 from ckptlint.model.text import braces, human_bytes, plural
 from ckptlint.reporters.style import Style, cut
 from ckptlint.vocabulary.dtypes import ITEM_BITS
-from ckptlint.vocabulary.keys import role
+from ckptlint.vocabulary.keys import parse, role
 
 VALUES_SCHEMA = "ckptlint.values/1"
 
@@ -46,13 +50,95 @@ _PATTERNS = 12
 def values_as_text(found: Values, style: Style) -> str:
     """A line for each group of tensors that are alike, and a last line that a gate can trust."""
     lines = []
-    for relation, words in _WORDS.items():
-        groups = _groups([match for match in found.matches if match.relation == relation])
-        for members in groups[:_PATTERNS]:
+    for words, groups, left in groups_of(found):
+        for members in groups:
             lines += _lines(words, members, found, style)
-        if len(groups) > _PATTERNS:
-            lines.append(f"{words:{_WIDTH}}{len(groups) - _PATTERNS:,} more patterns (--format json has all)")
+        if left:
+            lines.append(f"{words:{_WIDTH}}{left:,} more patterns (--format json has all)")
+    lines += _moved(found.updates, style)
     return "\n".join([*lines, "", *_verdict(found, style)]) + "\n"
+
+
+def _moved(updates: Sequence[Update], style: Style) -> list[str]:
+    """How far the weights of a run moved, kind by kind."""
+    if not updates:
+        return []
+    head, *still = moved_sentences(updates)
+    table = tabulate(_rows(updates), MOVED_HEAD, tablefmt="plain").splitlines()
+    lines = ["", *style.wrap(f"{head}:", "", ""), "", *table, ""]
+    return [*lines, *(line for sentence in still for line in style.wrap(sentence, "  ", ""))]
+
+
+def moved_sentences(updates: Sequence[Update]) -> list[str]:
+    """How many weights moved, and which did not."""
+    count = sum(update.change > 0 for update in updates)
+    told = [f"{plural(count, 'weight')} moved; by how much, as the norm of the difference relative to the weight's"]
+    still = [update for update in updates if not update.change]
+    trained = [update.fqn for update in still if update.is_trained]
+    if still:
+        names = ", ".join(map(cut, braces(update.fqn for update in still)))
+        told.append(f"{plural(len(still), 'weight')} did not move: {names}")
+    if trained:
+        held = ", ".join(map(cut, braces(trained)))
+        told.append(f"The optimizer holds state for {len(trained):,} of them: {held}")
+    return told
+
+
+def _rows(updates: Sequence[Update]) -> list[tuple[str, ...]]:
+    """Kind, least change, median and most, each with the layer."""
+    by_kind = kinds_of(updates)
+    names = short_names(by_kind)
+    rows: list[tuple[str, ...]] = []
+    for kind, members in by_kind.items():
+        changes = sorted((update.change, -1 if update.layer is None else update.layer) for update in members)
+        least, most = changes[0], changes[-1]
+        rows.append(
+            (
+                cut(names[kind]),
+                change_text(least[0]) + (f" (layer {least[1]})" if len(members) > 1 else ""),
+                change_text(changes[len(changes) // 2][0]) if len(members) > 1 else "",
+                change_text(most[0]) + f" (layer {most[1]})" if len(members) > 1 else "",
+            )
+        )
+    return rows
+
+
+def kinds_of(updates: Sequence[Update]) -> dict[str, list[Update]]:
+    """Kind -> the weights of it."""
+    found: dict[str, list[Update]] = defaultdict(list)
+    for update in updates:
+        found[update.kind].append(update)
+    return found
+
+
+MOVED_HEAD = ("weights", "least", "median", "most")
+
+
+def change_text(value: float) -> str:
+    """A change with two digits."""
+    return f"{value:.2g}" if value else "0"
+
+
+def groups_of(found: Values) -> Iterator[tuple[str, list[list[Match]], int]]:
+    """What tensors have to do with each other, in words, with the groups that are alike, and how many are left out.
+
+    Of two steps of a run, the weights that moved are left to the table, and the state of the job is one group.
+    """
+    moved = {update.fqn for update in found.updates if update.change}
+    for relation, words in _WORDS.items():
+        members = [m for m in found.matches if m.relation == relation and not (m.old and m.old[0] in moved)]
+        state: list[str] = []
+        if moved and relation == "differ":
+            state = [match.old[0] for match in members if parse(match.old[0]).kind != "model"]
+            members = [match for match in members if parse(match.old[0]).kind == "model"]
+        groups = _groups(members)
+        if state:
+            groups = [[Match("differ", tuple(state), (), False, STATE)], *groups]
+        if groups:
+            yield words, groups[:_PATTERNS], len(groups[_PATTERNS:])
+
+
+STATE = "state of the optimizer and of the job"
 
 
 def _groups(matches: list[Match]) -> list[list[Match]]:
@@ -63,50 +149,58 @@ def _groups(matches: list[Match]) -> list[list[Match]]:
     return list(alike.values())
 
 
-def _lines(words: str, members: list[Match], found: Values, style: Style) -> list[str]:
+def sentence_of(members: list[Match], found: Values) -> tuple[str, list[str]]:
+    """How many tensors a group has, which these are, and what else is to be said of them."""
     first = members[0]
     sides = [braces(name for match in members for name in getattr(match, side)) for side in ("old", "new")]
-    count = sum(max(len(match.old), 1) for match in members)
-    size = sum(
-        prod(found.old[name].shape) * ITEM_BITS.get(found.old[name].dtype, 0) // 8
-        for match in members
-        for name in match.old
-        if name in found.old
-    )
+    held = [name for match in members for name in match.old]
+    count = plural(len(held) or len(members), "tensor")
     if first.relation == "equal":
-        return [f"{words:{_WIDTH}}{plural(count, 'tensor')}, {human_bytes(size)}"]
+        size = sum(volume_of(found, name) for name in held)
+        return f"{count}, {human_bytes(size)}", []
     if first.relation == "absent":
         where = "only in the old one" if first.old else "only in the new one"
-        names = ", ".join(map(cut, sides[0] or sides[1]))
-        return style.wrap(f"{words:{_WIDTH}}{plural(len(members), 'tensor')}: {names} ({where})", " " * _WIDTH, "")
-    if first.relation == "rounded":
-        return [f"{words:{_WIDTH}}{plural(count, 'tensor')}: {first.what}"]
-    names = " -> ".join(dict.fromkeys(", ".join(map(cut, side)) for side in sides if side))
-    text = f"{words:{_WIDTH}}{plural(count, 'tensor')}: {names}"
-    lines = style.wrap(text, " " * _WIDTH, "")
+        return f"{plural(len(members), 'tensor')}: {', '.join(map(cut, sides[0] or sides[1]))} ({where})", []
+    if first.relation == "rounded" or first.what == STATE:
+        return f"{count}: {first.what}", []
     notes = [first.what, *first.notes]
     changes = sorted(match.change for match in members if isfinite(match.change))
-    if changes and not first.notes:
+    if changes and not first.notes and first.relation == "differ":
         to = f" to {changes[-1]:.2g}" if len(changes) > 1 else ""
         notes.append(f"every row; the norm of the difference is {changes[0]:.2g}{to} of the old one's")
-    for note in filter(None, notes):
+    names = " -> ".join(dict.fromkeys(", ".join(map(cut, side)) for side in sides if side))
+    return f"{count}: {names}", [note for note in notes if note]
+
+
+def volume_of(found: Values, name: str) -> int:
+    """Bytes of a tensor of the old side."""
+    side = found.old.get(name)
+    return prod(side.shape) * ITEM_BITS.get(side.dtype, 0) // 8 if side is not None else 0
+
+
+def _lines(words: str, members: list[Match], found: Values, style: Style) -> list[str]:
+    sentence, notes = sentence_of(members, found)
+    lines = style.wrap(f"{words:{_WIDTH}}{sentence}", " " * _WIDTH, "")
+    for note in notes:
         lines += style.wrap(note, " " * (_WIDTH + 2), " " * _WIDTH)
     return lines
 
 
-def _verdict(found: Values, style: Style) -> list[str]:
+def verdict_of(found: Values) -> tuple[str, str]:
+    """`Proven` or `Not proven`, and the rest of the sentence."""
     count, whole = found.proven
+    if found.exit_code == 0:
+        return "Proven", f"{plural(count, 'tensor')} of {whole:,} hold the same values."
     lacking = (match for match in found.matches if not match.is_proven)
     kinds = Counter("order" if match.relation in _ORDERS else match.relation for match in lacking)
     rest = [f"{kinds[kind]:,} {text}" for kind, text in _REST.items() if kinds[kind]]
-    lines = [*found.sentences[:_PATTERNS]]
-    if found.exit_code == 0:
-        return [
-            *lines,
-            style.paint("Proven", "good") + f": {plural(count, 'tensor')} of {whole:,} hold the same values.",
-        ]
-    head = style.paint("Not proven", "error")
-    return [*lines, f"{head}: {count:,} of {plural(whole, 'tensor')} hold the same values; {', '.join(rest)}."]
+    return "Not proven", f"{count:,} of {plural(whole, 'tensor')} hold the same values; {', '.join(rest)}."
+
+
+def _verdict(found: Values, style: Style) -> list[str]:
+    word, sentence = verdict_of(found)
+    told = f"{style.paint(word, 'error' if found.exit_code else 'good')}: {sentence}"
+    return [*found.sentences[:_PATTERNS], *style.wrap(told, "", "")]
 
 
 def values_as_json(found: Values, paths: tuple[str, str]) -> str:
@@ -129,8 +223,12 @@ def values_as_json(found: Values, paths: tuple[str, str]) -> str:
                 "what": match.what or None,
                 "notes": list(match.notes),
                 "change": match.change if isfinite(match.change) else None,
+                "cosine": match.cosine if isfinite(match.cosine) else None,
             }
             for match in found.matches
+        ],
+        "did_not_move": [
+            {"tensor": update.fqn, "trained": update.is_trained} for update in found.updates if not update.change
         ],
     }
     return json.dumps(document, indent=2) + "\n"
