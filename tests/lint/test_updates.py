@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckptlint
 from ckptlint.lint.updates import short_names
+from ckptlint.lint.values import Values
 
 FROZEN, STUCK = "model.layers.1.up.weight", "model.layers.3.up.weight"
 
@@ -96,7 +97,7 @@ def test_the_table_and_the_page(steps: tuple[Path, Path], tmp_path: Path) -> Non
 
 def test_two_sides_that_are_no_steps_have_no_table(steps: tuple[Path, Path]) -> None:
     same = ckptlint.diff(steps[0], steps[0], values=True)
-    assert isinstance(same, ckptlint.Values)
+    assert isinstance(same, Values)
     assert (same.exit_code, list(same.updates)) == (0, [])
 
 

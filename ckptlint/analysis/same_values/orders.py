@@ -106,11 +106,27 @@ def _of_parts(parts: Sequence[tuple[str, Words]], source: IntArray) -> Order:
         return Order(False, "in an order that no known conversion makes", (f"{plural(len(begins), 'run')} of rows",))
     named = [_role_of(parts[number][0]) for number in cycle]
     known = [role for role in (*_ATTENTION, *_HALVES) if role in named]
-    is_known = named == known if all(named) else cycle == sorted(cycle)
     text = "one after the other" if groups == 1 else f"in {groups:,} groups"
+    if all(named):
+        each = len(named) // len(known)
+        is_known = _is_ascending(cycle, named) and named in (
+            known * each,
+            [role for role in known for _ in range(each)],
+        )
+        text = f"{' and '.join(known)} of each expert in turn" if each > 1 and named == known * each else text
+    else:
+        is_known = cycle == sorted(cycle)
     if not is_known:
         return Order(False, f"{text}, but {', '.join(name or '?' for name in named)} in this order")
     return Order(True, text)
+
+
+def _is_ascending(cycle: Sequence[int], named: Sequence[str]) -> bool:
+    """Whether the parts of each role come in the order of their numbers."""
+    return all(
+        (own := [number for number, role in zip(cycle, named, strict=True) if role == name]) == sorted(own)
+        for name in {*named}
+    )
 
 
 def _role_of(name: str) -> str:
