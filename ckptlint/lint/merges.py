@@ -86,7 +86,7 @@ class _Adapter:
     def tensor(self, key: str) -> Matrix | None:
         """A whole tensor of it as float32, in its shape; None where it cannot be read."""
         place = self.places[key]
-        shape = place.tensor.global_shape
+        shape = place.shape
         rows = prod(shape[:-1]) if len(shape) > 1 else prod(shape)
         bits = place.rows(0, rows)
         found = None if bits is None else numbers(bits, place.tensor.dtype)
@@ -167,7 +167,7 @@ def _targets(adapter: _Adapter, base: Places) -> Iterator[list[_Target]]:
         bias = factors.keys["B"].removesuffix("weight") + "bias"
         key = _key(f"{_module(factors)}.bias", base, endings)
         added = adapter.tensor(bias) if bias in adapter.places else None
-        if key and added is not None and base[key].tensor.global_shape == added.shape:
+        if key and added is not None and base[key].shape == added.shape:
             adapter.used.add(bias)
             yield [_Target(key, (len(added), 1), (_Block(0, added[:, None] * np.float32(scale), _ONE),))]
 
@@ -208,7 +208,7 @@ def _stacked(module: str, base: Places) -> list[str]:
     return [
         key
         for key, place in base.items()
-        if f"{module}." in key and len(place.tensor.global_shape) == 3 and "." not in key.rpartition(f"{module}.")[2]
+        if f"{module}." in key and len(place.shape) == 3 and "." not in key.rpartition(f"{module}.")[2]
     ]
 
 
@@ -219,7 +219,7 @@ def _rank(a: Matrix, factors: Factors, base: Places, endings: Mapping[str, str])
         return len(a)
     module = _home(module, base)
     stacked = _stacked(module, base)
-    count = base[stacked[0]].tensor.global_shape[0] if stacked else max(len(_experts(module, base)), 1)
+    count = base[stacked[0]].shape[0] if stacked else max(len(_experts(module, base)), 1)
     return len(a) // count
 
 
@@ -233,7 +233,7 @@ def _meant(
     if not key:
         yield from _of_experts(_home(module, base), a, b, base)
         return
-    shape = base[key].tensor.global_shape
+    shape = base[key].shape
     flat = a.reshape(len(a), -1), b.reshape(-1, b.shape[1])
     magnitudes = adapter.tensor(factors.keys["magnitude"]) if "magnitude" in factors.keys else None
     magnitudes = None if magnitudes is None else magnitudes.reshape(-1)
@@ -246,7 +246,7 @@ def _meant(
 
 def _of_experts(module: str, a: Matrix, b: Matrix, base: Places) -> Iterator[_Target | list[_Target]]:
     """Factors for many experts at once: of tensors that hold them all, or of one tensor for each."""
-    stacked = [(key, base[key].tensor.global_shape) for key in _stacked(module, base)]
+    stacked = [(key, base[key].shape) for key in _stacked(module, base)]
     options = []
     for key, shape in stacked:
         count, one, two = shape
@@ -264,14 +264,14 @@ def _of_experts(module: str, a: Matrix, b: Matrix, base: Places) -> Iterator[_Ta
     if stacked or not experts or [*sorted(experts)] != [*range(len(experts))] or len(a) % len(experts):
         return
     for number, (left, right) in enumerate(_of_each(a, b, len(experts))):
-        sizes = [(key, base[key].tensor.global_shape) for key in sorted(experts[number], key=_gate_first)]
+        sizes = [(key, base[key].shape) for key in sorted(experts[number], key=_gate_first)]
         whole = [key for key, shape in sizes if shape == (len(left), right.shape[1])]
         halves = [key for key, shape in sizes if shape == (len(left) // 2, right.shape[1])]
         if whole:
-            yield [_Target(key, base[key].tensor.global_shape, (_Block(0, left, right),)) for key in whole]
+            yield [_Target(key, base[key].shape, (_Block(0, left, right),)) for key in whole]
         elif len(halves) == 2:
             for key, part in zip(halves, np.split(left, 2), strict=True):
-                yield _Target(key, base[key].tensor.global_shape, (_Block(0, part, right),))
+                yield _Target(key, base[key].shape, (_Block(0, part, right),))
 
 
 def _gate_first(key: str) -> tuple[bool, str]:
@@ -408,15 +408,15 @@ def _saved(adapter: _Adapter, base: Places) -> Iterator[tuple[str, str, Expected
                 yield key, fqn, partial(_with_tokens, base[fqn], dict(zip(adapter.config.tokens, rows, strict=True)))
             continue
         fqn = _key(name, base, endings)
-        if fqn and base[fqn].tensor.global_shape == kept.tensor.global_shape:
-            yield key, fqn, partial(_numbers, kept, shape=kept.tensor.global_shape)
+        if fqn and base[fqn].shape == kept.shape:
+            yield key, fqn, partial(_numbers, kept, shape=kept.shape)
 
 
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 
 
 def _with_tokens(base: Place, tokens: Mapping[int, Matrix], first: int, last: int) -> Matrix | None:
-    rows = _numbers(base, first, last, base.tensor.global_shape)
+    rows = _numbers(base, first, last, base.shape)
     for token, row in tokens.items():
         if rows is not None and first <= token < last and row.shape == rows.shape[1:]:
             rows[token - first] = row
@@ -425,7 +425,7 @@ def _with_tokens(base: Place, tokens: Mapping[int, Matrix], first: int, last: in
 
 def _replaced(match: Match, expected: Expected, new: Place) -> Match:
     """The match of a tensor that the adapter holds whole."""
-    shape = new.tensor.global_shape
+    shape = new.shape
     slices, per, width = matrix(shape)
     step = max(_TILE // max(width, 1), 1)
     for first in range(0, slices * per, step):

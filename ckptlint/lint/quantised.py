@@ -79,7 +79,7 @@ class _Seen:
 def _judge(quantised: Quantised, other: Place, key: str) -> Match:
     """The match of a quantised weight, taken for the old side."""
     names = quantised.keys, (key,)
-    shape, own = quantised.shape, other.tensor.global_shape
+    shape, own = quantised.shape, other.shape
     is_turned = shape != own and shape[:-2] == own[:-2] and shape[-2:] == own[:-3:-1]
     if shape != own and not is_turned:
         return Match("differ", *names, False, f"shape {[*shape]} and {[*own]}")

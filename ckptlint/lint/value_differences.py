@@ -94,19 +94,22 @@ def _shown(rows: IntArray) -> str:
 
 
 def _of_chunks(rows: IntArray, columns: IntArray, place: Place) -> str:
-    tensor = place.tensor
-    shape = tensor.global_shape
+    tensor, shape = place.tensor, place.shape
     if not shape or len(tensor.chunks) < 2:
         return ""
+    skip = len(tensor.global_shape) - len(shape)  # the axis of the layers
     middle, is_flat = prod(shape[1:-1]), len(shape) == 1
     left, names = len(rows) * len(columns), []
     for row in np.flatnonzero(tensor.layout.live).tolist():
         box = tensor.layout.box(row)
-        top, bottom = box.offsets[0] * middle, (box.offsets[0] + box.sizes[0]) * middle
-        start, stop = (0, 1) if is_flat else (box.offsets[-1], box.offsets[-1] + box.sizes[-1])
+        offsets, sizes = box.offsets[skip:], box.sizes[skip:]
+        if place.layer is not None and not 0 <= place.layer - box.offsets[0] < box.sizes[0]:
+            continue
+        top, bottom = offsets[0] * middle, (offsets[0] + sizes[0]) * middle
+        start, stop = (0, 1) if is_flat else (offsets[-1], offsets[-1] + sizes[-1])
         held = np.searchsorted(rows, [top, bottom]), np.searchsorted(columns, [start, stop])
         if bottom > top and stop > start and int(np.diff(held[0])[0]) == bottom - top:
-            if int(np.diff(held[1])[0]) != stop - start or box.sizes[1:-1] != shape[1:-1]:
+            if int(np.diff(held[1])[0]) != stop - start or sizes[1:-1] != shape[1:-1]:
                 continue
             file = place.ckpt.chunk_file(tensor, row)
             rank = rank_of(file)

@@ -16,6 +16,7 @@ from ckptlint.lint.differences import differences
 from ckptlint.lint.merges import with_merges
 from ckptlint.lint.quantised import with_quantised
 from ckptlint.lint.sides import Opened
+from ckptlint.lint.stacked import layer_by_layer, stacked
 from ckptlint.lint.updates import Update, updates, weights_of
 from ckptlint.lint.value_differences import second_look
 from ckptlint.model import Tensor
@@ -24,7 +25,8 @@ from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading
 from ckptlint.payload.regions import Place
 from ckptlint.seals.words import Shape, TensorWords, can_be_rounded, digest
-from ckptlint.vocabulary.dtypes import ITEM_BITS
+from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
+from ckptlint.vocabulary.keys import COMPUTED, parse
 
 _NARROW = ("float32", "float16", "bfloat16")
 
@@ -38,6 +40,7 @@ class Values:
         matches: what they have to do with each other.
         sentences: what stood in the way of reading a side.
         updates: how far each weight moved, where the sides are two steps of a run.
+        lone: weights that the other side has nothing of, though it has others: no buffers, no copies of other weights.
     """
 
     old: Mapping[str, Side]
@@ -45,6 +48,7 @@ class Values:
     matches: Sequence[Match]
     sentences: tuple[str, ...] = ()
     updates: Sequence[Update] = ()
+    lone: Sequence[str] = ()
 
     @property
     def is_read(self) -> bool:
@@ -60,10 +64,10 @@ class Values:
 
     @property
     def exit_code(self) -> int:
-        """0 where all values of the smaller side are proven, 4 where something was not read, else 1."""
+        """0 where all weights and all values of the smaller side are proven, 4 where something was not read, else 1."""
         count, whole = self.proven
         is_unmerged = any(match.relation == "unmerged" for match in self.matches)
-        return 4 if not self.is_read else int(count < whole or not whole or is_unmerged)
+        return 4 if not self.is_read else int(count < whole or not whole or is_unmerged or bool(self.lone))
 
 
 def compared_values(
@@ -89,27 +93,56 @@ def compared_values(
     sides = [_tensors(old), _tensors(new)]
     pairs = {name: name for name in sides[0] if name in sides[1]} | dict(renamed)
     back = {other: name for name, other in pairs.items()}
+    blocks = [stacked(side, there) for side, there in ((old, sides[1]), (new, sides[0]))]
     read: list[dict[str, Side]] = []
     places: list[dict[str, Place]] = []
     sentences: list[str] = []
-    for own, there, names, opened in ((sides[0], sides[1], pairs, old), (sides[1], sides[0], back, new)):
+    for own, there, names, opened, block in (
+        (sides[0], sides[1], pairs, old, blocks[0]),
+        (sides[1], sides[0], back, new, blocks[1]),
+    ):
         wanted = {}
         others = {there[name].dtype for name in there.keys() - {*names.values()}}
         for name, tensor in own.items():
             other = there.get(names.get(name, ""))
             dtypes = others if other is None else {other.dtype}
-            wanted[name] = _words(tensor, None if other is None else other, dtypes)
+            wanted[name] = _words(tensor, None if other is None else other, dtypes, name in block)
         made, where, told = _read(opened, own, wanted)
-        read.append(made)
-        places.append(where)
+        apart = layer_by_layer(made, where, block)
+        read.append(apart[0])
+        places.append(apart[1])
         sentences += told
-    found = matches(read[0], read[1], renamed)
+    known = {name: other for name, other in renamed.items() if name in read[0] and other in read[1]}
+    found = matches(read[0], read[1], known)
     found = second_look(found, (read[0], read[1]), (places[0], places[1]), default_reading(Depth.DATA).jobs)
     found = with_quantised(found, (places[0], places[1]))
     if adapter:
         found = with_merges(found, (places[0], places[1]), adapter)
     moved = [] if adapter else updates(found, weights_of(new))
-    return Values(read[0], read[1], found, tuple(sentences), moved)
+    lone = _lone(found, (read[0], read[1]))
+    return Values(read[0], read[1], found, tuple(sentences), moved, lone)
+
+
+def _lone(found: Sequence[Match], sides: tuple[Mapping[str, Side], Mapping[str, Side]]) -> list[str]:
+    """The weights of a side of which the other one has nothing."""
+    lone = []
+    for number in (0, 1):
+        proven = {name for match in found if match.is_proven for name in (match.old, match.new)[number]}
+        held = {_content(side) for name, side in sides[number].items() if name in proven and side.is_read}
+        for match in found:
+            names = (match.old, match.new)[number]
+            if match.relation != "absent" or not names or not proven:
+                continue
+            side = sides[number][names[0]]
+            key = parse(side.fqn)
+            is_weight = key.kind == "model" and side.dtype in FLOATS and side.fqn.rpartition(".")[2] not in COMPUTED
+            if is_weight and not side.is_dull and _content(side) not in held:
+                lone.append(side.fqn)
+    return lone
+
+
+def _content(side: Side) -> tuple[str, int]:
+    return side.dtype, digest(side.words[side.dtype].rows)
 
 
 def _chosen(side: Sequence[Opened], select: Sequence[str], ignore: Sequence[str]) -> list[Opened]:
@@ -168,16 +201,18 @@ def _tensors(side: Sequence[Opened]) -> dict[str, Tensor]:
     return found
 
 
-def _words(tensor: Tensor, other: Tensor | None, dtypes: set[str]) -> tuple[TensorWords, ...]:
+def _words(tensor: Tensor, other: Tensor | None, dtypes: set[str], is_stacked: bool = False) -> tuple[TensorWords, ...]:
     """What gathers the words of a tensor: in its own dtype, and rounded to narrower ones of the other side.
 
-    A flat tensor is looked at in the shape that its elements have there.
+    A flat tensor is looked at in the shape that its elements have there; vectors of all layers one by one.
     """
     if not tensor.is_tiled or ITEM_BITS.get(tensor.dtype, 0) % 8 or tensor.dtype not in ITEM_BITS:
         return ()
     shape: Shape = tensor.global_shape
     if other is not None and prod(other.global_shape) == prod(shape) and len(shape) == 1:
         shape = other.global_shape
+    elif is_stacked and len(shape) == 2:
+        shape = (*shape, 1)
     narrower = [dtype for dtype in _NARROW if dtype in dtypes and can_be_rounded(tensor.dtype, dtype)]
     return tuple(TensorWords(shape, dtype) for dtype in (tensor.dtype, *narrower))
 

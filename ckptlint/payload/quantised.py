@@ -80,21 +80,19 @@ def quantised_of(places: Mapping[str, Place]) -> Iterator[Quantised]:
 
 def _whole(place: Place | None) -> Matrix | None:
     """A whole tensor as float32 in its shape; None where it cannot be read or is too large for a part."""
-    if place is None or prod(place.tensor.global_shape) > _LARGEST:
+    if place is None or prod(place.shape) > _LARGEST:
         return None
-    slices, per, _ = matrix(place.tensor.global_shape)
+    slices, per, _ = matrix(place.shape)
     bits = place.rows(0, slices * per)
     found = None if bits is None else numbers(bits, place.tensor.dtype)
     if found is None:
         return None
-    return (
-        np.asarray(found, np.float32).reshape(-1)[: prod(place.tensor.global_shape)].reshape(place.tensor.global_shape)
-    )
+    return np.asarray(found, np.float32).reshape(-1)[: prod(place.shape)].reshape(place.shape)
 
 
 def _words(place: Place) -> npt.NDArray[np.uint32] | None:
     """A whole matrix of int32 as unsigned words."""
-    shape = place.tensor.global_shape
+    shape = place.shape
     if place.tensor.dtype not in ("int32", "uint32") or len(shape) != 2 or prod(shape) > _LARGEST:
         return None
     bits = place.rows(0, shape[0])
@@ -163,7 +161,7 @@ def _in_words(scale: Matrix, shape: Shape) -> str:
 
 def _scaled(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | None:
     """Floats of 8 bits or int8 with scales beside them."""
-    dtype, shape = place.tensor.dtype, place.tensor.global_shape
+    dtype, shape = place.tensor.dtype, place.shape
     is_float = dtype in ENCODINGS and dtype.startswith("float8")
     if not (is_float or dtype == "int8") or len(shape) < 2:
         return None
@@ -241,7 +239,7 @@ def _packed(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | 
     if sizes is None or scale is None or sizes.shape != (2,) or place.tensor.dtype != "int32":
         return None
     shape = int(sizes[0]), int(sizes[1])
-    height, width = (*place.tensor.global_shape, 0, 0)[:2]
+    height, width = (*place.shape, 0, 0)[:2]
     bits = width * 32 // max(shape[1], 1)
     if height != shape[0] or not 1 <= bits <= 8 or -(-shape[1] * bits // 32) != width:
         return None
@@ -288,7 +286,7 @@ def _fp4(
 ) -> Quantised | None:
     """Two FP4 numbers in a byte, the first in the lower half; scales of 32 (MXFP4) or 16 (NVFP4) of them."""
     scale_place = places.get(scale_key)
-    shape = place.tensor.global_shape
+    shape = place.shape
     scale = _whole(scale_place)
     if scale_place is None or scale is None or len(shape) < 2:
         return None
@@ -323,7 +321,7 @@ def _rows_of_fp4(place: Place, shape: Shape, scale: Callable[[int, int], Matrix]
 def _blocks(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | None:
     """MXFP4 as gpt-oss stores it: `_blocks` [..., groups, 16] and `_scales` [..., groups]."""
     weight = key.removesuffix("_blocks")
-    shape = place.tensor.global_shape
+    shape = place.shape
     scale = _whole(places.get(f"{weight}_scales"))
     if weight == key or scale is None or len(shape) < 3 or scale.shape != shape[:-1]:
         return None

@@ -23,11 +23,17 @@ Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A tensor and where its bytes lie."""
+    """A tensor, or one of the layers that are stacked in it, and where its bytes lie."""
 
     folder: Folder
     ckpt: Checkpoint
     tensor: Tensor
+    layer: int | None = None
+
+    @property
+    def shape(self) -> Shape:
+        """Of the tensor, or of the layer in it."""
+        return self.tensor.global_shape[0 if self.layer is None else 1 :]
 
     def rows(self, first: int, last: int, shape: Shape | None = None) -> Bits | None:
         """The rows [first, last), as unsigned words: [rows, columns]; None where the chunks' bytes cannot be told.
@@ -39,8 +45,13 @@ class Place:
             AccessError: a read was refused.
         """
         tensor = self.tensor
-        shape = tensor.global_shape if shape is None else shape
+        shape = self.shape if shape is None else shape
         columns = matrix(shape)[2]
+        if self.layer is not None:
+            top = self.layer * prod(shape) // columns
+            if prod(shape) % columns:
+                return None
+            first, last, shape = first + top, last + top, (tensor.global_shape[0] * prod(shape) // columns, columns)
         if self.ckpt.payload is None or tensor.dtype.startswith("complex") or ITEM_BITS.get(tensor.dtype, 1) % 8:
             return None
         end = min(last * columns, prod(shape))  # the last row of a long vector may be shorter

@@ -40,7 +40,7 @@ _REST = {
     "unmerged": "are not what the adapter makes of the base",
     "differ": "differ",
     "order": "hold the same rows in an order that no known conversion makes",
-    "absent": "have nothing to compare with",
+    "absent": "of one side are not on the other",
     "unread": "could not be read",
 }
 _WIDTH = max(map(len, _WORDS.values())) + 2
@@ -193,6 +193,7 @@ def verdict_of(found: Values) -> tuple[str, str]:
         return "Proven", f"{plural(count, 'tensor')} of {whole:,} hold the same values."
     lacking = (match for match in found.matches if not match.is_proven)
     kinds = Counter("order" if match.relation in _ORDERS else match.relation for match in lacking)
+    kinds["absent"] = len(found.lone) or kinds["absent"] * (count < whole)
     rest = [f"{kinds[kind]:,} {text}" for kind, text in _REST.items() if kinds[kind]]
     return "Not proven", f"{count:,} of {plural(whole, 'tensor')} hold the same values; {', '.join(rest)}."
 
@@ -214,6 +215,7 @@ def values_as_json(found: Values, paths: tuple[str, str]) -> str:
         "exit_code": found.exit_code,
         "tensors": {"proven": count, "of": whole, "old": len(found.old), "new": len(found.new)},
         "problems": list(found.sentences),
+        "lone": list(found.lone),
         "matches": [
             {
                 "relation": match.relation,

@@ -127,6 +127,19 @@ class TensorWords:
                 self.columns[row // per, column : column + width] += totals
             self.count += bits.size
 
+    def layers(self) -> list[TensorWords]:
+        """The words of each part along the first axis, of a tensor that has three axes or more."""
+        count, own = self.shape[0], self.shape[1:]
+        rows, columns = self.rows.reshape(count, -1), self.columns.reshape(count, -1, self.columns.shape[-1])
+        made = []
+        for number in range(count):
+            part = TensorWords(own[:1] if own[1:] == (1,) else own, self.dtype)
+            part.rows = rows[number]
+            part.columns = columns[number] if part.columns.size else part.columns
+            part.count = prod(own) if self.is_whole else 0
+            made.append(part)
+        return made
+
     def scatter(self, bits: Bits, places: Words) -> None:
         """Add elements one by one.
 

@@ -102,6 +102,14 @@ _CLASSES: dict[str, KeyFunction] = {
 }
 
 
+COMPUTED = frozenset(
+    {"inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "freqs_cis", "position_ids", "token_type_ids"}
+    | {"masked_bias", "attn_mask", "causal_mask", "relative_position_index", "embed_positions.weights", "_extra_state"}
+    | {"num_batches_tracked", "running_mean", "running_var", "num_updates"}
+)
+"""Last parts of the names of buffers that a module computes from its configuration, or counts in."""
+
+
 @dataclass(frozen=True, slots=True)
 class Key:
     """A key taken apart.

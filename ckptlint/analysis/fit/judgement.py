@@ -20,7 +20,7 @@ from ckptlint.model.facts import fact
 from ckptlint.rule import NotApplicable
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
-from ckptlint.vocabulary.keys import COPIES, is_adapter, parse, role
+from ckptlint.vocabulary.keys import COMPUTED, COPIES, is_adapter, parse, role
 
 Shape = tuple[int, ...]
 
@@ -30,11 +30,6 @@ _QUANTISED = re.compile(
     r"|nested_quant_map|quant_state\..+|weight_packed|W_q|meta|input_amax|amax|zeros))"
 )
 _QUANTISATION = ("quantization_config", "compression_config", "quantization")
-_COMPUTED = frozenset(
-    {"inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "freqs_cis", "position_ids", "token_type_ids"}
-    | {"masked_bias", "attn_mask", "causal_mask", "relative_position_index", "embed_positions.weights", "_extra_state"}
-    | {"num_batches_tracked", "running_mean", "running_var", "num_updates"}
-)
 _LABELS = frozenset({"id2label"})  # of a classifier, which says itself how many it has
 _WIDE = 8
 _FEW, _MORE = 20_000, 50  # a configuration may imply so many tensors, or so many for each that is stored
@@ -380,7 +375,7 @@ class _Judge:
 def _may_lie_beside(name: str) -> bool:
     """Whether a key that the model does not know is none of its parameters: buffers, copies, adapters."""
     parts = name.split(".")
-    if _COMPUTED & {parts[-1], ".".join(parts[-2:])} or "rotary_emb" in parts:
+    if COMPUTED & {parts[-1], ".".join(parts[-2:])} or "rotary_emb" in parts:
         return True
     if name.endswith((".attn.bias", ".attention.bias")) and parts[-3:-2] and parts[-3].isdecimal():
         return True  # the causal mask of GPT-2 and GPT-NeoX

@@ -79,12 +79,18 @@ def _pair(old: Side, new: Side) -> Match:
         if old.dtype != new.dtype:
             return Match("rounded", *names, True, f"{old.dtype} -> {new.dtype}")
         return Match("renamed" if is_renamed else "equal", *names, True)
-    if matrix(a.shape)[2] == matrix(b.shape)[2] and len(a.rows) != len(b.rows):
+    if _may_be_padded(old) and _may_be_padded(new) and a.shape[1:] == b.shape[1:] and len(a.rows) != len(b.rows):
         few = min(len(a.rows), len(b.rows))
         if np.array_equal(a.rows[:few], b.rows[:few]):
             more = f"{abs(len(a.rows) - len(b.rows)):,} more rows in the {'new' if len(b.rows) > few else 'old'} one"
             return Match("padded", *names, old.fqn != new.fqn, more)
     return Match("differ", *names, False)
+
+
+def _may_be_padded(side: Side) -> bool:
+    """Whether it is a matrix outside of the layers, as embeddings and heads of a vocabulary are."""
+    key = parse(side.fqn)
+    return len(side.shape) == 2 and key.layer is None and not key.is_stacked
 
 
 # ---------------------------------------------------------------- by content

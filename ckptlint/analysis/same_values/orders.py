@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import gcd
 
 import numpy as np
 
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import plural
 from ckptlint.seals.digests import Words
 
 _INTERLEAVED = "the two halves of each head interleaved"
@@ -52,81 +52,90 @@ def order_of(parts: Sequence[tuple[str, Words]], whole: Words) -> Order:
         parts: name and words of the rows of each.
         whole: words of the rows of the other.
     """
-    joined = np.concatenate([words for _, words in parts])
-    source = _sources(joined, whole)
-    if source is None:
-        return Order(False, "some rows are alike, so their order cannot be told")
-    if len(parts) == 1:
-        return _within(source)
-    return _of_parts(parts, source)
+    known = _within(parts[0][1], whole) if len(parts) == 1 else next(_of_parts(parts, whole), None)
+    return known or _unknown(np.concatenate([words for _, words in parts]), whole)
 
 
-def _sources(joined: Words, whole: Words) -> IntArray | None:
-    """int64 [rows], from which row of the parts each row of the whole is; None where rows are alike."""
+def _unknown(joined: Words, whole: Words) -> Order:
+    """An order that no conversion makes, in words."""
     order = np.argsort(joined, kind="stable")
     ordered = joined[order]
     if (ordered[1:] == ordered[:-1]).any():
-        return None
-    return order[np.searchsorted(ordered, whole)]
-
-
-def _within(source: IntArray) -> Order:
-    """The order of one tensor's rows in another one."""
+        return Order(False, "in an order that no known conversion makes, some rows being alike")
+    source: IntArray = order[np.searchsorted(ordered, whole)]
     rows = len(source)
-    for size in _head_sizes(rows):
-        halves = np.arange(size).reshape(2, size // 2).T.reshape(-1)  # 0, size / 2, 1, size / 2 + 1, ...
-        for text, head in ((_INTERLEAVED, halves), (_EVEN_FIRST, np.argsort(halves))):
-            if np.array_equal(source.reshape(-1, size), head + np.arange(0, rows, size)[:, None]):
-                return Order(True, f"{text} ({size} rows a head)")
     if source[0] and np.array_equal(source, (np.arange(rows) + source[0]) % rows):
         return Order(False, f"shifted by {int(source[0]):,} rows")
-    moved = np.flatnonzero(source != np.arange(rows))
-    first = ", ".join(f"row {int(row):,} was row {int(source[row]):,}" for row in moved[:3])
+    first = ", ".join(
+        f"row {int(row):,} was row {int(source[row]):,}" for row in np.flatnonzero(source != np.arange(rows))[:3]
+    )
     return Order(False, "in an order that no known conversion makes", (first,) if first else ())
+
+
+def _within(own: Words, whole: Words) -> Order | None:
+    """The known order of one tensor's rows in another one."""
+    for size in _head_sizes(len(own)):
+        for text, head in _orders_of_heads(size):
+            if np.array_equal(own.reshape(-1, size)[:, head].reshape(-1), whole):
+                return Order(True, f"{text} ({size} rows a head)")
+    return None
+
+
+def _orders_of_heads(size: int) -> tuple[tuple[str, IntArray], ...]:
+    """In which order rope takes the rows of a head, in words and as rows."""
+    halves = np.arange(size).reshape(2, size // 2).T.reshape(-1)  # 0, size / 2, 1, size / 2 + 1, ...
+    return (_INTERLEAVED, halves), (_EVEN_FIRST, np.argsort(halves))
 
 
 def _head_sizes(rows: int) -> list[int]:
     return [size for size in range(4, min(rows, 512) + 1, 2) if rows % size == 0]
 
 
-def _of_parts(parts: Sequence[tuple[str, Words]], source: IntArray) -> Order:
-    """The order in which several tensors lie in one: one after the other, or in groups."""
-    starts = np.cumsum([0, *(len(words) for _, words in parts)])
-    part = np.searchsorted(starts, source, side="right") - 1
-    inside = source - starts[part]
-    begins = np.concatenate([[0], np.flatnonzero((np.diff(part) != 0) | (np.diff(inside) != 1)) + 1])
-    if any((np.diff(inside[part == number]) != 1).any() for number in range(len(parts))):
-        return Order(False, "in an order that no known conversion makes", (f"{plural(len(begins), 'run')} of rows",))
-    runs = part[begins].tolist()
-    cycle = list(dict.fromkeys(runs))
-    groups, rest = divmod(len(runs), len(cycle))
-    lengths = np.diff(np.concatenate([begins, [len(source)]]))
-    is_regular = not rest and runs == cycle * groups and (lengths.reshape(groups, -1) == lengths[: len(cycle)]).all()
-    if not is_regular:
-        return Order(False, "in an order that no known conversion makes", (f"{plural(len(begins), 'run')} of rows",))
-    named = [_role_of(parts[number][0]) for number in cycle]
+def _of_parts(parts: Sequence[tuple[str, Words]], whole: Words) -> Iterator[Order]:
+    """The known orders in which several tensors lie in one: one after the other, in groups, with the heads of rope."""
+    named = [_role_of(name) for name, _ in parts]
     known = [role for role in (*_ATTENTION, *_HALVES) if role in named]
-    text = "one after the other" if groups == 1 else f"in {groups:,} groups"
-    if all(named):
-        each = len(named) // len(known)
-        is_known = _is_ascending(cycle, named) and named in (
-            known * each,
-            [role for role in known for _ in range(each)],
-        )
-        text = f"{' and '.join(known)} of each expert in turn" if each > 1 and named == known * each else text
-    else:
-        is_known = cycle == sorted(cycle)
-    if not is_known:
-        return Order(False, f"{text}, but {', '.join(name or '?' for name in named)} in this order")
-    return Order(True, text)
+    common = gcd(*(len(words) for _, words in parts))
+    groups = [count for count in range(1, common + 1) if common % count == 0]
+    for sequence, told in _sequences(named, known):
+        words = [parts[number][1] for number in sequence]
+        for count in groups:
+            text = told or ("one after the other" if count == 1 else f"in {count:,} groups")
+            if _fits(words, count, whole):
+                yield Order(True, text)
+            if "q" not in known or len(known) < len(named):
+                continue
+            turned = [number for number, part in enumerate(sequence) if named[part] in ("q", "k")]
+            for size in _head_sizes(gcd(*(len(words[number]) for number in turned))):
+                for said, head in _orders_of_heads(size):
+                    if whole[1] != words[0][head[1]]:
+                        continue  # the first head is that of the first query
+                    other = [
+                        own.reshape(-1, size)[:, head].reshape(-1) if number in turned else own
+                        for number, own in enumerate(words)
+                    ]
+                    if _fits(other, count, whole):
+                        yield Order(True, f"{text}, {said} ({size} rows a head)")
 
 
-def _is_ascending(cycle: Sequence[int], named: Sequence[str]) -> bool:
-    """Whether the parts of each role come in the order of their numbers."""
-    return all(
-        (own := [number for number, role in zip(cycle, named, strict=True) if role == name]) == sorted(own)
-        for name in {*named}
-    )
+def _sequences(named: Sequence[str], known: Sequence[str]) -> Iterator[tuple[list[int], str]]:
+    """In which sequence the parts may lie: numbers of parts, and what is to be said of it."""
+    if not all(named):
+        yield [*range(len(named))], ""
+        return
+    of_each = [[number for number, role in enumerate(named) if role == wanted] for wanted in known]
+    yield [number for own in of_each for number in own], ""
+    if len({len(own) for own in of_each}) == 1 and len(of_each[0]) > 1:
+        in_turn = [number for own in zip(*of_each, strict=True) for number in own]
+        yield in_turn, f"{' and '.join(known)} of each expert in turn"
+
+
+def _fits(words: Sequence[Words], groups: int, whole: Words) -> bool:
+    """Whether parts that are cut into groups lie in the whole, a group of each at a time."""
+    each = len(words[0]) // groups
+    if not np.array_equal(words[0][:each], whole[:each]):
+        return False
+    return np.array_equal(np.concatenate([own.reshape(groups, -1) for own in words], axis=1).reshape(-1), whole)
 
 
 def _role_of(name: str) -> str:

@@ -1,0 +1,48 @@
+"""Tensors that hold a weight of all layers, as Megatron-Core saves them, taken apart where the other side does not."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from ckptlint.analysis.inventory import inventory_of
+from ckptlint.analysis.same_values.facts import Side
+from ckptlint.lint.sides import Opened
+from ckptlint.payload.regions import Place
+from ckptlint.vocabulary.keys import parse
+
+
+def stacked(side: Sequence[Opened], there: Collection[str]) -> dict[str, str]:
+    """Key -> the part of it up to the word before the layer's number, of what holds all layers on this side alone.
+
+    Args:
+        there: the keys of the other side.
+    """
+    layers = len({layer for key in there if (layer := parse(key).layer) is not None})
+    return {
+        param.tensor.fqn: param.key.block
+        for opened in side
+        for param in inventory_of(opened.ckpt).params
+        if param.key.is_stacked and param.tensor.fqn not in there and len(param.tensor.global_shape) > 1
+        if param.layer_axis == 0 or param.tensor.global_shape[0] == layers
+    }
+
+
+def layer_by_layer(
+    sides: Mapping[str, Side], places: Mapping[str, Place], blocks: Mapping[str, str]
+) -> tuple[dict[str, Side], dict[str, Place]]:
+    """The tensors of a side and where they lie, each layer of those in `blocks` under a name with its number."""
+    found, where = {}, dict(places)
+    for name, side in sides.items():
+        block = blocks.get(name, "")
+        at = name.find(f"{block}.") + len(block)
+        if not block or not side.is_read or at < len(block):
+            found[name] = side
+            continue
+        where.pop(name, None)
+        parts = {dtype: words.layers() for dtype, words in side.words.items()}
+        for number in range(side.shape[0]):
+            own = f"{name[:at]}.{number}{name[at:]}"
+            found[own] = Side(own, side.dtype, side.shape[1:], {dtype: part[number] for dtype, part in parts.items()})
+            where[own] = replace(places[name], layer=number)
+    return found, where
