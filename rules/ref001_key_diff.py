@@ -12,8 +12,8 @@ from ckptlint.analysis.trusted_config import flag
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.text import braces, plural, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.vocabulary.keys import COMPUTED
 
-_COMPUTED = frozenset({"inv_freq", "original_inv_freq", "cos_cached", "sin_cached", "freqs_cis", "position_ids"})
 _QUANTISED = re.compile(r".*_(scale|scale_inv|scales|amax|zero_point)|scale|qweight|qzeros|g_idx")
 _SHOWN = 6
 _KINDS = {"model": "parameters of the model", "copy": "the second copy of the model", "optimizer": "optimizer state"}
@@ -117,7 +117,7 @@ def _hint(is_absent: bool) -> str:
 def _level(ckpt: Checkpoint, reference: Reference, entry: KeyEntry, is_absent: bool) -> tuple[Severity | None, str]:
     """The severity, and why it is only an info."""
     last = entry.fqn.rpartition(".")[2]
-    if last in _COMPUTED:
+    if last in COMPUTED:
         return Severity.INFO, f"{last} is a buffer that the model computes; newer versions do not store it"
     if _QUANTISED.fullmatch(last):
         return Severity.INFO, f"{last} belongs to quantised weights; the other side may hold them in full precision"

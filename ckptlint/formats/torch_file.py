@@ -489,7 +489,7 @@ def stored_tensor(node: Any) -> StoredTensor | None:
     if name == "_rebuild_from_type_v2" and len(args) >= 3 and isinstance(args[2], tuple):
         if not (isinstance(args[0], type) and issubclass(args[0], Opaque)):
             return None
-        wrapped, name, args = True, args[0].name, args[2]
+        wrapped, name, args = not _is_plain(args[1]), args[0].name, args[2]
     if name not in ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3") or len(args) < 4:
         return None
     storage, offset, shape, strides = args[:4]
@@ -503,6 +503,16 @@ def stored_tensor(node: Any) -> StoredTensor | None:
     if pid[1].name == "UntypedStorage":
         length = length * 8 // bits if (bits := ITEM_BITS.get(dtype, 0)) else -1
     return StoredTensor(dtype, shape, strides, offset, pid[2], length, wrapped)
+
+
+def _is_plain(node: Any) -> bool:
+    """Whether a class is torch's own: such a tensor has attributes of Python beside its elements, no other meaning."""
+    is_class = isinstance(node, type) and issubclass(node, Opaque)
+    return is_class and (node.module, node.name) in (
+        ("torch", "Tensor"),
+        ("torch.nn.parameter", "Parameter"),
+        ("torch.nn.parameter", "Buffer"),
+    )
 
 
 def record_content(tensor: StoredTensor) -> RecordContent:

@@ -88,9 +88,11 @@ def compared_values(
         ConfigError: the adapter is none.
         AccessError: a read was refused.
     """
-    old, new = (_chosen(side, select, ignore) for side in (old, new))
-    renamed = _renamed(old, new)
-    sides = [_tensors(old), _tensors(new)]
+    sides = [
+        {name: tensor for name, tensor in _tensors(side).items() if _is_meant(name, select, ignore)}
+        for side in (old, new)
+    ]
+    renamed = {name: other for name, other in _renamed(old, new).items() if name in sides[0] and other in sides[1]}
     pairs = {name: name for name in sides[0] if name in sides[1]} | dict(renamed)
     back = {other: name for name, other in pairs.items()}
     blocks = [stacked(side, there) for side, there in ((old, sides[1]), (new, sides[0]))]
@@ -145,23 +147,11 @@ def _content(side: Side) -> tuple[str, int]:
     return side.dtype, digest(side.words[side.dtype].rows)
 
 
-def _chosen(side: Sequence[Opened], select: Sequence[str], ignore: Sequence[str]) -> list[Opened]:
-    """The side with the tensors alone whose keys match a glob of `select`, if any, and none of `ignore`."""
-
-    def is_meant(key: str) -> bool:
-        return (not select or any(fnmatchcase(key, glob) for glob in select)) and not any(
-            fnmatchcase(key, glob) for glob in ignore
-        )
-
-    return [
-        replace(
-            opened,
-            ckpt=replace(
-                opened.ckpt, tensors={key: tensor for key, tensor in opened.ckpt.tensors.items() if is_meant(key)}
-            ),
-        )
-        for opened in side
-    ]
+def _is_meant(key: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
+    """Whether a key matches a glob of `select`, if any, and none of `ignore`."""
+    return (not select or any(fnmatchcase(key, glob) for glob in select)) and not any(
+        fnmatchcase(key, glob) for glob in ignore
+    )
 
 
 def held_values(side: Sequence[Opened]) -> tuple[dict[str, dict[str, int]], list[str]]:

@@ -31,6 +31,7 @@ _WORDS: dict[Relation, str] = {
     "merged": "merged",
     "quantised": "quantised",
     "unmerged": "not merged",
+    "exchanged": "under a wrong name",
     "differ": "differ",
     "absent": "nothing to compare",
     "unread": "not read",
@@ -38,6 +39,7 @@ _WORDS: dict[Relation, str] = {
 _ORDERS = ("reordered", "joined", "split", "padded")
 _REST = {
     "unmerged": "are not what the adapter makes of the base",
+    "exchanged": "are under the names of others",
     "differ": "differ",
     "order": "hold the same rows in an order that no known conversion makes",
     "absent": "of one side are not on the other",

@@ -24,6 +24,7 @@ Relation = Literal[
     "merged",
     "quantised",
     "unmerged",
+    "exchanged",
     "differ",
     "absent",
     "unread",

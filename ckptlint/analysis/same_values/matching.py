@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 
 from ckptlint.analysis.same_values.facts import Match, Side
-from ckptlint.analysis.same_values.orders import order_of
+from ckptlint.analysis.same_values.orders import order_of, role_of
 from ckptlint.seals.digests import MASK
 from ckptlint.seals.words import can_be_rounded, digest, matrix, multiset
 from ckptlint.vocabulary.keys import parse, role
@@ -46,7 +46,7 @@ def matches(old: Sides, new: Sides, renamed: Mapping[str, str]) -> list[Match]:
     left_old, left_new = _without(left_old, differing), _without(left_new, differing)
     alone = [Match("absent" if side.is_read else "unread", (name,), (), False) for name, side in left_old.items()]
     alone += [Match("absent" if side.is_read else "unread", (), (name,), False) for name, side in left_new.items()]
-    return _in_one_order([*found, *told, *differing, *alone])
+    return _under_right_names(_in_one_order([*found, *told, *differing, *alone]))
 
 
 def _without(sides: Sides, told: Iterable[Match]) -> dict[str, Side]:
@@ -169,13 +169,14 @@ def _joined(parts: Sides, wholes: Sides, relation: str) -> Iterator[Match]:
     groups: dict[tuple[object, ...], dict[str, list[Side]]] = defaultdict(lambda: defaultdict(list))
     for side in parts.values():
         for dtype in side.words:
-            groups[_layer(side.fqn), dtype, side.columns][role(side.fqn)].append(side)
+            for expert in {None, parse(side.fqn).expert}:
+                groups[_layer(side.fqn), expert, dtype, side.columns][role(side.fqn)].append(side)
     gone: set[str] = set()
     for whole in wholes.values():
         if whole.is_dull:
             continue
         for dtype, words in whole.words.items():
-            roles = groups.get((_layer(whole.fqn), dtype, whole.columns), {})
+            roles = groups.get((_layer(whole.fqn), parse(whole.fqn).expert, dtype, whole.columns), {})
             rows, wanted = len(words.rows), multiset(words.rows)
             found = next(_adding_up(roles, whole, dtype, rows, wanted, gone), None)
             if found is not None:
@@ -261,3 +262,58 @@ def _in_one_order(found: Iterable[Match]) -> list[Match]:
 def _kind(match: Match) -> tuple[str, ...]:
     """What the matches of all layers share."""
     return match.relation, *dict.fromkeys(map(role, match.old)), "", *dict.fromkeys(map(role, match.new))
+
+
+def _under_right_names(found: Sequence[Match]) -> list[Match]:
+    """The matches; what lies under the name of another weight, as names or the other layers say, is no conversion.
+
+    Values are paired whatever they are called. So a key and a value projection that were exchanged, or two layers, make
+    a pair each; their names tell that they are no conversion.
+    """
+    alone = [match for match in found if match.is_proven and match.old != match.new and match.old and match.new]
+    layers = Counter(distance for match in alone if (distance := _distance(match)) is not None)
+    usual = layers.most_common(1)[0][0] if layers else 0
+    roles: dict[tuple[str, ...], Counter[tuple[str, ...]]] = defaultdict(Counter)
+    for match in alone:
+        roles[_roles(match.old)][_roles(match.new)] += 1
+    made = []
+    for match in found:
+        if match.is_proven and match.old != match.new and match.old and match.new:
+            (most, count), *others = roles[_roles(match.old)].most_common(2)
+            is_odd = _roles(match.new) != most or (others and others[0][1] == count)
+            if is_odd or _distance(match) not in (None, usual) or not _may_be_one(match):
+                match = replace(match, relation="exchanged", is_proven=False)
+        made.append(match)
+    return made
+
+
+def _distance(match: Match) -> int | None:
+    """By how much the numbers of the layers differ, None outside of them; experts have the same number."""
+    old, new = ({parse(name).layer for name in names} for names in (match.old, match.new))
+    experts = [{parse(name).expert for name in names} for names in (match.old, match.new)]
+    if len(experts[0]) == len(experts[1]) == 1 and None not in experts[0] | experts[1] and experts[0] != experts[1]:
+        return _FAR
+    if len(old) != 1 or len(new) != 1 or None in old | new:
+        return None
+    return (new.pop() or 0) - (old.pop() or 0)
+
+
+_FAR = 2**62  # no distance of layers
+
+
+def _roles(names: Sequence[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(map(role, names)))
+
+
+def _may_be_one(match: Match) -> bool:
+    """Whether the names of one tensor on each side may mean the same: no embedding is a head, no key a value."""
+    if len(match.old) != 1 or len(match.new) != 1:
+        return True
+    for said in (role_of, lambda name: parse(name).function):
+        old, new = said(match.old[0]), said(match.new[0])
+        if old in _DISTINCT and new in _DISTINCT and old != new:
+            return False
+    return True
+
+
+_DISTINCT = frozenset({"q", "k", "v", "gate", "up", "embedding", "output"})

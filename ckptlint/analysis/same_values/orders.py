@@ -93,7 +93,7 @@ def _head_sizes(rows: int) -> list[int]:
 
 def _of_parts(parts: Sequence[tuple[str, Words]], whole: Words) -> Iterator[Order]:
     """The known orders in which several tensors lie in one: one after the other, in groups, with the heads of rope."""
-    named = [_role_of(name) for name, _ in parts]
+    named = [role_of(name) for name, _ in parts]
     known = [role for role in (*_ATTENTION, *_HALVES) if role in named]
     common = gcd(*(len(words) for _, words in parts))
     groups = [count for count in range(1, common + 1) if common % count == 0]
@@ -138,5 +138,6 @@ def _fits(words: Sequence[Words], groups: int, whole: Words) -> bool:
     return np.array_equal(np.concatenate([own.reshape(groups, -1) for own in words], axis=1).reshape(-1), whole)
 
 
-def _role_of(name: str) -> str:
+def role_of(name: str) -> str:
+    """Which part of a fused weight a name says it is: q, k, v, gate, up; "" for none of these."""
     return next((role for role, pattern in _ROLES.items() if pattern.search(name)), "")
