@@ -218,7 +218,7 @@ def _read(
         own = {
             name: words for name, words in wanted.items() if words and opened.ckpt.tensors.get(name) is tensors[name]
         }
-        how = replace(default_reading(Depth.DATA), words=own)
+        how = replace(default_reading(Depth.DATA), words=own, words_only=True)
         ckpt = read_payload(opened.folder, opened.ckpt, how)
         assert ckpt.payload is not None
         bad = np.array(sorted({damage.record for damage in ckpt.payload.damages if damage.record >= 0}), np.int64)

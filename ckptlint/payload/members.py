@@ -101,6 +101,7 @@ def scans_of(
     raw: Mapping[int, tuple[Tensor, int]],
     placed: Mapping[int, tuple[Tensor, int]],
     words: Mapping[str, tuple[TensorWords, ...]],
+    words_only: bool = False,
 ) -> dict[int, Scan]:
     """The members that hold a floating tensor, or one that was sealed, with the part of them that it covers.
 
@@ -108,6 +109,7 @@ def scans_of(
         sealed: record -> tensor and row of its chunk, where a digest is wanted.
         raw: the same of the records that hold the bare bytes of their chunk.
         placed: the same where words are wanted, which `words` gathers by key.
+        words_only: leave out what values are, NaN and the like.
     """
     scans = {}
     is_storage = np.flatnonzero((members.start == table.start[members.row]) & (members.size == table.size[members.row]))
@@ -125,10 +127,11 @@ def scans_of(
         gathered = None
         if record in placed and (at := places_of(*placed[record], content)) is not None:
             gathered = Placed(words[placed[record][0].fqn], content.dtype, at)
-        is_wanted = content.dtype in ENCODINGS or where is not None or gathered is not None
+        looks = content.dtype in ENCODINGS and not words_only
+        is_wanted = looks or where is not None or gathered is not None
         fits = extent == content.volume and (content.offset + extent) * item <= int(members.size[member])
         if is_wanted and extent and fits:
-            scans[member] = Scan(content.dtype, content.offset, extent, item, where, gathered)
+            scans[member] = Scan(content.dtype, content.offset, extent, item, looks, where, gathered)
     return scans
 
 

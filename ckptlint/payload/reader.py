@@ -488,8 +488,11 @@ class Reader:
         """What each reading of the file saw; the first is of the whole file where its size is given."""
         found = []
         for turn, members in enumerate(parts):
-            scans = scans_of(self.table, members, self.sealed, self.raw, self.placed, self.words)
-            found.append(stream(self.folder, path, members, scans, None if turn else size, self.meter, threads))
+            scans = scans_of(self.table, members, self.sealed, self.raw, self.placed, self.words, self.how.words_only)
+            seen = stream(
+                self.folder, path, members, scans, None if turn else size, self.meter, threads, self.how.words_only
+            )
+            found.append(seen)
         return found
 
     def _mismatches(self, file: int, members: Members, seen: Streamed, wanted: Mapping[str, str]) -> list[Damage]:

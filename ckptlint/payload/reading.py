@@ -23,6 +23,7 @@ class Reading:
         seed: of the random choice.
         words: key -> what gathers the words of the tensor, at depth `data`; more than one after rounding.
         digests: key -> dtypes in which a digest of the tensor's values is wanted, at depth `data`.
+        words_only: leave out what is not asked for with `words`, but for the checksums that are recorded.
     """
 
     depth: Depth
@@ -31,6 +32,7 @@ class Reading:
     seed: int = 0
     words: Mapping[str, tuple[TensorWords, ...]] = field(default_factory=dict)
     digests: Mapping[str, Collection[str]] = field(default_factory=dict)
+    words_only: bool = False
 
 
 def with_reference(how: Reading, reference: Reference | None) -> Reading:

@@ -20,7 +20,6 @@ from ckptlint.payload.values import Values, values_of
 from ckptlint.seals.digests import MASK, Elements, elem_digest
 from ckptlint.seals.words import Placed
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.dtypes import ENCODINGS
 
 try:  # the extra `fast`: the same values in a tenth of the time
     from isal.isal_zlib import crc32
@@ -55,6 +54,7 @@ class Scan:
 
     Attributes:
         dtype: torch's name; first: its first element in the member; count: its elements; item: bytes of one.
+        looks: whether it is wanted what the values are.
         where: their places in the whole tensor, where a digest is wanted.
         placed: what gathers the words of the tensor, where these are wanted.
     """
@@ -63,6 +63,7 @@ class Scan:
     first: int
     count: int
     item: int
+    looks: bool
     where: Elements | None = None
     placed: Placed | None = None
 
@@ -107,6 +108,7 @@ def stream(
     size: int | None,
     meter: Meter,
     threads: int = 2,
+    recorded_only: bool = False,
 ) -> Streamed:
     """Read the members once.
 
@@ -116,19 +118,21 @@ def stream(
         size: of the whole file when its SHA-256 is wanted too, else None.
         meter: is told of every block, and may stop the reading.
         threads: that take turns to read a block and then work on theirs; one reads while the others work.
+        recorded_only: leave out the checksum of members that have none to compare it with.
 
     Raises:
         AccessError: a read was refused.
     """
     seen = Streamed(
         np.zeros(len(members.start), np.int64),
-        {member: Values() for member, scan in scans.items() if scan.dtype in ENCODINGS},
+        {member: Values() for member, scan in scans.items() if scan.looks},
         {member: 0 for member, scan in scans.items() if scan.where is not None},
     )
     whole = hashlib.sha256() if size is not None else None
     starts, ends = members.start.tolist(), (members.start + members.size).tolist()
     with folder.open(path) as file, ThreadPoolExecutor(threads) as pool:
-        work = _Work(file, path, starts, ends, scans)
+        summed = [not recorded_only or crc > 0 for crc in members.crc.tolist()]
+        work = _Work(file, path, starts, ends, scans, summed)
         for block in _in_order(pool, work, _plan(starts, ends, size), threads + 2):
             if meter.stop.is_set():
                 return seen
@@ -161,8 +165,17 @@ class _Block(NamedTuple):
 class _Work:
     """Reads blocks of one file, one thread at a time, and looks at them, all threads together."""
 
-    def __init__(self, file: BinaryIO, path: str, starts: list[int], ends: list[int], scans: dict[int, Scan]) -> None:
+    def __init__(
+        self,
+        file: BinaryIO,
+        path: str,
+        starts: list[int],
+        ends: list[int],
+        scans: dict[int, Scan],
+        summed: list[bool],
+    ) -> None:
         self.file, self.path, self.starts, self.ends, self.scans = file, path, starts, ends, scans
+        self.summed = summed
         self.lock = Lock()
         self.buffers: dict[int, bytearray] = {}
 
@@ -176,7 +189,8 @@ class _Work:
             values, digest = None, 0
             if member in self.scans:
                 values, digest = _scan(self.scans[member], part, start - self.starts[member])
-            parts.append(_Part(member, part, crc32(part) if len(part) == BLOCK else None, values, digest))
+            crc = crc32(part) if self.summed[member] and len(part) == BLOCK else None
+            parts.append(_Part(member, part if self.summed[member] else part[:0], crc, values, digest))
         return _Block(data, parts)
 
     def _read(self, buffer: bytearray, begin: int, end: int) -> memoryview:
@@ -240,7 +254,7 @@ def _scan(scan: Scan, part: memoryview, offset: int) -> tuple[Values | None, int
     if first >= last:
         return None, 0
     at = (offset + first) // scan.item
-    values = values_of(part[first:last], scan.dtype, at) if scan.dtype in ENCODINGS else None
+    values = values_of(part[first:last], scan.dtype, at) if scan.looks else None
     if scan.where is None and scan.placed is None:
         return values, 0
     parts = 2 if scan.dtype.startswith("complex") else 1

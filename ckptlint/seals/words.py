@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
-from threading import Lock
+from threading import Lock, local
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ Shape = tuple[int, ...]
 _LONG = 2**20  # elements of a vector that are rows of their own
 _ROW = 4096  # elements of a row that a longer vector is cut into
 _LIMBS = 4  # of 16 bits: products of two and 2^21 sums of them are exact in float64
-_UNITS = 2**21
+_FIT = 2**17  # units that are worked on at once: they fit the cache, and their sums float64
 
 
 def matrix(shape: Shape) -> tuple[int, int, int]:
@@ -45,11 +45,33 @@ def matrix(shape: Shape) -> tuple[int, int, int]:
 
 @lru_cache(16)
 def _limbs(first: int, count: int, units: int) -> npt.NDArray[np.float64]:
+    """The limbs of the coefficients of columns, which blocks of one tensor share."""
+    return _limbs_of(first, count, units)
+
+
+def _limbs_of(first: int, count: int, units: int) -> npt.NDArray[np.float64]:
     """float64 [count * units, 4]: the coefficients of so many elements, each of so many units of 16 bits, in limbs."""
     words = _coefficients(first, count)
     shifted = np.stack([words << np.uint64(16 * unit) for unit in range(units)], axis=1).reshape(-1)
     limbs = [(shifted >> np.uint64(16 * limb)) & np.uint64(0xFFFF) for limb in range(_LIMBS)]
     return np.asarray(np.stack(limbs, axis=1), np.float64)
+
+
+class _Buffers(local):
+    """What each thread turns numbers into, over and over: new memory would cost more than the work."""
+
+    def __init__(self) -> None:
+        self.numbers = np.empty(_FIT)
+
+
+_BUFFERS = _Buffers()
+
+
+def _numbers(part: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """The units as float64, until the next call of this thread."""
+    into = _BUFFERS.numbers[: part.size].reshape(part.shape)
+    np.copyto(into, part)
+    return into
 
 
 def _coefficients(first: int, count: int) -> Words:
@@ -108,19 +130,28 @@ class TensorWords:
         """
         count, width = bits.shape
         units = max(bits.itemsize // 2, 1)
-        number = np.ascontiguousarray(bits).view("<u2" if bits.itemsize > 1 else "u1").astype(np.float64)
+        raw = np.ascontiguousarray(bits).view("<u2" if bits.itemsize > 1 else "u1")
         sums = np.zeros(count, np.uint64)
-        step = max(_UNITS // units, 1)
-        for first in range(0, width, step):
-            some = min(step, width - first)
-            sums += _joined(number[:, first * units : (first + some) * units] @ _limbs(column + first, some, units))
+        per = matrix(self.shape)[1]
+        many = _limbs_of(row % per, count, 1).T if self.columns.size else None
+        across = np.zeros((_LIMBS, width * units if many is not None else 0))
+        wide = max(_FIT // units, 1) * units
+        for first in range(0, width * units, wide):
+            last = min(first + wide, width * units)
+            limbs = _limbs(column + first // units, (last - first) // units, units)
+            tall = max(_FIT // (last - first), 1)
+            for top in range(0, count, tall):
+                part = raw[top : top + tall, first:last]
+                number = _numbers(part)
+                sums[top : top + tall] += _joined(number @ limbs)
+                if many is not None:
+                    across[:, first:last] += many[:, top : top + tall] @ number
         totals = None
-        if self.columns.size:
-            per = matrix(self.shape)[1]
-            across = _joined((_limbs(row % per, count, 1).T @ number).T).reshape(width, units)
-            totals = across[:, 0]
+        if many is not None:
+            joined = _joined(across.T).reshape(width, units)
+            totals = joined[:, 0]
             for unit in range(1, units):
-                totals = totals + (across[:, unit] << np.uint64(16 * unit))
+                totals = totals + (joined[:, unit] << np.uint64(16 * unit))
         with self.lock:
             self.rows[row : row + count] += sums
             if totals is not None:
@@ -255,16 +286,22 @@ def canonical(bits: Bits, dtype: str) -> Bits:
     encoding = ENCODINGS.get(dtype)
     if encoding is None or encoding.unsigned:
         return bits
-    sign = bits.dtype.type(1 << (8 * bits.itemsize - 1))
     if encoding.single:  # one pattern of bits is NaN, and nothing has two zeros
         return bits
-    magnitude = bits & ~sign
+    top = 1 << (8 * bits.itemsize - 1)
     worst = encoding.bad + encoding.has_infinity  # what lies from here on is NaN
-    is_odd = (magnitude == 0) & (bits != 0) | (magnitude >= bits.dtype.type(worst))
-    if not is_odd.any():
+    signed = bits.view(f"i{bits.itemsize}")
+    if not bits.size:
         return bits
-    made = np.where(magnitude == 0, magnitude, bits)
-    return np.where(magnitude >= bits.dtype.type(worst), bits.dtype.type(worst), made)
+    is_zero, is_nan = signed.min() == -top, signed.max() >= worst or bits.max() >= top | worst
+    if not (is_zero or is_nan):
+        return bits
+    made = bits.copy()
+    if is_zero:
+        made[bits == top] = 0
+    if is_nan:
+        made[(bits & bits.dtype.type(top - 1)) >= worst] = worst
+    return made
 
 
 def rounded(bits: Bits, dtype: str, to: str) -> Bits | None:
