@@ -62,10 +62,11 @@ def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders,
         shapes = " and ".join(str([*side.shape]) for side in sides)
         return replace(match, notes=(*match.notes, f"shape {shapes}"))
     rows = np.flatnonzero(a.rows != b.rows)
-    columns = np.flatnonzero((a.columns != b.columns).any(axis=0)) if a.columns.size else np.zeros(1, np.int64)
     held = holders.say(sides[0].fqn, dtype, rows, b.rows)
     apart = _apart(dtype, sides, places, a.shape)
-    is_all = len(rows) == len(a.rows) and len(columns) == max(a.columns.shape[1], 1)
+    width = matrix(a.shape)[2]
+    columns = np.arange(width) if apart is None else apart.columns
+    is_all = len(rows) == len(a.rows) and len(columns) == width
     # training moves everything, and how far is what tells
     notes = [] if is_all and not held else [_where(rows, columns, a.shape, places[1]) + held]
     if apart is None:
@@ -154,7 +155,7 @@ class _Apart:
     """How far two tensors are apart.
 
     Attributes:
-        count: elements that differ, of `volume`.
+        count: elements that differ, of `volume`; columns: those that they lie in.
         largest: absolute difference; NaN where no numbers are known.
         change: the norm of the difference relative to that of the old one.
         cosine: of the angle between both.
@@ -163,6 +164,7 @@ class _Apart:
 
     count: int
     volume: int
+    columns: IntArray
     largest: float
     change: float
     cosine: float
@@ -197,11 +199,14 @@ def tiles(
 
 def _apart(dtype: str, sides: tuple[Side, Side], places: tuple[Place, Place], shape: Shape) -> _Apart | None:
     count, largest, squares, line = 0, 0.0, np.zeros(4), _Line()
+    odd = np.zeros(matrix(shape)[2], bool)
     for tile in tiles(sides, places, dtype, shape):
         if tile is None:
             return None
         a, b = tile
-        count += int(np.count_nonzero(a != b))
+        is_odd = a != b
+        count += int(np.count_nonzero(is_odd))
+        odd |= is_odd.any(axis=0)
         numbered = numbers(a, dtype), numbers(b, dtype)
         if numbered[0] is None or numbered[1] is None:
             largest = nan
@@ -215,7 +220,9 @@ def _apart(dtype: str, sides: tuple[Side, Side], places: tuple[Place, Place], sh
     with np.errstate(invalid="ignore", divide="ignore"):
         change = float(np.sqrt(squares[0]) / np.sqrt(squares[1])) if squares[1] else (inf if squares[0] else nan)
         cosine = float(squares[3] / sqrt(squares[1] * squares[2])) if squares[1] > 0 and squares[2] > 0 else nan
-    return _Apart(count, prod(shape), largest, nan if largest != largest else change, cosine, line.text)
+    return _Apart(
+        count, prod(shape), np.flatnonzero(odd), largest, nan if largest != largest else change, cosine, line.text
+    )
 
 
 def _dot(one: Numbers, two: Numbers) -> float:

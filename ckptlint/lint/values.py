@@ -108,7 +108,7 @@ def compared_values(
         for name, tensor in own.items():
             other = there.get(names.get(name, ""))
             dtypes = others if other is None else {other.dtype}
-            wanted[name] = _words(tensor, None if other is None else other, dtypes, name in block)
+            wanted[name] = _words(tensor, other, dtypes, name in block, names.get(name) != name)
         made, where, told = _read(opened, own, wanted)
         apart = layer_by_layer(made, where, block)
         read.append(apart[0])
@@ -163,7 +163,7 @@ def held_values(side: Sequence[Opened]) -> tuple[dict[str, dict[str, int]], list
         AccessError: a read was refused.
     """
     tensors = _tensors(side)
-    wanted = {name: _words(tensor, None, {"bfloat16"}) for name, tensor in tensors.items()}
+    wanted = {name: _words(tensor, None, {"bfloat16"}, by_columns=False) for name, tensor in tensors.items()}
     read, _, sentences = _read(side, tensors, wanted)
     held = {}
     for name, tensor in read.items():
@@ -191,7 +191,9 @@ def _tensors(side: Sequence[Opened]) -> dict[str, Tensor]:
     return found
 
 
-def _words(tensor: Tensor, other: Tensor | None, dtypes: set[str], is_stacked: bool = False) -> tuple[TensorWords, ...]:
+def _words(
+    tensor: Tensor, other: Tensor | None, dtypes: set[str], is_stacked: bool = False, by_columns: bool = True
+) -> tuple[TensorWords, ...]:
     """What gathers the words of a tensor: in its own dtype, and rounded to narrower ones of the other side.
 
     A flat tensor is looked at in the shape that its elements have there; vectors of all layers one by one.
@@ -204,7 +206,7 @@ def _words(tensor: Tensor, other: Tensor | None, dtypes: set[str], is_stacked: b
     elif is_stacked and len(shape) == 2:
         shape = (*shape, 1)
     narrower = [dtype for dtype in _NARROW if dtype in dtypes and can_be_rounded(tensor.dtype, dtype)]
-    return tuple(TensorWords(shape, dtype) for dtype in (tensor.dtype, *narrower))
+    return tuple(TensorWords(shape, dtype, by_columns) for dtype in (tensor.dtype, *narrower))
 
 
 def _read(

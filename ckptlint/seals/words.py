@@ -43,14 +43,18 @@ def matrix(shape: Shape) -> tuple[int, int, int]:
     return (1, elements, 1) if elements <= _LONG else (1, -(-elements // _ROW), _ROW)
 
 
-@lru_cache(16)
+_FIRST = 2**14  # coefficients that small tensors share
+
+
 def _limbs(first: int, count: int, units: int) -> npt.NDArray[np.float64]:
-    """The limbs of the coefficients of columns, which blocks of one tensor share."""
-    return _limbs_of(first, count, units)
-
-
-def _limbs_of(first: int, count: int, units: int) -> npt.NDArray[np.float64]:
     """float64 [count * units, 4]: the coefficients of so many elements, each of so many units of 16 bits, in limbs."""
+    if first + count <= _FIRST:
+        return _made_limbs(0, _FIRST, units)[first * units : (first + count) * units]
+    return _made_limbs(first, count, units)
+
+
+@lru_cache(16)
+def _made_limbs(first: int, count: int, units: int) -> npt.NDArray[np.float64]:
     words = _coefficients(first, count)
     shifted = np.stack([words << np.uint64(16 * unit) for unit in range(units)], axis=1).reshape(-1)
     limbs = [(shifted >> np.uint64(16 * limb)) & np.uint64(0xFFFF) for limb in range(_LIMBS)]
@@ -100,12 +104,14 @@ class TensorWords:
         shape: as which it is looked at: the global shape, or that which its elements have elsewhere.
         dtype: of the elements; those of a wider one were rounded to it.
         rows: uint64 [slices * rows].
-        columns: uint64 [slices, columns]; [0, 0] for vectors.
+        by_columns: whether the words of columns are wanted.
+        columns: uint64 [slices, columns]; [0, 0] for vectors and where they are not wanted.
         count: elements that were added.
     """
 
     shape: Shape
     dtype: str
+    by_columns: bool = True
     rows: Words = field(init=False)
     columns: Words = field(init=False)
     count: int = 0
@@ -114,7 +120,7 @@ class TensorWords:
     def __post_init__(self) -> None:
         slices, rows, columns = matrix(self.shape)
         self.rows = np.zeros(slices * rows, np.uint64)
-        self.columns = np.zeros((slices, columns) if len(self.shape) > 1 else (0, 0), np.uint64)
+        self.columns = np.zeros((slices, columns) if self.by_columns and len(self.shape) > 1 else (0, 0), np.uint64)
 
     @property
     def is_whole(self) -> bool:
@@ -133,7 +139,7 @@ class TensorWords:
         raw = np.ascontiguousarray(bits).view("<u2" if bits.itemsize > 1 else "u1")
         sums = np.zeros(count, np.uint64)
         per = matrix(self.shape)[1]
-        many = _limbs_of(row % per, count, 1).T if self.columns.size else None
+        many = _limbs(row % per, count, 1).T if self.columns.size else None
         across = np.zeros((_LIMBS, width * units if many is not None else 0))
         wide = max(_FIT // units, 1) * units
         for first in range(0, width * units, wide):
@@ -161,10 +167,10 @@ class TensorWords:
     def layers(self) -> list[TensorWords]:
         """The words of each part along the first axis, of a tensor that has three axes or more."""
         count, own = self.shape[0], self.shape[1:]
-        rows, columns = self.rows.reshape(count, -1), self.columns.reshape(count, -1, self.columns.shape[-1])
+        rows, columns = self.rows.reshape(count, -1), self.columns.reshape(count, -1, max(self.columns.shape[-1], 1))
         made = []
         for number in range(count):
-            part = TensorWords(own[:1] if own[1:] == (1,) else own, self.dtype)
+            part = TensorWords(own[:1] if own[1:] == (1,) else own, self.dtype, self.by_columns)
             part.rows = rows[number]
             part.columns = columns[number] if part.columns.size else part.columns
             part.count = prod(own) if self.is_whole else 0
