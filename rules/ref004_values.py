@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+
+_RANGES = 4
 
 
 @rule("REF004", "values", Severity.ERROR, needs=Depth.DATA, expects=True)
@@ -44,9 +49,23 @@ def values(ckpt: Checkpoint) -> Iterator[Finding]:
         wanted, found = ckpt.reference.values.get(fqn, {}), ckpt.payload.values.get(fqn, {})
         shared = wanted.keys() & found.keys()
         if any(wanted[dtype] != found[dtype] for dtype in shared):
+            odd = _odd_rows(ckpt, fqn)
             yield Finding(
-                "the values{of} are not those of the reference",
+                f"the values{{of}} are not those of the reference{odd}",
                 at=Location.of(tensor),
                 missing=(fqn,),
                 hint="compare both with `ckptlint diff OLD NEW --values`, which says where they differ",
             )
+
+
+def _odd_rows(ckpt: Checkpoint, fqn: str) -> str:
+    """Which rows differ, where the reference has their words."""
+    assert ckpt.reference is not None
+    assert ckpt.payload is not None
+    for dtype, wanted in ckpt.reference.rows.get(fqn, {}).items():
+        found = ckpt.payload.row_words.get(fqn, {}).get(dtype)
+        if found is not None and len(found) == len(wanted):
+            parts = ranges(np.flatnonzero(found != wanted).tolist()).split(",")
+            more = f" and {len(parts) - _RANGES:,} more ranges" if len(parts) > _RANGES else ""
+            return f": rows {', '.join(parts[:_RANGES])}{more} of {len(wanted):,}"
+    return ""

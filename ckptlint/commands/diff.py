@@ -21,6 +21,7 @@ from ckptlint.reporters.style import JSON_ESCAPE, inert
 @click.option("--select", multiple=True, metavar="KEY", help="With --values, the tensors to compare, a glob.")
 @click.option("--ignore", multiple=True, metavar="KEY", help="With --values, tensors to leave out, as glob.")
 @click.option("--adapter", metavar="DIR", help="With --values, a LoRA adapter: NEW should be OLD with it merged in.")
+@click.option("--jobs", type=click.IntRange(1, 64), metavar="N", help="With --values, threads that read.")
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="With --values, also write a page.")
 @click.option("--format", "format_", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", show_default=True)
@@ -32,6 +33,7 @@ def diff(
     select: tuple[str, ...],
     ignore: tuple[str, ...],
     adapter: str | None,
+    jobs: int | None,
     html: Path | None,
     format_: str,
     color: str,
@@ -43,8 +45,8 @@ def diff(
     Exit codes: 0 the same (with --values: proven), 1 different, or one is unsafe or unreadable, 2 wrong use, 3 no
     checkpoint there, 4 not read.
     """
-    if not values and (select or ignore or adapter or html):
-        raise click.UsageError("--select, --ignore, --adapter and --html go with --values")
+    if not values and (select or ignore or adapter or jobs or html):
+        raise click.UsageError("--select, --ignore, --adapter, --jobs and --html go with --values")
     style = terminal_style(color, False, 0, 0, False)
     if values:
         from ckptlint.lint.values import compared_values
@@ -53,7 +55,7 @@ def diff(
         with progress(off=False):
             sides = [opened(path, files=True) for path in (old, new)]
             merged = opened(adapter, files=True) if adapter else ()
-            held = compared_values(sides[0], sides[1], select, ignore, merged)
+            held = compared_values(sides[0], sides[1], select, ignore, merged, jobs)
         text = values_as_json(held, (old, new)) if format_ == "json" else values_as_text(held, style)
         exit_code = held.exit_code
         if html is not None:

@@ -358,15 +358,19 @@ def _chunk(ckpt: Checkpoint, offsets: list[int], sizes: list[int], record: int) 
 @click.argument("path")
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write to this file, not to stdout.")
 @click.option("--values", is_flag=True, help="Read the tensors, and write digests of what they hold.")
-def manifest(path: str, output: Path | None, values: bool) -> None:
+@click.option("--rows", is_flag=True, help="With --values, a word for each row too: findings name the rows then.")
+def manifest(path: str, output: Path | None, values: bool, rows: bool) -> None:
     """Write the tensors of a checkpoint as JSON, to compare others with: `ckptlint OTHER --expect FILE`.
 
     With --values `ckptlint OTHER --expect FILE --depth data` compares what they hold, too, whatever they are cut into.
 
     Exit codes: 0 written, 1 unsafe or unreadable, 3 no checkpoint there, 4 not read.
     """
+    if rows and not values:
+        raise click.UsageError("--rows goes with --values")
     if values:
         from ckptlint.lint.values import held_values
+        from ckptlint.seals.words import digest
 
         side = opened(path, files=True)
         with progress(off=False):
@@ -374,7 +378,8 @@ def manifest(path: str, output: Path | None, values: bool) -> None:
         if sentences:
             tell(*sentences)
             sys.exit(4)
-        text = inert(manifest_text((item.ckpt for item in side), held), JSON_ESCAPE)
+        digests = {key: {dtype: digest(words) for dtype, words in own.items()} for key, own in held.items()}
+        text = inert(manifest_text((item.ckpt for item in side), digests, held if rows else None), JSON_ESCAPE)
     else:
         text = inert(manifest_text(described(path).values()), JSON_ESCAPE)
     if output is None:

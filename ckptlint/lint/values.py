@@ -24,6 +24,7 @@ from ckptlint.model.text import plural, printable, some
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading
 from ckptlint.payload.regions import Place
+from ckptlint.seals.digests import Words
 from ckptlint.seals.words import Shape, TensorWords, can_be_rounded, digest
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import COMPUTED, parse
@@ -76,6 +77,7 @@ def compared_values(
     select: Sequence[str] = (),
     ignore: Sequence[str] = (),
     adapter: Sequence[Opened] = (),
+    jobs: int | None = None,
 ) -> Values:
     """Read both sides and match them.
 
@@ -83,6 +85,7 @@ def compared_values(
         old, new: the components of each; of a key that several have the first counts.
         select, ignore: globs of keys to compare, all by default, and of those to leave out.
         adapter: one that the new side should be the old one with.
+        jobs: threads that read; one for each processor by default, 8 at most.
 
     Raises:
         ConfigError: the adapter is none.
@@ -109,14 +112,14 @@ def compared_values(
             other = there.get(names.get(name, ""))
             dtypes = others if other is None else {other.dtype}
             wanted[name] = _words(tensor, other, dtypes, name in block, names.get(name) != name)
-        made, where, told = _read(opened, own, wanted)
+        made, where, told = _read(opened, own, wanted, jobs)
         apart = layer_by_layer(made, where, block)
         read.append(apart[0])
         places.append(apart[1])
         sentences += told
     known = {name: other for name, other in renamed.items() if name in read[0] and other in read[1]}
     found = matches(read[0], read[1], known)
-    found = second_look(found, (read[0], read[1]), (places[0], places[1]), default_reading(Depth.DATA).jobs)
+    found = second_look(found, (read[0], read[1]), (places[0], places[1]), jobs or default_reading(Depth.DATA).jobs)
     found = with_quantised(found, (places[0], places[1]))
     if adapter:
         found = with_merges(found, (places[0], places[1]), adapter)
@@ -154,21 +157,21 @@ def _is_meant(key: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
     )
 
 
-def held_values(side: Sequence[Opened]) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Digests of what the tensors of a checkpoint hold, by key and dtype; and what stood in the way, as sentences.
+def held_values(side: Sequence[Opened], jobs: int | None = None) -> tuple[dict[str, dict[str, Words]], list[str]]:
+    """Words of the rows that the tensors of a checkpoint hold, by key and dtype; and what stood in the way, in sentences.
 
-    Of wider floats there is one after rounding to bfloat16 too, since that is what people export.
+    Of wider floats there are those after rounding to bfloat16 too, since that is what people export.
 
     Raises:
         AccessError: a read was refused.
     """
     tensors = _tensors(side)
     wanted = {name: _words(tensor, None, {"bfloat16"}, by_columns=False) for name, tensor in tensors.items()}
-    read, _, sentences = _read(side, tensors, wanted)
+    read, _, sentences = _read(side, tensors, wanted, jobs)
     held = {}
     for name, tensor in read.items():
         if tensor.is_read:
-            held[printable(name)] = {dtype: digest(words.rows) for dtype, words in tensor.words.items()}
+            held[printable(name)] = {dtype: words.rows for dtype, words in tensor.words.items()}
     unread = [name for name, tensor in read.items() if not tensor.is_read]
     if unread:
         sentences.append(f"{plural(len(unread), 'tensor')} could not be read to the last element: {some(unread)}")
@@ -210,7 +213,10 @@ def _words(
 
 
 def _read(
-    side: Sequence[Opened], tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[TensorWords, ...]]
+    side: Sequence[Opened],
+    tensors: Mapping[str, Tensor],
+    wanted: Mapping[str, tuple[TensorWords, ...]],
+    jobs: int | None,
 ) -> tuple[dict[str, Side], dict[str, Place], list[str]]:
     """The tensors of a side with their words, where they lie, and what stood in the way; damaged ones have no words."""
     damaged: set[str] = set()
@@ -220,7 +226,8 @@ def _read(
         own = {
             name: words for name, words in wanted.items() if words and opened.ckpt.tensors.get(name) is tensors[name]
         }
-        how = replace(default_reading(Depth.DATA), words=own, words_only=True)
+        how = default_reading(Depth.DATA)
+        how = replace(how, words=own, words_only=True, jobs=jobs or how.jobs)
         ckpt = read_payload(opened.folder, opened.ckpt, how)
         assert ckpt.payload is not None
         bad = np.array(sorted({damage.record for damage in ckpt.payload.damages if damage.record >= 0}), np.int64)

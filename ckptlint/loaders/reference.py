@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ckptlint.architecture.built import built_model
 from ckptlint.architecture.expected import NoTable, UnknownModel
@@ -104,13 +108,18 @@ def _from_file(folder: Folder, name: str, path: str, source: str) -> Reference:
 # ---------------------------------------------------------------- manifest
 
 
-def manifest_text(checkpoints: Iterable[Checkpoint], values: Mapping[str, Mapping[str, int]] | None = None) -> str:
+def manifest_text(
+    checkpoints: Iterable[Checkpoint],
+    values: Mapping[str, Mapping[str, int]] | None = None,
+    rows: Mapping[str, Mapping[str, npt.NDArray[np.uint64]]] | None = None,
+) -> str:
     """The tensors of a checkpoint, or of all components of one step, as a manifest.
 
     Names are written as ckptlint prints them; a dtype that the metadata does not tell is null.
 
     Args:
         values: key -> dtype -> digest of the tensor's elements in it.
+        rows: key -> dtype -> words of the tensor's rows in it.
 
     Raises:
         ConfigError: two components hold the same key.
@@ -121,6 +130,8 @@ def manifest_text(checkpoints: Iterable[Checkpoint], values: Mapping[str, Mappin
         entry: dict[str, Any] = {"dtype": dtype, "shape": shape}
         if values is not None and fqn in values:
             entry["values"] = {name: f"{number:016x}" for name, number in values[fqn].items()}
+        if rows is not None and fqn in rows:
+            entry["rows"] = {name: b64encode(own.astype("<u8").tobytes()).decode() for name, own in rows[fqn].items()}
         lines.append(f"    {json.dumps(fqn, ensure_ascii=False)}: {json.dumps(entry)}")
     body = ",\n".join(lines)
     return f'{{\n  "schema": "{MANIFEST_SCHEMA}",\n  "tensors": {{\n{body}\n  }}\n}}\n'
@@ -137,8 +148,10 @@ def _manifest(folder: Folder, name: str, source: str) -> Reference:
         raise UnreadableError("its `tensors` is not an object of keys")
     # names come from `ckptlint manifest`, made printable already: escaping them again would change them
     tensors = {fqn if fqn.isprintable() else printable(fqn): _entry(fqn, entry) for fqn, entry in entries.items()}
-    values = {printable(fqn) if not fqn.isprintable() else fqn: _values(fqn, entry) for fqn, entry in entries.items()}
-    return Reference(source, "manifest", tensors, values={fqn: own for fqn, own in values.items() if own})
+    named = [(fqn if fqn.isprintable() else printable(fqn), fqn, entry) for fqn, entry in entries.items()]
+    values = {name: own for name, fqn, entry in named if (own := _values(fqn, entry))}
+    rows = {name: words for name, fqn, entry in named if (words := _rows(fqn, entry))}
+    return Reference(source, "manifest", tensors, values=values, rows=rows)
 
 
 # ---------------------------------------------------------------- safetensors
@@ -316,6 +329,25 @@ def _values(fqn: str, entry: Any) -> dict[str, int]:
     if not is_known:
         raise UnreadableError(f"the values of {printable(fqn)} are not digests of 16 hexadecimal digits by dtype")
     return {dtype: int(text, 16) for dtype, text in values.items()}
+
+
+def _items(entry: Any) -> list[tuple[Any, Any]]:
+    rows = entry.get("rows", {}) if isinstance(entry, dict) else {}
+    return [*rows.items()] if isinstance(rows, dict) else [("", None)]
+
+
+def _rows(fqn: str, entry: Any) -> dict[str, npt.NDArray[np.uint64]]:
+    """Dtype -> words of the rows of one tensor of a manifest."""
+    found = {}
+    for dtype, text in _items(entry):
+        try:
+            data = b64decode(text, validate=True)
+        except (TypeError, ValueError):
+            data = b"?"
+        if dtype not in DTYPES or len(data) % 8:
+            raise UnreadableError(f"the rows of {printable(fqn)} are not words in base64 by dtype")
+        found[dtype] = np.frombuffer(data, "<u8").astype(np.uint64)
+    return found
 
 
 def _entry(fqn: str, entry: Any) -> tuple[str | None, tuple[int, ...] | None]:

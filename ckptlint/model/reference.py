@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(frozen=True, slots=True)
 class AxisSize:
@@ -92,6 +95,7 @@ class Reference:
         parts: the components of a checkpoint (`model`, `optim`) by folder name; empty when it is one folder.
         unseen: what it does not tell although a config.json is at hand, and why, as a sentence.
         values: name, printable -> dtype -> digest of the elements in it (`seals.words.digest`).
+        rows: name, printable -> dtype -> uint64 [rows], the words of the rows in it, where the reference has them.
     """
 
     source: str
@@ -101,6 +105,7 @@ class Reference:
     parts: dict[str, Reference] = field(default_factory=dict)
     unseen: str = ""
     values: dict[str, dict[str, int]] = field(default_factory=dict)
+    rows: dict[str, dict[str, npt.NDArray[np.uint64]]] = field(default_factory=dict)
 
     def part(self, name: str) -> Reference:
         """The component to compare with a folder of this name, or the whole."""

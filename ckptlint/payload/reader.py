@@ -170,6 +170,11 @@ class Reader:
                 for fqn in self.how.digests
                 if fqn in self.words
             },
+            row_words={
+                fqn: {words.dtype: words.rows for words in self.words[fqn] if words.is_whole}
+                for fqn in self.how.rows
+                if fqn in self.words
+            },
         )
         return replace(self.ckpt, payload=payload, problems=[*self.ckpt.problems, *dict.fromkeys(self.problems)])
 

@@ -321,6 +321,10 @@ def test_a_manifest_with_values_proves_a_copy_and_names_what_differs(base: tuple
     assigned(W2, nudged)(state)
     report = ckptlint.check(export(tmp_path / "odd", state), expect=manifest, depth="data")
     assert [item.fqn for item in report.diagnostics if item.code == "REF004"] == [W2]
+    assert run("manifest", str(base[0]), "--values", "--rows", "--output", str(manifest)).returncode == 0
+    report = ckptlint.check(tmp_path / "odd", expect=manifest, depth="data")
+    (told,) = [item.message for item in report.diagnostics if item.code == "REF004"]
+    assert told.endswith("are not those of the reference: rows 3 of 64")
     assert report.exit_code == 1
     other = ckptlint.check(export(tmp_path / "hf", hugging_face(base[1])), expect=manifest, depth="data")
     assert "REF004" in codes(other, "error", "warning")  # no key of it was compared
@@ -340,6 +344,51 @@ def test_senseless_values_of_a_manifest_are_refused(tmp_path: Path, values: str)
     (tmp_path / "bad.json").write_text(text)
     with pytest.raises(ckptlint.ConfigError, match="the values of w are not digests"):
         ckptlint.check(REAL / "fsdp2_4r", expect=tmp_path / "bad.json", depth="data")
+
+
+@pytest.mark.parametrize("rows", ['"x"', '{"float32": 3}', '{"float32": "zz"}', '{"decimal": "AAAAAAAAAAA="}'])
+def test_senseless_rows_of_a_manifest_are_refused(tmp_path: Path, rows: str) -> None:
+    text = f'{{"schema": "ckptlint.manifest/1", "tensors": {{"w": {{"dtype": "float32", "rows": {rows}}}}}}}'
+    (tmp_path / "bad.json").write_text(text)
+    with pytest.raises(ckptlint.ConfigError, match="the rows of w are not words"):
+        ckptlint.check(REAL / "fsdp2_4r", expect=tmp_path / "bad.json", depth="data")
+
+
+FORMATS = ("fsdp2_4r", "megatron_tp2_dp2_fully_reshardable/iter_0000010", "deepspeed/z1_aligned_2r", "hf_sharded",
+           "rank_files/verl_tp2_fsdp2", "conversions/transformers_llama/disk")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_cut_side_is_never_proof(tmp_path: Path, name: str) -> None:
+    """Each payload file lost a part of its end, its last bytes, or everything."""
+    whole = Path(shutil.copytree(REAL / name, tmp_path / "whole"))
+    assert compared(whole, whole)[0] == 0
+    payload = max((path for path in whole.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    size = payload.stat().st_size
+    for left in (0, size // 3, size * 9 // 10, size - 1):
+        cut = Path(shutil.copytree(whole, tmp_path / f"cut{left}"))
+        os.truncate(cut / payload.relative_to(whole), left)
+        for sides in ((whole, cut), (cut, whole), (cut, cut)):
+            answer = run("diff", *map(str, sides), "--values")
+            assert answer.returncode != 0, (left, answer.stdout)
+            assert "Proven:" not in answer.stdout.replace("Not proven:", "")
+            assert "Traceback" not in answer.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["metadata_malicious", "megatron_common_malicious", "distcp_missing", "one_missing_chunk"]
+)
+def test_a_hostile_or_incomplete_side_is_never_proof(name: str) -> None:
+    for sides in ((REAL / name, REAL / "fsdp2_4r"), (REAL / name, REAL / name)):
+        assert run("diff", *map(str, sides), "--values").returncode in (1, 4)
+
+
+def test_a_side_in_another_store_is_read_there() -> None:
+    import fsspec
+
+    fsspec.filesystem("memory").put(f"{REAL / 'fsdp2_4r'}/", "/values/step-1/", recursive=True)
+    held = ckptlint.diff("memory://values/step-1", REAL / "fsdp2_4r", values=True)
+    assert held.exit_code == 0
 
 
 def test_the_python_api(base: tuple[Path, State], tmp_path: Path) -> None:
