@@ -20,10 +20,10 @@ from ckptlint.errors import CheckpointError, CkptlintError, ConfigError
 
 TYPE_CHECKING = False  # as type checkers read it; the typing module takes longer to import than all else here
 if TYPE_CHECKING:
+    from ckptlint.comparing.differences import Diff
+    from ckptlint.comparing.values import Values
     from ckptlint.depth import Depth
-    from ckptlint.lint.differences import Diff
     from ckptlint.lint.report import FailOn, Report
-    from ckptlint.lint.values import Values
     from ckptlint.model import Checkpoint
     from ckptlint.planning.outcome import Plan
 
@@ -230,14 +230,14 @@ def diff(
         NothingToCheckError: there is none.
         AccessError: the operating system refused a read.
     """
-    from ckptlint.lint.sides import by_place, open_side
+    from ckptlint.comparing.sides import by_place, open_side
 
     sides = [open_side(str(path), files=values) for path in (old, new)]
     if values:
-        from ckptlint.lint.values import compared_values
+        from ckptlint.comparing.values import compared_values
 
         merged = open_side(str(adapter), files=True) if adapter is not None else ()
         return compared_values(sides[0], sides[1], tuple(select), tuple(ignore), merged)
-    from ckptlint.lint.differences import differences
+    from ckptlint.comparing.differences import differences
 
     return differences(by_place(sides[0]), by_place(sides[1]), layout)

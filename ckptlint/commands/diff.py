@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ckptlint.commands.shared import ENVIRONMENT, described, opened, progress, show_text, terminal_style, write_file
-from ckptlint.lint.differences import differences
+from ckptlint.comparing.differences import differences
 from ckptlint.reporters.diff import as_json, as_text
 from ckptlint.reporters.style import JSON_ESCAPE, inert
 
@@ -49,7 +49,7 @@ def diff(
         raise click.UsageError("--select, --ignore, --adapter, --jobs and --html go with --values")
     style = terminal_style(color, False, 0, 0, False)
     if values:
-        from ckptlint.lint.values import compared_values
+        from ckptlint.comparing.values import compared_values
         from ckptlint.reporters.values import values_as_json, values_as_text
 
         with progress(off=False):

@@ -23,7 +23,7 @@ from ckptlint.lint.options import CHECK_OPTIONS, GROUPS, CheckOption
 from ckptlint.progress import listening
 
 if TYPE_CHECKING:
-    from ckptlint.lint.sides import Opened
+    from ckptlint.comparing.sides import Opened
     from ckptlint.model import Checkpoint
     from ckptlint.reporters.style import Style
 
@@ -235,9 +235,9 @@ class _Bar:
 
 
 def opened(path: str, files: bool = False, partial: bool = False) -> list[Opened]:
-    """`lint.sides.open_side`; exit 1 where a checkpoint is unsafe or unreadable."""
+    """`comparing.sides.open_side`; exit 1 where a checkpoint is unsafe or unreadable."""
+    from ckptlint.comparing.sides import open_side
     from ckptlint.errors import CheckpointError
-    from ckptlint.lint.sides import open_side
 
     try:
         return open_side(path, files, partial)
@@ -248,6 +248,6 @@ def opened(path: str, files: bool = False, partial: bool = False) -> list[Opened
 
 def described(path: str, files: bool = False, partial: bool = False) -> dict[str, Checkpoint]:
     """The checkpoints that a path means, by their place below it; exit 1 where one is unsafe or unreadable."""
-    from ckptlint.lint.sides import by_place
+    from ckptlint.comparing.sides import by_place
 
     return by_place(opened(path, files, partial))

@@ -369,7 +369,7 @@ def manifest(path: str, output: Path | None, values: bool, rows: bool) -> None:
     if rows and not values:
         raise click.UsageError("--rows goes with --values")
     if values:
-        from ckptlint.lint.values import held_values
+        from ckptlint.comparing.values import held_values
         from ckptlint.seals.words import digest
 
         side = opened(path, files=True)

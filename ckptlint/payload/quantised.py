@@ -190,11 +190,16 @@ def _scaled(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | 
         is_end = (np.abs(values) >= last_code) | (values == -128)
         by = own(first, last)
         if shift is not None:
-            half, values = half + _ROUNDING * np.abs(values), values - shift(first, last)
+            half, values = _shifted(half, values, shift(first, last))
         return Rows(values * by, half * np.abs(by), is_end)
 
     keys = tuple(found for found in (key, name, zero_key) if found in places)
     return Quantised(key, keys, shape, f"{dtype}, {_in_words(scale, shape)}", rows)
+
+
+def _shifted(half: Matrix, codes: Matrix, zero: Matrix) -> tuple[Matrix, Matrix]:
+    """Half a step, and the codes less their zero points; adding these in bfloat16 rounds once more."""
+    return np.asarray(half + _ROUNDING * np.abs(codes), np.float32), codes - zero
 
 
 def _floats(dtype: str) -> Matrix:
@@ -260,7 +265,7 @@ def _packed(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | 
         by, values = own(first, last), (codes - (1 << bits - 1)).astype(np.float32)
         half = np.full(values.shape, 0.5, np.float32)
         if shift is not None:
-            half, values = half + _ROUNDING * np.abs(values), values - shift(first, last)
+            half, values = _shifted(half, values, shift(first, last))
         return Rows(values * by, half * np.abs(by), _is_end(codes, bits))
 
     parts = ("_packed", "_scale", "_zero_point", "_g_idx", "_shape")

@@ -97,7 +97,7 @@ class Place:
         for number, column, position, rows, width in blocks(where, at, count, shape):
             part = bits[position : position + rows * width].reshape(rows, width)
             found[number - first : number - first + rows, column : column + width] = part
-        return count
+        return int(count)
 
 
 def numbers(bits: Bits, dtype: str) -> Numbers | None:
@@ -127,4 +127,4 @@ def _numbers_of_bytes(dtype: str) -> npt.NDArray[np.float32]:
     number[word == encoding.bad if encoding.single else magnitude >= encoding.bad] = np.nan
     if encoding.has_infinity:
         number[magnitude == encoding.bad] = np.inf
-    return np.where(word != magnitude, -number, number).astype(np.float32)
+    return np.asarray(np.where(word != magnitude, -number, number), np.float32)

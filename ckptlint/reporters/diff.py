@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 
-from ckptlint.lint.differences import Diff, Difference, Kind
+from ckptlint.comparing.differences import Diff, Difference, Kind
 from ckptlint.model.text import braces, plural
 from ckptlint.reporters.full import header
 from ckptlint.reporters.style import Style, cut

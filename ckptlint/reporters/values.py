@@ -10,8 +10,8 @@ from math import isfinite, prod
 from tabulate import tabulate
 
 from ckptlint.analysis.same_values.facts import Match, Relation
-from ckptlint.lint.updates import Update, short_names
-from ckptlint.lint.values import Values
+from ckptlint.comparing.updates import Update, short_names
+from ckptlint.comparing.values import Values
 from ckptlint.model.text import braces, human_bytes, plural
 from ckptlint.reporters.style import Style, cut
 from ckptlint.vocabulary.dtypes import ITEM_BITS

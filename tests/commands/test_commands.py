@@ -19,8 +19,8 @@ from support import REAL, manifest, run, run_python
 import ckptlint
 from ckptlint.commands import main as cli
 from ckptlint.commands.graph import FORMATS, as_dot, as_mermaid, drawing
+from ckptlint.comparing.differences import differences
 from ckptlint.errors import ConfigError
-from ckptlint.lint.differences import differences
 from ckptlint.model import Checkpoint, FileTable
 from ckptlint.testing import write_checkpoint
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from math import log10
 from typing import Any
 
-from ckptlint.lint.updates import Update, short_names
-from ckptlint.lint.values import Values
+from ckptlint.comparing.updates import Update, short_names
+from ckptlint.comparing.values import Values
 from ckptlint.reporters.html.page import environment, frame
 from ckptlint.reporters.style import cut
 from ckptlint.reporters.values import change_text, groups_of, kinds_of, moved_sentences, sentence_of, verdict_of

@@ -8,7 +8,7 @@ from math import isfinite
 
 from ckptlint.analysis.inventory import MOMENTS, inventory_of
 from ckptlint.analysis.same_values.facts import Match
-from ckptlint.lint.sides import Opened
+from ckptlint.comparing.sides import Opened
 from ckptlint.vocabulary.keys import numbers, parse, role
 
 _LEAST = 4  # weights that moved all over, from which on two sides are steps of a run

@@ -14,10 +14,10 @@ from support import REAL
 
 import ckptlint
 from ckptlint.analysis.same_values.facts import Match
-from ckptlint.lint.values import Values
+from ckptlint.comparing.values import Values
 
 PAIRS = REAL / "conversions"
-with (PAIRS / "MANIFEST.tsv").open(encoding="utf-8") as opened:
+with (PAIRS / "PAIRS.tsv").open(encoding="utf-8") as opened:
     ROWS = {row["name"]: row for row in csv.DictReader(opened, delimiter="\t")}
 STATE = ["optim*", "*optimizer*", "nested*", "model.seen"]  # verl joins the copies of a buffer
 

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 from ckptlint.analysis.same_values.facts import Match
 from ckptlint.architecture.adapters import PREFIX, AdapterConfig, Factors, factors_of, read_adapter_config
+from ckptlint.comparing.sides import Opened
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
-from ckptlint.lint.sides import Opened
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading
 from ckptlint.payload.regions import Place, numbers

@@ -120,7 +120,7 @@ def _wide(place: Place, first: int, last: int, shape: tuple[int, ...], is_turned
 def _compare(seen: _Seen, rows: Rows, wanted: Matrix, first: int) -> None:
     with np.errstate(all="ignore"):
         apart = np.abs(rows.values - wanted)
-        noise = _ROUNDING * (np.abs(rows.values) + np.abs(wanted))
+        noise = np.float32(_ROUNDING) * (np.abs(rows.values) + np.abs(wanted))
         is_cut = rows.is_end & (np.abs(wanted) > np.abs(rows.values)) & (wanted * rows.values > 0)
         is_odd = ~(apart <= rows.half * _EDGE + noise) & ~is_cut
         error = np.sqrt(np.square(np.where(is_cut, 0, apart), dtype=np.float64).sum(axis=1))

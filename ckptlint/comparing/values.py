@@ -11,14 +11,14 @@ import numpy as np
 
 from ckptlint.analysis.same_values.facts import Match, Side
 from ckptlint.analysis.same_values.matching import matches
+from ckptlint.comparing.differences import differences
+from ckptlint.comparing.merges import with_merges
+from ckptlint.comparing.quantised import with_quantised
+from ckptlint.comparing.second_look import second_look
+from ckptlint.comparing.sides import Opened
+from ckptlint.comparing.stacked import layer_by_layer, stacked
+from ckptlint.comparing.updates import Update, updates, weights_of
 from ckptlint.depth import Depth
-from ckptlint.lint.differences import differences
-from ckptlint.lint.merges import with_merges
-from ckptlint.lint.quantised import with_quantised
-from ckptlint.lint.sides import Opened
-from ckptlint.lint.stacked import layer_by_layer, stacked
-from ckptlint.lint.updates import Update, updates, weights_of
-from ckptlint.lint.value_differences import second_look
 from ckptlint.model import Tensor
 from ckptlint.model.text import plural, printable, some
 from ckptlint.payload.reader import read_payload
@@ -158,7 +158,7 @@ def _is_meant(key: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
 
 
 def held_values(side: Sequence[Opened], jobs: int | None = None) -> tuple[dict[str, dict[str, Words]], list[str]]:
-    """Words of the rows that the tensors of a checkpoint hold, by key and dtype; and what stood in the way, in sentences.
+    """Words of the rows that the tensors of a checkpoint hold, by key and dtype; and what stood in the way.
 
     Of wider floats there are those after rounding to bfloat16 too, since that is what people export.
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.same_values.facts import Side
-from ckptlint.lint.sides import Opened
+from ckptlint.comparing.sides import Opened
 from ckptlint.payload.regions import Place
 from ckptlint.vocabulary.keys import parse
 
