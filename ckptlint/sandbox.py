@@ -38,6 +38,9 @@ _BASE_SECONDS = 20.0
 _SECONDS_PER_MIB = 1  # measured: 0.02 to 0.04 s per MiB
 _PR_SET_PDEATHSIG = 1  # Linux' prctl.h
 
+in_children = hasattr(os, "fork")
+"""Whether readers run in children. Not on Windows, which cannot fork; the tests of what is read do without, too."""
+
 _left: float | None = None  # seconds of the budget that are left beside the shares of the bytes, None without a budget
 
 
@@ -67,8 +70,8 @@ def isolated(work: Callable[[], T], size: int) -> T:
         CkptlintError: whatever `work` raised of that kind.
         ReaderError: `work` raised anything else, which is a mistake in ckptlint.
     """
-    if not hasattr(os, "fork"):  # Windows: without the guard
-        return work()
+    if not in_children:
+        return _value(*_outcome(work))  # type: ignore[no-any-return]
     with one_budget():
         assert _left is not None
         if _left <= 0:
@@ -148,7 +151,11 @@ def _answer(child: int, reading: int, shared: Shared | None, share: float = math
         raise LimitError("is nested too deeply")
     if answer is None:
         raise LimitError(f"cannot be read: {_ending(status)}")
-    kind, value = answer
+    return _value(*answer)
+
+
+def _value(kind: str, value: Any) -> Any:
+    """What a reader returned; what it raised is raised."""
     if kind == "result":
         return value
     raise value
@@ -170,14 +177,7 @@ def _serve(work: Callable[[], Any], size: int | None, writing: int, parent: int)
         if size is not None:
             _limit(size)
             _keep_freed_memory()
-        try:
-            answer: tuple[str, Any] = ("result", work())
-        except CkptlintError as error:
-            answer = ("error", error)
-        except MemoryError:
-            answer = ("error", LimitError("would take more memory to read than its size explains"))
-        except Exception as error:  # the loaders are to turn bad input into findings: this is a mistake of theirs
-            answer = ("error", ReaderError(f"{type(error).__name__}: {error}"))
+        answer = _outcome(work)
         give_back_freed_memory()
         with os.fdopen(writing, "wb") as pipe:
             try:
@@ -187,6 +187,18 @@ def _serve(work: Callable[[], Any], size: int | None, writing: int, parent: int)
         os._exit(0)
     finally:
         os._exit(70)
+
+
+def _outcome(work: Callable[[], Any]) -> tuple[str, Any]:
+    """What a reader returns or raises, in words for the user: ("result", value) or ("error", exception)."""
+    try:
+        return "result", work()
+    except CkptlintError as error:
+        return "error", error
+    except MemoryError:
+        return "error", LimitError("would take more memory to read than its size explains")
+    except Exception as error:  # the loaders are to turn bad input into findings: this is a mistake of theirs
+        return "error", ReaderError(f"{type(error).__name__}: {error}")
 
 
 def _end_with(parent: int) -> None:

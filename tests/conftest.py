@@ -2,15 +2,100 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
+import resource
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pickles
 import pytest
-from support import REAL
+from hypothesis import is_hypothesis_test, settings
+from support import REAL, examples
 
+from ckptlint import sandbox
 from ckptlint.formats import safe_pickle as unpickle
+
+settings.register_profile("quick", deadline=None, max_examples=examples(25, 100))
+settings.load_profile("quick")
+
+UNLIMITED = resource.getrlimit(resource.RLIMIT_AS)
+READER_BYTES = 2 * 1024**3
+
+run_reader = sandbox._outcome
+
+
+def run_reader_here(work: Callable[[], Any]) -> tuple[str, Any]:
+    """A reader in this process: what would take gigabytes is a `MemoryError`, not the end of the machine."""
+    with contextlib.suppress(OSError):  # only Linux tells how much address space is taken already
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + READER_BYTES, UNLIMITED[1]))
+    try:
+        return run_reader(work)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, UNLIMITED)
+
+
+sandbox.in_children = False
+
+
+@pytest.fixture(autouse=True)
+def readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Readers run in the process of the test, which is five times as fast; in children where it is marked `forks`."""
+    if request.node.get_closest_marker("forks"):
+        monkeypatch.setattr(sandbox, "in_children", True)
+    else:
+        monkeypatch.setattr(sandbox, "_outcome", run_reader_here)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A property is a sweep: it tries more where SWEEP=1 is set."""
+    for item in items:
+        if is_hypothesis_test(getattr(item, "obj", None)):
+            item.add_marker("sweep")
+
+
+class Ranks(multiprocessing.get_context("fork").Process):  # type: ignore[name-defined,misc]
+    """The ranks of `plan --to job.py:function`, forks of a fork of this process, which imported torch once."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self.folder = folder
+        self.start()
+
+    def run(self) -> None:
+        """What `python -m ckptlint.planning.ranks` does in a process of its own."""
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        errors = os.open(self.folder / "stderr", os.O_WRONLY | os.O_CREAT)
+        for number, file in enumerate((null, null, errors)):
+            os.dup2(file, number)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        from ckptlint.planning import ranks
+
+        ranks.torch.set_num_threads(1)
+        ranks._run(self.folder)
+
+    def wait(self, seconds: float | None = None) -> None:
+        """As that of a `Popen`."""
+        self.join(seconds)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired("ranks", seconds or 0)
+
+    @property
+    def returncode(self) -> int | None:
+        return self.exitcode
+
+
+@pytest.fixture
+def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plan` with a function starts no Python that imports torch anew for three seconds."""
+    pytest.importorskip("ckptlint.planning.ranks", exc_type=ImportError)
+    monkeypatch.setattr("ckptlint.planning.exact._started", Ranks)
 
 
 @pytest.fixture

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, chdir, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import ckptlint
+from ckptlint.__main__ import main
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import Report
 from ckptlint.rule import Finding, Rule
@@ -95,18 +99,64 @@ def broken_rule(code: str) -> tuple[Rule, ...]:
     return tuple(replace(rule, check=crash) if rule.code == code else rule for rule in load_rules())
 
 
+@contextmanager
+def ends(seconds: float = 10) -> Iterator[None]:
+    """What is inside ends: no measure of speed, but no test hangs on input that would take hours of processor time."""
+
+    def give_up(*_: Any) -> None:
+        raise AssertionError(f"it did not end within {seconds} s of processor time")
+
+    before = signal.signal(signal.SIGVTALRM, give_up)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
 # ---------------------------------------------------------------- ckptlint as a user runs it
 
 
-def run(*arguments: str | Path, env: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
-    """`ckptlint` in a process of its own; `env` is laid over an environment without settings of ckptlint."""
-    kept = {
+def run(
+    *arguments: str | Path, env: dict[str, str] | None = None, own_process: bool = False, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """`ckptlint` as a user runs it; `env` is laid over an environment without settings of ckptlint.
+
+    It runs in this process. It gets one of its own where a test says so, sets up the interpreter (`PYTHON...`), or
+    gives an option of `subprocess.run` other than `cwd`.
+    """
+    environment = {
         k: v for k, v in os.environ.items() if not k.startswith("CKPTLINT_") and k not in ("NO_COLOR", "FORCE_COLOR")
     }
-    kept |= {"PYTHONIOENCODING": "utf-8", "COLUMNS": "80"}
+    environment |= {"COLUMNS": "80"} | (env or {})
+    needs_one = own_process or options.keys() - {"cwd"} or any(name.startswith("PYTHON") for name in env or ())
+    if not needs_one:
+        return _run_here([*map(str, arguments)], environment, options.get("cwd", REPOSITORY))
+    environment = {"PYTHONIOENCODING": "utf-8"} | environment
     command = [sys.executable, "-m", "ckptlint", *map(str, arguments)]
     defaults: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 60, "cwd": REPOSITORY}
-    return subprocess.run(command, env=kept | (env or {}), encoding="utf-8", check=False, **(defaults | options))
+    return subprocess.run(command, env=environment, encoding="utf-8", check=False, **(defaults | options))
+
+
+def _run_here(
+    arguments: list[str], environment: dict[str, str], folder: str | Path
+) -> subprocess.CompletedProcess[str]:
+    """The command line in this process, with streams, environment and working directory of its own."""
+    streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(3)]
+    with ExitStack() as changed:
+        for name, stream in zip(("stdin", "stdout", "stderr"), streams, strict=True):
+            changed.enter_context(patch.object(sys, name, stream))
+        changed.enter_context(patch.object(sys, "argv", ["ckptlint", *arguments]))
+        changed.enter_context(patch.dict(os.environ, environment, clear=True))
+        changed.enter_context(chdir(folder))
+        try:
+            main()
+            code: Any = 0
+        except SystemExit as end:
+            code = end.code or 0
+    _, output, errors = (stream.buffer.getvalue().decode("utf-8") for stream in streams)  # type: ignore[attr-defined]
+    return subprocess.CompletedProcess(arguments, code, output, errors)
 
 
 def takes_ctrl_c() -> None:

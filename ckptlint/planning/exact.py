@@ -96,15 +96,8 @@ def _check(function: str) -> None:
 
 
 def _run(folder: Path, function: str, world: int, seconds: float) -> None:
-    """Run all ranks; what they print is thrown away."""
-    child = subprocess.Popen(  # noqa: S603  the user named the function
-        [sys.executable, "-m", "ckptlint.planning.ranks", str(folder)],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=(folder / "stderr").open("wb"),
-        start_new_session=True,
-    )
+    """Run all ranks."""
+    child = _started(folder)
     waited = 0.0
     try:
         while True:
@@ -126,6 +119,18 @@ def _run(folder: Path, function: str, world: int, seconds: float) -> None:
     if child.returncode:
         last = (folder / "stderr").read_text(errors="replace").strip().splitlines()[-1:]
         raise ConfigError("\n  ".join([f"{function} could not be run", *last]))
+
+
+def _started(folder: Path) -> subprocess.Popen[bytes]:
+    """The process that forks all ranks; what they print is thrown away."""
+    return subprocess.Popen(  # noqa: S603  the user named the function
+        [sys.executable, "-m", "ckptlint.planning.ranks", str(folder)],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=(folder / "stderr").open("wb"),
+        start_new_session=True,
+    )
 
 
 def _wishes(folder: Path, function: str, world: int) -> tuple[list[Wish], tuple[Constraint, ...]]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import REAL
+from support import REAL, ends
 
 import ckptlint
 from ckptlint.analysis.fit.judgement import Fit, config_fit, expectations
@@ -129,16 +128,6 @@ def test_what_lies_beside_a_quantised_weight_is_known(tmp_path: Path, suffix: st
     assert (fit.shapes, fit.foreign, fit.beyond) == ([], [], [])
 
 
-def test_a_thousand_keys_take_little_time(tmp_path: Path) -> None:
-    form = expected(250)
-    ckpt = stored(shapes(form), tmp_path, form)
-    fit_of(ckpt)  # names are parsed once, for all rules
-    del ckpt.facts[(config_fit.__wrapped__,)]
-    started = time.process_time()
-    fit_of(ckpt)
-    assert time.process_time() - started < 0.1  # measured: 0.005 to 0.015 s
-
-
 @pytest.mark.parametrize(
     ("text", "says"),
     [
@@ -203,10 +192,9 @@ def test_a_large_configuration_is_not_read(tmp_path: Path) -> None:
     write_safetensors(tmp_path / "model.safetensors", {"tensors": {"w": {"dtype": "float32", "shape": [2]}}})
     with (tmp_path / "config.json").open("wb") as file:
         file.truncate(100 * 1024**2)
-    started = time.process_time()
-    (item,) = ckptlint.check(tmp_path).diagnostics
+    with ends(2):
+        (item,) = ckptlint.check(tmp_path).diagnostics
     assert item.title.startswith("config.json cannot be read (")
-    assert time.process_time() - started < 2
 
 
 def test_the_total_of_an_index_is_not_told_twice(tmp_path: Path) -> None:

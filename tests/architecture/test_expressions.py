@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import ends
 
 from ckptlint.architecture.expressions import LARGEST, ExpressionError, parse, true, whole
 
@@ -124,12 +123,11 @@ def test_a_long_list_is_not_searched_for_every_layer() -> None:
 
 @given(st.text(alphabet="ab1 +-*/%()<>=![].,'if el s not in and or max len", max_size=60))
 def test_any_text_is_a_value_or_one_error(text: str) -> None:
-    began = time.process_time()
     try:
-        parse(text).value({"a": 3, "b": [1, 2], "e": "x"})
+        with ends():
+            parse(text).value({"a": 3, "b": [1, 2], "e": "x"})
     except ExpressionError as error:
         assert str(error)
-    assert time.process_time() - began < 1
 
 
 @given(st.integers(0, 2**20), st.integers(1, 2**20), st.integers(1, 2**10))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 import tracemalloc
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import ends, examples
 
 from ckptlint.architecture.expected import NoTable
 from ckptlint.architecture.expressions import parse
@@ -181,12 +181,10 @@ def test_every_expression_of_a_table_can_be_read(model_type: str) -> None:
     ],
 )
 def test_a_configuration_that_says_nothing_is_one_sentence(change: dict[str, Any], words: str) -> None:
-    began = time.process_time()
-    with pytest.raises(NoTable) as raised:
+    with pytest.raises(NoTable) as raised, ends():
         expected_models(LLAMA | change)
     text = str(raised.value)
     assert words in text and "\n" not in text and "\x1b" not in text and len(text) < 250
-    assert time.process_time() - began < 0.1
 
 
 def test_quantisation_that_keeps_names_is_judged() -> None:
@@ -205,16 +203,16 @@ def test_a_deep_or_wide_configuration_costs_nothing() -> None:
         deep = {"text_config": deep, "vision_config": deep}
     wide = {f"field_{i}": i for i in range(100_000)}
     tracemalloc.start()
-    began = time.process_time()
-    assert expected_models(LLAMA | wide | {"text_config": deep})
-    for model_type in TYPES:
-        with suppress(NoTable):
-            expected_models(
-                {"model_type": model_type, "text_config": deep, "num_hidden_layers": 10**9, "n_layer": 10**9}
-            )
-    took, peak = time.process_time() - began, tracemalloc.get_traced_memory()[1]
+    with ends(20):
+        assert expected_models(LLAMA | wide | {"text_config": deep})
+        for model_type in TYPES:
+            with suppress(NoTable):
+                expected_models(
+                    {"model_type": model_type, "text_config": deep, "num_hidden_layers": 10**9, "n_layer": 10**9}
+                )
+    peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert took < 10 and peak < 200e6
+    assert peak < 200e6
 
 
 HOSTILE = st.one_of(
@@ -223,7 +221,7 @@ HOSTILE = st.one_of(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60, 300))
 @given(st.data())
 def test_any_value_of_any_field_is_a_model_or_one_sentence(data: st.DataObject) -> None:
     model_type = data.draw(st.sampled_from(TYPES))
@@ -235,10 +233,9 @@ def test_any_value_of_any_field_is_a_model_or_one_sentence(data: st.DataObject) 
             part = part.setdefault(section, {}) if isinstance(part, dict) else {}
         if isinstance(part, dict):
             part[rest[-1]] = data.draw(HOSTILE)
-    began = time.process_time()
     try:
-        models = expected_models(config, at_most=5000)
+        with ends():
+            models = expected_models(config, at_most=5000)
         assert all(len(model.tensors) <= 5000 for model in models)
     except NoTable as reason:
         assert "\n" not in str(reason) and len(str(reason)) < 400
-    assert time.process_time() - began < 2

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import time
 
 import pytest
+from support import ends
 
 from ckptlint.architecture.expected import NoTable
 from ckptlint.architecture.tables import Row, entry, expand, keys, rows_of
@@ -72,10 +72,8 @@ def test_a_range_and_a_size_may_depend_on_an_index() -> None:
     ],
 )
 def test_a_hostile_value_is_refused_at_once(change: dict[str, object]) -> None:
-    began = time.process_time()
-    with pytest.raises(NoTable) as raised:
+    with pytest.raises(NoTable) as raised, ends():
         expand(ROWS, RANGES, FIELDS | change)
-    assert time.process_time() - began < 0.1
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 200
 
 
@@ -91,12 +89,10 @@ def test_a_caller_bounds_the_keys() -> None:
 
 
 def test_a_range_that_grows_with_its_index_is_bounded_too() -> None:
-    began = time.process_time()
-    with pytest.raises(NoTable):
+    with pytest.raises(NoTable), ends():
         expand([Row("{stage}.{block}", ("1",))], RANGES, {"depths": [0, 10**12]}, at_most=1000)
-    with pytest.raises(NoTable):
+    with pytest.raises(NoTable), ends():
         expand([Row("{stage}.{block}", ("1",), "block < 0")], RANGES, {"depths": [0, 10**12]}, at_most=1000)
-    assert time.process_time() - began < 0.5
 
 
 def test_only_the_line_that_is_asked_for_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,19 +6,18 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import support
 from support import REAL
 
 GOOD, HOLE = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole"
 
 
-def latest(*arguments: object) -> subprocess.CompletedProcess[str]:
+def latest(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """The command as a user runs it."""
-    command = [sys.executable, "-m", "ckptlint", "latest", "--isolated", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    return support.run("latest", "--isolated", *arguments)
 
 
 @pytest.fixture

@@ -271,8 +271,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("nothing", ["raised an error", "AttributeError"]),
     ],
 )
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_function_that_fails_gets_a_sentence_and_its_own_error(file: Path, function: str, why: list[str]) -> None:
-    done = run("plan", REAL / "plain_dtypes", "--to", f"{file}:{function}", "--world", "2", timeout=300)
+    done = run("plan", REAL / "plain_dtypes", "--to", f"{file}:{function}", "--world", "2")
     assert (done.returncode, done.stdout) == (2, "")
     assert "Traceback" not in done.stderr and "\x1b" not in done.stderr
     for text in why:
@@ -280,15 +281,16 @@ def test_a_function_that_fails_gets_a_sentence_and_its_own_error(file: Path, fun
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_function_that_does_not_end_is_ended(file: Path) -> None:
-    done = run("plan", REAL / "plain_dtypes", "--to", f"{file}:runs_on", "--world", "2", "--timeout", "2", timeout=300)
+    done = run("plan", REAL / "plain_dtypes", "--to", f"{file}:runs_on", "--world", "2", "--timeout", "2")
     assert done.returncode == 2
     assert "did not finish within 2 s" in done.stderr
 
 
 @pytest.mark.slow
 def test_what_a_function_prints_is_not_the_answer(file: Path) -> None:
-    done = run("plan", REAL / "plain_dtypes", "--to", f"{file}:prints", "--world", "2", "--format", "json", timeout=300)
+    done = run("plan", REAL / "plain_dtypes", "--to", f"{file}:prints", "--world", "2", "--format", "json")
     assert done.returncode == 0 and done.stderr == ""
     found = json.loads(done.stdout)
     assert found["form"] == "exact" and len(found["unexpected"]) == 42

@@ -24,7 +24,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pickles import CF, CM, CP, Call, dumped, name_of, named, new, number, stream, text, write_zip
-from support import REAL, REPOSITORY, check_bytes, codes, found, run, run_python
+from support import REAL, REPOSITORY, check_bytes, codes, examples, found, run, run_python
 
 import ckptlint
 from ckptlint.errors import LimitError, UnreadableError
@@ -743,6 +743,7 @@ def test_a_key_that_crashes_the_reader_is_a_finding(limited: Limited) -> None:
     assert limited(stream(pickle.EMPTY_DICT, key, pickle.NONE, pickle.SETITEM)) == (1, {"SAF003"})
 
 
+@pytest.mark.forks
 def test_a_key_that_takes_hours_to_hash_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptlint.sandbox._BASE_SECONDS", 1)
     key = pickle.EMPTY_TUPLE + (pickle.DUP + pickle.TUPLE2) * 60
@@ -766,6 +767,7 @@ def test_a_rank_number_of_a_metadata_file_reserves_nothing(limited: Limited, nam
     assert levels <= {"COM001", "SAF003"}
 
 
+@pytest.mark.forks
 def test_a_metadata_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / ".metadata").open("wb") as file:
         file.write(b"\x80\x04")
@@ -780,7 +782,7 @@ def test_a_pipe_in_place_of_metadata_is_not_waited_for(tmp_path: Path) -> None:
         pytest.skip("no named pipes on this system")
     os.mkfifo(tmp_path / ".metadata")
     (tmp_path / "__0_0.distcp").write_bytes(b"x")
-    done = run(tmp_path, timeout=5)
+    done = run(tmp_path, own_process=True)
     assert done.returncode != 0
 
 
@@ -920,7 +922,7 @@ def test_anchors_and_merges_of_a_yaml_are_followed() -> None:
 # ---------------------------------------------------------------- any bytes
 
 
-SETTINGS = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SETTINGS = settings(max_examples=examples(15, 200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 METADATA = (REAL / "edit_base" / ".metadata").read_bytes()
 WRITTEN = (REAL / MEGATRON / ".metadata").read_bytes()
 with zipfile.ZipFile(REAL / MEGATRON / "common.pt") as _archive:
@@ -948,6 +950,7 @@ def assert_judged(report: Report, tensors: int) -> None:
         assert len(report.checkpoints[0].checkpoint.tensors) == tensors
 
 
+@pytest.mark.forks
 @SETTINGS
 @given(st.binary(max_size=400))
 @example(b"")
@@ -975,7 +978,7 @@ def test_any_truncation_of_metadata_fails(base: dict[str, Path], length: int) ->
     assert "SAF002" in codes(report, "error")
 
 
-@settings(SETTINGS, max_examples=80)
+@settings(SETTINGS, max_examples=examples(30, 300))
 @given(st.integers(0, len(METADATA) - 1), st.integers(1, 255))
 def test_any_changed_byte_of_metadata_leads_to_a_report(base: dict[str, Path], position: int, change: int) -> None:
     changed = METADATA[:position] + bytes([METADATA[position] ^ change]) + METADATA[position + 1 :]
@@ -1040,7 +1043,8 @@ PIECES = st.one_of(
 )
 
 
-@settings(SETTINGS, max_examples=40)
+@pytest.mark.forks
+@SETTINGS
 @given(st.lists(PIECES, max_size=30))
 def test_any_sequence_of_opcodes_leads_to_a_report_that_is_no_pass(base: dict[str, Path], pieces: list[bytes]) -> None:
     folder = base["edit_base"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import REAL, codes, run_python
+from support import REAL, codes, examples, run_python
 from tilings import Chunk, box_cells, counted, damaged, layout, tilings
 
 import ckptlint
@@ -56,7 +56,7 @@ def leaves(shape: tuple[int, ...], chunk: Chunk) -> bool:
     return any(o < 0 or o + s > n for o, s, n in zip(*chunk, shape, strict=True))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(60, 400))
 @given(damaged())
 def test_the_geometry_rules_say_what_counting_cells_says(case: Case) -> None:
     shape, chunks = case
@@ -77,7 +77,6 @@ def test_the_geometry_rules_say_what_counting_cells_says(case: Case) -> None:
         assert item.at.region and set(box_cells((item.at.region,))) & counts.keys() <= doubled
 
 
-@settings(deadline=None)
 @given(tilings())
 def test_no_tiling_has_an_error(case: Case) -> None:
     assert not any(judged(case).values())
@@ -95,7 +94,7 @@ def many(draw: st.DrawFn) -> Case:
     return shape, list(zip(map(tuple, offsets.tolist()), map(tuple, sizes.tolist()), strict=True))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(60, 150))
 @given(many())
 def test_gaps_and_overlaps_of_many_boxes_are_exact(case: Case) -> None:
     shape, chunks = case
@@ -123,7 +122,7 @@ def inside(box: Box) -> tuple[slice, ...]:
 # ---------------------------------------------------------------- torch's validator
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(60, 300))
 @given(damaged())
 def test_the_verdict_is_that_of_the_validator_of_torch(case: Case) -> None:
     """Where torch is right: it takes an empty chunk inside another one for an overlap, and looks at no scalar."""

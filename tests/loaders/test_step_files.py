@@ -164,6 +164,7 @@ def test_an_empty_or_cut_file_beside_the_weights_is_told(
     assert [(item.code, item.finding.at.file) for item in report.diagnostics] == [("SAF002", name)]
 
 
+@pytest.mark.forks
 def test_a_file_that_breaks_a_limit_is_told_by_its_name_and_hides_no_other(step: Path) -> None:
     (step / "scheduler.pt").write_bytes(b"\x80\x02}" + b"N" + b"\x85" * 3_000_000 + b"Ns.")  # hashes a deep tuple
     (step / "scaler.pt").write_bytes(b"")

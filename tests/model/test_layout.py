@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import combinations, product
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from support import bench
+from support import bench, ends, examples
 from tilings import Chunk, box_cells, cells_of, counted, damaged, layout, tangled, tilings
 
 from ckptlint.model import cover as boxes
@@ -51,7 +50,7 @@ def test_a_tiling_has_no_hole_and_no_overlap(case: tuple[tuple[int, ...], list[C
     assert (coverage.missing, coverage.missing_volume, coverage.doubled, coverage.doubled_volume) == ((), 0, (), 0)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(60, 400))
 @given(damaged())
 def test_holes_and_overlaps_equal_counted_cells(case: tuple[tuple[int, ...], list[Chunk]]) -> None:
     shape, chunks = case
@@ -61,7 +60,7 @@ def test_holes_and_overlaps_equal_counted_cells(case: tuple[tuple[int, ...], lis
     assert_exact(coverage.doubled, coverage.doubled_volume, {cell for cell, n in counts.items() if n > 1})
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(60, 400))
 @given(st.one_of(damaged(), tangled()), st.sampled_from([0, 2, 9]), st.sampled_from([1, 3, 60]))
 def test_searching_gives_what_painting_gives(case: tuple[tuple[int, ...], list[Chunk]], few: int, cells: int) -> None:
     shape, chunks = case
@@ -78,7 +77,7 @@ def test_searching_gives_what_painting_gives(case: tuple[tuple[int, ...], list[C
             assert set(cells_of_parts) == set(box_cells(at_once))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(60, 200))
 @given(st.one_of(damaged(), tangled()), st.integers(0, 6))
 def test_what_a_search_without_budget_says_is_true(case: tuple[tuple[int, ...], list[Chunk]], budget: int) -> None:
     shape, chunks = case
@@ -122,7 +121,6 @@ def test_a_spiral_is_whole_and_one_strip_less_is_a_hole(count: int) -> None:
 def test_thirty_thousand_irregular_chunks_are_judged_exactly(rank: int) -> None:
     shape, *columns = bench("irregular").irregular(30_000, rank)
     chunks = list(zip(*(map(tuple, column.tolist()) for column in columns), strict=True))
-    started = time.process_time()
     assert layout(shape, chunks).coverage == Coverage()
     lost = chunks[100:2000:100]
     kept = [chunk for chunk in chunks if chunk not in lost]
@@ -132,7 +130,6 @@ def test_thirty_thousand_irregular_chunks_are_judged_exactly(rank: int) -> None:
     twice = [((*chunk[0][:-1], chunk[0][-1]), chunk[1]) for chunk in lost]
     overlaps = layout(shape, chunks + twice).coverage
     assert (overlaps.doubled_volume, overlaps.missing, overlaps.exact) == (holes.missing_volume, (), True)
-    assert time.process_time() - started < 15
 
 
 @pytest.mark.parametrize("rank", [2, 4, 5, 8])
@@ -141,9 +138,8 @@ def test_boxes_anywhere_are_told_within_the_budget(rank: int) -> None:
     extent = 2 ** (60 // rank)
     sizes = random.integers(1, extent // 2, (30_000, rank))
     offsets = (random.random(sizes.shape) * (extent - sizes)).astype(np.int64)
-    started = time.process_time()
-    found = Layout((extent,) * rank, offsets, sizes).coverage
-    assert time.process_time() - started < 5
+    with ends(20):
+        found = Layout((extent,) * rank, offsets, sizes).coverage
     assert found.doubled and found.missing
     for box in found.doubled:
         middle = np.array(box.offsets) + np.array(box.sizes) // 2
@@ -243,7 +239,7 @@ def grid_cells(shape: tuple[int, ...], chunks: list[Chunk]) -> bool:
     return wanted == sorted(tuple((a, a + b) for a, b in zip(o, s, strict=True)) for o, s in live)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(60, 300))
 @given(damaged())
 def test_is_grid_equals_the_product_of_the_paths(case: tuple[tuple[int, ...], list[Chunk]]) -> None:
     shape, chunks = case
@@ -288,14 +284,14 @@ def assert_pairs(found: list[Crossing], chunks: list[Chunk], rank: int, fits: ob
         assert {(pair.first, pair.second) for pair in named} <= pairs
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(60, 400))
 @given(damaged())
 def test_crossings_name_a_pair_wherever_one_exists(case: tuple[tuple[int, ...], list[Chunk]]) -> None:
     shape, chunks = case
     assert_pairs(layout(shape, chunks).crossings, chunks, len(shape), crosses)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(60, 400))
 @given(damaged())
 def test_nestings_name_a_pair_wherever_one_exists(case: tuple[tuple[int, ...], list[Chunk]]) -> None:
     shape, chunks = case
@@ -322,7 +318,7 @@ def test_intervals_are_distinct_and_in_order(case: tuple[tuple[int, ...], list[C
 # ---------------------------------------------------------------- flattened runs
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(60, 300))
 @given(tilings(least=1))
 def test_row_major_means_that_flat_indices_are_one_run(case: tuple[tuple[int, ...], list[Chunk]]) -> None:
     shape, chunks = case

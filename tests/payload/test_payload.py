@@ -313,6 +313,7 @@ def test_a_malicious_pickle_in_a_record_is_named_and_not_run(tmp_path: Path) -> 
     assert ckptlint.check(folder, fail_on="never", depth="data").exit_code == 1
 
 
+@pytest.mark.forks
 @pytest.mark.parametrize(
     "data",
     [

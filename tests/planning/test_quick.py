@@ -97,6 +97,7 @@ def saved(jobs: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Checkpo
     ],
     ids=lambda value: value if isinstance(value, str) else str(prod(value.values())),
 )
+@pytest.mark.usefixtures("warm_ranks")
 def test_the_quick_form_cuts_as_torch_does(
     jobs: ModuleType, saved: Checkpoint, function: str, mesh: dict[str, int], to: str
 ) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import examples
 
 from ckptlint.model.layout import Layout
 from ckptlint.planning.job import Target
@@ -58,7 +59,7 @@ def cases(draw: st.DrawFn) -> tuple[tuple[int, ...], Boxes, Boxes]:
     return shape, draw(st.lists(box, max_size=12)), draw(st.lists(box, max_size=12))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(50, 300))
 @given(cases())
 def test_items_are_those_of_brute_force(case: tuple[tuple[int, ...], Boxes, Boxes]) -> None:
     shape, stored, wanted = case
@@ -66,7 +67,7 @@ def test_items_are_those_of_brute_force(case: tuple[tuple[int, ...], Boxes, Boxe
     assert as_items(target, found) == brute(stored, wanted)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(50, 100))
 @given(cases())
 def test_items_are_those_of_torch(case: tuple[tuple[int, ...], Boxes, Boxes]) -> None:
     torch = pytest.importorskip("torch")

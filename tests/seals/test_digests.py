@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptlint.seals import digests
@@ -99,7 +99,6 @@ def chunks(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], list[int]]
 
 
 @given(chunks(), st.sampled_from([1, 2, 4, 8]), st.integers(0, 9), st.sampled_from([1, 3, 16, 1 << 14]))
-@settings(deadline=None)
 def test_elem_digest_is_its_formula_in_pieces_and_in_any_order_of_storage(
     chunk: tuple[list[int], list[int], list[int], list[int]], item: int, piece: int, block: int
 ) -> None:

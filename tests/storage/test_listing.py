@@ -28,7 +28,7 @@ ENTRIES = st.builds(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(st.dictionaries(NAMES, ENTRIES), st.lists(NAMES), st.sets(NAMES))
 def test_it_is_a_mapping_in_order_of_name(entries: dict[str, FolderEntry], asked: list[str], hidden: set[str]) -> None:
     listing = Listing.of(entries.items())
