@@ -151,6 +151,14 @@ def missing_files(folder: Path, count: int) -> None:
         path.unlink()
 
 
+def missing_nodes(folder: Path, count: int) -> None:
+    """Payload files of nodes of two ranks, of which every second node lost its own."""
+    write(folder, dict(_model(count // 7)), file_of=lambda i: i)
+    for number in range(count // 7 * 7):
+        if number % 4 > 1:
+            (folder / f"__{number}_0.distcp").unlink()
+
+
 def short_files(folder: Path, count: int) -> None:
     """Payload files that end before their entries."""
     write(folder, dict(_model(count // 7)), file_of=lambda i: i)
@@ -261,6 +269,7 @@ KINDS = {
         files,
         files_with_gaps,
         missing_files,
+        missing_nodes,
         short_files,
         unnamed_files,
         objects,

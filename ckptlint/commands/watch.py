@@ -178,7 +178,7 @@ class Event:
     """Something to act on.
 
     Attributes:
-    XX        step: the name of the step's folder, "" for the run itself.
+        step: the name of the step's folder, "" for the run itself.
         text: what happened, as a sentence; "" for a finished step.
         files: the files of the step at the last look.
     """

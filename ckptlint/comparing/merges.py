@@ -69,7 +69,6 @@ class _Sums:
     """What was seen of a target: the change that is there (`made`), and the one that the adapter makes (`meant`)."""
 
     odd: int = 0
-    visible: int = 0
     made: float = 0.0
     meant: float = 0.0
     both: float = 0.0
@@ -361,7 +360,6 @@ def _compare(
         errors = _PRODUCT * np.linalg.norm(left, axis=1)[:, None] * np.linalg.norm(block.right, axis=0)
         allowed = epsilon * (np.abs(expected) + 2 * np.abs(added)) + errors
         sums.odd += int(np.count_nonzero(~(np.abs(new - expected) <= allowed)))
-        sums.visible += int(np.count_nonzero(np.abs(expected - old) > 2 * allowed))
         sums.made += float(made @ made)
         sums.meant += float(meant @ meant)
         sums.both += float(made @ meant)

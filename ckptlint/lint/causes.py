@@ -7,7 +7,6 @@ sentence and what to do. It looks at codes, keys, files, ranks and kinds of find
 from __future__ import annotations
 
 import re
-import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,10 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckptlint.geometry.chunk_graph import rank_of
-from ckptlint.lint.registry import rules_package
+from ckptlint.lint.registry import load_rules, rules_package
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic
 from ckptlint.model.text import braces, listed, plural, ranges
 from ckptlint.rule import Severity
+from ckptlint.vocabulary.strict_toml import made_of, table_of
 
 Shared = Literal["keys", "files", "ranks"]
 """What findings may have in common."""
@@ -46,7 +46,7 @@ class Clause:
 
     codes: tuple[str, ...]
     kinds: tuple[str, ...] = ()
-    severity: str = "info"
+    severity: Literal["info", "warning", "error"] = "info"
     same: tuple[Shared, ...] = ()
     other: tuple[Shared, ...] = ()
     least: int = 1
@@ -96,21 +96,28 @@ def fixture_of(known: KnownCause) -> Path:
 
 @cache
 def load_causes() -> tuple[KnownCause, ...]:
-    """All causes, by name."""
+    """All causes, by name.
+
+    Raises:
+        ValueError: a file is not as this module has it; it names file and entry.
+    """
     folder = Path(rules_package().__path__[0]) / "causes"
-    return tuple(_read(path) for path in sorted(folder.glob("*.toml")))
+    return tuple(read_cause(path.name, path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.toml")))
 
 
-def _read(path: Path) -> KnownCause:
-    table = tomllib.loads(path.read_text(encoding="utf-8"))
+def read_cause(file: str, text: str) -> KnownCause:
+    """One file.
+
+    Raises:
+        ValueError: an entry that nobody knows, one that is missing, or a value of another form; with file and place.
+    """
+    known = made_of(KnownCause, file, table_of(file, text), name=Path(file).stem)
+    codes = {rule.code for rule in load_rules()}
     for part in ("find", "also", "never"):
-        table[part] = {name: _clause(clause) for name, clause in table.get(part, {}).items()}
-    return KnownCause(path.stem, **table | {"over": tuple(table.get("over", ()))})
-
-
-def _clause(table: Mapping[str, Any]) -> Clause:
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
-    return Clause(**values)
+        for name, clause in getattr(known, part).items():
+            if unknown := [code for code in clause.codes if code not in codes]:
+                raise ValueError(f"{file}: {part}.{name}.codes has {unknown[0]!r}, which is no rule")
+    return known
 
 
 def with_causes(report: CheckpointReport) -> CheckpointReport:

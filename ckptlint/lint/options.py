@@ -13,7 +13,6 @@ FORMATS = {
     "full": ".txt",
     "concise": "",
     "json": ".json",
-    "json-v1": "",
     "sarif": ".sarif",
     "junit": ".xml",
     "github": "",

@@ -209,8 +209,8 @@ def _chunks(listed: list[Any], rank: int) -> tuple[IntArray, IntArray, list[Malf
     if RowRun not in set(map(type, listed)):
         return _columns(*_extents(listed), rank)
     parts = []
-    for is_stretch, items in groupby(listed, lambda item: type(item) is RowRun or item is END):
-        if not is_stretch:
+    for are_runs, items in groupby(listed, lambda item: type(item) is RowRun or item is END):
+        if not are_runs:
             parts.append(_columns(*_extents(list(items)), rank))
             continue
         for row_run in items:

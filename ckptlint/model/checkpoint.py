@@ -143,7 +143,7 @@ class StepFile:
 
     Attributes:
         name: its path relative to the checkpoint, printable.
-        family: what it holds (`vocabulary.step_files`), "" when its name tells nothing.
+        family: what it holds (the families of `vocabulary.frameworks`), "" when its name tells nothing.
         state: `read` and judged, `known` by its name and not judged, or `unknown`.
         size: bytes.
         step: the step that it says it was saved at, or how often a scheduler in it counted; None when it says none.

@@ -28,11 +28,14 @@ def by_node(lost: Mapping[str, int | None], there: Collection[int]) -> LostFiles
     size = gcd(total, *(place for run in runs for place in (run[0], run[-1] + 1)))
     if size > 1:
         runs = [run[start : start + size] for run in runs for start in range(0, len(run), size)]
+    run_of = {rank: number for number, run in enumerate(runs) for rank in run}
+    names: list[list[str]] = [[] for _ in runs]
+    rest: list[str] = []
+    for name, rank in lost.items():
+        number = None if rank is None else run_of.get(rank)
+        (rest if number is None else names[number]).append(name)
     found = []
-    for run in runs:
+    for run, own in zip(runs, names, strict=True):
         what = f"ranks {run[0]}-{run[-1]}" if len(run) > 1 else f"rank {run[0]}"
-        own = tuple(name for name, rank in lost.items() if rank is not None and run[0] <= rank <= run[-1])
-        found.append((what + ", probably one node" * (size > 1), own))
-    told = {name for _, own in found for name in own}
-    rest = tuple(name for name in lost if name not in told)
-    return (*found, ("", rest)) if rest else tuple(found)
+        found.append((what + ", probably one node" * (size > 1), tuple(own)))
+    return (*found, ("", tuple(rest))) if rest else tuple(found)

@@ -72,7 +72,7 @@ class Damage:
         file: its file.
         member: the member, "" for a whole record or file.
         recorded, computed: the checksums as text, "" where there are none left.
-        zeros: bytes of the 4 KiB pages of the record that hold nothing but zeros.
+        zeros: bytes of the record in blocks of 512 that hold nothing but zeros.
     """
 
     record: int

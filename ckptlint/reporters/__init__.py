@@ -12,7 +12,7 @@ from ckptlint.reporters.style import Style
 
 Render = Callable[[Report, Style], str]
 
-_MODULES = {"html": "html.page", "json": "json_report", "json-v1": "json_report"}  # others have the format's own name
+_MODULES = {"html": "html.page", "json": "json_report"}  # others have the format's own name
 
 
 def _imported_when_called(module: str) -> Render:

@@ -1,8 +1,8 @@
-"""Digests of contents: of the bytes of one chunk, and of the elements of a tensor whatever its sharding.
+"""Digests of contents: of the elements of a tensor whatever its sharding, and of objects.
 
-All arithmetic is modulo 2^64. `fin` is a bijection of 64-bit words, so one changed word or element always changes the
-digest; more changes are missed with a probability of 2^-64. The digests find accidents, they are no signatures: both
-are sums, which whoever wants to can balance.
+All arithmetic is modulo 2^64. `fin` is a bijection of 64-bit words, so one changed element always changes the digest of
+a tensor; more changes are missed with a probability of 2^-64. It finds accidents and is no signature: whoever wants to
+can balance a sum.
 """
 
 from __future__ import annotations
@@ -58,29 +58,6 @@ def fin(words: Words) -> Words:
 def mix(words: Words) -> Words:
     """fin(words + GOLD), as a new array: what keys and seeds go through."""
     return fin(words + np.uint64(GOLD))
-
-
-def word_digest(data: bytes | bytearray | memoryview) -> int:
-    """The digest of bytes in their order: do two ranks hold the same?
-
-    fin(number of bytes) + sum over the little-endian 8-byte words i of fin(word ^ i * GOLD); the tail is padded with
-    zero bytes.
-
-    >>> word_digest(b"ckptlint") == word_digest(b"ckptlint" + bytes(1))
-    False
-    """
-    view = memoryview(data).cast("B")
-    whole = len(view) & ~7
-    words = np.frombuffer(view[:whole], "<u8")
-    total = _one(len(view))
-    for first in range(0, len(words), _BLOCK):
-        part = words[first : first + _BLOCK]
-        keys = _RAMP[: len(part)] + np.uint64(first * GOLD & MASK)
-        total += int(fin(np.bitwise_xor(keys, part, out=keys)).sum())
-    if whole < len(view):
-        tail = int.from_bytes(view[whole:], "little")
-        total += _one(tail ^ (len(words) * GOLD & MASK))
-    return total & MASK
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +158,6 @@ def _starts(where: Elements, row: int, rows: int) -> Words:
         number, index = np.divmod(number, np.uint64(size))
         found += index * np.uint64(stride * GOLD & MASK)
     return found
-
-
-def _one(word: int) -> int:
-    return int(fin(np.array([word], np.uint64))[0])
 
 
 # ---------------------------------------------------------------- objects

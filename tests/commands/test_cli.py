@@ -402,7 +402,6 @@ def test_json_follows_its_schema(paths: list[str]) -> None:
     jsonschema.validate(document, SCHEMA)
     assert document["verdict"] == {0: "pass", 1: "fail", 3: "incomplete"}[result.exit_code]
     assert len(document["checkpoints"]) + len(document["nothing"]) == len(paths)
-    assert invoke(*paths, "--format", "json-v1").output == result.output
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in REAL.iterdir() if path.is_dir())[::4])

@@ -45,7 +45,7 @@ one_way = pytest.mark.parametrize("either_way", ["opcode by opcode"], indirect=T
 MEGATRON = "megatron_edit_base/iter_0000010"
 TARGET = ("pickles", "payload")  # can be imported, and would leave a trace
 EMPTY = b""
-FOR_MACHINES = {"json", "json-v1", "sarif", "gitlab", "html"}  # one text, whatever the style
+FOR_MACHINES = {"json", "sarif", "gitlab", "html"}  # one text, whatever the style
 
 
 def with_common(folder: Path, data: bytes) -> Report:

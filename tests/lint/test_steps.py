@@ -10,7 +10,7 @@ from support import REAL
 
 import ckptlint
 from ckptlint.lint.report import Report
-from ckptlint.lint.steps import newest_good, runs_at, steps_in
+from ckptlint.lint.steps import JudgedStep, newest_good, newest_passing, runs_at, steps_in
 
 GOOD, HOLE = REAL / "edit_base", REAL / "fsdp2_4r_hole"
 
@@ -86,6 +86,20 @@ def test_a_report_of_one_step_has_no_table(run: Path) -> None:
         ("step-2", "passes", ""),
         ("step-1", "passes", ""),
     ]
+
+
+def test_the_newest_step_that_passes_is_told_for_each_run() -> None:
+    verdicts = {
+        "a/9": "fails",
+        "a/8": "passes",
+        "a/7": "passes",
+        "a/6": "lacks parts",
+        "b/2": "passes",
+        "c/1": "unfinished",
+    }
+    steps = [JudgedStep(int(path[2:]), path[2:], path, verdict) for path, verdict in verdicts.items()]
+    newest = newest_passing(steps)
+    assert {run: step and step.path for run, step in newest.items()} == {"a": "a/8", "b": "b/2", "c": None}
 
 
 def test_one_step_that_cannot_be_read_spoils_no_other(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

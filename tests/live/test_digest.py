@@ -1,4 +1,4 @@
-"""Digests of tensors are those of `ckptlint.digests`, bit by bit, for every dtype, stride and device."""
+"""Digests of tensors are those of numpy, bit by bit, for every dtype, stride and device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import examples
 
-from ckptlint.seals.digests import MASK, elem_digest, elements, word_digest
+from ckptlint.seals.digests import GOLD, MASK, elem_digest, elements, fin
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:torch.quantize_per_tensor")
@@ -47,6 +47,13 @@ def raw(value: Any) -> bytes:
     """The bytes of a tensor in row-major order."""
     value = torch.view_as_real(value.detach().cpu()) if value.is_complex() else value.detach().cpu()
     return value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def word_digest(data: bytes) -> int:
+    """The formula of `word_digests`."""
+    words = np.frombuffer(data + bytes(-len(data) % 8), "<u8")
+    keys = np.arange(len(words), dtype=np.uint64) * np.uint64(GOLD)
+    return int(fin(np.array([len(data), *(words ^ keys)], np.uint64)).sum())
 
 
 def twin(value: Any, offsets: tuple[int, ...], shape: tuple[int, ...]) -> int:
@@ -177,6 +184,15 @@ def test_every_flipped_bit_is_seen(device: str) -> None:
     assert len(set(words(*values))) == distinct
     assert len(set(elems(*map(whole, values)))) == distinct
     assert distinct > 1900
+
+
+def test_order_length_and_sign_of_zero_are_seen() -> None:
+    count = torch.arange(64.0)
+    swapped = count.clone()
+    swapped[[3, 9]] = swapped[[9, 3]]
+    values = [torch.ones(64), 2 * torch.ones(64), count, swapped, -count, torch.tensor([-0.0])]
+    zeros = [torch.zeros(number, dtype=torch.uint8) for number in range(40)]
+    assert len(set(words(*values, *zeros))) == len(values) + len(zeros)
 
 
 def test_what_has_no_digest_is_told() -> None:

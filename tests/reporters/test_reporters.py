@@ -41,7 +41,7 @@ from ckptlint.testing import held_by_ranks, read_cases, write_checkpoint
 pytestmark = pytest.mark.ci
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
-FORMATS = sorted(REPORTERS.keys() - {"json-v1"})
+FORMATS = sorted(REPORTERS)
 TEXTS = ("full", "concise", "markdown", "statistics")
 CHECKPOINTS = {
     "clean": ("fsdp2_4r",),

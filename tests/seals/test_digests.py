@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import struct
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptlint.seals import digests
-from ckptlint.seals.digests import GOLD, MASK, elem_digest, elements, fin, mix, object_digest, word_digest
+from ckptlint.seals.digests import GOLD, MASK, elem_digest, elements, fin, mix, object_digest
 
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -29,12 +28,6 @@ def plain_fin(x: int) -> int:
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
     x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
     return x ^ x >> 31
-
-
-def plain_word_digest(data: bytes) -> int:
-    padded = data + bytes(-len(data) % 8)
-    words = struct.unpack(f"<{len(padded) // 8}Q", padded)
-    return (plain_fin(len(data)) + sum(plain_fin(word ^ i * GOLD & MASK) for i, word in enumerate(words))) & MASK
 
 
 def plain_elem_digest(values: np.ndarray, offsets: Sequence[int], shape: Sequence[int]) -> int:
@@ -55,38 +48,6 @@ def test_fin_and_mix_are_the_words_of_splitmix64() -> None:
     state = np.array([1234567, 1234567 + GOLD], np.uint64)
     assert mix(state).tolist() == [6457827717110365317, 3203168211198807973]
     assert fin(np.array([0, 1, MASK], np.uint64)).tolist() == [plain_fin(0), plain_fin(1), plain_fin(MASK)]
-
-
-@given(st.binary(max_size=200))
-def test_word_digest_is_its_formula(data: bytes) -> None:
-    assert word_digest(data) == plain_word_digest(data)
-    assert word_digest(memoryview(bytearray(data))) == plain_word_digest(data)
-
-
-def test_word_digest_does_not_depend_on_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = random.Random(0).randbytes(5 * 8 * digests._BLOCK // 2 + 3)
-    assert word_digest(data) == plain_word_digest(data)
-
-
-def test_word_digest_sees_every_single_bit() -> None:
-    data = bytearray(random.Random(0).randbytes(251))
-    seen = {word_digest(data)}
-    for bit in range(len(data) * 8):
-        data[bit // 8] ^= 1 << bit % 8
-        seen.add(word_digest(data))
-        data[bit // 8] ^= 1 << bit % 8
-    assert len(seen) == 1 + len(data) * 8 == 2009
-
-
-def test_word_digest_tells_order_length_and_constants_apart() -> None:
-    ones = np.ones(64)
-    swapped, signs = np.arange(64.0), np.arange(64.0)
-    swapped[[3, 9]] = swapped[[9, 3]]
-    signs[[3, 9]] *= -1
-    zeros = [bytes(n) for n in range(40)]
-    values = [ones.tobytes(), (2 * ones).tobytes(), np.arange(64.0).tobytes(), swapped.tobytes(), signs.tobytes()]
-    assert len(set(map(word_digest, values + zeros))) == len(values) + len(zeros)
-    assert word_digest(struct.pack("<d", 0.0)) != word_digest(struct.pack("<d", -0.0))
 
 
 @st.composite

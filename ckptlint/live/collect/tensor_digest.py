@@ -1,4 +1,4 @@
-"""The digests of `ckptlint.digests` of tensors, where they lie: equal bit by bit, on the CPU and on CUDA.
+"""Digests of tensors, where they lie: those of `ckptlint.seals.digests` bit by bit, and of their bytes; CPU and CUDA.
 
 Eager torch operations on int64, whose products and sums wrap. Blocks are bounded, so that all scratch together stays
 below 64 MiB; nothing draws random numbers, records gradients or waits for the device before the results are fetched.
@@ -48,7 +48,10 @@ class Chunk(NamedTuple):
 
 
 def word_digests(tensors: Sequence[Tensor]) -> tuple[IntArray, BoolArray]:
-    """`digests.word_digest` of the bytes of each tensor in row-major order; many small ones share their kernels.
+    """The digest of the bytes of each tensor in row-major order: do two ranks hold the same?
+
+    fin(number of bytes) + sum over the little-endian 8-byte words i of fin(word ^ i * GOLD); the tail is padded with
+    zero bytes. Many small tensors share their kernels.
 
     Returns:
         int64 [n], digests; bool [n], whether there is one: not of packed, quantised and sparse tensors, nor of

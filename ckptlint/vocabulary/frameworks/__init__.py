@@ -6,14 +6,14 @@ What the names mean is data here; what lies there is told by content. Without an
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal
 
 from ckptlint.vocabulary.litter import is_litter
+from ckptlint.vocabulary.strict_toml import made_of, table_of
 
 Content = Literal["pickle", "perhaps pickle", "json", "other"]
 """How a file is read: as a pickle, alone or in an archive of torch.save, or if it is one; as JSON; not at all."""
@@ -196,50 +196,10 @@ def read_framework(name: str, text: str) -> World:
     Raises:
         ValueError: an entry that nobody knows, one that is missing, or a value of another form; with file and place.
     """
-    try:
-        table = tomllib.loads(text)
-        if not isinstance(table.pop("source", None), str):
-            raise ValueError("source is missing: library, version and file that these names are from")
-        made: World = _made(World, table, "")
-        return made
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _made(kind: Any, table: Any, place: str) -> Any:
-    """The dataclass of a table, each value as its annotation has it."""
-    if not isinstance(table, dict):
-        raise ValueError(f"{place} is no table")
-    hints, known = get_type_hints(kind), {item.name: item for item in fields(kind)}
-    place += "." * bool(place)
-    if unknown := table.keys() - known.keys():
-        raise ValueError(f"{place}{sorted(unknown)[0]} is no entry that is known")
-    needed = {name for name, item in known.items() if item.default is MISSING and item.default_factory is MISSING}
-    if missing := needed - table.keys():
-        raise ValueError(f"{place}{sorted(missing)[0]} is missing")
-    return kind(**{name: _value(hints[name], value, f"{place}{name}") for name, value in table.items()})
-
-
-def _value(kind: Any, value: Any, place: str) -> Any:
-    arguments, origin = get_args(kind), getattr(kind, "__origin__", None)
-    if type(None) in arguments:
-        return _value(arguments[0], value, place)
-    if origin is tuple and isinstance(value, list):
-        return tuple(_value(arguments[0], item, f"{place}[{number}]") for number, item in enumerate(value))
-    if origin is Mapping and isinstance(value, dict):
-        return {key: _value(arguments[1], item, f"{place}.{key}") for key, item in value.items()}
-    if origin is re.Pattern and isinstance(value, str):
-        try:
-            return re.compile(value)
-        except re.error as error:
-            raise ValueError(f"{place} is no regular expression: {error}") from None
-    if origin is Literal and value in arguments:
-        return value
-    if isinstance(kind, type) and hasattr(kind, "__dataclass_fields__"):
-        return _made(kind, value, place)
-    if isinstance(kind, type) and type(value) is kind:
-        return value
-    raise ValueError(f"{place} is {value!r}, which is not what belongs there")
+    table = table_of(name, text)
+    if not isinstance(table.pop("source", None), str):
+        raise ValueError(f"{name}: source is missing: library, version and file that these names are from")
+    return made_of(World, name, table)
 
 
 # ---------------------------------------------------------------- what readers ask

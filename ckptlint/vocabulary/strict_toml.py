@@ -1,0 +1,78 @@
+"""Files of data: TOML that has the entries of a dataclass, each of its type, and no others."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from functools import cache
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
+
+Made = TypeVar("Made")
+
+
+def table_of(file: str, text: str) -> dict[str, Any]:
+    """The entries of a file.
+
+    Raises:
+        ValueError: this is no TOML; with file.
+    """
+    try:
+        return tomllib.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def made_of(kind: type[Made], file: str, table: Mapping[str, Any], **given: Any) -> Made:
+    """The dataclass of a file, each entry as its annotation has it: tuples of lists, patterns compiled.
+
+    Args:
+        given: fields that the file may not state.
+
+    Raises:
+        ValueError: an entry that nobody knows, one that is missing, or a value of another form; with file and place.
+    """
+    try:
+        made: Made = _made(kind, table, "", given)
+        return made
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{file}: {error}") from None
+
+
+def _made(kind: Any, table: Any, place: str, given: Mapping[str, Any]) -> Any:
+    if not isinstance(table, dict):
+        raise ValueError(f"{place} is no table")
+    hints, known = _hints(kind), {item.name: item for item in fields(kind) if item.name not in given}
+    place += "." * bool(place)
+    if unknown := table.keys() - known.keys():
+        raise ValueError(f"{place}{sorted(unknown)[0]} is no entry that is known")
+    needed = {name for name, item in known.items() if item.default is MISSING and item.default_factory is MISSING}
+    if missing := needed - table.keys():
+        raise ValueError(f"{place}{sorted(missing)[0]} is missing")
+    return kind(**given, **{name: _value(hints[name], value, f"{place}{name}") for name, value in table.items()})
+
+
+_hints = cache(get_type_hints)  # it compiles every annotation anew
+
+
+def _value(kind: Any, value: Any, place: str) -> Any:
+    arguments, origin = get_args(kind), getattr(kind, "__origin__", None)
+    if type(None) in arguments:
+        return _value(arguments[0], value, place)
+    if origin is tuple and isinstance(value, list):
+        return tuple(_value(arguments[0], item, f"{place}[{number}]") for number, item in enumerate(value))
+    if origin is Mapping and isinstance(value, dict):
+        return {key: _value(arguments[1], item, f"{place}.{key}") for key, item in value.items()}
+    if origin is re.Pattern and isinstance(value, str):
+        try:
+            return re.compile(value)
+        except re.error as error:
+            raise ValueError(f"{place} is no regular expression: {error}") from None
+    if origin is Literal and value in arguments:
+        return value
+    if isinstance(kind, type) and hasattr(kind, "__dataclass_fields__"):
+        return _made(kind, value, place, {})
+    if isinstance(kind, type) and type(value) is kind:
+        return value
+    raise ValueError(f"{place} is {value!r}, which is not what belongs there")
