@@ -44,12 +44,14 @@ sandbox.in_children = False
 
 
 @pytest.fixture(autouse=True)
-def readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def readers(request: pytest.FixtureRequest) -> Iterator[None]:
     """Readers run in the process of the test, which is five times as fast; in children where it is marked `forks`."""
-    if request.node.get_closest_marker("forks"):
-        monkeypatch.setattr(sandbox, "in_children", True)
-    else:
-        monkeypatch.setattr(sandbox, "_outcome", run_reader_here)
+    with pytest.MonkeyPatch.context() as patch:  # one of its own: those of the tests end before other fixtures do
+        if request.node.get_closest_marker("forks"):
+            patch.setattr(sandbox, "in_children", True)
+        else:
+            patch.setattr(sandbox, "_outcome", run_reader_here)
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -620,7 +620,8 @@ def test_markdown_holds_the_name_as_code_only(hostile: tuple[str, Report]) -> No
 # ---------------------------------------------------------------- the command line
 
 
-def test_several_outputs_at_once_each_whole(tmp_path: Path) -> None:
+def test_several_outputs_at_once_each_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["ckptlint"])
     files = {suffix: tmp_path / f"report{suffix}" for suffix in SUFFIXES}
     options = [text for file in files.values() for text in ("--output", str(file))]
     named = tmp_path / "quality"
