@@ -17,7 +17,7 @@ from pickles import Call, dumped, name_of, named, stream, text, write_zip
 from support import REAL, check_bytes, codes, found
 
 import ckptlint
-from ckptlint.formats.safe_pickle import read_state
+from ckptlint.formats.safe_pickle import asks_for_names, read_state
 from ckptlint.formats.torch_archive import ranges_in, read_archive
 from ckptlint.lint.report import Report
 
@@ -362,6 +362,22 @@ def test_an_old_pickle_beside_safetensors_is_named_and_a_text_is_none(tmp_path: 
         (folder / ".metadata").write_bytes(data)
         report = ckptlint.check(folder)
         assert (report.exit_code, codes(report, "error")) == (1, {"SAF001"})
+
+
+@pytest.mark.parametrize(
+    ("text", "asks"),
+    [
+        ("I1\n0I2\n0I3\n.", False),
+        ("cposix\nsystem\n.", True),
+        ("cposix\nsystem\n(S'id'\ntR", True),
+        ("cposix\nsystem\n(S'id'\nt", False),
+        ("cmine\nThing\n(tR.", True),
+        ("copy this\nto there\n(tR.", False),
+    ],
+    ids=["no name", "whole", "cut after the call", "cut before the call", "an unknown class", "no name of Python"],
+)
+def test_a_text_asks_for_names_if_it_is_whole_or_calls_one(text: str, asks: bool) -> None:
+    assert asks_for_names(text.encode()) is asks
 
 
 def test_the_metadata_of_a_rank_beside_a_good_one_is_judged(tmp_path: Path) -> None:
