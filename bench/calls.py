@@ -30,7 +30,7 @@ import types
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import chdir, suppress
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -549,13 +549,14 @@ def run(count: int, seed: int, found: Path) -> tuple[Counter[str], Counter[str],
     Returns:
         Streams by what happened (fired, quiet, died) and what ckptlint said; streams by event; the misses.
     """
-    prepare()
-    sys.addaudithook(hook)
     chance = Chance(seed)
     totals: Counter[str] = Counter()
     events: Counter[str] = Counter()
     missed = []
     with tempfile.TemporaryDirectory() as folder:
+        with chdir(folder):  # what is called there may leave a file
+            prepare()
+        sys.addaudithook(hook)
         for first in range(0, count, BATCH):
             streams = [stream(chance) for _ in range(min(BATCH, count - first))]
             for at, what in fired(streams, folder):

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,20 @@ from typing import Any
 import pickles
 import pytest
 from hypothesis import is_hypothesis_test, settings
-from support import REAL, examples
+from support import REAL, REPOSITORY, examples
 
 from ckptlint import sandbox
 from ckptlint.formats import safe_pickle as unpickle
 
+if sys.dont_write_bytecode:  # each process of a test would compile the package anew, in a quarter of a second
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(REPOSITORY / ".pytest_cache" / "bytecode")
+
 settings.register_profile("quick", deadline=None, max_examples=examples(25, 100))
 settings.load_profile("quick")
 
+BEFORE = pytest.StashKey[str]()
 UNLIMITED = resource.getrlimit(resource.RLIMIT_AS)
 READER_BYTES = 2 * 1024**3
 
@@ -52,6 +59,27 @@ def readers(request: pytest.FixtureRequest) -> Iterator[None]:
         else:
             patch.setattr(sandbox, "_outcome", run_reader_here)
         yield
+
+
+def tree() -> str:
+    """What git says of the working tree; nothing where it is none."""
+    command = ["git", "status", "--porcelain", "--untracked-files=all"]
+    try:
+        return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return ""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):
+        session.config.stash[BEFORE] = tree()
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """No test writes outside of its own folder: one that does fails the run."""
+    if not hasattr(session.config, "workerinput") and (after := tree()) != session.config.stash[BEFORE]:
+        changed = sorted({*after.splitlines()} ^ {*session.config.stash[BEFORE].splitlines()})
+        pytest.exit(f"the tests changed the working tree: {', '.join(changed)}", returncode=1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

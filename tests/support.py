@@ -14,8 +14,10 @@ from contextlib import ExitStack, chdir, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
+
+import pytest
 
 import ckptlint
 from ckptlint.__main__ import main
@@ -26,6 +28,7 @@ from ckptlint.rule import Finding, Rule
 REPOSITORY = Path(__file__).parent.parent
 REAL = REPOSITORY / "fixtures" / "real"
 SHARED = REPOSITORY.parent / "shared" / "checkpoints"
+T = TypeVar("T")
 SWEEP = bool(os.environ.get("SWEEP"))
 """Whether tests that are marked as sweeps try all they can: `SWEEP=1 pytest -m sweep`, as .ci/run does."""
 
@@ -56,6 +59,11 @@ HOSTILE = {
 def examples(few: int, many: int) -> int:
     """How many inputs a test that is marked as a sweep tries: few in every run, many in a sweep."""
     return many if SWEEP else few
+
+
+def sweep_only(test: T) -> T:
+    """Mark a test that is too long for every run."""
+    return pytest.mark.sweep(pytest.mark.skipif(not SWEEP, reason="takes long: SWEEP=1 runs it")(test))
 
 
 # ---------------------------------------------------------------- real checkpoints

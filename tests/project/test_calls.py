@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import REPOSITORY
+from support import REPOSITORY, sweep_only
 
 from ckptlint.formats import pickle_names
 
@@ -22,6 +22,7 @@ print("\\n" + json.dumps([totals, events, len(missed)]))
 """
 
 
+@sweep_only
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork and limits")
 def test_what_acts_when_it_is_loaded_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("torch")

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import REAL, REPOSITORY
+from support import REAL, REPOSITORY, sweep_only
 
 from ckptlint.lint.registry import FAMILIES
 
@@ -32,7 +32,7 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@sweep_only
 def test_a_new_rule_is_two_files_and_three_commands(clone: Path) -> None:
     section = re.split(r"^## ", CONTRIBUTING.split("## A new rule\n")[1], flags=re.MULTILINE)[0]
     files = re.findall(r"^```\w+\n# (\S+/\S+)\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
@@ -76,7 +76,7 @@ def test_the_page_of_the_template_says_what_its_files_say() -> None:
     assert all((TEMPLATE / name).exists() for name in re.findall(r"`([\w/.-]+/|[\w-]+\.toml)`", page))
 
 
-@pytest.mark.slow
+@sweep_only
 def test_a_new_framework_is_one_file_of_data_and_two_fixtures(clone: Path) -> None:
     section = re.split(r"^## ", CONTRIBUTING.split("## A new framework\n")[1], flags=re.MULTILINE)[0]
     ((name, text),) = re.findall(r"^```toml\n# (\S+)\n(.*?)^```", section, re.DOTALL | re.MULTILINE)

@@ -17,7 +17,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from support import REAL, REPOSITORY, run
+from support import REAL, REPOSITORY, run, sweep_only
 
 import ckptlint
 from ckptlint.lint.report import Report
@@ -293,6 +293,7 @@ def test_the_page_of_a_rule_is_there_once() -> None:
     assert [a["href"] for a in page.all("a") if a["href"].endswith("-page")]
 
 
+@sweep_only
 def test_a_large_report_stays_small_and_quick(tmp_path: Path) -> None:
     tensors = {}
     for i in range(2500):
