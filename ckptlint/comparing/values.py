@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
+from typing import Any
 
 import numpy as np
 
+from ckptlint.analysis.same_values.canonical import Heads
 from ckptlint.analysis.same_values.facts import Match, Side
 from ckptlint.analysis.same_values.matching import matches
 from ckptlint.comparing.differences import differences
@@ -26,6 +28,7 @@ from ckptlint.payload.reading import default_reading
 from ckptlint.payload.regions import Place
 from ckptlint.seals.digests import Words
 from ckptlint.seals.words import Shape, TensorWords, can_be_rounded, digest
+from ckptlint.vocabulary.config_fields import read_declared
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import COMPUTED, parse
 
@@ -118,7 +121,7 @@ def compared_values(
         places.append(apart[1])
         sentences += told
     known = {name: other for name, other in renamed.items() if name in read[0] and other in read[1]}
-    found = matches(read[0], read[1], known)
+    found = matches(read[0], read[1], known, *_declared(old, new))
     found = second_look(found, (read[0], read[1]), (places[0], places[1]), jobs or default_reading(Depth.DATA).jobs)
     found = with_quantised(found, (places[0], places[1]))
     if adapter:
@@ -176,6 +179,27 @@ def held_values(side: Sequence[Opened], jobs: int | None = None) -> tuple[dict[s
     if unread:
         sentences.append(f"{plural(len(unread), 'tensor')} could not be read to the last element: {some(unread)}")
     return held, sentences
+
+
+def _declared(old: Sequence[Opened], new: Sequence[Opened]) -> tuple[Heads, int]:
+    """What the configurations of both sides say of heads, and the smaller vocabulary; of two that differ nothing holds."""
+    said: list[dict[str, Any]] = []
+    for opened in (*old, *new):
+        config = opened.ckpt.config
+        own = read_declared([(config.file, config.values)]) if config else {}
+        said.append({name: item.value for name, item in (opened.ckpt.declared | own).items()})
+        said[-1]["model_type"] = config.values.get("model_type", "") if config else ""
+
+    def of_all(name: str, *, default: Any = 0) -> Any:
+        values = {own[name] for own in said if own.get(name)}
+        return values.pop() if len(values) == 1 else default if not values else -1
+
+    for own in said:
+        if "head_dim" not in own and isinstance(own.get("hidden"), int) and isinstance(own.get("heads"), int):
+            own["head_dim"] = own["hidden"] // max(own["heads"], 1)
+    sizes = [own["vocab"] for own in said if isinstance(own.get("vocab"), int)]
+    types = {own["model_type"] for own in said} - {""}
+    return Heads(of_all("head_dim"), of_all("heads"), types.pop() if len(types) == 1 else ""), min(sizes, default=0)
 
 
 def _renamed(old: Sequence[Opened], new: Sequence[Opened]) -> dict[str, str]:

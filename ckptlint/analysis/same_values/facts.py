@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 from ckptlint.seals.words import Shape, TensorWords, matrix
+from ckptlint.vocabulary.namings import Stored
 
 Relation = Literal[
     "equal",
@@ -40,12 +41,16 @@ class Side:
 
     Attributes:
         words: dtype -> words of the elements as they are in it, its own first.
+        held: what its name says that it holds, None where no known naming has it.
+        moved: how it is stored, in words, where its rows were brought into the order that the other side has.
     """
 
     fqn: str
     dtype: str
     shape: Shape
     words: Mapping[str, TensorWords]
+    held: Stored | None = None
+    moved: str = ""
 
     @property
     def is_read(self) -> bool:

@@ -6,15 +6,17 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 
 import numpy as np
 
+from ckptlint.analysis.same_values.canonical import Heads, in_one_order
 from ckptlint.analysis.same_values.facts import Match, Side
-from ckptlint.analysis.same_values.orders import order_of, role_of
-from ckptlint.seals.digests import MASK
+from ckptlint.seals.digests import MASK, Words
 from ckptlint.seals.words import can_be_rounded, digest, matrix, multiset
 from ckptlint.vocabulary.keys import parse, role
+from ckptlint.vocabulary.namings import is_bias, roles_of
 
 Sides = Mapping[str, Side]
 
@@ -23,30 +25,40 @@ _MOST_ROLES = 16  # of one layer, of which any few are tried
 _NUMBER = re.compile(r"\d+")
 
 
-def matches(old: Sides, new: Sides, renamed: Mapping[str, str]) -> list[Match]:
+def matches(old: Sides, new: Sides, renamed: Mapping[str, str], heads: Heads, vocabulary: int) -> list[Match]:
     """What each tensor of both sides has to do with those of the other.
+
+    Rows in another order prove nothing, unless the namings of both sides demand it: `in_one_order` has brought them
+    into one then.
 
     Args:
         renamed: key of the old side -> key of the new one that is known to mean the same.
+        heads: what the configurations say of attention.
+        vocabulary: the smaller number of tokens that the configurations say, 0 where none does.
     """
-    found = [_pair(side, new[name]) for name, side in old.items() if name in new]
+    old, new = in_one_order(old, new, heads)
+    found = [_pair(side, new[name], vocabulary) for name, side in old.items() if name in new]
     left_old = {name: side for name, side in old.items() if name not in new}
     left_new = {name: side for name, side in new.items() if name not in old}
     known = {name: other for name, other in renamed.items() if name in left_old and other in left_new}
     # between conventions rows may be ordered otherwise: what is not equal is looked for by content before it differs
-    by_name = [match for name, other in known.items() if (match := _pair(left_old[name], left_new[other])).is_proven]
-    by_content = _by_content(_without(left_old, by_name), _without(left_new, by_name))
+    by_name = [
+        match
+        for name, other in known.items()
+        if (match := _pair(left_old[name], left_new[other], vocabulary)).is_proven
+    ]
+    by_content = list(_by_content(_without(left_old, by_name), _without(left_new, by_name), vocabulary))
     told = [*by_name, *by_content]
     left_old, left_new = _without(left_old, told), _without(left_new, told)
     differing = [
-        _pair(left_old[name], left_new[other])
+        _pair(left_old[name], left_new[other], vocabulary)
         for name, other in known.items()
         if name in left_old and other in left_new
     ]
     left_old, left_new = _without(left_old, differing), _without(left_new, differing)
     alone = [Match("absent" if side.is_read else "unread", (name,), (), False) for name, side in left_old.items()]
     alone += [Match("absent" if side.is_read else "unread", (), (name,), False) for name, side in left_new.items()]
-    return _under_right_names(_in_one_order([*found, *told, *differing, *alone]))
+    return _under_right_names([*found, *told, *differing, *alone], (old, new))
 
 
 def _without(sides: Sides, told: Iterable[Match]) -> dict[str, Side]:
@@ -65,7 +77,7 @@ def common(first: Side, second: Side) -> str:
     return ""
 
 
-def _pair(old: Side, new: Side) -> Match:
+def _pair(old: Side, new: Side, vocabulary: int) -> Match:
     """Two tensors that the names say are one."""
     names = (old.fqn,), (new.fqn,)
     if not (old.is_read and new.is_read):
@@ -75,16 +87,23 @@ def _pair(old: Side, new: Side) -> Match:
         return Match("differ", *names, False, f"{old.dtype} and {new.dtype}: no rounding leads from one to the other")
     a, b = old.words[dtype], new.words[dtype]
     if matrix(a.shape) == matrix(b.shape) and np.array_equal(a.rows, b.rows):
-        is_renamed = old.fqn != new.fqn
-        if old.dtype != new.dtype:
-            return Match("rounded", *names, True, f"{old.dtype} -> {new.dtype}")
-        return Match("renamed" if is_renamed else "equal", *names, True)
+        return _alike(old, new)
     if _may_be_padded(old) and _may_be_padded(new) and a.shape[1:] == b.shape[1:] and len(a.rows) != len(b.rows):
         few = min(len(a.rows), len(b.rows))
         if np.array_equal(a.rows[:few], b.rows[:few]):
             more = f"{abs(len(a.rows) - len(b.rows)):,} more rows in the {'new' if len(b.rows) > few else 'old'} one"
-            return Match("padded", *names, old.fqn != new.fqn, more)
-    return Match("differ", *names, False)
+            return Match("padded", *names, old.fqn != new.fqn and 0 < vocabulary <= few, more)
+    return Match("differ", *names, False, f"stored {old.moved or new.moved}" if old.moved or new.moved else "")
+
+
+def _alike(old: Side, new: Side) -> Match:
+    """Two tensors with the same rows, once both are in one order."""
+    names, what = ((old.fqn,), (new.fqn,)), old.moved or new.moved
+    if what:
+        return Match("transposed" if what == "transposed" else "reordered", *names, True, what)
+    if old.dtype != new.dtype:
+        return Match("rounded", *names, True, f"{old.dtype} -> {new.dtype}")
+    return Match("renamed" if old.fqn != new.fqn else "equal", *names, True)
 
 
 def _may_be_padded(side: Side) -> bool:
@@ -96,11 +115,12 @@ def _may_be_padded(side: Side) -> bool:
 # ---------------------------------------------------------------- by content
 
 
-def _by_content(old: Sides, new: Sides) -> Iterator[Match]:
+def _by_content(old: Sides, new: Sides, vocabulary: int) -> Iterator[Match]:
     """The tensors that no name pairs; each is told once."""
     old = {name: side for name, side in old.items() if side.is_read}
     new = {name: side for name, side in new.items() if side.is_read}
-    for find in (_same, _turned, _put_together, _taken_apart, _in_other_order, _longer):
+    longer = partial(_longer, vocabulary=vocabulary)
+    for find in (_same, _turned, _put_together, _taken_apart, _in_other_order, longer):
         told = list(find(old, new))
         yield from told
         old, new = _without(old, told), _without(new, told)
@@ -124,13 +144,23 @@ def _same(old: Sides, new: Sides) -> Iterator[Match]:
         others = [other for other in where[key] if f"new {other}" not in taken]
         if any(old[name].is_dull for name in names) and len(names) != len(others):
             continue  # constant and tiny tensors fit anywhere
-        for name, other in zip(sorted(names, key=_order), sorted(others, key=_order), strict=False):
+        for name, other in _paired([old[name] for name in names], [new[other] for other in others]):
             taken |= {name, f"new {other}"}
-            a, b = old[name], new[other]
-            if a.dtype != b.dtype:
-                yield Match("rounded", (name,), (other,), True, f"{a.dtype} -> {b.dtype}")
-            else:
-                yield Match("renamed", (name,), (other,), True)
+            yield _alike(old[name], new[other])
+
+
+def _paired(old: list[Side], new: list[Side]) -> Iterator[tuple[str, str]]:
+    """Names of both sides that hold one content: those of one role first, then in their order."""
+    new = sorted(new, key=lambda side: _order(side.fqn))
+    late = []
+    for side in sorted(old, key=lambda side: _order(side.fqn)):
+        other = next((other for other in new if side.held and other.held and side.held.roles == other.held.roles), None)
+        if other is None:
+            late.append(side)
+        else:
+            new.remove(other)
+            yield side.fqn, other.fqn
+    yield from ((side.fqn, other.fqn) for side, other in zip(late, new, strict=False))
 
 
 def _order(name: str) -> tuple[list[int], str]:
@@ -150,7 +180,7 @@ def _turned(old: Sides, new: Sides) -> Iterator[Match]:
             fitting = [other for other in others if common(side, new[other]) == dtype]
             if fitting and not side.is_dull:
                 others.remove(fitting[0])
-                yield Match("transposed", (name,), (fitting[0],), True)
+                yield Match("transposed", (name,), (fitting[0],), False, "the names do not ask for that")
                 break
 
 
@@ -181,9 +211,8 @@ def _joined(parts: Sides, wholes: Sides, relation: str) -> Iterator[Match]:
             found = next(_adding_up(roles, whole, dtype, rows, wanted, gone), None)
             if found is not None:
                 gone |= {side.fqn for side in found}
-                order = order_of([(side.fqn, side.words[dtype].rows) for side in found], words.rows)
                 names = tuple(side.fqn for side in found)
-                yield Match("joined", names, (whole.fqn,), order.is_known, order.text, order.notes)
+                yield Match("joined", names, (whole.fqn,), *_in_order(found, whole, dtype))
                 break
 
 
@@ -217,19 +246,57 @@ def _in_other_order(old: Sides, new: Sides) -> Iterator[Match]:
             fitting = [other for other in others if common(side, new[other]) == dtype]
             if fitting and not side.is_dull:
                 others.remove(fitting[0])
-                order = order_of([(name, words.rows)], new[fitting[0]].words[dtype].rows)
-                yield Match("reordered", (name,), (fitting[0],), order.is_known, order.text, order.notes)
+                yield Match("reordered", (name,), (fitting[0],), False, *_unknown(words.rows, new[fitting[0]], dtype))
                 break
 
 
-def _longer(old: Sides, new: Sides) -> Iterator[Match]:
+def _in_order(parts: Sequence[Side], whole: Side, dtype: str) -> tuple[bool, str, tuple[str, ...]]:
+    """Whether parts lie in a whole as its name demands, and how, or how they do not."""
+    pieces: dict[tuple[int, tuple[str, ...]], Words] = {}
+    for part in parts:
+        slices = matrix(part.words[dtype].shape)[0]
+        for number, rows in enumerate(part.words[dtype].rows.reshape(slices, -1)):
+            expert = number if slices > 1 else parse(part.fqn).expert or 0
+            pieces[expert, part.held.roles if part.held else ()] = rows
+    roles = [whole.held.roles] if whole.held else []
+    if len(pieces) != len({expert for expert, _ in pieces}):
+        roles = [(one,) for one in roles[0]] if roles else []
+    experts = sorted({expert for expert, _ in pieces})
+    wanted = [(expert, one) for expert in experts for one in roles]
+    if {*wanted} == pieces.keys() and np.array_equal(
+        np.concatenate([pieces[one] for one in wanted]), whole.words[dtype].rows
+    ):
+        in_turn = (
+            f"{' and '.join(one for (one,) in roles)} of each expert in turn" if len(roles) > 1 < len(experts) else ""
+        )
+        return True, whole.moved or in_turn or "one after the other", ()
+    text, notes = _unknown(np.concatenate([part.words[dtype].rows for part in parts]), whole, dtype)
+    return False, text, notes
+
+
+def _unknown(rows: Words, whole: Side, dtype: str) -> tuple[str, tuple[str, ...]]:
+    """The order of some rows in a whole, which is not the one that the names demand, in words."""
+    text = "in an order that the names do not ask for" if whole.held else "in an order that no known conversion makes"
+    order = np.argsort(rows, kind="stable")
+    ordered = rows[order]
+    if (ordered[1:] == ordered[:-1]).any():
+        return f"{text}, some rows being alike", ()
+    source = order[np.searchsorted(ordered, whole.words[dtype].rows)]
+    if source[0] and np.array_equal(source, (np.arange(len(source)) + source[0]) % len(source)):
+        return f"shifted by {int(source[0]):,} rows", ()
+    first = [int(row) for row in np.flatnonzero(source != np.arange(len(source)))[:3]]
+    notes = [", ".join(f"row {row:,} was row {int(source[row]):,}" for row in first)] if first else []
+    return text, (*notes, *([f"the names ask for: {whole.moved}"] if whole.moved else []))
+
+
+def _longer(old: Sides, new: Sides, vocabulary: int) -> Iterator[Match]:
     """Tensors of which one has the rows of the other and more after them: a padded vocabulary."""
     taken: set[str] = set()
     for side in old.values():
         for other in new.values():
             if other.fqn in taken or side.is_dull or other.is_dull or side.columns != other.columns:
                 continue
-            match = _pair(side, other)
+            match = _pair(side, other, vocabulary)
             if match.relation == "padded":
                 taken.add(other.fqn)
                 yield match
@@ -245,26 +312,7 @@ def _layer(name: str) -> int | None:
 # ---------------------------------------------------------------- the whole
 
 
-def _in_one_order(found: Iterable[Match]) -> list[Match]:
-    """The matches; an order is proven where all layers have the same one."""
-    told = list(found)
-    orders: dict[tuple[str, ...], set[str]] = defaultdict(set)
-    for match in told:
-        orders[_kind(match)].add(match.what)
-    return [
-        replace(match, is_proven=False, notes=(*match.notes, "other layers have another order"))
-        if match.relation in ("joined", "split", "reordered") and len(orders[_kind(match)]) > 1
-        else match
-        for match in told
-    ]
-
-
-def _kind(match: Match) -> tuple[str, ...]:
-    """What the matches of all layers share."""
-    return match.relation, *dict.fromkeys(map(role, match.old)), "", *dict.fromkeys(map(role, match.new))
-
-
-def _under_right_names(found: Sequence[Match]) -> list[Match]:
+def _under_right_names(found: Sequence[Match], sides: tuple[Sides, Sides]) -> list[Match]:
     """The matches; what lies under the name of another weight, as names or the other layers say, is no conversion.
 
     Values are paired whatever they are called. So a key and a value projection that were exchanged, or two layers, make
@@ -281,7 +329,7 @@ def _under_right_names(found: Sequence[Match]) -> list[Match]:
         if match.is_proven and match.old != match.new and match.old and match.new:
             (most, count), *others = roles[_roles(match.old)].most_common(2)
             is_odd = _roles(match.new) != most or (others and others[0][1] == count)
-            if is_odd or _distance(match) not in (None, usual) or not _may_be_one(match):
+            if is_odd or _distance(match) not in (None, usual) or not _may_be_one(match, sides):
                 match = replace(match, relation="exchanged", is_proven=False)
         made.append(match)
     return made
@@ -302,18 +350,17 @@ _FAR = 2**62  # no distance of layers
 
 
 def _roles(names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(map(role, names)))
+    return tuple(dict.fromkeys(parse(name).role if parse(name).block else role(name) for name in names))
 
 
-def _may_be_one(match: Match) -> bool:
+def _may_be_one(match: Match, sides: tuple[Sides, Sides]) -> bool:
     """Whether the names of one tensor on each side may mean the same: no embedding is a head, no key a value."""
     if len(match.old) != 1 or len(match.new) != 1:
         return True
-    for said in (role_of, lambda name: parse(name).function):
-        old, new = said(match.old[0]), said(match.new[0])
-        if old in _DISTINCT and new in _DISTINCT and old != new:
-            return False
-    return True
-
-
-_DISTINCT = frozenset({"q", "k", "v", "gate", "up", "embedding", "output"})
+    (old,), (new,) = match.old, match.new
+    held = sides[0][old].held, sides[1][new].held
+    if held[0] and held[1]:
+        return held[0].roles == held[1].roles and is_bias(old) == is_bias(new)
+    likely = roles_of(old), roles_of(new)
+    functions = {parse(old).function, parse(new).function}
+    return not (likely[0] and likely[1] and not likely[0] & likely[1]) and functions != {"embedding", "output"}

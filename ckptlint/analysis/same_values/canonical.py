@@ -1,0 +1,149 @@
+"""The rows of two sides brought into one order: that which both namings and the configuration demand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import copy
+from dataclasses import dataclass, replace
+from math import gcd
+
+import numpy as np
+
+from ckptlint.analysis.same_values.facts import Side
+from ckptlint.model.layout import IntArray
+from ckptlint.seals.words import TensorWords, digest, matrix
+from ckptlint.vocabulary.keys import parse
+from ckptlint.vocabulary.namings import Naming, Stored, naming_of, stored
+
+Sides = Mapping[str, Side]
+
+_LARGEST_HEAD = 512  # rows of the largest head that is tried where no configuration says how many
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What configurations say of attention; 0 where none does.
+
+    Attributes:
+        size: rows of a head.
+        count: of the heads of queries.
+        model_type: as transformers calls it.
+    """
+
+    size: int = 0
+    count: int = 0
+    model_type: str = ""
+
+
+def in_one_order(old: Sides, new: Sides, heads: Heads) -> tuple[Sides, Sides]:
+    """Both sides with what their names say they hold, each row where it would lie if both stored a role alike.
+
+    The rows of a role stay where they are if both sides store it alike, or if how many rows a head has is not known.
+    """
+    namings = naming_of(old), naming_of(new)
+    sides = _named(old, namings[0], heads), _named(new, namings[1], heads)
+    if namings[0] is None or namings[1] is None or namings[0] is namings[1]:
+        return sides
+    ways = [{(one.held.roles, one.held.how) for one in side.values() if one.held} for side in sides]
+    apart = {roles for roles, _ in ways[0] ^ ways[1]}
+    wanted = [
+        [one for one in side.values() if one.held and one.held.how and one.held.roles in apart and one.is_read]
+        for side in sides
+    ]
+    keys = _rows_of("k", sides[0]) | _rows_of("k", sides[1])
+    sizes = [heads.size] if heads.size else _sizes([*wanted[0], *wanted[1]])
+    best, most = [sides[0], sides[1]], -1
+    for size in sizes:
+        moved = [
+            {one.fqn: _moved(one, replace(heads, size=size), keys, is_old=own is wanted[0]) for one in own}
+            for own in wanted
+        ]
+        fitting = _found(moved[0], sides[1], keys) + _found(moved[1], sides[0], keys) if len(sizes) > 1 else 0
+        if fitting > most:
+            best, most = [{**side, **own} for side, own in zip(sides, moved, strict=True)], fitting
+    return best[0], best[1]
+
+
+def _named(side: Sides, naming: Naming | None, heads: Heads) -> Sides:
+    """The side, with what its keys hold under a naming."""
+    if naming is None:
+        return side
+    held = {key: found for key in side if (found := stored(key, naming))}
+    if (naming.halves and any(map(naming.halves.search, side))) or heads.model_type in naming.halves_types:
+        held = {key: Stored(one.roles, one.how - {"pairs"}) for key, one in held.items()}
+    matrices = {key: one for key, one in held.items() if len(side[key].shape) > 1}
+    widths = {side[key].shape[-1] for key, one in matrices.items() if one.roles == ("down",)}
+    fused = {key: one for key, one in held.items() if one.roles == ("gate", "up")}
+    if any(side[key].shape[-2] in widths for key in fused.keys() & matrices.keys() if "[in, out]" not in held[key].how):
+        held |= {key: Stored(("up",), one.how) for key, one in fused.items()}  # a block without a gate
+    return {key: replace(one, held=held.get(key)) for key, one in side.items()}
+
+
+def _rows_of(role: str, side: Sides) -> dict[int | None, int]:
+    """Layer -> the rows of its weight of a role, of those that have a tensor of their own."""
+    own = [one for one in side.values() if one.held and one.held.roles == (role,) and len(one.shape) > 1]
+    return {parse(one.fqn).layer: one.shape[-2] for one in own}
+
+
+def _sizes(wanted: Iterable[Side]) -> list[int]:
+    """The sizes that a head may have: 0 alone where no order depends on it."""
+    rows = [one.shape[-2:][0] for one in wanted if one.held and one.held.how & {"pairs", "by group"}]
+    common = gcd(*rows)
+    return [size for size in range(2, min(common, _LARGEST_HEAD) + 1, 2) if common % size == 0] or [0]
+
+
+def _moved(side: Side, heads: Heads, keys: Mapping[int | None, int], is_old: bool) -> Side:
+    """A tensor in the order of all: roles one after the other, halves, [out, in]; as it is where that is not known."""
+    assert side.held is not None
+    shape, said, held = side.shape, list[str](), side.held
+    if "[in, out]" in held.how and len(shape) > 1:
+        shape = (*shape[:-2], shape[-1], shape[-2])
+        said.append("transposed")
+    rows = shape[-2] if len(shape) > 1 else shape[0]
+    order = np.arange(rows)
+    if "by group" in held.how:
+        of_keys = keys.get(parse(side.fqn).layer, 0) // max(heads.size, 1)
+        groups = (rows // max(heads.size, 1) - heads.count) // 2 if heads.count else of_keys
+        if heads.size < 1 or groups < 1 or rows % groups or rows // groups <= 2 * heads.size:
+            return side
+        order = order.reshape(groups, -1)
+        order = np.concatenate([part.reshape(-1) for part in np.split(order, [-2 * heads.size, -heads.size], axis=1)])
+        said.append(f"in {groups:,} groups")
+    elif "alternating" in held.how:
+        order = order.reshape(-1, len(held.roles)).T.reshape(-1)
+        said.append("in turn")
+    if "pairs" in held.how:
+        if heads.size < 2 or rows % heads.size:
+            return side
+        order = order.reshape(-1, heads.size // 2, 2).transpose(0, 2, 1).reshape(-1)
+        said.append(f"{_EVEN_FIRST if is_old else _INTERLEAVED} ({heads.size} rows a head)")
+    words = {dtype: _in_order(own, order, said[:1] == ["transposed"]) for dtype, own in side.words.items()}
+    return replace(side, shape=shape, words=words, moved=", ".join(said))
+
+
+_INTERLEAVED = "the two halves of each head interleaved"
+_EVEN_FIRST = "each head's even rows first, then the odd ones"
+
+
+def _in_order(own: TensorWords, order: IntArray, is_turned: bool) -> TensorWords:
+    """The words of a tensor with other rows, of each slice the same ones."""
+    made = copy(own)
+    slices = matrix(own.shape)[0]
+    if is_turned:
+        made.shape = (*own.shape[:-2], own.shape[-1], own.shape[-2])
+        made.rows, made.columns = own.columns.reshape(-1), own.rows.reshape(slices, -1)
+    if not np.array_equal(order, np.arange(len(order))):
+        made.rows = made.rows.reshape(slices, -1)[:, order].reshape(-1)
+        made.columns = np.zeros((0, 0), np.uint64)  # they depend on where each row lies
+    return made
+
+
+def _found(moved: Sides, others: Sides, keys: Mapping[int | None, int]) -> int:
+    """How many tensors begin, once moved, with what a tensor of the other side holds."""
+    there = {(dtype, digest(words.rows)) for side in others.values() for dtype, words in side.words.items()}
+    count = 0
+    for side in moved.values():
+        queries = len(next(iter(side.words.values())).rows) - 2 * keys.get(parse(side.fqn).layer, 0)
+        own = [(dtype, words.rows) for dtype, words in side.words.items()]
+        count += any((dtype, digest(rows)) in there or (dtype, digest(rows[:queries])) in there for dtype, rows in own)
+    return count

@@ -1,0 +1,120 @@
+"""How conventions name the weights of a transformer and store them: `namings.toml`, read and looked up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from ckptlint.vocabulary.keys import parse
+from ckptlint.vocabulary.strict_toml import made_of, table_of
+
+_HOW = frozenset({"by group", "alternating", "[in, out]", "pairs"})
+_OUTSIDE = frozenset({"embedding", "head", "final norm", "positions"})
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a key holds under a naming.
+
+    Attributes:
+        roles: of the weights in it, in their order; several in a fused one.
+        how: how their rows lie, of what namings.toml explains.
+    """
+
+    roles: tuple[str, ...]
+    how: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """A convention.
+
+    Attributes:
+        needs: what some key of a model under it has.
+        roles: end of a key -> roles, and after a comma how they lie.
+        like: another one whose roles it has too, "" for none.
+        halves: what a key has of a model whose heads rope turns by halves all the same.
+        halves_types: the model types of such models.
+    """
+
+    name: str
+    needs: re.Pattern[str]
+    source: str
+    roles: Mapping[str, str]
+    like: str = ""
+    halves: re.Pattern[str] | None = None
+    halves_types: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    namings: tuple[Naming, ...]
+
+
+@cache
+def namings() -> dict[str, tuple[Naming, dict[tuple[str, ...], Stored]]]:
+    """Name -> the convention, and what the keys hold that end in some parts.
+
+    Raises:
+        ValueError: the file says what nobody knows.
+    """
+    file = Path(__file__).with_suffix(".toml")
+    made = made_of(_File, file.name, table_of(file.name, file.read_text(encoding="utf-8")))
+    read = {item.name: item for item in made.namings}
+    return {
+        name: (item, {(*end.split("."),): _stored(name, held) for end, held in _all_roles(item, read).items()})
+        for name, item in read.items()
+    }
+
+
+def _all_roles(naming: Naming, others: Mapping[str, Naming]) -> dict[str, str]:
+    if naming.like and naming.like not in others:
+        raise ValueError(f"namings.toml: {naming.name} is like {naming.like}, which is not there")
+    return {**(others[naming.like].roles if naming.like else {}), **naming.roles}
+
+
+def _stored(name: str, text: str) -> Stored:
+    roles, _, how = text.partition(", ")
+    hows = frozenset(re.findall(r"\[in, out\]|[^,\s][^,]*", how))
+    if not roles or hows - _HOW:
+        raise ValueError(f"namings.toml: {name} has {text!r}, which says nothing")
+    fused = re.findall(r"(?:shared )?(?:gate|up|q|k|v)\b", roles)
+    return Stored(tuple(fused) if " ".join(fused) == roles else (roles,), hows)
+
+
+def naming_of(keys: Collection[str]) -> Naming | None:
+    """The convention of the keys of a model, None where no known one fits."""
+    text = "\n".join(keys)
+    return next((naming for naming, _ in namings().values() if naming.needs.search(text)), None)
+
+
+def stored(key: str, naming: Naming) -> Stored | None:
+    """What a key holds under a naming, None where it has no such name.
+
+    >>> stored("model.layers.3.mlp.experts.7.gate_proj.weight", naming_of(["layers.0.self_attn.q_proj.weight"]))
+    Stored(roles=('gate',), how=frozenset())
+    """
+    found = parse(key)
+    if found.kind != "model":
+        return None
+    parts = [part.rstrip("*") for part in found.role.split(".") if part != "*"]
+    ends = namings()[naming.name][1]
+    for last in (len(parts), len(parts) - 1):  # a name of its own, or that of a module with a weight or bias
+        for first in range(last):
+            held = ends.get((*parts[first:last],))
+            if held and (held.roles[0] in _OUTSIDE) == (not found.block):
+                return held
+    return None
+
+
+def roles_of(key: str) -> frozenset[tuple[str, ...]]:
+    """What a key may hold under any naming."""
+    return frozenset(held.roles for naming, _ in namings().values() if (held := stored(key, naming)))
+
+
+def is_bias(key: str) -> bool:
+    """Whether a key names a bias, not a weight."""
+    return key.endswith("bias") or "_bias" in key.rpartition(".")[2]
