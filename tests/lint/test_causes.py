@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from claims import CLAIMS, causes_of_real
-from support import REAL, REPOSITORY, manifest
+from claims import CLAIMS
+from support import REAL, REPOSITORY
 
 import ckptlint
 from ckptlint.depth import Depth
@@ -183,25 +183,6 @@ def test_every_kind_that_a_cause_asks_for_is_one_that_its_rules_give() -> None:
 
 
 # ---------------------------------------------------------------- and no other
-
-
-def other_real() -> list[Any]:
-    """Every broken checkpoint of fixtures/real as it lies there."""
-    found = {
-        str((path.parent / row["path"]).relative_to(REAL)): None
-        for path in sorted(REAL.rglob("MANIFEST.tsv"))
-        for row in manifest(path.parent)
-        if row["verdict"] != "healthy"
-    }
-    return [pytest.param(path, id=path) for path in found]
-
-
-@pytest.mark.parametrize("depth", ["files", "data"])
-@pytest.mark.parametrize("path", other_real())
-def test_a_real_checkpoint_has_the_causes_that_claim_it(path: str, depth: str) -> None:
-    report = ckptlint.check(REAL / path, depth=depth)
-    told = [(cause.name, cause.sentence) for part in report.checkpoints for cause in part.causes]
-    assert [name for name, _ in told] == causes_of_real(path, depth), told
 
 
 def test_claimed_cases_exist() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from support import REPOSITORY
+from support import REAL, REPOSITORY, manifest
 
 from ckptlint.lint.registry import FAMILIES, load_rules
 
@@ -94,3 +94,10 @@ def test_a_scene_is_played_in_a_folder_of_its_own(make: ModuleType) -> None:
 def read(path: Path) -> str:
     """The text of a page."""
     return path.read_text(encoding="utf-8")
+
+
+def test_the_page_names_every_reproduced_bug() -> None:
+    page, rows = read(DOCS / "bugs.md"), manifest(REAL / "bugs")
+    shown = {match[1] for match in re.finditer(r"<!-- finding: fixtures/real/bugs/([^/ ]+)", page)}
+    broken = {row["path"].partition("/")[0] for row in rows if row["verdict"] in ("broken", "warning")}
+    assert shown >= broken
