@@ -145,7 +145,6 @@ RANK1 = "bf16_" + OPTIM.format(1, 0)
 MODEL = "mp_rank_00_model_states.pt"
 MODEL1 = "zero_pp_rank_1_mp_rank_00_model_states.pt"
 EXPERT = "layer_1_expert_2_mp_rank_00_model_states.pt"
-UNIVERSAL = "global_step2_universal"
 
 
 def hostile(value: Any) -> dict[str, Any]:
