@@ -19,14 +19,14 @@ from ckptlint.lint.report import CheckpointReport, Report
 from ckptlint.reporters.full import render
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Rule, Severity
-from ckptlint.testing import Case, described, fixture_cases, held_by_ranks, open_case
+from ckptlint.testing import Case, described, fixture_cases, held_by_ranks, open_case, run_case
 from ckptlint.testing.cases import depth_of, judge_case
 
 RULES = {rule.code: rule for rule in load_rules()}
-ALL = [pytest.param(code, case, id=f"{code}:{case.name}") for code, case in fixture_cases(REPOSITORY / "fixtures")]
+CASES = list(fixture_cases(REPOSITORY / "fixtures"))
 
 
-@pytest.mark.parametrize(("code", "case"), ALL)
+@pytest.mark.parametrize(("code", "case"), CASES, ids=[f"{code}:{case.name}" for code, case in CASES])
 def test_a_case_is_judged_as_it_says(code: str, case: Case, tmp_path: Path) -> None:
     """It is written and read once; what its rule says is asked of that rule alone, the rest of all rules together."""
     rule, folder = RULES[code], tmp_path / "case"
@@ -42,6 +42,12 @@ def test_a_case_is_judged_as_it_says(code: str, case: Case, tmp_path: Path) -> N
     if importlib.util.find_spec("torch") is not None:
         wrong += wrong_metadata(case, folder / case.table.get("step", ""))
     assert not wrong, "\n".join(wrong)
+
+
+def test_authors_of_rules_judge_a_case_in_one_call(tmp_path: Path) -> None:
+    for is_live in (False, True):
+        code, case = next((code, case) for code, case in CASES if case.is_live == is_live and case.expect)
+        assert described(run_case(RULES[code], case, tmp_path / code)) == sorted(case.expect)
 
 
 def wrong_findings(rule: Rule, case: Case, report: CheckpointReport) -> Iterator[str]:
