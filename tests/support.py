@@ -179,9 +179,9 @@ def run_python(code: str, *arguments: str | Path, **options: Any) -> subprocess.
     return subprocess.run(command, encoding="utf-8", check=False, **(defaults | options))
 
 
-def bench(name: str) -> ModuleType:
-    """A module of `bench/`."""
-    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "bench" / f"{name}.py")
+def bench(name: str, folder: str = "bench") -> ModuleType:
+    """A module of `bench/`, or of another folder that is no package."""
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / folder / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

@@ -67,10 +67,18 @@ def read_cases(path: Path) -> list[Case]:
 
 def run_case(rule: Rule, case: Case, folder: Path) -> CheckpointReport:
     """Write the case into an empty folder, read it back, and judge it with one rule; or what its ranks hold."""
-    if case.is_live:
-        return run_rules(held_by_ranks(case.table), [rule], Depth.METADATA)
-    depth = Depth(case.table.get("depth", max(rule.needs, Depth.FILES, key=[*Depth].index)))
-    ckpt = open_case(case, folder, depth)
+    depth = depth_of(rule, case)
+    return judge_case(rule, case, held_by_ranks(case.table) if case.is_live else open_case(case, folder, depth), depth)
+
+
+def depth_of(rule: Rule, case: Case) -> Depth:
+    """The depth at which a case of a rule is read and judged."""
+    least = Depth.METADATA if case.is_live else Depth.FILES
+    return Depth(case.table.get("depth", max(rule.needs, least, key=[*Depth].index)))
+
+
+def judge_case(rule: Rule, case: Case, ckpt: Checkpoint, depth: Depth) -> CheckpointReport:
+    """Judge a case that was read back with one rule, beside the crash and the ignores that the case asks for."""
     rules = [rule, _crashing(case.table["crash"])] if "crash" in case.table else [rule]
     ignores = [_key_ignore(**table) for table in case.table.get("ignores", ())]
     named = set().union(*(ignore.codes for ignore in ignores))

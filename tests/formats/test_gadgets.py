@@ -7,13 +7,12 @@ import json
 import pickle
 import shutil
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from pickles import named, stream, text, write_zip
-from support import REAL, check_bytes, codes, found
+from support import REAL, check_bytes, codes, found, run_python
 
 import ckptlint
 
@@ -327,10 +326,7 @@ def test_no_gadget_passes_or_runs(tmp_path: Path) -> None:
     for number, (_, data) in enumerate(made.values()):
         files.append(tmp_path / f"{number}.pkl")
         files[-1].write_bytes(data)
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RUN], input=json.dumps(list(map(str, files))), text=True, cwd=tmp_path,
-        capture_output=True, check=False, timeout=300,
-    )  # fmt: skip
+    run_python(RUN, input=json.dumps(list(map(str, files))), cwd=tmp_path, timeout=300)
     idle = [name for name, (mark, _) in made.items() if not mark.exists() and not mark.is_symlink()]
     assert len(made) - len(idle) >= 60
     assert not importlib.util.find_spec("torch") or [name for name in idle if name.startswith("known: ")] == []

@@ -9,19 +9,19 @@ import pickle
 import re
 import shutil
 import struct
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support import REAL, REPOSITORY, manifest
+from claims import CLAIMS
+from support import REAL, REPOSITORY
 
 import ckptlint
 from ckptlint.depth import Depth
 from ckptlint.lint import causes as causes_module
-from ckptlint.lint.causes import Clause, KnownCause, fixture_of, load_causes, read_cause, with_causes
+from ckptlint.lint.causes import Clause, KnownCause, load_causes, read_cause, with_causes
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic
@@ -35,22 +35,16 @@ CAUSES = {known.name: known for known in load_causes()}
 RULES = {rule.code: rule for rule in load_rules()}
 
 
-@cache
-def fixture(name: str) -> dict[str, Any]:
-    """The fixture of a cause: its own cases, real checkpoints with an edit, and cases of rules that are this cause."""
-    return tomllib.loads(fixture_of(CAUSES[name]).read_text(encoding="utf-8"))
-
-
 def own_cases() -> Iterator[Any]:
     for name in CAUSES:
-        for number, table in enumerate(fixture(name).get("case", ())):
+        for number, table in enumerate(CLAIMS[name].get("case", ())):
             case = {key: value for key, value in table.items() if key not in ("name", "says")}
             yield pytest.param(name, Case(table["name"], case), table.get("says", ""), id=f"{name}:{number}")
 
 
 def real_ones() -> Iterator[Any]:
     for name in CAUSES:
-        for number, table in enumerate(fixture(name).get("real", ())):
+        for number, table in enumerate(CLAIMS[name].get("real", ())):
             yield pytest.param(name, table, id=f"{name}:{number}:{table['path']}")
 
 
@@ -112,7 +106,7 @@ def names(causes: tuple[Cause, ...]) -> list[str]:
 def test_every_cause_has_a_fixture_and_words() -> None:
     assert len(CAUSES) >= 12
     for name, known in CAUSES.items():
-        table = fixture(name)
+        table = CLAIMS[name]
         assert table.get("case") or table.get("real") or table.get("cases"), name
         assert all((known.summary, known.sentence, known.do, known.why, known.see)), name
         assert set(known.over) <= CAUSES.keys()
@@ -121,7 +115,8 @@ def test_every_cause_has_a_fixture_and_words() -> None:
 
 @pytest.mark.parametrize(("name", "case", "says"), own_cases())
 def test_it_fires_on_its_own_case(name: str, case: Case, says: str, tmp_path: Path) -> None:
-    report = judged(case, tmp_path / "case")
+    depth = Depth(case.table.get("depth", "files"))
+    report = with_causes(run_rules(open_case(case, tmp_path / "case", depth), RULES.values(), depth))
     assert names(report.causes) == [name], [f"{item.code} {item.title}" for item in report.diagnostics]
     check_sentence(report.causes[0], says)
 
@@ -190,57 +185,10 @@ def test_every_kind_that_a_cause_asks_for_is_one_that_its_rules_give() -> None:
 # ---------------------------------------------------------------- and no other
 
 
-def other_real() -> list[Any]:
-    """Every broken checkpoint of fixtures/real as it lies there."""
-    found = {
-        str((path.parent / row["path"]).relative_to(REAL)): None
-        for path in sorted(REAL.rglob("MANIFEST.tsv"))
-        for row in manifest(path.parent)
-        if row["verdict"] != "healthy"
-    }
-    return [pytest.param(path, id=path) for path in found]
-
-
-@pytest.mark.parametrize("depth", ["files", "data"])
-@pytest.mark.parametrize("path", other_real())
-def test_a_real_checkpoint_has_the_causes_that_claim_it(path: str, depth: str) -> None:
-    wanted = [
-        name
-        for name in CAUSES
-        for table in fixture(name).get("real", ())
-        if table["path"] == path and table.keys() <= {"path", "says", "depth"} and reaches(depth, table)
-    ]
-    report = ckptlint.check(REAL / path, depth=depth)
-    told = [(cause.name, cause.sentence) for part in report.checkpoints for cause in part.causes]
-    assert [name for name, _ in told] == wanted, told
-
-
-def reaches(depth: str, table: dict[str, Any]) -> bool:
-    return Depth(depth).reaches(Depth(table.get("depth", "files")))
-
-
-def rule_cases() -> list[Any]:
-    listed = fixture_cases(REPOSITORY / "fixtures")
-    return [pytest.param(code, case, id=f"{code}:{case.name}") for code, case in listed if not case.is_live]
-
-
-@pytest.mark.parametrize(("code", "case"), rule_cases())
-def test_a_case_of_a_rule_has_the_causes_that_claim_it(code: str, case: Case, tmp_path: Path) -> None:
-    wanted = [name for name in CAUSES if f"{code}: {case.name}" in fixture(name).get("cases", ())]
-    told = [(cause.name, cause.sentence) for cause in judged(case, tmp_path / "case").causes]
-    assert [name for name, _ in told] == wanted, told
-
-
 def test_claimed_cases_exist() -> None:
     known = {f"{code}: {case.name}" for code, case in fixture_cases(REPOSITORY / "fixtures")}
     for name in CAUSES:
-        assert set(fixture(name).get("cases", ())) <= known
-
-
-def judged(case: Case, folder: Path) -> CheckpointReport:
-    """The case judged by every rule."""
-    depth = Depth(case.table.get("depth", "files"))
-    return with_causes(run_rules(open_case(case, folder, depth), RULES.values(), depth))
+        assert set(CLAIMS[name].get("cases", ())) <= known
 
 
 # ---------------------------------------------------------------- what matches

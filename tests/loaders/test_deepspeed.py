@@ -128,15 +128,13 @@ def shorter(by: int) -> Change:
 # ---------------------------------------------------------------- the real saves
 
 
-@pytest.mark.parametrize("depth", Depth)
 @pytest.mark.parametrize("name", sorted(path.name for path in SAVES.iterdir() if path.is_dir()))
-def test_real_saves_are_silent(name: str, depth: Depth) -> None:
-    report = ckptlint.check(SAVES / name, depth=depth)
+def test_real_saves_have_not_even_a_note(name: str) -> None:
+    report = ckptlint.check(SAVES / name)
     assert found(report) == []
     seen = [part.checkpoint for part in report.checkpoints]
     assert all(ckpt.tensors and not ckpt.partial and not ckpt.problems for ckpt in seen)
     assert "universal" in name or any(ckpt.format == "deepspeed" for ckpt in seen)
-    assert not any(part.failed for part in report.checkpoints)
 
 
 # ---------------------------------------------------------------- broken ones
@@ -147,7 +145,6 @@ RANK1 = "bf16_" + OPTIM.format(1, 0)
 MODEL = "mp_rank_00_model_states.pt"
 MODEL1 = "zero_pp_rank_1_mp_rank_00_model_states.pt"
 EXPERT = "layer_1_expert_2_mp_rank_00_model_states.pt"
-UNIVERSAL = "global_step2_universal"
 
 
 def hostile(value: Any) -> dict[str, Any]:

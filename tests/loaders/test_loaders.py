@@ -12,72 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import REAL, SHARED, codes, found, manifest, run_python
+from support import REAL, codes, found, run_python
 
 import ckptlint
 from ckptlint.errors import NothingToCheckError
 from ckptlint.lint.report import Report
 from ckptlint.loaders.discover import find
-from ckptlint.reporters import REPORTERS
-from ckptlint.reporters.style import Style
 from ckptlint.testing import write_checkpoint
 
-SHARED_ROWS = [row for row in manifest(SHARED) if int(row["issue"]) <= 3]
 WHOLE = {"tensors": {"w": {"shape": [8, 4], "chunks": ["0:4, :", "4:8, :"]}}}
 HOLE = {"tensors": {"w": {"shape": [8, 4], "chunks": ["0:4, :"]}}}
 
 
-def assert_verdict(report: Report, row: dict[str, str]) -> None:
-    """What the manifest says of a checkpoint is what was found."""
-    wanted = set(filter(None, row["codes"].split(",")))
-    if row["verdict"] == "healthy":
-        assert found(report, "error", "warning") == []
-        assert (report.exit_code, report.verdict) == (0, "pass")
-    elif row["verdict"] == "broken":
-        assert report.exit_code == 1
-        assert codes(report, "error") & wanted, found(report)
-    elif row["verdict"] == "warning":
-        assert codes(report, "error") == set()
-        assert codes(report, "warning") & wanted, found(report)
-        assert report.exit_code == 0
-    else:
-        assert row["verdict"] == "later"
-        assert report.verdict != "pass"
-    if row["key"] and row["verdict"] in ("broken", "warning"):
-        assert row["key"] in REPORTERS["full"](report, Style(per_rule=0, width=400))
-
-
 # ---------------------------------------------------------------- real checkpoints
-
-
-@pytest.mark.parametrize("row", manifest(REAL), ids=lambda row: row["path"])
-def test_a_real_checkpoint_gets_its_verdict(row: dict[str, str]) -> None:
-    assert_verdict(ckptlint.check(REAL / row["path"], depth="data"), row)
-
-
-def test_every_real_checkpoint_is_in_the_manifest() -> None:
-    listed = {row["path"].partition("/")[0] for row in manifest(REAL)}
-    unlisted = [path for path in REAL.iterdir() if path.is_dir() and path.name not in listed]
-    assert [path.name for path in unlisted if any(path.glob("*.distcp")) or (path / ".metadata").exists()] == []
-    assert len(listed) >= 68
-
-
-@pytest.mark.skipif(not SHARED_ROWS, reason="no folder of shared checkpoints beside the repository")
-@pytest.mark.parametrize("row", SHARED_ROWS, ids=lambda row: row["path"])
-def test_a_shared_checkpoint_gets_its_verdict(row: dict[str, str]) -> None:
-    report = ckptlint.check(SHARED / row["path"], depth=row["depth"] or "files")
-    if row["verdict"] == "warning":  # there it means a finding of at least that level
-        assert codes(report, "error", "warning") & set(row["codes"].split(",")), found(report)
-    else:
-        assert_verdict(report, row)
-
-
-@pytest.mark.parametrize("row", [r for r in manifest(REAL) if r["verdict"] == "healthy"], ids=lambda row: row["path"])
-def test_a_healthy_checkpoint_passes_at_depth_metadata(row: dict[str, str]) -> None:
-    report = ckptlint.check(REAL / row["path"], depth="metadata")
-    assert found(report, "error", "warning") == []
-    assert report.exit_code == 0
-    assert {file.state for part in report.checkpoints for file in part.checkpoint.files} <= {"unchecked"}
 
 
 @pytest.mark.parametrize(

@@ -30,13 +30,10 @@ def latest(path: Path) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["path"])
-def test_the_run_and_its_latest_step(row: dict[str, str]) -> None:
-    path = WORLD / row["path"]
-    report = ckptlint.check(path)
-    wanted = {code for code in row["codes"].split(",") if code}
-    assert codes(report, "error", "warning") == wanted
-    assert report.exit_code == int(row["verdict"] == "broken")
-    assert latest(path)[:2] == ((0, row["latest"]) if row["latest"] and "snapshots" not in row["latest"] else (4, ""))
+def test_the_latest_step(row: dict[str, str]) -> None:
+    assert latest(WORLD / row["path"])[:2] == (
+        (0, row["latest"]) if row["latest"] and "snapshots" not in row["latest"] else (4, "")
+    )
 
 
 @pytest.mark.parametrize("depth", ["files", "headers", "data"])

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pickles import named, number, stream
-from support import REAL, codes, found, run, takes_ctrl_c
+from support import REAL, codes, found, run, run_python, takes_ctrl_c
 
 import ckptlint
 from ckptlint.depth import Depth
@@ -422,8 +422,7 @@ def test_the_bar_shows_on_a_terminal_only(tmp_path: Path) -> None:
     shown = _on_terminal(code)
     assert b"%" in shown and b"bytes" not in shown
     assert _on_terminal(code, "--no-progress") == b""
-    piped = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, timeout=60)
-    assert piped.stderr == b""
+    assert run_python(code).stderr == ""
 
 
 def _on_terminal(code: str, *arguments: str) -> bytes:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import codes, examples, found
+from support import codes, examples, found, run_python
 
 import ckptlint
 from ckptlint.depth import Depth
@@ -303,8 +301,7 @@ def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param == "megatron":
         pytest.importorskip("megatron.core.dist_checkpointing", reason="megatron-core is not installed")
     folder = tmp_path_factory.mktemp(request.param)
-    command = [sys.executable, "-W", "ignore", "-c", SHARDED, str(folder), request.param]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    done = run_python(SHARDED, folder, request.param, timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
 

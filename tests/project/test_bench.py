@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from support import REPOSITORY, bench, codes
+from support import REPOSITORY, bench, codes, run_python, sweep_only
 
 import ckptlint
 from ckptlint.formats import safe_pickle as unpickle
@@ -52,3 +52,11 @@ def test_most_of_a_large_file_is_read_as_columns(generate: ModuleType, tmp_path:
     found = unpickle.scan(data)
     assert found is not None and len(found.pickle) < len(data) / 40
     assert unpickle._read_row_runs(data) is not None
+
+
+@sweep_only
+def test_no_torn_save_passes_and_no_whole_one_fails() -> None:
+    """Saves that are killed in a folder with an older step."""
+    program = (REPOSITORY / "bench" / "torn_saves.py").read_text(encoding="utf-8")
+    done = run_python(program, "--kills", "12", cwd=REPOSITORY / "bench", timeout=300)
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, 3), done.stdout + done.stderr[-2000:]

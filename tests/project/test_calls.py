@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support import REPOSITORY, sweep_only
+from support import REPOSITORY, run_python, sweep_only
 
 from ckptlint.formats import pickle_names
 
@@ -27,13 +26,7 @@ print("\\n" + json.dumps([totals, events, len(missed)]))
 def test_what_acts_when_it_is_loaded_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     arguments = [str(REPOSITORY / "bench"), "1000", "5", str(tmp_path / "found")]
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE, *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-    )
+    done = run_python(CODE, *arguments, timeout=300)
     totals, events, missed = json.loads(done.stdout.splitlines()[-1])
     assert missed == 0, sorted((tmp_path / "found").iterdir())
     assert totals["fired refused"] > 80 and totals["quiet passed"] > 5

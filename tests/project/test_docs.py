@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from support import REPOSITORY
+from support import REAL, REPOSITORY, bench, manifest
 
 from ckptlint.lint.registry import FAMILIES, load_rules
 
@@ -18,12 +17,7 @@ LIMIT = 250_000
 
 @pytest.fixture(scope="module")
 def make() -> ModuleType:
-    """`docs/make.py` as a module."""
-    spec = importlib.util.spec_from_file_location("make_docs", DOCS / "make.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return bench("make", "docs")
 
 
 def test_generated_pages_are_fresh_and_small(make: ModuleType) -> None:
@@ -94,3 +88,10 @@ def test_a_scene_is_played_in_a_folder_of_its_own(make: ModuleType) -> None:
 def read(path: Path) -> str:
     """The text of a page."""
     return path.read_text(encoding="utf-8")
+
+
+def test_the_page_names_every_reproduced_bug() -> None:
+    page, rows = read(DOCS / "bugs.md"), manifest(REAL / "bugs")
+    shown = {match[1] for match in re.finditer(r"<!-- finding: fixtures/real/bugs/([^/ ]+)", page)}
+    broken = {row["path"].partition("/")[0] for row in rows if row["verdict"] in ("broken", "warning")}
+    assert shown >= broken

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import pickle
 import random
-import sys
 from types import ModuleType
 
 import pytest
 from pickles import stream, text
-from support import REPOSITORY
+from support import bench
 
 from ckptlint.formats import safe_pickle as unpickle
 
@@ -19,13 +17,7 @@ MUTANTS = 30
 
 @pytest.fixture(scope="module")
 def fuzz() -> ModuleType:
-    """`bench/fuzz.py` as a module."""
-    spec = importlib.util.spec_from_file_location("fuzz", REPOSITORY / "bench" / "fuzz.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fuzz"] = module
-    spec.loader.exec_module(module)
-    return module
+    return bench("fuzz")
 
 
 READERS = "keys safetensors archive state calls metadata baseline manifest index config.json yaml toml"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import importlib.util
 import re
 import shutil
 import threading
@@ -17,7 +16,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from support import REAL, REPOSITORY, run, sweep_only
+from support import REAL, bench, run, sweep_only
 
 import ckptlint
 from ckptlint.lint.report import Report
@@ -323,10 +322,7 @@ def test_the_command_line_writes_it(tmp_path: Path) -> None:
 
 
 def test_the_picture_of_the_readme_is_what_ckptlint_prints() -> None:
-    spec = importlib.util.spec_from_file_location("make_pictures", REPOSITORY / "docs" / "make_pictures.py")
-    assert spec is not None and spec.loader is not None
-    pictures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pictures)
+    pictures = bench("make_pictures", "docs")
     drawn = pictures.finding_picture()
     assert drawn == pictures.PICTURE.read_text(encoding="utf-8"), "stale: run python docs/make_pictures.py"
     assert len(drawn.encode()) < 30_000 and "GEO004" in drawn

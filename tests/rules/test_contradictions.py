@@ -7,37 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support import REAL, found, manifest
+from support import REAL, found
 
 import ckptlint
-from ckptlint.lint.report import Diagnostic
-from ckptlint.rule import Severity
-
-FOLDER = REAL / "contradictions"
-ROWS = manifest(FOLDER)
-
-
-def _text(item: Diagnostic) -> str:
-    return f"{item.fqn} {item.title} {item.finding.missing} {item.all_notes()}"
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["path"])
-def test_a_contradiction_is_named(row: dict[str, str]) -> None:
-    report = ckptlint.check(FOLDER / row["path"], depth="data")
-    loud = [item for item in report.diagnostics if item.severity > Severity.INFO]
-    told = [f"{item.code} {item.title}" for item in loud]
-    assert report.unreadable == ()
-    if row["verdict"] == "healthy":
-        assert (report.exit_code, told) == (0, [])
-    else:
-        assert [item for item in loud if item.code == row["codes"] and row["key"] in _text(item)], told
-        assert max(item.severity for item in loud) is (
-            Severity.ERROR if row["verdict"] == "broken" else Severity.WARNING
-        )
-
-
-def test_every_contradiction_is_in_the_manifest() -> None:
-    assert {row["path"] for row in ROWS} == {path.name for path in FOLDER.iterdir() if path.is_dir()}
 
 
 @pytest.mark.parametrize("backend", ["zarr", "torch", "fsdp_dtensor"])

@@ -1,69 +1,95 @@
-"""Every case of every fixture: the findings it expects and no others of its rule, and what the real torch reads."""
+"""Every case of every fixture: what its rule, the other rules, the causes and the real torch make of it."""
 
 from __future__ import annotations
 
+import importlib.util
 import pickle
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from claims import causes_of_case
 from support import REPOSITORY
 
-from ckptlint.depth import Depth
+from ckptlint.lint.causes import with_causes
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.registry import load_rules
-from ckptlint.lint.report import Report
+from ckptlint.lint.report import CheckpointReport, Report
 from ckptlint.reporters.full import render
 from ckptlint.reporters.style import Style
-from ckptlint.rule import Severity
-from ckptlint.testing import Case, described, fixture_cases, held_by_ranks, load_folder, run_case, write_checkpoint
+from ckptlint.rule import Rule, Severity
+from ckptlint.testing import Case, described, fixture_cases, held_by_ranks, open_case, run_case
+from ckptlint.testing.cases import depth_of, judge_case
 
-CASES = list(fixture_cases(REPOSITORY / "fixtures"))
 RULES = {rule.code: rule for rule in load_rules()}
-
-ALL = [pytest.param(code, case, id=f"{code}:{case.name}") for code, case in CASES]
-EVERY = [pytest.param(case, id=f"{code}:{case.name}") for code, case in CASES if not case.is_live]
-GOOD = [pytest.param(case, id=f"{code}:{case.name}") for code, case in CASES if not case.expect]
+CASES = list(fixture_cases(REPOSITORY / "fixtures"))
 
 
-@pytest.mark.parametrize(("code", "case"), ALL)
-def test_finds_what_the_case_expects(code: str, case: Case, tmp_path: Path) -> None:
-    rule = RULES[code]
-    report = run_case(rule, case, tmp_path / "case")
-    assert described(report) == sorted(case.expect)
-    assert set(report.failed) == ({case.table["crash"]} if "crash" in case.table else set())
-    text = plain(render(Report([report], (rule,)), Style(width=100, per_rule=0, verbose=True)))
-    for sentence in case.says:
-        assert plain(sentence) in text
+@pytest.mark.parametrize(("code", "case"), CASES, ids=[f"{code}:{case.name}" for code, case in CASES])
+def test_a_case_is_judged_as_it_says(code: str, case: Case, tmp_path: Path) -> None:
+    """It is written and read once; what its rule says is asked of that rule alone, the rest of all rules together."""
+    rule, folder = RULES[code], tmp_path / "case"
+    depth = depth_of(rule, case)
+    rules = [other for other in RULES.values() if other.live or not case.is_live]
+    ckpt = held_by_ranks(case.table) if case.is_live else open_case(case, folder, depth)
+    every = with_causes(run_rules(ckpt, rules, depth))
+    wrong = [*wrong_findings(rule, case, judge_case(rule, case, ckpt, depth)), *wrong_causes(code, case, every)]
+    if not case.expect:
+        bare = replace(ckpt, reference=None, before=None)  # `others` is about the checkpoint, not what is beside it
+        is_bare = ckpt.reference is None and ckpt.before is None
+        wrong += wrong_others(case, every if is_bare else run_rules(bare, rules, depth))
+    if importlib.util.find_spec("torch") is not None:
+        wrong += wrong_metadata(case, folder / case.table.get("step", ""))
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("case", GOOD)
-def test_good_case_is_good_for_every_rule(case: Case, tmp_path: Path) -> None:
-    depth = Depth(case.table.get("depth", "files"))
-    if case.is_live:
-        report = run_rules(held_by_ranks(case.table), [rule for rule in RULES.values() if rule.live], depth)
-    else:
-        report = run_rules(load_folder(write_checkpoint(case.table, tmp_path / "case"), depth), RULES.values(), depth)
-    assert not report.failed
+def test_authors_of_rules_judge_a_case_in_one_call(tmp_path: Path) -> None:
+    for is_live in (False, True):
+        code, case = next((code, case) for code, case in CASES if case.is_live == is_live and case.expect)
+        assert described(run_case(RULES[code], case, tmp_path / code)) == sorted(case.expect)
+
+
+def wrong_findings(rule: Rule, case: Case, report: CheckpointReport) -> Iterator[str]:
+    """Where the findings of its rule are not those that a case expects, or do not say what it says."""
+    if (found := described(report)) != (wanted := sorted(case.expect)):
+        yield f"findings: {found} instead of {wanted}"
+    if (failed := sorted(report.failed)) != (crashed := [case.table["crash"]] if "crash" in case.table else []):
+        yield f"failed rules: {failed} instead of {crashed}"
+    if case.says:
+        text = plain(render(Report([report], (rule,)), Style(width=100, per_rule=0, verbose=True)))
+        yield from (f"not said: {sentence}" for sentence in case.says if plain(sentence) not in text)
+
+
+def wrong_others(case: Case, report: CheckpointReport) -> Iterator[str]:
+    """Where a good case is not good for every rule."""
+    yield from (f"{code} failed: {error}" for code, error in report.failed.items())
     loud = [f"{item.code} {item.title}" for item in report.diagnostics if item.severity > Severity.INFO]
-    assert bool(loud) == case.others, loud
+    if bool(loud) != case.others:
+        yield f"loud rules: {loud}, others = {case.others}"
 
 
-@pytest.mark.parametrize("case", EVERY)
-def test_torch_reads_the_metadata(case: Case, tmp_path: Path) -> None:
-    metadata = pytest.importorskip("torch.distributed.checkpoint.metadata")
-    if case.table.get("names"):
-        pytest.skip("it names classes that this torch does not have")
-    if "state_dict_metadata" in case.table.get("root", {}):
-        pytest.skip("its root is damaged")
-    folder = write_checkpoint(case.table, tmp_path / "case")
-    raw = case.table.get("raw", {})
-    paths = [path for path in folder.glob("*.metadata") if path.name not in raw]
-    if not paths:
-        pytest.skip("it has no metadata, or metadata that is no pickle of torch's")
-    for path in paths:
+def wrong_causes(code: str, case: Case, report: CheckpointReport) -> Iterator[str]:
+    """Where the causes of a case are not those whose fixtures claim it."""
+    wanted = causes_of_case(code, case.name)
+    if [cause.name for cause in report.causes] != wanted:
+        yield f"causes: {[(cause.name, cause.sentence) for cause in report.causes]} instead of {wanted}"
+
+
+def wrong_metadata(case: Case, folder: Path) -> Iterator[str]:
+    """Where torch reads other keys, unless a case asks for classes, a root or bytes that torch does not read."""
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    if case.table.get("names") or "state_dict_metadata" in case.table.get("root", {}):
+        return
+    for path in folder.glob("*.metadata"):
+        if path.name in case.table.get("raw", {}):
+            continue
         root = pickle.loads(path.read_bytes())
-        assert isinstance(root, metadata.Metadata)
-        assert list(root.state_dict_metadata) == wanted(case, path.name)
+        if not isinstance(root, Metadata):
+            yield f"torch reads {path.name} as {type(root)}"
+        elif (found := list(root.state_dict_metadata)) != (keys := wanted(case, path.name)):
+            yield f"torch reads the keys {found} in {path.name} instead of {keys}"
 
 
 def wanted(case: Case, name: str) -> list[str]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import http.client
 import os
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -160,27 +158,24 @@ def forwarded_to(port: int) -> Callable[[Handler], tuple[int, dict[str, str], by
     return answer
 
 
+MOTO = """
+import time
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+time.sleep(86400)
+"""
+
+
 @contextmanager
 def moto(page: int = PAGE) -> Iterator[int]:
     """The port of moto's S3 server, a process of its own, that lists `page` names at a time."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     environment = {**os.environ, **CREDENTIALS, "MOTO_S3_DEFAULT_MAX_KEYS": str(page)}
-    null = subprocess.DEVNULL
-    process = subprocess.Popen(command, stdout=null, stderr=null, env=environment)
-    try:
-        for _ in range(600):
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                time.sleep(0.05)
-        yield port
-    finally:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    with subprocess.Popen([sys.executable, "-c", MOTO], env=environment, **pipes) as process:
+        yield int(process.stdout.readline())
         process.terminate()
-        process.wait()
 
 
 def client(port: int) -> Any:
