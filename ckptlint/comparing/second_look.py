@@ -44,9 +44,7 @@ def second_look(
     holders = _Holders(sides[0])
 
     def look(match: Match) -> Match:
-        if match.relation != "differ" or match.what.startswith(
-            "stored"
-        ):  # rows that lie elsewhere are not held against these
+        if match.relation != "differ" or match.what.startswith("stored"):  # in another order
             return match
         old, new = sides[0][match.old[0]], sides[1][match.new[0]]
         return _with_differences(match, (old, new), holders, (places[0][old.fqn], places[1][new.fqn]))

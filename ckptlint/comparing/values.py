@@ -182,23 +182,23 @@ def held_values(side: Sequence[Opened], jobs: int | None = None) -> tuple[dict[s
 
 
 def _declared(old: Sequence[Opened], new: Sequence[Opened]) -> tuple[Heads, int]:
-    """What the configurations of both sides say of heads, and the smaller vocabulary; of two that differ nothing holds."""
+    """What the configurations say of heads, -1 where they differ, and the smaller vocabulary; 0 where none says it."""
     said: list[dict[str, Any]] = []
     for opened in (*old, *new):
         config = opened.ckpt.config
-        own = read_declared([(config.file, config.values)]) if config else {}
-        said.append({name: item.value for name, item in (opened.ckpt.declared | own).items()})
-        said[-1]["model_type"] = config.values.get("model_type", "") if config else ""
+        own = opened.ckpt.declared | (read_declared([(config.file, config.values)]) if config else {})
+        said.append({name: item.value for name, item in own.items()})
+        said[-1]["model_type"] = config.values.get("model_type") if config else None
+        hidden, heads = said[-1].get("hidden"), said[-1].get("heads")
+        if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+            said[-1].setdefault("head_dim", hidden // heads)
 
-    def of_all(name: str, *, default: Any = 0) -> Any:
-        values = {own[name] for own in said if own.get(name)}
-        return values.pop() if len(values) == 1 else default if not values else -1
+    def of_all(name: str) -> int:
+        values = {own[name] for own in said if isinstance(own.get(name), int)}
+        return next(iter(values), 0) if len(values) < 2 else -1
 
-    for own in said:
-        if "head_dim" not in own and isinstance(own.get("hidden"), int) and isinstance(own.get("heads"), int):
-            own["head_dim"] = own["hidden"] // max(own["heads"], 1)
+    types = {own["model_type"] for own in said if isinstance(own["model_type"], str)}
     sizes = [own["vocab"] for own in said if isinstance(own.get("vocab"), int)]
-    types = {own["model_type"] for own in said} - {""}
     return Heads(of_all("head_dim"), of_all("heads"), types.pop() if len(types) == 1 else ""), min(sizes, default=0)
 
 

@@ -88,7 +88,8 @@ def _stored(name: str, text: str) -> Stored:
 def naming_of(keys: Collection[str]) -> Naming | None:
     """The convention of the keys of a model, None where no known one fits."""
     text = "\n".join(keys)
-    return next((naming for naming, _ in namings().values() if naming.needs.search(text)), None)
+    fitting = [naming for naming, _ in namings().values() if naming.needs.search(text)]
+    return max(fitting, key=lambda naming: sum(stored(key, naming) is not None for key in keys), default=None)
 
 
 def stored(key: str, naming: Naming) -> Stored | None:
@@ -105,7 +106,7 @@ def stored(key: str, naming: Naming) -> Stored | None:
     for last in (len(parts), len(parts) - 1):  # a name of its own, or that of a module with a weight or bias
         for first in range(last):
             held = ends.get((*parts[first:last],))
-            if held and (held.roles[0] in _OUTSIDE) == (not found.block):
+            if held and not (held.roles[0] in _OUTSIDE and found.block):
                 return held
     return None
 

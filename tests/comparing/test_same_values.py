@@ -62,11 +62,12 @@ def hugging_face(state: State, dtype: torch.dtype = torch.float32) -> State:
 
 
 def megatron(state: State, groups: int = 2) -> State:
-    """As Megatron-Core keeps it: fused by query groups, gate before up, the vocabulary padded."""
+    """As Megatron-Core keeps it: heads in halves, fused by query groups, gate before up, the vocabulary padded."""
     found = {}
     for layer in range(LAYERS):
         old, new = f"layers.{layer}.", f"decoder.layers.{layer}."
-        parts = [state[f"{old}attention.w{name}.weight"].view(groups, -1, H) for name in "qkv"]
+        q, k, v = (state[f"{old}attention.w{name}.weight"] for name in "qkv")
+        parts = [part.view(groups, -1, H) for part in (halves(q), halves(k), v)]
         found[f"{new}self_attention.linear_qkv.weight"] = torch.cat(parts, dim=1).reshape(-1, H)
         gate = [state[f"{old}feed_forward.{name}.weight"] for name in ("w1", "w3")]
         found[f"{new}mlp.linear_fc1.weight"] = torch.cat(gate)
@@ -82,9 +83,11 @@ def megatron(state: State, groups: int = 2) -> State:
     }
 
 
-def export(folder: Path, state: State) -> Path:
+def export(folder: Path, state: State, **config: int) -> Path:
     folder.mkdir(parents=True)
     save_file({key: value.contiguous() for key, value in state.items()}, folder / "model.safetensors")
+    if config:
+        (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -145,7 +148,7 @@ def test_a_conversion_to_the_names_of_hugging_face(
 
 
 def test_a_conversion_to_megatron(base: tuple[Path, State], tmp_path: Path) -> None:
-    code, document = compared(base[0], export(tmp_path / "mc", megatron(base[1])))
+    code, document = compared(base[0], export(tmp_path / "mc", megatron(base[1]), vocab_size=ROWS))
     assert (code, document["tensors"]["proven"], document["tensors"]["of"]) == (0, 21, 21)
     assert relations(document) == {"renamed": 14, "joined": 2 * LAYERS, "padded": 1}
     back, document = compared(tmp_path / "mc", base[0])
@@ -160,7 +163,87 @@ def test_transposed_weights_and_stacked_experts(tmp_path: Path) -> None:
     for i in range(2):
         two[f"x.{i}.experts.up"] = torch.stack([one[f"h.{i}.mlp.experts.{e}.up.weight"] for e in range(4)])
     code, document = compared(export(tmp_path / "a", one), export(tmp_path / "b", two))
-    assert (code, relations(document)) == (0, {"transposed": 2, "joined": 2})
+    assert (code, relations(document, False)) == (1, {"transposed": 2, "joined": 2}), "names that nobody described"
+
+
+# ---------------------------------------------------------------- what the names do not ask for
+
+
+def permuted(*names: str, head: int = HEAD, layers: int = LAYERS) -> Callable[[State], None]:
+    """Rows of some roles in the order that rope has under other names, in the first layers."""
+
+    def change(state: State) -> None:
+        for key in [
+            key for layer in range(layers) for key in state if f".{layer}." in key and key.split(".")[-2] in names
+        ]:
+            state[key] = halves(state[key], head)
+
+    return change
+
+
+def exchanged(one: str, other: str, layers: int = LAYERS) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        for layer in range(layers):
+            a, b = (f"model.layers.{layer}.{name}.weight" for name in (one, other))
+            state[a], state[b] = state[b], state[a]
+
+    return change
+
+
+def transposed(name: str, layers: int = LAYERS) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        for layer in range(layers):
+            state[f"model.layers.{layer}.{name}.weight"] = state[f"model.layers.{layer}.{name}.weight"].t()
+
+    return change
+
+
+def fewer_tokens(state: State) -> None:
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        state[name] = state[name][:-16]
+
+
+NEAR: dict[str, Callable[[State], None]] = {
+    "q and k as they were": permuted("q_proj", "k_proj"),
+    "k alone": permuted("k_proj"),
+    "q in one layer": permuted("q_proj", layers=1),
+    "another head size": permuted("q_proj", "k_proj", head=8),
+    "v too": permuted("v_proj"),
+    "wo too": permuted("o_proj"),
+    "up too": permuted("up_proj"),
+    "wo transposed in a layer": transposed("self_attn.o_proj", 1),
+    "wo transposed": transposed("self_attn.o_proj"),
+    "q and o exchanged": exchanged("self_attn.q_proj", "self_attn.o_proj"),
+    "norms exchanged": exchanged("input_layernorm", "post_attention_layernorm"),
+    "gate and up exchanged": exchanged("mlp.gate_proj", "mlp.up_proj"),
+    "k and v exchanged in a layer": exchanged("self_attn.k_proj", "self_attn.v_proj", 1),
+    "the last tokens are gone": fewer_tokens,
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_a_conversion_that_its_names_do_not_ask_for_is_not_proven(
+    base: tuple[Path, State], tmp_path: Path, name: str
+) -> None:
+    state = hugging_face(base[1])
+    state |= {key: 1 + torch.randn(H) for key in state if "post_attention" in key} if "norms" in name else {}
+    old = {**base[1]}
+    if "norms" in name:
+        old |= {
+            key: state[f"model.{key}".replace("ffn_norm", "post_attention_layernorm")]
+            for key in old
+            if "ffn_norm" in key
+        }
+    NEAR[name](state)
+    new = export(tmp_path / "new", state, vocab_size=ROWS, hidden_size=H, num_attention_heads=4, num_key_value_heads=2)
+    assert compared(export(tmp_path / "old", old), new)[0] == 1
+    assert compared(new, tmp_path / "old")[0] == 1
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_groups_that_are_not_the_kv_heads_are_not_proven(base: tuple[Path, State], tmp_path: Path, groups: int) -> None:
+    code, document = compared(base[0], export(tmp_path / "mc", megatron(base[1], groups), vocab_size=ROWS))
+    assert (code, relations(document, False)) == (1, {"joined": LAYERS})
 
 
 # ---------------------------------------------------------------- not proven

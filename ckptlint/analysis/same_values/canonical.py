@@ -52,15 +52,15 @@ def in_one_order(old: Sides, new: Sides, heads: Heads) -> tuple[Sides, Sides]:
     ]
     keys = _rows_of("k", sides[0]) | _rows_of("k", sides[1])
     sizes = [heads.size] if heads.size else _sizes([*wanted[0], *wanted[1]])
-    best, most = [sides[0], sides[1]], -1
+    best: list[Sides] = [*sides]
+    most = -1
     for size in sizes:
-        moved = [
-            {one.fqn: _moved(one, replace(heads, size=size), keys, is_old=own is wanted[0]) for one in own}
-            for own in wanted
-        ]
-        fitting = _found(moved[0], sides[1], keys) + _found(moved[1], sides[0], keys) if len(sizes) > 1 else 0
+        known = replace(heads, size=size)
+        moved = [{one.fqn: _moved(one, known, keys, is_old=own is wanted[0]) for one in own} for own in wanted]
+        made: list[Sides] = [{**side, **own} for side, own in zip(sides, moved, strict=True)]
+        fitting = len(_contents(made[0], keys) & _contents(made[1], keys)) if len(sizes) > 1 else 0
         if fitting > most:
-            best, most = [{**side, **own} for side, own in zip(sides, moved, strict=True)], fitting
+            best, most = made, fitting
     return best[0], best[1]
 
 
@@ -71,11 +71,11 @@ def _named(side: Sides, naming: Naming | None, heads: Heads) -> Sides:
     held = {key: found for key in side if (found := stored(key, naming))}
     if (naming.halves and any(map(naming.halves.search, side))) or heads.model_type in naming.halves_types:
         held = {key: Stored(one.roles, one.how - {"pairs"}) for key, one in held.items()}
-    matrices = {key: one for key, one in held.items() if len(side[key].shape) > 1}
-    widths = {side[key].shape[-1] for key, one in matrices.items() if one.roles == ("down",)}
-    fused = {key: one for key, one in held.items() if one.roles == ("gate", "up")}
-    if any(side[key].shape[-2] in widths for key in fused.keys() & matrices.keys() if "[in, out]" not in held[key].how):
-        held |= {key: Stored(("up",), one.how) for key, one in fused.items()}  # a block without a gate
+    matrices = [(key, one, parse(key)) for key, one in held.items() if len(side[key].shape) > 1]
+    last = {(name.layer, name.in_experts, side[key].shape[-1]) for key, one, name in matrices if one.roles == ("down",)}
+    for key, one, name in matrices:  # a block without a gate has as many rows first as columns last
+        if one.roles == ("gate", "up") and (name.layer, name.in_experts, side[key].shape[-2]) in last:
+            held[key] = Stored(("up",), one.how)
     return {key: replace(one, held=held.get(key)) for key, one in side.items()}
 
 
@@ -100,14 +100,14 @@ def _moved(side: Side, heads: Heads, keys: Mapping[int | None, int], is_old: boo
         shape = (*shape[:-2], shape[-1], shape[-2])
         said.append("transposed")
     rows = shape[-2] if len(shape) > 1 else shape[0]
-    order = np.arange(rows)
+    order: IntArray = np.arange(rows)
     if "by group" in held.how:
         of_keys = keys.get(parse(side.fqn).layer, 0) // max(heads.size, 1)
         groups = (rows // max(heads.size, 1) - heads.count) // 2 if heads.count else of_keys
         if heads.size < 1 or groups < 1 or rows % groups or rows // groups <= 2 * heads.size:
             return side
-        order = order.reshape(groups, -1)
-        order = np.concatenate([part.reshape(-1) for part in np.split(order, [-2 * heads.size, -heads.size], axis=1)])
+        parts = np.split(order.reshape(groups, -1), [-2 * heads.size, -heads.size], axis=1)
+        order = np.concatenate([part.reshape(-1) for part in parts])
         said.append(f"in {groups:,} groups")
     elif "alternating" in held.how:
         order = order.reshape(-1, len(held.roles)).T.reshape(-1)
@@ -138,12 +138,13 @@ def _in_order(own: TensorWords, order: IntArray, is_turned: bool) -> TensorWords
     return made
 
 
-def _found(moved: Sides, others: Sides, keys: Mapping[int | None, int]) -> int:
-    """How many tensors begin, once moved, with what a tensor of the other side holds."""
-    there = {(dtype, digest(words.rows)) for side in others.values() for dtype, words in side.words.items()}
-    count = 0
-    for side in moved.values():
-        queries = len(next(iter(side.words.values())).rows) - 2 * keys.get(parse(side.fqn).layer, 0)
-        own = [(dtype, words.rows) for dtype, words in side.words.items()]
-        count += any((dtype, digest(rows)) in there or (dtype, digest(rows[:queries])) in there for dtype, rows in own)
-    return count
+def _contents(side: Sides, keys: Mapping[int | None, int]) -> set[tuple[str, int]]:
+    """Dtype and digest of the rows of each tensor of attention, and of the queries with which a fused one begins."""
+    found = set()
+    for one in (one for one in side.values() if one.held and {*one.held.roles} & {"q", "k"}):
+        for dtype, words in one.words.items():
+            found.add((dtype, digest(words.rows)))
+            if one.held and len(one.held.roles) > 1:
+                queries = len(words.rows) - 2 * keys.get(parse(one.fqn).layer, 0)
+                found.add((dtype, digest(words.rows[:queries])))
+    return found

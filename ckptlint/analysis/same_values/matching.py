@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,16 +12,16 @@ import numpy as np
 
 from ckptlint.analysis.same_values.canonical import Heads, in_one_order
 from ckptlint.analysis.same_values.facts import Match, Side
+from ckptlint.model.text import NUMBER
 from ckptlint.seals.digests import MASK, Words
 from ckptlint.seals.words import can_be_rounded, digest, matrix, multiset
-from ckptlint.vocabulary.keys import parse, role
+from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.namings import is_bias, roles_of
 
 Sides = Mapping[str, Side]
 
 _MOST_PARTS = 4  # roles that are put together into one tensor, such as query, key, value and a gate
 _MOST_ROLES = 16  # of one layer, of which any few are tried
-_NUMBER = re.compile(r"\d+")
 
 
 def matches(old: Sides, new: Sides, renamed: Mapping[str, str], heads: Heads, vocabulary: int) -> list[Match]:
@@ -42,11 +41,8 @@ def matches(old: Sides, new: Sides, renamed: Mapping[str, str], heads: Heads, vo
     left_new = {name: side for name, side in new.items() if name not in old}
     known = {name: other for name, other in renamed.items() if name in left_old and other in left_new}
     # between conventions rows may be ordered otherwise: what is not equal is looked for by content before it differs
-    by_name = [
-        match
-        for name, other in known.items()
-        if (match := _pair(left_old[name], left_new[other], vocabulary)).is_proven
-    ]
+    pairs = [_pair(left_old[name], left_new[other], vocabulary) for name, other in known.items()]
+    by_name = [match for match in pairs if match.is_proven]
     by_content = list(_by_content(_without(left_old, by_name), _without(left_new, by_name), vocabulary))
     told = [*by_name, *by_content]
     left_old, left_new = _without(left_old, told), _without(left_new, told)
@@ -164,7 +160,7 @@ def _paired(old: list[Side], new: list[Side]) -> Iterator[tuple[str, str]]:
 
 
 def _order(name: str) -> tuple[list[int], str]:
-    return [int(number) for number in _NUMBER.findall(name)], name
+    return [int(number) for number in NUMBER.findall(name)], name
 
 
 def _turned(old: Sides, new: Sides) -> Iterator[Match]:
@@ -196,11 +192,11 @@ def _taken_apart(old: Sides, new: Sides) -> Iterator[Match]:
 
 
 def _joined(parts: Sides, wholes: Sides, relation: str) -> Iterator[Match]:
-    groups: dict[tuple[object, ...], dict[str, list[Side]]] = defaultdict(lambda: defaultdict(list))
+    groups: dict[tuple[object, ...], dict[tuple[str, ...], list[Side]]] = defaultdict(lambda: defaultdict(list))
     for side in parts.values():
         for dtype in side.words:
             for expert in {None, parse(side.fqn).expert}:
-                groups[_layer(side.fqn), expert, dtype, side.columns][role(side.fqn)].append(side)
+                groups[_layer(side.fqn), expert, dtype, side.columns][_roles([side.fqn])].append(side)
     gone: set[str] = set()
     for whole in wholes.values():
         if whole.is_dull:
@@ -217,13 +213,13 @@ def _joined(parts: Sides, wholes: Sides, relation: str) -> Iterator[Match]:
 
 
 def _adding_up(
-    roles: Mapping[str, list[Side]], whole: Side, dtype: str, rows: int, wanted: int, gone: Collection[str]
+    roles: Mapping[tuple[str, ...], list[Side]], whole: Side, dtype: str, rows: int, wanted: int, gone: Collection[str]
 ) -> Iterator[list[Side]]:
     """The parts of a few roles that have so many rows together, and the same ones."""
     sums = []
     for members in roles.values():
         own = [side for side in members if side.fqn not in gone and common(side, whole) == dtype]
-        if own:
+        if own and (not whole.held or not own[0].held or {*own[0].held.roles} <= {*whole.held.roles}):
             count = sum(len(side.words[dtype].rows) for side in own)
             sums.append((own, count, sum(multiset(side.words[dtype].rows) for side in own) & MASK))
     for number in range(1, min(_MOST_PARTS, len(sums)) + 1):
@@ -263,13 +259,12 @@ def _in_order(parts: Sequence[Side], whole: Side, dtype: str) -> tuple[bool, str
         roles = [(one,) for one in roles[0]] if roles else []
     experts = sorted({expert for expert, _ in pieces})
     wanted = [(expert, one) for expert in experts for one in roles]
-    if {*wanted} == pieces.keys() and np.array_equal(
-        np.concatenate([pieces[one] for one in wanted]), whole.words[dtype].rows
-    ):
-        in_turn = (
-            f"{' and '.join(one for (one,) in roles)} of each expert in turn" if len(roles) > 1 < len(experts) else ""
-        )
-        return True, whole.moved or in_turn or "one after the other", ()
+    if {*wanted} == pieces.keys():
+        rows = np.concatenate([pieces[one] for one in wanted])
+        if np.array_equal(rows, whole.words[dtype].rows):
+            is_in_turn = len(roles) > 1 and len(experts) > 1
+            told = f"{' and '.join(one for (one,) in roles)} of each expert in turn" if is_in_turn else ""
+            return True, whole.moved or told or "one after the other", ()
     text, notes = _unknown(np.concatenate([part.words[dtype].rows for part in parts]), whole, dtype)
     return False, text, notes
 
@@ -306,7 +301,7 @@ def _longer(old: Sides, new: Sides, vocabulary: int) -> Iterator[Match]:
 def _layer(name: str) -> int | None:
     """The number of the layer in a name, None without one."""
     layer = parse(name).layer
-    return layer if isinstance(layer, int) else next((int(number) for number in _NUMBER.findall(name)), None)
+    return layer if isinstance(layer, int) else next((int(number) for number in NUMBER.findall(name)), None)
 
 
 # ---------------------------------------------------------------- the whole
@@ -350,7 +345,8 @@ _FAR = 2**62  # no distance of layers
 
 
 def _roles(names: Sequence[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(parse(name).role if parse(name).block else role(name) for name in names))
+    """What the names say without the numbers of layer and expert; a number further on tells components apart."""
+    return tuple(dict.fromkeys(key.role if (key := parse(name)).block else NUMBER.sub("*", name, 1) for name in names))
 
 
 def _may_be_one(match: Match, sides: tuple[Sides, Sides]) -> bool:
