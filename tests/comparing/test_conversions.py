@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import REAL
+from support import REAL, bench, sweep_only
 
 import ckptlint
 from ckptlint.analysis.same_values.facts import Match
@@ -114,3 +114,9 @@ def test_the_same_conversion_with_a_fault_is_not(
 
 def _names(match: Match, key: str) -> bool:
     return key in match.new
+
+
+@sweep_only
+def test_a_sample_of_near_misses_is_not_proven(tmp_path: Path) -> None:
+    judged = list(bench("near_misses").near_misses(60, 7, tmp_path))
+    assert len(judged) == 60 and not [one for one in judged if one[2]]
