@@ -315,7 +315,7 @@ def _under_right_names(found: Sequence[Match], sides: tuple[Sides, Sides]) -> li
     """
     alone = [match for match in found if match.is_proven and match.old != match.new and match.old and match.new]
     layers = Counter(distance for match in alone if (distance := _distance(match)) is not None)
-    usual = layers.most_common(1)[0][0] if layers else 0
+    usual = next((far for far, count in layers.most_common(1) if 2 * count > layers.total()), 0)
     roles: dict[tuple[str, ...], Counter[tuple[str, ...]]] = defaultdict(Counter)
     for match in alone:
         roles[_roles(match.old)][_roles(match.new)] += 1
