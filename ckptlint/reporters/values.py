@@ -36,12 +36,13 @@ _WORDS: dict[Relation, str] = {
     "absent": "nothing to compare",
     "unread": "not read",
 }
-_ORDERS = ("reordered", "joined", "split", "padded")
+_ORDERS = ("reordered", "joined", "split", "transposed")
 _REST = {
     "unmerged": "are not what the adapter makes of the base",
     "exchanged": "are under the names of others",
     "differ": "differ",
-    "order": "hold the same rows in an order that no known conversion makes",
+    "order": "hold the same rows in an order that their names do not ask for",
+    "padded": "have rows that the other side lacks, and no configuration calls them padding",
     "absent": "of one side are not on the other",
     "unread": "could not be read",
 }

@@ -325,9 +325,20 @@ def _under_right_names(found: Sequence[Match], sides: tuple[Sides, Sides]) -> li
             (most, count), *others = roles[_roles(match.old)].most_common(2)
             is_odd = _roles(match.new) != most or (others and others[0][1] == count)
             if is_odd or _distance(match) not in (None, usual) or not _may_be_one(match, sides):
-                match = replace(match, relation="exchanged", is_proven=False)
+                match = replace(match, relation="exchanged", is_proven=False, what=_holds(match, sides))
         made.append(match)
     return made
+
+
+def _holds(match: Match, sides: tuple[Sides, Sides]) -> str:
+    """Of what lies under another name, what holds it now: another layer, expert or role; "" where names say neither."""
+    old, new = parse(match.old[0]), parse(match.new[0])
+    if None not in (old.layer, new.layer) and old.layer != new.layer:
+        return f"layer {new.layer} holds what was layer {old.layer}"
+    if None not in (old.expert, new.expert) and old.expert != new.expert:
+        return f"expert {new.expert} holds what was expert {old.expert}"
+    was, now = sides[0][match.old[0]].held, sides[1][match.new[0]].held
+    return f"{' and '.join(now.roles)} holds what was {' and '.join(was.roles)}" if was and now and was != now else ""
 
 
 def _distance(match: Match) -> int | None:
