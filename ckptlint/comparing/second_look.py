@@ -15,7 +15,7 @@ from ckptlint.analysis.same_values.facts import Match, Side
 from ckptlint.analysis.same_values.matching import common
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import ranges
+from ckptlint.model.text import plural, ranges
 from ckptlint.payload.regions import Bits, Numbers, Place, numbers
 from ckptlint.seals.digests import Words
 from ckptlint.seals.words import Shape, canonical, matrix, rounded
@@ -74,7 +74,10 @@ def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders,
     if relation := apart.relation:
         notes.append(relation)
     elif notes:
-        notes.append(f"{apart.count:,} of {apart.volume:,} elements, largest difference {apart.largest:.3g}")
+        far = f", largest difference {apart.largest:.3g}" if apart.largest or not apart.lost else ""
+        notes.append(f"{apart.count:,} of {apart.volume:,} elements{far}")
+    if apart.lost:
+        notes.append(f"{plural(apart.lost, 'element')} became NaN or infinite")
     return replace(match, notes=(*match.notes, *notes), change=apart.change, cosine=apart.cosine)
 
 
@@ -156,6 +159,7 @@ class _Apart:
 
     Attributes:
         count: elements that differ, of `volume`; columns: those that they lie in.
+        lost: elements that are finite in the old one alone.
         largest: absolute difference; NaN where no numbers are known.
         change: the norm of the difference relative to that of the old one.
         cosine: of the angle between both.
@@ -163,6 +167,7 @@ class _Apart:
     """
 
     count: int
+    lost: int
     volume: int
     columns: IntArray
     largest: float
@@ -198,7 +203,7 @@ def tiles(
 
 
 def _apart(dtype: str, sides: tuple[Side, Side], places: tuple[Place, Place], shape: Shape) -> _Apart | None:
-    count, largest, squares, line = 0, 0.0, np.zeros(4), _Line()
+    count, lost, largest, squares, line = 0, 0, 0.0, np.zeros(4), _Line()
     odd = np.zeros(matrix(shape)[2], bool)
     for tile in tiles(sides, places, dtype, shape):
         if tile is None:
@@ -214,14 +219,16 @@ def _apart(dtype: str, sides: tuple[Side, Side], places: tuple[Place, Place], sh
         with np.errstate(invalid="ignore", over="ignore"):
             one, two = numbered[0].reshape(-1), numbered[1].reshape(-1)
             apart = two - one
-            largest = max(largest, float(np.nanmax(np.abs(apart), initial=0.0)))
+            is_lost = np.isfinite(one) & ~np.isfinite(two)
+            lost += int(np.count_nonzero(is_lost))
+            largest = max(largest, float(np.abs(apart[np.isfinite(apart)]).max(initial=0.0)))
             squares += [_dot(apart, apart), _dot(one, one), _dot(two, two), _dot(one, two)]
         line.see(one, two, dtype)
     with np.errstate(invalid="ignore", divide="ignore"):
         change = float(np.sqrt(squares[0]) / np.sqrt(squares[1])) if squares[1] else (inf if squares[0] else nan)
         cosine = float(squares[3] / sqrt(squares[1] * squares[2])) if squares[1] > 0 and squares[2] > 0 else nan
     return _Apart(
-        count, prod(shape), np.flatnonzero(odd), largest, nan if largest != largest else change, cosine, line.text
+        count, lost, prod(shape), np.flatnonzero(odd), largest, nan if largest != largest else change, cosine, line.text
     )
 
 
@@ -242,7 +249,8 @@ class _Line:
         """Look at some elements of both."""
         if self.fitting == [] or dtype not in _ROUNDING:
             return
-        a, b = one.astype(np.float64), two.astype(np.float64)
+        with np.errstate(invalid="ignore"):  # of a NaN
+            a, b = one.astype(np.float64), two.astype(np.float64)
         if self.fitting is None:
             at = int(np.argmax(np.abs(a)))
             if len(a) < _FEW or not np.isfinite(b[at]) or not a[at] or a[at] == b[at] or b.min() == b.max():

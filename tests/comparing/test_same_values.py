@@ -202,6 +202,13 @@ def test_an_order_that_the_names_do_not_ask_for_is_not_proven(
     assert compared(new, tmp_path / "old")[0] == 1
 
 
+def test_what_is_no_number_any_more_is_counted(base: tuple[Path, State], tmp_path: Path) -> None:
+    state = {key: value.clone() for key, value in base[1].items()}
+    state["output.weight"][2:4, 7] = float("nan")
+    document = compared(base[0], export(tmp_path / "nan", state))[1]
+    assert "2 elements became NaN or infinite" in str([match for match in document["matches"] if not match["proven"]])
+
+
 @pytest.mark.parametrize("groups", [1, 4])
 def test_groups_that_are_not_the_kv_heads_are_not_proven(base: tuple[Path, State], tmp_path: Path, groups: int) -> None:
     code, document = compared(base[0], export(tmp_path / "mc", megatron(base[1], groups), vocab_size=ROWS))
