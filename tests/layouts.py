@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import shutil
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,11 @@ with (Path(__file__).parent / "loaders" / "cannot.toml").open("rb") as file:
     CANNOT = tomllib.load(file)
 
 
+def copied(source: str, folder: Path) -> Path:
+    """A copy of a checkpoint below fixtures/real."""
+    return Path(shutil.copytree(REAL / source, folder / "copy", symlinks=True))
+
+
 class LayoutTests:
     """The contract of a layout.
 
@@ -58,6 +64,7 @@ class LayoutTests:
         swapped: two files of a set.
         older: a checkpoint below fixtures/real, an older save of the same state, where there is one.
         mark: what a save that has begun leaves.
+        source: a healthy checkpoint below fixtures/real.
     """
 
     kind: ClassVar[str]
@@ -65,11 +72,11 @@ class LayoutTests:
     swapped: ClassVar[tuple[str, str] | None] = None
     older: ClassVar[str] = ""
     mark: ClassVar[str] = "checkpoint-is-incomplete.txt"
+    source: ClassVar[str] = ""
 
-    @staticmethod
-    def write(folder: Path) -> Path:
-        """Write a healthy checkpoint below an empty folder; returns the step."""
-        raise NotImplementedError
+    def write(self, folder: Path) -> Path:
+        """Write a healthy checkpoint below an empty folder, a copy of `source` by default; returns the step."""
+        return copied(self.source, folder)
 
     @pytest.fixture
     def step(self, tmp_path: Path) -> Path:

@@ -8,15 +8,10 @@ from pathlib import Path
 
 import pytest
 from archives import flipped
-from layouts import CANNOT, ArchiveTests, LayoutTests, torch_records
-from support import REAL
+from layouts import CANNOT, ArchiveTests, LayoutTests, copied, torch_records
 
 import ckptlint
 from ckptlint.loaders.layouts import layouts
-
-
-def copied(source: str, folder: Path) -> Path:
-    return Path(shutil.copytree(REAL / source, folder / "copy", symlinks=True))
 
 
 class TestDcp(LayoutTests):
@@ -24,10 +19,7 @@ class TestDcp(LayoutTests):
     files = ("__1_0.distcp",)
     swapped = ("__1_0.distcp", "__2_0.distcp")
     mark = "copy.tmp"
-
-    @staticmethod
-    def write(folder: Path) -> Path:
-        return copied("fsdp2_4r", folder)
+    source = "fsdp2_4r"
 
     def test_a_save_that_has_begun_and_not_ended(self, step: Path) -> None:
         (step / ".metadata").rename(step / ".metadata.tmp")
@@ -53,18 +45,12 @@ class TestDcpOfOneRank(TestDcp):
     files = ("__0_0.distcp",)
     swapped = None
     older = "frameworks/trackers/link/step-10"
-
-    @staticmethod
-    def write(folder: Path) -> Path:
-        return copied("frameworks/trackers/link/step-20", folder)
+    source = "frameworks/trackers/link/step-20"
 
 
 class TestPerRank(TestDcp):
     kind = "per-rank"
-
-    @staticmethod
-    def write(folder: Path) -> Path:
-        return copied("per_rank_metadata", folder)
+    source = "per_rank_metadata"
 
     def test_a_save_that_has_begun_and_not_ended(self, step: Path) -> None:
         (step / "__1.metadata").rename(step / "__1.metadata.tmp")
@@ -78,20 +64,14 @@ class TestPerRank(TestDcp):
 class TestMegatron(ArchiveTests):
     kind = "dcp"
     files = ("common.pt",)
-
-    @staticmethod
-    def write(folder: Path) -> Path:
-        return copied("megatron_tp2_dp2_fully_reshardable/iter_0000010", folder)
+    source = "megatron_tp2_dp2_fully_reshardable/iter_0000010"
 
 
 class TestSafetensors(LayoutTests):
     kind = "safetensors"
     files = ("model-00002-of-00005.safetensors",)
     swapped = ("model-00002-of-00005.safetensors", "model-00003-of-00005.safetensors")
-
-    @staticmethod
-    def write(folder: Path) -> Path:
-        return copied("contradictions/llama_sharded", folder)
+    source = "contradictions/llama_sharded"
 
     @staticmethod
     def flipped_data(data: bytes) -> bytes:
@@ -107,10 +87,7 @@ class TestSafetensorsOfOneFile(TestSafetensors):
     files = ("model.safetensors",)
     swapped = None
     older = "frameworks/trainer_jit/checkpoint-10"
-
-    @staticmethod
-    def write(folder: Path) -> Path:
-        return copied("frameworks/trainer_jit/checkpoint-20", folder)
+    source = "frameworks/trainer_jit/checkpoint-20"
 
 
 class TestVerl(ArchiveTests):
@@ -121,10 +98,7 @@ class TestVerl(ArchiveTests):
         "extra_state_world_size_4_rank_3.pt",
     )
     swapped = ("model_world_size_4_rank_1.pt", "model_world_size_4_rank_2.pt")
-
-    @staticmethod
-    def write(folder: Path) -> Path:
-        return copied("rank_files/verl_fsdp2_4r", folder)
+    source = "rank_files/verl_fsdp2_4r"
 
 
 class TestFlat(ArchiveTests):
@@ -132,8 +106,7 @@ class TestFlat(ArchiveTests):
     files = ("model_0000009.rank_1.pth",)
     swapped = ("model_0000009.rank_0.pth", "model_0000009.rank_1.pth")
 
-    @staticmethod
-    def write(folder: Path) -> Path:
+    def write(self, folder: Path) -> Path:
         step = copied("rank_files/flat_2r", folder)
         for path in step.glob("model_0000004*"):
             path.rename(folder / path.name.replace("4", "9"))
@@ -151,60 +124,42 @@ class TestDeepSpeed(ArchiveTests):
         "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
         "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt",
     )
-
-    @staticmethod
-    def write(folder: Path) -> Path:
-        return copied("deepspeed/z2_bf16_4r/global_step2", folder)
+    source = "deepspeed/z2_bf16_4r/global_step2"
 
 
 class TestUniversal(ArchiveTests):
     kind = "deepspeed-universal"
     files = ("zero/embed.weight/fp32.pt", "zero/embed.weight/exp_avg.pt", "zero/optimizer_state.pt")
     swapped = ("zero/embed.weight/exp_avg.pt", "zero/embed.weight/exp_avg_sq.pt")
-
-    @staticmethod
-    def write(folder: Path) -> Path:
-        return copied("deepspeed/universal_z1/global_step2_universal", folder)
+    source = "deepspeed/universal_z1/global_step2_universal"
 
 
 class TestMegatronLegacy(ArchiveTests):
     kind = "megatron-legacy"
     files = ("mp_rank_00/model_optim_rng.pt",)
     swapped = ("mp_rank_00/model_optim_rng.pt", "mp_rank_01/model_optim_rng.pt")
-
-    @staticmethod
-    def write(folder: Path) -> Path:
-        return copied("megatron_legacy/tp2/iter_0000010", folder)
+    source = "megatron_legacy/tp2/iter_0000010"
 
 
 class TestShardedBin(ArchiveTests):
     kind = "torch"
     files = ("pytorch_model-00002-of-00003.bin",)
     swapped = ("pytorch_model-00001-of-00003.bin", "pytorch_model-00002-of-00003.bin")
-
-    @staticmethod
-    def write(folder: Path) -> Path:
-        return copied("rank_files/sharded_bin", folder)
+    source = "rank_files/sharded_bin"
 
 
 class TestAccelerate(ArchiveTests):
     kind = "torch"
     files = ("pytorch_model.bin", "optimizer.bin")
     swapped = files
-
-    @staticmethod
-    def write(folder: Path) -> Path:
-        return copied("rank_files/accelerated", folder)
+    source = "rank_files/accelerated"
 
 
 class TestLightning(ArchiveTests):
     kind = "file"
     files = ("epoch=0-step=3.ckpt",)
     mark = ""
-
-    @staticmethod
-    def write(folder: Path) -> Path:
-        return copied("rank_files/lightning", folder)
+    source = "rank_files/lightning"
 
 
 class TestTrainer(ArchiveTests):
@@ -212,8 +167,7 @@ class TestTrainer(ArchiveTests):
     files = ("rng_state_0.pth", "training_args.bin", "optimizer.pt", "scheduler.pt", "pytorch_model_fsdp.bin")
     swapped = ("rng_state_0.pth", "rng_state_1.pth")
 
-    @staticmethod
-    def write(folder: Path) -> Path:
+    def write(self, folder: Path) -> Path:
         torch = pytest.importorskip("torch")
         step = copied("deepspeed/trainer_z2_2r/checkpoint-2", folder)
         shutil.rmtree(step / "global_step2")
