@@ -370,16 +370,16 @@ def manifest(path: str, output: Path | None, values: bool, rows: bool) -> None:
         raise click.UsageError("--rows goes with --values")
     if values:
         from ckptlint.comparing.values import held_values
-        from ckptlint.seals.words import digest
+        from ckptlint.seals.words import digest, new_salt
 
-        side = opened(path, files=True)
+        side, salt = opened(path, files=True), new_salt()
         with progress(off=False):
-            held, sentences = held_values(side)
+            held, sentences = held_values(side, salt)
         if sentences:
             tell(*sentences)
             sys.exit(4)
         digests = {key: {dtype: digest(words) for dtype, words in own.items()} for key, own in held.items()}
-        text = inert(manifest_text((item.ckpt for item in side), digests, held if rows else None), JSON_ESCAPE)
+        text = inert(manifest_text((item.ckpt for item in side), digests, held if rows else None, salt), JSON_ESCAPE)
     else:
         text = inert(manifest_text(described(path).values()), JSON_ESCAPE)
     if output is None:

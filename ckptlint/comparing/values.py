@@ -27,7 +27,7 @@ from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading
 from ckptlint.payload.regions import Place
 from ckptlint.seals.digests import Words
-from ckptlint.seals.words import Shape, TensorWords, can_be_rounded, digest
+from ckptlint.seals.words import Shape, TensorWords, can_be_rounded, digest, new_salt
 from ckptlint.vocabulary.config_fields import read_declared
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import COMPUTED, parse
@@ -101,6 +101,7 @@ def compared_values(
     renamed = {name: other for name, other in _renamed(old, new).items() if name in sides[0] and other in sides[1]}
     pairs = {name: name for name in sides[0] if name in sides[1]} | dict(renamed)
     back = {other: name for name, other in pairs.items()}
+    salt = new_salt()
     blocks = [stacked(side, there) for side, there in ((old, sides[1]), (new, sides[0]))]
     read: list[dict[str, Side]] = []
     places: list[dict[str, Place]] = []
@@ -114,7 +115,7 @@ def compared_values(
         for name, tensor in own.items():
             other = there.get(names.get(name, ""))
             dtypes = others if other is None else {other.dtype}
-            wanted[name] = _words(tensor, other, dtypes, name in block, names.get(name) != name)
+            wanted[name] = _words(tensor, other, dtypes, salt, name in block, names.get(name) != name)
         made, where, told = _read(opened, own, wanted, jobs)
         apart = layer_by_layer(made, where, block)
         read.append(apart[0])
@@ -160,16 +161,22 @@ def _is_meant(key: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
     )
 
 
-def held_values(side: Sequence[Opened], jobs: int | None = None) -> tuple[dict[str, dict[str, Words]], list[str]]:
+def held_values(
+    side: Sequence[Opened], salt: int, jobs: int | None = None
+) -> tuple[dict[str, dict[str, Words]], list[str]]:
     """Words of the rows that the tensors of a checkpoint hold, by key and dtype; and what stood in the way.
 
     Of wider floats there are those after rounding to bfloat16 too, since that is what people export.
+
+    Args:
+        salt: of the words.
+        jobs: as `compared_values` has it.
 
     Raises:
         AccessError: a read was refused.
     """
     tensors = _tensors(side)
-    wanted = {name: _words(tensor, None, {"bfloat16"}, by_columns=False) for name, tensor in tensors.items()}
+    wanted = {name: _words(tensor, None, {"bfloat16"}, salt, by_columns=False) for name, tensor in tensors.items()}
     read, _, sentences = _read(side, tensors, wanted, jobs)
     held = {}
     for name, tensor in read.items():
@@ -219,7 +226,12 @@ def _tensors(side: Sequence[Opened]) -> dict[str, Tensor]:
 
 
 def _words(
-    tensor: Tensor, other: Tensor | None, dtypes: set[str], is_stacked: bool = False, by_columns: bool = True
+    tensor: Tensor,
+    other: Tensor | None,
+    dtypes: set[str],
+    salt: int,
+    is_stacked: bool = False,
+    by_columns: bool = True,
 ) -> tuple[TensorWords, ...]:
     """What gathers the words of a tensor: in its own dtype, and rounded to narrower ones of the other side.
 
@@ -233,7 +245,7 @@ def _words(
     elif is_stacked and len(shape) == 2:
         shape = (*shape, 1)
     narrower = [dtype for dtype in _NARROW if dtype in dtypes and can_be_rounded(tensor.dtype, dtype)]
-    return tuple(TensorWords(shape, dtype, by_columns) for dtype in (tensor.dtype, *narrower))
+    return tuple(TensorWords(shape, dtype, salt, by_columns) for dtype in (tensor.dtype, *narrower))
 
 
 def _read(

@@ -29,6 +29,7 @@ from ckptlint.loaders.layouts import Found, recognise
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.text import printable
 from ckptlint.sandbox import isolated
+from ckptlint.seals.words import VALUES
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.locate import folder_at
 from ckptlint.storage.paths import is_safe, shown
@@ -112,6 +113,7 @@ def manifest_text(
     checkpoints: Iterable[Checkpoint],
     values: Mapping[str, Mapping[str, int]] | None = None,
     rows: Mapping[str, Mapping[str, npt.NDArray[np.uint64]]] | None = None,
+    salt: int = 0,
 ) -> str:
     """The tensors of a checkpoint, or of all components of one step, as a manifest.
 
@@ -120,6 +122,7 @@ def manifest_text(
     Args:
         values: key -> dtype -> digest of the tensor's elements in it.
         rows: key -> dtype -> words of the tensor's rows in it.
+        salt: with which both were made.
 
     Raises:
         ConfigError: two components hold the same key.
@@ -134,7 +137,10 @@ def manifest_text(
             entry["rows"] = {name: b64encode(own.astype("<u8").tobytes()).decode() for name, own in rows[fqn].items()}
         lines.append(f"    {json.dumps(fqn, ensure_ascii=False)}: {json.dumps(entry)}")
     body = ",\n".join(lines)
-    return f'{{\n  "schema": "{MANIFEST_SCHEMA}",\n  "tensors": {{\n{body}\n  }}\n}}\n'
+    head = f'\n  "schema": "{MANIFEST_SCHEMA}",'
+    if values is not None:
+        head += f'\n  "values": {json.dumps({"algorithm": VALUES, "salt": f"{salt:016x}"})},'
+    return f'{{{head}\n  "tensors": {{\n{body}\n  }}\n}}\n'
 
 
 def _manifest(folder: Folder, name: str, source: str) -> Reference:
@@ -151,7 +157,8 @@ def _manifest(folder: Folder, name: str, source: str) -> Reference:
     named = [(fqn if fqn.isprintable() else printable(fqn), fqn, entry) for fqn, entry in entries.items()]
     values = {name: own for name, fqn, entry in named if (own := _values(fqn, entry))}
     rows = {name: words for name, fqn, entry in named if (words := _rows(fqn, entry))}
-    return Reference(source, "manifest", tensors, values=values, rows=rows)
+    salt = _salt(document.get("values")) if values or rows else 0
+    return Reference(source, "manifest", tensors, values=values, rows=rows, salt=salt)
 
 
 # ---------------------------------------------------------------- safetensors
@@ -318,6 +325,19 @@ def _json(folder: Folder, name: str) -> dict[str, Any]:
         return json_object(folder.read(name, HEADER_LIMIT))
     except UnreadableError as error:
         raise type(error)(f"{printable(name)} {error}") from None
+
+
+def _salt(made: Any) -> int:
+    """The salt with which the values of a manifest were made."""
+    algorithm, salt = (made.get("algorithm"), made.get("salt")) if isinstance(made, dict) else (None, None)
+    if algorithm != VALUES:
+        raise UnreadableError(
+            f"its values are not of the kind {VALUES!r}, which this version compares: write it again with "
+            "`ckptlint manifest --values`"
+        )
+    if not (isinstance(salt, str) and _DIGEST.fullmatch(salt)):
+        raise UnreadableError("the salt of its values is not 16 hexadecimal digits")
+    return int(salt, 16)
 
 
 def _values(fqn: str, entry: Any) -> dict[str, int]:

@@ -96,6 +96,7 @@ class Reference:
         unseen: what it does not tell although a config.json is at hand, and why, as a sentence.
         values: name, printable -> dtype -> digest of the elements in it (`seals.words.digest`).
         rows: name, printable -> dtype -> uint64 [rows], the words of the rows in it, where the reference has them.
+        salt: with which these words and digests were made.
     """
 
     source: str
@@ -106,6 +107,7 @@ class Reference:
     unseen: str = ""
     values: dict[str, dict[str, int]] = field(default_factory=dict)
     rows: dict[str, dict[str, npt.NDArray[np.uint64]]] = field(default_factory=dict)
+    salt: int = 0
 
     def part(self, name: str) -> Reference:
         """The component to compare with a folder of this name, or the whole."""

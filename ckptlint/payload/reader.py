@@ -639,7 +639,7 @@ def _words_for(ckpt: Checkpoint, how: Reading) -> dict[str, tuple[TensorWords, .
         tensor = ckpt.tensors.get(fqn)
         if tensor is not None and tensor.is_tiled and ITEM_BITS.get(tensor.dtype, 4) % 8 == 0:
             fitting = [d for d in dtypes if d == tensor.dtype or can_be_rounded(tensor.dtype, d)]
-            found[fqn] = tuple(TensorWords(tensor.global_shape, dtype, False) for dtype in fitting)
+            found[fqn] = tuple(TensorWords(tensor.global_shape, dtype, how.salt, False) for dtype in fitting)
     return found
 
 

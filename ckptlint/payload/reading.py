@@ -23,6 +23,7 @@ class Reading:
         seed: of the random choice.
         words: key -> what gathers the words of the tensor, at depth `data`; more than one after rounding.
         digests: key -> dtypes in which a digest of the tensor's values is wanted, at depth `data`.
+        salt: of the words that these digests are of.
         rows: keys of which the words of the rows are wanted beside these digests.
         words_only: leave out what is not asked for with `words`, but for the checksums that are recorded.
     """
@@ -33,6 +34,7 @@ class Reading:
     seed: int = 0
     words: Mapping[str, tuple[TensorWords, ...]] = field(default_factory=dict)
     digests: Mapping[str, Collection[str]] = field(default_factory=dict)
+    salt: int = 0
     rows: Collection[str] = ()
     words_only: bool = False
 
@@ -41,7 +43,8 @@ def with_reference(how: Reading, reference: Reference | None) -> Reading:
     """The reading that takes digests of the tensors of which a reference has some."""
     if reference is None or not reference.values or how.percent is not None or not how.depth.reads_all:
         return how
-    return replace(how, digests={fqn: [*own] for fqn, own in reference.values.items()}, rows=reference.rows.keys())
+    digests = {fqn: [*own] for fqn, own in reference.values.items()}
+    return replace(how, digests=digests, salt=reference.salt, rows=reference.rows.keys())
 
 
 def default_reading(depth: Depth, percent: float | None = None, seed: int | None = None) -> Reading:

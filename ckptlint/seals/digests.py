@@ -37,16 +37,17 @@ _LAST = np.uint64(31)
 _DEEP = 64
 
 
-def fin(words: Words) -> Words:
-    """The words mixed in place: the finaliser of splitmix64, a bijection.
+def fin(words: Words, scratch: Words | None = None) -> Words:
+    """The words mixed in place: the finaliser of splitmix64, a bijection that leaves 0 at 0.
 
     Args:
         words: uint64, any shape; overwritten.
+        scratch: as many, overwritten too; new memory by default.
 
     Source:
         Vigna's splitmix64: shifts 30, 27, 31, two multiplications
     """
-    scratch = np.empty_like(words)
+    scratch = np.empty_like(words) if scratch is None else scratch
     for shift, factor in _STEPS:
         np.right_shift(words, shift, out=scratch)
         np.bitwise_xor(words, scratch, out=words)

@@ -1,12 +1,15 @@
 """Words of the rows and columns of a tensor: sums over its elements, the same however it is cut and stored.
 
-All arithmetic is modulo 2^64. The word of row i is the sum over the columns j of bits(i, j) * c(j), that of column j
-the sum over the rows i of bits(i, j) * c(i), with the same pseudo-random odd c: the rows of a matrix and the columns of
-its transpose have the same words. They find accidents and are no signatures.
+All arithmetic is modulo 2^64. An element is mixed, f(bits) = fin(bits * k), which leaves 0 at 0. The word of row i is
+the sum over the columns j of f(bits(i, j)) * c(j), that of column j the sum over the rows i of f(bits(i, j)) * c(i),
+with the same pseudo-random odd c: the rows of a matrix and the columns of its transpose have the same words. k and c
+follow from a salt. Who does not know it can make no other values with the same words; to who does they are no
+signatures.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -17,16 +20,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.seals.digests import GOLD, MASK, Elements, Words, fin
+from ckptlint.seals.digests import GOLD, MASK, Elements, Words, fin, mix
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
 Shape = tuple[int, ...]
 
+VALUES = "rows64-1"
+"""The name of these words, as a manifest gives it."""
+
 _LONG = 2**20  # elements of a vector that are rows of their own
 _ROW = 4096  # elements of a row that a longer vector is cut into
-_LIMBS = 4  # of 16 bits: products of two and 2^21 sums of them are exact in float64
-_FIT = 2**17  # units that are worked on at once: they fit the cache, and their sums float64
+_FIT = 2**14  # elements that are worked on at once: they and their scratch stay in a core's own cache
+_FIRST = 2**14  # weights that are made once
 
 
 def matrix(shape: Shape) -> tuple[int, int, int]:
@@ -43,57 +49,50 @@ def matrix(shape: Shape) -> tuple[int, int, int]:
     return (1, elements, 1) if elements <= _LONG else (1, -(-elements // _ROW), _ROW)
 
 
-_FIRST = 2**14  # coefficients that small tensors share
-
-
-def _limbs(first: int, count: int, units: int) -> npt.NDArray[np.float64]:
-    """float64 [count * units, 4]: the coefficients of so many elements, each of so many units of 16 bits, in limbs."""
-    if first + count <= _FIRST:
-        return _made_limbs(0, _FIRST, units)[first * units : (first + count) * units]
-    return _made_limbs(first, count, units)
-
-
-@lru_cache(16)
-def _made_limbs(first: int, count: int, units: int) -> npt.NDArray[np.float64]:
-    words = _coefficients(first, count)
-    shifted = np.stack([words << np.uint64(16 * unit) for unit in range(units)], axis=1).reshape(-1)
-    limbs = [(shifted >> np.uint64(16 * limb)) & np.uint64(0xFFFF) for limb in range(_LIMBS)]
-    return np.asarray(np.stack(limbs, axis=1), np.float64)
+def new_salt() -> int:
+    """64 bits that nobody knew before."""
+    return secrets.randbits(64)
 
 
 class _Buffers(local):
-    """What each thread turns numbers into, over and over: new memory would cost more than the work."""
+    """What each thread mixes elements in, over and over: new memory would cost more than the work."""
 
     def __init__(self) -> None:
-        self.numbers = np.empty(_FIT)
+        self.mixed, self.scratch = np.empty((2, _FIT), np.uint64)
 
 
 _BUFFERS = _Buffers()
 
 
-def _numbers(part: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """The units as float64, until the next call of this thread."""
-    into = _BUFFERS.numbers[: part.size].reshape(part.shape)
-    np.copyto(into, part)
-    return into
+def _mixed(bits: Bits, salt: int) -> Words:
+    """The elements, `_FIT` at most, mixed, until the next call of this thread."""
+    mixed, scratch = (own[: bits.size].reshape(bits.shape) for own in (_BUFFERS.mixed, _BUFFERS.scratch))
+    if bits.itemsize <= 2:
+        return np.take(_table(salt), bits, out=mixed, mode="clip")  # none is beyond it, and nothing is buffered
+    return fin(np.multiply(bits, _keys(salt)[0], out=mixed), scratch)
 
 
-def _coefficients(first: int, count: int) -> Words:
+@lru_cache(4)
+def _table(salt: int) -> Words:
+    """uint64 [65536]: each element of 16 bits or fewer, mixed."""
+    return fin(np.arange(2**16, dtype=np.uint64) * _keys(salt)[0])
+
+
+@lru_cache(4)
+def _keys(salt: int) -> tuple[np.uint64, Words]:
+    """k, and c(n) for the first n, of a salt."""
+    return np.uint64(_made(salt, np.array([MASK - 1], np.uint64))[0]), _made(salt, np.arange(_FIRST, dtype=np.uint64))
+
+
+def _weights(salt: int, first: int, count: int) -> Words:
     """uint64 [count], odd: c(n) for n from `first` on."""
-    return _coefficients_at(np.arange(first, first + count, dtype=np.uint64))
+    if first + count <= _FIRST:
+        return _keys(salt)[1][first : first + count]
+    return _made(salt, np.arange(first, first + count, dtype=np.uint64))
 
 
-def _coefficients_at(number: Words) -> Words:
-    return fin((number + np.uint64(1)) * np.uint64(GOLD)) | np.uint64(1)
-
-
-def _joined(limbs: npt.NDArray[np.float64]) -> Words:
-    """uint64 [n] of float64 [n, 4]."""
-    whole = limbs.astype(np.uint64)
-    total = whole[:, 0]
-    for limb in range(1, _LIMBS):
-        total = total + (whole[:, limb] << np.uint64(16 * limb))
-    return total
+def _made(salt: int, number: Words) -> Words:
+    return fin((number + np.uint64(1)) * np.uint64(GOLD) + mix(np.array([salt], np.uint64))) | np.uint64(1)
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +102,7 @@ class TensorWords:
     Attributes:
         shape: as which it is looked at: the global shape, or that which its elements have elsewhere.
         dtype: of the elements; those of a wider one were rounded to it.
+        salt: 64 bits; words of another one are other words.
         rows: uint64 [slices * rows].
         by_columns: whether the words of columns are wanted.
         columns: uint64 [slices, columns]; [0, 0] for vectors and where they are not wanted.
@@ -111,6 +111,7 @@ class TensorWords:
 
     shape: Shape
     dtype: str
+    salt: int
     by_columns: bool = True
     rows: Words = field(init=False)
     columns: Words = field(init=False)
@@ -135,33 +136,22 @@ class TensorWords:
             row, column: where its first element lies: the row among those of all slices.
         """
         count, width = bits.shape
-        units = max(bits.itemsize // 2, 1)
-        raw = np.ascontiguousarray(bits).view("<u2" if bits.itemsize > 1 else "u1")
-        sums = np.zeros(count, np.uint64)
         per = matrix(self.shape)[1]
-        many = _limbs(row % per, count, 1).T if self.columns.size else None
-        across = np.zeros((_LIMBS, width * units if many is not None else 0))
-        wide = max(_FIT // units, 1) * units
-        for first in range(0, width * units, wide):
-            last = min(first + wide, width * units)
-            limbs = _limbs(column + first // units, (last - first) // units, units)
-            tall = max(_FIT // (last - first), 1)
+        down = _weights(self.salt, row % per, count) if self.columns.size else None
+        sums, across = np.zeros(count, np.uint64), np.zeros(width, np.uint64)
+        wide = min(width, _FIT)
+        tall = _FIT // wide
+        for first in range(0, width, wide):
+            weights = _weights(self.salt, column + first, min(wide, width - first))
             for top in range(0, count, tall):
-                part = raw[top : top + tall, first:last]
-                number = _numbers(part)
-                sums[top : top + tall] += _joined(number @ limbs)
-                if many is not None:
-                    across[:, first:last] += many[:, top : top + tall] @ number
-        totals = None
-        if many is not None:
-            joined = _joined(across.T).reshape(width, units)
-            totals = joined[:, 0]
-            for unit in range(1, units):
-                totals = totals + (joined[:, unit] << np.uint64(16 * unit))
+                mixed = _mixed(bits[top : top + tall, first : first + wide], self.salt)
+                sums[top : top + tall] += np.einsum("ij,j->i", mixed, weights)
+                if down is not None:
+                    across[first : first + wide] += np.einsum("ij,i->j", mixed, down[top : top + tall])
         with self.lock:
             self.rows[row : row + count] += sums
-            if totals is not None:
-                self.columns[row // per, column : column + width] += totals
+            if down is not None:
+                self.columns[row // per, column : column + width] += across
             self.count += bits.size
 
     def layers(self) -> list[TensorWords]:
@@ -170,7 +160,7 @@ class TensorWords:
         rows, columns = self.rows.reshape(count, -1), self.columns.reshape(count, -1, max(self.columns.shape[-1], 1))
         made = []
         for number in range(count):
-            part = TensorWords(own[:1] if own[1:] == (1,) else own, self.dtype, self.by_columns)
+            part = TensorWords(own[:1] if own[1:] == (1,) else own, self.dtype, self.salt, self.by_columns)
             part.rows = rows[number]
             part.columns = columns[number] if part.columns.size else part.columns
             part.count = prod(own) if self.is_whole else 0
@@ -186,12 +176,16 @@ class TensorWords:
         """
         _, per, columns = matrix(self.shape)
         row, column = np.divmod(places, np.uint64(columns))
-        wide = bits.astype(np.uint64)
+        slices, inside = np.divmod(row, np.uint64(per))
+        for first in range(0, bits.size, _FIT):
+            some = slice(first, first + _FIT)
+            mixed = _mixed(bits[some], self.salt)
+            with self.lock:
+                np.add.at(self.rows, row[some], mixed * _made(self.salt, column[some]))
+                if self.columns.size:
+                    place = slices[some], column[some]
+                    np.add.at(self.columns, place, mixed * _made(self.salt, inside[some]))
         with self.lock:
-            np.add.at(self.rows, row, wide * _coefficients_at(column))
-            if self.columns.size:
-                slices, inside = np.divmod(row, np.uint64(per))
-                np.add.at(self.columns, (slices, column), wide * _coefficients_at(inside))
             self.count += bits.size
 
 
@@ -222,9 +216,8 @@ class Placed:
             if own is None:
                 continue
             own = canonical(own, words.dtype)
-            if parts > 1:  # both parts are one element, of twice the width
-                own = np.ascontiguousarray(own).view(f"<u{own.itemsize}").reshape(-1, 2)
-                own = own[:, 0] + own[:, 1] * own.dtype.type(_IMAGINARY & (1 << 8 * own.itemsize) - 1)
+            if parts > 1:  # both parts are one element
+                own = _paired(own.reshape(-1, 2), words.salt)
             if self.where.strides and self.where.strides[-1] != 1:
                 words.scatter(own, _places(self.where, first, len(own)))
                 continue
@@ -232,7 +225,12 @@ class Placed:
                 words.add(own[at : at + count * width].reshape(count, width), row, column)
 
 
-_IMAGINARY = 0x9E3779B97F4A7C15
+def _paired(parts: Bits, salt: int) -> Words:
+    """uint64 [n], real and imaginary part as one number."""
+    made = parts[:, 1].astype(np.uint64)
+    for first in range(0, len(made), _FIT):
+        made[first : first + _FIT] ^= _mixed(parts[first : first + _FIT, 0], salt)
+    return made
 
 
 def blocks(where: Elements, first: int, count: int, shape: Shape) -> Iterator[tuple[int, int, int, int, int]]:
@@ -345,10 +343,14 @@ def word_of(dtype: str) -> str:
 
 def digest(words: Words) -> int:
     """Of words in their order."""
-    number = np.arange(1, len(words) + 1, dtype=np.uint64) * np.uint64(GOLD)
-    return int(fin(words ^ fin(number)).sum()) & MASK
+    total = 0
+    for first in range(0, len(words), _FIT):
+        some = words[first : first + _FIT]
+        number = np.arange(first + 1, first + len(some) + 1, dtype=np.uint64) * np.uint64(GOLD)
+        total += int(fin(some ^ fin(number)).sum())
+    return total & MASK
 
 
 def multiset(words: Words) -> int:
     """Of words in any order; that of two sets together is the sum of both."""
-    return int(fin(words.copy()).sum()) & MASK
+    return sum(int(fin(words[at : at + _FIT].copy()).sum()) for at in range(0, len(words), _FIT)) & MASK

@@ -15,6 +15,7 @@ from typing import Any
 from ckptlint.loaders.reference import MANIFEST_SCHEMA
 from ckptlint.seals.digests import ALGORITHM
 from ckptlint.seals.file import SCHEMA, SEAL, metadata_hash
+from ckptlint.seals.words import VALUES
 from ckptlint.storage.local import LocalFolder
 from ckptlint.storage.paths import is_safe
 from ckptlint.testing.pickles import (
@@ -115,7 +116,8 @@ def write_reference(table: dict[str, Any], place: Path) -> Path:
     }
     if "reference_config" not in table:
         place = place.with_suffix(".json")
-        place.write_text(json.dumps({"schema": MANIFEST_SCHEMA, "tensors": entries}))
+        values = {"algorithm": VALUES, "salt": "0" * 16}
+        place.write_text(json.dumps({"schema": MANIFEST_SCHEMA, "values": values, "tensors": entries}))
         return place
     place.mkdir(parents=True)
     (place / "config.json").write_text(json.dumps(table["reference_config"]))

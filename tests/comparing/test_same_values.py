@@ -390,9 +390,37 @@ def test_a_manifest_of_a_damaged_step_is_not_written(base: tuple[Path, State], t
     assert not (tmp_path / "good.json").exists()
 
 
+MADE = '"values": {"algorithm": "rows64-1", "salt": "00000000000000ff"}, '
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        ("", "are not of the kind 'rows64-1'.*write it again with `ckptlint manifest --values`"),
+        ('"values": 3, ', "are not of the kind"),
+        (MADE.replace("rows64-1", "rows64-0"), "are not of the kind"),
+        (MADE.replace("00ff", "ff"), "the salt of its values is not 16 hexadecimal digits"),
+        (MADE.replace('"00000000000000ff"', "255"), "the salt of its values"),
+    ],
+)
+@pytest.mark.parametrize("held", ['"values": {"float32": "0000000000000001"}', '"rows": {"float32": "AAAAAAAAAAA="}'])
+def test_values_of_another_kind_are_refused(tmp_path: Path, made: str, told: str, held: str) -> None:
+    text = f'{{"schema": "ckptlint.manifest/1", {made}"tensors": {{"w": {{"dtype": "float32", {held}}}}}}}'
+    (tmp_path / "old.json").write_text(text)
+    with pytest.raises(ckptlint.ConfigError, match=told):
+        ckptlint.check(REAL / "fsdp2_4r", expect=tmp_path / "old.json", depth="data")
+
+
+def test_every_manifest_has_a_salt_of_its_own(base: tuple[Path, State]) -> None:
+    made = [json.loads(run("manifest", str(base[0]), "--values").stdout) for _ in range(2)]
+    assert made[0]["values"]["algorithm"] == made[1]["values"]["algorithm"] == "rows64-1"
+    assert made[0]["values"]["salt"] != made[1]["values"]["salt"]
+    assert made[0]["tensors"][W2]["values"] != made[1]["tensors"][W2]["values"]
+
+
 @pytest.mark.parametrize("values", ['"x"', '{"float32": 3}', '{"float32": "zz"}', '{"decimal": "0000000000000000"}'])
 def test_senseless_values_of_a_manifest_are_refused(tmp_path: Path, values: str) -> None:
-    text = f'{{"schema": "ckptlint.manifest/1", "tensors": {{"w": {{"dtype": "float32", "values": {values}}}}}}}'
+    text = f'{{"schema": "ckptlint.manifest/1", {MADE}"tensors": {{"w": {{"dtype": "float32", "values": {values}}}}}}}'
     (tmp_path / "bad.json").write_text(text)
     with pytest.raises(ckptlint.ConfigError, match="the values of w are not digests"):
         ckptlint.check(REAL / "fsdp2_4r", expect=tmp_path / "bad.json", depth="data")
@@ -400,7 +428,7 @@ def test_senseless_values_of_a_manifest_are_refused(tmp_path: Path, values: str)
 
 @pytest.mark.parametrize("rows", ['"x"', '{"float32": 3}', '{"float32": "zz"}', '{"decimal": "AAAAAAAAAAA="}'])
 def test_senseless_rows_of_a_manifest_are_refused(tmp_path: Path, rows: str) -> None:
-    text = f'{{"schema": "ckptlint.manifest/1", "tensors": {{"w": {{"dtype": "float32", "rows": {rows}}}}}}}'
+    text = f'{{"schema": "ckptlint.manifest/1", {MADE}"tensors": {{"w": {{"dtype": "float32", "rows": {rows}}}}}}}'
     (tmp_path / "bad.json").write_text(text)
     with pytest.raises(ckptlint.ConfigError, match="the rows of w are not words"):
         ckptlint.check(REAL / "fsdp2_4r", expect=tmp_path / "bad.json", depth="data")
