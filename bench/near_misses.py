@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -201,6 +201,7 @@ KINDS: dict[str, Callable[[Model], None]] = {
     "qkv in other groups": lambda m: m.turn(m.some(m.keys("q", "k", "v")), groups(m.chance.choice([2, 4]))),
     "qkv with rows of heads": lambda m: m.turn(m.some(m.keys("q", "k", "v")), halves(8)),
     "gate and up in groups": lambda m: m.turn(m.some(m.keys("gate", "up")), groups(2)),
+    "the embedding in halves": lambda m: m.turn(m.keys("embedding"), halves(8)),
     "all gates, then all ups": lambda m: m.turn(m.some(m.keys("gate", "up")), by_expert),
     "fewer tokens": fewer_tokens,
     "a weight is lost": lose,
@@ -224,16 +225,19 @@ def wrong_about(old: Path, new: Path, changed: Collection[str]) -> str:
     return f"{sorted({*changed} - named)[0]} is not named" if {*changed} - named else ""
 
 
-def near_misses(count: int, seed: int, folder: Path) -> Iterator[tuple[str, str, str]]:
+def near_misses(
+    count: int, seed: int, folder: Path, kinds: Sequence[str] = (*KINDS,)
+) -> Iterator[tuple[str, str, str]]:
     """Name of the pair, kind, and what is wrong about the verdict, of so many changed pairs."""
     chance = random.Random(seed)
     usable = [row for row in healthy() if any((side / "model.safetensors").is_file() for side in row[1:])]
+    chance.shuffle(usable)
     made = 0
     for number in range(20 * count):
         name, *sides = usable[number % len(usable)]
         source = chance.choice([side for side in sides if (side / "model.safetensors").is_file()])
         (other,) = [side for side in sides if side != source]
-        kind = chance.choice(list(KINDS))
+        kind = chance.choice(kinds)
         before = load_file(source / "model.safetensors")
         model = Model(dict(before), chance)
         KINDS[kind](model)

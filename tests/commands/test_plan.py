@@ -180,7 +180,6 @@ def test_one_metadata_file_per_rank_ties_a_checkpoint_to_its_ranks() -> None:
 
 @pytest.mark.slow
 def test_torch_passes_over_what_other_ranks_described() -> None:
-    pytest.importorskip("torch")
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -249,7 +248,6 @@ def prints():
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("torch")
     path = tmp_path_factory.mktemp("functions") / "job.py"
     path.write_text(FUNCTIONS)
     return path

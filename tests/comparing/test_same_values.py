@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
-from support import REAL, bench, codes, run
+from support import REAL, codes, run
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckptlint
@@ -167,39 +167,6 @@ def test_transposed_weights_and_stacked_experts(tmp_path: Path) -> None:
 
 
 # ---------------------------------------------------------------- what the names do not ask for
-
-
-near = bench("near_misses")
-NEAR: dict[str, Callable[[Any], None]] = {
-    "k in pairs, q not": lambda m: m.turn(m.keys("k"), near.pairs_of(HEAD)),
-    "q of one layer": lambda m: m.turn(m.keys("q")[:1], near.pairs_of(HEAD)),
-    "q and k as they were": lambda m: m.turn([*m.keys("q"), *m.keys("k")], near.pairs_of(HEAD)),
-    "the other way round": lambda m: m.turn([*m.keys("q"), *m.keys("k")], near.halves(HEAD)),
-    "another head size": lambda m: m.turn([*m.keys("q"), *m.keys("k")], lambda w: halves(near.pairs_of(HEAD)(w), 8)),
-    "v too": lambda m: m.turn(m.keys("v"), near.halves(HEAD)),
-    "o too": lambda m: m.turn(m.keys("o"), near.halves(HEAD)),
-    "up too": lambda m: m.turn(m.keys("up"), near.halves(HEAD)),
-    "the embedding too": lambda m: m.turn(m.keys("embedding"), near.halves(HEAD)),
-    "o transposed in a layer": lambda m: m.turn(m.keys("o")[:1], near.square),
-    "o transposed": lambda m: m.turn(m.keys("o"), near.square),
-    "q and o exchanged": lambda m: m.exchange(m.keys("q"), m.keys("o")),
-    "gate and up exchanged": lambda m: m.exchange(m.keys("gate"), m.keys("up")),
-    "norms exchanged": lambda m: m.exchange(m.keys("attention norm"), m.keys("mlp norm")),
-    "the last tokens are gone": near.fewer_tokens,
-}
-
-
-@pytest.mark.parametrize("name", NEAR)
-def test_an_order_that_the_names_do_not_ask_for_is_not_proven(
-    base: tuple[Path, State], tmp_path: Path, name: str
-) -> None:
-    old = {key: torch.randn(H) if "ffn_norm" in key else value for key, value in base[1].items()}
-    model = near.Model(hugging_face(old), None)
-    NEAR[name](model)
-    sizes = {"vocab_size": ROWS, "hidden_size": H, "num_attention_heads": 4, "num_key_value_heads": 2}
-    new = export(tmp_path / "new", model.state, **sizes)
-    assert compared(export(tmp_path / "old", old), new)[0] == 1
-    assert compared(new, tmp_path / "old")[0] == 1
 
 
 def test_what_is_no_number_any_more_is_counted(base: tuple[Path, State], tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copyreg
-import importlib.util
 import io
 import json
 import os
@@ -581,8 +580,6 @@ def test_an_archive_is_not_judged_by_a_pickle_that_torch_does_not_load(tmp_path:
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize("case", ["other case", "one name twice", "old format"])
 def test_torch_does_run_what_such_an_archive_hides(tmp_path: Path, case: str) -> None:
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed")
     hide(
         tmp_path / "common.pt", case, stream(named("posix", "mkdir"), text(str(tmp_path / "ran")), pickle.TUPLE1, b"R")
     )

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp

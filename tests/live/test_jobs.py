@@ -6,8 +6,6 @@ import os
 import time
 
 import pytest
-
-pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 from jobs import Failure, run_ranks

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
 import torch
 import torch.distributed.checkpoint as dcp
 from jobs import run_ranks

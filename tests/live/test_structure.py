@@ -13,8 +13,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
-
-pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 from jobs import run_ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -45,8 +44,6 @@ def test_the_format_is_recognised(name: str, format_: str) -> None:
 
 
 def test_the_same_checkpoint_is_read_alike_by_torch(tmp_path: Path) -> None:
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("torch is not installed")
     program = (
         "import sys, json\n"
         "from torch.distributed.checkpoint import FileSystemReader\n"

@@ -79,7 +79,6 @@ if __name__ == "__main__":
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What torch's HuggingFaceStorageWriter and the safetensors library write, on 4 ranks and on one."""
-    pytest.importorskip("torch")
     pytest.importorskip("safetensors")
     folder = tmp_path_factory.mktemp("written")
     done = run_python(WRITE, folder, timeout=300)

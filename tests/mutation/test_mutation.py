@@ -9,9 +9,6 @@ import random
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("torch")
-
 from mutants import Operator, judge, saves
 from operators import OPERATORS
 from support import examples

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch_jobs as jobs
 from support import REPOSITORY, examples
 
 import ckptlint
@@ -20,9 +21,6 @@ from ckptlint.planning.job import Job
 from ckptlint.planning.outcome import Plan
 from ckptlint.planning.reads import reads
 from ckptlint.planning.verdict import plan_of
-
-pytest.importorskip("torch")
-import torch_jobs as jobs
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 JOBS = str(Path(jobs.__file__))

@@ -71,7 +71,6 @@ def boxes(job: Job, key: str) -> list[list[tuple[list[int], list[int]]]]:
 
 @pytest.fixture(scope="module")
 def jobs() -> ModuleType:
-    pytest.importorskip("torch")
     import torch_jobs as jobs
 
     return jobs

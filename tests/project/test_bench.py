@@ -11,8 +11,6 @@ from support import REPOSITORY, bench, codes, run_python, sweep_only
 import ckptlint
 from ckptlint.formats import safe_pickle as unpickle
 
-pytest.importorskip("torch")
-
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:

@@ -24,7 +24,6 @@ print("\\n" + json.dumps([totals, events, len(missed)]))
 @sweep_only
 @pytest.mark.skipif(sys.platform == "win32", reason="needs fork and limits")
 def test_what_acts_when_it_is_loaded_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     arguments = [str(REPOSITORY / "bench"), "1000", "5", str(tmp_path / "found")]
     done = run_python(CODE, *arguments, timeout=300)
     totals, events, missed = json.loads(done.stdout.splitlines()[-1])

@@ -7,8 +7,6 @@ from math import prod
 from typing import Any
 
 import pytest
-
-pytest.importorskip("torch")
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
