@@ -44,7 +44,7 @@ class LimitError(UnreadableError):
 
 
 class BudgetError(CkptlintError):
-    """A rule would need more work than it may do to be sure; the verdict is incomplete, exit 4."""
+    """A rule would need more work than it may do to be sure, or has nothing to compare; the verdict is incomplete."""
 
 
 class ReaderError(CkptlintError):

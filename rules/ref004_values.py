@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from ckptlint.depth import Depth
+from ckptlint.errors import BudgetError
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -22,7 +23,7 @@ def values(ckpt: Checkpoint) -> Iterator[Finding]:
         With --expect and a manifest that `ckptlint manifest --values` wrote, each tensor of its names holds the same
         values: in the dtype of the manifest, or rounded to a narrower one that the manifest has a digest for. How it is
         cut, and which files hold it, makes no difference. A tensor that was not read to its last element is left to the
-        rules that tell why.
+        rules that tell why. If no tensor of its names is here, the verdict is incomplete (exit 4).
     Why it matters:
         The shapes are right and the weights are not: those of another step, another layer, or of a broken conversion.
     Usual causes:
@@ -38,12 +39,9 @@ def values(ckpt: Checkpoint) -> Iterator[Finding]:
     if ckpt.payload is None or ckpt.payload.sample:
         raise NotApplicable("only a part of the records was read")
     if not ckpt.payload.values:
-        count = len(ckpt.reference.values)
-        yield Finding(
-            f"no key of the {count:,} is here of which the reference has values: nothing was compared",
-            at=Location(label=f"{ckpt.metadata_file}, compared with {ckpt.reference.source}"),
-            severity=Severity.WARNING,
-            hint="compare both with `ckptlint diff OLD NEW --values`, which pairs tensors by what they hold",
+        raise BudgetError(
+            f"nothing was compared: none of the {len(ckpt.reference.values):,} keys is here whose values the reference "
+            "has; `ckptlint diff OLD NEW --values` pairs tensors by what they hold"
         )
     for fqn, tensor in ckpt.tensors.items():
         wanted, found = ckpt.reference.values.get(fqn, {}), ckpt.payload.values.get(fqn, {})

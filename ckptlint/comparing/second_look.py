@@ -18,7 +18,7 @@ from ckptlint.model.layout import IntArray
 from ckptlint.model.text import plural, ranges
 from ckptlint.payload.regions import Bits, Numbers, Place, numbers
 from ckptlint.seals.digests import Words
-from ckptlint.seals.words import Shape, canonical, matrix, rounded
+from ckptlint.seals.words import Shape, comparable, matrix
 
 _TILE = 2**20  # elements of both sides that are compared at once
 _WIDEST = 2**24  # columns of a tensor of which rows are looked at
@@ -159,7 +159,7 @@ class _Apart:
 
     Attributes:
         count: elements that differ, of `volume`; columns: those that they lie in.
-        lost: elements that are finite in the old one alone.
+        lost: of these, how many are not finite in the new one.
         largest: absolute difference; NaN where no numbers are known.
         change: the norm of the difference relative to that of the old one.
         cosine: of the angle between both.
@@ -194,11 +194,11 @@ def tiles(
         found = []
         for side, place in zip(sides, places, strict=True):
             bits = place.rows(first, last, shape)
-            bits = None if bits is None else rounded(bits, side.dtype, dtype)
+            bits = None if bits is None else comparable(bits, side.dtype, dtype)
             if bits is None:
                 yield None
                 return
-            found.append(canonical(bits, dtype))
+            found.append(bits)
         yield found[0], found[1]
 
 
@@ -219,8 +219,7 @@ def _apart(dtype: str, sides: tuple[Side, Side], places: tuple[Place, Place], sh
         with np.errstate(invalid="ignore", over="ignore"):
             one, two = numbered[0].reshape(-1), numbered[1].reshape(-1)
             apart = two - one
-            is_lost = np.isfinite(one) & ~np.isfinite(two)
-            lost += int(np.count_nonzero(is_lost))
+            lost += int(np.count_nonzero(is_odd.reshape(-1) & ~np.isfinite(two)))
             largest = max(largest, float(np.abs(apart[np.isfinite(apart)]).max(initial=0.0)))
             squares += [_dot(apart, apart), _dot(one, one), _dot(two, two), _dot(one, two)]
         line.see(one, two, dtype)

@@ -212,10 +212,9 @@ class Placed:
         """
         parts = 2 if self.dtype.startswith("complex") else 1
         for words in self.words:
-            own = rounded(bits, self.dtype, words.dtype) if words.dtype != self.dtype else bits
+            own = comparable(bits, self.dtype, words.dtype)
             if own is None:
                 continue
-            own = canonical(own, words.dtype)
             if parts > 1:  # both parts are one element
                 own = _paired(own.reshape(-1, 2), words.salt)
             if self.where.strides and self.where.strides[-1] != 1:
@@ -305,6 +304,23 @@ def canonical(bits: Bits, dtype: str) -> Bits:
         made[bits == top] = 0
     if is_nan:
         made[(bits & bits.dtype.type(top - 1)) >= worst] = worst
+    return made
+
+
+def comparable(bits: Bits, dtype: str, to: str) -> Bits | None:
+    """The elements rounded to a dtype and canonical, None where no rounding is known.
+
+    A finite one that is infinite in it has the bits of a second NaN, which no canonical element has.
+    """
+    made = rounded(bits, dtype, to)
+    if made is None:
+        return None
+    made = canonical(made, to)
+    if dtype != to:
+        sign, infinite = made.dtype.type((1 << 8 * made.itemsize - 1) - 1), ENCODINGS[to].bad
+        at = np.flatnonzero((made & sign) == infinite)
+        at = at[(bits.reshape(-1)[at] & bits.dtype.type((1 << 8 * bits.itemsize - 1) - 1)) < ENCODINGS[dtype].bad]
+        made.reshape(-1)[at] = infinite + 2
     return made
 
 

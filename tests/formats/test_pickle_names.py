@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import importlib.util
 import io
 import pickle
 import pickletools
@@ -20,8 +19,6 @@ import ckptlint
 from ckptlint.formats.safe_pickle import asks_for_names, read_state
 from ckptlint.formats.torch_archive import ranges_in, read_archive
 from ckptlint.lint.report import Report
-
-needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 
 def with_common(folder: Path, *opcodes: bytes, trusted: str = "") -> Report:
@@ -171,7 +168,6 @@ def test_a_class_in_a_class_is_made_and_filled_as_any_other(protocol: int) -> No
     assert [refused.called for refused in called_.refused] == [True]
 
 
-@needs_torch
 def test_what_torch_and_numpy_write_is_known() -> None:
     import numpy as np
     import torch
