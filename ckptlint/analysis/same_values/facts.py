@@ -8,8 +8,6 @@ from functools import cached_property
 from math import nan, prod
 from typing import Literal
 
-import numpy as np
-
 from ckptlint.seals.words import Shape, TensorWords, matrix
 from ckptlint.vocabulary.namings import Stored
 
@@ -61,10 +59,12 @@ class Side:
     def is_dull(self) -> bool:
         """Whether others may hold the same by chance: few elements, or all rows alike."""
         words = self.words[self.dtype]
-        kinds = len(np.unique(words.rows))
+        if prod(self.shape) < _FEW:
+            return True
         if words.columns.size:
-            return prod(self.shape) < _FEW or (kinds == 1 and len(np.unique(words.columns)) == 1)
-        return prod(self.shape) < _FEW or kinds <= 1 + (matrix(self.shape)[2] > 1)  # the last row may be shorter
+            return bool(words.rows.min() == words.rows.max() and words.columns.min() == words.columns.max())
+        rows = words.rows[:-1] if matrix(self.shape)[2] > 1 else words.rows  # the last one may be shorter
+        return bool((rows == rows[0]).all())
 
     @property
     def columns(self) -> int:
