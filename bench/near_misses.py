@@ -163,7 +163,10 @@ def by_expert(weight: torch.Tensor) -> torch.Tensor:
 
 
 def lose(model: Model) -> None:
-    del model.state[model.matrix()]
+    """Lose a weight; not a tied head, which is there once more."""
+    lost = model.state.pop(key := model.matrix())
+    if any(torch.equal(lost, other) for other in model.state.values() if other.shape == lost.shape):
+        model.state[key] = lost
 
 
 ROLES = [("q",), ("k",), ("v",), ("o",), ("gate",), ("up",), ("down",), ("attention norm",), ("mlp norm",)]

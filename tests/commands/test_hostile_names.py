@@ -15,7 +15,7 @@ from xml.etree import ElementTree as ET
 
 import pytest
 from markdown_it import MarkdownIt
-from support import HOSTILE
+from support import HOSTILE, examples
 
 from ckptlint.commands.graph import FORMATS as GRAPHS
 from ckptlint.commands.main import main
@@ -119,7 +119,8 @@ def test_watch(root: Path, format_: str) -> None:
     assert_prints(arguments, format_ if format_ in TEXTS | {"github", "markdown", "html"} else "text")  # a text a step
 
 
-@pytest.mark.parametrize("name", SHORT.values(), ids=SHORT)
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", [*SHORT.values()][:: examples(3, 1)])
 def test_commands_on_a_run_of_that_name(root: Path, name: str) -> None:
     run, one = root / name, root / name / "step-1"
     for format_, arguments in {

@@ -890,6 +890,7 @@ def laughs(form: str) -> str:
     return "\n".join(["a0: &a0 {k: 1}", *rows])
 
 
+@one_way
 @pytest.mark.parametrize("text", [laughs("{{<<: [{}]}}"), laughs("[{}]"), "[" + "[]," * 300_000 + "]"])
 def test_a_yaml_that_repeats_itself_is_a_limit(text: str) -> None:
     with pytest.raises(LimitError, match=r"^it has more than 100,000 values$"):

@@ -161,9 +161,7 @@ FAULTS = {
     "nothing": Fault(lambda state, rank: None, False, ()),
     "overlap": Fault(on(1, piece(3, 1)), True, (("LIV202", "model.piece", "rank 0 and rank 1"),)),
     "missing chunk": Fault(
-        on(2, lambda state: state["model"].pop("piece")),
-        True,
-        (("LIV203", "model.piece", "written by ranks 0-1,3"),),
+        on(2, lambda state: state["model"].pop("piece")), True, (("LIV203", "model.piece", "written by ranks 0-1,3"),)
     ),
     "global shape wrong on the first rank": Fault(
         on(0, piece(2, 0, shape=(10, 4))), True, (("LIV201", "model.piece", ALL),)

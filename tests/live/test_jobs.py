@@ -32,7 +32,7 @@ def test_ranks_that_raise_die_or_hang_are_failures() -> None:
             time.sleep(60)
         return rank
 
-    results = run_ranks(job, timeout=8, expect_failures=True)
+    results = run_ranks(job, timeout=4, expect_failures=True)
     assert results[0] == 0
     assert isinstance(results[1], Failure) and "a rank that raises" in results[1].text
     assert isinstance(results[2], Failure) and "exit code 7" in results[2].text

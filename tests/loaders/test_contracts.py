@@ -92,11 +92,7 @@ class TestSafetensorsOfOneFile(TestSafetensors):
 
 class TestVerl(ArchiveTests):
     kind = "verl"
-    files = (
-        "model_world_size_4_rank_1.pt",
-        "optim_world_size_4_rank_2.pt",
-        "extra_state_world_size_4_rank_3.pt",
-    )
+    files = ("model_world_size_4_rank_1.pt", "optim_world_size_4_rank_2.pt", "extra_state_world_size_4_rank_3.pt")
     swapped = ("model_world_size_4_rank_1.pt", "model_world_size_4_rank_2.pt")
     source = "rank_files/verl_fsdp2_4r"
 
@@ -120,10 +116,7 @@ class TestFlat(ArchiveTests):
 class TestDeepSpeed(ArchiveTests):
     kind = "deepspeed"
     files = ("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    swapped = (
-        "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
-        "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt",
-    )
+    swapped = ("bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt")
     source = "deepspeed/z2_bf16_4r/global_step2"
 
 

@@ -117,7 +117,8 @@ def test_a_spiral_is_whole_and_one_strip_less_is_a_hole(count: int) -> None:
     assert layout(shape, chunks).coverage == Coverage((Box(*lost),), prod(lost[1]))
 
 
-@pytest.mark.parametrize("rank", [1, 2, 3, 4, 6, 8])
+@pytest.mark.sweep
+@pytest.mark.parametrize("rank", [2, 8, 1, 3, 4, 6][: examples(2, 6)])
 def test_thirty_thousand_irregular_chunks_are_judged_exactly(rank: int) -> None:
     shape, *columns = bench("irregular").irregular(30_000, rank)
     chunks = list(zip(*(map(tuple, column.tolist()) for column in columns), strict=True))
@@ -132,7 +133,8 @@ def test_thirty_thousand_irregular_chunks_are_judged_exactly(rank: int) -> None:
     assert (overlaps.doubled_volume, overlaps.missing, overlaps.exact) == (holes.missing_volume, (), True)
 
 
-@pytest.mark.parametrize("rank", [2, 4, 5, 8])
+@pytest.mark.sweep
+@pytest.mark.parametrize("rank", [2, 8, 4, 5][: examples(2, 4)])
 def test_boxes_anywhere_are_told_within_the_budget(rank: int) -> None:
     random = np.random.default_rng(rank)
     extent = 2 ** (60 // rank)
