@@ -61,6 +61,11 @@ def readers(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are processors: many tests wait for a process, a server or a time limit."""
+    return 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
 def tree() -> str:
     """What git says of the working tree; nothing where it is none."""
     command = ["git", "status", "--porcelain", "--untracked-files=all"]
