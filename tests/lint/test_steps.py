@@ -42,6 +42,12 @@ def test_a_step_that_vanishes_while_it_is_judged_is_no_answer(run: Path) -> None
     assert search.exit_code == 0
 
 
+def test_a_tracker_that_names_the_release_needs_no_advice(run: Path) -> None:
+    (run / "latest_checkpointed_iteration.txt").write_text("release")
+    ((place, folder),) = runs_at(str(run))
+    assert newest_good(folder, place, judge).tracker == ""
+
+
 def test_a_step_that_vanishes_before_it_is_judged_is_no_answer(run: Path) -> None:
     ((place, folder),) = runs_at(str(run))
     folder.folders()  # listed once

@@ -326,9 +326,9 @@ def test_a_damaged_file_is_an_error(copied: Callable[[str], Path], damage: Any, 
 
 def test_one_unreadable_shard_leaves_the_others_judged_and_is_never_a_pass(copied: Callable[[str], Path]) -> None:
     folder = copied("shards")
-    next(iter(sorted(folder.glob("shard-00003-*")))).write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    next(folder.glob("shard-00003-*")).write_bytes(b"\x10\0\0\0\0\0\0\0{" + b" " * 14)  # one of 16 bytes is cut off
     report = ckptlint.check(folder)
-    assert codes(report, "error") == {"PAY013"}
+    assert codes(report, "error") == {"PAY013"} and "ends inside its header" in found(report, "error")[0][2]
     assert report.checkpoints[0].not_applicable["GEO004"].startswith("1 of ")
     assert ckptlint.check(folder, ignore=["PAY013"]).exit_code == 4
 
