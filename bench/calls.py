@@ -4,10 +4,11 @@
 
 Each stream takes names of `ckptlint/formats/calls.toml`, mostly with the arguments that real files give them, and puts
 something in the place of one: a partial, a name, the result of `getattr`, an object with attributes that are called,
-bytes of any protocol, items, a second BUILD. A child process, forked from one that has torch imported, loads it with
-`pickle.load`, or with `torch.load` where it has storages, in a folder of its own under an audit hook. The hook fires on
-the import of a module, on opening a file to write, on exec, compile, processes, sockets and changes of files; a new
-file in the folder counts too. ckptlint then reads the same stream. One on which the hook fired and which is not SAF001
+bytes of any protocol, items, a second BUILD, the state of a class that has code of its own for being restored or
+deleted. A child process, forked from one that has torch imported, loads it with `pickle.load`, or with `torch.load`
+where it has storages, in a folder of its own under an audit hook. The hook fires on the import of a module, on opening
+a file to write, on exec, compile, processes, sockets and changes of files; a new file in the folder counts too. ckptlint
+then reads the same stream. One on which the hook fired and which is not SAF001
 is a miss: it is loaded again in a process of its own, left in FOLDER, and the exit code is 1.
 """
 
@@ -31,6 +32,8 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import chdir, suppress
+from decimal import Decimal
+from fractions import Fraction
 from functools import cache
 from io import BytesIO
 from pathlib import Path
@@ -125,12 +128,15 @@ def inner(protocol: int) -> bytes:
 def loaded_bytes(chance: Chance) -> bytes:
     """Bytes for a loader: a pickle that acts, in torch's old format, in an archive, or hidden in a bytearray."""
     data = inner(chance.randrange(6))
-    magic = b"".join(pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {}))
-    form = chance.randrange(5)
+    equal = chance.choice((int, Decimal, Fraction))  # to the number that torch asks for
+    magic = b"".join(pickle.dumps(part, 2) for part in (equal(0x1950A86A20F9469CFC6C), 1001, {}))
+    form = chance.randrange(6)
     if form == 1:
         data = magic + data
     elif form == 2:
         data = archive(data)
+    elif form == 5:  # a frame that reaches over the pickles behind its own
+        data = b"\x80\4\x95" + struct.pack("<Q", 12 + len(magic) + len(data)) + magic[2:] + data
     elif form == 3:  # ckptlint would judge the beginning
         start = tuple_of(blob(magic)) + pickle.REDUCE
         return named("builtins", "bytearray") + start + pickle.MARK + b"".join(map(number, data)) + pickle.APPENDS
@@ -210,9 +216,55 @@ def an_object(chance: Chance, weapon: bytes) -> bytes:
     return made
 
 
+@cache
+def restorers() -> list[tuple[str, str]]:
+    """Classes of torch, numpy and Python that have code of their own for being restored, copied or deleted."""
+    found = []
+    for place, module in sorted(sys.modules.items()):
+        if place.partition(".")[0] in ("torch", "numpy", *sys.stdlib_module_names) and "__main__" not in place:
+            for name, value in sorted(vars(module).items()):
+                ways = ("__setstate__", "__reduce_ex__", "__deepcopy__", "__del__")
+                if (
+                    isinstance(value, type)
+                    and value.__module__ == place
+                    and any(way in vars(base) for way in ways for base in value.__mro__ if base is not object)
+                ):
+                    found.append((place, name))
+    return found
+
+
+_USES = """
+_container state data_groups defaults param_groups hook module handle fd _patch_step_function _flat_weights _all_weights
+__deepcopy__ __reduce_ex__ __dict__ items pop keys update setdefault args func loc scale fields axes mesh_dim_names
+close
+"""
+USES = _USES.split()
+
+
+def restored(chance: Chance, thing: bytes, depth: int = 0) -> bytes:
+    """An object of a class with code of its own for being restored, its state around the names that such code uses."""
+    names = chance.sample(USES, chance.randint(1, 5))
+    values = {}
+    for name in names:
+        kind = chance.randrange(5)
+        if kind == 0 and depth < 2:
+            values[name] = restored(chance, thing, depth + 1)
+        elif kind == 1:
+            inner = dict_of(**dict.fromkeys(chance.sample(USES, 2), thing))
+            values[name] = call(named("types", "SimpleNamespace")) + inner + pickle.BUILD
+        elif kind == 2:
+            values[name] = chance.choice((pickle.EMPTY_DICT, list_of(thing), tuple_of(thing, pickle.EMPTY_TUPLE)))
+        else:
+            values[name] = chance.choice((thing, number(chance.choice((0, 1, 200)))))
+    made = new(named(*chance.choice(restorers())))
+    return made + chance.choice((dict_of(**values), tuple_of(pickle.NONE, dict_of(**values)))) + pickle.BUILD
+
+
 def weapon(chance: Chance, depth: int = 0) -> bytes:
     """Something that has no business among the arguments of a call."""
     kind = chance.randrange(10)
+    if kind == 2:
+        return restored(chance, partial_of(chance) if chance.random() < 0.5 else acting(chance)[0])
     if kind < 3:
         return an_object(chance, partial_of(chance))
     if kind < 5:
@@ -274,10 +326,14 @@ PLAIN: dict[str, Callable[[Chance], bytes]] = {
     "dict": lambda c: dict_of(a=number(1)),
     "mapping": lambda c: call(named("collections", "OrderedDict")),
     "ints": lambda c: tuple_of(*map(number, (2,) * c.randrange(3))),
+    "ratio": lambda c: text("-3/4"),
+    "decimal": lambda c: text(c.choice(("1.5", "1E+10"))),
+    "numpy_code": lambda c: text(c.choice(("f4", "V8", "U5", "O8"))),
     "pairs": lambda c: list_of(tuple_of(text("a"), number(1))),
     "plain": lambda c: dict_of(int=number(5)),
     "attributes": lambda c: dict_of(a=number(1)),
     "kept": lambda c: dict_of(a=number(1)),
+    "apart": lambda c: dict_of(a=number(1)),
     "type": lambda c: named(*c.choice((("own_code", "Plain"), ("torch.distributed.tensor", "DTensor")))),
     "stranger": lambda c: named("own_code", "act"),
     "storage": lambda c: STORAGE,

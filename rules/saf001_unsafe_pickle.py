@@ -20,7 +20,7 @@ def unsafe_pickle(ckpt: Checkpoint, trusted_modules: tuple[str, ...] = ()) -> It
         `.metadata` names only torch's and Megatron-Core's checkpoint classes. The common state may name classes of the
         training code, but calls only what ckptlint knows, with arguments of the shape that real files have, and never
         names dangerous functions (os, subprocess, importlib, eval, ...) or names with dots; an unknown class that is
-        only made and filled is info. The same holds
+        only made, and filled with data, is info. The same holds
         for pickles inside bytes, from depth files on for the files beside the tensors (optimizer, scheduler, random
         state, arguments, samplers, pickled weights), and from depth headers on for every record. ckptlint imports and
         calls none of these names. List packages of your own training code in `trusted-modules`: their classes and

@@ -53,13 +53,17 @@ class Table:
         rows: by module and name.
         storage: the shape of the persistent id of a storage.
         closed: packages whose other names are refused.
+        open: beginnings of classes in closed packages that may be made and filled with data.
         refused: beginnings of names with dots that are refused.
+        tensor: what a tensor has beside the attributes that a program gives it.
     """
 
     rows: Mapping[Pair, Row]
     storage: Shape
     closed: frozenset[str]
+    open: tuple[str, ...]
     refused: tuple[str, ...]
+    tensor: frozenset[str]
 
 
 def never(_: Any) -> bool:
@@ -87,6 +91,7 @@ def table() -> Table:
     return parse(resources.files("ckptlint.formats").joinpath(FILE).read_text(encoding="utf-8"))
 
 
+_LISTS = ("closed", "open", "refused", "tensor")
 _FIELDS: dict[str, Callable[[Any], bool]] = {
     "names": lambda value: isinstance(value, str) or _is_texts(value),
     "source": lambda value: isinstance(value, str) and bool(value),
@@ -109,8 +114,8 @@ def parse(text: str) -> Table:
     """
     data = tomllib.loads(text)
     entries = data.get("calls")
-    if data.keys() != {"storage", "closed", "refused", "calls"} or not isinstance(entries, list):
-        raise ValueError(f"{FILE} needs storage, closed, refused and calls, and nothing else")
+    if data.keys() != {"storage", *_LISTS, "calls"} or not isinstance(entries, list):
+        raise ValueError(f"{FILE} needs storage, {', '.join(_LISTS)} and calls, and nothing else")
     words = {str(entry["gives"]): _gives(entry["gives"]) for entry in entries if "gives" in entry}
     words |= {str(entry["as"]): _named(entry["as"]) for entry in entries if "as" in entry}
     words |= {"stranger": _named("stranger")} | _PRIMITIVE
@@ -124,7 +129,8 @@ def parse(text: str) -> Table:
         except ValueError as error:
             raise ValueError(f"{FILE}, entry {number} ({str(entry.get('names'))[:60]}): {error}") from None
     storage = _arguments(data["storage"], words)
-    return Table(rows, storage, frozenset(data["closed"].split()), tuple(data["refused"].split()))
+    closed, opened, refused, tensor = (data[name].split() for name in _LISTS)
+    return Table(rows, storage, frozenset(closed), tuple(opened), tuple(refused), frozenset(tensor))
 
 
 def _row(entry: dict[str, Any], words: Mapping[str, Shape]) -> Row:
@@ -203,9 +209,22 @@ def is_plain(value: Any) -> bool:
             if id(item) not in seen:
                 seen.add(id(item))
                 stack += [*item.keys(), *item.values()] if kind is dict else item
-        elif item is not None and kind not in (bool, int, float, str, bytes) and not getattr(kind, "gives", ""):
+        elif isinstance(item, str) or item is None:
+            continue
+        elif kind not in (bool, int, float, bytes) and not getattr(kind, "gives", ""):
             return False
     return True
+
+
+def _matches(pattern: str) -> Shape:
+    found = re.compile(pattern)
+    return lambda value: type(value) is str and found.fullmatch(value) is not None
+
+
+def _is_apart(value: Any) -> bool:
+    """Attributes none of which is one of those that a tensor has by itself, so that setting them changes no value."""
+    parts = value if type(value) is tuple else (value,)
+    return _is_attributes(value) and not any(name in table().tensor for part in parts if part for name in part)
 
 
 _PRIMITIVE: dict[str, Shape] = {
@@ -215,7 +234,7 @@ _PRIMITIVE: dict[str, Shape] = {
     "int": _is(int),
     "float": _is(float),
     "number": lambda value: type(value) in (int, float),
-    "text": _is(str),
+    "text": lambda value: isinstance(value, str),
     "bytes": lambda value: type(value) is bytes or getattr(type(value), "gives", "") == "bytes",
     "buffer": lambda value: type(value) is bytearray or getattr(type(value), "gives", "") == "buffer",
     "list": _is(list),
@@ -225,7 +244,11 @@ _PRIMITIVE: dict[str, Shape] = {
     "ints": _is_ints,
     "pairs": _is_pairs,
     "plain": is_plain,
+    "ratio": _matches(r"-?\d{1,4000}(/\d{1,4000})?"),
+    "decimal": _matches(r"-?(\d{1,4000}(\.\d{1,4000})?(E[+-]?\d{1,6})?|s?NaN\d{0,4000}|Infinity)"),
+    "numpy_code": _matches(r"[biufcOSUVMm]\d{1,9}"),
     "attributes": _is_attributes,
+    "apart": _is_apart,
     "kept": _is_attributes,
 }
 
@@ -281,7 +304,6 @@ def _any_of(shapes: list[Shape]) -> Shape:
 
 # ---------------------------------------------------------------- names that are not in the table
 
-_LISTED_PACKAGES = frozenset({"torch", "numpy"})
 _WORD = re.compile(r"[\w-]{0,64}")
 
 
@@ -298,12 +320,12 @@ def standing(module: str, name: str) -> Standing:
     `("numpy.dtypes", "__loader__.set_data")` is a function: such names are refused before anything else.
     """
     package = module.partition(".")[0]
-    closed = package in sys.stdlib_module_names or package in table().closed
-    if not is_importable(module, name) or closed or "__main__" in module.split("."):
+    if not is_importable(module, name) or "__main__" in module.split("."):
         return "refused"
-    if package == "torch" and not name[:1].isupper():
-        return "refused"
-    return "refused" if f"{module}.{name}".startswith(table().refused) else "unknown"
+    whole = f"{module}.{name}"
+    if package in sys.stdlib_module_names or package in table().closed:
+        return "unknown" if whole.startswith(table().open) and is_class(name) else "refused"
+    return "refused" if whole.startswith(table().refused) else "unknown"
 
 
 def is_importable(module: str, name: str) -> bool:
@@ -322,7 +344,7 @@ def may_make(module: str, name: str, is_called: bool, args: tuple[Any, ...]) -> 
     A call is that of an enum, which makes a member of one number or word. Without a call (NEWOBJ) a named tuple may be
     made of several, or of data. A class written in C, which has a name in lower case, does its work there.
     """
-    if not is_class(name) or module.partition(".")[0] in _LISTED_PACKAGES:
+    if not is_class(name) or module.partition(".")[0] in table().closed:
         return not args and not is_called
     if is_called:
         return len(args) <= 1 and all(map(_is_word, args))
@@ -334,4 +356,4 @@ def _is_data(value: Any) -> bool:
 
 
 def _is_word(value: Any) -> bool:
-    return type(value) in (int, float, bool) or (type(value) is str and _WORD.fullmatch(value) is not None)
+    return type(value) in (int, float, bool) or (isinstance(value, str) and _WORD.fullmatch(value) is not None)

@@ -12,6 +12,7 @@ import pickle
 import re
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any, Literal
 
 from ckptlint.formats import pickle_names
@@ -87,6 +88,8 @@ class Opaque(metaclass=Named):
     call: Shape = staticmethod(always)
     new: Shape = staticmethod(always)
     fits: Shape = staticmethod(always)
+    holds: Shape = staticmethod(always)
+    agrees: Callable[[tuple[Any, ...], Any], bool] = staticmethod(lambda args, state: True)
     touches = True
     has_items = True
     members = False
@@ -108,9 +111,15 @@ class Opaque(metaclass=Named):
     def __setstate__(self, state: Any) -> None:
         # once, as pickle writes it: a second time an attribute of this name would be called
         is_attribute = type(self.items) is _Pairs and any(key == "__setstate__" for key, _ in self.items)
-        if self.state is not None or is_attribute or not self.fits(state):
+        if self.state is not None or is_attribute or not self.agrees(self.args, state):
             self.tell("state")
+        elif not self.fits(state):
+            self._tell_of(state, "state")
         self.state = state
+
+    def _tell_of(self, value: Any, fault: Fault) -> None:
+        """Who knows the class may know that it does no harm with it, but for a partial."""
+        self.tell("unknown" if self.fault == "unknown" and not is_armed(value) else fault)
 
     def append(self, item: Any) -> None:
         """Keep a list item of a subclass of list."""
@@ -120,6 +129,8 @@ class Opaque(metaclass=Named):
         """Keep the list items of a subclass of list; after BUILD, or in a dict, an attribute of this name is called."""
         if not self.has_items or self.state is not None or type(self.items) is _Pairs:
             self.tell("items")
+        elif not self.holds(items):
+            self._tell_of(items, "items")
         self.items.extend(items)
 
     def add(self, item: Any) -> None:
@@ -129,6 +140,8 @@ class Opaque(metaclass=Named):
     def __setitem__(self, key: Any, value: Any) -> None:
         if not self.has_items or self.state is not None:
             self.tell("items")
+        elif not self.holds([key, value]):
+            self._tell_of([key, value], "items")
         if type(self.items) is list:
             self.items = _Pairs(self.items)
         self.items.append((key, value))
@@ -210,16 +223,25 @@ _PLAIN = {("builtins", name) for name in ("set", "frozenset", "bytearray", "comp
 """What bytes and sets are pickled as; the rest of the table is refused in `.metadata`."""
 
 
+class NoText(str):
+    """The text of a path, a dtype or a layout. As a key it is not that text."""
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return hash((NoText, str(self)))
+
+
 def _layout(_: Any, name: Any) -> str:
     if not isinstance(name, str):
         raise pickle.UnpicklingError("torch.serialization._get_layout was given no name")
-    return name.removeprefix("torch.")
+    return NoText(name.removeprefix("torch."))
 
 
 def _path(_: Any, *parts: Any) -> str:
     if not all(isinstance(part, str) for part in parts):
         raise pickle.UnpicklingError("a path was given parts that are no text")
-    return "/".join(parts).replace("//", "/")
+    return NoText("/".join(parts).replace("//", "/"))
 
 
 _TEXTS: dict[Pair, Callable[..., str]] = {
@@ -272,6 +294,7 @@ class StandIns:
         # made anew for each pickle: a crafted BUILD can then damage nothing that outlives the read
         self._stand_ins: dict[Pair, Any] = {}
         self._storage: Any = None
+        self._storages: dict[str, tuple[Any, ...]] = {}
 
     def tell(self, key: Pair, fault: Fault) -> None:
         """Note that a name is misused."""
@@ -298,9 +321,14 @@ class StandIns:
             return pid[1]
         if self._storage is None:
             self._storage = self._inert(("torch", "storage"), gives="storage", fits=never, has_items=False)
-        if type(pid) is tuple and not pickle_names.table().storage(pid):
+        if type(pid) is tuple and not (pickle_names.table().storage(pid) and self._is_first(pid)):
             self.tell(("torch", "storage"), "arguments")
         return _made(self._storage, (pid,))
+
+    def _is_first(self, pid: tuple[Any, ...]) -> bool:
+        """Whether a storage is named as it was before: torch takes all from the first, and nothing to be on `meta`."""
+        first = self._storages.setdefault(pid[2], pid)
+        return pid[3] != "meta" and (pid[4] == 0 or (first[1], first[4]) == (pid[1], pid[4]))
 
     def _inert(self, key: Pair, **members: Any) -> type[Opaque]:
         return opaque(*key, tell=partial(self.tell, key), **members)
@@ -314,7 +342,7 @@ class StandIns:
         if self._strict and key == ("torch", "Size"):
             return ().__add__  # takes a tuple and returns that same tuple, in C; anything else is a TypeError
         if module == "torch" and TORCH_NAME.fullmatch(name):
-            return ALIASES.get(name, name)
+            return ALIASES.get(name, name) if self._strict else NoText(ALIASES.get(name, name))
         known = pickle_names.of_python_3(module, name)
         if known == ("builtins", "getattr"):
             return self._inert(key, give=self._member, new=never)
@@ -349,6 +377,8 @@ class StandIns:
             members["give"] = _reconstructed
         elif known[0] == "torch._tensor" or known[1] == "_rebuild_parameter_with_state":
             members["give"] = partial(_rebuilt, opaque(*key, tell=partial(self.tell, key), fits=never, has_items=False))
+        elif known == ("numpy", "dtype"):
+            members["agrees"] = _is_numpy_dtype
         elif row.gives == "storage":
             members["give"] = self._loaded
         return self._inert(key, **members)
@@ -360,6 +390,8 @@ class StandIns:
             key,
             call=partial(pickle_names.may_make, *key, True),
             new=partial(pickle_names.may_make, *key, False),
+            fits=(is_own := partial(is_data_of, key[0].partition(".")[0])),
+            holds=is_own,
             sort="type" if pickle_names.is_class(key[1]) else "stranger",
             fault="unknown",
             members=pickle_names.may_make(*key, True, ("",)),
@@ -384,9 +416,9 @@ class StandIns:
             return self._stand_ins[key]
         if not owner.members:
             cls.tell("arguments")
-        made = self._inert(
-            (owner.module, owner.name), call=never, fits=never, has_items=False, gives="" if is_unknown else "data"
-        )
+        # of a class that nobody knows an attribute may be a method too
+        sort, gives = ("stranger" if is_unknown and not name.isupper() else ""), ("" if is_unknown else "data")
+        made = self._inert((owner.module, owner.name), call=never, fits=never, has_items=False, gives=gives, sort=sort)
         return _made(made, (name,))
 
     def _loaded(self, cls: Any, data: Any) -> Opaque:
@@ -435,6 +467,69 @@ def _rebuilt(attributed: type[Opaque], cls: Any, *args: Any) -> Opaque:
     values = [value for part in parts if type(part) is dict for value in part.values()]
     acts = any(isinstance(value, Named) or is_armed(value) for value in values)
     return _made(attributed if acts else cls, args)
+
+
+_OBJECT = 63  # the flags of a numpy object
+_POINTS, _COUNTS = 7, 3  # of flags those that concern references, and of these what a dtype with objects in it has
+
+
+def _is_numpy_dtype(args: tuple[Any, ...], state: Any) -> bool:
+    """Whether the numbers that a dtype is filled with are those that numpy writes for it: it trusts them.
+
+    Source:
+        numpy 1.26 and 2.4, numpy/core/src/multiarray/descriptor.c, arraydescr_reduce and arraydescr_setstate
+    """
+    _, _, base, _, fields, size, alignment, flags, *_ = state
+    kind = args[0][0] if isinstance(args[0], str) else "V"
+    if kind not in "SUV":
+        return bool((base, fields, size, alignment, flags) == (None, None, -1, -1, _OBJECT if kind == "O" else 0))
+    parts = [(base[0], 0, prod(base[1]) if isinstance(base[1], tuple) else base[1])] if base else []
+    for field in (fields or {}).values():
+        if not (type(field) is tuple and len(field) in (2, 3) and type(field[1]) is int and field[1] >= 0):
+            return False
+        parts.append((field[0], field[1], 1))
+    if any(getattr(type(part), "gives", "") != "numpy_dtype" or count < 0 for part, _, count in parts):
+        return False
+    is_long = size >= max((at + _numpy_bytes(part) * count for part, at, count in parts), default=0)
+    has_objects = any(part.args[0] == "O8" or (part.state and part.state[7] & _COUNTS) for part, _, _ in parts)
+    is_own = not isinstance(args[0], str) or size == int(args[0][1:]) * (4 if kind == "U" else 1)
+    return bool(is_own and is_long and flags & _POINTS == (_COUNTS if has_objects else 0))
+
+
+def _numpy_bytes(made: Opaque) -> int:
+    """Bytes of an element of a dtype."""
+    if made.state and made.state[5] >= 0:
+        return int(made.state[5])
+    return int(made.args[0][1:]) * (4 if made.args[0][0] == "U" else 1) if isinstance(made.args[0], str) else 0
+
+
+_ACTS = ("function", "type", "stranger", "refused")  # what a name stands for that code may call
+
+
+def is_data_of(package: str, value: Any) -> bool:
+    """Whether a value is data to the bottom, as code that nobody here knows must get it.
+
+    No function, no class, and no object but those of the table and of the package itself. An object of the table may
+    hold a class of the table: it is known what it does with it.
+    """
+    stack, seen = [(value, False)], set()
+    while stack:
+        item, is_held = stack.pop()
+        if isinstance(item, Named):
+            if item.sort in _ACTS and not (is_held and item.sort == "type" and item.fault != "unknown"):
+                return False
+        elif isinstance(item, (list, tuple, dict, set, frozenset, Opaque)) and id(item) not in seen:
+            seen.add(id(item))
+            if isinstance(item, Opaque):
+                is_strange = item.fault == "unknown"
+                is_other = is_strange and item.module.partition(".")[0] != package
+                if is_other or item.sort == "stranger" or (item.module, item.name) == ("functools", "partial"):
+                    return False
+                stack += [(part, not is_strange) for part in (item.args, item.state, item.items)]
+            else:
+                parts = [*item.keys(), *item.values()] if isinstance(item, dict) else item
+                stack += [(part, is_held) for part in parts]
+    return True
 
 
 def _fits_unarmed(shape: Shape, value: Any) -> bool:

@@ -20,7 +20,7 @@ import pickle
 import pickletools
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +42,7 @@ from ckptlint.formats.pickle_refusals import Refused, explain
 from ckptlint.formats.pickle_rows import Buffer
 from ckptlint.formats.pickle_stand_ins import Fault, Node, Opaque, StandIns, raw_bytes
 from ckptlint.formats.torch_archive import ranges_in, read_archive
-from ckptlint.formats.torch_legacy import MAGIC, is_tar
+from ckptlint.formats.torch_legacy import PICKLES, is_magic, is_tar
 from ckptlint.model.text import printable
 from ckptlint.sandbox import give_back_freed_memory
 
@@ -55,6 +55,7 @@ __all__ = [
     "asks_for_names",
     "paused_gc",
     "read_metadata",
+    "read_row",
     "read_state",
 ]
 
@@ -64,6 +65,7 @@ SIZE_LIMIT = 2 * 1024**3
 _WALK_LIMIT = 64 * 1024**2
 _NESTED_LIMIT = 8
 _ZIP = b"PK\3\4"
+_FRAME = re.compile(rb"\x95.{4}\0{4}", re.DOTALL)  # the opcode and a length that a file can have
 _INNER_PICKLE = re.compile(rb"\x80[\x02-\x05]")
 _HOLDS_BYTES = ((b"CU\x8c", 1), (b"BTX", 4), (b"\x8e\x96\x8d", 8))  # opcodes of bytes and texts, width of their length
 
@@ -183,8 +185,19 @@ class _Loaded:
     end: int
 
 
+class _Framed(io.BytesIO):
+    """A stream that knows where its last read began: the unpickler takes a frame at once, with what follows STOP."""
+
+    began = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """So many bytes."""
+        self.began = self.tell()
+        return super().read(size)
+
+
 def _load(data: bytes, strict: bool) -> _Loaded:
-    stream = io.BytesIO(data)
+    stream = (_Framed if _FRAME.search(data) else io.BytesIO)(data)
     unpickler = _Unpickler(stream, strict)
     root, error = None, None
     try:
@@ -195,7 +208,22 @@ def _load(data: bytes, strict: bool) -> _Loaded:
     except Exception as caught:  # a crafted stream can make the unpickler raise anything
         error = caught
     faults, unknown = list(unpickler.faults), list(unpickler.unknown)
-    return _Loaded(root if error is None else None, faults, unknown, unpickler.loaded, error, stream.tell())
+    end = stream.tell()
+    if error is None and isinstance(stream, _Framed):
+        end = _after_stop(data, stream.began, end)
+    return _Loaded(root if error is None else None, faults, unknown, unpickler.loaded, error, end)
+
+
+def _after_stop(data: bytes, start: int, end: int) -> int:
+    """Where a pickle ends whose STOP lies between two places, the first that of an opcode: a frame may reach beyond it.
+
+    Some readers go on there, others at the end of the frame.
+    """
+    with suppress(ValueError):  # a name that is not ASCII, which no pickle with frames has
+        for opcode, _, at in pickletools.genops(data[start:end]):
+            if opcode.name == "STOP":
+                return start + (at or 0) + 1
+    return start
 
 
 def _read(data: bytes, strict: bool, depth: int = 0) -> Unpickled:
@@ -240,30 +268,51 @@ def _judged(
 
 
 def _read_bytes(raw: bytes, depth: int) -> Unpickled:
-    """What a pickle inside bytes asks for: an archive, one pickle, or the five in a row of torch's old format.
+    """What a pickle inside bytes asks for: an archive, or as many pickles in a row as torch's old format has.
 
-    Source:
-        torch.serialization._legacy_load
+    Raises:
+        UnreadableError: nothing is refused there, and it is cut, damaged or more than one pickle.
     """
     if raw[:4] == _ZIP:
         return _read(read_archive(ranges_in(raw), len(raw)).pickle, False, depth)
     if is_tar(raw):  # what torch looks for first
         raise UnreadableError("is a tar archive, a form of torch < 0.2", 0)
-    refused: list[Refused] = []
-    unknown: list[str] = []
-    for number in range(5):
-        found = _load(raw, strict=False)
-        more, names, error = _judged(raw, found, False, depth)
-        refused += more
-        unknown += names
-        if not refused and found.error is not None:
-            raise _unreadable(raw, found.error)
-        if not refused and error is not None:
-            raise error
-        raw = raw[found.end :]
-        if found.error is not None or not raw or (number == 0 and found.root != MAGIC):
-            break
-    return Unpickled(None, tuple(refused), tuple(unknown))
+    found, end, error = read_row(raw, depth)
+    refused = tuple(item for part in found for item in part.refused)
+    if error is None and (rest := len(raw) - end) and not is_magic(found[0].root):
+        error = UnreadableError(f"has {rest:,} bytes after the end of its pickle", end)
+    if error is not None and not refused:
+        raise error
+    return Unpickled(None, refused, tuple(name for part in found for name in part.unknown))
+
+
+def read_row(data: bytes, depth: int = 0) -> tuple[list[Unpickled], int, UnreadableError | None]:
+    """The pickles in a row with which bytes start, at most the five that torch's old format has.
+
+    The number that the first of them must hold is compared by torch: with an object that is equal to it the others are
+    loaded too.
+
+    Returns:
+        Them, the byte after the last, and why that one does not end.
+
+    Source:
+        torch.serialization._legacy_load
+    """
+    found: list[Unpickled] = []
+    at = 0
+    while len(found) < PICKLES and (at < len(data) or not found):
+        rest = data[at:]
+        one = _load(rest, strict=False)
+        refused, unknown, error = _judged(rest, one, False, depth)
+        if one.error is not None and found and not is_magic(found[0].root) and not refused:
+            break  # what follows one pickle need be none
+        found.append(Unpickled(one.root, refused, unknown))
+        if one.error is not None:
+            return found, at, _unreadable(rest, one.error)
+        at += one.end
+        if error is not None:
+            return found, at, error
+    return found, at, None
 
 
 def _may_hold_pickles(data: bytes) -> bool:

@@ -19,9 +19,9 @@ from zlib import crc32
 import numpy as np
 
 from ckptlint.errors import ForeignError, LimitError, UnreadableError
-from ckptlint.formats.safe_pickle import Opaque, Unpickled, read_state
+from ckptlint.formats.safe_pickle import Opaque, Unpickled, read_row, read_state
 from ckptlint.formats.torch_archive import LOCAL_SIZE, Member, Read, data_start, ranges_in, read_archive
-from ckptlint.formats.torch_legacy import PICKLES_LIMIT, is_legacy, is_tar, split_pickles
+from ckptlint.formats.torch_legacy import PICKLES, PICKLES_LIMIT, is_legacy, is_tar
 from ckptlint.model import RANK_LIMIT, RecordContent
 from ckptlint.model.stored import Mesh, Placement, StoredDTensor, StoredShards, StoredTensor
 from ckptlint.model.text import printable
@@ -206,15 +206,20 @@ def _old_file(read: Read, size: int) -> TorchFile:
     Source:
         torch.serialization._legacy_save, torch/csrc/serialization.cpp THPStorage_writeFileRaw
     """
-    pickles = split_pickles(read([(0, min(size, PICKLES_LIMIT))])[0])
-    found = [read_state(data) for data in pickles]
+    found, at, error = read_row(read([(0, min(size, PICKLES_LIMIT))])[0])
     refused = tuple(item for part in found for item in part.refused)
     unknown = tuple(dict.fromkeys(item for part in found for item in part.unknown))
+    if refused and (error is not None or len(found) < PICKLES or found[3].root is None):
+        return _file(Unpickled(None, refused, unknown), "", {}, size, read)
+    if error is not None:
+        raise error
+    if len(found) < PICKLES:
+        raise UnreadableError(f"ends at byte {at:,} after {len(found)} of the {PICKLES} pickles of its format", at)
     keys = found[4].root
     if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
         raise UnreadableError("has no list of its storages after its value")
     lengths = {pid[2]: pid for pid in _storage_ids(found[3].root)}
-    at, storages = sum(map(len, pickles)), {}
+    storages = {}
     for key in keys:
         numel, item = _measure(lengths[key]) if key in lengths else (0, 0)
         if key not in lengths or not item:
@@ -349,7 +354,7 @@ class _Reading:
         found = tuple(map(self._placement, placements))
         if len(found) != len(mesh.shape) or None in found:
             return None
-        dtype = made[1] if isinstance(made[1], str) else local.dtype
+        dtype = str(made[1]) if isinstance(made[1], str) else local.dtype
         order = self._order(stated.get("shard_order"), len(found))
         return StoredDTensor(dtype, made[2], local, found, mesh, order)  # type: ignore[arg-type]
 
@@ -449,7 +454,7 @@ class _Reading:
         rank, world = group.get("global_rank"), group.get("global_world_size")
         rank = rank if type(rank) is int and 0 <= rank < 2**31 else -1
         world = world if type(world) is int and 0 < world < 2**31 else 0
-        dtype = made[1] if isinstance(made[1], str) else "unknown"
+        dtype = str(made[1]) if isinstance(made[1], str) else "unknown"
         places = tuple(place for place in tiling if place is not None)
         return StoredShards(dtype, made[2], tuple(held), places, rank, world)
 
@@ -498,7 +503,9 @@ def stored_tensor(node: Any) -> StoredTensor | None:
         return None
     dtype = _dtype(pid)
     if name == "_rebuild_tensor_v3" and len(args) >= 7 and isinstance(args[6], str):
-        dtype = printable(args[6])
+        dtype = str(printable(args[6]))
+    rest = args[7:] if name == "_rebuild_tensor_v3" else args[6:]  # a view may be conjugated or negated
+    wrapped |= any(any(part.values()) for part in rest if isinstance(part, dict))
     length = pid[4]
     if pid[1].name == "UntypedStorage":
         length = length * 8 // bits if (bits := ITEM_BITS.get(dtype, 0)) else -1

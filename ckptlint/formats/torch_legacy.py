@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickletools
-
-from ckptlint.errors import UnreadableError
+from typing import Any
 
 MAGIC = 0x1950A86A20F9469CFC6C
 """The number that the first pickle holds (torch.serialization.MAGIC_NUMBER)."""
@@ -12,8 +11,15 @@ MAGIC = 0x1950A86A20F9469CFC6C
 PICKLES_LIMIT = 16 * 1024**2
 """Bytes at the start of a file in which its pickles are looked for; the tensors follow them."""
 
-_PICKLES = 5
+PICKLES = 5
+"""How many they are: magic number, protocol, system, object, keys of the storages."""
+
 _MAGIC_BYTES = 64  # the pickle of a number is short, in every protocol
+
+
+def is_magic(root: Any) -> bool:
+    """Whether a pickle holds the magic number itself, not what is equal to it."""
+    return type(root) is int and root == MAGIC
 
 
 def is_legacy(head: bytes) -> bool:
@@ -41,33 +47,3 @@ def is_tar(head: bytes) -> bool:
     except tarfile.TarError:
         return False
     return True
-
-
-def split_pickles(data: bytes) -> list[bytes]:
-    """The pickles that `torch.load` reads one by one: magic number, protocol, system, object, keys of the storages.
-
-    Args:
-        data: the first bytes of a file that `is_legacy`.
-
-    Raises:
-        UnreadableError: the bytes end before the last of them, or inside it is no pickle.
-
-    Source:
-        torch.serialization._legacy_save
-    """
-    found = []
-    at = 0
-    for _ in range(_PICKLES):
-        end = at
-        try:
-            for opcode, _, position in pickletools.genops(data[at:]):
-                if opcode.name == "STOP":
-                    end = at + (position or 0) + 1
-        except (ValueError, UnicodeError) as error:
-            if "unknown" in str(error):
-                raise UnreadableError(f"stops being a pickle at byte {at:,}", at) from None
-        if end == at:
-            raise UnreadableError(f"ends at byte {len(data):,} inside a pickle (no STOP)", len(data))
-        found.append(data[at:end])
-        at = end
-    return found

@@ -10,7 +10,7 @@ from ckptlint.model.text import unknown_classes
 
 _SENDER = "do not open this folder with torch.load or dcp.load; and find out who wrote this file"
 _VOUCH = (
-    "if this is your own code, add its package to trusted-modules below [rules.unsafe-pickle] in the settings; if not, "
+    'if this is your own code, write trusted-modules = ["{}"] below [rules.unsafe-pickle] in the settings; if not, '
     "do not load this file"
 )
 _OPENED = "torch reads this file with a plain pickle load, so opening the folder makes these calls"
@@ -44,7 +44,7 @@ def from_refusals(unpickled: Unpickled, file: str, where: str = "") -> list[Prob
                 file,
                 f"{where}{file} {act} {refused.target}{at}{inside if refused.nested else ''}{end}",
                 detail=refused.trace,
-                hint=_VOUCH if refused.unknown else _SENDER,
+                hint=_VOUCH.format(refused.target.partition(".")[0]) if refused.unknown else _SENDER,
                 why=_CALLED if refused.unknown else _OPENED,
                 blocks=unpickled.root is None,
                 # what could not be read to its end stays a finding, whoever is trusted

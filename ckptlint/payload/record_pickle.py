@@ -79,4 +79,4 @@ def _is_small(value: Any, budget: list[int], depth: int = 0) -> bool:
         return all(_is_small(part, budget, depth + 1) for pair in value.items() for part in pair)
     if type(value) is int:
         return abs(value) < 2**63
-    return value is None or type(value) in (bool, float) or (type(value) is str and len(value) <= _VALUE_LIMIT)
+    return value is None or type(value) in (bool, float) or (isinstance(value, str) and len(value) <= _VALUE_LIMIT)

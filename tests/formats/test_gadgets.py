@@ -8,6 +8,8 @@ import pickle
 import shutil
 import struct
 import sys
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -109,11 +111,14 @@ def pickled_archive(folder: Path, data: bytes) -> bytes:
     return write_zip(folder / "archive.pt", data, "archive").read_bytes()
 
 
+MAGIC = 0x1950A86A20F9469CFC6C  # of torch's old format
+
+
 def shapes(mark: str, folder: Path) -> dict[str, bytes]:
     """Calls in other ways than REDUCE of a name that says what it does."""
     mkdir, path, as_bytes = named("os", "mkdir"), text(mark), mark.encode()
     inner = stream(call("os.mkdir", path))
-    magic = b"".join(pickle.dumps(part, 2) for part in (0x1950A86A20F9469CFC6C, 1001, {}))
+    magic = b"".join(pickle.dumps(part, 2) for part in (MAGIC, 1001, {}))
     rebuild = named("torch._tensor", "_rebuild_from_type_v2") + pickle.MARK
     lazily = named("builtins", "map") + mkdir + path + pickle.TUPLE1 + pickle.TUPLE2
     partial = named("functools", "partial") + mkdir + path + pickle.TUPLE2 + pickle.REDUCE
@@ -273,6 +278,20 @@ def of_known_names(mark: str) -> dict[str, bytes]:
         + pickle.MARK + b"".join(pickle.BININT1 + bytes([byte]) for byte in in_protocol(0, mark)) + pickle.APPENDS
         + pickle.TUPLE1 + pickle.REDUCE,
     }  # fmt: skip
+    inner, own = in_protocol(2, mark), named("own_code", Path(mark).name)
+    for number in (Decimal(MAGIC), Fraction(MAGIC)):  # torch asks whether the first is equal to its number
+        row = b"".join(pickle.dumps(part, 2) for part in (number, 1001, {})) + inner
+        made[f"bytes behind a {type(number).__name__}"] = call("torch.storage._load_from_bytes", pushed_bytes(row))
+    made["a function that an optimizer calls"] = filled("torch.optim.Adam", _patch_step_function=own)
+    made["a function in an object that an optimizer calls"] = filled(
+        "torch.optim.SGD", defaults=filled("types.SimpleNamespace", setdefault=own)
+    )
+    made["a sparsifier"] = filled(
+        "torch.ao.pruning._experimental.data_sparsifier.data_norm_sparsifier.DataNormSparsifier",
+        _container=pickle.EMPTY_DICT,
+        state=filled("types.SimpleNamespace", __deepcopy__=own),
+        data_groups=pickle.EMPTY_DICT,
+    )
     for protocol in range(6):
         made[f"bytes of protocol {protocol}"] = load + pushed_bytes(in_protocol(protocol, mark)) + b"\x85R"
     return made
@@ -301,11 +320,17 @@ def gadgets(folder: Path) -> dict[str, tuple[Path, bytes]]:
 
 
 RUN = """
-import json, os, pickle, sys
+import json, os, pickle, sys, types
 try:
     import torch
 except ImportError:
     pass
+def found(name):
+    if name[0] == "_":
+        raise AttributeError
+    return lambda *_: open(name, "w").close()
+sys.modules["own_code"] = types.ModuleType("own_code")
+sys.modules["own_code"].__getattr__ = found
 for file in json.load(sys.stdin):
     if not (child := os.fork()):
         os.close(1)

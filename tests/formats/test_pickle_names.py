@@ -321,6 +321,49 @@ def test_bytes_that_torch_opens_and_that_cannot_be_read_are_no_pass(tmp_path: Pa
     assert report.exit_code == 1
 
 
+def test_a_frame_beyond_the_end_hides_no_second_pickle(tmp_path: Path, marker: Path) -> None:
+    first, second = pickle.dumps({"step": 3}, 4), dumped(Call(name_of("pickles", "payload"), "ran"), 4)
+    length = len(first) - 11 + len(second)  # without PROTO and FRAME
+    data = first[:3] + length.to_bytes(8, "little") + first[11:] + second
+    path = Path(shutil.copytree(REAL / "edit_base", tmp_path / "a")) / "rng_state_0.pth"
+    path.write_bytes(data)
+    with path.open("rb") as file:  # a buffered file stops where the first ends
+        assert pickle.load(file) == {"step": 3}
+        pickle.load(file)
+    assert marker.exists()
+    marker.unlink()
+    report = ckptlint.check(path.parent)
+    assert (codes(report, "error"), marker.exists()) == ({"SAF002"}, False)
+    inside = called("torch.storage._load_from_bytes", as_bytes(data))
+    assert with_common(tmp_path / "b", inside).exit_code == 1
+    assert with_common(tmp_path / "b", as_bytes(first)).exit_code == 0
+
+
+def dtype_of(code: str, *state: object) -> bytes:
+    """What a dtype is pickled as, with other numbers in its state."""
+    filled = pickle.dumps((3, "|", None, None, None, *state), 2)[2:-1]
+    return called("numpy.dtype", text(code), pickle.NEWFALSE, pickle.NEWTRUE) + filled + pickle.BUILD
+
+
+@pytest.mark.parametrize(
+    ("opcodes", "exit_code"),
+    [
+        (dtype_of("O8", -1, -1, 63), 0),
+        (dtype_of("O8", -1, -1, 0), 1),  # a pointer that numpy takes for a number
+        (dtype_of("f4", -1, -1, 0), 0),
+        (dtype_of("f4", 4096, 4, 0), 1),  # an element that ends far behind its bytes
+        (dtype_of("V8", 8, 1, 0), 0),
+        (dtype_of("V8", 4096, 1, 0), 1),
+        (called("fractions.Fraction", text("-3/4")), 0),
+        (called("fractions.Fraction", text("1e300000000")), 1),  # never ends
+        (called("decimal.Decimal", text("1.5E+10")), 0),
+        (called("decimal.Decimal", text("1E+99999999")), 1),
+    ],
+)
+def test_numbers_are_those_that_the_library_writes(tmp_path: Path, opcodes: bytes, exit_code: int) -> None:
+    assert with_common(tmp_path / "a", opcodes).exit_code == exit_code
+
+
 def test_pickles_inside_pickles_end_somewhere(tmp_path: Path) -> None:
     data = dumped({"a": 1})
     for _ in range(12):

@@ -95,3 +95,30 @@ def test_a_storage_that_is_too_short_is_a_fault(tmp_path: Path) -> None:
     (tmp_path / "state.pt").write_bytes(with_checksums(data[: at + 1] + b"\x20" + data[at + 2 :]))
     found = read_torch_file(*folder_at(str(tmp_path / "state.pt")))
     assert [sentence for sentence, _ in found.faults] == ["has 256 bytes in data/0, but its data.pkl says 128"]
+
+
+def test_what_changes_a_tensor_afterwards_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "state.pt"
+
+    def saved(value: object, old: bytes = b"", new: bytes = b"") -> tuple[Any, Any]:
+        """What torch loads, and what is read, of a file in which some bytes are replaced."""
+        torch.save(value, path)
+        path.write_bytes(with_checksums(path.read_bytes().replace(old, new)) if old else path.read_bytes())
+        return torch.load(path, weights_only=False), read_torch_file(*folder_at(str(path)))
+
+    ones, halves = torch.ones(4), torch.zeros(4).half()
+    loaded, read = saved({"a": ones, "b": halves}, b"X\1\0\0\x001", b"X\1\0\0\x000")
+    assert (
+        loaded["b"].dtype == torch.float32 and read.unpickled.refused
+    )  # one storage under two types: the first counts
+    ones.dota = torch.zeros(4)  # type: ignore[attr-defined]
+    loaded, read = saved({"a": ones}, b"dota", b"data")
+    assert loaded["a"].sum() == 0 and read.unpickled.refused  # an attribute that replaces the values
+    assert saved({"a": ones})[1].unpickled.refused == ()
+    loaded, read = saved({path: 1, str(path): 2, torch.float32: 3, "float32": 4})
+    assert len(loaded) == len(read.root) == 4
+    loaded, read = saved({"a": torch.ones(4, dtype=torch.complex64).conj()})
+    assert loaded["a"].is_conj() and read.root["a"].wrapped and not read.unpickled.refused
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda _: "meta")
+    loaded, read = saved({"a": torch.ones(4)})
+    assert loaded["a"].is_meta and read.unpickled.refused

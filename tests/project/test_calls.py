@@ -35,6 +35,8 @@ def test_what_acts_when_it_is_loaded_is_refused(tmp_path: Path) -> None:
 TABLE = """
 storage = "text"
 closed = "sympy"
+open = "torch.optim."
+tensor = "data"
 refused = "torch.hub"
 [[calls]]
 names = "own: name"
