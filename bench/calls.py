@@ -7,9 +7,9 @@ something in the place of one: a partial, a name, the result of `getattr`, an ob
 bytes of any protocol, items, a second BUILD, the state of a class that has code of its own for being restored or
 deleted. A child process, forked from one that has torch imported, loads it with `pickle.load`, or with `torch.load`
 where it has storages, in a folder of its own under an audit hook. The hook fires on the import of a module, on opening
-a file to write, on exec, compile, processes, sockets and changes of files; a new file in the folder counts too. ckptlint
-then reads the same stream. One on which the hook fired and which is not SAF001
-is a miss: it is loaded again in a process of its own, left in FOLDER, and the exit code is 1.
+a file to write, on exec, compile, processes, sockets and changes of files; a new file in the folder counts too.
+ckptlint then reads the same stream. One on which the hook fired and which is not SAF001 is a miss: it is loaded again
+in a process of its own, left in FOLDER, and the exit code is 1.
 """
 
 from __future__ import annotations
