@@ -338,21 +338,14 @@ def is_class(name: str) -> bool:
     return name.rpartition(".")[2].lstrip("_")[:1].isupper()
 
 
-def may_make(module: str, name: str, is_called: bool, args: tuple[Any, ...]) -> bool:
-    """Whether an unknown name that is given this can be no more than a class of which an object is made.
-
-    A call is that of an enum, which makes a member of one number or word. Without a call (NEWOBJ) a named tuple may be
-    made of several, or of data. A class written in C, which has a name in lower case, does its work there.
-    """
-    if not is_class(name) or module.partition(".")[0] in table().closed:
-        return not args and not is_called
-    if is_called:
-        return len(args) <= 1 and all(map(_is_word, args))
-    return all(value is None or _is_word(value) or _is_data(value) for value in args)
+def is_own_class(module: str, name: str) -> bool:
+    """Whether an unknown name is a class of a package that is not closed: of a job, say."""
+    return is_class(name) and module.partition(".")[0] not in table().closed
 
 
-def _is_data(value: Any) -> bool:
-    return _is_ints(value) or getattr(type(value), "gives", "") in ("tensor", "data")
+def may_call(module: str, name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a call of an unknown name with these arguments can be no more than that of an enum or an empty object."""
+    return is_own_class(module, name) and len(args) <= 1 and all(map(_is_word, args))
 
 
 def _is_word(value: Any) -> bool:

@@ -386,15 +386,16 @@ class StandIns:
     def _unknown(self, key: Pair) -> type[Opaque]:
         """The stand-in of a name that nobody knows: a class may be made and filled, as training code keeps its own."""
         self.unknown[key] = None
+        is_data = partial(is_data_of, key[0].partition(".")[0])
         return self._inert(
             key,
-            call=partial(pickle_names.may_make, *key, True),
-            new=partial(pickle_names.may_make, *key, False),
-            fits=(is_own := partial(is_data_of, key[0].partition(".")[0])),
-            holds=is_own,
+            call=partial(pickle_names.may_call, *key),
+            new=is_data if pickle_names.is_own_class(*key) else pickle_names.is_nothing,
+            fits=is_data,
+            holds=is_data,
             sort="type" if pickle_names.is_class(key[1]) else "stranger",
             fault="unknown",
-            members=pickle_names.may_make(*key, True, ("",)),
+            members=pickle_names.is_own_class(*key),
         )
 
     def _member(self, cls: Any, owner: Any, name: Any) -> Any:
@@ -503,20 +504,21 @@ def _numpy_bytes(made: Opaque) -> int:
     return int(made.args[0][1:]) * (4 if made.args[0][0] == "U" else 1) if isinstance(made.args[0], str) else 0
 
 
-_ACTS = ("function", "type", "stranger", "refused")  # what a name stands for that code may call
+_PURE = ("function", "container", "constant")  # what a name stands for that whoever calls it may call
 
 
 def is_data_of(package: str, value: Any) -> bool:
     """Whether a value is data to the bottom, as code that nobody here knows must get it.
 
-    No function, no class, and no object but those of the table and of the package itself. An object of the table may
-    hold a class of the table: it is known what it does with it.
+    No function but pure ones of the table, no class, and no object but those of the table and of the package itself. An
+    object of the table may hold a class of the table: it is known what it does with it.
     """
     stack, seen = [(value, False)], set()
     while stack:
         item, is_held = stack.pop()
         if isinstance(item, Named):
-            if item.sort in _ACTS and not (is_held and item.sort == "type" and item.fault != "unknown"):
+            is_known = item.sort not in ("", "refused") and item.fault != "unknown"
+            if item.sort not in _PURE and not (is_held and is_known):
                 return False
         elif isinstance(item, (list, tuple, dict, set, frozenset, Opaque)) and id(item) not in seen:
             seen.add(id(item))

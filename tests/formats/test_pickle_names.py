@@ -134,9 +134,10 @@ def real_pickles() -> Iterator[tuple[Path, bytes]]:
 
 
 def test_the_list_has_every_name_of_the_real_files() -> None:
-    names, broken = set(), {"metadata_truncated", "metadata_is_json", "metadata_malicious", "megatron_common_malicious"}
+    broken = {"metadata_truncated", "metadata_is_json", "metadata_malicious", "megatron_common_malicious"}
+    names = set()
     for path, data in real_pickles():
-        if not broken & set(path.parts):
+        if not (broken | {"objects"}) & set(path.parts):  # whole objects, which the corpus judges
             names |= names_in(data)
     assert len(names) > 30
     assert {".".join(pair) for pair in names} - set(REAL_NAMES.split()) - {"torch.Size"} == set()
