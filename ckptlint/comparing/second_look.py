@@ -163,7 +163,7 @@ class _Apart:
         largest: absolute difference; NaN where no numbers are known.
         change: the norm of the difference relative to that of the old one.
         cosine: of the angle between both.
-        relation: `the old one times 2`, "" where they have no such relation.
+        relation: `scaled by 2`, "" where they have no such relation.
     """
 
     count: int
@@ -255,7 +255,10 @@ class _Line:
             if len(a) < _FEW or not np.isfinite(b[at]) or not a[at] or a[at] == b[at] or b.min() == b.max():
                 self.fitting = []
                 return
-            self.fitting = [("times", float(b[at] / a[at]), np.multiply), ("plus", float(b[at] - a[at]), np.add)]
+            self.fitting = [
+                ("scaled by", float(b[at] / a[at]), np.multiply),
+                ("the old one plus", float(b[at] - a[at]), np.add),
+            ]
         with np.errstate(invalid="ignore", over="ignore"):
             self.fitting = [
                 (word, value, apply)
@@ -270,4 +273,4 @@ class _Line:
         if not self.fitting:
             return ""
         word, value, _ = self.fitting[0]
-        return f"the old one {word} {value:.6g}"
+        return f"{word} {value:.6g}"
