@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from math import inf, nan, prod, sqrt
 
 import numpy as np
@@ -44,13 +45,13 @@ def second_look(
     holders = _Holders(sides[0])
 
     def look(match: Match) -> Match:
-        if match.relation != "differ" or match.what.startswith("stored"):  # in another order
-            return match
         old, new = sides[0][match.old[0]], sides[1][match.new[0]]
         return _with_differences(match, (old, new), holders, (places[0][old.fqn], places[1][new.fqn]))
 
+    is_odd = [match.relation == "differ" and not match.what.startswith("stored") for match in found]  # in another order
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(look, found))
+        looks = pool.map(look, compress(found, is_odd))
+        return [next(looks) if odd else match for match, odd in zip(found, is_odd, strict=True)]
 
 
 def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders, places: tuple[Place, Place]) -> Match:

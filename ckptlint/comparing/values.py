@@ -137,17 +137,18 @@ def _lone(found: Sequence[Match], sides: tuple[Mapping[str, Side], Mapping[str, 
     lone = []
     for number in (0, 1):
         proven = {name for match in found if match.is_proven for name in (match.old, match.new)[number]}
-        held = {_content(side) for name, side in sides[number].items() if name in proven and side.is_read}
-        for match in found:
-            names = (match.old, match.new)[number]
-            if match.relation != "absent" or not names or not proven:
-                continue
-            side = sides[number][names[0]]
-            key = parse(side.fqn)
-            is_weight = key.kind == "model" and side.dtype in FLOATS and side.fqn.rpartition(".")[2] not in COMPUTED
-            if is_weight and not side.is_dull and _content(side) not in held:
-                lone.append(side.fqn)
+        absent = [name for match in found if match.relation == "absent" for name in (match.old, match.new)[number]]
+        weights = [side for name in absent if proven and _is_weight(side := sides[number][name])]
+        own = (side for name, side in sides[number].items() if name in proven and side.is_read)
+        held = {_content(side) for side in own} if weights else set()
+        lone += [side.fqn for side in weights if _content(side) not in held]
     return lone
+
+
+def _is_weight(side: Side) -> bool:
+    """Whether it is missed where it is lost: no buffer, and nothing that other tensors may hold by chance."""
+    is_model = parse(side.fqn).kind == "model" and side.dtype in FLOATS
+    return is_model and side.fqn.rpartition(".")[2] not in COMPUTED and not side.is_dull
 
 
 def _content(side: Side) -> tuple[str, int]:
