@@ -21,6 +21,7 @@ from ckptlint.comparing.sides import Opened
 from ckptlint.comparing.stacked import layer_by_layer, stacked
 from ckptlint.comparing.updates import Update, updates, weights_of
 from ckptlint.depth import Depth
+from ckptlint.formats.safe_pickle import paused_gc
 from ckptlint.model import Tensor
 from ckptlint.model.text import plural, printable, some
 from ckptlint.payload.reader import read_payload
@@ -74,6 +75,7 @@ class Values:
         return 4 if not self.is_read else int(count < whole or not whole or is_unmerged or bool(self.lone))
 
 
+@paused_gc()
 def compared_values(
     old: Sequence[Opened],
     new: Sequence[Opened],
@@ -270,7 +272,7 @@ def _read(
         bad = np.array(sorted({damage.record for damage in ckpt.payload.damages if damage.record >= 0}), np.int64)
         whole = {damage.file for damage in ckpt.payload.damages if damage.record < 0}
         places |= {name: Place(opened.folder, ckpt, ckpt.tensors[name]) for name in own}
-        for name in own:
+        for name in own if len(bad) or whole else ():
             records = ckpt.tensors[name].chunks.record
             files = {ckpt.files.names[number] for number in ckpt.records.file[records[records >= 0]].tolist()}
             if np.isin(records, bad).any() or files & whole:
