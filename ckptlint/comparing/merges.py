@@ -265,7 +265,10 @@ def _of_experts(module: str, a: Matrix, b: Matrix, base: Places) -> Iterator[_Ta
     for number, (left, right) in enumerate(_of_each(a, b, len(experts))):
         sizes = [(key, base[key].shape) for key in sorted(experts[number], key=_gate_first)]
         whole = [key for key, shape in sizes if shape == (len(left), right.shape[1])]
-        halves = [key for key, shape in sizes if shape == (len(left) // 2, right.shape[1])]
+        outs = [key for key, _ in sizes if parse(key).function == "mlp_out"]
+        halves = [key for key, shape in sizes if shape == (len(left) // 2, right.shape[1]) and key not in outs]
+        if len(whole) > len(outs) + 1:  # all are square: gate and up are joined in memory, and their factors are wider
+            whole = outs or whole
         if whole:
             yield [_Target(key, base[key].shape, (_Block(0, left, right),)) for key in whole]
         elif len(halves) == 2:

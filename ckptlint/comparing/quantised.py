@@ -26,6 +26,7 @@ _MOST = 3.0  # times the error of rounding, for methods that round otherwise to 
 _MANY = 0.01  # share of the elements that those move further than half a step
 _RUN = 64  # columns under a few scales at most
 _BENT = 0.4  # rounding bends a run of so many columns by a tenth, a scale halved or doubled by half at least
+_ERRORS = 9.0  # standard errors; no sum of rounding errors is so far out in 2**40 groups (Hoeffding: exp(-81 / 2) each)
 _WIDE = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -65,14 +66,14 @@ class _Seen:
         count: elements; odd: those further than half a step from the original's.
         bad: rows that are too far from it for any rounding, of all.
         worst: the largest error of a row, in errors that rounding makes.
-        sums: of the products of both, and of the squares of the original's.
+        sums: those of `_sums` over all that was seen.
     """
 
     count: int = 0
     odd: int = 0
     worst: float = 0.0
     bad: list[int] = field(default_factory=list)
-    sums: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(2))
+    sums: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
     rows: int = 0
 
 
@@ -89,7 +90,7 @@ def _judge(quantised: Quantised, other: Place, key: str) -> Match:
         wanted = _wide(other, first, last, shape, is_turned)
         if rows is None or wanted is None:
             return Match("unread", *names, False, f"{quantised.scheme}: its rows cannot be read")
-        _compare(seen, rows, wanted, first)
+        _compare(seen, rows, wanted, first, quantised.group)
     return _told(seen, names, quantised, is_turned)
 
 
@@ -117,7 +118,7 @@ def _wide(place: Place, first: int, last: int, shape: tuple[int, ...], is_turned
     return None if found is None else np.asarray(found, np.float32)
 
 
-def _compare(seen: _Seen, rows: Rows, wanted: Matrix, first: int) -> None:
+def _compare(seen: _Seen, rows: Rows, wanted: Matrix, first: int, group: int) -> None:
     with np.errstate(all="ignore"):
         apart = np.abs(rows.values - wanted)
         noise = np.float32(_ROUNDING) * (np.abs(rows.values) + np.abs(wanted))
@@ -130,9 +131,11 @@ def _compare(seen: _Seen, rows: Rows, wanted: Matrix, first: int) -> None:
     seen.count += apart.size
     seen.odd += int(is_odd.sum())
     seen.worst = max(seen.worst, float(np.nanmax(ratio, initial=0.0)))
-    is_bad = ~(ratio <= _MOST) | (is_odd.any(axis=1) & _is_bent(rows, wanted, noise))
+    sums = _sums(rows, wanted, group)
+    is_other = _is_bent(rows, wanted, noise) | _is_scaled(sums).any(axis=1)
+    is_bad = ~(ratio <= _MOST) | (is_odd.any(axis=1) & is_other)
     seen.bad += (first + np.flatnonzero(is_bad)).tolist()
-    seen.sums += [float(np.vdot(rows.values, wanted)), float(np.vdot(wanted, wanted))]
+    seen.sums += sums.sum(axis=(1, 2))
 
 
 def _is_bent(rows: Rows, wanted: Matrix, noise: Matrix) -> npt.NDArray[np.bool_]:
@@ -146,6 +149,32 @@ def _is_bent(rows: Rows, wanted: Matrix, noise: Matrix) -> npt.NDArray[np.bool_]
     return np.asarray(((np.abs(slope - 1) > _BENT) & (square.sum(axis=2) > 4 * usual)).any(axis=1))
 
 
+def _sums(rows: Rows, wanted: Matrix, group: int) -> npt.NDArray[np.float64]:
+    """float64 [5, rows, groups] of `o`, the original, `d`, what the codes stand for, and `e`, the error of rounding.
+
+    They are the sums of `o * d`, `d * d`, `o * o`, and those that are to be expected of `e * e` and `(d * e) ** 2`.
+    Last codes are left out: what is larger ends there too, and how much larger nobody knows.
+    """
+    own, other = (np.where(rows.is_end, 0, part) for part in (rows.values, wanted))
+    error = np.where(rows.is_end, 0, np.square(rows.half) / 3)
+    parts = own * other, np.square(own), np.square(other), error, np.square(own) * error
+    starts = np.arange(0, wanted.shape[1], group)
+    return np.stack([np.add.reduceat(part, starts, axis=1, dtype=np.float64) for part in parts])
+
+
+def _is_scaled(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+    """Whether the one factor that fits, of the original on what the codes stand for, is not 1.
+
+    Rounding makes it smaller by the share that its errors have in the squares, and moves it by chance. Where the
+    errors are larger than those of rounding, as methods make them that weigh columns, so is what they explain.
+    """
+    both, own, other, error, product = sums
+    with np.errstate(all="ignore"):
+        more = np.maximum((own - both * both / other) / error, 1)
+        explained = 2 * _ROUNDING + more * error / own + _ERRORS * np.sqrt(more * product) / own
+        return np.asarray(np.abs(both / own - 1) > explained)
+
+
 def _told(seen: _Seen, names: tuple[tuple[str, ...], tuple[str, ...]], quantised: Quantised, turned: bool) -> Match:
     slices, per, _ = matrix(quantised.shape)
     scheme = quantised.scheme + (", transposed" if turned else "")
@@ -154,14 +183,15 @@ def _told(seen: _Seen, names: tuple[tuple[str, ...], tuple[str, ...]], quantised
     if not seen.odd:
         return Match("quantised", *names, True, f"{scheme}: all within half a step")
     share = seen.odd / max(seen.count, 1)
-    if not seen.bad and share > _MANY:
+    is_scaled = bool(_is_scaled(seen.sums))
+    if not seen.bad and not is_scaled and share > _MANY:
         what = f"{scheme}: rows within {seen.worst:.2g} times the error of rounding"
         return Match("quantised", *names, True, what)
-    times = seen.sums[0] / seen.sums[1] if seen.sums[1] else 0.0
     notes = [f"{seen.odd:,} of {seen.count:,} elements are further than half a step from those of {names[1][0]}"]
-    if seen.bad:
-        many = len(seen.bad) == seen.rows
+    if is_scaled:
+        notes.append(f"together scaled by {seen.sums[0] / seen.sums[2]:.3g}")
+    elif seen.bad:
         parts = ranges(seen.bad).split(",")
-        where = "all rows" if many else f"rows {', '.join(parts[:4])}{' and more' if len(parts) > 4 else ''}"
-        notes.append(f"{where} are not this weight's" + (f"; together {times:.3g} times it" if many else ""))
+        shown = f"rows {', '.join(parts[:4])}{' and more' if len(parts) > 4 else ''}"
+        notes.append(f"{'all rows' if len(seen.bad) == seen.rows else shown} are not this weight's")
     return Match("differ", *names, False, scheme, tuple(notes))

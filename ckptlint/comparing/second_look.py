@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from math import inf, nan, prod, sqrt
 
 import numpy as np
@@ -44,13 +45,13 @@ def second_look(
     holders = _Holders(sides[0])
 
     def look(match: Match) -> Match:
-        if match.relation != "differ" or match.what.startswith("stored"):  # in another order
-            return match
         old, new = sides[0][match.old[0]], sides[1][match.new[0]]
         return _with_differences(match, (old, new), holders, (places[0][old.fqn], places[1][new.fqn]))
 
+    is_odd = [match.relation == "differ" and not match.what.startswith("stored") for match in found]  # in another order
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(look, found))
+        looks = pool.map(look, compress(found, is_odd))
+        return [next(looks) if odd else match for match, odd in zip(found, is_odd, strict=True)]
 
 
 def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders, places: tuple[Place, Place]) -> Match:
@@ -163,7 +164,7 @@ class _Apart:
         largest: absolute difference; NaN where no numbers are known.
         change: the norm of the difference relative to that of the old one.
         cosine: of the angle between both.
-        relation: `the old one times 2`, "" where they have no such relation.
+        relation: `scaled by 2`, "" where they have no such relation.
     """
 
     count: int
@@ -255,7 +256,10 @@ class _Line:
             if len(a) < _FEW or not np.isfinite(b[at]) or not a[at] or a[at] == b[at] or b.min() == b.max():
                 self.fitting = []
                 return
-            self.fitting = [("times", float(b[at] / a[at]), np.multiply), ("plus", float(b[at] - a[at]), np.add)]
+            self.fitting = [
+                ("scaled by", float(b[at] / a[at]), np.multiply),
+                ("the old one plus", float(b[at] - a[at]), np.add),
+            ]
         with np.errstate(invalid="ignore", over="ignore"):
             self.fitting = [
                 (word, value, apply)
@@ -270,4 +274,4 @@ class _Line:
         if not self.fitting:
             return ""
         word, value, _ = self.fitting[0]
-        return f"the old one {word} {value:.6g}"
+        return f"{word} {value:.6g}"

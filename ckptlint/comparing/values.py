@@ -21,6 +21,7 @@ from ckptlint.comparing.sides import Opened
 from ckptlint.comparing.stacked import layer_by_layer, stacked
 from ckptlint.comparing.updates import Update, updates, weights_of
 from ckptlint.depth import Depth
+from ckptlint.formats.safe_pickle import paused_gc
 from ckptlint.model import Tensor
 from ckptlint.model.text import plural, printable, some
 from ckptlint.payload.reader import read_payload
@@ -74,6 +75,7 @@ class Values:
         return 4 if not self.is_read else int(count < whole or not whole or is_unmerged or bool(self.lone))
 
 
+@paused_gc()
 def compared_values(
     old: Sequence[Opened],
     new: Sequence[Opened],
@@ -137,17 +139,18 @@ def _lone(found: Sequence[Match], sides: tuple[Mapping[str, Side], Mapping[str, 
     lone = []
     for number in (0, 1):
         proven = {name for match in found if match.is_proven for name in (match.old, match.new)[number]}
-        held = {_content(side) for name, side in sides[number].items() if name in proven and side.is_read}
-        for match in found:
-            names = (match.old, match.new)[number]
-            if match.relation != "absent" or not names or not proven:
-                continue
-            side = sides[number][names[0]]
-            key = parse(side.fqn)
-            is_weight = key.kind == "model" and side.dtype in FLOATS and side.fqn.rpartition(".")[2] not in COMPUTED
-            if is_weight and not side.is_dull and _content(side) not in held:
-                lone.append(side.fqn)
+        absent = [name for match in found if match.relation == "absent" for name in (match.old, match.new)[number]]
+        weights = [side for name in absent if proven and _is_weight(side := sides[number][name])]
+        own = (side for name, side in sides[number].items() if name in proven and side.is_read)
+        held = {_content(side) for side in own} if weights else set()
+        lone += [side.fqn for side in weights if _content(side) not in held]
     return lone
+
+
+def _is_weight(side: Side) -> bool:
+    """Whether it is missed where it is lost: no buffer, and nothing that other tensors may hold by chance."""
+    is_model = parse(side.fqn).kind == "model" and side.dtype in FLOATS
+    return is_model and side.fqn.rpartition(".")[2] not in COMPUTED and not side.is_dull
 
 
 def _content(side: Side) -> tuple[str, int]:
@@ -269,7 +272,7 @@ def _read(
         bad = np.array(sorted({damage.record for damage in ckpt.payload.damages if damage.record >= 0}), np.int64)
         whole = {damage.file for damage in ckpt.payload.damages if damage.record < 0}
         places |= {name: Place(opened.folder, ckpt, ckpt.tensors[name]) for name in own}
-        for name in own:
+        for name in own if len(bad) or whole else ():
             records = ckpt.tensors[name].chunks.record
             files = {ckpt.files.names[number] for number in ckpt.records.file[records[records >= 0]].tolist()}
             if np.isin(records, bad).any() or files & whole:

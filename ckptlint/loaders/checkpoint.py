@@ -73,7 +73,8 @@ def _open(found: Found, look_at_files: bool) -> Checkpoint:
         return read_checkpoint(found, look_at_files)
     layout = recognised.layout
     try:
-        return isolated(partial(read_checkpoint, found, look_at_files), layout.input_bytes(folder))
+        with paused_gc():  # the answer is millions of objects too
+            return isolated(partial(read_checkpoint, found, look_at_files), layout.input_bytes(folder))
     except LimitError as error:
         label = recognised.evidence.file if layout.describes_itself else METADATA
         return Checkpoint(

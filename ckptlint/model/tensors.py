@@ -82,11 +82,9 @@ class Tensor:
     @property
     def is_representable(self) -> bool:
         """Whether shape and volume fit int64, which torch and the box arithmetic need."""
-        return (
-            len(self.global_shape) <= RANK_LIMIT
-            and all(0 <= size < 2**62 for size in self.global_shape)
-            and self.volume < 2**63
-        )
+        shape = self.global_shape
+        is_small = len(shape) <= RANK_LIMIT and min(shape, default=0) >= 0 and max(shape, default=0) < 2**62
+        return is_small and self.volume < 2**63
 
     @property
     def is_sound(self) -> bool:

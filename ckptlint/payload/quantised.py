@@ -54,6 +54,7 @@ class Quantised:
         keys: the tensors that it is stored in.
         shape: unquantised.
         scheme: how it is quantised, in words.
+        group: columns of a row that share a scale.
         rows: (first, last) -> these rows; None where they cannot be read.
     """
 
@@ -61,6 +62,7 @@ class Quantised:
     keys: tuple[str, ...]
     shape: Shape
     scheme: str
+    group: int
     rows: Callable[[int, int], Rows | None]
 
 
@@ -146,17 +148,23 @@ def _edge(size: int, count: int, given: Any) -> int:
     return 0
 
 
+def _group(scale: Matrix, shape: Shape) -> int:
+    """Columns of a row that share a scale."""
+    width = shape[-1]
+    return width if scale.ndim < 2 else max(_edge(width, scale.shape[-1], None), 1)
+
+
 def _in_words(scale: Matrix, shape: Shape) -> str:
     """What shares a scale."""
     if scale.size == 1:
         return "one scale"
     height, width = scale.shape[-2:] if scale.ndim > 1 else (scale.size, 1)
-    _, per, columns = matrix(shape)
+    per = matrix(shape)[1]
     if width == 1:
         return "a scale a row" if height == per else "a scale an expert"
     if height == per:
-        return f"groups of {_edge(columns, width, None)}"
-    return f"blocks of {_edge(per, height, None)}x{_edge(columns, width, None)}"
+        return f"groups of {_group(scale, shape)}"
+    return f"blocks of {_edge(per, height, None)}x{_group(scale, shape)}"
 
 
 def _scaled(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | None:
@@ -194,7 +202,7 @@ def _scaled(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | 
         return Rows(values * by, half * np.abs(by), is_end)
 
     keys = tuple(found for found in (key, name, zero_key) if found in places)
-    return Quantised(key, keys, shape, f"{dtype}, {_in_words(scale, shape)}", rows)
+    return Quantised(key, keys, shape, f"{dtype}, {_in_words(scale, shape)}", _group(scale, shape), rows)
 
 
 def _shifted(half: Matrix, codes: Matrix, zero: Matrix) -> tuple[Matrix, Matrix]:
@@ -248,6 +256,7 @@ def _packed(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | 
     bits = width * 32 // max(shape[1], 1)
     if height != shape[0] or not 1 <= bits <= 8 or -(-shape[1] * bits // 32) != width:
         return None
+    scheme, group = f"int{bits}, {_in_words(scale, shape)}", _group(scale, shape)
     groups = _whole(places.get(f"{weight}_g_idx"))
     zero = _packed_zeros(places.get(f"{weight}_zero_point"), shape[0], bits)
     if groups is not None and groups.shape == (shape[1],) and groups.min() >= 0:
@@ -270,7 +279,7 @@ def _packed(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | 
 
     parts = ("_packed", "_scale", "_zero_point", "_g_idx", "_shape")
     keys = tuple(name for part in parts if (name := weight + part) in places)
-    return Quantised(weight, keys, shape, f"int{bits}, {_in_words(scale, shape)}", rows)
+    return Quantised(weight, keys, shape, scheme, group, rows)
 
 
 def _is_end(codes: Codes, bits: int) -> npt.NDArray[np.bool_]:
@@ -307,7 +316,8 @@ def _fp4(
     if own is None:
         return None
     keys = tuple(name for name in (key, scale_key, global_key) if name in places)
-    return Quantised(weight, keys, real, "MXFP4" if is_power else "NVFP4", _rows_of_fp4(place, shape, own))
+    rows = _rows_of_fp4(place, shape, own)
+    return Quantised(weight, keys, real, "MXFP4" if is_power else "NVFP4", _group(scale, real), rows)
 
 
 def _rows_of_fp4(place: Place, shape: Shape, scale: Callable[[int, int], Matrix]) -> Callable[[int, int], Rows | None]:
@@ -335,7 +345,8 @@ def _blocks(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | 
     own = _spread(np.exp2(scale - np.float32(127)), real, None)
     if own is None:
         return None
-    return Quantised(weight, (key, f"{weight}_scales"), real, "MXFP4", _rows_of_fp4(place, joined, own))
+    rows = _rows_of_fp4(place, joined, own)
+    return Quantised(weight, (key, f"{weight}_scales"), real, "MXFP4", _group(scale, real), rows)
 
 
 def _transposed(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | None:
@@ -379,7 +390,7 @@ def _transposed(key: str, place: Place, places: Mapping[str, Place]) -> Quantise
 
     keys = tuple(name for part in ("qweight", "qzeros", "scales", "g_idx") if (name := home + part) in places)
     scheme = f"{'AWQ' if is_awq else 'GPTQ'}, {bits} bits, groups of {size}"
-    return Quantised(f"{home}weight", keys, (out, width), scheme, rows)
+    return Quantised(f"{home}weight", keys, (out, width), scheme, size, rows)
 
 
 def _in_order(codes: Codes, bits: int) -> Codes:

@@ -157,7 +157,8 @@ class Reader:
         for part in parts:
             self.problems += part.problems
         damages = [damage for part in parts for damage in part.damages]
-        find_same(self.folder, self.ckpt, self.table, self._path)
+        if not self.how.words_only:
+            find_same(self.folder, self.ckpt, self.table, self._path)
         damages += self._report_broken()
         payload = replace(
             self.table,
@@ -650,16 +651,21 @@ def _needed(ckpt: Checkpoint) -> tuple[IntArray, np.ndarray]:
     """For each record the bytes of its chunk, -1 where they are not known; and whether it holds a chunk at all."""
     needed = np.full(len(ckpt.records), -1, np.int64)
     is_tensor = np.zeros(len(ckpt.records), bool)
+    by_rank = defaultdict[int, list[Tensor]](list)
     for tensor in ckpt.tensors.values():
-        rows = np.flatnonzero(tensor.chunks.record >= 0)
-        is_tensor[[chunk.record for chunk in tensor.malformed if chunk.record >= 0]] = True
-        is_tensor[tensor.chunks.record[rows]] = True
-        if not len(rows) or not tensor.is_sound or (item := nbytes(tensor.dtype, 1)) is None:
-            continue
-        sizes = tensor.layout.sizes[rows]
+        by_rank[tensor.layout.sizes.shape[1]].append(tensor)
+        if tensor.malformed:
+            is_tensor[[chunk.record for chunk in tensor.malformed if chunk.record >= 0]] = True
+    for tensors in by_rank.values():
+        record = np.concatenate([tensor.chunks.record for tensor in tensors])
+        sizes = np.concatenate([tensor.layout.sizes for tensor in tensors])
+        known = [nbytes(tensor.dtype, 1) if tensor.is_sound else None for tensor in tensors]
+        counts = [len(tensor.chunks) for tensor in tensors]
+        item = np.repeat(np.array([-1 if size is None else size for size in known], np.int64), counts)
         volume = sizes.astype(float).prod(axis=1)
-        fits = (sizes >= 0).all(axis=1) & (volume < 2**55)
-        needed[tensor.chunks.record[rows[fits]]] = sizes[fits].prod(axis=1) * item
+        fits = (record >= 0) & (item >= 0) & (sizes >= 0).all(axis=1) & (volume < 2**55)
+        is_tensor[record[record >= 0]] = True
+        needed[record[fits]] = sizes[fits].prod(axis=1) * item[fits]
     return needed, is_tensor
 
 

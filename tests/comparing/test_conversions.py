@@ -6,10 +6,13 @@ import csv
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from support import REAL, bench, examples
 
 import ckptlint
 from ckptlint.comparing.values import Values
+from ckptlint.errors import UnknownLayoutError
 
 PAIRS = REAL / "conversions"
 with (PAIRS / "PAIRS.tsv").open(encoding="utf-8") as opened:
@@ -35,6 +38,16 @@ def test_a_real_conversion_is_proven(name: str) -> None:
     assert (found.exit_code, list(found.lone), list(found.sentences)) == (0, [], [])
     if not ROWS[name]["adapter"]:
         assert compared(name, PAIRS / ROWS[name]["new"], PAIRS / ROWS[name]["old"]).exit_code == 0
+
+
+def test_metas_one_file_alone_and_that_of_one_rank_of_two(tmp_path: Path) -> None:
+    pair = PAIRS / "torchtune_llama"
+    state, file = load_file(pair / "meta" / "model.safetensors"), tmp_path / "consolidated.00.pth"
+    torch.save(state, file)
+    assert compared("torchtune_llama", pair / "hf", tmp_path).exit_code == 0
+    torch.save({key: value.chunk(2, int("wo" in key or "w2" in key))[0].clone() for key, value in state.items()}, file)
+    with pytest.raises(UnknownLayoutError, match="does not know how these files belong together"):
+        compared("torchtune_llama", pair / "hf", tmp_path)
 
 
 NEAR = bench("near_misses")

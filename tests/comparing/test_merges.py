@@ -111,6 +111,18 @@ def test_a_difference_beside_the_targets(lora: Made, tmp_path: Path) -> None:
     assert "the adapter does not change it" in match["notes"]
 
 
+def test_square_experts_of_which_two_were_exchanged(tmp_path: Path) -> None:
+    experts = made("peft_square_experts")
+    down, gate = (f"model.layers.0.block_sparse_moe.experts.1.{name}.weight" for name in ("w2", "w1"))
+
+    def edit(state: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -> None:
+        added = {key: state[key] - base[key] for key in (down, gate)}
+        state[gate], state[down] = base[gate] + added[down], base[down] + added[gate]
+
+    code, document = compared(experts[0], edited(experts, tmp_path, edit), experts[2])
+    assert (code, {match["old"][0] for match in of(document, "unmerged")}) == (1, {down, gate})
+
+
 def test_modules_to_save_that_were_left_out(tmp_path: Path) -> None:
     base, merged, adapter = made("peft_modules_to_save")
     merged = Path(shutil.copytree(merged, tmp_path / "merged"))

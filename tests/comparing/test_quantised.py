@@ -67,6 +67,22 @@ def test_scales_that_are_not_the_weights(tmp_path: Path, case: str, fault: str) 
     assert "further than half a step" in match["notes"][0]
 
 
+FACTORS = {"fp8_blocks": 1.06, "fp8_rows": 1.06, "int8_rows": 1.02, "int4_groups": 1.25, "nvfp4": 1.25}
+
+
+@pytest.mark.parametrize("case", FACTORS)
+def test_one_factor_in_all_scales(tmp_path: Path, case: str) -> None:
+    made, by = stored(case), FACTORS[case]
+    for key in made:
+        if key.endswith(("scale", "scale_inv")) and "global" not in key:
+            made[key] = (made[key].float() * by).to(made[key].dtype)
+    code, document = compared(PAIRS / "quantised_wide", export(tmp_path / "new", made))
+    found = told(document, "differ")
+    assert (code, told(document, "quantised"), len(found)) == (1, [], 2)
+    for match in found:
+        assert float(match["notes"][1].removeprefix("together scaled by ")) == pytest.approx(by, rel=0.05)
+
+
 def test_the_codes_of_another_layer(tmp_path: Path) -> None:
     made = stored("fp8_blocks")
     made[KEY] = made[KEY.replace(".0.", ".1.")].clone()

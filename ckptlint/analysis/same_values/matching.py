@@ -35,7 +35,8 @@ def matches(old: Sides, new: Sides, renamed: Mapping[str, str], heads: Heads, vo
         heads: what the configurations say of attention.
         vocabulary: the smaller number of tokens that the configurations say, 0 where none does.
     """
-    old, new = in_one_order(old, new, heads)
+    if old.keys() != new.keys():
+        old, new = in_one_order(old, new, heads)
     found = [_pair(side, new[name], vocabulary) for name, side in old.items() if name in new]
     left_old = {name: side for name, side in old.items() if name not in new}
     left_new = {name: side for name, side in new.items() if name not in old}

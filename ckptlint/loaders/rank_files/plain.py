@@ -34,6 +34,7 @@ from ckptlint.vocabulary.frameworks import family_of, may_be_pickle
 from ckptlint.vocabulary.litter import is_litter
 
 _OPTIMIZER = {"state", "param_groups"}  # torch.optim.Optimizer.state_dict
+_META = re.compile(r"consolidated\.\d{1,3}\.pth")
 _STATES = ("state_dict", "model", "module", "model_state_dict", "model_state")
 
 
@@ -74,15 +75,20 @@ def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | N
 
 
 def lone_state(folder: Folder) -> str | None:
-    """The one file in a folder that may hold weights, where it does; None for any other folder."""
-    names = [name for name in folder.files_beside() if may_be_pickle(name) and family_of(name) is None]
+    """The one file in a folder that may hold weights, where it does; None for any other folder.
+
+    Of Meta's models, which have a `consolidated.NN.pth` for each rank, that is a file of one rank that holds all.
+    """
+    names = [name for name in folder.files_beside() if may_be_pickle(name)]
+    names = [name for name in names if family_of(name) is None or _META.fullmatch(name)]
     if len(names) != 1 or is_litter(names[0]) or folder.look_at(names[0])[0] not in READABLE:
         return None
 
     def holds() -> bool:
         try:
             found = read_torch_file(folder, names[0])
-            return bool(found.unpickled.refused) or holds_weights(found.root)
+            is_whole = not _META.fullmatch(names[0]) or _has_square_outputs(found.root)
+            return bool(found.unpickled.refused) or (holds_weights(found.root) and is_whole)
         except UnreadableError:
             return False
 
@@ -90,6 +96,18 @@ def lone_state(folder: Folder) -> str | None:
         return names[0] if isolated(holds, min(folder.size(names[0]), PICKLE_SHARE)) else None
     except LimitError:
         return None
+
+
+def _has_square_outputs(root: Any) -> bool:
+    """Whether each `wo` is square: in Meta's models it is, and that of one rank of several has a part of its columns.
+
+    Source:
+        meta-llama/llama-models: models.llama3.model.Attention, `head_dim` is `dim // n_heads`
+    """
+    state = root if isinstance(root, dict) else {}
+    outputs = [value for fqn, value in walked(state) if fqn.endswith("attention.wo.weight")]
+    shapes = [value.shape for value in outputs if isinstance(value, StoredTensor)]
+    return bool(shapes) and all(len({*shape}) == 1 for shape in shapes)
 
 
 def holds_weights(root: Any) -> bool:
