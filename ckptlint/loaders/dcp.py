@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, compress, groupby, islice
 from math import prod
@@ -17,7 +17,7 @@ from ckptlint.formats.safe_pickle import Node, Opaque
 from ckptlint.model import KEY_LIMIT, RANK_LIMIT, ChunkTable, MalformedChunk, Problem, RecordTable, Tensor
 from ckptlint.model.cover import Budget
 from ckptlint.model.layout import COORDINATE_LIMIT, IntArray, Layout, distinct
-from ckptlint.model.text import all_printable, printable
+from ckptlint.model.text import all_printable, plural, printable
 
 _PRINTABLE = 10**100
 _PART = 65536  # numbers that are Python objects at once
@@ -44,7 +44,6 @@ class Description:
     extras: dict[str, Any]
     storage_meta: Any
     version: str | None
-    planner_data: Any
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -121,9 +120,34 @@ def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
         extras={key: value for state in reversed(states) for key, value in state.items() if key not in known},
         storage_meta=states[0].get("storage_meta"),
         version=version if isinstance(version, str) else None,
-        planner_data=states[0].get("planner_data"),
-        problems=problems,
+        problems=problems + _misplaced([state.get("planner_data") for state in states], entries, file),
     )
+
+
+def _misplaced(planner_data: list[Any], entries: Mapping[str, Any], file: str) -> list[Problem]:
+    """The keys that load under another name than their own, or under none, where the state dict is made from them.
+
+    Source:
+        torch.distributed.checkpoint._nested_dict.flatten_state_dict (2.0 - 2.13): the path, joined by dots, is the key;
+        default_planner._EmptyStateDictLoadPlanner puts each tensor at the path of its key
+    """
+    paths = {key: path for part in planner_data if isinstance(part, dict) for key, path in part.items()}
+    if not paths:
+        return []
+    wrong = [
+        f"puts {printable(fqn)} at {_path_text(paths[fqn])}" if fqn in paths else f"has no path of {printable(fqn)}"
+        for fqn in entries
+        if fqn not in paths or _path_text(paths[fqn]) != fqn
+    ]
+    if not wrong:
+        return []
+    more = f", and {plural(len(wrong) - 1, 'more key')} elsewhere" if len(wrong) > 1 else ""
+    why = "a conversion to a torch.save file, or a load without a model, puts tensors where this says"
+    return [Problem("unreadable", file, f"{file} has planner_data that {wrong[0]}{more}", why=why)]
+
+
+def _path_text(path: Any) -> str:
+    return ".".join(map(str, path)) if isinstance(path, (tuple, list)) else printable(repr(path))
 
 
 # ---------------------------------------------------------------- tensors
