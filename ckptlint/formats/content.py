@@ -7,6 +7,7 @@ import bz2
 import lzma
 import pickle
 import pickletools
+import re
 import struct
 import zipfile
 import zlib
@@ -30,6 +31,12 @@ _PACK_MEMORY = 2**28  # bytes that an unpacker may take
 _FEW = 2**20  # packed bytes that tell what they hold: bzip2 packs almost as many at once
 _PIECE = 2**16  # packed bytes that are unpacked at once: damage hides what came out of one piece
 _BAD_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, OSError, EOFError, ValueError, RuntimeError)
+# what can be the first opcode: it takes nothing from the stack or the memo, and C's readers take its argument
+_FIRST = re.compile(
+    rb"[()\]}NJKMGTUVXBCP\x80\x82-\x84\x88-\x8f\x95\x96]|c[\w.\x80-\xff]+\n[\w.\x80-\xff]+\n"
+    rb"|[IL]\s*[-+]?\d|F[-+.\dinIN]|S['\"]"
+)
+_NAMES = ("GLOBAL", "STACK_GLOBAL", "INST", "EXT1", "EXT2", "EXT4")
 _MEMBERS = 4096  # of a zip file whose first bytes are looked at
 _NOT_ASCII = bytes.maketrans(bytes(range(128, 256)), b"?" * 128)
 
@@ -44,9 +51,9 @@ def content_of(head: bytes) -> Content | None:
         return "archive"
     if head.startswith(_ARRAY):
         return "array"
-    if not (head and _is_decoded(head)):
+    if not (_FIRST.match(head) and _is_decoded(head)):
         return "packed" if _unpacker(head) is not None else None
-    return "pickle" if head[0] == 0x80 else "perhaps pickle"
+    return "pickle" if head[0] == 0x80 and head[1:2] > b"\1" else "perhaps pickle"  # no pickler writes PROTO 0 or 1
 
 
 def _is_decoded(head: bytes) -> bool:
@@ -74,21 +81,22 @@ def is_pickled(start: bytes, size: int) -> bool:
     try:
         return asks_for_names(start) or (not start.isascii() and asks_for_names(start.translate(_NOT_ASCII)))
     except LimitError:
-        end = _end_before_too_much(start)
-        if end is None:
+        if _may_reach_a_name(start):
             raise
-        return asks_for_names(start[:end])
+        return False
 
 
-def _end_before_too_much(data: bytes) -> int | None:
-    """Where the first opcode stands that has more bytes than there are, which ends every reader; None without one."""
+def _may_reach_a_name(data: bytes) -> bool:
+    """Whether a pickle has the opcode of a name before its end, or before what ends every reader."""
     stream, end = BytesIO(data), 0
     try:
-        for _ in pickletools.genops(stream):
+        for opcode, _, _ in pickletools.genops(stream):
+            if opcode.name in _NAMES:
+                return True
             end = stream.tell()
-    except ValueError as error:
-        return end if " remain" in str(error) else None
-    return None
+    except ValueError:
+        return data[end : end + 1] in (pickle.INT, pickle.LONG)  # C knows more forms of numbers
+    return False
 
 
 def pickles_in(content: Content | None, file: BinaryIO, limit: int) -> Iterator[bytes]:

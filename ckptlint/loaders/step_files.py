@@ -100,13 +100,12 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
     names = (*_READ_ELSEWHERE, "train_state.pt") if is_dcp else _READ_ELSEWHERE
     names = (*names, *([ckpt.config.file] if ckpt.config is not None else []))
     parts |= {f"{name.rpartition('/')[0]}/" for name in parts if "/" in name}
-    found = [item for item in _files_of(whole) if item.label not in parts]
+    listed = [*_files_of(whole)]
+    below, passed = _below(listed, whole)
+    found = [item for item in listed if item.label not in parts]
     if is_dcp:  # whose metadata a loader has read, that of single ranks too
         found = [item for item in found if not RANK_METADATA.fullmatch(item.label)]
-    below, passed = _below(found, whole)
-    by_content, late = _with_content([item for item in [*found, *below] if not (item.what or _is_opened(item))])
-    looked = {(item.folder.place, item.name): item for item in by_content}
-    found = [looked.pop((item.folder.place, item.name), item) for item in found] + [*looked.values()]
+    found, late = _with_content(found, [item for item in below if item.label not in parts])
     wanted = [item for item in found if _is_opened(item)]
     shut = [item for item in wanted if item.what or item.folder.look_at(item.name)[0] not in READABLE]
     hidden = {*map(id, shut)}
@@ -157,26 +156,29 @@ def _below(found: list[_Found], whole: Found) -> tuple[list[_Found], list[str]]:
             passed.append(label)
             continue
         files += [
-            _Found(folder, name, printable(label + name), None, folder.size(name), is_below=True) for name in names
+            _Found(folder, name, label + printable(name), None, folder.entries[name].size, is_below=True)
+            for name in names
         ]
-        queue += [(folder.sub(name), printable(f"{label}{name}/")) for name in inner if not folder.outside(name)]
+        queue += [(folder.sub(name), f"{label}{printable(name)}/") for name in inner if not folder.outside(name)]
     return files, passed
 
 
-def _with_content(items: list[_Found]) -> tuple[list[_Found], list[_Found]]:
-    """The files whose first bytes say that a loader may unpickle them, and those that were not looked at."""
-    items = [item for item in items if item.size and not item.name.endswith(_PAYLOAD)]
+def _with_content(found: list[_Found], below: list[_Found]) -> tuple[list[_Found], list[_Found]]:
+    """The same files and those below that a loader may unpickle, by their first bytes; and those not looked at."""
+    items = [item for item in [*found, *below] if not (item.what or _is_opened(item) or item.name.endswith(_PAYLOAD))]
+    items = [item for item in items if item.size]
     items.sort(key=lambda item: (item.is_below, item.family is not None))
     most = _HEADS[items[0].folder.is_near] if items else 0
-    found, late = [], items[most:]
+    late, told = items[most:], dict[int, Content]()
     for _, group in groupby(items[:most], lambda item: id(item.folder)):
         own = list(group)
         for item, head in zip(own, own[0].folder.heads([item.name for item in own], HEAD), strict=True):
             if head is None:
                 late.append(item)
             elif (content := content_of(head)) is not None:
-                found.append(replace(item, content=content))
-    return found, late
+                told[id(item)] = content
+    looked = (replace(item, content=told[id(item)]) if id(item) in told else item for item in [*found, *below])
+    return [item for item in looked if item.content or not item.is_below], late
 
 
 def _files_of(whole: Found) -> Iterator[_Found]:
@@ -332,7 +334,7 @@ def _read(item: _Found) -> _Read:
     try:
         if not is_open and item.family is not None and item.family.content == "json":
             return _told(item, "read", _saved_step(item)), []
-        files = _pickled(item) if is_open else [_torch_file(item)]
+        files, is_inside = _pickled(item) if is_open else ([_torch_file(item)], False)
     except _NotToItsEndError as error:
         sentence = f"{item.label} starts as a pickle does and was not read to its end: it {error}"
         problem = Problem("unread", item.label, sentence, why=_RESUME)
@@ -344,7 +346,8 @@ def _read(item: _Found) -> _Read:
         return _told(item, _state_of(item, ())), []
     root = files[-1].root
     is_optimizer = item.family is not None and item.family.name == "optimizer state"
-    told = replace(_told(item, "read", _counted(item, root)), optimizer=optimizer_file(root) if is_optimizer else None)
+    state = _state_of(item, ()) if is_inside else "read"  # of what is inside nobody compares checksums
+    told = replace(_told(item, state, _counted(item, root)), optimizer=optimizer_file(root) if is_optimizer else None)
     problems = [problem for found in files for problem in from_torch_file(found, item.label, why=_RESUME)]
     return told, [replace(problem, blocks=False) for problem in problems]
 
@@ -353,8 +356,8 @@ class _NotToItsEndError(UnreadableError):
     """What is a pickle by its first bytes could not be read to its end."""
 
 
-def _pickled(item: _Found) -> list[TorchFile]:
-    """What the pickles in a file hold, in packed bytes and arrays of objects too; [] where it holds none.
+def _pickled(item: _Found) -> tuple[list[TorchFile], bool]:
+    """What the pickles in a file hold, [] where it holds none; and whether they are packed or in arrays of objects.
 
     Raises:
         _NotToItsEndError: it starts as one, and reading it to its end fails or takes too much.
@@ -369,17 +372,19 @@ def _pickled(item: _Found) -> list[TorchFile]:
             with folder.open(name) as file:
                 inside = [read_torch_bytes(data) for data in pickles_in(content, file, _PLAIN_LIMIT)]
             if inside or (item.content is not None and content != "archive"):
-                return inside
+                return inside, True
     except UnreadableError as error:
         raise _NotToItsEndError(str(error), error.position) from None
+    if content == "perhaps pickle" and item.size > _PLAIN_LIMIT:
+        raise _NotToItsEndError(f"has {item.size:,} bytes, the limit is {_PLAIN_LIMIT:,}")
     try:
-        return [_torch_file(item)]
+        return [_torch_file(item)], False
     except UnreadableError as error:
         is_foreign = isinstance(error, ForeignError) or content == "packed"
         if content in ("pickle", "perhaps pickle") or (item.content is not None and not is_foreign):
             raise _NotToItsEndError(str(error), error.position) from None
         if item.content is not None:
-            return []  # a zip file of something else
+            return [], False  # a zip file of something else
         raise (ForeignError(f"is no pickle: it {error}") if content == "packed" else error) from None
 
 
