@@ -112,11 +112,11 @@ def pickles_in(content: Content | None, file: BinaryIO, limit: int) -> Iterator[
         yield found
     elif content == "packed":
         packed = file.read(_FEW)
-        inner = content_of(unpacked(packed, HEAD) or unpacked(packed + file.read(limit), HEAD))
+        inner = content_of(_unpacked(packed, HEAD) or _unpacked(packed + file.read(limit), HEAD))
         if inner is None or inner == "packed":
             return
         file.seek(0)
-        data = unpacked(file.read(limit), limit + 1)
+        data = _unpacked(file.read(limit), limit + 1)
         if inner == "perhaps pickle" and not is_pickled(data[:limit], len(data)):
             return
         if len(data) > limit:
@@ -130,7 +130,7 @@ def pickles_in(content: Content | None, file: BinaryIO, limit: int) -> Iterator[
 # ---------------------------------------------------------------- packed
 
 
-def unpacked(data: bytes, limit: int) -> bytes:
+def _unpacked(data: bytes, limit: int) -> bytes:
     """What packed bytes hold, up to `limit` bytes of it, and up to where they are cut or damaged.
 
     Raises:

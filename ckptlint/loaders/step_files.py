@@ -56,7 +56,8 @@ _APART = 2.0  # seconds between the files of one save and those of a later one, 
 _RESUME = "a resume from this step reads it"
 _KEPT = ("unsafe", "unread", "limit")  # kinds of problems that count whatever the file is
 _PAYLOAD = ".distcp"  # many archives in one file
-_READ_ELSEWHERE = (COMMON_FILE, CONFIG_FILE, RUN_CONFIG, "config.json", "fsdp_config.json")
+_TEXTS = (CONFIG_FILE, RUN_CONFIG, "config.json", "fsdp_config.json")
+_READ_ELSEWHERE = (COMMON_FILE, *_TEXTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,7 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
     whole_sets = {_alike(item) for item in opened[: len(read)] if told[id(item)][0].state == "read"}
     for item in found:
         file, own = told.get(id(item)) or (_told(item, _state_of(item, () if item.what else names)), [])
+        file = replace(file, state="read") if item.content and item.label in names else file
         files += [] if item.is_below else [file]
         # what no name says to be a pickle should be one where files beside it are that differ in a number alone
         is_foreign = file.state != "read" and _alike(item) not in whole_sets
@@ -165,8 +167,8 @@ def _below(found: list[_Found], whole: Found) -> tuple[list[_Found], list[str]]:
 
 def _with_content(found: list[_Found], below: list[_Found]) -> tuple[list[_Found], list[_Found]]:
     """The same files and those below that a loader may unpickle, by their first bytes; and those not looked at."""
-    items = [item for item in [*found, *below] if not (item.what or _is_opened(item) or item.name.endswith(_PAYLOAD))]
-    items = [item for item in items if item.size]
+    items = [item for item in [*found, *below] if item.size and not item.name.endswith(_PAYLOAD)]
+    items = [item for item in items if not _is_opened(item) or item.label in _TEXTS]
     items.sort(key=lambda item: (item.is_below, item.family is not None))
     most = _HEADS[items[0].folder.is_near] if items else 0
     late, told = items[most:], dict[int, Content]()

@@ -557,7 +557,7 @@ def test_a_grid_of_folders_that_no_job_has_is_told(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- content decides what is opened, not a name
 PLACES = (
     "optimizer", "modelopt_state", "checkpoint.pth.tar", "x.npz", "latest", "vocab.txt", "optimizer.pt.bak",
-    ".hidden.pt.AbCdEf", "code/x.py", "logs/a.log", ".cache/x", "a/b/c/d.pt", "mine.pkl",
+    ".hidden.pt.AbCdEf", "code/x.py", "logs/a.log", ".cache/x", "a/b/c/d.pt", "mine.pkl", "metadata.json",
 )  # fmt: skip
 PACKS = (bz2, gzip, lzma, zlib)
 
