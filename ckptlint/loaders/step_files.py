@@ -186,7 +186,7 @@ def _with_content(found: list[_Found], below: list[_Found]) -> tuple[list[_Found
 def _files_of(whole: Found) -> Iterator[_Found]:
     """The files of the folders that a checkpoint accounts for, and of folders in them that are not told themselves.
 
-    Folders that are not looked into are named: those further below, of other steps, of logs and code, behind links.
+    Folders whose files are not told are named: those further below, of other steps, of logs and code, behind links.
     """
     for place in whole.accounts_for:
         above = relpath(place.place, whole.folder.place)
