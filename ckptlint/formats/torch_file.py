@@ -113,11 +113,11 @@ def _read(read: Read, size: int, read_bare: Callable[[bytes], Unpickled] = read_
     if head[:4] == _ARCHIVE:
         try:
             return _archive(read, size)
-        except LimitError:
+        except (LimitError, ForeignError):  # a zip file of something else, which all readers read alike
             raise
         except UnreadableError as error:
             # a zip file of something else may be compressed, commented, or of any other form
-            tail = read([(max(size - _HEAD, 0), _HEAD)])[0]
+            tail = read([(max(size - _PICKLED_LIMIT, 0), _PICKLED_LIMIT)])[0]
             kind = UnreadableError if b"data.pkl" in (head + tail).lower() else ForeignError
             raise kind(str(error), error.position) from None
     if is_tar(head):
@@ -183,7 +183,11 @@ def _archive(read: Read, size: int) -> TorchFile:
         for member, limit in zip(archive.members, archive.limits, strict=True)
         if member.is_storage
     }
-    return _file(read_state(archive.pickle), prefix, storages, size, read)
+    try:
+        unpickled = read_state(archive.pickle)
+    except ForeignError as error:
+        raise UnreadableError(str(error), error.position) from None
+    return _file(unpickled, prefix, storages, size, read)
 
 
 def _begin(member: Member, limit: int) -> int:

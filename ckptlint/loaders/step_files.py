@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import re
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import count, islice
+from itertools import count, groupby, islice
 from os.path import relpath
 from typing import Any
 
-from ckptlint.errors import ForeignError, LimitError, UnreadableError
+from ckptlint.errors import AccessError, ForeignError, LimitError, UnreadableError
+from ckptlint.formats.content import HEAD, Content, content_of, is_pickled, pickles_in
 from ckptlint.formats.safe_pickle import read_metadata, read_state
-from ckptlint.formats.torch_file import read_torch_file
+from ckptlint.formats.torch_file import TorchFile, read_torch_bytes, read_torch_file
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
 from ckptlint.loaders.discover import is_alike, steps_of, sub_folder
 from ckptlint.loaders.finished import inventory_problems
@@ -38,17 +40,24 @@ from ckptlint.vocabulary.frameworks import (
     step_number,
     steps_like,
 )
+from ckptlint.vocabulary.litter import is_litter
 from ckptlint.vocabulary.metadata_files import METADATA, PAYLOAD_RANK, RANK_METADATA, UNFINISHED_METADATA
 
 _PLAIN_LIMIT = 64 * 1024**2
 _BYTES_LIMIT = 4 * 1024**3  # that are read of all these files together
 _LEAST = 64 * 1024  # as which the smallest file counts
 _NUMBERS = re.compile(r"\d+")
+_ZIP_END = 2**17  # bytes in which every reader looks for the end record of a zip file
+_HEADS = {True: 2**14, False: 2**8}  # files of a step whose first bytes are looked at, near and over a network
+_FOLDERS = {True: 2**10, False: 2**5}  # that are listed below those whose files are told one by one
 _SHOWN = 8
 _LISTED = 2**16
 _APART = 2.0  # seconds between the files of one save and those of a later one, at least
 _RESUME = "a resume from this step reads it"
-_READ_ELSEWHERE = (COMMON_FILE, CONFIG_FILE, RUN_CONFIG, "config.json", "fsdp_config.json")
+_KEPT = ("unsafe", "unread", "limit")  # kinds of problems that count whatever the file is
+_PAYLOAD = ".distcp"  # many archives in one file
+_TEXTS = (CONFIG_FILE, RUN_CONFIG, "config.json", "fsdp_config.json")
+_READ_ELSEWHERE = (COMMON_FILE, *_TEXTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +67,10 @@ class _Found:
     Attributes:
         folder: where it lies.
         name: its name there.
-        label: its path from the checkpoint, printable; of a folder that is not looked into it ends in `/`.
-        what: what lies there that cannot be opened, in words; "" for files, and folders that are not looked into.
+        label: its path from the checkpoint, printable; of a folder whose files are not told it ends in `/`.
+        what: what lies there that cannot be opened, in words; "" for files, and folders whose files are not told.
+        is_below: whether it lies in a folder whose files are not told one by one.
+        content: what its first bytes say, where its name does not tell that it is opened.
     """
 
     folder: Folder
@@ -68,6 +79,8 @@ class _Found:
     family: Family | None
     size: int = 0
     what: str = ""
+    is_below: bool = False
+    content: Content | None = None
 
 
 _Read = tuple[StepFile, list[Problem]]
@@ -88,15 +101,18 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
     names = (*_READ_ELSEWHERE, "train_state.pt") if is_dcp else _READ_ELSEWHERE
     names = (*names, *([ckpt.config.file] if ckpt.config is not None else []))
     parts |= {f"{name.rpartition('/')[0]}/" for name in parts if "/" in name}
-    found = [item for item in _files_of(whole) if item.label not in parts]
+    listed = [*_files_of(whole)]
+    below, passed = _below(listed, whole)
+    found = [item for item in listed if item.label not in parts]
     if is_dcp:  # whose metadata a loader has read, that of single ranks too
         found = [item for item in found if not RANK_METADATA.fullmatch(item.label)]
+    found, late = _with_content(found, [item for item in below if item.label not in parts])
     wanted = [item for item in found if _is_opened(item)]
     shut = [item for item in wanted if item.what or item.folder.look_at(item.name)[0] not in READABLE]
     hidden = {*map(id, shut)}
     # those of known names first, for which the bytes always last
-    opened = [item for item in wanted if item.label not in names and id(item) not in hidden]
-    opened.sort(key=lambda item: item.family is None)
+    opened = [item for item in wanted if (item.content or item.label not in names) and id(item) not in hidden]
+    opened.sort(key=lambda item: item.family is None or item.content is not None)
     read = _read_within_limits(opened)
     told = {id(item): own for item, own in zip(opened, read, strict=False)}
     files, problems = (
@@ -106,20 +122,71 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
     whole_sets = {_alike(item) for item in opened[: len(read)] if told[id(item)][0].state == "read"}
     for item in found:
         file, own = told.get(id(item)) or (_told(item, _state_of(item, () if item.what else names)), [])
-        files.append(file)
+        file = replace(file, state="read") if item.content and item.label in names else file
+        files += [] if item.is_below else [file]
         # what no name says to be a pickle should be one where files beside it are that differ in a number alone
         is_foreign = file.state != "read" and _alike(item) not in whole_sets
-        problems += [problem for problem in own if not is_foreign or problem.kind == "limit"]
+        problems += [problem for problem in own if not is_foreign or problem.kind in _KEPT]
     problems += [_unopened(item) for item in shut]
-    if late := opened[len(read) :]:
-        problems.append(_left_out(late))
+    if unread := opened[len(read) :]:
+        problems.append(_left_out(unread))
+    if late or passed:
+        problems.append(_not_looked_at(late, passed))
     return replace(ckpt, step_files=(*ckpt.step_files, *files), problems=problems)
+
+
+def _below(found: list[_Found], whole: Found) -> tuple[list[_Found], list[str]]:
+    """The files in folders whose files are not told one by one, the nearest first, and the folders passed over."""
+    queue = deque(
+        (item.folder.sub(item.name), item.label)
+        for item in found
+        if item.label.endswith("/") and item.family is None and not item.folder.outside(item.name)
+    )
+    files: list[_Found] = []
+    passed: list[str] = []
+    listed = 0
+    while queue:
+        folder, label = queue.popleft()
+        if _is_told(folder.place, whole):
+            continue
+        try:
+            if listed == _FOLDERS[folder.is_near]:
+                raise AccessError
+            listed += 1
+            names, inner = folder.files_beside(), folder.folders()
+        except AccessError:
+            passed.append(label)
+            continue
+        files += [
+            _Found(folder, name, label + printable(name), None, folder.entries[name].size, is_below=True)
+            for name in names
+        ]
+        queue += [(folder.sub(name), f"{label}{printable(name)}/") for name in inner if not folder.outside(name)]
+    return files, passed
+
+
+def _with_content(found: list[_Found], below: list[_Found]) -> tuple[list[_Found], list[_Found]]:
+    """The same files and those below that a loader may unpickle, by their first bytes; and those not looked at."""
+    items = [item for item in [*found, *below] if item.size and not item.name.endswith(_PAYLOAD)]
+    items = [item for item in items if not _is_opened(item) or item.label in _TEXTS]
+    items.sort(key=lambda item: (item.is_below, item.family is not None))
+    most = _HEADS[items[0].folder.is_near] if items else 0
+    late, told = items[most:], dict[int, Content]()
+    for _, group in groupby(items[:most], lambda item: id(item.folder)):
+        own = list(group)
+        for item, head in zip(own, own[0].folder.heads([item.name for item in own], HEAD), strict=True):
+            if head is None:
+                late.append(item)
+            elif (content := content_of(head)) is not None:
+                told[id(item)] = content
+    looked = (replace(item, content=told[id(item)]) if id(item) in told else item for item in [*found, *below])
+    return [item for item in looked if item.content or not item.is_below], late
 
 
 def _files_of(whole: Found) -> Iterator[_Found]:
     """The files of the folders that a checkpoint accounts for, and of folders in them that are not told themselves.
 
-    Folders that are not looked into are named: those further below, of other steps, of logs and code, behind links.
+    Folders whose files are not told are named: those further below, of other steps, of logs and code, behind links.
     """
     for place in whole.accounts_for:
         above = relpath(place.place, whole.folder.place)
@@ -162,8 +229,10 @@ def _listed(folder: Folder, prefix: str, names: Collection[str]) -> Iterator[_Fo
 
 
 def _is_opened(item: _Found) -> bool:
-    """Whether the safe reader opens what is called so, here or in the loader that took it."""
-    if item.label.endswith("/"):
+    """Whether the safe reader opens what is called so or starts so, here or in the loader that took it."""
+    if item.content is not None:
+        return True
+    if item.is_below or item.label.endswith("/"):
         return False
     if item.family is None:
         return may_be_pickle(item.name)
@@ -186,6 +255,17 @@ def _left_out(late: list[_Found]) -> Problem:
     sentence = f"{plural(len(late), 'file')} beside the tensors {'was' if len(late) == 1 else 'were'} not read: {names}"
     why = f"those before took the {_BYTES_LIMIT // 1024**3} GiB that are read of such files together"
     return Problem("unread", late[0].label, sentence, why=why, hint="name them one by one to have them judged")
+
+
+def _not_looked_at(late: list[_Found], passed: list[str]) -> Problem:
+    """What is said of files that are too many: a verdict without those of unknown names is incomplete."""
+    names = [*(item.label for item in late), *passed]
+    is_open = any(item.family is None and not item.is_below for item in late)
+    what = " and ".join(plural(len(part), word) for part, word in ((late, "file"), (passed, "folder")) if part)
+    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    sentence = f"{what} beside the tensors {'was' if len(names) == 1 else 'were'} not looked at: {shown}"
+    why = "they are too many or cannot be read, and nobody knows whether one of them is a pickle"
+    return Problem("unread" if is_open else "note", names[0], sentence, why=why)
 
 
 def _read_within_limits(opened: list[_Found]) -> list[_Read]:
@@ -252,20 +332,76 @@ def _counted_reads(folder: Folder) -> tuple[Folder, list[int]]:
 
 def _read(item: _Found) -> _Read:
     """What a file says, and what is wrong with it; one whose name tells nothing need not be a pickle."""
+    is_open = item.content is not None or item.family is None or item.family.content == "perhaps pickle"
     try:
-        if item.family is not None and item.family.content == "json":
+        if not is_open and item.family is not None and item.family.content == "json":
             return _told(item, "read", _saved_step(item)), []
-        is_metadata = item.family is not None and item.family.name == "metadata of another save"
-        found = read_torch_file(item.folder, item.name, read_metadata if is_metadata else read_state)
+        files, is_inside = _pickled(item) if is_open else ([_torch_file(item)], False)
+    except _NotToItsEndError as error:
+        sentence = f"{item.label} starts as a pickle does and was not read to its end: it {error}"
+        problem = Problem("unread", item.label, sentence, why=_RESUME)
+        return _told(item, _state_of(item, ())), [] if _is_partial(item, error) else [problem]
     except UnreadableError as error:
-        is_open = isinstance(error, ForeignError) and (item.family is None or item.family.content == "perhaps pickle")
-        state = _state_of(item, ()) if is_open else "read"
+        state = _state_of(item, ()) if is_open and isinstance(error, ForeignError) else "read"
         return _told(item, state), [from_error(error, item.label, why=_RESUME)]
+    if not files:
+        return _told(item, _state_of(item, ())), []
+    root = files[-1].root
     is_optimizer = item.family is not None and item.family.name == "optimizer state"
-    told = replace(
-        _told(item, "read", _counted(item, found.root)), optimizer=optimizer_file(found.root) if is_optimizer else None
-    )
-    return told, [replace(problem, blocks=False) for problem in from_torch_file(found, item.label, why=_RESUME)]
+    state = _state_of(item, ()) if is_inside else "read"  # of what is inside nobody compares checksums
+    told = replace(_told(item, state, _counted(item, root)), optimizer=optimizer_file(root) if is_optimizer else None)
+    problems = [problem for found in files for problem in from_torch_file(found, item.label, why=_RESUME)]
+    return told, [replace(problem, blocks=False) for problem in problems]
+
+
+class _NotToItsEndError(UnreadableError):
+    """What is a pickle by its first bytes could not be read to its end."""
+
+
+def _pickled(item: _Found) -> tuple[list[TorchFile], bool]:
+    """What the pickles in a file hold, [] where it holds none; and whether they are packed or in arrays of objects.
+
+    Raises:
+        _NotToItsEndError: it starts as one, and reading it to its end fails or takes too much.
+        UnreadableError: it is not what its name promises.
+    """
+    folder, name = item.folder, item.name
+    content = item.content or content_of(folder.read_range(name, 0, HEAD))
+    try:
+        if content == "perhaps pickle" and not is_pickled(folder.read_range(name, 0, _PLAIN_LIMIT), item.size):
+            content = "packed"  # which may start with the same bytes
+        if content in ("archive", "array", "packed"):
+            with folder.open(name) as file:
+                inside = [read_torch_bytes(data) for data in pickles_in(content, file, _PLAIN_LIMIT)]
+            if inside or (item.content is not None and content != "archive"):
+                return inside, True
+    except UnreadableError as error:
+        raise _NotToItsEndError(str(error), error.position) from None
+    if content == "perhaps pickle" and item.size > _PLAIN_LIMIT:
+        raise _NotToItsEndError(f"has {item.size:,} bytes, the limit is {_PLAIN_LIMIT:,}")
+    try:
+        return [_torch_file(item)], False
+    except UnreadableError as error:
+        is_foreign = isinstance(error, ForeignError) or content == "packed"
+        if content in ("pickle", "perhaps pickle") or (item.content is not None and not is_foreign):
+            raise _NotToItsEndError(str(error), error.position) from None
+        if item.content is not None:
+            return [], False  # a zip file of something else
+        raise (ForeignError(f"is no pickle: it {error}") if content == "packed" else error) from None
+
+
+def _torch_file(item: _Found) -> TorchFile:
+    family = family_of(item.name)
+    is_metadata = item.name == METADATA or (family is not None and family.name == "metadata of another save")
+    return read_torch_file(item.folder, item.name, read_metadata if is_metadata else read_state)
+
+
+def _is_partial(item: _Found, error: UnreadableError) -> bool:
+    """Whether a file is by its name a copy that did not end, and by its bytes one that no loader reads to its end."""
+    if not is_litter(item.name):
+        return False
+    tail = item.folder.read_range(item.name, max(item.size - _ZIP_END, 0), _ZIP_END)
+    return error.position == item.size or (item.content == "archive" and b"PK\5\6" not in tail)
 
 
 def _counted(item: _Found, root: Any) -> int | None:

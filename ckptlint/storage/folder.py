@@ -5,13 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Hashable, Iterator, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.errors import LimitError
+from ckptlint.errors import AccessError, LimitError
 from ckptlint.model import FILE_STATES, FileState
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
@@ -206,6 +206,16 @@ class Folder(ABC):
     def head(self, name: str, count: int) -> bytes:
         """The first bytes of a file."""
         return self.read_range(name, 0, count)
+
+    def heads(self, names: Sequence[str], count: int) -> Iterator[bytes | None]:
+        """The first bytes of many files, None of one that cannot be read; over a network of several at once."""
+        return map(partial(self._head, count), names)
+
+    def _head(self, count: int, name: str) -> bytes | None:
+        try:
+            return self.read_range(name, 0, count)
+        except AccessError:
+            return None
 
     def read_range(self, name: str, offset: int, length: int) -> bytes:
         """The bytes [offset, offset + length) of a file, fewer where it ends before."""

@@ -132,6 +132,13 @@ class LocalFolder(Folder):
                 found.append(file.read(stop - start))
         return found
 
+    def _head(self, count: int, name: str) -> bytes | None:
+        try:
+            with open(f"{self.path}/{name}", "rb", buffering=0) as file:  # noqa: PTH123  a Path takes longer than the read
+                return file.read(count)
+        except OSError:
+            return None
+
     def blocks(self, name: str, size: int = BLOCK) -> Iterator[bytes]:
         with self.open(name) as file:
             while block := file.read(size):

@@ -53,6 +53,15 @@ class RemoteFolder(Folder):
         data = pool(self.protocol).map(lambda end: self._bytes(name, *end), ends)
         return [b"".join(islice(data, len(piece))) for piece in pieces]
 
+    def heads(self, names: Sequence[str], count: int) -> Iterator[bytes | None]:
+        return pool(self.protocol).map(partial(self._head, count), names)
+
+    def _head(self, count: int, name: str) -> bytes | None:
+        try:
+            return self._bytes(name, 0, min(count, self.size(name)))  # one more level of the pool might wait for itself
+        except AccessError:
+            return None
+
     def blocks(self, name: str, size: int = BLOCK) -> Iterator[bytes]:
         end = self.size(name)
         ahead: list[Future[bytes]] = []

@@ -11,7 +11,7 @@ _LITTER = re.compile(
     |\..*\.(metadata|distcp|safetensors|json|pt|pth|bin|pkl|txt|yaml)\.[A-Za-z0-9]{6}  # rsync, until it is whole
     |\..+\.sw[a-z]|[^.].*~|\#.+\#|\.\#.+  # editors
     |\.goutputstream-[A-Z0-9]{6}
-    |.+\.(part|partial|crdownload|lock)  # downloads that did not end
+    |.+\.(part|partial|crdownload|incomplete|lock)  # downloads that did not end
     """,
     re.VERBOSE,
 )

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import pickle
 import random
 import shutil
+import zipfile
+import zlib
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pickles
 import pytest
 from support import codes, found, run
 
@@ -545,6 +552,59 @@ def test_a_grid_of_folders_that_no_job_has_is_told(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         torch.save({"model": {"w": torch.ones(3)}}, tmp_path / name / "model_optim_rng.pt")
     assert codes(ckptlint.check(tmp_path), "error") == {"SAF003"}
+
+
+# ---------------------------------------------------------------- content decides what is opened, not a name
+PLACES = (
+    "optimizer", "modelopt_state", "checkpoint.pth.tar", "x.npz", "latest", "vocab.txt", "optimizer.pt.bak",
+    ".hidden.pt.AbCdEf", "code/x.py", "logs/a.log", ".cache/x", "a/b/c/d.pt", "mine.pkl", "metadata.json",
+)  # fmt: skip
+PACKS = (bz2, gzip, lzma, zlib)
+
+
+class Marking:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pickles.payload, ("ran",)
+
+
+def deflated(value: Any, file: Any) -> None:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for number in range(400):
+            archive.writestr(f"a/{number}/{'x' * 40}" if number != 200 else "a/data.pkl", pickle.dumps(value, 2))
+
+
+WRITERS: dict[str, Callable[[Any, Any], Any]] = {
+    "archive": torch.save,
+    "legacy": partial(torch.save, _use_new_zipfile_serialization=False),
+    **{f"protocol {number}": partial(pickle.dump, protocol=number) for number in (0, 1, 2, 5)},
+    "npy": lambda value, file: np.save(file, np.array([value], object)),
+    "npz": lambda value, file: np.savez_compressed(file, np.array([value], object)),
+    **{pack.__name__: lambda value, file, pack=pack: file.write(pack.compress(pickle.dumps(value))) for pack in PACKS},
+    "deflated": deflated,
+    "utf-8": lambda value, file: file.write(b"\x80\2U\2\xc3\xa90" + pickle.dumps(value, 2)[2:]),
+    "utf-8 text": lambda value, file: file.write(b"S'\xc3\xa9'\n0" + pickle.dumps(value, 0)),
+}
+
+
+@pytest.mark.parametrize("form", WRITERS)
+def test_a_pickle_is_told_by_its_first_bytes(step: Path, marker: Path, form: str) -> None:
+    for name in PLACES if form == "archive" else ("vocab.txt", "code/x.py"):
+        for value in ({"a": [1, "b"]}, Marking()):
+            (step / name).parent.mkdir(parents=True, exist_ok=True)
+            with (step / name).open("wb") as file:
+                WRITERS[form](value, file)
+            report, is_loud = ckptlint.check(step), isinstance(value, Marking) or form in ("deflated", "utf-8")
+            assert bool(found(report)) is bool(report.exit_code) is is_loud, (name, found(report))
+        (step / name).unlink()
+
+
+def test_files_that_are_too_many_to_be_looked_at_are_named(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptlint.loaders.step_files._HEADS", {True: 5})
+    for name, code in (("{}.log", 0), ("x{}", 4)):
+        for number in range(20):
+            (step / name.format(number)).write_text("step 1\n")
+        report = ckptlint.check(step)
+        assert (len(found(report)), report.exit_code) == (1, code)
 
 
 # ---------------------------------------------------------------- litter
