@@ -24,7 +24,8 @@ def unsafe_pickle(ckpt: Checkpoint, trusted_modules: tuple[str, ...] = ()) -> It
         for pickles inside bytes, from depth files on for the files beside the tensors (optimizer, scheduler, random
         state, arguments, samplers, pickled weights), and from depth headers on for every record. ckptlint imports and
         calls none of these names. List packages of your own training code in `trusted-modules`: their classes and
-        functions are not reported.
+        functions are not reported. A folder that brings code beside its weights (`auto_map`, `!!python/` tags,
+        templates that reach for Python's own names) is info.
     Why it matters:
         torch reads `.metadata` with a plain pickle load, so opening the folder makes the calls that it names.
     Usual causes:

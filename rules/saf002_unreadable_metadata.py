@@ -19,9 +19,11 @@ def unreadable_metadata(ckpt: Checkpoint) -> Iterator[Finding]:
         tensors (`optimizer.pt`, `scheduler.pt`, `random_states_N.pkl`, `trainer_state.json`, ...) can be read. The
         `config.json` of an exported model is a JSON object; beside other checkpoints it is only a warning if it is not.
         At depth data, `integrity.json` lists checksums and `ckptlint.seal.json` is a seal. The metadata files of single
-        ranks agree on a tensor's global shape and dtype, unless each describes a whole tensor. It is a warning, and the
-        verdict is incomplete, if a file was not read: if what has its name is a pipe, a socket, a device, a folder or a
-        link that leads nowhere, or if the files before took the bytes that are read of such files together.
+        ranks agree on a tensor's global shape and dtype, unless each describes a whole tensor. `planner_data` puts each
+        tensor where its key says. It is a warning, and the verdict is incomplete, if a file was not read: if what has
+        its name is a pipe, a socket, a device, a folder or a link that leads nowhere, if it starts as a pickle does,
+        whatever its name, and cannot be read to its end, or if the files before took the bytes that are read of such
+        files together.
     Why it matters:
         Nothing can be loaded, and nothing else can be checked.
     Usual causes:

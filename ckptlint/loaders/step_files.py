@@ -18,6 +18,7 @@ from ckptlint.errors import AccessError, ForeignError, LimitError, UnreadableErr
 from ckptlint.formats.content import HEAD, Content, content_of, is_pickled, pickles_in
 from ckptlint.formats.safe_pickle import read_metadata, read_state
 from ckptlint.formats.torch_file import TorchFile, read_torch_bytes, read_torch_file
+from ckptlint.loaders.code_beside import code_beside
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
 from ckptlint.loaders.discover import is_alike, steps_of, sub_folder
 from ckptlint.loaders.finished import inventory_problems
@@ -132,6 +133,7 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
         problems.append(_left_out(unread))
     if late or passed:
         problems.append(_not_looked_at(late, passed))
+    problems += code_beside(whole.folder)
     return replace(ckpt, step_files=(*ckpt.step_files, *files), problems=problems)
 
 
