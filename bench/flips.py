@@ -6,7 +6,8 @@ For each kind of file a real checkpoint is copied, and one random bit of the fil
 reads of an archive (torch's own PyTorchFileReader: the names and bytes of all records) is compared with what it reads
 of the whole file; where the two differ, `ckptlint check --depth data` must not pass. Prints one line for each kind:
 flips, how many of them change what torch reads or keep it from reading, how many of those pass, and how many others are
-told all the same (flips in checksums, dates and padding, of which torch sees nothing).
+told all the same (flips in checksums, dates and padding, of which torch sees nothing). The last kinds have no checksum:
+there every flip counts, nothing but the format itself can tell one, and the line says so.
 """
 
 from __future__ import annotations
@@ -49,6 +50,12 @@ KINDS = {
     "Trainer arguments": ("deepspeed/trainer_z2_2r/checkpoint-2", "training_args.bin"),
     "Trainer random state": ("deepspeed/trainer_z2_2r/checkpoint-2", "rng_state_0.pth"),
 }
+BARE = {  # without a checksum
+    "weights of torch < 1.6": ("rank_files/old_format", "pytorch_model.bin"),
+    "a pickle by itself": ("objects", "python.pkl"),
+    "safetensors": ("hf_sharded", "shard-00001-model-00001-of-00002.safetensors"),
+    "JSON of a trainer": ("deepspeed/trainer_z2_2r/checkpoint-2", "trainer_state.json"),
+}
 
 
 def main() -> None:
@@ -60,16 +67,17 @@ def main() -> None:
     options = parser.parse_args()
     print(f"{'kind':40}{'flips':>7}{'matter':>8}{'pass':>6}{'told besides':>14}")
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-        tasks = [(kind, options.count, options.seed) for kind in KINDS]
+        tasks = [(kind, options.count, options.seed) for kind in (*KINDS, *BARE)]
         for kind, matter, passed, besides in pool.imap(_flip, tasks):
-            print(f"{kind:40}{options.count:7}{matter:8}{len(passed):6}{besides:14}  {passed or ''}", flush=True)
+            note = "no checksum" if kind in BARE else passed or ""
+            print(f"{kind:40}{options.count:7}{matter:8}{len(passed):6}{besides:14}  {note}", flush=True)
 
 
 def _flip(task: tuple[str, int, int]) -> tuple[str, int, list[int], int]:
     """How many flips matter, the bits of those that pass, and how many others are told."""
     kind, count, seed = task
     warnings.simplefilter("ignore")
-    source, name = KINDS[kind]
+    source, name = (KINDS | BARE)[kind]
     dice = random.Random(f"{kind} {seed}")
     matter, passed, besides = 0, [], 0
     with tempfile.TemporaryDirectory() as work:
@@ -94,6 +102,8 @@ def _flip(task: tuple[str, int, int]) -> tuple[str, int, list[int], int]:
 def _read(step: Path, path: Path) -> list[dict[str, bytes]] | None:
     """The records of the archives of a file as torch reads them; None where it cannot."""
     data = path.read_bytes()
+    if not data.startswith(b"PK"):
+        return [{"": data}]
     spans = [(0, len(data))]
     if path.suffix == ".distcp":
         stored = torch.distributed.checkpoint.FileSystemReader(step).read_metadata().storage_data.values()

@@ -30,9 +30,7 @@ def code_beside(folder: Folder) -> list[Problem]:
         return []
     modules = [printable(name) for name in folder.files_beside() if name.endswith(".py")]
     sentence = f"this folder brings code: {listed([*(f'{name} ({what})' for name, what in found.items()), *modules])}"
-    why = (
-        "it runs where the model is loaded with trust_remote_code, yaml.unsafe_load or an open template"
-    )
+    why = "it runs where the model is loaded with trust_remote_code, yaml.unsafe_load or an open template"
     return [Problem("note", next(iter(found)), sentence, why=why)]
 
 
