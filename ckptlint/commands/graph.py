@@ -17,6 +17,7 @@ from ckptlint.commands.show import no_tensor
 from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_graph import axis_graph
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.text import printable
 from ckptlint.reporters.style import JSON_ESCAPE, inert
 
 _FILES = 2  # named in a label
@@ -42,10 +43,10 @@ def graph(path: str, fqn: str, axis: int | None, format_: str) -> None:
     Exit codes: 0 drawn, 1 unsafe or unreadable, 2 no such tensor or axis, 3 no checkpoint there, 4 not read.
     """
     checkpoints = list(described(path, partial=True).values())
-    holder = next((ckpt for ckpt in checkpoints if fqn in ckpt.tensors), None)
-    if holder is None:
+    found = [(ckpt, ckpt.tensors[key]) for ckpt in checkpoints for key in (fqn, printable(fqn)) if key in ckpt.tensors]
+    if not found:
         raise ConfigError(no_tensor(checkpoints, fqn))
-    text = FORMATS[format_](drawing(holder, holder.tensors[fqn], axis))
+    text = FORMATS[format_](drawing(*found[0], axis))
     show_text(inert(text, JSON_ESCAPE if format_ == "json" else _ENTITY))
 
 

@@ -70,7 +70,8 @@ def matching(ckpt: Checkpoint, pattern: str | None) -> list[Tensor]:
     tensors = list(ckpt.tensors.values())
     if pattern is None:
         return tensors
-    return [tensor for tensor in tensors if tensor.fqn == pattern or fnmatchcase(tensor.fqn, pattern)]
+    names = (pattern, printable(pattern))  # as reports show it, or as the checkpoint has it
+    return [tensor for tensor in tensors if tensor.fqn in names or fnmatchcase(tensor.fqn, pattern)]
 
 
 def degrees(tensor: Tensor) -> tuple[int, ...] | None:

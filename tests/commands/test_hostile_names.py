@@ -150,5 +150,6 @@ def test_commands_on_keys_and_files_of_those_names(root: Path, tmp_path: Path) -
     assert_prints(["manifest", str(one)], "json")
     for (kind, name), format_ in itertools.product(HOSTILE.items(), GRAPHS):
         text = assert_prints(["graph", str(one), printable(f"{kind}.{name}"), "--format", format_], format_)
+        assert text == assert_prints(["graph", str(one), f"{kind}.{name}", "--format", format_], format_)
         if format_ == "mermaid":
             assert not re.search(r"[<>](?!br/?>|-|\s)", text.replace("<br/>", "").replace("-->", ""))
