@@ -52,7 +52,7 @@ class Refused:
     misuse: str = ""
 
 
-class _Tracer(StandIns, pickle._Unpickler):
+class Tracer(StandIns, pickle._Unpickler):
     """The unpickler in Python, which knows at which opcode it is."""
 
     def __init__(self, data: bytes, strict: bool) -> None:
@@ -76,22 +76,22 @@ class _Tracer(StandIns, pickle._Unpickler):
 
 
 def _noting(code: int, handler: Callable[[Any], None]) -> Callable[[Any], None]:
-    def noted(self: _Tracer) -> None:
+    def noted(self: Tracer) -> None:
         self.opcode = (self.file.tell() - 1, _OPCODES[code])
         handler(self)
 
     return noted
 
 
-_HANDLERS: dict[int, Callable[[Any], None]] = pickle._Unpickler.dispatch | {pickle.FRAME[0]: _Tracer.load_frame}
-_Tracer.dispatch = {code: _noting(code, handler) for code, handler in _HANDLERS.items()}
+_HANDLERS: dict[int, Callable[[Any], None]] = pickle._Unpickler.dispatch | {pickle.FRAME[0]: Tracer.load_frame}
+Tracer.dispatch = {code: _noting(code, handler) for code, handler in _HANDLERS.items()}
 
 
 def explain(data: bytes, strict: bool, faults: list[tuple[Pair, Fault]]) -> tuple[Refused, ...]:
     """Each fault that was found in a pickle, by where it stands in it."""
     if not faults:
         return ()
-    tracer = _Tracer(data[:_WALK_LIMIT], strict)
+    tracer = Tracer(data[:_WALK_LIMIT], strict)
     with suppress(Exception):  # a crafted stream can raise anything: what was found up to here still stands
         tracer.load()
     made: dict[Pair, Refused] = {}

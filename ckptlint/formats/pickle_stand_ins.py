@@ -470,8 +470,10 @@ def _rebuilt(attributed: type[Opaque], cls: Any, *args: Any) -> Opaque:
     return _made(attributed if acts else cls, args)
 
 
-_OBJECT = 63  # the flags of a numpy object
-_POINTS, _COUNTS = 7, 3  # of flags those that concern references, and of these what a dtype with objects in it has
+HAS_OBJECTS = 3
+"""The flags of a numpy dtype that has objects in it, of those that concern references."""
+
+_OBJECT, _REFERENCES = 63, 7  # all flags of an object itself; those that concern references
 
 
 def _is_numpy_dtype(args: tuple[Any, ...], state: Any) -> bool:
@@ -491,13 +493,13 @@ def _is_numpy_dtype(args: tuple[Any, ...], state: Any) -> bool:
         parts.append((field[0], field[1], 1))
     if any(getattr(type(part), "gives", "") != "numpy_dtype" or count < 0 for part, _, count in parts):
         return False
-    is_long = size >= max((at + _numpy_bytes(part) * count for part, at, count in parts), default=0)
-    has_objects = any(part.args[0] == "O8" or (part.state and part.state[7] & _COUNTS) for part, _, _ in parts)
+    is_long = size >= max((at + numpy_bytes(part) * count for part, at, count in parts), default=0)
+    has_objects = any(part.args[0] == "O8" or (part.state and part.state[7] & HAS_OBJECTS) for part, _, _ in parts)
     is_own = not isinstance(args[0], str) or size == int(args[0][1:]) * (4 if kind == "U" else 1)
-    return bool(is_own and is_long and flags & _POINTS == (_COUNTS if has_objects else 0))
+    return bool(is_own and is_long and flags & _REFERENCES == (HAS_OBJECTS if has_objects else 0))
 
 
-def _numpy_bytes(made: Opaque) -> int:
+def numpy_bytes(made: Opaque) -> int:
     """Bytes of an element of a dtype."""
     if made.state and made.state[5] >= 0:
         return int(made.state[5])

@@ -26,6 +26,7 @@ from typing import Any
 
 from ckptlint.errors import ForeignError, LimitError, UnreadableError
 from ckptlint.formats import pickle_names
+from ckptlint.formats.joblib_arrays import MARK, without_arrays
 from ckptlint.formats.pickle_columns import (
     END,
     WORTHWHILE,
@@ -231,6 +232,8 @@ def _read(data: bytes, strict: bool, depth: int = 0) -> Unpickled:
         raise LimitError(f"has {len(data):,} bytes, the limit is {SIZE_LIMIT:,}")
     if not data:
         raise UnreadableError("is empty (0 bytes)", 0)
+    if not strict and MARK in data:
+        data = without_arrays(data)
     found = _load(data, strict)
     refused, unknown, error = _judged(data, found, strict, depth)
     if not refused and found.error is not None:
