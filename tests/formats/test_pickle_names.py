@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from pickles import Call, dumped, name_of, named, stream, text, write_zip
-from support import REAL, check_bytes, codes, found
+from support import REAL, check_bytes, codes, found, run_python
 
 import ckptlint
 from ckptlint.formats.safe_pickle import asks_for_names, read_state
@@ -363,6 +363,13 @@ def dtype_of(code: str, *state: object) -> bytes:
 )
 def test_numbers_are_those_that_the_library_writes(tmp_path: Path, opcodes: bytes, exit_code: int) -> None:
     assert with_common(tmp_path / "a", opcodes).exit_code == exit_code
+
+
+def test_numpy_trusts_the_numbers_of_a_dtype() -> None:
+    pointer = called("numpy._core.multiarray.scalar", dtype_of("O8", -1, -1, 0), as_bytes(b"\1" * 8))
+    done = run_python(f"import pickle; print(pickle.loads({stream(pointer, protocol=4)!r}))")
+    assert done.returncode < 0  # a signal ended it
+    assert read_state(stream(pointer, protocol=4)).refused
 
 
 def test_pickles_inside_pickles_end_somewhere(tmp_path: Path) -> None:
