@@ -244,7 +244,7 @@ def events(
 
 def _look(path: str, memory: _Memory, stale: float) -> list[Event]:
     run = _run_folder(path)
-    steps = sorted((number, name) for name in run.folders() if (number := step_number(name)) is not None)
+    steps = sorted((step.number, step.name) for step in steps_of(run) if step.is_folder)
     names = [name for _, name in steps]
     for gone in {*memory.sizes, *memory.trouble} - {"", *names}:
         memory.sizes.pop(gone, None)
@@ -312,7 +312,7 @@ def _run_folder(path: str) -> Folder:
     run, file = folder_at(path)
     if file:
         raise NothingToCheckError(f"{shown(path)} is a file: name the run folder")
-    if not any(step_number(name) is not None for name in run.folders()) and components(run):
+    if not any(step.is_folder for step in steps_of(run)) and components(run):
         raise NothingToCheckError(f"{shown(path)} is a checkpoint: name the run folder that holds the steps")
     return run
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import PurePath
 from typing import Literal
 
@@ -13,17 +14,17 @@ from ckptlint.loaders.layouts import Found, layouts, recognise
 from ckptlint.loaders.layouts.unsupported import unsupported
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
 from ckptlint.loaders.safetensors import groups
+from ckptlint.loaders.siblings import series
 from ckptlint.model.facts import fact
 from ckptlint.model.text import plural, printable
 from ckptlint.sandbox import one_budget
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.locate import folder_at
-from ckptlint.vocabulary.frameworks import holds_no_state, is_newest, may_be_pickle, step_number
+from ckptlint.vocabulary.frameworks import family_of, holds_no_state, is_newest, is_part, may_be_pickle, step_number
 from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 
 _UNIVERSAL = "_universal"  # what deepspeed.checkpoint.ds_to_universal makes of a step, beside it
 _NUMBERS = re.compile(r"[\d.]+")
-_STEPS_TRIED = 16
 _DEPTH = 6  # folders below the one that the user named: a run, its step, a role, its weights, their counter
 _MOST_FOLDERS = 4096  # that one walk lists
 _MOST_HEADS = 16  # files of a folder whose first bytes are looked at
@@ -88,10 +89,32 @@ def _numbered(folder: Folder) -> dict[str, int]:
     """
     files = [name for name in folder.files_beside() if may_be_pickle(name)]
     names = [*folder.folders(), *files]
-    numbers = {name: number for name in names if (number := step_number(name)) is not None}
+    numbers = {name: number for name in names if (number := step_number(name)) is not None} or _unlisted(folder)
     newest = max(numbers.values(), default=0)
     numbers |= dict.fromkeys(filter(is_newest, files), newest)
     return dict(sorted(numbers.items(), key=lambda item: (item[1], is_newest(item[0]), item[0]), reverse=True))
+
+
+def _unlisted(folder: Folder) -> dict[str, int]:
+    """The same of names that no framework is known to give: folders with a checkpoint in each, or files with a whole
+    state in each; those of ranks and of parts of one state differ in their keys.
+    """
+    if recognise(folder) is not None or groups(folder):
+        return {}
+    for numbers in series(name for name in folder.folders() if not _is_place(folder, name)):
+        held = (name for name in sorted(numbers, key=numbers.__getitem__) if components(folder.sub(name)))
+        if len([*islice(held, 2)]) == 2:  # the newest may be unfinished
+            return numbers
+    for numbers in series(name for name in folder.files_beside() if may_be_pickle(name) and family_of(name) is None):
+        if _are_states(folder, sorted(numbers, key=numbers.__getitem__)[:2]):
+            return numbers
+    return {"release": 0} if "release" in folder.folders() else {}
+
+
+def _is_place(folder: Folder, name: str) -> bool:
+    """Whether a folder is by its name a place in a step or beside it, or not in this folder at all."""
+    is_known = name.startswith(".") or is_rank_folder(name) or is_part(name) or holds_no_state(name)
+    return is_known or bool(folder.outside(name))
 
 
 def runs_below(folder: Folder, levels: int = 3) -> list[tuple[str, Folder]]:
@@ -203,7 +226,7 @@ class _Walk:
         numbered = _numbered(folder)
         if own:  # a model is what its folder means; the steps of the run that made it lie beside it
             return own + self._beside(folder, list(numbered), "all" if steps == "all" else "none", levels)
-        are_steps = len(numbered) + ("release" in folder.folders()) > in_step
+        are_steps = len({*numbered, *(name for name in folder.folders() if name == "release")}) > in_step
         if are_steps and steps != "none" and (found := self._steps(folder, list(numbered), steps, levels, in_step)):
             return found
         left_out = {name for name in numbered if are_steps and not (steps == "none" and _is_part(folder, name))}
@@ -228,7 +251,7 @@ class _Walk:
         found: list[Found] = []
         unfinished: list[Folder] = []
         strays: list[str] = []
-        for name in [*numbered, *(name for name in folder.folders() if name == "release")]:
+        for name in dict.fromkeys([*numbered, *(name for name in folder.folders() if name == "release")]):
             step = folder.only(name) if folder.has(name) else sub_folder(folder, name)
             if step is None:
                 strays.append(astray(folder, name))
@@ -351,6 +374,12 @@ def _lone_state(folder: Folder) -> str | None:
     from ckptlint.loaders.rank_files.plain import lone_state
 
     return lone_state(folder)
+
+
+def _are_states(folder: Folder, names: Sequence[str]) -> bool:
+    from ckptlint.loaders.rank_files.plain import are_states
+
+    return are_states(folder, names)
 
 
 @one_budget()

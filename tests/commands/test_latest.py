@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 import support
+import torch
 from support import REAL
+
+import ckptlint
 
 GOOD, HOLE = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole"
 
@@ -136,3 +139,42 @@ def test_megatron_run(tmp_path: Path) -> None:
     answer = latest(tmp_path, "--require", "model,optimizer,scheduler,rng")
     assert (answer.returncode, answer.stdout) == (0, f"{tmp_path}/iter_0000010\n")
     assert "iter_0000020 skipped: its save did not finish" in answer.stderr
+
+
+FOLDERS = {
+    "xtuner": ["ckpt-step-100", "ckpt-step-200"],
+    "xtuner's exports": ["hf-1000"],
+    "AReaL": ["epoch0epochstep9globalstep9", "epoch1epochstep4globalstep14"],
+    "kohya": ["lora-step00000500-state", "lora-step00001000-state"],
+    "torchtune": ["epoch_0", "epoch_1"],
+    "of nobody's": ["sweep7_at_90_done", "sweep7_at_120_done"],
+    "Megatron's release": ["release"],
+}
+FILES = {
+    "with a measure": ["3-0.51.ckpt", "12-0.42.ckpt"],
+    "with epochs": ["model_0_500.pt", "model_1_1000.pt"],
+    "Composer": ["ep0-ba30-rank0.pt", "ep0-ba60-rank0.pt"],
+    "litgpt": ["iter-000100-ckpt.pth", "iter-000200-ckpt.pth"],
+    "ESPnet": ["9epoch.pth", "10epoch.pth"],
+}
+
+
+@pytest.mark.parametrize("steps", [*FOLDERS.values(), *FILES.values()], ids=[*FOLDERS, *FILES])
+def test_steps_are_siblings_that_a_number_tells_apart(tmp_path: Path, steps: list[str]) -> None:
+    for number, name in enumerate(steps):
+        if name.endswith(("pt", "pth", "ckpt")):
+            torch.save({"model": {"w": torch.ones(4) * number}, "step": number}, tmp_path / name)
+        else:
+            shutil.copytree(GOOD, tmp_path / name)
+    assert latest(tmp_path).stdout == f"{tmp_path}/{steps[-1]}\n"
+    assert len(ckptlint.check(tmp_path, all_steps=True).checkpoints) == len(steps)
+
+
+@pytest.mark.parametrize("names", [("stage_0", "stage_1"), ("seed_1", "seed_2"), ("a.pt", "b.pt"), ("1.pt", "2.pt")])
+def test_parts_and_models_beside_each_other_are_no_steps(tmp_path: Path, names: tuple[str, str]) -> None:
+    for number, name in enumerate(names):
+        if name.endswith("pt"):
+            torch.save({f"layers.{number}.w": torch.ones(4)}, tmp_path / name)
+        else:
+            shutil.copytree(GOOD, tmp_path / name)
+    assert latest(tmp_path).returncode == 4

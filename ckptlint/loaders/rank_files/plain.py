@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,6 +108,20 @@ def _has_square_outputs(root: Any) -> bool:
     outputs = [value for fqn, value in walked(state) if fqn.endswith("attention.wo.weight")]
     shapes = [value.shape for value in outputs if isinstance(value, StoredTensor)]
     return bool(shapes) and all(len({*shape}) == 1 for shape in shapes)
+
+
+def are_states(folder: Folder, names: Sequence[str]) -> bool:
+    """Whether files hold a whole state each, with the same keys."""
+
+    def keys() -> list[frozenset[str]]:
+        roots = [read_torch_file(folder, name).root for name in names]
+        return [frozenset(fqn for fqn, _ in walked(state_of(root) or {})) for root in roots if holds_weights(root)]
+
+    try:
+        found = isolated(keys, min(sum(map(folder.size, names)), len(names) * PICKLE_SHARE))
+    except UnreadableError:
+        return False
+    return len(found) == len(names) and len({*found}) == 1
 
 
 def holds_weights(root: Any) -> bool:
