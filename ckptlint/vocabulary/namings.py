@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.strict_toml import made_of, table_of
 
-_HOW = frozenset({"by group", "alternating", "[in, out]", "pairs"})
+_HOW = frozenset({"by group", "alternating", "[in, out]", "pairs", "halves exchanged"})
 _OUTSIDE = frozenset({"embedding", "head", "final norm", "positions"})
 
 
@@ -81,7 +81,7 @@ def _stored(name: str, text: str) -> Stored:
     hows = frozenset(re.findall(r"\[in, out\]|[^,\s][^,]*", how))
     if not roles or hows - _HOW:
         raise ValueError(f"namings.toml: {name} has {text!r}, which says nothing")
-    fused = re.findall(r"(?:shared )?(?:gate|up|q|k|v)\b", roles)
+    fused = re.findall(r"(?:(?:shared|text|single) )?(?:gate|up|q|k|v)\b", roles)
     return Stored(tuple(fused) if " ".join(fused) == roles else (roles,), hows)
 
 

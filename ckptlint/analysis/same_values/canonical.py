@@ -112,6 +112,9 @@ def _moved(side: Side, heads: Heads, keys: Mapping[int | None, int], is_old: boo
     elif "alternating" in held.how:
         order = order.reshape(-1, len(held.roles)).T.reshape(-1)
         said.append("in turn")
+    elif "halves exchanged" in held.how:
+        order = np.roll(order, rows // 2)
+        said.append("with its halves exchanged")
     if "pairs" in held.how:
         if heads.size < 2 or rows % heads.size:
             return side

@@ -323,8 +323,10 @@ def _under_right_names(found: Sequence[Match], sides: tuple[Sides, Sides]) -> li
     made = []
     for match in found:
         if match.is_proven and match.old != match.new and match.old and match.new:
-            (most, count), *others = roles[_roles(match.old)].most_common(2)
-            is_odd = _roles(match.new) != most or (others and others[0][1] == count)
+            counts = roles[_roles(match.old)]
+            most = [role for role, count in counts.items() if count == max(counts.values())]
+            is_told = sides[0][match.old[0]].held and sides[1][match.new[0]].held
+            is_odd = _roles(match.new) not in most or (len(most) > 1 and not is_told)
             if is_odd or _distance(match) not in (None, usual) or not _may_be_one(match, sides):
                 match = replace(match, relation="exchanged", is_proven=False, what=_holds(match, sides))
         made.append(match)
