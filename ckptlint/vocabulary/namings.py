@@ -12,7 +12,7 @@ from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.strict_toml import made_of, table_of
 
 _HOW = frozenset({"by group", "alternating", "[in, out]", "pairs", "halves exchanged"})
-_OUTSIDE = frozenset({"embedding", "head", "final norm", "positions"})
+_OUTSIDE = frozenset({"embedding", "head", "final norm", "positions", "output"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +112,13 @@ def stored(key: str, naming: Naming) -> Stored | None:
 
 
 def roles_of(key: str) -> frozenset[tuple[str, ...]]:
-    """What a key may hold under any naming."""
-    return frozenset(held.roles for naming, _ in namings().values() if (held := stored(key, naming)))
+    """What a key may hold under any naming, of whichever stream: others than Flux call theirs otherwise.
+
+    >>> roles_of("joint_blocks.3.context_block.attn.proj.weight") == roles_of("blocks.3.attn.to_add_out.weight")
+    True
+    """
+    held = (stored(key, naming) for naming, _ in namings().values())
+    return frozenset(tuple(re.sub("^(text|single) ", "", role) for role in one.roles) for one in held if one)
 
 
 def is_bias(key: str) -> bool:
