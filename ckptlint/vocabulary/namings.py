@@ -64,16 +64,11 @@ def namings() -> dict[str, tuple[Naming, dict[tuple[str, ...], Stored]]]:
     file = Path(__file__).with_suffix(".toml")
     made = made_of(_File, file.name, table_of(file.name, file.read_text(encoding="utf-8")))
     read = {item.name: item for item in made.namings}
-    return {
-        name: (item, {(*end.split("."),): _stored(name, held) for end, held in _all_roles(item, read).items()})
-        for name, item in read.items()
-    }
-
-
-def _all_roles(naming: Naming, others: Mapping[str, Naming]) -> dict[str, str]:
-    if naming.like and naming.like not in others:
-        raise ValueError(f"namings.toml: {naming.name} is like {naming.like}, which is not there")
-    return {**(others[naming.like].roles if naming.like else {}), **naming.roles}
+    found = {}
+    for name, item in read.items():
+        roles = {**(read[item.like].roles if item.like else {}), **item.roles}
+        found[name] = item, {(*end.split("."),): _stored(name, held) for end, held in roles.items()}
+    return found
 
 
 def _stored(name: str, text: str) -> Stored:
