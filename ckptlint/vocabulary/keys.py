@@ -57,7 +57,10 @@ WRAPPING = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 """Parts that a wrapper puts into the names of what it wraps."""
 
 _STAGE = re.compile(r"model\d+|model_pp\d+|mp_rank_\d+|chained_\d+")
-_LAYER_WORDS = frozenset({"layers", "h", "blocks", "block", "layer"})
+_LAYER_WORDS = frozenset(
+    {"layers", "h", "blocks", "block", "layer"}
+    | {"double_blocks", "single_blocks", "transformer_blocks", "single_transformer_blocks"}
+)
 _EXPERT_WORDS = frozenset({"experts", "local_experts", "deepspeed_experts"})
 
 _RUNTIME = re.compile(

@@ -11,8 +11,8 @@ from pathlib import Path
 from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.strict_toml import made_of, table_of
 
-_HOW = frozenset({"by group", "alternating", "[in, out]", "pairs"})
-_OUTSIDE = frozenset({"embedding", "head", "final norm", "positions"})
+_HOW = frozenset({"by group", "alternating", "[in, out]", "pairs", "halves exchanged"})
+_OUTSIDE = frozenset({"embedding", "head", "final norm", "positions", "output"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,11 @@ def namings() -> dict[str, tuple[Naming, dict[tuple[str, ...], Stored]]]:
     file = Path(__file__).with_suffix(".toml")
     made = made_of(_File, file.name, table_of(file.name, file.read_text(encoding="utf-8")))
     read = {item.name: item for item in made.namings}
-    return {
-        name: (item, {(*end.split("."),): _stored(name, held) for end, held in _all_roles(item, read).items()})
-        for name, item in read.items()
-    }
-
-
-def _all_roles(naming: Naming, others: Mapping[str, Naming]) -> dict[str, str]:
-    if naming.like and naming.like not in others:
-        raise ValueError(f"namings.toml: {naming.name} is like {naming.like}, which is not there")
-    return {**(others[naming.like].roles if naming.like else {}), **naming.roles}
+    found = {}
+    for name, item in read.items():
+        roles = {**(read[item.like].roles if item.like else {}), **item.roles}
+        found[name] = item, {(*end.split("."),): _stored(name, held) for end, held in roles.items()}
+    return found
 
 
 def _stored(name: str, text: str) -> Stored:
@@ -81,7 +76,7 @@ def _stored(name: str, text: str) -> Stored:
     hows = frozenset(re.findall(r"\[in, out\]|[^,\s][^,]*", how))
     if not roles or hows - _HOW:
         raise ValueError(f"namings.toml: {name} has {text!r}, which says nothing")
-    fused = re.findall(r"(?:shared )?(?:gate|up|q|k|v)\b", roles)
+    fused = re.findall(r"(?:(?:shared|text|single) )?(?:gate|up|q|k|v)\b", roles)
     return Stored(tuple(fused) if " ".join(fused) == roles else (roles,), hows)
 
 
@@ -112,8 +107,13 @@ def stored(key: str, naming: Naming) -> Stored | None:
 
 
 def roles_of(key: str) -> frozenset[tuple[str, ...]]:
-    """What a key may hold under any naming."""
-    return frozenset(held.roles for naming, _ in namings().values() if (held := stored(key, naming)))
+    """What a key may hold under any naming, of whichever stream: others than Flux call theirs otherwise.
+
+    >>> roles_of("joint_blocks.3.context_block.attn.proj.weight") == roles_of("blocks.3.attn.to_add_out.weight")
+    True
+    """
+    held = (stored(key, naming) for naming, _ in namings().values())
+    return frozenset(tuple(re.sub("^(text|single) ", "", role) for role in one.roles) for one in held if one)
 
 
 def is_bias(key: str) -> bool:

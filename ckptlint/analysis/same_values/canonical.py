@@ -50,7 +50,7 @@ def in_one_order(old: Sides, new: Sides, heads: Heads) -> tuple[Sides, Sides]:
         [one for one in side.values() if one.held and one.held.how and one.held.roles in apart and one.is_read]
         for side in sides
     ]
-    keys = _rows_of("k", sides[0]) | _rows_of("k", sides[1])
+    keys = _rows_of_keys(sides[0]) | _rows_of_keys(sides[1])
     sizes = [heads.size] if heads.size else _sizes([*wanted[0], *wanted[1]])
     best: list[Sides] = [*sides]
     most = -1
@@ -79,9 +79,9 @@ def _named(side: Sides, naming: Naming | None, heads: Heads) -> Sides:
     return {key: replace(one, held=held.get(key)) for key, one in side.items()}
 
 
-def _rows_of(role: str, side: Sides) -> dict[int | None, int]:
-    """Layer -> the rows of its weight of a role, of those that have a tensor of their own."""
-    own = [one for one in side.values() if one.held and one.held.roles == (role,) and len(one.shape) > 1]
+def _rows_of_keys(side: Sides) -> dict[int | None, int]:
+    """Layer -> the rows of its keys, of those that have a tensor of their own."""
+    own = [one for one in side.values() if one.held and one.held.roles == ("k",) and len(one.shape) > 1]
     return {parse(one.fqn).layer: one.shape[-2] for one in own}
 
 
@@ -112,17 +112,17 @@ def _moved(side: Side, heads: Heads, keys: Mapping[int | None, int], is_old: boo
     elif "alternating" in held.how:
         order = order.reshape(-1, len(held.roles)).T.reshape(-1)
         said.append("in turn")
+    elif "halves exchanged" in held.how:
+        order = np.roll(order, rows // 2)
+        said.append("with its halves exchanged")
     if "pairs" in held.how:
         if heads.size < 2 or rows % heads.size:
             return side
         order = order.reshape(-1, heads.size // 2, 2).transpose(0, 2, 1).reshape(-1)
-        said.append(f"{_EVEN_FIRST if is_old else _INTERLEAVED} ({heads.size} rows a head)")
+        way = "each head's even rows first, then the odd ones" if is_old else "the two halves of each head interleaved"
+        said.append(f"{way} ({heads.size} rows a head)")
     words = {dtype: _in_order(own, order, said[:1] == ["transposed"]) for dtype, own in side.words.items()}
     return replace(side, shape=shape, words=words, moved=", ".join(said))
-
-
-_INTERLEAVED = "the two halves of each head interleaved"
-_EVEN_FIRST = "each head's even rows first, then the odd ones"
 
 
 def _in_order(own: TensorWords, order: IntArray, is_turned: bool) -> TensorWords:

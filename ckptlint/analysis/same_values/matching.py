@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -16,9 +16,11 @@ from ckptlint.model.text import NUMBER
 from ckptlint.seals.digests import MASK, Words
 from ckptlint.seals.words import can_be_rounded, digest, matrix, multiset
 from ckptlint.vocabulary.keys import parse
-from ckptlint.vocabulary.namings import is_bias, roles_of
+from ckptlint.vocabulary.namings import Stored, is_bias, roles_of
 
 Sides = Mapping[str, Side]
+_Held = tuple[Stored | None, Stored | None]
+_Place = Callable[[Side, str], object]
 
 _MOST_PARTS = 4  # roles that are put together into one tensor, such as query, key, value and a gate
 _MOST_ROLES = 16  # of one layer, of which any few are tried
@@ -47,11 +49,7 @@ def matches(old: Sides, new: Sides, renamed: Mapping[str, str], heads: Heads, vo
     by_content = list(_by_content(_without(left_old, by_name), _without(left_new, by_name), vocabulary))
     told = [*by_name, *by_content]
     left_old, left_new = _without(left_old, told), _without(left_new, told)
-    differing = [
-        _pair(left_old[name], left_new[other], vocabulary)
-        for name, other in known.items()
-        if name in left_old and other in left_new
-    ]
+    differing = [match for match in pairs if match.old[0] in left_old and match.new[0] in left_new]
     left_old, left_new = _without(left_old, differing), _without(left_new, differing)
     alone = [Match("absent" if side.is_read else "unread", (name,), (), False) for name, side in left_old.items()]
     alone += [Match("absent" if side.is_read else "unread", (), (name,), False) for name, side in left_new.items()]
@@ -117,7 +115,7 @@ def _by_content(old: Sides, new: Sides, vocabulary: int) -> Iterator[Match]:
     old = {name: side for name, side in old.items() if side.is_read}
     new = {name: side for name, side in new.items() if side.is_read}
     longer = partial(_longer, vocabulary=vocabulary)
-    for find in (_same, _turned, _put_together, _taken_apart, _in_other_order, longer):
+    for find in (_same, _turned, _joined, _taken_apart, _in_other_order, longer):
         told = list(find(old, new))
         yield from told
         old, new = _without(old, told), _without(new, told)
@@ -166,33 +164,39 @@ def _order(name: str) -> tuple[list[int], str]:
 
 def _turned(old: Sides, new: Sides) -> Iterator[Match]:
     """Matrices of which one is the other's transpose."""
-    where: dict[tuple[str, int], list[str]] = defaultdict(list)
-    for name, side in new.items():
-        for dtype, words in side.words.items():
-            if len(words.columns) == 1 and not side.is_dull:
-                where[dtype, digest(words.columns[0])].append(name)
-    for name, side in old.items():
-        for dtype, words in side.words.items():
-            others = where.get((dtype, digest(words.rows)), []) if len(words.columns) == 1 else []
-            fitting = [other for other in others if common(side, new[other]) == dtype]
-            if fitting and not side.is_dull:
-                others.remove(fitting[0])
-                yield Match("transposed", (name,), (fitting[0],), False, "the names do not ask for that")
+
+    def columns(side: Side, dtype: str) -> int:
+        found = side.words[dtype].columns
+        return digest(found[0]) if len(found) == 1 else -1
+
+    for side, other, _ in _found_by(old, new, lambda side, dtype: digest(side.words[dtype].rows), columns):
+        yield Match("transposed", (side.fqn,), (other.fqn,), False, "the names do not ask for that")
+
+
+def _found_by(old: Sides, new: Sides, place: _Place, other_place: _Place) -> Iterator[tuple[Side, Side, str]]:
+    """Tensors with one place, each once, and the dtype in which they have it."""
+    where: dict[tuple[str, object], list[Side]] = defaultdict(list)
+    for other in new.values():
+        for dtype in other.words if not other.is_dull else ():
+            where[dtype, other_place(other, dtype)].append(other)
+    for side in old.values():
+        for dtype in side.words if not side.is_dull else ():
+            others = where.get((dtype, place(side, dtype)), [])
+            fitting = next((other for other in others if common(side, other) == dtype), None)
+            if fitting:
+                others.remove(fitting)
+                yield side, fitting, dtype
                 break
-
-
-def _put_together(old: Sides, new: Sides) -> Iterator[Match]:
-    """Tensors of the new side that hold all rows of several old ones."""
-    yield from _joined(old, new, "joined")
 
 
 def _taken_apart(old: Sides, new: Sides) -> Iterator[Match]:
     """Tensors of the old side whose rows several new ones hold."""
-    for match in _joined(new, old, "split"):
+    for match in _joined(new, old):
         yield Match("split", match.new, match.old, match.is_proven, match.what, match.notes)
 
 
-def _joined(parts: Sides, wholes: Sides, relation: str) -> Iterator[Match]:
+def _joined(parts: Sides, wholes: Sides) -> Iterator[Match]:
+    """Wholes that hold all rows of several parts."""
     groups: dict[tuple[object, ...], dict[tuple[str, ...], list[Side]]] = defaultdict(lambda: defaultdict(list))
     for side in parts.values():
         for dtype in side.words:
@@ -232,19 +236,12 @@ def _adding_up(
 
 def _in_other_order(old: Sides, new: Sides) -> Iterator[Match]:
     """Tensors with the same rows, in another order."""
-    where: dict[tuple[object, ...], list[str]] = defaultdict(list)
-    for name, side in new.items():
-        for dtype, words in side.words.items():
-            if not side.is_dull:
-                where[dtype, side.columns, len(words.rows), multiset(words.rows)].append(name)
-    for name, side in old.items():
-        for dtype, words in side.words.items():
-            others = where.get((dtype, side.columns, len(words.rows), multiset(words.rows)), [])
-            fitting = [other for other in others if common(side, new[other]) == dtype]
-            if fitting and not side.is_dull:
-                others.remove(fitting[0])
-                yield Match("reordered", (name,), (fitting[0],), False, *_unknown(words.rows, new[fitting[0]], dtype))
-                break
+
+    def content(side: Side, dtype: str) -> object:
+        return side.columns, len(side.words[dtype].rows), multiset(side.words[dtype].rows)
+
+    for side, other, dtype in _found_by(old, new, content, content):
+        yield Match("reordered", (side.fqn,), (other.fqn,), False, *_unknown(side.words[dtype].rows, other, dtype))
 
 
 def _in_order(parts: Sequence[Side], whole: Side, dtype: str) -> tuple[bool, str, tuple[str, ...]]:
@@ -314,7 +311,7 @@ def _under_right_names(found: Sequence[Match], sides: tuple[Sides, Sides]) -> li
     Values are paired whatever they are called. So a key and a value projection that were exchanged, or two layers, make
     a pair each; their names tell that they are no conversion.
     """
-    alone = [match for match in found if match.is_proven and match.old != match.new and match.old and match.new]
+    alone = [match for match in found if match.is_proven and match.old != match.new]
     layers = Counter(distance for match in alone if (distance := _distance(match)) is not None)
     usual = next((far for far, count in layers.most_common(1) if 2 * count > layers.total()), 0)
     roles: dict[tuple[str, ...], Counter[tuple[str, ...]]] = defaultdict(Counter)
@@ -322,23 +319,25 @@ def _under_right_names(found: Sequence[Match], sides: tuple[Sides, Sides]) -> li
         roles[_roles(match.old)][_roles(match.new)] += 1
     made = []
     for match in found:
-        if match.is_proven and match.old != match.new and match.old and match.new:
-            (most, count), *others = roles[_roles(match.old)].most_common(2)
-            is_odd = _roles(match.new) != most or (others and others[0][1] == count)
-            if is_odd or _distance(match) not in (None, usual) or not _may_be_one(match, sides):
-                match = replace(match, relation="exchanged", is_proven=False, what=_holds(match, sides))
+        if match.is_proven and match.old != match.new:
+            counts = roles[_roles(match.old)]
+            most = [role for role, count in counts.items() if count == max(counts.values())]
+            held = sides[0][match.old[0]].held, sides[1][match.new[0]].held
+            is_odd = _roles(match.new) not in most or (len(most) > 1 and None in held)
+            if is_odd or _distance(match) not in (None, usual) or not _may_be_one(match, held):
+                match = replace(match, relation="exchanged", is_proven=False, what=_holds(match, held))
         made.append(match)
     return made
 
 
-def _holds(match: Match, sides: tuple[Sides, Sides]) -> str:
+def _holds(match: Match, held: _Held) -> str:
     """Of what lies under another name, what holds it now: another layer, expert or role; "" where names say neither."""
     old, new = parse(match.old[0]), parse(match.new[0])
     if None not in (old.layer, new.layer) and old.layer != new.layer:
         return f"layer {new.layer} holds what was layer {old.layer}"
     if None not in (old.expert, new.expert) and old.expert != new.expert:
         return f"expert {new.expert} holds what was expert {old.expert}"
-    was, now = sides[0][match.old[0]].held, sides[1][match.new[0]].held
+    was, now = held
     return f"{' and '.join(now.roles)} holds what was {' and '.join(was.roles)}" if was and now and was != now else ""
 
 
@@ -361,12 +360,11 @@ def _roles(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key.role if (key := parse(name)).block else NUMBER.sub("*", name, 1) for name in names))
 
 
-def _may_be_one(match: Match, sides: tuple[Sides, Sides]) -> bool:
+def _may_be_one(match: Match, held: _Held) -> bool:
     """Whether the names of one tensor on each side may mean the same: no embedding is a head, no key a value."""
     if len(match.old) != 1 or len(match.new) != 1:
         return True
     (old,), (new,) = match.old, match.new
-    held = sides[0][old].held, sides[1][new].held
     if held[0] and held[1]:
         return held[0].roles == held[1].roles and is_bias(old) == is_bias(new)
     likely = roles_of(old), roles_of(new)
