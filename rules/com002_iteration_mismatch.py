@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.model import Checkpoint, RunFolder, StepClaim
+from ckptlint.model.text import listed
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import FORMS
 from ckptlint.vocabulary.frameworks import world
 
+_NUMBERS = re.compile(r"\d+")
 _TRAIN_STATE = "train_state.pt"
 
 
@@ -33,9 +37,10 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         `global_step` of a `trainer_state.json` in `checkpoint-<number>`, `train_state.step` of torchtitan in
         `step-<number>`, `global_step` in `train/rank*.pt` of OLMo-core in `step<number>`, and `global_step` of a
         `trainer_state.json` beside DeepSpeed's `global_step<number>`. Other counters (`step`, `global_step`,
-        `last_epoch` of a scheduler, Adam's own `step` at depth `headers`) may count batches or start anew. They are
-        info if they have the number of another step of the run, and a warning if they have not moved since the step
-        before, with which they agreed.
+        `last_epoch` of a scheduler, Adam's own `step`, in the records at depth `headers`) may count batches or start
+        anew. They are info if they have the number of another step of the run, and a warning if they have not moved
+        since the step before, with which they agreed. Files of ranks that are called alike and say different steps
+        are a warning.
     Why it matters:
         A resume takes the tracked step and counts on from the iteration saved in it, whatever the folder is called.
     Usual causes:
@@ -48,7 +53,9 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     run, claims = ckpt.run, _claims(ckpt)
     states = [file for file in ckpt.step_files if file.step is not None and file.folder_step is not None]
-    if run is None and not states:
+    apart = [*_ranks_apart(claims)]
+    yield from apart
+    if run is None and not states and not apart:
         raise NotApplicable("the folder's name is no step of a run")
     for file in states:
         if file.step != file.folder_step:
@@ -141,6 +148,25 @@ def _claims(ckpt: Checkpoint) -> list[StepClaim]:
     """What entries and files of the step say, but for what has a check of its own."""
     files = [file for file in ckpt.step_files if file.step is not None and file.folder_step is None]
     return [*ckpt.claims, *(StepClaim(file.name, file.step) for file in files if file.step is not None)]
+
+
+def _ranks_apart(claims: list[StepClaim]) -> Iterator[Finding]:
+    """Files of ranks, alike but for their numbers, that say different steps: one save writes them all."""
+    alike: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for claim in claims:
+        alike[_NUMBERS.sub("0", claim.source)][claim.step].append(claim.source)
+    for steps in alike.values():
+        most, *others = sorted(steps, key=lambda step: (-len(steps[step]), -step))
+        for step in others:
+            verb = "says" if len(steps[step]) == 1 else "say"
+            yield Finding(
+                f"{listed(steps[step])} {verb} step {step}, but {listed(steps[most])} step {most}",
+                at=Location(file=steps[step][0]),
+                missing=("ranks", str(step)),
+                severity=Severity.WARNING,
+                why="each rank of one save writes the same step: these files are of two saves",
+                hint=f"copy the files of step {most} again, or resume from another step",
+            )
 
 
 def _counted(ckpt: Checkpoint, run: RunFolder, claims: list[StepClaim]) -> Iterator[Finding]:

@@ -17,7 +17,7 @@ from typing import Any
 from ckptlint.errors import AccessError, ForeignError, LimitError, UnreadableError
 from ckptlint.formats.content import HEAD, Content, content_of, is_pickled, pickles_in
 from ckptlint.formats.safe_pickle import read_metadata, read_state
-from ckptlint.formats.torch_file import TorchFile, read_torch_bytes, read_torch_file
+from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of, read_torch_bytes, read_torch_file
 from ckptlint.loaders.code_beside import code_beside
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
 from ckptlint.loaders.discover import is_alike, steps_of, sub_folder
@@ -54,6 +54,7 @@ _FOLDERS = {True: 2**10, False: 2**5}  # that are listed below those whose files
 _SHOWN = 8
 _LISTED = 2**16
 _APART = 2.0  # seconds between the files of one save and those of a later one, at least
+_MOMENTS = 64  # parameters of an optimizer whose steps are read
 _RESUME = "a resume from this step reads it"
 _KEPT = ("unsafe", "unread", "limit")  # kinds of problems that count whatever the file is
 _PAYLOAD = ".distcp"  # many archives in one file
@@ -351,7 +352,9 @@ def _read(item: _Found) -> _Read:
     root = files[-1].root
     is_optimizer = item.family is not None and item.family.name == "optimizer state"
     state = _state_of(item, ()) if is_inside else "read"  # of what is inside nobody compares checksums
-    told = replace(_told(item, state, _counted(item, root)), optimizer=optimizer_file(root) if is_optimizer else None)
+    optimizer = optimizer_file(root) if is_optimizer else None
+    step = _moments_step(item, files[-1]) if optimizer is not None and not is_inside else _counted(item, root)
+    told = replace(_told(item, state, step), optimizer=optimizer)
     problems = [problem for found in files for problem in from_torch_file(found, item.label, why=_RESUME)]
     return told, [replace(problem, blocks=False) for problem in problems]
 
@@ -417,6 +420,17 @@ def _counted(item: _Found, root: Any) -> int | None:
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
+def _moments_step(item: _Found, found: TorchFile) -> int | None:
+    """How many steps the parameters of an optimizer made that made the most, of the first ones.
+
+    Source:
+        torch.optim.Adam (torch 1.13 to 2.13): `step` of each parameter, a tensor of one element
+    """
+    states = (own.get("step") for own in found.root["state"].values() if isinstance(own, dict))
+    numbers = [number_in(ranges_of(item.folder, item.name), found, step) for step in islice(states, _MOMENTS)]
+    return max((number for number in numbers if number is not None), default=None)
+
+
 def optimizer_file(root: Any) -> OptimizerFile | None:
     """The state dict of an optimizer; None for what has another form."""
     states, groups = (root.get("state"), root.get("param_groups")) if isinstance(root, dict) else (None, None)
@@ -438,10 +452,10 @@ def optimizer_file(root: Any) -> OptimizerFile | None:
 
 
 def _saved_step(item: _Found) -> int | None:
-    """The step in a `trainer_state.json`.
+    """The step in the JSON of a trainer's state.
 
     Source:
-        transformers.trainer_callback.TrainerState: `global_step`
+        transformers.trainer_callback.TrainerState: `global_step`, in `trainer_state.json`
     """
     data = item.folder.read(item.name, _PLAIN_LIMIT)
     if not data:
@@ -450,7 +464,8 @@ def _saved_step(item: _Found) -> int | None:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise UnreadableError(f"is not JSON ({printable(str(error)[:200])})") from None
-    step = document.get("global_step") if isinstance(document, dict) else None
+    name = item.family.step if item.family is not None and item.family.step else "global_step"
+    step = document.get(name) if isinstance(document, dict) else None
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
