@@ -123,11 +123,14 @@ def _steps(own: NumberedFiles) -> Iterator[Finding]:
 
 
 def _is_of_some(numbers: set[int], total: int, agree: list[str]) -> bool:
-    """Whether a job may have written no more: rank 0 alone, the first ranks of two groups, or those of a later node."""
-    first, last = min(numbers), max(numbers)
-    if len(numbers) == 2 and first < last - first > 1:
+    """Whether a job may have written no more: rank 0 alone, one rank of each of two groups, or those of a later node.
+
+    A later node that shares no file system with the nodes before has as many ranks as each of them.
+    """
+    first, last, size = min(numbers), max(numbers), len(numbers)
+    if size == 2 and first < last - first > 1:
         return agree == [PAYLOAD] * (total > last + 1)
-    return numbers == {0} or (total == last + 1 and _is_later_node(numbers))
+    return numbers == {0} or (size > 1 and total == last + 1 == first + size and first % size == 0)
 
 
 def _dataloaders(ckpt: Checkpoint) -> dict[str, set[int]]:
@@ -141,12 +144,6 @@ def _dataloaders(ckpt: Checkpoint) -> dict[str, set[int]]:
         if match := _DATALOADER.fullmatch(entry.fqn):
             found.setdefault(match[1], set()).add(int(match[2]))
     return found
-
-
-def _is_later_node(numbers: set[int]) -> bool:
-    """Whether ranks may be those of one node that shares no file system with the nodes before: as many, so often."""
-    size, first = len(numbers), min(numbers)
-    return size > 1 and max(numbers) - first + 1 == size and first % size == 0
 
 
 def _lost(

@@ -76,7 +76,7 @@ def _stale(index: WeightIndex, whole: str, present: set[str]) -> Finding:
         missing=("stale",),
         kind="stale",
         severity=Severity.WARNING,
-        notes=(("lacking", f"{whole} does not hold {_count(lost)} of it"), *_keys(lost)) if lost else (),
+        notes=tuple(("lacking", f"{whole} does not hold {text}") for _, text in _keys(lost) if lost),
         why=f"transformers never opens it beside {whole}; a loader that follows the index finds none of its files",
         hint=f"delete {index.file}, unless {whole} is the older save: then copy the files of the index here again",
     )
@@ -195,7 +195,7 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
         # what is numbered is read by an index; without all its files the index is no cause of its own
         is_read_by_index = (
             not ckpt.writer  # torch's own, whose reader takes every file
-            and all(_is_shard(file.name) for file in ckpt.files)
+            and all(_NUMBERS.fullmatch(file) and not file.startswith("consolidated") for file in ckpt.files.names)
             and not _lost_numbers(ckpt)
         )
         yield Finding(
@@ -206,11 +206,6 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
             why="transformers refuses several files without an index; other loaders take every file",
             hint="write the index from the headers of the files, or copy it from where the model was written",
         )
-
-
-def _is_shard(name: str) -> bool:
-    """Whether a file is named as a part of a model that transformers or diffusers loads by an index."""
-    return _NUMBERS.fullmatch(name) is not None and not name.startswith("consolidated")
 
 
 def _lost_numbers(ckpt: Checkpoint) -> list[tuple[int, set[int], set[int]]]:
