@@ -29,9 +29,10 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         A folder `iter_<number>` holds the iteration of its name, in the common state or in Megatron-Bridge's
         `train_state.pt`. The tracker beside it (`latest_checkpointed_iteration.txt` of Megatron-LM, Megatron-Bridge,
         slime and verl, `dlrover_latest.txt`, DeepSpeed's `latest`, or a link) names a finished step that is there, or
-        `release`. A finished step newer than the tracked one is a warning, and so is an absent tracked step if one
-        step alone was copied out of a run. That is a fault of the run: it is told when the run folder is checked, no
-        step fails for it, and a step that is named by itself is not compared with the tracker.
+        `release`. An absent tracked step is a warning if one step alone was copied out of a run. A finished step newer
+        than the tracked one is info: a job that is killed between save and tracker leaves a healthy run. That is the
+        run's: it is told when the run folder is checked, no step fails for it, and a step that is named by itself is
+        not compared with the tracker.
 
         A number inside the step that differs from the folder's is a warning if the library takes both from one counter:
         `global_step` of a `trainer_state.json` in `checkpoint-<number>`, `train_state.step` of torchtitan in
@@ -114,7 +115,7 @@ def _tracked(run: RunFolder, tracker: int | Literal["release"], notes: tuple[Not
             finding,
             message=f"{run.tracker_file} names step {tracker}, but this finished step {run.step} is newer",
             missing=("newer", str(tracker)),
-            severity=Severity.WARNING,
+            severity=Severity.INFO,
             why=f"a resume starts from step {tracker} and repeats the training since then",
             hint=f"{resume}, unless somebody chose the older step on purpose",
         )

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import count, islice
 
-from ckptlint.analysis.numbered_files import NumberedFiles, stated_ranks
+from ckptlint.analysis.numbered_files import PAYLOAD, NumberedFiles, stated_ranks
 from ckptlint.analysis.numbered_files import numbered_files as sets_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.lost_files import by_node
@@ -31,9 +31,11 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
         mesh or other sets state: an error if two of these agree on the number of ranks, a warning if one says it. Sets
         of objects (`custom_checkpoint_N.pkl`) and the entries `dataloader.dp_rank_N` of torchtitan have no gap: a
         warning. Where nobody says what a number counts, a gap in a set from 0 on is info, or a warning if the set would
-        have one file of each rank. One rank of each node or group (0, 8, 16) is no gap. It is only info if the files
-        are those of whole later nodes (4-7 of 8), since a node without a shared file system keeps its own files, or if
-        rank 0 alone has a file. All files of a set that state a step state the same.
+        have one file of each rank. An even distance (0, 8, 16, or 0 and 8 of 16 ranks: one rank of each node or group
+        writes) is no gap, but what breaks it is. It is only info if a set with such a distance does not reach the first
+        or the last group, if two files are all and nobody states the ranks, if the files are those of whole later nodes
+        (4-7 of 8), since a node without a shared file system keeps its own files, or if rank 0 alone has a file. All
+        files of a set that state a step state the same.
     Why it matters:
         A resume continues with different random numbers or data on these ranks, or does not find the state of an
         object.
@@ -67,20 +69,22 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _gaps(own: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
     """What a set lacks, up to the highest number that anybody states."""
-    first, stride = own.stride
     numbers, last = own.files.keys(), max(own.files)
     counts_all = own.counts == "rank" and own.is_global
     total = max([last + 1, *(stated.values() if counts_all else ())])
-    lost = -(-(total - first) // stride) - len(numbers)
-    if not lost:
-        return
     agree = [who for who, ranks in stated.items() if ranks == total]
     severity: Severity | None = None if counts_all and len(agree) + (total == last + 1) > 1 else Severity.WARNING
+    first, stride = own.stride(total)
+    if inside := stride > 1 and len(range(min(numbers), last + 1, stride)) > len(numbers):
+        first, total = min(numbers), last + 1  # where such a set begins and ends is not known
+    lost = len(range(first, total, stride)) - len(numbers)
+    if not lost:
+        return
     if not own.counts:
         if 0 not in numbers or stride > 1 or len(numbers) < _MANY * lost:
             return
         severity = Severity.WARNING if agree else Severity.INFO
-    elif counts_all and (_is_of_some(set(numbers), total) or (stride > 1 and total > last + stride)):
+    elif counts_all and not inside and (stride > 1 or _is_of_some(set(numbers), total, agree)):
         severity = Severity.INFO
     missing = _lost(own.pattern, set(numbers), lost, first, stride, own)
     names = _shown(missing, lost)
@@ -118,9 +122,15 @@ def _steps(own: NumberedFiles) -> Iterator[Finding]:
     )
 
 
-def _is_of_some(numbers: set[int], total: int) -> bool:
-    """Whether a job may have written no more: rank 0 alone, or the ranks of one later node."""
-    return numbers == {0} or (total == max(numbers) + 1 and _is_later_node(numbers))
+def _is_of_some(numbers: set[int], total: int, agree: list[str]) -> bool:
+    """Whether a job may have written no more: rank 0 alone, one rank of each of two groups, or those of a later node.
+
+    A later node that shares no file system with the nodes before has as many ranks as each of them.
+    """
+    first, last, size = min(numbers), max(numbers), len(numbers)
+    if size == 2 and first < last - first > 1:
+        return agree == [PAYLOAD] * (total > last + 1)
+    return numbers == {0} or (size > 1 and total == last + 1 == first + size and first % size == 0)
 
 
 def _dataloaders(ckpt: Checkpoint) -> dict[str, set[int]]:
@@ -134,12 +144,6 @@ def _dataloaders(ckpt: Checkpoint) -> dict[str, set[int]]:
         if match := _DATALOADER.fullmatch(entry.fqn):
             found.setdefault(match[1], set()).add(int(match[2]))
     return found
-
-
-def _is_later_node(numbers: set[int]) -> bool:
-    """Whether ranks may be those of one node that shares no file system with the nodes before: as many, so often."""
-    size, first = len(numbers), min(numbers)
-    return size > 1 and max(numbers) - first + 1 == size and first % size == 0
 
 
 def _lost(

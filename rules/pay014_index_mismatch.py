@@ -10,12 +10,13 @@ import numpy as np
 
 from ckptlint.analysis.fit.judgement import explains_bytes, judges
 from ckptlint.model import Checkpoint, WeightIndex
-from ckptlint.model.text import braces, human_bytes, ranges
+from ckptlint.model.text import braces, human_bytes, plural, ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import parse
 
 _NUMBERS = re.compile(r".*?([0-9]{1,9})-of-([0-9]{1,9})(?:\.[^-]+)?\.(?:safetensors|bin)")
+_STATE = re.compile(r"(?:state\.)?(\d+)\..+")
 _SHOWN = 6
 _MOST = 100_000
 _SLACK = 0.01
@@ -32,8 +33,10 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         Each key of `*.safetensors.index.json` or `*.bin.index.json` lies in the file that the index names, and no file
         `model-<k>-of-<N>.safetensors` is missing. These are only warnings: a key that the index does not list or that
         two files hold, several numbered files without an index, a missing number beside an index or among the shards
-        of torch's writer, and a `total_size` more than 1 % off (info if less, or if tied weights explain it). If the
-        configuration explains `total_size`, CFG001 and CFG005 report it.
+        of torch's writer, a stale index (none of its files is there, but `model.safetensors` is), and a `total_size`
+        more than 1 % off (info if less, or if tied weights explain it). If the configuration explains `total_size`,
+        CFG001 and CFG005 report it. The index of ColossalAI's optimizer has the numbers of parameters for keys: all
+        states of a parameter lie in the file that it names.
     Why it matters:
         A loader that follows the index misses tensors, and one that reads every file takes stale ones.
     Usual causes:
@@ -48,15 +51,35 @@ def index_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("the folder holds no files of a model")
     names, held = ckpt.records.fqns, defaultdict[str, set[str]](set)
     files = list(ckpt.files.names)
+    by_parameter = ckpt.index is not None and all(map(str.isdecimal, ckpt.index.places))
     for key, file in zip(ckpt.records.fqn.tolist(), ckpt.records.file.tolist(), strict=True):
-        held[files[file]].add(names[key])
-    if ckpt.index is not None:
+        state = _STATE.fullmatch(names[key]) if by_parameter else None
+        held[files[file]].add(state[1] if state else names[key])
+    if ckpt.index is not None and ckpt.index.is_stale:
+        yield _stale(ckpt.index, files[0], held[files[0]])
+    elif ckpt.index is not None:
         yield from _misplaced(ckpt.index, held)
         yield from _unlisted(ckpt.index, held)
         yield from _total(ckpt, ckpt.index)
     elif ckpt.format in ("safetensors", "torch") and len(ckpt.files) > 1:
         yield from _without_index(ckpt, held)
     yield from _numbers(ckpt)
+
+
+def _stale(index: WeightIndex, whole: str, present: set[str]) -> Finding:
+    """An index that an earlier save in several files left beside the whole file of this one."""
+    lost = sorted(index.places.keys() - present)
+    return Finding(
+        f"{index.file} is stale: none of the {plural(len({*index.places.values()}), 'file')} that it names is there, "
+        f"and {whole} is loaded instead",
+        at=Location(file=index.file),
+        missing=("stale",),
+        kind="stale",
+        severity=Severity.WARNING,
+        notes=tuple(("lacking", f"{whole} does not hold {text}") for _, text in _keys(lost) if lost),
+        why=f"transformers never opens it beside {whole}; a loader that follows the index finds none of its files",
+        hint=f"delete {index.file}, unless {whole} is the older save: then copy the files of the index here again",
+    )
 
 
 def _misplaced(index: WeightIndex, held: Held) -> Iterator[Finding]:
@@ -121,8 +144,8 @@ def _total(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
     if ckpt.storages is not None:  # tied weights may share one, which is counted once
         own = own[np.unique(np.stack([records.file[own], records.byte_offset[own]]), axis=1, return_index=True)[1]]
     stored = int(records.byte_length[own].sum())
-    if index.total_size is None or index.total_size == stored or index.unread:
-        return
+    if index.total_size is None or stored in (index.total_size, index.total_size << 20) or index.unread:
+        return  # ColossalAI counts in MiB
     tied = {
         nbytes(tensor.dtype, tensor.volume) for tensor in ckpt.tensors.values() if parse(tensor.fqn).function in _TIED
     }  # an index that was made before one of the two was dropped counts it
@@ -172,7 +195,7 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
         # what is numbered is read by an index; without all its files the index is no cause of its own
         is_read_by_index = (
             not ckpt.writer  # torch's own, whose reader takes every file
-            and all(_is_shard(file.name) for file in ckpt.files)
+            and all(_NUMBERS.fullmatch(file) and not file.startswith("consolidated") for file in ckpt.files.names)
             and not _lost_numbers(ckpt)
         )
         yield Finding(
@@ -183,11 +206,6 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
             why="transformers refuses several files without an index; other loaders take every file",
             hint="write the index from the headers of the files, or copy it from where the model was written",
         )
-
-
-def _is_shard(name: str) -> bool:
-    """Whether a file is named as a part of a model that transformers or diffusers loads by an index."""
-    return _NUMBERS.fullmatch(name) is not None and not name.startswith("consolidated")
 
 
 def _lost_numbers(ckpt: Checkpoint) -> list[tuple[int, set[int], set[int]]]:

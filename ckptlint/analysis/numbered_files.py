@@ -16,6 +16,9 @@ from ckptlint.vocabulary.frameworks import family_of, may_be_pickle, number_of, 
 from ckptlint.vocabulary.mesh import AXES
 from ckptlint.vocabulary.metadata_files import PAYLOAD_RANK
 
+PAYLOAD = "the payload files"
+"""Who states the ranks up to the last that wrote payload: there may be more of them."""
+
 _NUMBER = re.compile(r"\d+")
 _OF_MANY = re.compile(r"\d+[-_]of[-_]\d+")  # parts of one state, which an index or their count describes
 _AXES = "|".join([*(axis for axis in AXES if axis != "world"), "mp", "local"])
@@ -40,12 +43,15 @@ class NumberedFiles:
     is_global: bool
     files: dict[int, StepFile]
 
-    @property
-    def stride(self) -> tuple[int, int]:
-        """The first number and the distance of the others: where one rank of each node or group writes, more than 1."""
+    def stride(self, total: int) -> tuple[int, int]:
+        """The lowest number and the distance of the others: more than 1 where one rank of each node or group writes.
+
+        Two files have one distance, which repeats only where it divides all ranks: `total` says how many there are.
+        """
         numbers = sorted(self.files)
-        step = reduce(gcd, (number - numbers[0] for number in numbers[1:]), 0)
-        return (numbers[0], step) if len(numbers) > 2 and numbers[0] < step else (0, 1)
+        step = reduce(gcd, (number - numbers[0] for number in numbers[1:]), 0) or 1
+        repeats = len(numbers) > 2 or (numbers[0] < step and total % step == 0)
+        return (numbers[0] % step, step) if repeats else (0, 1)
 
 
 @fact
@@ -94,7 +100,7 @@ def stated_ranks(ckpt: Checkpoint, without: NumberedFiles) -> dict[str, int]:
     """How many ranks the job had, by who says so: payload files, the mesh, and other whole sets of all ranks."""
     names: Iterable[str] = ckpt.files.names
     payload = max((int(match[1]) for name in names if (match := PAYLOAD_RANK.search(name))), default=-1) + 1
-    stated = {"the payload files": payload} if payload else {}
+    stated = {PAYLOAD: payload} if payload else {}
     if (world := ckpt.topology.get("world")) is not None and world.source == "metadata":
         stated["the mesh"] = world.size
     for other in numbered_files(ckpt):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.model import AxisSize, Checkpoint, Declared
 from ckptlint.model.facts import fact
+from ckptlint.vocabulary.config_fields import read_declared
 
 MAIN_BLOCKS = frozenset(
     {
@@ -112,7 +113,7 @@ def contradictions(ckpt: Checkpoint) -> tuple[Contradiction, ...]:
         if size.source == "metadata"
     }
     for count in layer_counts(ckpt):
-        if not count.agrees:
+        if not count.agrees and count.declared == ckpt.declared.get("layers"):
             structural["layers"] = (count.found, f"the layers of {count.block}")
     structural |= _model_sizes(main_params(ckpt))
     return tuple(
@@ -140,19 +141,20 @@ def layer_counts(ckpt: Checkpoint) -> tuple[LayerCount, ...]:
     blocks = {name: params for name, params in by_name.items() if not _are_convolutions(params)}
     if "heterogeneous" in ckpt.declared or not ckpt.is_sound:
         return ()
-    if len(blocks) == 1:
-        (block,) = blocks
-        wanted = {block: "layers"}
-    elif blocks.keys() == {"encoder.layers", "decoder.layers"}:
-        wanted = {"encoder.layers": "encoder_layers", "decoder.layers": "decoder_layers"}
-    else:
+    if len(blocks) != 1 and blocks.keys() != {"encoder.layers", "decoder.layers"}:
         return ()
-    counts = [
-        _count(ckpt, block, blocks[block], ckpt.declared[name])
-        for block, name in wanted.items()
-        if number(ckpt.declared, name)
-    ]
+    wanted = {block: _declared_layers(ckpt, block, is_only=len(blocks) == 1) for block in blocks}
+    counts = [_count(ckpt, block, blocks[block], declared) for block, declared in wanted.items() if declared]
     return tuple(count for count in counts if count is not None)
+
+
+def _declared_layers(ckpt: Checkpoint, block: str, is_only: bool) -> Declared | None:
+    """The number of a block's layers: what the configuration's part for its prefix says, where it has such a part."""
+    prefix, config = block.removesuffix(".layers"), ckpt.config
+    name, declared = "layers" if is_only else f"{prefix}_layers", ckpt.declared
+    if config is not None and (part := config.values.get(f"{prefix}_config") or config.values.get(prefix)):
+        name, declared = "layers", read_declared([(config.file, part)])
+    return declared[name] if number(declared, name) else None
 
 
 def _are_convolutions(params: list[Param]) -> bool:

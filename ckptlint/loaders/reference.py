@@ -26,6 +26,7 @@ from ckptlint.formats.strict_json import checked_key, checked_shape, json_object
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
 from ckptlint.loaders.layouts import Found, recognise
+from ckptlint.loaders.safetensors import is_stale, read_index
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.text import printable
 from ckptlint.sandbox import isolated
@@ -178,7 +179,8 @@ def _index_file(folder: Folder, name: str, source: str) -> Reference:
 def _model_folder(folder: Folder, source: str) -> Reference:
     """Names, dtypes and shapes of a model folder, and what its configuration says."""
     tensors: Tensors = {}
-    if folder.has(_INDEX):
+    places = read_index(folder, _INDEX, [])[0] if folder.has(_INDEX) else None
+    if folder.has(_INDEX) and not is_stale(folder, _safetensors(folder), places):
         tensors = _indexed(folder, _INDEX)
     else:
         for name in _safetensors(folder):

@@ -7,6 +7,7 @@ of files, told from their names alone, and judged by itself.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,6 +53,7 @@ _FRAGMENT = re.compile(r"model_(?:weight|bias)(?:_pp-rank-.*)?\.safetensors")  #
 _ADAPTER = re.compile(r"adapter[_-].*")
 _LOADED = re.compile(r"model[-.]|pytorch_model[-.]|shard-")  # what a library loads by the config.json beside it
 _MISTRAL = re.compile(r"consolidated[-.].*")
+_WHOLE = re.compile(r"(pytorch_)?model(\.\w+)?\.(safetensors|bin)")
 _DIGITS = re.compile(r"\d+")
 _AT_HAND = ("ok", "link-outside")  # a model cache keeps the files elsewhere and links to them
 _INFO = "DCP_SHARDING_INFO"
@@ -152,8 +154,8 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
     group = groups(folder)[0]
     problems: list[Problem] = []
     places, total = read_index(folder, group.index, problems)
-    named = list(dict.fromkeys((places or {}).values()))
-    names = list(dict.fromkeys((*group.files, *named)))
+    stale = is_stale(folder, group.files, places)
+    names = list(dict.fromkeys((*group.files, *({} if stale else places or {}).values())))
     chunks = _Chunks()
     files: list[StoredFile] = []
     unread: list[str] = []
@@ -168,7 +170,8 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
         elif not _read_file(folder, name, size, number, group, chunks, problems):
             unread.append(printable(name))
     unread += absent
-    label = printable(group.index or (names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"))
+    by_index = "" if stale else group.index
+    label = printable(by_index or (names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"))
     readable = bool(chunks.names) or len(unread) < len(names)
     if not readable:
         problems = [replace(problem, blocks=True) for problem in problems] or [no_files(label, absent)]
@@ -204,7 +207,7 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
         files=FileTable.of(files),
         declared=declared,
         config=own or (config if is_loaded else None),
-        index=None if places is None else weight_index(printable(group.index), places, total, absent, unread),
+        index=None if places is None else weight_index(printable(group.index), places, total, absent, unread, stale),
         topology=read_topology(declared, empty_objects(), None, ranks),
         problems=problems + config_problems + own_problems,
         readable=readable,
@@ -260,13 +263,24 @@ def read_index(folder: Folder, index: str, problems: list[Problem]) -> tuple[dic
     return places, total if is_size(total) else None
 
 
+def is_stale(folder: Folder, files: list[str], places: Mapping[str, str] | None) -> bool:
+    """Whether nothing that an index names is there, beside the whole model that transformers looks for first.
+
+    Source:
+        transformers 5.23 modeling_utils: save_pretrained removes the shards of an earlier save, and leaves their index
+    """
+    if not places or len(files) != 1 or not _WHOLE.fullmatch(files[0]):
+        return False
+    return all(folder.look_at(name)[0] == "absent" for name in {*places.values()})
+
+
 def weight_index(
-    file: str, places: dict[str, str], total: int | None, absent: list[str], unread: list[str]
+    file: str, places: dict[str, str], total: int | None, absent: list[str], unread: list[str], stale: bool
 ) -> WeightIndex:
     """The index with names that are safe to print."""
     shown = {name: printable(name) for name in dict.fromkeys(places.values())}
     by_key = {printable(key): shown[name] for key, name in places.items()}
-    return WeightIndex(file, by_key, total, frozenset(absent), frozenset(unread))
+    return WeightIndex(file, by_key, total, frozenset(absent), frozenset(unread), stale)
 
 
 def no_files(label: str, absent: list[str]) -> Problem:

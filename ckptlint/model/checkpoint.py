@@ -43,6 +43,7 @@ class WeightIndex:
         total_size: bytes of all tensors as it says, None when it does not.
         absent: the files that are not there, or lie outside of the folder.
         unread: these, and the files whose header could not be read.
+        is_stale: whether it is left from an earlier save: none of its files is there, and none is a file of this model.
 
     Source:
         huggingface_hub `split_torch_state_dict_into_shards`; torch.distributed.checkpoint.hf_storage
@@ -53,6 +54,7 @@ class WeightIndex:
     total_size: int | None = None
     absent: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
+    is_stale: bool = False
 
 
 StepState = Literal["complete", "unfinished", "absent", "unknown"]

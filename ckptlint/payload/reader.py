@@ -222,9 +222,10 @@ class Reader:
         inside &= ~records.transformed
         if not self.ckpt.locates_bytes:
             inside &= ~self.is_tensor
-        elif self.ckpt.storages is None and _is_raw(self.ckpt, self.needed):
-            state[inside & self.is_tensor] = RecordState.RAW
-            inside &= ~self.is_tensor
+        elif self.ckpt.is_safetensors or (self.ckpt.storages is None and _is_raw(self.ckpt, self.needed)):
+            bare = inside & (self.is_tensor | self.ckpt.is_safetensors)  # of two equal keys one is no tensor here
+            state[bare] = RecordState.RAW
+            inside &= ~bare
         rows = np.flatnonzero(inside)
         is_shared = np.zeros(len(records), bool)
         is_shared[self.share] = True

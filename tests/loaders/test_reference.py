@@ -200,6 +200,17 @@ def test_local_shards_of_the_torch_writer_give_names_but_no_shapes() -> None:
 # ---------------------------------------------------------------- manifests
 
 
+def test_a_stale_index_in_a_reference_is_not_followed(tmp_path: Path) -> None:
+    write_checkpoint({"safetensors": {"model.safetensors": {"tensors": entries()}}}, tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"old.weight": "model-00001-of-00001.safetensors"}}'
+    )
+    reference = read_reference(str(tmp_path))
+    assert {fqn: shape for fqn, (_, shape) in reference.tensors.items()} == {
+        fqn: tuple(tensor["shape"]) for fqn, tensor in entries().items()
+    }
+
+
 def test_manifest_of_a_checkpoint_passes_as_its_reference(tmp_path: Path) -> None:
     target = tmp_path / "m.json"
     for name in ("fsdp2_4r", "plain_dtypes", "megatron_moe_ep2_dp2", "megatron_0.12_dp2", "fsdp1_local_flat"):

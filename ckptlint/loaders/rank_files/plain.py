@@ -13,7 +13,7 @@ from ckptlint.formats.torch_file import TorchFile, read_torch_file
 from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.rank_files.onto import Columns, damaged, read_file
 from ckptlint.loaders.rank_files.sets import PICKLE_SHARE, FileSet, weight_sets
-from ckptlint.loaders.safetensors import no_files, read_index, weight_index
+from ckptlint.loaders.safetensors import is_stale, no_files, read_index, weight_index
 from ckptlint.loaders.step_files import optimizer_file
 from ckptlint.model import (
     Checkpoint,
@@ -144,7 +144,8 @@ def read_states(folder: Folder, own: FileSet, look_at_files: bool) -> Checkpoint
     """The same of a set that is known."""
     problems: list[Problem] = []
     places, total = read_index(folder, own.index, problems)
-    names = list(dict.fromkeys((*own.files, *(places or {}).values())))
+    stale = is_stale(folder, own.files, places)
+    names = list(dict.fromkeys((*own.files, *({} if stale else places or {}).values())))
     columns = Columns()
     files: list[StoredFile] = []
     absent: list[str] = []
@@ -161,7 +162,8 @@ def read_states(folder: Folder, own: FileSet, look_at_files: bool) -> Checkpoint
         if found is None or not add_state(columns, number, found, label, problems):
             unread.append(label)
     unread += absent
-    label = printable(own.index or (names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"))
+    by_index = "" if stale else own.index
+    label = printable(by_index or (names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"))
     readable = len(unread) < len(names)
     if not readable:
         problems = [replace(problem, blocks=True) for problem in problems] or [no_files(label, absent)]
@@ -178,7 +180,7 @@ def read_states(folder: Folder, own: FileSet, look_at_files: bool) -> Checkpoint
         files=FileTable.of(files),
         declared=declared if is_model else {},
         config=config if is_model else None,
-        index=None if places is None else weight_index(printable(own.index), places, total, absent, unread),
+        index=None if places is None else weight_index(printable(own.index), places, total, absent, unread, stale),
         problems=problems + config_problems,
         readable=readable,
         partial=f"{len(unread)} of {len(files)} files of this model are missing or unreadable" if unread else "",
