@@ -354,7 +354,7 @@ class StandIns:
             return self._inert(key, members=True)
         if row := pickle_names.table().rows.get(known) if not self._strict or known in _PLAIN else None:
             return self._listed(key, known, row)
-        if self._strict or pickle_names.standing(module, name) == "refused":
+        if self._strict or "refused" in (pickle_names.standing(*key), pickle_names.standing(*known)):
             self.tell(key, "named")
             return self._inert(key, call=never, new=never, fault="called", sort="refused")
         return self._unknown(key)

@@ -156,36 +156,6 @@ def test_a_call_in_metadata_is_refused_and_not_made(tmp_path: Path, marker: Path
 
 
 @one_way
-@pytest.mark.parametrize("protocol", [0, 2, 4])
-@pytest.mark.parametrize("call", CALLS)
-def test_a_call_in_the_common_state_is_refused_and_not_made(
-    tmp_path: Path, marker: Path, call: str, protocol: int
-) -> None:
-    # `pickles` is a name of the training code to ckptlint; a dangerous one lies beside it
-    data = common_stream(
-        calling(call, protocol).replace(text("pickles"), text("subprocess")).replace(b"pickles\n", b"subprocess\n"),
-        protocol,
-    )
-    report = with_common(tmp_path / "ckpt", data)
-    sentence = next(title for code, level, title in found(report, "error") if code == "SAF001")
-    position = next(
-        at
-        for opcode, argument, at in pickletools.genops(data)
-        if opcode.name == "STACK_GLOBAL" or (opcode.name in ("GLOBAL", "INST") and "subprocess" in str(argument))
-    )
-    assert "subprocess.payload" in sentence
-    assert f"at byte {position:,}" in sentence
-    assert report.exit_code == 1
-
-
-@one_way
-@pytest.mark.parametrize("call", CALLS)
-def test_a_call_of_an_importable_name_in_the_common_state_is_not_made(tmp_path: Path, marker: Path, call: str) -> None:
-    report = with_common(tmp_path / "ckpt", common_stream(calling(call, 2)))
-    assert report.verdict in ("pass", "fail")
-
-
-@one_way
 def test_the_payload_of_these_tests_would_leave_a_trace(marker: Path) -> None:
     pickle.loads(stream(calling("REDUCE", 2)))
     assert marker.read_text() == "('ran',)"
@@ -415,17 +385,10 @@ _xxsubinterpreters.run_string _posixsubprocess.fork_exec
 """
 
 
-@one_way
-@pytest.mark.parametrize("target", GADGETS.split())
-def test_a_name_known_to_be_dangerous_is_refused_in_the_common_state(tmp_path: Path, target: str) -> None:
-    module, _, name = target.rpartition(".")
-    path = tmp_path / "was_here"
-    value = named(module, name) + text(str(path)) + text("w") + pickle.TUPLE2 + pickle.REDUCE
-    report = with_common(tmp_path / "ckpt", common_stream(value))
-    assert not path.exists()
-    assert "SAF001" in codes(report, "error")
-    assert report.exit_code == 1
-    assert any(target in title for _, _, title in found(report, "error"))
+def test_a_name_known_to_be_dangerous_is_refused() -> None:
+    for module, _, name in (target.rpartition(".") for target in GADGETS.split()):
+        [refused] = read_state(stream(named(module, name), text("x"), pickle.TUPLE1, pickle.REDUCE)).refused
+        assert (refused.target, refused.called, refused.unknown) == (f"{module}.{name}", True, False)
 
 
 @one_way
