@@ -21,6 +21,7 @@ from ckptlint.model.text import printable
 _WALK_LIMIT = 64 * 1024**2
 _OPCODES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
 _MISUSE: dict[Fault, str] = {
+    "filled": "with a function, a class or an object of another package",
     "arguments": "with arguments that no real file has",
     "state": "with a state that no real file has",
     "items": "with items that no real file has",
@@ -38,9 +39,9 @@ class Refused:
             lies too far into the file to be looked for.
         called: whether an opcode would call it.
         trace: the opcodes concerned, one line each.
-        unknown: whether it is refused because it is called and nobody knows what it does.
+        unknown: whether it is refused because nobody knows what it does when it is called, or with what it is filled.
         nested: whether it stands in a pickle inside bytes; the position counts from the start of that one.
-        misuse: how a known name is called that no real file calls so; "" for any other fault.
+        misuse: how a known name is called that no real file calls so, or with what an unknown one is filled.
     """
 
     target: str
@@ -102,8 +103,9 @@ def explain(data: bytes, strict: bool, faults: list[tuple[Pair, Fault]]) -> tupl
         if named:
             trace.append(f"0x{named[0]:04x}  {named[1]:<12}  {printable(key[0])} {printable(key[1])}")
         if act:
-            trace.append(f"0x{act[0]:04x}  {act[1]:<12}  <- would call it")
+            trace.append(f"0x{act[0]:04x}  {act[1]:<12}  <- would {'fill' if fault == 'filled' else 'call'} it")
         target, called = printable(".".join(key)), fault != "named" or act is not None
         position, misuse = place[0] if place else -1, _MISUSE.get(fault, "")
-        made.setdefault(key, Refused(target, position, called, tuple(trace), fault == "unknown", misuse=misuse))
+        is_unknown = fault in ("unknown", "filled")
+        made.setdefault(key, Refused(target, position, called, tuple(trace), is_unknown, misuse=misuse))
     return tuple(sorted(made.values(), key=lambda one: one.position if one.position >= 0 else len(data)))

@@ -21,9 +21,10 @@ from ckptlint.model.text import printable
 from ckptlint.vocabulary.dtypes import ALIASES, TORCH_NAME
 from ckptlint.vocabulary.metadata_classes import METADATA_CLASSES, METADATA_ENUMS
 
-Fault = Literal["named", "called", "unknown", "arguments", "state", "items", "result"]
-"""What is wrong: a name that is refused, or is refused and called; one that is called and nobody knows; or a known one
-whose arguments, state or items no real file has; or what it gave is called or filled as if it were a function.
+Fault = Literal["named", "called", "unknown", "filled", "arguments", "state", "items", "result"]
+"""What is wrong: a name that is refused, or is refused and called; one that nobody knows and that is called, or filled
+with more than data; a known one whose arguments, state or items no real file has; or what it gave is called or filled as
+if it were a function.
 """
 
 
@@ -119,7 +120,7 @@ class Opaque(metaclass=Named):
 
     def _tell_of(self, value: Any, fault: Fault) -> None:
         """Who knows the class may know that it does no harm with it, but for a partial."""
-        self.tell("unknown" if self.fault == "unknown" and not is_armed(value) else fault)
+        self.tell("filled" if self.fault == "unknown" and not is_armed(value) else fault)
 
     def append(self, item: Any) -> None:
         """Keep a list item of a subclass of list."""

@@ -15,6 +15,8 @@ _VOUCH = (
 )
 _OPENED = "torch reads this file with a plain pickle load, so opening the folder makes these calls"
 _CALLED = "a plain pickle load calls it, whatever it does"
+_FILLED = "the class may call what it is filled with when it is loaded, and ckptlint does not know it"
+_UNKNOWN = ", which ckptlint does not know"
 
 
 def from_error(error: UnreadableError, file: str, blocks: bool = False, hint: str = "", why: str = "") -> Problem:
@@ -33,11 +35,12 @@ def from_refusals(unpickled: Unpickled, file: str, where: str = "") -> list[Prob
     """One problem per name that the pickle may not ask for, and one note for all classes nobody knows."""
     problems = []
     for refused in unpickled.refused:
-        act = "asks to call" if refused.called else "names"
+        is_filled = refused.unknown and refused.misuse
+        act = "fills" if is_filled else "asks to call" if refused.called else "names"
         at = f" at byte {refused.position:,}" if refused.position >= 0 else ""
         inside = " of a pickle inside its bytes" if at else " in a pickle inside its bytes"
         way = f" {refused.misuse}" if refused.misuse else ""
-        end = ", which ckptlint does not know" if refused.unknown else f"{way}; ckptlint did not run it"
+        end = f"{way}; ckptlint did not run it" if refused.misuse or not refused.unknown else _UNKNOWN
         problems.append(
             Problem(
                 "unsafe",
@@ -45,7 +48,7 @@ def from_refusals(unpickled: Unpickled, file: str, where: str = "") -> list[Prob
                 f"{where}{file} {act} {refused.target}{at}{inside if refused.nested else ''}{end}",
                 detail=refused.trace,
                 hint=_VOUCH.format(refused.target.partition(".")[0]) if refused.unknown else _SENDER,
-                why=_CALLED if refused.unknown else _OPENED,
+                why=_FILLED if is_filled else _CALLED if refused.unknown else _OPENED,
                 blocks=unpickled.root is None,
                 # what could not be read to its end stays a finding, whoever is trusted
                 unknown=(refused.target,) if refused.unknown and unpickled.root is not None else (),
