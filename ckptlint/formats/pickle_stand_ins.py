@@ -23,8 +23,8 @@ from ckptlint.vocabulary.metadata_classes import METADATA_CLASSES, METADATA_ENUM
 
 Fault = Literal["named", "called", "unknown", "filled", "arguments", "state", "items", "result"]
 """What is wrong: a name that is refused, or is refused and called; one that nobody knows and that is called, or filled
-with more than data; a known one whose arguments, state or items no real file has; or what it gave is called or filled as
-if it were a function.
+with more than data; a known one whose arguments, state or items no real file has; or what it gave is called or filled
+as if it were a function.
 """
 
 
