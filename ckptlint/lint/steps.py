@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from typing import Literal
 from ckptlint.errors import CkptlintError, NothingToCheckError, UnknownLayoutError
 from ckptlint.lint.report import CheckpointReport, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
-from ckptlint.loaders.discover import Step, find_checkpoints, runs_below, steps_of
+from ckptlint.loaders.discover import Step, find_checkpoints, is_alike, runs_below, steps_of
 from ckptlint.loaders.finished import step_state
 from ckptlint.loaders.run_folder import read_tracker
 from ckptlint.model import Checkpoint
@@ -21,12 +22,14 @@ from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.locate import folder_at
 from ckptlint.storage.paths import shown
-from ckptlint.vocabulary.frameworks import step_number
+from ckptlint.vocabulary.frameworks import family_of, step_number
 from ckptlint.vocabulary.parts import PARTS, part_of_file, part_of_key
 
 Verdict = Literal["passes", "fails", "unfinished", "lacks parts", "not judged", "gone"]
 """`not judged`: it may be sound, and could not be read or judged as a whole; `gone`: it vanished meanwhile."""
 
+_OLDER = 8  # steps that one is compared with
+_NUMBERS = re.compile(r"\d+")
 _DOUBTFUL: tuple[ProblemKind, ...] = (
     "unsupported",
     "limit",
@@ -136,7 +139,7 @@ def newest_good(
     for position, step in enumerate(steps):
         judged = _judged(step, f"{path.rstrip('/')}/{step.name}", judge)
         if judged.verdict == "passes":
-            judged = _with_parts(judged, required, steps[position + 1 :])
+            judged = _with_parts(judged, step, required, steps[position + 1 :])
         if judged.verdict == "passes":
             return Search(path, judged, skipped, _tracking(run, judged))
         skipped.append(judged)
@@ -246,9 +249,11 @@ def newest_passing(steps: Iterable[JudgedStep]) -> dict[str, JudgedStep | None]:
     return newest
 
 
-def _with_parts(judged: JudgedStep, required: Sequence[str], older: Sequence[Step]) -> JudgedStep:
+def _with_parts(judged: JudgedStep, step: Step, required: Sequence[str], older: Sequence[Step]) -> JudgedStep:
     """The verdict on a step that passes, once the parts that it must hold are compared with those it holds."""
     asked = "--require asks for them"
+    if missing := _missing(step, older):
+        return replace(judged, verdict="unfinished", why=f"it has no {listed(missing)}, which all older steps have")
     if not required:
         before = next(_finished(older), None)
         if before is None:
@@ -259,6 +264,27 @@ def _with_parts(judged: JudgedStep, required: Sequence[str], older: Sequence[Ste
     if not lacking:
         return judged
     return replace(judged, verdict="lacks parts", why=f"it has no {listed(lacking, 'and no')}; {asked}")
+
+
+def _missing(step: Step, older: Sequence[Step]) -> list[str]:
+    """The files that each of several older steps of its kind has, and it lacks: what is written last tells an end."""
+    try:
+        alike = [one.folder for one in older if one.is_folder and is_alike(one.name, step.name)][:_OLDER]
+        if not step.is_folder or len(alike) < 2:
+            return []
+        held = [{_NUMBERS.sub("0", name): name for name in folder.files_beside() if _tells(name)} for folder in alike]
+        own = {_NUMBERS.sub("0", name) for name in step.folder.files_beside()}
+        return sorted(
+            printable(name) for shape, name in held[0].items() if shape not in own and all(shape in one for one in held)
+        )
+    except CkptlintError:
+        return []
+
+
+def _tells(name: str) -> bool:
+    """Whether a file is of what trainers write with each save: no text, log, code or settings that a run may drop."""
+    family = family_of(name)
+    return family is None or family.content != "other" or family.name in ("mark", "checksums")
 
 
 def _finished(steps: Iterable[Step]) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -71,7 +71,11 @@ def inventory_problems(folder: Folder) -> list[Problem]:
 def _lacking(folder: Folder) -> Iterator[tuple[str, str, str]]:
     """(what is missing, where that is known from as a sentence, why that matters)."""
     for known in world().inventories:
+        if not known.only.fullmatch(folder.name):
+            continue
         there = [path for path in known.beside if _lies_below(folder, path)]
+        if known.file in folder.entries.strange or known.file in folder.folders():
+            continue  # told with the step's files
         if not folder.has(known.file):
             why = "the writer writes it last, after every part that it names, so the save or the copy never finished"
             if there:

@@ -124,3 +124,17 @@ def test_one_step_that_cannot_be_read_spoils_no_other(run: Path, monkeypatch: py
     assert report.unreadable == ("step-2 cannot be listed: Permission denied",)
     assert len(report.checkpoints) == 2
     assert report.exit_code == 4
+
+
+def test_what_all_older_steps_have_is_missed(run: Path) -> None:
+    for number in (1, 2, 3):
+        (run / f"step-{number}" / "STABLE").touch()
+        (run / f"step-{number}" / f"train_state_{number}.json").write_text("{}")
+    ((place, folder),) = runs_at(str(run))
+    assert newest_good(folder, place, judge).found.name == "step-3"  # type: ignore[union-attr]
+    (run / "step-3" / "STABLE").unlink()
+    ((place, folder),) = runs_at(str(run))
+    search = newest_good(folder, place, judge)
+    assert [(step.name, step.why) for step in search.skipped] == [
+        ("step-3", "it has no STABLE, which all older steps have")
+    ]

@@ -201,12 +201,13 @@ def test_files_around_the_components_of_a_step_are_judged_once(tmp_path: Path) -
     for name in ("pytorch_model_fsdp_0", "optimizer_0"):
         writer.save({f"{name}.w": torch.ones(4)}, checkpoint_id=str(step / name), no_dist=True)
     torch.save({"last_epoch": 1}, step / "scheduler.pt")
+    (step / "trainer_state.json").write_text("{}")
     assert codes(ckptlint.check(step), "error", "warning") == set()
     archived(step / "rng_state_0.pth")
     report = ckptlint.check(step)
     assert [(item.code, item.finding.at.file) for item in report.diagnostics] == [("SAF001", "../rng_state_0.pth")]
     names = [[file.name for file in part.checkpoint.step_files] for part in report.checkpoints]
-    assert names == [["../rng_state_0.pth", "../scheduler.pt"], []]
+    assert names == [["../rng_state_0.pth", "../scheduler.pt", "../trainer_state.json"], []]
 
 
 def test_two_models_of_a_folder_tell_its_other_files_once(step: Path) -> None:

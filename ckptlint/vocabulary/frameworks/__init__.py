@@ -94,19 +94,21 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """A JSON file that is written last and names every part of the folder that it lies in.
+    """A JSON file that is written last, and may name every part of the folder that it lies in.
 
     Attributes:
         entries: the key of an object part -> what is said of it.
         path: the key under which that says where the part lies, relative to the folder.
-        beside: folders of which any shows that the file belongs there.
+        beside: files and folders of which any shows that the file belongs there.
+        only: matches the names of the folders that it lies in.
     """
 
     file: str
-    entries: str
-    path: str
     beside: tuple[str, ...]
     source: str
+    entries: str = ""
+    path: str = ""
+    only: re.Pattern[str] = re.compile(".*")
 
 
 @dataclass(frozen=True, slots=True)
