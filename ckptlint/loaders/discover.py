@@ -25,6 +25,7 @@ from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 
 _UNIVERSAL = "_universal"  # what deepspeed.checkpoint.ds_to_universal makes of a step, beside it
 _NUMBERS = re.compile(r"[\d.]+")
+_SIBLINGS_TRIED = 16
 _DEPTH = 6  # folders below the one that the user named: a run, its step, a role, its weights, their counter
 _MOST_FOLDERS = 4096  # that one walk lists
 _MOST_HEADS = 16  # files of a folder whose first bytes are looked at
@@ -102,7 +103,8 @@ def _unlisted(folder: Folder) -> dict[str, int]:
     if recognise(folder) is not None or groups(folder):
         return {}
     for numbers in series(name for name in folder.folders() if not _is_place(folder, name)):
-        held = (name for name in sorted(numbers, key=numbers.__getitem__) if components(folder.sub(name)))
+        oldest = sorted(numbers, key=numbers.__getitem__)[:_SIBLINGS_TRIED]
+        held = (name for name in oldest if components(folder.sub(name)))
         if len([*islice(held, 2)]) == 2:  # the newest may be unfinished
             return numbers
     for numbers in series(name for name in folder.files_beside() if may_be_pickle(name) and family_of(name) is None):
