@@ -31,7 +31,6 @@ from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.locate import folder_at
 from ckptlint.storage.paths import shown
-from ckptlint.vocabulary.frameworks import step_number
 
 if TYPE_CHECKING:
     from ckptlint.lint.report import Report
@@ -137,7 +136,7 @@ def _line(event: Event, path: str, code: int, reports: Sequence[Report]) -> str:
         judged = replace(judged, verdict="unfinished", why=event.text)
     told = step_object(replace(judged, name=printable(event.step), path=shown(path.rstrip("/"))))
     about = {"event": event.kind, "time": datetime.now(UTC).isoformat(timespec="seconds"), "exit_code": code}
-    return inert(json.dumps(about | told | {"step": step_number(event.step)}), JSON_ESCAPE)
+    return inert(json.dumps(about | told | {"step": event.number}), JSON_ESCAPE)
 
 
 def _lint_step(context: click.Context, step: str, report: Path | None, options: dict[str, Any]) -> int:
@@ -179,12 +178,14 @@ class Event:
 
     Attributes:
         step: the name of the step's folder, "" for the run itself.
+        number: of the step, None for the run itself.
         text: what happened, as a sentence; "" for a finished step.
         files: the files of the step at the last look.
     """
 
     kind: Literal["finished", "unfinished", "unread"]
     step: str = ""
+    number: int | None = None
     text: str = ""
     files: frozenset[str] = frozenset()
 
@@ -199,12 +200,12 @@ class _Memory:
     left_behind: set[str] = field(default_factory=set)
     trouble: dict[str, str] = field(default_factory=dict)
 
-    def told(self, step: str, error: CkptlintError) -> list[Event]:
+    def told(self, step: str, number: int | None, error: CkptlintError) -> list[Event]:
         """The error as an event, unless it was the last one there: a store that is away for an hour is one message."""
         if self.trouble.get(step) == str(error):
             return []
         self.trouble[step] = str(error)
-        return [Event("unread", step, str(error))]
+        return [Event("unread", step, number, str(error))]
 
 
 def events(
@@ -237,15 +238,15 @@ def events(
             yield from _look(path, memory, stale)
             memory.trouble.pop("", None)
         except CkptlintError as error:
-            yield from memory.told("", error)
+            yield from memory.told("", None, error)
         if once:
             return
 
 
 def _look(path: str, memory: _Memory, stale: float) -> list[Event]:
     run = _run_folder(path)
-    steps = sorted((step.number, step.name) for step in steps_of(run) if step.is_folder)
-    names = [name for _, name in steps]
+    numbers = {step.name: step.number for step in reversed(steps_of(run)) if step.is_folder}
+    names = [*numbers]
     for gone in {*memory.sizes, *memory.trouble} - {"", *names}:
         memory.sizes.pop(gone, None)
         memory.since.pop(gone, None)
@@ -255,7 +256,7 @@ def _look(path: str, memory: _Memory, stale: float) -> list[Event]:
     _, tracker = isolated(partial(read_tracker, run), 0)  # one of them is a pickle
     still: set[str] = set()
     found: list[Event] = []
-    for number, name in steps:
+    for name, number in numbers.items():
         if name in memory.finished:
             continue
         try:
@@ -266,7 +267,7 @@ def _look(path: str, memory: _Memory, stale: float) -> list[Event]:
             if memory.sizes.get(name) == sizes:
                 still.add(name)
                 if _is_finished(step, number, tracker):
-                    found.append(Event("finished", name, files=frozenset(sizes)))
+                    found.append(Event("finished", name, number, files=frozenset(sizes)))
             else:
                 memory.since[name] = time.time()
             memory.sizes[name] = sizes
@@ -274,7 +275,7 @@ def _look(path: str, memory: _Memory, stale: float) -> list[Event]:
         except NothingToCheckError:  # it vanished meanwhile
             continue
         except CkptlintError as error:
-            found += memory.told(name, error)
+            found += memory.told(name, number, error)
     memory.finished |= {event.step for event in found if event.kind == "finished"}
     newest = max((i for i, name in enumerate(names) if name in memory.finished), default=0)
     for place, name in enumerate(names):
@@ -288,7 +289,7 @@ def _look(path: str, memory: _Memory, stale: float) -> list[Event]:
         else:
             continue
         memory.left_behind.add(name)
-        found.append(Event("unfinished", name, text, frozenset(memory.sizes[name])))
+        found.append(Event("unfinished", name, numbers[name], text, frozenset(memory.sizes[name])))
     return sorted(found, key=lambda event: names.index(event.step))
 
 

@@ -219,25 +219,24 @@ def verdict_of(report: Report) -> JudgedStep:
 
 def steps_in(report: Report) -> list[JudgedStep]:
     """The steps that a report tells of, the newest first; [] where it tells of one step or none."""
-    parts: dict[str, list[CheckpointReport]] = {}
+    parts: dict[tuple[str, int], list[CheckpointReport]] = {}
     for part in report.checkpoints:
-        if (step := _step_in(part.checkpoint.path)) is not None:
+        if (step := part.checkpoint.step or _step_in(part.checkpoint.path)) is not None:
             parts.setdefault(step, []).append(part)
     if len(parts) < 2:
         return []
     judged = []
-    for path, members in parts.items():
+    for (path, number), members in parts.items():
         told = verdict_of(replace(report, checkpoints=members, not_found=(), unreadable=()))
-        name = path.rpartition("/")[2]
-        judged.append(replace(told, path=path, name=name, number=step_number(name) or 0))
+        judged.append(replace(told, path=path, name=path.rpartition("/")[2], number=number))
     return sorted(judged, key=lambda step: (step.path.rpartition("/")[0], -step.number, step.name))
 
 
-def _step_in(path: str) -> str | None:
-    """The path of the step that a checkpoint is, or lies in."""
+def _step_in(path: str) -> tuple[str, int] | None:
+    """Path and number of the step that a checkpoint is by its name, or lies in."""
     names = path.split("/")
-    places = [place for place, name in enumerate(names) if step_number(name) is not None]
-    return "/".join(names[: places[-1] + 1]) if places else None
+    places = [(place, number) for place, name in enumerate(names) if (number := step_number(name)) is not None]
+    return ("/".join(names[: places[-1][0] + 1]), places[-1][1]) if places else None
 
 
 def newest_passing(steps: Iterable[JudgedStep]) -> dict[str, JudgedStep | None]:

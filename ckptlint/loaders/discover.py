@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import isclose
+from operator import itemgetter
 from pathlib import PurePath
 from typing import Literal
 
@@ -16,7 +19,7 @@ from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_fil
 from ckptlint.loaders.safetensors import groups
 from ckptlint.loaders.siblings import series
 from ckptlint.model.facts import fact
-from ckptlint.model.text import plural, printable
+from ckptlint.model.text import plural, printable, some
 from ckptlint.sandbox import one_budget
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.locate import folder_at
@@ -26,6 +29,7 @@ from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 _UNIVERSAL = "_universal"  # what deepspeed.checkpoint.ds_to_universal makes of a step, beside it
 _NUMBERS = re.compile(r"[\d.]+")
 _SIBLINGS_TRIED = 16
+_LIKE = 0.01  # by which the largest files of two steps differ: what is pickled with the tensors varies
 _DEPTH = 6  # folders below the one that the user named: a run, its step, a role, its weights, their counter
 _MOST_FOLDERS = 4096  # that one walk lists
 _MOST_HEADS = 16  # files of a folder whose first bytes are looked at
@@ -104,13 +108,23 @@ def _unlisted(folder: Folder) -> dict[str, int]:
         return {}
     for numbers in series(name for name in folder.folders() if not _is_place(folder, name)):
         oldest = sorted(numbers, key=numbers.__getitem__)[:_SIBLINGS_TRIED]
-        held = (name for name in oldest if components(folder.sub(name)))
-        if len([*islice(held, 2)]) == 2:  # the newest may be unfinished
+        held = islice((parts for name in oldest if (parts := components(folder.sub(name)))), 2)
+        bulks = [_bulk(parts[0].folder) for parts in held]  # the newest may be unfinished
+        if len(bulks) == 2 and bulks[0][:2] == bulks[1][:2] and isclose(bulks[0][2], bulks[1][2], rel_tol=_LIKE):
             return numbers
     for numbers in series(name for name in folder.files_beside() if may_be_pickle(name) and family_of(name) is None):
         if _are_states(folder, sorted(numbers, key=numbers.__getitem__)[:2]):
             return numbers
     return {"release": 0} if "release" in folder.folders() else {}
+
+
+def _bulk(folder: Folder) -> tuple[str, int, int]:
+    """The largest file: its name without numbers, how many are called so, its bytes; sizes of one model differ"""
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for name in folder.files():
+        sizes[_NUMBERS.sub("", name)].append(folder.size(name))
+    name, largest = max(((name, max(held)) for name, held in sizes.items()), key=itemgetter(1), default=("", 0))
+    return name, len(sizes[name]), largest
 
 
 def _is_place(folder: Folder, name: str) -> bool:
@@ -229,7 +243,7 @@ class _Walk:
         if own:  # a model is what its folder means; the steps of the run that made it lie beside it
             return own + self._beside(folder, list(numbered), "all" if steps == "all" else "none", levels)
         are_steps = len({*numbered, *(name for name in folder.folders() if name == "release")}) > in_step
-        if are_steps and steps != "none" and (found := self._steps(folder, list(numbered), steps, levels, in_step)):
+        if are_steps and steps != "none" and (found := self._steps(folder, numbered, steps, levels, in_step)):
             return found
         left_out = {name for name in numbered if are_steps and not (steps == "none" and _is_part(folder, name))}
         inner = [name for name in _inner(folder) if name not in left_out and not (in_step and holds_no_state(name))]
@@ -249,11 +263,11 @@ class _Walk:
             unit for unit in found if not _is_kind(unit.folder, "incomplete") or not (is_dcp or _is_bare(unit.folder))
         ]
 
-    def _steps(self, folder: Folder, numbered: list[str], steps: Steps, levels: int, in_step: bool) -> list[Found]:
+    def _steps(self, folder: Folder, numbers: dict[str, int], steps: Steps, levels: int, in_step: bool) -> list[Found]:
         found: list[Found] = []
         unfinished: list[Folder] = []
         strays: list[str] = []
-        for name in dict.fromkeys([*numbered, *(name for name in folder.folders() if name == "release")]):
+        for name in dict.fromkeys([*numbers, *(name for name in folder.folders() if name == "release")]):
             step = folder.only(name) if folder.has(name) else sub_folder(folder, name)
             if step is None:
                 strays.append(astray(folder, name))
@@ -263,7 +277,8 @@ class _Walk:
             inside = self._at(folder, name, step, steps, levels)
             if inside and f"{name}{_UNIVERSAL}" in folder.folders():
                 inside += self._below(folder, [name + _UNIVERSAL], steps, 1, in_step=True)
-            found += inside
+            path = f"{folder.display.rstrip('/')}/{printable(name)}"
+            found += [unit if unit.step else replace(unit, step=(path, numbers.get(name, 0))) for unit in inside]
             unfinished += [] if inside else [step]
             if found and steps == "newest":
                 break
@@ -272,6 +287,9 @@ class _Walk:
             others = [Found.at(step) for step in unfinished]
             found = found + others if steps == "all" else others[:1] or found
             found = _accounted(found, folder) if in_step or step_number(folder.name) is not None else found
+            if steps == "newest" and (guessed := [name for name in numbers if step_number(name) is None][1:]):
+                named = some(map(printable, guessed))
+                strays.append(f"whether {named} pass: by their numbers they are older steps (--all-steps checks them)")
             return [replace(found[0], strays=(*found[0].strays, *strays), of_run=not in_step), *found[1:]]
         if strays:
             raise AccessError("; ".join(strays))

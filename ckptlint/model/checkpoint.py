@@ -229,6 +229,7 @@ class Checkpoint:
             sharding type), one for each kind and module.
         run: the run folder that the step lies in; None outside of one.
         claims: what entries of their own say of the step that was saved.
+        step: path and number of the step that it is or lies in, where its run was walked over; None elsewhere.
         before: the same part of the nearest older finished step of its run; None without one.
         step_files: the files of the step besides metadata and payload; empty where files were not looked at.
         index: what says in which safetensors file each key lies; None without one.
@@ -264,6 +265,7 @@ class Checkpoint:
     object_values: dict[str, Any] = field(default_factory=dict)
     run: RunFolder | None = None
     claims: tuple[StepClaim, ...] = ()
+    step: tuple[str, int] | None = None
     before: Checkpoint | None = None
     step_files: tuple[StepFile, ...] = ()
     index: WeightIndex | None = None

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import support
 import torch
+from safetensors.torch import save_file
 from support import REAL
 
 import ckptlint
@@ -178,3 +179,17 @@ def test_parts_and_models_beside_each_other_are_no_steps(tmp_path: Path, names: 
         else:
             shutil.copytree(GOOD, tmp_path / name)
     assert latest(tmp_path).returncode == 4
+
+
+def test_what_only_its_number_makes_an_older_step_is_named_and_models_of_two_sizes_are_none(tmp_path: Path) -> None:
+    for name, size in (("bs32", 8), ("bs64", 8), ("llama-8b", 8), ("llama-70b", 90)):
+        place = tmp_path / name[:2] / name
+        place.mkdir(parents=True)
+        save_file({"w": torch.ones(size, size)}, place / "model.safetensors")
+    told = ckptlint.check(tmp_path / "bs").checkpoints
+    assert [part.checkpoint.unseen for part in told] == [
+        ("whether bs32 pass: by their numbers they are older steps (--all-steps checks them)",)
+    ]
+    table = support.run("check", tmp_path / "bs", "--all-steps", "--format", "json")
+    assert [step["step"] for step in json.loads(table.stdout)["steps"]] == [64, 32]
+    assert len(ckptlint.check(tmp_path / "ll").checkpoints) == 2

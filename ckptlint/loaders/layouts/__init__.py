@@ -106,6 +106,7 @@ class Found:
         linked_to: where the link leads, out of its run, by which it was found; "" otherwise.
         strays: sentences on what beside it was not looked into.
         of_run: whether it is the newest step of a run that was asked for as a whole.
+        step: path and number of the step that it is or lies in, where its run was walked over; None elsewhere.
     """
 
     folder: Folder
@@ -114,6 +115,7 @@ class Found:
     linked_to: str = field(default="", kw_only=True)
     strays: tuple[str, ...] = field(default=(), kw_only=True)
     of_run: bool = field(default=False, kw_only=True)
+    step: tuple[str, int] | None = field(default=None, kw_only=True)
 
     @classmethod
     def at(cls, folder: Folder) -> Found:
