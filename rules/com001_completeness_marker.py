@@ -18,6 +18,8 @@ def completeness_marker(ckpt: Checkpoint) -> Iterator[Finding]:
         checkpoint also has `metadata.json` and its common state (`common.pt`, or the entry `common_state/shard_0_1`
         from 0.19 on). No `.metadata.tmp` is newer than `.metadata`: a warning where all payload files are of the later
         save, a note where none is.
+        A step of transformers' Trainer has its `trainer_state.json`; one of prime-rl or VeOmni has `STABLE` or
+        `checkpoint_manifest.json` if the step before it has one.
     Why it matters:
         Each of these files is written last in its stage, so the save or the copy did not finish.
     Usual causes:

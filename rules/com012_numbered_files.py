@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import count, islice
 
-from ckptlint.analysis.numbered_files import PAYLOAD, NumberedFiles, stated_ranks
+from ckptlint.analysis.numbered_files import PAYLOAD, NumberedFiles, inventory_of, stated_ranks
 from ckptlint.analysis.numbered_files import numbered_files as sets_of
-from ckptlint.model import Checkpoint
+from ckptlint.model import AxisSize, Checkpoint
 from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import listed, plural
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -35,7 +35,8 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
         writes) is no gap, but what breaks it is. It is only info if a set with such a distance does not reach the first
         or the last group, if two files are all and nobody states the ranks, if the files are those of whole later nodes
         (4-7 of 8), since a node without a shared file system keeps its own files, or if rank 0 alone has a file. All
-        files of a set that state a step state the same.
+        files of a set that state a step state the same. None is of a rank beyond those that the framework's own
+        manifest states (VeOmni's `checkpoint_manifest.json`): a warning.
     Why it matters:
         A resume continues with different random numbers or data on these ranks, or does not find the state of an
         object.
@@ -64,6 +65,7 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
             )
     for own in found:
         yield from _gaps(own, stated_ranks(ckpt, own))
+        yield from _beyond(own, inventory_of(ckpt))
         yield from _steps(own)
 
 
@@ -101,6 +103,23 @@ def _gaps(own: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
         lost_files=by_node(missing if counts_all else dict.fromkeys(missing), numbers if counts_all else ()),
         notes=notes if agree and counts_all else (),
         hint="" if severity is Severity.INFO else "copy the files again from where they were written",
+    )
+
+
+def _beyond(own: NumberedFiles, said: AxisSize | None) -> Iterator[Finding]:
+    """Files of ranks that the job did not have, by what the framework wrote about itself."""
+    counts_all = own.counts == "rank" and own.is_global
+    names = [file.name for number, file in sorted(own.files.items()) if said and counts_all and number >= said.size]
+    if said is None or not names:
+        return
+    yield Finding(
+        f"the {own.what} of {plural(len(names), 'rank')} lies beyond the {plural(said.size, 'rank')} of this job: "
+        f"{', '.join(_shown(names, len(names)))}",
+        at=Location(file=names[0]),
+        severity=Severity.WARNING,
+        kind="beyond",
+        notes=(("because", f"{said.source} states {plural(said.size, 'rank')}"),),
+        hint="these are left from a larger job: save into an empty folder, or remove them",
     )
 
 

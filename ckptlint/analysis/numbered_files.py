@@ -10,9 +10,9 @@ from functools import reduce
 from math import gcd
 from typing import Literal
 
-from ckptlint.model import Checkpoint, StepFile
+from ckptlint.model import AxisSize, Checkpoint, StepFile
 from ckptlint.model.facts import fact
-from ckptlint.vocabulary.frameworks import family_of, may_be_pickle, number_of, step_number
+from ckptlint.vocabulary.frameworks import family_of, may_be_pickle, number_of, step_number, world
 from ckptlint.vocabulary.mesh import AXES
 from ckptlint.vocabulary.metadata_files import PAYLOAD_RANK
 
@@ -96,13 +96,22 @@ def _is_state(name: str) -> bool:
     return is_read and step_number(stem) is None and step_number(name) is None
 
 
+def inventory_of(ckpt: Checkpoint) -> AxisSize | None:
+    """How many ranks wrote, where a file that the framework writes for this says so."""
+    size = ckpt.topology.get("world")
+    is_said = size is not None and any(known.ranks and known.file == size.source for known in world().inventories)
+    return size if is_said else None
+
+
 def stated_ranks(ckpt: Checkpoint, without: NumberedFiles) -> dict[str, int]:
     """How many ranks the job had, by who says so: payload files, the mesh, and other whole sets of all ranks."""
     names: Iterable[str] = ckpt.files.names
     payload = max((int(match[1]) for name in names if (match := PAYLOAD_RANK.search(name))), default=-1) + 1
     stated = {PAYLOAD: payload} if payload else {}
-    if (world := ckpt.topology.get("world")) is not None and world.source == "metadata":
-        stated["the mesh"] = world.size
+    if (mesh := ckpt.topology.get("world")) is not None and mesh.source == "metadata":
+        stated["the mesh"] = mesh.size
+    if (inventory := inventory_of(ckpt)) is not None:
+        stated[inventory.source] = inventory.size
     for other in numbered_files(ckpt):
         is_whole = sorted(other.files) == list(range(len(other.files)))
         if other is not without and other.counts == "rank" and other.is_global and is_whole and len(other.files) > 1:

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.formats.strict_json import json_object
-from ckptlint.loaders.discover import steps_of, sub_folder
+from ckptlint.loaders.discover import is_alike, steps_of, sub_folder
 from ckptlint.loaders.layouts import recognise
-from ckptlint.model import Problem, StepState
+from ckptlint.model import AxisSize, Problem, StepState
 from ckptlint.model.text import listed, printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
-from ckptlint.vocabulary.frameworks import Mark, is_part, step_number, world
+from ckptlint.vocabulary.frameworks import Inventory, Mark, is_part, step_number, world
 
 _LEVELS = 5  # folders between a part and its step
 _STEPS_TRIED = 16
 _INVENTORY_LIMIT = 1024**2
+_MOST_RANKS = 2**31
 
 
 def step_state(step: Folder, levels: int = _LEVELS) -> StepState:
     """Whether a step, or each of its parts, has what its layout writes last."""
     found = recognise(step)
     state: StepState = found.layout.state(step) if found else "unknown" if step.entries else "unfinished"
-    if state != "unknown":
-        return state
-    if any(_lacking(step)):
+    if state == "unfinished" or any(_lacking(step)):
         return "unfinished"
+    if state == "complete":
+        return state
     parts = [sub_folder(step, name) for name in step.folders() if is_part(name)] if levels else []
     states = {step_state(part, levels - 1) for part in parts if part is not None}
     if "unfinished" in states:
@@ -71,26 +73,58 @@ def inventory_problems(folder: Folder) -> list[Problem]:
 def _lacking(folder: Folder) -> Iterator[tuple[str, str, str]]:
     """(what is missing, where that is known from as a sentence, why that matters)."""
     for known in world().inventories:
-        if not known.only.fullmatch(folder.name):
-            continue
-        there = [path for path in known.beside if _lies_below(folder, path)]
+        if [*folder.entries] == [folder.part] or not known.only.fullmatch(folder.name):
+            continue  # of a file that is named by itself nothing else is in view
         if known.file in folder.entries.strange or known.file in folder.folders():
             continue  # told with the step's files
         if not folder.has(known.file):
-            why = "the writer writes it last, after every part that it names, so the save or the copy never finished"
-            if there:
-                yield known.file, f"{known.file} is missing beside {listed(there)}", why
+            why = "the writer writes it last, so the save or the copy never finished"
+            there = [path for path in known.beside if _lies_below(folder, path)]
+            before = _step_before(folder) if there and known.by_run else None
+            if there and (not known.by_run or (before is not None and before.has(known.file))):
+                too = f", and {printable(before.name)} has one" if before is not None else ""
+                yield known.file, f"{known.file} is missing beside {listed(there)}{too}", why
             continue
-        try:
-            parts = json_object(folder.read(known.file, _INVENTORY_LIMIT)).get(known.entries)
-        except UnreadableError:
-            continue  # told with the step's files
+        parts = _said(folder, known).get(known.entries)
         for name, said in parts.items() if isinstance(parts, dict) else ():
             path = said.get(known.path) if isinstance(said, dict) else None
             if isinstance(path, str) and is_safe(path) and not _lies_below(folder, path):
                 label = printable(path)
                 sentence = f"{known.file} names {printable(str(name))} in {label}, and nothing lies there"
                 yield label, sentence, "a load reads it from there, so the save lost a part, or the copy left it out"
+
+
+def stated_world(folder: Folder) -> AxisSize | None:
+    """How many ranks wrote the step, as its inventory says; None where none does."""
+    for known in world().inventories:
+        if known.ranks and known.only.fullmatch(folder.name) and folder.has(known.file):
+            said: Any = _said(folder, known)
+            for key in known.ranks:
+                said = said.get(key) if isinstance(said, dict) else None
+            if isinstance(said, int) and 0 < said < _MOST_RANKS and said is not True:
+                return AxisSize(said, known.file)
+    return None
+
+
+def _said(folder: Folder, known: Inventory) -> dict[str, Any]:
+    """What an inventory that is JSON says; {} for others and a damaged one, which is told with the step's files."""
+    try:
+        return json_object(folder.read(known.file, _INVENTORY_LIMIT)) if known.entries or known.ranks else {}
+    except UnreadableError:
+        return {}
+
+
+def _step_before(folder: Folder) -> Folder | None:
+    """The step of the same run before this one, where both are folders named alike."""
+    number, parent = step_number(folder.name), folder.parent
+    if number is None or parent is None:
+        return None
+    try:
+        older = (step for step in steps_of(parent) if step.number < number and is_alike(step.name, folder.name))
+        before = next(older, None)
+    except CkptlintError:
+        return None
+    return sub_folder(parent, before.name) if before is not None and before.is_folder else None
 
 
 def _lies_below(folder: Folder, path: str) -> bool:

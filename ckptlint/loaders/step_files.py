@@ -21,7 +21,7 @@ from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of, read_to
 from ckptlint.loaders.code_beside import code_beside
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
 from ckptlint.loaders.discover import is_alike, steps_of, sub_folder
-from ckptlint.loaders.finished import inventory_problems
+from ckptlint.loaders.finished import inventory_problems, stated_world
 from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_torch_file
@@ -135,7 +135,9 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
     if late or passed:
         problems.append(_not_looked_at(late, passed))
     problems += code_beside(whole.folder)
-    return replace(ckpt, step_files=(*ckpt.step_files, *files), problems=problems)
+    world = next((size for place in whole.accounts_for if (size := stated_world(place)) is not None), None)
+    topology = {**ckpt.topology, "world": world} if world is not None else ckpt.topology
+    return replace(ckpt, step_files=(*ckpt.step_files, *files), problems=problems, topology=topology)
 
 
 def _below(found: list[_Found], whole: Found) -> tuple[list[_Found], list[str]]:

@@ -94,20 +94,24 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """A JSON file that is written last, and may name every part of the folder that it lies in.
+    """A file that is written last, and may be JSON that names every part of the folder that it lies in.
 
     Attributes:
         entries: the key of an object part -> what is said of it.
         path: the key under which that says where the part lies, relative to the folder.
         beside: files and folders of which any shows that the file belongs there.
+        by_run: whether some versions write none, so that only one in the step before tells that this one lacks it.
+        ranks: the keys under which, one in the other, it says how many ranks wrote.
         only: matches the names of the folders that it lies in.
     """
 
     file: str
     beside: tuple[str, ...]
     source: str
+    by_run: bool = False
     entries: str = ""
     path: str = ""
+    ranks: tuple[str, ...] = ()
     only: re.Pattern[str] = re.compile(".*")
 
 
