@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ckptlint.analysis.inventory import inventory_of
+from ckptlint.analysis.numbered_files import is_one_of_several
 from ckptlint.model import Checkpoint, RunFolder, StepClaim
 from ckptlint.model.text import listed
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -54,7 +55,7 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     run, claims = ckpt.run, _claims(ckpt)
     states = [file for file in ckpt.step_files if file.step is not None and file.folder_step is not None]
-    apart = [*_ranks_apart(claims)]
+    apart = [*_ranks_apart([claim for claim in claims if not is_one_of_several(ckpt, claim.source)])]
     yield from apart
     if run is None and not states and not apart:
         raise NotApplicable("the folder's name is no step of a run")

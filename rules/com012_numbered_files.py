@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import count, islice
 
-from ckptlint.analysis.numbered_files import PAYLOAD, NumberedFiles, inventory_of, stated_ranks
+from ckptlint.analysis.numbered_files import PAYLOAD, NumberedFiles, inventory_of, is_one_of_several, stated_ranks
 from ckptlint.analysis.numbered_files import numbered_files as sets_of
 from ckptlint.model import AxisSize, Checkpoint
 from ckptlint.model.lost_files import by_node
@@ -35,8 +35,9 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
         writes) is no gap, but what breaks it is. It is only info if a set with such a distance does not reach the first
         or the last group, if two files are all and nobody states the ranks, if the files are those of whole later nodes
         (4-7 of 8), since a node without a shared file system keeps its own files, or if rank 0 alone has a file. All
-        files of a set that state a step state the same. None is of a rank beyond those that the framework's own
-        manifest states (VeOmni's `checkpoint_manifest.json`): a warning.
+        files of a set that state a step state the same, but for objects that count by themselves (`optimizer.bin`,
+        `optimizer_1.bin`). None is of a rank beyond those that the framework's own manifest states (VeOmni's
+        `checkpoint_manifest.json`): a warning.
     Why it matters:
         A resume continues with different random numbers or data on these ranks, or does not find the state of an
         object.
@@ -66,7 +67,8 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
     for own in found:
         yield from _gaps(own, stated_ranks(ckpt, own))
         yield from _beyond(own, inventory_of(ckpt))
-        yield from _steps(own)
+        if not any(is_one_of_several(ckpt, file.name) for file in own.files.values()):
+            yield from _steps(own)
 
 
 def _gaps(own: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ PAYLOAD = "the payload files"
 """Who states the ranks up to the last that wrote payload: there may be more of them."""
 
 _NUMBER = re.compile(r"\d+")
+_COUNTER = re.compile(r"_\d+(?=\.\w+$)")
 _OF_MANY = re.compile(r"\d+[-_]of[-_]\d+")  # parts of one state, which an index or their count describes
 _AXES = "|".join([*(axis for axis in AXES if axis != "world"), "mp", "local"])
 _RANK = re.compile(rf"(?:.*?[^a-z])?(?P<axis>{_AXES})?[-_.]?rank[-_.]?", re.IGNORECASE | re.DOTALL)
@@ -83,6 +84,16 @@ def numbered_files(ckpt: Checkpoint) -> list[NumberedFiles]:
             is_global = rank is not None and not rank["axis"]
             found.append(NumberedFiles(pattern, what, "rank" if rank else "", is_global, files))
     return found
+
+
+def is_one_of_several(ckpt: Checkpoint, name: str) -> bool:
+    """Whether a file holds one object of several that count by themselves: the first of them has no number.
+
+    Source:
+        accelerate.checkpointing.save_accelerator_state (`optimizer.bin`, `optimizer_1.bin`)
+    """
+    first = _COUNTER.sub("", name)
+    return first != name and any(file.name == first for file in ckpt.step_files)
 
 
 def _with_hole(name: str, match: re.Match[str]) -> str:

@@ -14,20 +14,23 @@ def series(names: Iterable[str]) -> Iterator[dict[str, int]]:
     """Name -> number of those that only a number tells apart, for each set of two or more.
 
     Of several numbers that do, the one that becomes largest counts: epochs are fewer than steps. Decimal fractions are
-    measures. Numbers that only count from 0 or 1 are parts of one thing, or two of a kind.
+    measures. Numbers that only count from 0 or 1 are parts of one thing, or two of a kind, but where a measure differs.
 
     >>> list(series(["3-0.51.ckpt", "12-0.42.ckpt", "model_0.pt", "model_1.pt"]))
     [{'3-0.51.ckpt': 3, '12-0.42.ckpt': 12}]
     >>> list(series(["ep0-ba30-rank0.pt", "ep1-ba60-rank0.pt"]))
     [{'ep0-ba30-rank0.pt': 30, 'ep1-ba60-rank0.pt': 60}]
+    >>> list(series(["00--1.61.ckpt", "01--1.70.ckpt"]))
+    [{'00--1.61.ckpt': 0, '01--1.70.ckpt': 1}]
     """
     alike: dict[str, list[str]] = defaultdict(list)
     for name in names:
         alike[_NUMBER.sub("0", name)].append(name)
     for members in alike.values():
-        columns = zip(*(_NUMBER.findall(name) for name in members), strict=True)
+        columns = [*zip(*(_NUMBER.findall(name) for name in members), strict=True)]
+        is_measured = any(len({*column}) > 1 and not any(map(str.isdecimal, column)) for column in columns)
         counted = [[int(text) for text in column] for column in columns if all(map(str.isdecimal, column))]
         apart = [column for column in counted if len({*column}) == len(column) > 1 and max(column) < _MOST]
         best = max(apart, key=max, default=[])
-        if best and (min(best) > 1 or max(best) - min(best) >= len(best)):
+        if best and (is_measured or min(best) > 1 or max(best) - min(best) >= len(best)):
             yield dict(zip(members, best, strict=True))
