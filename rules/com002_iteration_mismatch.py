@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
-import struct
-import zlib
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from ckptlint.analysis.inventory import inventory_of
 from ckptlint.analysis.numbered_files import is_one_of_several
-from ckptlint.model import Checkpoint, RunFolder, StepClaim
-from ckptlint.model.text import listed
+from ckptlint.model import Checkpoint, RunFolder, StepClaim, StepFile
+from ckptlint.model.text import listed, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
-from ckptlint.vocabulary.dtypes import FORMS
 from ckptlint.vocabulary.frameworks import world
 
 _NUMBERS = re.compile(r"\d+")
@@ -39,10 +35,10 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
         `global_step` of a `trainer_state.json` in `checkpoint-<number>`, `train_state.step` of torchtitan in
         `step-<number>`, `global_step` in `train/rank*.pt` of OLMo-core in `step<number>`, and `global_step` of a
         `trainer_state.json` beside DeepSpeed's `global_step<number>`. Other counters (`step`, `global_step`,
-        `last_epoch` of a scheduler, Adam's own `step`, in the records at depth `headers`) may count batches or start
-        anew. They are info if they have the number of another step of the run, and a warning if they have not moved
-        since the step before, with which they agreed. Files of ranks that are called alike and say different steps
-        are a warning.
+        `last_epoch` of a scheduler, Adam's own `step`) may count batches or start anew. They are info if they have
+        the number of another step of the run, and a warning if they have not moved since the step before, with which
+        they agreed. All numbers that contradict the folder's are one finding. Files of ranks that are called alike and
+        say different steps are a warning.
     Why it matters:
         A resume takes the tracked step and counts on from the iteration saved in it, whatever the folder is called.
     Usual causes:
@@ -59,35 +55,18 @@ def iteration_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     yield from apart
     if run is None and not states and not apart:
         raise NotApplicable("the folder's name is no step of a run")
-    for file in states:
-        if file.step != file.folder_step:
-            yield Finding(
-                f"the folder is named for step {file.folder_step}, but {file.name} says step {file.step}",
-                at=Location(file=file.name),
-                missing=("global_step", str(file.step)),
-                severity=Severity.WARNING,
-                why="the Trainer finds a step by the number of its folder, and counts on from the number in the file",
-                hint=f"rename the folder to checkpoint-{file.step}, or restore the {file.name} of its step",
-            )
-    if run is None:
-        return
-    if run.tracker is None and run.prefix != "iter_" and not claims and ckpt.payload is None:
-        raise NotApplicable("nothing but the folder's name says which step this is")
-    yield from _counted(ckpt, run, claims)
     kept = _stored(ckpt, run)
-    stored = kept[0][1] if kept else None
-    for source, iteration in kept:
-        if iteration != run.step and run.prefix == "iter_":
-            yield Finding(
-                f"the folder is named for step {run.step}, but {source} says iteration {iteration}",
-                at=Location(file=source),
-                missing=("iteration", str(iteration)),
-                notes=_numbers(run, iteration),
-                hint=f"if the content is right, rename the folder to {run.folder_of(iteration)}; otherwise restore the "
-                f"{source} of step {run.step}",
-            )
-    if run.tracker is not None and run.is_asked:
-        yield from _tracked(run, run.tracker, _numbers(run, stored))
+    if run and run.tracker is None and run.prefix != "iter_" and not claims and not states:
+        raise NotApplicable("nothing but the folder's name says which step this is")
+    counters = [_of_trainer(file) for file in states]
+    if run is not None:
+        counters += [_of_iteration(run, *item) for item in kept if run.prefix == "iter_"]
+        counters += [_of_claim(ckpt, run, claim) for claim in claims]
+    folder = run.step if run is not None else next((file.folder_step for file in states), None)
+    notes = _numbers(run, kept[0][1] if kept else None) if run is not None else ()
+    yield from _contradiction(ckpt, folder, counters, notes if kept else ())
+    if run is not None and run.tracker is not None and run.is_asked:
+        yield from _tracked(run, run.tracker, notes)
 
 
 def _tracked(run: RunFolder, tracker: int | Literal["release"], notes: tuple[Note, ...]) -> Iterator[Finding]:
@@ -122,9 +101,9 @@ def _tracked(run: RunFolder, tracker: int | Literal["release"], notes: tuple[Not
         )
 
 
-def _stored(ckpt: Checkpoint, run: RunFolder) -> list[tuple[str, int]]:
+def _stored(ckpt: Checkpoint, run: RunFolder | None) -> list[tuple[str, int]]:
     """The iterations that were saved in the step, each with where."""
-    found = [] if run.saved is None else [(_TRAIN_STATE, run.saved)]
+    found = [] if run is None or run.saved is None else [(_TRAIN_STATE, run.saved)]
     value = ckpt.common.values.get("iteration") if ckpt.common is not None else None
     if ckpt.common is not None and isinstance(value, int) and not isinstance(value, bool):
         found.insert(0, (ckpt.common.source, value))
@@ -143,7 +122,64 @@ def _numbers(run: RunFolder, stored: int | None) -> tuple[Note, ...]:
     )
 
 
-# ---------------------------------------------------------------- other counters
+# ---------------------------------------------------------------- what counts steps
+
+
+@dataclass(frozen=True, slots=True)
+class _Counter:
+    """A number in the step that counts steps.
+
+    Attributes:
+        level: how bad it is if it is not the folder's; None for one that may count otherwise.
+        because: what makes that sure; "" where it needs no word.
+    """
+
+    source: str
+    step: int
+    level: Severity | None
+    hint: str
+    because: str = ""
+
+
+def _contradiction(
+    ckpt: Checkpoint, folder: int | None, counters: list[_Counter], notes: tuple[Note, ...]
+) -> Iterator[Finding]:
+    """One finding on all counters that are not at the folder's step, led by the surest."""
+    other = [counter for counter in counters if counter.level is not None and counter.step != folder]
+    if not other:
+        return
+    lead, *_ = sorted(other, key=lambda counter: counter.level or Severity.INFO, reverse=True)
+    said = defaultdict(list)
+    for counter in counters:
+        said[counter.step].append(counter.source)
+    at = [f"{step}: {some(dict.fromkeys(sources))}" for step, sources in sorted(said.items())]
+    about = (("because", lead.because), ("counters", "; ".join(at) if at[1:] else ""))
+    is_file = any(file.name == lead.source for file in ckpt.step_files)
+    yield Finding(
+        f"the folder is named for step {folder}, but {lead.source} says step {lead.step}",
+        at=Location(file=lead.source) if is_file else Location(lead.source),
+        missing=("step", str(lead.step)),
+        severity=lead.level,
+        why="a resume finds the step by its folder, and counts on from the number inside",
+        notes=tuple(note for note in about if note[1]) + notes,
+        hint=lead.hint,
+    )
+
+
+def _of_trainer(file: StepFile) -> _Counter:
+    hint = f"rename the folder to checkpoint-{file.step}, or restore the {file.name} of its step"
+    return _Counter(file.name, file.step or 0, Severity.WARNING, hint, "the Trainer takes both from one counter")
+
+
+def _of_iteration(run: RunFolder, source: str, iteration: int) -> _Counter:
+    hint = f"if the content is right, rename the folder to {run.folder_of(iteration)}; otherwise restore the "
+    return _Counter(source, iteration, Severity.ERROR, f"{hint}{source} of step {run.step}")
+
+
+def _of_claim(ckpt: Checkpoint, run: RunFolder, claim: StepClaim) -> _Counter:
+    hint = f"compare it with step {claim.step} before you resume"
+    level, because = _level(ckpt, run, claim)
+    return _Counter(claim.source, claim.step, level, hint, because)
 
 
 def _claims(ckpt: Checkpoint) -> list[StepClaim]:
@@ -171,28 +207,6 @@ def _ranks_apart(claims: list[StepClaim]) -> Iterator[Finding]:
             )
 
 
-def _counted(ckpt: Checkpoint, run: RunFolder, claims: list[StepClaim]) -> Iterator[Finding]:
-    """The numbers that differ from the folder's, each once, with the surest of those that say it."""
-    told: set[int] = {run.step}
-    judged = [(claim, *_level(ckpt, run, claim)) for claim in claims]
-    for claim, level, because in sorted(judged, key=lambda item: item[1] or Severity.INFO, reverse=True):
-        if claim.step in told or level is None:
-            continue
-        told.add(claim.step)
-        is_file = any(file.name == claim.source for file in ckpt.step_files)
-        yield Finding(
-            f"the folder is named for step {run.step}, but {claim.source} says step {claim.step}",
-            at=Location(file=claim.source) if is_file else Location(claim.source),
-            missing=("claim", str(claim.step)),
-            severity=level,
-            why="a resume finds the step by its folder, and counts on from the number inside",
-            notes=(("because", because),),
-            hint=f"compare it with step {claim.step} before you resume",
-        )
-    if not told & {number for number in run.steps if number != run.step}:
-        yield from _adam(ckpt, run)
-
-
 def _level(ckpt: Checkpoint, run: RunFolder, claim: StepClaim) -> tuple[Severity | None, str]:
     """How sure it is that the number should be the folder's, and why; None for a counter that may count otherwise."""
     for counter in world().one_counter:
@@ -209,29 +223,3 @@ def _level(ckpt: Checkpoint, run: RunFolder, claim: StepClaim) -> tuple[Severity
         Severity.INFO,
         f"{run.folder_of(claim.step)} is another step of the run; this counter may count something else",
     )
-
-
-def _adam(ckpt: Checkpoint, run: RunFolder) -> Iterator[Finding]:
-    """Adam's own count, where it is the number of another step; told by the checksums of its records."""
-    payload = ckpt.payload
-    if payload is None:
-        return
-    states = [state for state in inventory_of(ckpt).states if state.what == "step" and state.tensor.volume == 1]
-    rows = [(state.tensor, int(row)) for state in states for row in state.tensor.chunks.record if row >= 0]
-    found = {(tensor.dtype, int(payload.crc[row])) for tensor, row in rows if payload.crc[row] > 0}
-    if len(found) != 1 or (form := FORMS.get(dtype := next(iter(found))[0])) is None:
-        return  # parameters lag: RUN006 tells where that is a fault
-    known = {(dtype, zlib.crc32(struct.pack(form, number))): number for number in run.steps}
-    step = known.get(next(iter(found)), run.step)
-    if step != run.step:
-        yield Finding(
-            f"the folder is named for step {run.step}, but the optimizer is at step {step}",
-            at=Location(states[0].tensor.fqn, states[0].tensor),
-            missing=("adam", str(step)),
-            severity=Severity.INFO,
-            notes=(
-                ("because", f"{run.folder_of(step)} is another step of the run; Adam does not count skipped steps"),
-            ),
-            hint=f"compare it with step {step} before you resume",
-            inferred_from="the checksum of Adam's step",
-        )

@@ -287,7 +287,7 @@ def test_a_train_state_of_another_step_is_an_error(tmp_path: Path) -> None:
     bridge(tmp_path)
     saved(tmp_path / "iter_0000010" / "train_state.pt", {"step": torch.tensor(9, dtype=torch.int64)})
     (finding,) = found(ckptlint.check(tmp_path), "error", "warning")
-    assert finding[2] == "the folder is named for step 10, but train_state.pt says iteration 9"
+    assert finding[2] == "the folder is named for step 10, but train_state.pt says step 9"
     text(tmp_path / "iter_0000010" / "train_state.pt", "no archive")
     assert codes(ckptlint.check(tmp_path), "error") == {"SAF002"}
 

@@ -203,7 +203,7 @@ def test_a_folder_of_another_step(copied: Copied) -> None:
     step = copied("no_optimizer")
     step = step.rename(step.with_name("iter_0000020"))
     (step.parent / "latest_checkpointed_iteration.txt").write_text("20")
-    only(step, "COM002", "the folder is named for step 20", "iteration 10")
+    only(step, "COM002", "the folder is named for step 20", "says step 10")
 
 
 def test_a_tracker_that_names_what_is_not_there(copied: Copied) -> None:

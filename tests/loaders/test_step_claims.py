@@ -60,7 +60,8 @@ def test_torchtitan(tmp_path: Path) -> None:
     for step in (2, 4):
         titan(tmp_path, step)
     claims = ckptlint.load(tmp_path / "step-4").claims
-    assert claims == (StepClaim("lr_scheduler.last_epoch", 4), StepClaim("train_state.step", 4))
+    assert claims[:2] == (StepClaim("lr_scheduler.last_epoch", 4), StepClaim("train_state.step", 4))
+    assert (claims[2].source[:10], claims[2].step) == ("optimizer.", 4)
     assert numbers(tmp_path / "step-4", "headers") == []
     (tmp_path / "step-4").rename(tmp_path / "step-6")
     assert numbers(tmp_path / "step-6", "headers") == [
@@ -76,14 +77,13 @@ def test_an_older_step_under_a_newer_name(tmp_path: Path) -> None:
 
 
 def test_adam_alone(tmp_path: Path) -> None:
-    """Without a train state Adam's count tells, as a note, and only where it is the number of another step."""
+    """Without a train state Adam's count tells, where it is the number of another step; it did not move."""
     state = {"w": torch.ones(8, 8), "optimizer.state.w.step": torch.tensor(2.0)}
     state |= {"optimizer.state.w.exp_avg": torch.ones(8, 8), "optimizer.state.w.exp_avg_sq": torch.ones(8, 8)}
     for step in (2, 4):
         dcp.save(state, checkpoint_id=str(tmp_path / "other" / f"step_{step}"), no_dist=True)
-    assert numbers(tmp_path / "other" / "step_4") == []
-    assert numbers(tmp_path / "other" / "step_4", "headers") == [
-        ("info", "the folder is named for step 4, but the optimizer is at step 2")
+    assert numbers(tmp_path / "other" / "step_4") == [
+        ("warning", "the folder is named for step 4, but optimizer.state.w.step says step 2")
     ]
 
 
@@ -92,3 +92,17 @@ def test_a_tensor_without_axes(tmp_path: Path) -> None:
     state = {"w": torch.ones(4), "train_state": {"step": torch.tensor(3, dtype=torch.int32)}}
     dcp.save(state, checkpoint_id=str(tmp_path / "step-9"), no_dist=True)
     assert ckptlint.load(tmp_path / "step-9").claims == (StepClaim("train_state.step", 3),)
+
+
+def test_accelerates_optimizer_that_was_left_from_the_step_before(tmp_path: Path) -> None:
+    """axolotl: FSDP2's model and optimizer are DCP folders in a step of the Trainer."""
+    for number, made in ((10, 10), (20, 20), (30, 20)):
+        step = tmp_path / f"checkpoint-{number}"
+        moments = {"w": {"step": torch.tensor(float(made)), "exp_avg": torch.ones(8)}}
+        dcp.save({"model": {"w": torch.ones(8)}}, checkpoint_id=str(step / "pytorch_model_fsdp_0"), no_dist=True)
+        dcp.save({"optimizer": {"state": moments}}, checkpoint_id=str(step / "optimizer_0"), no_dist=True)
+        (step / "trainer_state.json").write_text(f'{{"global_step": {number}}}')
+    assert numbers(tmp_path) == [
+        ("warning", "the folder is named for step 30, but optimizer.state.w.step says step 20")
+    ]
+    assert numbers(tmp_path / "checkpoint-20") == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
@@ -42,12 +43,13 @@ from ckptlint.model import Checkpoint, Declared, FileTable, Problem, RunFolder, 
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
-from ckptlint.vocabulary.frameworks import is_counter
+from ckptlint.vocabulary.frameworks import counts_moments, is_counter
 from ckptlint.vocabulary.litter import is_litter
 from ckptlint.vocabulary.mesh import read_topology
 from ckptlint.vocabulary.metadata_files import METADATA, PAYLOAD_RANK, RANK_METADATA, WRITTEN_LAST
 
 _TEXT_LIMIT = 1024**2
+_MOMENTS = 16  # parameters of an optimizer whose steps are read
 _RENAMED = "the writer renames a finished file into place, so an interrupted copy or a full disk truncated it"
 _OTHER_CONTENT = "torch reads a pickle there, so another program wrote this file or a copy replaced it"
 _BYTECHECKPOINT = "bytecheckpoint."
@@ -119,7 +121,11 @@ def _assemble(
     problems += common_problems + object_problems
     # over a network no record is fetched at the depths that do not ask for it
     counters = {fqn for fqn in (*keys, *described.tensors) if is_counter(fqn)} if folder.is_near else set()
+    moments = {*islice(filter(counts_moments, described.tensors), _MOMENTS)} if folder.is_near else set()
     claims, claim_problems = read_claims(folder, _locations(described, counters, of_tensors=True))
+    made, moment_problems = read_claims(folder, _locations(described, moments, of_tensors=True))
+    claims += tuple(sorted(made, key=lambda claim: claim.step)[-1:])  # parameters without a gradient lag
+    claim_problems += moment_problems
     problems += claim_problems
     plans = read_plans(described.extras.get("all_local_plans"))
     files, locates = payload_files(folder, described, look_at_files)

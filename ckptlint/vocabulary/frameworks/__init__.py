@@ -265,6 +265,18 @@ def is_counter(entry: str) -> bool:
     return _matches(world().counters, entry)
 
 
+def counts_moments(entry: str) -> bool:
+    """Whether an entry of this name counts the steps that an optimizer made with one parameter.
+
+    >>> counts_moments("optimizer.state.w.step"), counts_moments("train_state.step")
+    (True, False)
+
+    Source:
+        torch.distributed.checkpoint.state_dict.get_optimizer_state_dict; torch.optim.Adam
+    """
+    return entry.endswith(".step") and ".state." in f".{entry}"
+
+
 def _matches(patterns: tuple[re.Pattern[str], ...], name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in patterns)
 
