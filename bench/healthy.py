@@ -218,7 +218,11 @@ def torch_dcp(run: Path, dice: Dice) -> Steps:
 
 def torch_files(run: Path, dice: Dice) -> Steps:
     """A file of `torch.save` for each step, with the whole state, and `latest` or `best` beside them."""
-    word, zeros, end = dice.choice(WORDS), dice.choice([0, 0, 3, 5, 8]), dice.choice([".pt", ".pth", ".ckpt", ".tar"])
+    word, zeros, end = (
+        dice.choice(WORDS),
+        dice.choice([0, 0, 3, 5, 8]),
+        dice.choice([".pt", ".pth", ".ckpt", ".pth.tar"]),
+    )
     form = dice.choice(["ep{e}-ba{s}-rank0", "{e}-{loss:.2f}", "{word}_{e}_{s}", "{word}{s}",
         "{word}-step{s}", "{e}epoch", "{s}", "{word}_{s}_full", "epoch={e}-step={s}", "ckpt.{s}",
         "{word}-{e}-val_loss{loss:.3f}", "checkpoint_{s}", "{word}.{s}", "epoch_{e}_acc_{loss:.4f}",

@@ -30,6 +30,7 @@ Verdict = Literal["passes", "fails", "unfinished", "lacks parts", "not judged", 
 
 _OLDER = 8  # steps that one is compared with
 _NUMBERS = re.compile(r"\d+")
+_SHARDED = re.compile(r"-\d+-of-\d+(?=\.\w+$)|\.index\.json$")
 _DOUBTFUL: tuple[ProblemKind, ...] = (
     "unsupported",
     "limit",
@@ -271,13 +272,18 @@ def _missing(step: Step, older: Sequence[Step]) -> list[str]:
         alike = [one.folder for one in older if one.is_folder and is_alike(one.name, step.name)][:_OLDER]
         if not step.is_folder or len(alike) < 2:
             return []
-        held = [{_NUMBERS.sub("0", name): name for name in folder.files_beside() if _tells(name)} for folder in alike]
-        own = {_NUMBERS.sub("0", name) for name in step.folder.files_beside()}
+        held = [{_shape(name): name for name in folder.files_beside() if _tells(name)} for folder in alike]
+        own = {*map(_shape, step.folder.files_beside())}
         return sorted(
             printable(name) for shape, name in held[0].items() if shape not in own and all(shape in one for one in held)
         )
     except CkptlintError:
         return []
+
+
+def _shape(name: str) -> str:
+    """What the names of one thing share in all steps: weights may become one file or several."""
+    return _NUMBERS.sub("0", _SHARDED.sub("", name))
 
 
 def _tells(name: str) -> bool:

@@ -287,6 +287,9 @@ class _Walk:
             others = [Found.at(step) for step in unfinished]
             found = found + others if steps == "all" else others[:1] or found
             found = _accounted(found, folder) if in_step or step_number(folder.name) is not None else found
+            for name in folder.folders():
+                if is_part(name) and name not in numbers and not folder.outside(name):
+                    found = _accounted(found, folder.sub(name))  # state that a run has once, of its newest step
             if steps == "newest" and (guessed := [name for name in numbers if step_number(name) is None][1:]):
                 named = some(map(printable, guessed))
                 strays.append(f"whether {named} pass: by their numbers they are older steps (--all-steps checks them)")

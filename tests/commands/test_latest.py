@@ -193,3 +193,30 @@ def test_what_only_its_number_makes_an_older_step_is_named_and_models_of_two_siz
     table = support.run("check", tmp_path / "bs", "--all-steps", "--format", "json")
     assert [step["step"] for step in json.loads(table.stdout)["steps"]] == [64, 32]
     assert len(ckptlint.check(tmp_path / "ll").checkpoints) == 2
+
+
+def test_weights_that_became_several_files_are_not_missing(tmp_path: Path) -> None:
+    for number in (10, 20, 30):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+    for number in (10, 20):
+        save_file({"a": torch.ones(4), "b": torch.ones(4)}, tmp_path / f"checkpoint-{number}" / "model.safetensors")
+    for part, key in enumerate("ab"):
+        name = f"model-0000{part + 1}-of-00002.safetensors"
+        save_file({key: torch.ones(4)}, tmp_path / "checkpoint-30" / name)
+    index = {"metadata": {}, "weight_map": {k: f"model-0000{n}-of-00002.safetensors" for n, k in ((1, "a"), (2, "b"))}}
+    (tmp_path / "checkpoint-30" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert latest(tmp_path).stdout == f"{tmp_path}/checkpoint-30\n"
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\3\4"], ids=["empty", "cut"])
+def test_the_state_that_torchtune_has_beside_its_epochs(tmp_path: Path, data: bytes) -> None:
+    for epoch in (0, 1):
+        (tmp_path / f"epoch_{epoch}").mkdir()
+        save_file({"w": torch.ones(4)}, tmp_path / f"epoch_{epoch}" / "model-00001-of-00001.safetensors")
+    (tmp_path / "recipe_state").mkdir()
+    state = tmp_path / "recipe_state" / "recipe_state.pt"
+    torch.save({"optimizer": {"state": {}, "param_groups": []}, "epochs_run": 2}, state)
+    assert ckptlint.check(tmp_path).exit_code == 0
+    state.write_bytes(data)
+    told = [item for part in ckptlint.check(tmp_path).checkpoints for item in part.diagnostics]
+    assert [(item.code, item.severity.label) for item in told] == [("SAF002", "error")]

@@ -285,7 +285,7 @@ LITTER = Family("left by other tools", "other", re.compile(""))
 OTHER_STEP = Family("another step", "other", re.compile(""))
 """Families that no pattern tells: `is_litter` does, and the number in the name of a folder."""
 
-_PICKLES = re.compile(r".+\.(pt|pth|pkl|pickle|bin|ckpt|p|pck|joblib|dill|tar)", re.IGNORECASE | re.DOTALL)
+_PICKLES = re.compile(r".+\.(pt|pth|pkl|pickle|bin|ckpt|p|pck|joblib|dill|pth?\.tar)", re.IGNORECASE | re.DOTALL)
 
 
 def family_of(name: str) -> Family | None:
