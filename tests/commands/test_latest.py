@@ -147,7 +147,9 @@ FOLDERS = {
     "xtuner's exports": ["hf-1000"],
     "AReaL": ["epoch0epochstep9globalstep9", "epoch1epochstep4globalstep14"],
     "kohya": ["lora-step00000500-state", "lora-step00001000-state"],
+    "kohya's epochs": ["lora-000009-state", "lora-000010-state"],
     "torchtune": ["epoch_0", "epoch_1"],
+    "Ray": ["checkpoint_000000", "checkpoint_000001"],
     "of nobody's": ["sweep7_at_90_done", "sweep7_at_120_done"],
     "Megatron's release": ["release"],
 }
@@ -156,6 +158,7 @@ FILES = {
     "with epochs": ["model_0_500.pt", "model_1_1000.pt"],
     "Composer": ["ep0-ba30-rank0.pt", "ep0-ba60-rank0.pt"],
     "litgpt": ["iter-000100-ckpt.pth", "iter-000200-ckpt.pth"],
+    "of scripts": ["ckpt_100.pt", "ckpt_200.pt"],
     "ESPnet": ["9epoch.pth", "10epoch.pth"],
 }
 
