@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ckptlint.analysis.fit.judgement import Fit, implied_bytes, judged, numbered_layer
 from ckptlint.analysis.fit.wording import core_note, doubt_note, field_text, listed, model_name, whole_layers
@@ -26,7 +27,8 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
         (`args` in the common state, `run_config.yaml`), is stored. Tables made from transformers and megatron-core say
         which tensors these are. Tied heads, buffers, scales of quantised weights, layers for multi-token prediction and
         adapters are optional, and so is all that a model without its head lacks. It is only info if a whole tower of a
-        multi-part model is absent, or if the configuration names code of its own or leaves fields open.
+        multi-part model is absent, if the configuration names code of its own, or if a field decides that it leaves
+        open; in a training checkpoint any field that is open does.
     Why it matters:
         A load that is not strict leaves absent parameters at their initial values and raises no error.
     Usual causes:
@@ -38,8 +40,11 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
         transformers.PreTrainedModel.from_pretrained (output_loading_info)
     """
     fit = judged(ckpt)
-    if fit.missing:
-        yield _finding(ckpt, fit)
+    doubts: dict[str, list[str]] = defaultdict(list)
+    for name in fit.missing:
+        doubts[fit.doubt_that_exists(name)].append(name)
+    for doubt, missing in doubts.items():
+        yield _finding(ckpt, replace(fit, missing=missing), doubt)
     for tower in fit.absent_towers:
         yield Finding(
             f"nothing of {tower} is stored, though it is a part of {model_name(fit)}",
@@ -49,7 +54,7 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
         )
 
 
-def _finding(ckpt: Checkpoint, fit: Fit) -> Finding:
+def _finding(ckpt: Checkpoint, fit: Fit, doubt: str) -> Finding:
     missing, tensors = fit.missing, fit.expected.tensors
     needed = sum(tensor.needed for tensor in tensors.values())
     whole = whole_layers(fit, set(missing))
@@ -80,10 +85,10 @@ def _finding(ckpt: Checkpoint, fit: Fit) -> Finding:
         message,
         at=Location(fit.shown(missing[0]), label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         missing=tuple(map(fit.shown, missing[:_MOST])),
-        severity=Severity.INFO if fit.doubt else None,
+        severity=Severity.INFO if doubt else None,
         why=_consequence(fit, one),
         notes=(
-            doubt_note(fit),
+            doubt_note(doubt),
             ("missing", listed(fit, missing, whole) if len(names) > 1 else ""),
             ("bytes", f"{human_bytes(lost)} of the model's {human_bytes(implied_bytes(fit))} are missing"),
             ("instead", _instead(fit)),

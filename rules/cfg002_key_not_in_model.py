@@ -52,10 +52,10 @@ def _finding(ckpt: Checkpoint, fit: Fit, names: list[str], is_beyond: bool) -> F
         f"{subject} stored that {model_name(fit)} does not have",
         at=Location(names[0], label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         missing=tuple(names[:_MOST]),
-        severity=None if is_beyond and not fit.doubt else Severity.INFO,
+        severity=None if is_beyond and not fit.doubt_of(fit.open) else Severity.INFO,
         why="from_pretrained leaves them out and only warns" if fit.is_export else "",
         notes=(
-            doubt_note(fit),
+            doubt_note(fit.doubt_of(fit.open)),
             ("keys", ", ".join(folded[:_SHOWN]) + more if len(names) > 1 else ""),
             ("bytes", f"{human_bytes(size)} that the model does not have"),
             core_note(fit),

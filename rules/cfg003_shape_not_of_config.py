@@ -28,8 +28,8 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
         Each tensor has the number of dims, and the size of each, that the fields of the `config.json` beside the files
         give, or the arguments of a Megatron job (`args` in the common state, `run_config.yaml`). Tensors that differ in
         the same way are one finding. It is only info if embedding and head alike hold more rows than the declared
-        vocabulary, if the configuration names code of its own or leaves fields open, or if the expected size is a
-        constant that follows from no field. Quantised weights are left out.
+        vocabulary, if the configuration names code of its own, or if the expected size is a constant that follows from
+        no field, or follows from one that the configuration leaves open. Quantised weights are left out.
     Why it matters:
         Loading fails on a different shape, or fills part of the tensor and leaves the rest as it was in memory.
     Usual causes:
@@ -99,7 +99,7 @@ def _dim(item: ShapeDifference, axis: int) -> str:
 def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Finding:
     lead = items[0]
     stored, expected = lead.tensor.global_shape, lead.expected.shape
-    source, count = fit.expected.source, len(items)
+    source, count, doubt = fit.expected.source, len(items), _doubt(fit, items)
     name = lead.tensor.fqn
     notes: tuple[Note, ...] = ()
     again = f"{'export' if fit.is_export else 'save'} again"
@@ -134,9 +134,9 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
         at=Location.of(lead.tensor, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         missing=tuple(item.tensor.fqn for item in items[:_MOST]),
         kind=cause if isinstance(cause := _cause(ckpt, lead)[0], str) else "size",
-        severity=Severity.INFO if fit.doubt or _is_constant(lead) else None,
+        severity=Severity.INFO if doubt or _is_constant(lead) else None,
         why=_consequence(fit),
-        notes=(doubt_note(fit), ("tensors", _listed(items)), *notes, ("fields", _fields(fit, lead))),
+        notes=(doubt_note(doubt), ("tensors", _listed(items)), *notes, ("fields", _fields(fit, lead))),
         hint=hint,
         alike=f"shape {_cause(ckpt, lead)}",
     )
@@ -204,17 +204,23 @@ def _listed(items: list[ShapeDifference]) -> str:
     return ", ".join(names[:_SHOWN]) + (f", and {len(names) - _SHOWN:,} more patterns" if len(names) > _SHOWN else "")
 
 
+def _doubt(fit: Fit, items: list[ShapeDifference]) -> str:
+    """Why all of them may be right; "" where one cannot."""
+    doubts = [fit.doubt if _is_empty(item) else fit.doubt_of_shape(item.name, item.axes) for item in items]
+    return doubts[0] if all(doubts) else ""
+
+
 def _many(ckpt: Checkpoint, fit: Fit) -> Finding:
-    lead = fit.shapes[0]
+    lead, doubt = fit.shapes[0], _doubt(fit, fit.shapes)
     compared = len(fit.pairing.stored)
     return Finding(
         f"{len(fit.shapes):,} of {plural(compared, 'tensor')} have shapes different from {fit.expected.source}: "
         f"{lead.tensor.fqn} is {shape_text(lead.tensor.global_shape)} instead of {shape_text(lead.expected.shape)}",
         at=Location.of(lead.tensor, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         missing=tuple(item.tensor.fqn for item in fit.shapes[:_MOST]),
-        severity=Severity.INFO if fit.doubt else None,
+        severity=Severity.INFO if doubt else None,
         why=_consequence(fit),
-        notes=(doubt_note(fit), ("tensors", _listed(fit.shapes))),
+        notes=(doubt_note(doubt), ("tensors", _listed(fit.shapes))),
         hint="take the configuration of the job that wrote the tensors: this one probably belongs to another model",
     )
 

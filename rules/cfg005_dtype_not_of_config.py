@@ -54,7 +54,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, item: OtherDtype) -> Finding:
         missing=(item.dtype, str(fit.expected.dtype)),
         severity=None if is_large else Severity.INFO,
         notes=(
-            doubt_note(fit),
+            doubt_note(fit.doubt),
             ("bytes", f"{cost} the model in {fit.expected.dtype}"),
             ("tensors", ", ".join(names[:_SHOWN]) + more if len(item.names) > 1 else ""),
         ),

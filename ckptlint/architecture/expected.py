@@ -23,12 +23,14 @@ class ExpectedTensor:
         needed: whether a load misses it; False for what may be stored or not: a tied head, buffers.
         dims: how each axis follows from the configuration (`num_key_value_heads * head_dim`), one text per axis.
         because: the fields that decide whether it exists (`tie_word_embeddings`), in the order of their weight.
+        counted: the fields that say how many there are of its kind (`num_hidden_layers`).
     """
 
     shape: tuple[int, ...]
     needed: bool = True
     dims: tuple[str, ...] = ()
     because: tuple[str, ...] = ()
+    counted: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -119,6 +119,7 @@ class _Plan:
         last = max((i for i, index in enumerate(self.indices) if exists and index in exists.names), default=-1)
         self.asked_at = last if self.here else -1
         self.everywhere = None if self.here else exists  # asked once
+        self.counted = tuple(name for count in self.ranges for name in count.names if name not in self.indices)
         self.because = tuple(
             name
             for condition in (exists, self.optional)
@@ -153,7 +154,7 @@ class _Plan:
             if tensor is None or not same:
                 shape = tuple(whole(dim, values) for dim in self.dims)
                 needed = not (self.optional and true(self.optional, values))
-                tensor = ExpectedTensor(shape, needed, self.row.dims, self.because)
+                tensor = ExpectedTensor(shape, needed, self.row.dims, self.because, self.counted)
             found[name] = tensor
 
     def _names(

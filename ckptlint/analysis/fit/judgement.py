@@ -31,7 +31,9 @@ _QUANTISED = re.compile(
 )
 _QUANTISATION = ("quantization_config", "compression_config", "quantization")
 _LABELS = frozenset({"id2label"})  # of a classifier, which says itself how many it has
+_FIELD = re.compile(r"[A-Za-z_][\w.]*")
 _WIDE = 8
+_MOST_AXES = 8
 _FEW, _MORE = 20_000, 50  # a configuration may imply so many tensors, or so many for each that is stored
 _LAYERS = re.compile(r"(?P<home>.*?)\.?(?:layers|h|blocks?|layer)\.(?P<number>\d{1,18})\..+")
 _MTP = ("num_nextn_predict_layers", "mtp_num_layers", "mtp_num_hidden_layers", "num_mtp_layers")
@@ -66,6 +68,7 @@ class Fit:
         shapes: tensors of another shape.
         grown: the rows of embedding and head, where they hold more than the declared vocabulary; 0 otherwise.
         doubt: why the configuration may mean another model than the table, "" where it cannot.
+        open: fields that the configuration does not give, where no library wrote it: their defaults were assumed.
         is_export: whether a library loads the files as they are, by these names.
     """
 
@@ -78,6 +81,7 @@ class Fit:
     shapes: list[ShapeDifference] = field(default_factory=list)
     grown: int = 0
     doubt: str = ""
+    open: tuple[str, ...] = ()
     is_export: bool = True
     is_quantised: bool = False
 
@@ -91,6 +95,27 @@ class Fit:
         if self.pairing.base:
             return name.removeprefix(f"{self.pairing.base}.")
         return name if self.is_export else self.pairing.prefix + name
+
+    def doubt_of(self, fields: Iterable[str]) -> str:
+        """Why what follows from these fields alone may be otherwise; "" where it cannot.
+
+        Of a training checkpoint with a configuration that no library wrote nobody knows which class its job builds.
+        """
+        open_ = [name for name in self.open if not self.is_export or name in {*fields}]
+        more = f" and {len(open_) - 3} more" if len(open_) > 3 else ""
+        said = f"{self.expected.source} leaves {', '.join(open_[:3])}{more} open: defaults were assumed"
+        return self.doubt or (said if open_ else "")
+
+    def doubt_that_exists(self, name: str) -> str:
+        """Why the model may lack an expected tensor; "" where it cannot."""
+        tensor = self.expected.tensors[name]
+        return self.doubt_of((*tensor.because, *tensor.counted))
+
+    def doubt_of_shape(self, name: str, axes: Iterable[int]) -> str:
+        """Why some axes of an expected tensor may have another size; "" where they cannot."""
+        tensor = self.expected.tensors[name]
+        dims = " ".join(dim for axis in axes for dim in tensor.dims[axis : axis + 1])
+        return self.doubt_of((*tensor.because, *_FIELD.findall(dims)))
 
     @property
     def place(self) -> str:
@@ -114,24 +139,27 @@ def judged(ckpt: Checkpoint) -> Fit:
 def judges(ckpt: Checkpoint) -> bool:
     """Whether names and shapes are held against a configuration: what else infers them then has nothing to add."""
     fit = config_fit(ckpt)
-    return not isinstance(fit, str) and not fit.doubt
+    return not isinstance(fit, str) and not fit.doubt_of(fit.open)
 
 
 @fact
 def judged_shapes(ckpt: Checkpoint) -> Collection[str]:
     """The stored keys whose shape a configuration gives."""
     fit = config_fit(ckpt)
-    return frozenset(fit.pairing.stored.values()) if not isinstance(fit, str) and not fit.doubt else frozenset()
+    stored = {} if isinstance(fit, str) else fit.pairing.stored
+    axes = range(_MOST_AXES)
+    return frozenset(key for name, key in stored.items() if not fit.doubt_of_shape(name, axes))  # type: ignore[union-attr]
 
 
 @fact
 def told_keys(ckpt: Checkpoint) -> Mapping[str, str]:
     """Key, as expected or as stored -> the rule that tells, without a doubt, that it is missing or beyond the model."""
     fit = config_fit(ckpt)
-    if isinstance(fit, str) or fit.doubt:
+    if isinstance(fit, str):
         return {}
-    missing = {name for expected in fit.missing for name in (expected, fit.shown(expected))}
-    return dict.fromkeys(missing, "CFG001") | dict.fromkeys(fit.beyond, "CFG002")
+    lost = [name for name in fit.missing if not fit.doubt_that_exists(name)]
+    missing = {name for expected in lost for name in (expected, fit.shown(expected))}
+    return dict.fromkeys(missing, "CFG001") | dict.fromkeys(() if fit.doubt_of(fit.open) else fit.beyond, "CFG002")
 
 
 @fact
@@ -273,6 +301,7 @@ class _Judge:
             shapes,
             grown,
             self._doubt(),
+            self._open(),
             self.ckpt.is_export,
             self.is_quantised,
         )
@@ -356,20 +385,21 @@ class _Judge:
         return bool({name, name.rpartition(".")[0]} & self.quantised)
 
     def _doubt(self) -> str:
-        """Why the configuration may mean another model than its table: code of its own, or fields that it leaves open.
+        """Why the configuration may mean another model than its table: it names code of its own."""
+        expected = self.pairing.expected
+        told = f"{expected.source} names code of its own (auto_map), whose model may differ from the library's"
+        return told if expected.remote_code else ""
+
+    def _open(self) -> tuple[str, ...]:
+        """The fields that the configuration leaves open.
 
         A library writes all fields of a model that are not at their default, with its own version.
         """
-        expected = self.pairing.expected
-        if expected.remote_code:
-            return f"{expected.source} names code of its own (auto_map), whose model may differ from the library's"
         if "transformers_version" in self.config or self.ckpt.config is None or self.ckpt.is_of_megatron:
-            return ""
+            return ()
         given = set(self.config) | {inner for part in self.config.values() if isinstance(part, dict) for inner in part}
-        named = (name for name in expected.fields if name not in _LABELS)
-        open_ = [name for name in named if name.rpartition(".")[2] not in given]
-        more = f" and {len(open_) - 3} more" if len(open_) > 3 else ""
-        return f"{expected.source} leaves {', '.join(open_[:3])}{more} open: defaults were assumed" if open_ else ""
+        named = (name for name in self.pairing.expected.fields if name not in _LABELS)
+        return tuple(name for name in named if name.rpartition(".")[2] not in given)
 
 
 def _may_lie_beside(name: str) -> bool:

@@ -75,9 +75,9 @@ def core_note(fit: Fit) -> Note:
     return ("declared", ", ".join(field_text(fit, name) for name in named if name))
 
 
-def doubt_note(fit: Fit) -> Note:
-    """Why a finding is only an info, where the configuration leaves a doubt."""
-    return ("because", fit.doubt)
+def doubt_note(doubt: str) -> Note:
+    """Why a finding is less severe, where the configuration leaves a doubt."""
+    return ("because", doubt)
 
 
 def model_name(fit: Fit) -> str:
