@@ -112,8 +112,10 @@ def _unlisted(folder: Folder) -> dict[str, int]:
         bulks = [_bulk(parts[0].folder) for parts in held]  # the newest may be unfinished
         if len(bulks) == 2 and bulks[0][:2] == bulks[1][:2] and isclose(bulks[0][2], bulks[1][2], rel_tol=_LIKE):
             return numbers
-    for numbers in series(name for name in folder.files_beside() if may_be_pickle(name) and family_of(name) is None):
-        if _are_states(folder, sorted(numbers, key=numbers.__getitem__)[:2]):
+    files = [name for name in folder.files_beside() if may_be_pickle(name) and family_of(name) is None]
+    sure = [*series(files)]
+    for numbers in [*sure, *(others for others in series(files, from_any=True) if others not in sure)]:
+        if _are_states(folder, sorted(numbers, key=numbers.__getitem__)[:2], numbers not in sure):
             return numbers
     return {"release": 0} if "release" in folder.folders() else {}
 
@@ -399,10 +401,10 @@ def _lone_state(folder: Folder) -> str | None:
     return lone_state(folder)
 
 
-def _are_states(folder: Folder, names: Sequence[str]) -> bool:
+def _are_states(folder: Folder, names: Sequence[str], grow: bool) -> bool:
     from ckptlint.loaders.rank_files.plain import are_states
 
-    return are_states(folder, names)
+    return are_states(folder, names, grow)
 
 
 @one_budget()

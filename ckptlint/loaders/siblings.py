@@ -10,11 +10,14 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 _MOST = 2**40
 
 
-def series(names: Iterable[str]) -> Iterator[dict[str, int]]:
+def series(names: Iterable[str], from_any: bool = False) -> Iterator[dict[str, int]]:
     """Name -> number of those that only a number tells apart, for each set of two or more.
 
     Of several numbers that do, the one that becomes largest counts: epochs are fewer than steps. Decimal fractions are
     measures. Numbers that only count from 0 or 1 are parts of one thing, or two of a kind, but where a measure differs.
+
+    Args:
+        from_any: whether those that only count from 0 or 1 are told too.
 
     >>> list(series(["3-0.51.ckpt", "12-0.42.ckpt", "model_0.pt", "model_1.pt"]))
     [{'3-0.51.ckpt': 3, '12-0.42.ckpt': 12}]
@@ -32,5 +35,5 @@ def series(names: Iterable[str]) -> Iterator[dict[str, int]]:
         counted = [[int(text) for text in column] for column in columns if all(map(str.isdecimal, column))]
         apart = [column for column in counted if len({*column}) == len(column) > 1 and max(column) < _MOST]
         best = max(apart, key=max, default=[])
-        if best and (is_measured or min(best) > 1 or max(best) - min(best) >= len(best)):
+        if best and (from_any or is_measured or min(best) > 1 or max(best) - min(best) >= len(best)):
             yield dict(zip(members, best, strict=True))

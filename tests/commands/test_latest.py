@@ -184,6 +184,16 @@ def test_parts_and_models_beside_each_other_are_no_steps(tmp_path: Path, names: 
     assert latest(tmp_path).returncode == 4
 
 
+@pytest.mark.parametrize(("counter", "code"), [("epoch", 0), ("rank", 4)])
+def test_files_that_count_from_0_are_steps_where_a_counter_in_them_grows(
+    tmp_path: Path, counter: str, code: int
+) -> None:
+    for number in range(3):
+        torch.save({"model": {"w": torch.ones(4)}, counter: number}, tmp_path / f"v2-{number:03}.ckpt")
+    answer = latest(tmp_path)
+    assert (answer.returncode, answer.stdout) == (code, "" if code else f"{tmp_path}/v2-002.ckpt\n")
+
+
 def test_what_only_its_number_makes_an_older_step_is_named_and_models_of_two_sizes_are_none(tmp_path: Path) -> None:
     for name, size in (("bs32", 8), ("bs64", 8), ("llama-8b", 8), ("llama-70b", 90)):
         place = tmp_path / name[:2] / name

@@ -30,11 +30,12 @@ from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.dtypes import FLOATS
-from ckptlint.vocabulary.frameworks import family_of, may_be_pickle
+from ckptlint.vocabulary.frameworks import family_of, is_counter, may_be_pickle
 from ckptlint.vocabulary.litter import is_litter
 
 _OPTIMIZER = {"state", "param_groups"}  # torch.optim.Optimizer.state_dict
 _META = re.compile(r"consolidated\.\d{1,3}\.pth")
+_EPOCHS = ("epoch", "iteration", "iter")
 _STATES = ("state_dict", "model", "module", "model_state_dict", "model_state")
 
 
@@ -110,11 +111,17 @@ def _has_square_outputs(root: Any) -> bool:
     return bool(shapes) and all(len({*shape}) == 1 for shape in shapes)
 
 
-def are_states(folder: Folder, names: Sequence[str]) -> bool:
-    """Whether files hold a whole state each, with the same keys."""
+def are_states(folder: Folder, names: Sequence[str], grow: bool) -> bool:
+    """Whether files hold a whole state each, with the same keys.
+
+    Args:
+        grow: whether a counter beside the state must grow from file to file, as it does not over ranks.
+    """
 
     def keys() -> list[frozenset[str]]:
         roots = [read_torch_file(folder, name).root for name in names]
+        if grow and not _grows(roots):
+            return []
         return [frozenset(fqn for fqn, _ in walked(state_of(root) or {})) for root in roots if holds_weights(root)]
 
     try:
@@ -122,6 +129,14 @@ def are_states(folder: Folder, names: Sequence[str]) -> bool:
     except UnreadableError:
         return False
     return len(found) == len(names) and len({*found}) == 1
+
+
+def _grows(roots: Sequence[Any]) -> bool:
+    """Whether a count of steps or epochs becomes larger from each value to the next."""
+    counts = [root if isinstance(root, dict) else {} for root in roots]
+    names = [name for name in counts[0] if isinstance(name, str) and (is_counter(name) or name in _EPOCHS)]
+    told = ([value for count in counts if type(value := count.get(name)) is int] for name in names)
+    return any(len(values) == len(counts) and sorted({*values}) == values for values in told)
 
 
 def holds_weights(root: Any) -> bool:
