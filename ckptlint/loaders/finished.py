@@ -8,6 +8,7 @@ from typing import Any
 
 from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.formats.strict_json import json_object
+from ckptlint.loaders.bare_parts import bare_parts
 from ckptlint.loaders.discover import is_alike, steps_of, sub_folder
 from ckptlint.loaders.layouts import recognise
 from ckptlint.model import AxisSize, Problem, StepState
@@ -26,7 +27,7 @@ def step_state(step: Folder, levels: int = _LEVELS) -> StepState:
     """Whether a step, or each of its parts, has what its layout writes last."""
     found = recognise(step)
     state: StepState = found.layout.state(step) if found else "unknown" if step.entries else "unfinished"
-    if state == "unfinished" or any(_lacking(step)):
+    if state == "unfinished" or any(_lacking(step)) or any(part.is_sure for part in bare_parts(step)):
         return "unfinished"
     if state == "complete":
         return state
@@ -63,11 +64,16 @@ def _mark(folder: Folder, mark: Mark) -> str:
         return ""
 
 
-def inventory_problems(folder: Folder) -> list[Problem]:
-    """The parts that an inventory names and the folder lacks, and an inventory that was never written."""
-    found = list(_lacking(folder))
-    hint = (other_step(folder) if found else "") or "copy it from where it was written, or use another step"
-    return [Problem("incomplete", label, sentence, why=why, hint=hint) for label, sentence, why in found]
+def missing_parts(folder: Folder) -> list[Problem]:
+    """What an inventory names and the folder lacks, an inventory that was never written, and parts without weights."""
+    found, bare = list(_lacking(folder)), list(bare_parts(folder))
+    hint = (other_step(folder) if found or bare else "") or "copy it from where it was written, or use another step"
+    problems = [Problem("incomplete", label, sentence, why=why, hint=hint) for label, sentence, why in found]
+    for part in bare:
+        sentence = f"{part.name} holds the configuration of {part.model} and no weights"
+        why = f"{part.named_by}, so the save or the copy lost the weights"
+        problems.append(Problem("incomplete", part.name, sentence, why=why, hint=hint, beside=not part.is_sure))
+    return problems
 
 
 def _lacking(folder: Folder) -> Iterator[tuple[str, str, str]]:

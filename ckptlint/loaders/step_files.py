@@ -21,7 +21,7 @@ from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of, read_to
 from ckptlint.loaders.code_beside import code_beside
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
 from ckptlint.loaders.discover import is_alike, steps_of, sub_folder
-from ckptlint.loaders.finished import inventory_problems, stated_world
+from ckptlint.loaders.finished import missing_parts, stated_world
 from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.problems import from_error, from_torch_file
@@ -119,7 +119,7 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
     told = {id(item): own for item, own in zip(opened, read, strict=False)}
     files, problems = (
         [],
-        [*ckpt.problems, *(lack for place in whole.accounts_for for lack in inventory_problems(place))],
+        [*ckpt.problems, *(lack for place in whole.accounts_for for lack in missing_parts(place))],
     )
     whole_sets = {_alike(item) for item in opened[: len(read)] if told[id(item)][0].state == "read"}
     for item in found:

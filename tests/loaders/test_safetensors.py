@@ -682,13 +682,21 @@ def test_files_of_a_model_cache_are_links_that_are_followed(tmp_path: Path) -> N
 
 
 def test_a_pipeline_of_diffusers_has_a_model_in_each_folder(tmp_path: Path) -> None:
-    for part in ("unet", "vae", "text_encoder"):
-        name = "model.safetensors" if part == "text_encoder" else "diffusion_pytorch_model.safetensors"
-        write_safetensors(tmp_path / part / name, {"tensors": {"conv_in.weight": {"shape": [8, 4, 3, 3]}}})
-        (tmp_path / part / "config.json").write_text("{}")
-    (tmp_path / "model_index.json").write_text("{}")
-    report = ckptlint.check(tmp_path)
+    run_folder = tmp_path / "run"
+    for step in ("checkpoint-2", "checkpoint-4"):
+        for part in ("unet", "vae", "text_encoder"):
+            name = "model.safetensors" if part == "text_encoder" else "diffusion_pytorch_model.safetensors"
+            path = run_folder / step / part / name
+            write_safetensors(path, {"tensors": {"conv_in.weight": {"shape": [8, 4, 3, 3]}}})
+            own = {"architectures": ["CLIPTextModel"]} if part == "text_encoder" else {"_class_name": part}
+            path.with_name("config.json").write_text(json.dumps(own))
+        (run_folder / step / "model_index.json").write_text("{}")
+    report = ckptlint.check(run_folder)
     assert (report.exit_code, loud(report), len(report.checkpoints)) == (0, [], 3)
+    (run_folder / "checkpoint-4/unet/diffusion_pytorch_model.safetensors").unlink()
+    for path in (run_folder, run_folder / "checkpoint-4"):
+        assert codes(ckptlint.check(path), "error") == {"COM001"}
+    assert run("latest", "--isolated", run_folder).stdout.strip().endswith("checkpoint-2")
 
 
 @pytest.mark.skipif(not (SHARED / "public").is_dir(), reason="no folder of shared checkpoints beside the repository")

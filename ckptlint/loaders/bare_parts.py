@@ -1,0 +1,100 @@
+"""Folders that hold the configuration of a model and no weights, in a pipeline or among the models of a step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ckptlint.errors import CkptlintError
+from ckptlint.formats.strict_json import json_object
+from ckptlint.loaders.discover import sub_folder
+from ckptlint.model.text import listed, printable
+from ckptlint.storage.folder import Folder
+from ckptlint.vocabulary.frameworks import holds_no_state, step_number, world
+from ckptlint.vocabulary.litter import is_litter
+
+_CONFIG = "config.json"
+_PIPELINE = "model_index.json"
+_CONFIG_LIMIT = 4 * 1024**2
+_LEVELS = 3  # folders below a part that may hold its weights
+_TEXT = re.compile(r".+(?<!\.index)\.(json|md|txt|ya?ml|py)")  # an index without its files is told elsewhere
+_BESIDE_A_MODEL = re.compile(r"(tokenizer|preprocessor|processor|scheduler)_config\.json")
+_NO_MODEL = re.compile(r".*(Processor|Pachifier|Callback)")  # the other classes of diffusers that write a config.json
+
+
+@dataclass(frozen=True, slots=True)
+class BarePart:
+    """A folder with the configuration of a model and no weights.
+
+    Attributes:
+        name: the folder's own, printable.
+        model: the class that the configuration names, printable.
+        named_by: what says that weights belong there, as the beginning of a sentence.
+        is_sure: whether a pipeline names it, or it lies in a step: other folders may hold models that share nothing,
+            and a cache the parts that somebody loaded.
+    """
+
+    name: str
+    model: str
+    named_by: str
+    is_sure: bool
+
+
+def bare_parts(folder: Folder) -> Iterator[BarePart]:
+    """The sub-folders that hold the configuration of a model and no weights, while models beside them hold theirs.
+
+    A configuration may lie alone beside a tokenizer, or in a folder that frameworks make for it: then the weights lie
+    elsewhere. What a pipeline names with the class that the configuration has is a model for certain.
+
+    Source:
+        diffusers 0.39 ModelMixin, SchedulerMixin (`scheduler_config.json`), VaeImageProcessor, DiffusionPipeline
+        (`model_index.json`: part -> library and class, two nulls for none); transformers 5.23 PreTrainedModel (sets
+        `architectures`), ProcessorMixin (`processor_config.json`), PreTrainedTokenizerBase (`tokenizer_config.json`)
+    """
+    names = [name for name in folder.folders() if step_number(name) is None and not holds_no_state(name)]
+    subs = {name: sub for name in names if (sub := sub_folder(folder, name)) is not None and sub.has(_CONFIG)}
+    bare = {name: sub for name, sub in subs.items() if name not in world().models and not _may_hold_weights(sub)}
+    models = {name: _models(sub) for name, sub in subs.items()} if bare else {}
+    whole = [printable(name) for name, own in models.items() if own and name not in bare]
+    pipeline = _json(folder, _PIPELINE) if whole else {}
+    is_step = step_number(folder.name) is not None
+    beside = f"{listed(whole)} beside it {'holds' if len(whole) == 1 else 'hold'} weights"
+    for name, sub in bare.items() if whole else ():
+        own, said = models[name], pipeline.get(name)
+        class_ = said[1] if isinstance(said, list) and len(said) == 2 else ""
+        if own and class_ in own:
+            yield BarePart(printable(name), printable(own[0]), f"{_PIPELINE} names it", is_sure=not _is_cache(folder))
+        elif own and class_ is not None and not any(map(_BESIDE_A_MODEL.fullmatch, sub.files())):
+            yield BarePart(printable(name), printable(own[0]), beside, is_sure=is_step)
+
+
+def _is_cache(folder: Folder) -> bool:
+    """Whether it is a snapshot in the cache of huggingface_hub, which holds what was asked for so far."""
+    return folder.parent is not None and folder.parent.name == "snapshots"
+
+
+def _models(folder: Folder) -> list[str]:
+    """The classes of the model that the configuration in a folder is of; [] where it is of none."""
+    config = _json(folder, _CONFIG)
+    own, named = config.get("_class_name"), config.get("architectures")
+    if isinstance(own, str):
+        return [] if _NO_MODEL.fullmatch(own) else [own]
+    return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+
+
+def _may_hold_weights(folder: Folder, levels: int = _LEVELS) -> bool:
+    """Whether anything but texts lies in a folder or below it, as far as it is looked into."""
+    if any(not (_TEXT.fullmatch(name) or is_litter(name)) for name in folder.files()):
+        return True
+    subs = [sub_folder(folder, name) for name in folder.folders()]
+    return any(sub is None or not levels or _may_hold_weights(sub, levels - 1) for sub in subs)
+
+
+def _json(folder: Folder, name: str) -> dict[str, Any]:
+    """A file of JSON; {} where there is none that can be read."""
+    try:
+        return json_object(folder.read(name, _CONFIG_LIMIT)) if folder.has(name) else {}
+    except CkptlintError:
+        return {}
