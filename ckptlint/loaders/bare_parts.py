@@ -20,7 +20,6 @@ _PIPELINE = "model_index.json"
 _CONFIG_LIMIT = 4 * 1024**2
 _LEVELS = 3  # folders below a part that may hold its weights
 _TEXT = re.compile(r".+(?<!\.index)\.(json|md|txt|ya?ml|py)")  # an index without its files is told elsewhere
-_BESIDE_A_MODEL = re.compile(r"(tokenizer|preprocessor|processor|scheduler)_config\.json")
 _NO_MODEL = re.compile(r".*(Processor|Pachifier|Callback)")  # the other classes of diffusers that write a config.json
 
 
@@ -32,42 +31,42 @@ class BarePart:
         name: the folder's own, printable.
         model: the class that the configuration names, printable.
         named_by: what says that weights belong there, as the beginning of a sentence.
-        is_sure: whether a pipeline names it, or it lies in a step: other folders may hold models that share nothing,
-            and a cache the parts that somebody loaded.
     """
 
     name: str
     model: str
     named_by: str
-    is_sure: bool
 
 
 def bare_parts(folder: Folder) -> Iterator[BarePart]:
     """The sub-folders that hold the configuration of a model and no weights, while models beside them hold theirs.
 
-    A configuration may lie alone beside a tokenizer, or in a folder that frameworks make for it: then the weights lie
-    elsewhere. What a pipeline names with the class that the configuration has is a model for certain.
+    A configuration of transformers may lie alone: beside a tokenizer, in a folder that frameworks make for it, for a
+    frozen tower. So a pipeline must name it, or it is in a step and of diffusers, which saves both at once. The cache
+    of huggingface_hub holds what was asked for so far.
 
     Source:
         diffusers 0.39 ModelMixin, SchedulerMixin (`scheduler_config.json`), VaeImageProcessor, DiffusionPipeline
         (`model_index.json`: part -> library and class, two nulls for none); transformers 5.23 PreTrainedModel (sets
         `architectures`), ProcessorMixin (`processor_config.json`), PreTrainedTokenizerBase (`tokenizer_config.json`)
     """
+    is_step = step_number(folder.name) is not None
+    if not is_step and not (folder.has(_PIPELINE) and not _is_cache(folder)):
+        return
     names = [name for name in folder.folders() if step_number(name) is None and not holds_no_state(name)]
     subs = {name: sub for name in names if (sub := sub_folder(folder, name)) is not None and sub.has(_CONFIG)}
     bare = {name: sub for name, sub in subs.items() if name not in world().models and not _may_hold_weights(sub)}
     models = {name: _models(sub) for name, sub in subs.items()} if bare else {}
     whole = [printable(name) for name, own in models.items() if own and name not in bare]
     pipeline = _json(folder, _PIPELINE) if whole else {}
-    is_step = step_number(folder.name) is not None
     beside = f"{listed(whole)} beside it {'holds' if len(whole) == 1 else 'hold'} weights"
     for name, sub in bare.items() if whole else ():
         own, said = models[name], pipeline.get(name)
         class_ = said[1] if isinstance(said, list) and len(said) == 2 else ""
         if own and class_ in own:
-            yield BarePart(printable(name), printable(own[0]), f"{_PIPELINE} names it", is_sure=not _is_cache(folder))
-        elif own and class_ is not None and not any(map(_BESIDE_A_MODEL.fullmatch, sub.files())):
-            yield BarePart(printable(name), printable(own[0]), beside, is_sure=is_step)
+            yield BarePart(printable(name), printable(own[0]), f"{_PIPELINE} names it")
+        elif own and class_ is not None and is_step and "_class_name" in _json(sub, _CONFIG):
+            yield BarePart(printable(name), printable(own[0]), beside)
 
 
 def _is_cache(folder: Folder) -> bool:

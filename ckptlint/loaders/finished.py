@@ -27,7 +27,7 @@ def step_state(step: Folder, levels: int = _LEVELS) -> StepState:
     """Whether a step, or each of its parts, has what its layout writes last."""
     found = recognise(step)
     state: StepState = found.layout.state(step) if found else "unknown" if step.entries else "unfinished"
-    if state == "unfinished" or any(_lacking(step)) or any(part.is_sure for part in bare_parts(step)):
+    if state == "unfinished" or any(_lacking(step)) or any(bare_parts(step)):
         return "unfinished"
     if state == "complete":
         return state
@@ -72,7 +72,7 @@ def missing_parts(folder: Folder) -> list[Problem]:
     for part in bare:
         sentence = f"{part.name} holds the configuration of {part.model} and no weights"
         why = f"{part.named_by}, so the save or the copy lost the weights"
-        problems.append(Problem("incomplete", part.name, sentence, why=why, hint=hint, beside=not part.is_sure))
+        problems.append(Problem("incomplete", part.name, sentence, why=why, hint=hint))
     return problems
 
 
