@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import count, islice
 
-from ckptlint.analysis.numbered_files import PAYLOAD, NumberedFiles, inventory_of, is_one_of_several, stated_ranks
+from ckptlint.analysis.numbered_files import PAYLOAD, NumberedFiles, exact_ranks, is_one_of_several, stated_ranks
 from ckptlint.analysis.numbered_files import numbered_files as sets_of
-from ckptlint.model import AxisSize, Checkpoint
+from ckptlint.model import Checkpoint
 from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import listed, plural
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
@@ -36,17 +36,20 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
         or the last group, if two files are all and nobody states the ranks, if the files are those of whole later nodes
         (4-7 of 8), since a node without a shared file system keeps its own files, or if rank 0 alone has a file. All
         files of a set that state a step state the same, but for objects that count by themselves (`optimizer.bin`,
-        `optimizer_1.bin`). None is of a rank beyond those that the framework's own manifest states (VeOmni's
-        `checkpoint_manifest.json`): a warning.
+        `optimizer_1.bin`). None is of a rank beyond those that the job states exactly (Megatron's arguments or its
+        objects of each rank, VeOmni's `checkpoint_manifest.json`): a warning, or an error if two agree. A set that
+        counts data-parallel ranks (`train_dataloader_dprank000.pt`) has one file for each that the arguments state.
     Why it matters:
         A resume continues with different random numbers or data on these ranks, or does not find the state of an
         object.
     Usual causes:
-        A copy stopped midway, or a rank or node was killed during the save.
+        A copy stopped midway, or a rank or node was killed during the save. Ranks wrote one file over each other, or a
+        smaller job saved into the folder of a larger one.
     How to fix:
         Copy the files again from where they were written.
     See:
-        accelerate.checkpointing.save_accelerator_state
+        accelerate.checkpointing.save_accelerator_state, megatron.training.checkpointing.maybe_save_dataloader_state,
+        NVIDIA/Megatron-LM#7413, NVIDIA-NeMo/Megatron-Bridge#5604
     """
     found = sets_of(ckpt)
     entries = _dataloaders(ckpt) if not ckpt.partial else {}
@@ -65,8 +68,11 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
                 hint="save again with all ranks: the data of these ranks starts anew after a resume",
             )
     for own in found:
-        yield from _gaps(own, stated_ranks(ckpt, own))
-        yield from _beyond(own, inventory_of(ckpt))
+        stated = stated_ranks(ckpt, own)
+        size = max(exact_ranks(ckpt, own.axis).values(), default=0)
+        if not (min(own.files) == 1 and max(own.files) == len(own.files) == size):  # all of them, counted from 1
+            yield from _gaps(own, stated)
+            yield from _beyond(own, stated, size)
         if not any(is_one_of_several(ckpt, file.name) for file in own.files.values()):
             yield from _steps(own)
 
@@ -74,8 +80,9 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
 def _gaps(own: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
     """What a set lacks, up to the highest number that anybody states."""
     numbers, last = own.files.keys(), max(own.files)
-    counts_all = own.counts == "rank" and own.is_global
-    total = max([last + 1, *(stated.values() if counts_all else ())])
+    is_of_ranks = own.counts == "rank"
+    counts_all = is_of_ranks and own.axis == "world"
+    total = max([last + 1, *(stated.values() if is_of_ranks else ())])
     agree = [who for who, ranks in stated.items() if ranks == total]
     severity: Severity | None = None if counts_all and len(agree) + (total == last + 1) > 1 else Severity.WARNING
     first, stride = own.stride(total)
@@ -103,24 +110,25 @@ def _gaps(own: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
         severity=severity,
         alike=own.pattern,
         lost_files=by_node(missing if counts_all else dict.fromkeys(missing), numbers if counts_all else ()),
-        notes=notes if agree and counts_all else (),
+        notes=notes if agree and is_of_ranks else (),
         hint="" if severity is Severity.INFO else "copy the files again from where they were written",
     )
 
 
-def _beyond(own: NumberedFiles, said: AxisSize | None) -> Iterator[Finding]:
-    """Files of ranks that the job did not have, by what the framework wrote about itself."""
-    counts_all = own.counts == "rank" and own.is_global
-    names = [file.name for number, file in sorted(own.files.items()) if said and counts_all and number >= said.size]
-    if said is None or not names:
+def _beyond(own: NumberedFiles, stated: dict[str, int], size: int) -> Iterator[Finding]:
+    """Files of ranks beyond the exact size of the job; 0 where nothing states it."""
+    names = [file.name for number, file in sorted(own.files.items()) if number >= size]
+    if not size or own.counts != "rank" or not names:
         return
+    agree = [who for who, ranks in stated.items() if ranks == size and who != PAYLOAD]
+    noun = "rank" if own.axis == "world" else "data-parallel rank"
     yield Finding(
-        f"the {own.what} of {plural(len(names), 'rank')} lies beyond the {plural(said.size, 'rank')} of this job: "
+        f"the {own.what} of {plural(len(names), 'rank')} lies beyond the {plural(size, noun)} of this job: "
         f"{', '.join(_shown(names, len(names)))}",
         at=Location(file=names[0]),
-        severity=Severity.WARNING,
+        severity=Severity.WARNING if len(agree) < 2 else None,
         kind="beyond",
-        notes=(("because", f"{said.source} states {plural(said.size, 'rank')}"),),
+        notes=(("because", f"{listed(agree)} {'state' if len(agree) > 1 else 'states'} {plural(size, 'rank')}"),),
         hint="these are left from a larger job: save into an empty folder, or remove them",
     )
 

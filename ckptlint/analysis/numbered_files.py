@@ -7,9 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import reduce
-from math import gcd
+from math import gcd, inf, prod
 from typing import Literal
 
+from ckptlint.analysis.trusted_config import contradictions, main_params, number, trusted
 from ckptlint.model import AxisSize, Checkpoint, StepFile
 from ckptlint.model.facts import fact
 from ckptlint.vocabulary.frameworks import family_of, may_be_pickle, number_of, step_number, world
@@ -22,8 +23,10 @@ PAYLOAD = "the payload files"
 _NUMBER = re.compile(r"\d+")
 _COUNTER = re.compile(r"_\d+(?=\.\w+$)")
 _OF_MANY = re.compile(r"\d+[-_]of[-_]\d+")  # parts of one state, which an index or their count describes
-_AXES = "|".join([*(axis for axis in AXES if axis != "world"), "mp", "local"])
-_RANK = re.compile(rf"(?:.*?[^a-z])?(?P<axis>{_AXES})?[-_.]?rank[-_.]?", re.IGNORECASE | re.DOTALL)
+_OTHER_AXES = ("mp", "local", r"e(xpert[-_.]?)?dp", r"dp[-_.]?(cp|shard|replicate)", r"[a-z]+[-_.]?parallel")
+_AXES = "|".join([*(axis for axis in AXES if axis != "world"), *_OTHER_AXES])
+_JOB = ("args", "run_config")  # what a job writes about itself at each save
+_RANK = re.compile(rf"(?:.*?[^a-z])??(?P<axis>{_AXES})?[-_.]?rank[-_.]?", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +37,14 @@ class NumberedFiles:
         pattern: their path with `{}` for the number.
         what: what they hold.
         counts: what the number counts; "" where nothing says.
-        is_global: whether it counts all ranks of the job, not those along one axis.
+        axis: the axis along which it counts ranks; `world` for all ranks of the job.
         files: number -> file.
     """
 
     pattern: str
     what: str
     counts: Literal["rank", "object", ""]
-    is_global: bool
+    axis: str
     files: dict[int, StepFile]
 
     def stride(self, total: int) -> tuple[int, int]:
@@ -74,15 +77,15 @@ def numbered_files(ckpt: Checkpoint) -> list[NumberedFiles]:
         name = next(iter(files.values())).name.rpartition("/")[2]
         if counted := number_of(name):
             own = counted[0].counted_by
-            counts = own if own != "dp rank" else "rank"
-            found.append(NumberedFiles(pattern, counted[0].name, counts, own != "dp rank", files))
+            counts, axis = (own, "world") if own != "dp rank" else ("rank", "dp")
+            found.append(NumberedFiles(pattern, counted[0].name, counts, axis, files))
         elif len(files) > 1:
             before = pattern.rpartition("/")[2].partition("{}")[0]
             rank = _RANK.fullmatch(before)
             family = family_of(name)
             what = family.name if family is not None else f"{before.rstrip('-_.')} file"
-            is_global = rank is not None and not rank["axis"]
-            found.append(NumberedFiles(pattern, what, "rank" if rank else "", is_global, files))
+            axis = (rank["axis"] or "world").lower() if rank else "world"
+            found.append(NumberedFiles(pattern, what, "rank" if rank else "", axis, files))
     return found
 
 
@@ -114,17 +117,60 @@ def inventory_of(ckpt: Checkpoint) -> AxisSize | None:
     return size if is_said else None
 
 
-def stated_ranks(ckpt: Checkpoint, without: NumberedFiles) -> dict[str, int]:
-    """How many ranks the job had, by who says so: payload files, the mesh, and other whole sets of all ranks."""
-    names: Iterable[str] = ckpt.files.names
-    payload = max((int(match[1]) for name in names if (match := PAYLOAD_RANK.search(name))), default=-1) + 1
-    stated = {PAYLOAD: payload} if payload else {}
+def stated_ranks(ckpt: Checkpoint, own: NumberedFiles) -> dict[str, int]:
+    """How many ranks the job had along the axis of a set, by who says so.
+
+    Of all ranks payload files, the mesh and other whole sets speak beside those who state them exactly. A set of more
+    ranks than these is left from another job.
+    """
+    stated = exact_ranks(ckpt, own.axis)
+    most = max(stated.values(), default=inf)
+    if own.axis != "world":
+        return stated
+    if payload := _payload_ranks(ckpt):
+        stated[PAYLOAD] = payload
     if (mesh := ckpt.topology.get("world")) is not None and mesh.source == "metadata":
         stated["the mesh"] = mesh.size
-    if (inventory := inventory_of(ckpt)) is not None:
-        stated[inventory.source] = inventory.size
     for other in numbered_files(ckpt):
-        is_whole = sorted(other.files) == list(range(len(other.files)))
-        if other is not without and other.counts == "rank" and other.is_global and is_whole and len(other.files) > 1:
-            stated[other.pattern.replace("{}", "*")] = len(other.files)
+        ranks = len(other.files)
+        is_whole = 1 < ranks <= most and sorted(other.files) == list(range(ranks))
+        if other is not own and other.counts == "rank" and other.axis == "world" and is_whole:
+            stated[other.pattern.replace("{}", "*")] = ranks
     return stated
+
+
+def exact_ranks(ckpt: Checkpoint, axis: str) -> dict[str, int]:
+    """How many ranks the job had in all (`world`) or along `dp`, by who states exactly that; {} for other axes.
+
+    Payload files and save plans are not among them: a part of the ranks may have saved. Arguments that the metadata or
+    payload contradicts state nothing.
+
+    Source:
+        megatron.training.arguments.validate_args: its `data_parallel_size` counts ranks that share weights
+        (`gtp_weight_remat_size`) once, though each reads data of its own (Megatron-LM#7413);
+        megatron.bridge.training.config: `data_parallel_size` is 1 where a job trains several models
+    """
+    stated = {}
+    if axis == "world" and (inventory := inventory_of(ckpt)) is not None:
+        stated[inventory.source] = inventory.size
+    if axis == "world" and ckpt.save_plans is None and (mesh := ckpt.topology.get("world")) is not None:
+        stated |= {"the mesh": mesh.size} if mesh.source == "metadata" else {}
+    job = {name: item for name, item in trusted(ckpt).items() if item.source in _JOB}
+    ranks, dp, *model = (number(job, name) for name in ("world", "dp", "tp", "pp", "cp"))
+    if any(known.name in AXES for known in contradictions(ckpt)) or _payload_ranks(ckpt) > (ranks or inf):
+        return stated
+    if axis == "world" and ranks:
+        stated[job["world"].source] = ranks
+    elif axis == "dp" and main_params(ckpt):
+        per_rank = prod(size or 0 for size in model)
+        if ranks and per_rank and ranks % per_rank == 0:
+            stated[f"{job['world'].source} (world_size by tp, pp and cp)"] = ranks // per_rank
+        elif not ranks and dp and dp > 1:
+            stated[job["dp"].source] = dp
+    return stated
+
+
+def _payload_ranks(ckpt: Checkpoint) -> int:
+    """One more than the last rank that wrote payload, by the names of its files; 0 where they name none."""
+    names: Iterable[str] = ckpt.files.names
+    return max((int(match[1]) for name in names if (match := PAYLOAD_RANK.search(name))), default=-1) + 1
