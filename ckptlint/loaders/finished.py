@@ -67,11 +67,13 @@ def _mark(folder: Folder, mark: Mark) -> str:
 def missing_parts(folder: Folder) -> list[Problem]:
     """What an inventory names and the folder lacks, an inventory that was never written, and parts without weights."""
     found, bare = list(_lacking(folder)), list(bare_parts(folder))
-    hint = (other_step(folder) if found or bare else "") or "copy it from where it was written, or use another step"
+    other = other_step(folder) if found or bare else ""
+    hint = other or "copy it from where it was written, or use another step"
     problems = [Problem("incomplete", label, sentence, why=why, hint=hint) for label, sentence, why in found]
     for part in bare:
         sentence = f"{part.name} holds the configuration of {part.model} and no weights"
-        why = f"{part.named_by}, so the save or the copy lost the weights"
+        why = f"{part.named_by}, so the save or the copy lost the weights of this part"
+        hint = other or "copy the weights from where they were written"
         problems.append(Problem("incomplete", part.name, sentence, why=why, hint=hint))
     return problems
 
