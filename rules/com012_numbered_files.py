@@ -35,21 +35,20 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
         writes) is no gap, but what breaks it is. It is only info if a set with such a distance does not reach the first
         or the last group, if two files are all and nobody states the ranks, if the files are those of whole later nodes
         (4-7 of 8), since a node without a shared file system keeps its own files, or if rank 0 alone has a file. All
-        files of a set that state a step state the same, but for objects that count by themselves (`optimizer.bin`,
-        `optimizer_1.bin`). None is of a rank beyond those that the job states exactly (Megatron's arguments or its
-        objects of each rank, VeOmni's `checkpoint_manifest.json`): a warning, or an error if two agree. A set that
-        counts data-parallel ranks (`train_dataloader_dprank000.pt`) has one file for each that the arguments state.
+        files of a set that state a step state the same, but for objects that count by themselves (`optimizer_1.bin`).
+        None is of a rank beyond those that the job states exactly (Megatron's arguments, VeOmni's manifest): a warning,
+        or an error if two agree. Data-parallel ranks (`train_dataloader_dprank000.pt`) are as many as the arguments
+        state.
     Why it matters:
         A resume continues with different random numbers or data on these ranks, or does not find the state of an
         object.
     Usual causes:
-        A copy stopped midway, or a rank or node was killed during the save. Ranks wrote one file over each other, or a
-        smaller job saved into the folder of a larger one.
+        A copy stopped midway, or a rank was killed during the save; ranks wrote one file over each other; a smaller job
+        saved into the folder of a larger one.
     How to fix:
         Copy the files again from where they were written.
     See:
-        accelerate.checkpointing.save_accelerator_state, megatron.training.checkpointing.maybe_save_dataloader_state,
-        NVIDIA/Megatron-LM#7413, NVIDIA-NeMo/Megatron-Bridge#5604
+        accelerate.checkpointing.save_accelerator_state, NVIDIA/Megatron-LM#7413
     """
     found = sets_of(ckpt)
     entries = _dataloaders(ckpt) if not ckpt.partial else {}

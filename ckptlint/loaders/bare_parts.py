@@ -50,10 +50,10 @@ def bare_parts(folder: Folder) -> Iterator[BarePart]:
         (`model_index.json`: part -> library and class, two nulls for none); transformers 5.23 PreTrainedModel (sets
         `architectures`), ProcessorMixin (`processor_config.json`), PreTrainedTokenizerBase (`tokenizer_config.json`)
     """
-    is_step = step_number(folder.name) is not None
-    if not is_step and not (folder.has(_PIPELINE) and not _is_cache(folder)):
-        return
     names = [name for name in folder.folders() if step_number(name) is None and not holds_no_state(name)]
+    is_step = step_number(folder.name) is not None
+    if not names or not (is_step or (folder.has(_PIPELINE) and not _is_cache(folder))):
+        return
     subs = {name: sub for name in names if (sub := sub_folder(folder, name)) is not None and sub.has(_CONFIG)}
     bare = {name: sub for name, sub in subs.items() if name not in world().models and not _may_hold_weights(sub)}
     models = {name: _models(sub) for name, sub in subs.items()} if bare else {}
