@@ -69,7 +69,8 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
     for own in found:
         stated = stated_ranks(ckpt, own)
         size = max(exact_ranks(ckpt, own.axis).values(), default=0)
-        if not (min(own.files) == 1 and max(own.files) == len(own.files) == size):  # all of them, counted from 1
+        from_1 = own.counts == "rank" and min(own.files) == 1 and max(own.files) == len(own.files) == size
+        if not from_1:
             yield from _gaps(own, stated)
             yield from _beyond(own, stated, size)
         if not any(is_one_of_several(ckpt, file.name) for file in own.files.values()):
