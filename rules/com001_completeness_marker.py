@@ -20,8 +20,7 @@ def completeness_marker(ckpt: Checkpoint) -> Iterator[Finding]:
         save, a note where none is.
         A step of transformers' Trainer has its `trainer_state.json`; one of prime-rl or VeOmni has `STABLE` or
         `checkpoint_manifest.json` if the step before it has one.
-        A folder with the `config.json` of a model holds weights, if models beside it do, where the `model_index.json`
-        of a pipeline names it, and in a step where it is one of diffusers.
+        A part that `model_index.json` names, or of diffusers in a step, holds weights beside its `config.json`.
     Why it matters:
         Each of these files is written last in its stage, so the save or the copy did not finish.
     Usual causes:

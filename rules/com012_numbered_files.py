@@ -34,7 +34,7 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
         have one file of each rank. An even distance (0, 8, 16, or 0 and 8 of 16 ranks: one rank of each node or group
         writes) is no gap, but what breaks it is. It is only info if a set with such a distance does not reach the first
         or the last group, if two files are all and nobody states the ranks, if the files are those of whole later nodes
-        (4-7 of 8), since a node without a shared file system keeps its own files, or if rank 0 alone has a file. All
+        (4-7 of 8), or if rank 0 alone has a file. All
         files of a set that state a step state the same, but for objects that count by themselves (`optimizer_1.bin`).
         None is of a rank beyond those that the job states exactly (Megatron's arguments, VeOmni's manifest): a warning,
         or an error if two agree. Data-parallel ranks (`train_dataloader_dprank000.pt`) are as many as the arguments
