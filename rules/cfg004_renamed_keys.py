@@ -61,7 +61,7 @@ def _certain(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
         )
         if not is_base:  # a base model takes the names of a model with a head as well
             label = f"{ckpt.metadata_file}, compared with {fit.place}"
-            yield _finding(ckpt, words, count, total, label, shown, Severity.WARNING if fit.doubt else None)
+            yield _finding(ckpt, words, count, total, label, shown, Severity.WARNING if fit.doubt_of(()) else None)
 
 
 def _likely(ckpt: Checkpoint) -> Iterator[Finding]:
