@@ -146,17 +146,24 @@ class SlowError(OSError):
     """All patience with the servers of one path is spent."""
 
 
-_waited = mmap.mmap(-1, 8)  # seconds of the patience that are spent, a number that forked processes share
+_patience = mmap.mmap(-1, 16)  # two numbers that forked processes share: of the path, and of the seconds spent on it
 
 
 def be_patient_again() -> None:
-    """Begin to count anew what is spent of `PATIENCE_SECONDS`."""
-    _waited[:] = struct.pack("d", 0)
+    """Begin to count anew what is spent of `PATIENCE_SECONDS`; what still waits for the path before counts no more."""
+    _patience[:] = struct.pack("qd", _path() + 1, 0)
 
 
-def _spend(seconds: float) -> None:
-    spent = struct.unpack("d", _waited)[0]  # requests beside each other may miss a part, never all
-    _waited[:] = struct.pack("d", spent + max(0.0, seconds))
+def _path() -> int:
+    number: int = struct.unpack("qd", _patience)[0]
+    return number
+
+
+def _spend(path: int, seconds: float) -> None:
+    current, spent = struct.unpack("qd", _patience)  # requests beside each other may miss a part, never all
+    if path != current:
+        return
+    _patience[:] = struct.pack("qd", current, spent + max(0.0, seconds))
     if spent > PATIENCE_SECONDS:
         raise SlowError(f"the server is too slow: ckptlint waits {PATIENCE_SECONDS} s beyond the time of the bytes")
 
@@ -179,9 +186,9 @@ def attempted(work: Callable[[], T], count: int = 0) -> T:
     Raises:
         SlowError: the patience with the servers of this path is spent.
     """
-    started = time.monotonic()
+    path, started = _path(), time.monotonic()
     for attempt in range(1, ATTEMPTS + 1):
-        _spend(0)
+        _spend(path, 0)
         begun = time.monotonic()
         try:
             return work()
@@ -189,7 +196,7 @@ def attempted(work: Callable[[], T], count: int = 0) -> T:
             if attempt == ATTEMPTS or time.monotonic() - started > 1.5 * READ_SECONDS or not _may_pass(error):
                 raise
         finally:
-            _spend(time.monotonic() - begun - 1 - count / SLOWEST)
+            _spend(path, time.monotonic() - begun - 1 - count / SLOWEST)
         time.sleep(BACKOFF * 2 ** (attempt - 1) * random.uniform(0.5, 1.5))  # noqa: S311  no secret
     raise AssertionError
 
