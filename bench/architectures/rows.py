@@ -1,0 +1,356 @@
+"""Rows of a table from builds: names with indices, how far these count, sizes, and when a tensor exists."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, cached_property
+from itertools import combinations
+from typing import Any
+
+Env = dict[str, Any]
+INDEX = re.compile(r"\{(\w+)\}")
+_NAME = re.compile(r"'[^']*'|[A-Za-z_][\w.]*")
+_PYTHON = {"true": "True", "false": "False", "none": "None"}
+_WORDS = frozenset({"and", "or", "not", "in", "if", "else", "max", "min", "len", "int", "ceil", "round", *_PYTHON})
+
+
+class NotTraced(Exception):  # noqa: N818  an answer, not an error
+    """Raised where no table comes out; the reason in one sentence.
+
+    Attributes:
+        keys: the tensors that are not explained.
+    """
+
+    def __init__(self, why: str, keys: Iterable[str] = ()) -> None:
+        super().__init__(why)
+        self.keys = tuple(keys)
+
+
+def names_in(text: str) -> list[str]:
+    """The fields and indices of an expression."""
+    return [n for n in _NAME.findall(text) if n not in _WORDS and not n.startswith("'")]
+
+
+def cost(text: str) -> tuple[int, int, str]:
+    return len(re.findall(r"[-+*/%<>=]+| and | or |not | in | if |\(\w", text)), len(text), text
+
+
+@cache
+def _function(text: str) -> Callable[[Env], Any]:
+    source = _NAME.sub(lambda m: _PYTHON.get(m[0], m[0]) if m[0] in _WORDS or m[0][0] == "'" else f"E['{m[0]}']", text)
+    found: Callable[[Env], Any] = eval(f"lambda E: {source}", {"ceil": math.ceil})  # noqa: S307  texts made here
+    return found
+
+
+def _value(text: str, env: Env) -> Any:
+    return _function(text)(env)
+
+
+class Domain:
+    """Samples: environments of fields and indices, over which conditions are said.
+
+    Attributes:
+        envs: one a sample.
+        asked: the fields that a condition may name.
+    """
+
+    def __init__(self, envs: Sequence[Env], asked: Iterable[str], indices: Sequence[str], guards: Iterable[str]) -> None:
+        self.envs = envs
+        self.asked = [name for name in asked if all(name in env for env in envs)]
+        self.indices = list(indices)
+        self.guards = list(guards)
+        self.full = (1 << len(envs)) - 1
+        self._asked_for: dict[tuple[int, frozenset[str]], str | None] = {}
+
+    def mask(self, text: str) -> int | None:
+        try:
+            return sum(1 << i for i, env in enumerate(self.envs) if _value(text, env))
+        except (TypeError, KeyError, IndexError, ZeroDivisionError, ValueError):
+            return None
+
+    @cached_property
+    def atoms(self) -> dict[int, str]:
+        """Mask -> the simplest condition of one field that holds there."""
+        found: dict[int, str] = {}
+        for text in self._texts():
+            mask = self.mask(text)
+            if mask is None:
+                continue
+            opposite = _not(text)
+            for m, t in ((mask, text), (self.full & ~mask, opposite)):
+                if m not in (0, self.full) and (m not in found or cost(t) < cost(found[m])):
+                    found[m] = t
+        return found
+
+    def _texts(self) -> Iterator[str]:
+        yield from self.guards
+        for name in self.asked:
+            values = [env[name] for env in self.envs]
+            known = {str(v): v for v in values if not isinstance(v, (list, dict))}
+            if any(v is None for v in values):
+                yield f"{name} == none"
+            if any(isinstance(v, bool) for v in values):
+                yield name
+            for value in known.values():
+                if isinstance(value, str):
+                    yield f"{name} == '{value}'"
+                elif isinstance(value, (int, float)) and not isinstance(value, bool) and len(known) < 12:
+                    yield f"{name} == {value}"
+            ints = [v for v in values if type(v) in (int, float)]
+            if ints and len(ints) == len(values):
+                yield from (f"{name} > {c}" for c in (0, 1))
+                for index in self.indices:
+                    yield f"{index} >= {name}"
+                    yield f"{index} > {name}"
+                    if min(ints) > 0:
+                        yield f"({index} + 1) % {name} == 0"
+                        yield from (f"{index} % {name} == {c}" for c in (0, 1))
+                        for other in self.asked:
+                            if other != name and all(type(env[other]) is int for env in self.envs):
+                                yield f"{index} % {name} == {other}"
+                                yield f"{index} >= {other} - {name}"
+            if any(isinstance(v, list) for v in values):
+                yield f"{name} != none and len({name}) > 0" if None in values else f"len({name}) > 0"
+                items = {i for v in values if isinstance(v, list) for i in v if isinstance(i, (str, int))}
+                for index in self.indices:
+                    if any(isinstance(i, str) for i in items):
+                        yield from (f"{name}[{index}] == '{word}'" for word in sorted(i for i in items if type(i) is str))
+                    else:
+                        yield f"{index} in {name}"
+                        yield f"{name}[{index}]"
+        for index in self.indices:
+            yield f"{index} == 0"
+            yield from (f"{index} == {name} - 1" for name in self.asked if all(type(e[name]) is int for e in self.envs))
+
+    def condition(self, goal: int, fields: Iterable[str] = ()) -> str | None:
+        """The simplest condition that holds on these samples alone, "" for all; None where the search ends without.
+
+        Args:
+            fields: those that it should name; others only where these do not suffice.
+        """
+        key = goal, frozenset(fields)
+        if key not in self._asked_for:
+            self._asked_for[key] = self._condition(goal, frozenset(fields))
+        return self._asked_for[key]
+
+    def _condition(self, goal: int, fields: frozenset[str]) -> str | None:
+        if goal == self.full:
+            return ""
+        own = {m: t for m, t in self.atoms.items() if fields.issuperset(set(names_in(t)) - set(self.indices))}
+        for atoms in (own, self.atoms) if fields and len(own) < len(self.atoms) else (self.atoms,):
+            if goal in atoms:
+                return atoms[goal]
+            for wanted, joint, opposite in ((goal, " and ", False), (self.full & ~goal, " or ", True)):
+                around = [(m, t) for m, t in atoms.items() if not wanted & ~m]
+                around.sort(key=lambda item: (item[0].bit_count(), cost(item[1])))
+                for count, most in ((2, 300), (3, 50)):
+                    found = []
+                    for picked in combinations(around[:most], count):
+                        mask = self.full
+                        for m, _ in picked:
+                            mask &= m
+                        if mask == wanted:
+                            found.append(joint.join(sorted((_part(_not(t)) if opposite else _part(t) for _, t in picked), key=cost)))
+                    if found:
+                        return min(found, key=cost)
+            inside = {m: t for m, t in atoms.items() if not m & ~goal}
+            few = sorted(atoms.items(), key=lambda item: cost(item[1]))[:150]
+            for (m, a), (n, b) in combinations(few, 2):
+                if m & n and not m & n & ~goal:
+                    inside.setdefault(m & n, f"({_part(a)} and {_part(b)})")
+            best = sorted(inside.items(), key=lambda item: -item[0].bit_count())[:200]
+            pairs = [f"{_part(a)} or {_part(b)}" for (m, a), (n, b) in combinations(best, 2) if m | n == goal]
+            if pairs:
+                return min(pairs, key=cost)
+        return None
+
+
+def _not(text: str) -> str:
+    for sign, other in ((" == ", " != "), (" != ", " == "), (" >= ", " < "), (" > ", " <= "), (" < ", " >= "), (" <= ", " > ")):
+        if text.count(sign) == 1 and " and " not in text and " or " not in text:
+            return text.replace(sign, other)
+    return text[4:] if text.startswith("not ") and " " not in text[4:] else f"not {_part(text)}"
+
+
+def _part(text: str) -> str:
+    return f"({text})" if (" and " in text or " or " in text) and not (text[0] == "(" and text[-1] == ")" and text.count("(") == 1) else text
+
+
+# ---------------------------------------------------------------- rows
+
+
+def rows_of(builds: Sequence[Any], form: str, names: dict[tuple[str, str, str], str], asked: list[str],
+            affects: Callable[[str], set[str]], guards: Iterable[str]) -> tuple[dict[str, str], list[list[Any]]]:
+    """The ranges and rows of one form.
+
+    Args:
+        names: (word before an index, how far it counts, the indices before it) -> the index; grows.
+        asked: the fields that a condition may name.
+        affects: pattern of a key -> the fields whose change alone adds or removes it.
+    """
+    trees = [build.forms.get(form, build.forms["saved"]) for build in builds]
+    ranges: dict[str, str] = {}
+    patterns = _patterns(builds, trees, names, ranges)
+    kinds: dict[tuple[str, int], list[dict[tuple[int, ...], tuple[tuple[int, ...], str]]]] = {}
+    for b, tree in enumerate(trees):
+        for key, (shape, state) in tree.items():
+            pattern, indices = patterns[b][key]
+            kinds.setdefault((pattern, len(shape)), [{} for _ in trees])[b][indices] = (shape, state)
+    domains: dict[tuple[str, ...], tuple[list[tuple[int, tuple[int, ...]]], Domain]] = {}
+    rows = []
+    for (pattern, _), seen in kinds.items():
+        outer = tuple(INDEX.findall(pattern))
+        if outer not in domains:
+            places = [(b, at) for b in range(len(builds)) for at in _places(outer, ranges, builds[b].env)]
+            envs = [builds[b].env | dict(zip(outer, at, strict=True)) for b, at in places]
+            domains[outer] = places, Domain(envs, asked, outer, guards)
+        places, domain = domains[outer]
+        here = [(b, at) for b, at in places if at in seen[b]]
+        if len(here) != sum(map(len, seen)):
+            raise NotTraced(f"{pattern} lies outside of its ranges", [pattern])
+        fields = affects(INDEX.sub("N", pattern))
+        exists = domain.condition(sum(1 << i for i, (b, at) in enumerate(places) if at in seen[b]), fields)
+        if exists is None:
+            raise NotTraced(f"nothing tells when {pattern} exists", [pattern])
+        inside = Domain([builds[b].env | dict(zip(outer, at, strict=True)) for b, at in here], asked, outer, guards)
+        dims = []
+        for axis in range(len(seen[here[0][0]][here[0][1]][0])):
+            sizes = [seen[b][at][0][axis] for b, at in here]
+            texts = [_candidates(builds[b], size, outer, at) for (b, at), size in zip(here, sizes, strict=True)]
+            text = _size(inside, texts, sizes, trees, builds, here)
+            if text is None:
+                raise NotTraced(f"axis {axis} of {pattern} is {sorted({*sizes})[:6]}", [pattern])
+            dims.append(text)
+        states = [seen[b][at][1] for b, at in here]
+        optional = ""
+        if set(states) == {"buffer"}:
+            optional = "true"
+        elif set(states) != {""}:
+            tied = inside.condition(sum(1 << i for i, state in enumerate(states) if state), fields)
+            if tied is None:
+                raise NotTraced(f"nothing tells when {pattern} is tied", [pattern])
+            optional = tied or "true"
+        row: list[Any] = [pattern, dims]
+        rows.append(row + ([exists, optional] if optional else [exists] if exists else []))
+    return ranges, rows
+
+
+def _patterns(builds: Sequence[Any], trees: Sequence[dict[str, Any]], names: dict[Any, str], ranges: dict[str, str]) -> Any:
+    """For each build, key -> its pattern and indices."""
+    patterns: list[dict[str, tuple[str, tuple[int, ...]]]] = [{} for _ in trees]
+    decided: dict[str, str | None] = {}
+    pending = [[(key, key.split("."), 0, "", ()) for key in tree] for tree in trees]
+    while any(pending):
+        waiting: list[list[Any]] = []
+        seen: dict[str, list[dict[tuple[int, ...], set[int]]]] = {}
+        for b, items in enumerate(pending):
+            waiting.append([])
+            for key, words, at, prefix, indices in items:
+                while at < len(words) and not words[at].isdigit():
+                    prefix += f".{words[at]}" if prefix else words[at]
+                    at += 1
+                if at == len(words):
+                    patterns[b][key] = (prefix, indices)
+                    continue
+                number = int(words[at])
+                waiting[b].append((key, words, at, prefix, indices, number))
+                seen.setdefault(prefix, [{} for _ in trees])[b].setdefault(indices, set()).add(number)
+        for prefix, sets in seen.items():
+            every = {frozenset(numbers) for by_outer in sets for numbers in by_outer.values()}
+            if len(every) == 1 and len(next(iter(every))) <= 12:
+                decided[prefix] = None
+                continue
+            outer = tuple(INDEX.findall(prefix))
+            text = None
+            common: set[str] | None = None
+            for build, by_outer in zip(builds, sets, strict=True):
+                for at, numbers in by_outer.items():
+                    found = {t for t in _candidates(build, max(numbers) + 1, outer, at)}
+                    common = found if common is None else common & found
+            if common:
+                text = min(common, key=cost)
+            elif len(every) == 1:
+                text = str(len(next(iter(every))))
+            elif len(set().union(*every)) <= 12:
+                decided[prefix] = None
+                continue
+            else:
+                raise NotTraced(f"how far {prefix}.* counts", [prefix])
+            word = re.sub(r"\W", "", prefix.rpartition(".")[2])
+            word = {"h": "layer", "layers": "layer"}.get(word, word.removesuffix("s") if len(word) > 2 else word)
+            known = (word, text, ",".join(outer))
+            if known not in names:
+                taken = {*names.values(), *builds[0].env}
+                names[known] = next(n for n in (word, *(f"{word}{i}" for i in range(2, 99))) if n not in taken)
+            decided[prefix] = names[known]
+            ranges[names[known]] = text
+        pending = [
+            [
+                (key, words, at + 1, f"{prefix}.{{{decided[prefix]}}}" if decided[prefix] else f"{prefix}.{number}",
+                 (*indices, number) if decided[prefix] else indices)
+                for key, words, at, prefix, indices, number in items
+            ]
+            for items in waiting
+        ]
+    return patterns
+
+
+def _places(outer: tuple[str, ...], ranges: dict[str, str], env: Env, done: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+    if len(done) == len(outer):
+        return [done]
+    count = _value(ranges[outer[len(done)]], env | dict(zip(outer, done, strict=False)))
+    return [found for number in range(count) for found in _places(outer, ranges, env, (*done, number))]
+
+
+def _candidates(build: Any, size: int, outer: Sequence[str], at: Sequence[int]) -> set[str]:
+    """The expressions that give a size, an item of a list with an index for its number."""
+    found = {text for text in build.texts(size) if all(name in build.env for name in names_in(text))}
+    for index, number in zip(outer, at, strict=True):
+        for text in list(found):
+            for shift, word in ((0, index), (1, f"{index} + 1"), (-1, f"{index} - 1")):
+                if f"[{number + shift}]" in text:
+                    found.add(text.replace(f"[{number + shift}]", f"[{word}]"))
+                if number + shift >= 0:
+                    power = f"2 ** ({word})" if shift else f"2 ** {word}"
+                    if number + shift == 0:
+                        found.add(f"{text} * {power}" if text.replace(".", "_").isidentifier() else f"({text}) * {power}")
+                    elif f" * {2 ** (number + shift)}" in text:
+                        found.add(re.sub(rf" \* {2 ** (number + shift)}\b", f" * {power}", text))
+    return found
+
+
+def _size(domain: Domain, texts: list[set[str]], sizes: list[int], trees: Any, builds: Any, here: Any) -> str | None:
+    """The expression of an axis, over conditions where no one holds everywhere."""
+    common = set.intersection(*texts)
+    if len({*sizes}) == 1 and not any(names for t in common for names in names_in(t) if len({str(e[names]) for e in domain.envs}) > 1):
+        return str(sizes[0])
+    if common:
+        return min(common, key=cost)
+    if (text := _composed(sizes, texts, builds, here)) is not None:
+        return text
+    for mask, atom in sorted(domain.atoms.items(), key=lambda item: cost(item[1])):
+        parts = []
+        for wanted in (True, False):
+            picked = [i for i in range(len(sizes)) if bool(mask >> i & 1) is wanted]
+            shared = set.intersection(*(texts[i] for i in picked))
+            one = {sizes[i] for i in picked}
+            parts.append(min(shared, key=cost) if shared else str(*one) if len(one) == 1 else None)
+        if None not in parts:
+            return f"{parts[0]} if {atom} else {parts[1]}"
+    return None
+
+
+def _composed(sizes: list[int], texts: list[set[str]], builds: Any, here: Any) -> str | None:
+    """A size that a conversion between forms makes: a multiple or a part of a computed one, or the sum of several."""
+    for factor in (2, 3, 4, 8):
+        for text, found in ((f"{factor} * ({{}})", [_known(builds[b], s / factor) for (b, _), s in zip(here, sizes, strict=True)]),
+                            (f"({{}}) // {factor}", [_known(builds[b], s * factor) for (b, _), s in zip(here, sizes, strict=True)])):
+            if common := set.intersection(*found):
+                return text.format(min(common, key=cost))
+    return None
+
+
+def _known(build: Any, size: float) -> set[str]:
+    return {t for t in build.texts(int(size)) if all(n in build.env for n in names_in(t))} if size == int(size) else set()

@@ -1,0 +1,692 @@
+"""Writes ckptlint/architecture/tables/TYPE.json: `python bench/architectures/trace.py TYPE`.
+
+The sizes of a table are read from what the constructors of transformers compute (see `tags`). Which fields matter, and
+how, is tried: each field that a constructor reads is varied alone, then all together. When a tensor exists is said over
+the fields whose change adds or removes keys. A field that no condition explains, or that builds with one value alone, is
+pinned: the table speaks of models with that value only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import re
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import tags
+import torch
+import transformers
+from rows import Domain, NotTraced, cost, names_in, rows_of
+from transformers.models.auto import modeling_auto as auto
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import revert_weight_conversion
+
+Flat = dict[str, Any]
+Form = dict[str, tuple[tuple[int, ...], str]]
+"""Key -> shape, and "" or `tied` or `buffer`."""
+
+DRAWS, PROOFS, MOST_KEYS = 24, 20, 20_000
+
+_COUNT = re.compile(r"(layers?|blocks?|experts|depth|depths|groups|repeats)$|^num_.*(layers|blocks|experts)|^n_layers?$")
+_NEVER = re.compile(
+    r"(^|\.)(_.*|.*token_ids?|.*token_index|dtype|torch_dtype|transformers_version|architectures|label2id|model_type|"
+    r"attn_implementation|experts_implementation|name_or_path|return_dict|output_\w+|problem_type|is_decoder)$"
+)
+
+
+def flat(nested: dict[str, Any], prefix: str = "") -> Flat:
+    """Sections taken apart; other mappings stay whole."""
+    found: Flat = {}
+    for name, value in nested.items():
+        if isinstance(value, dict) and value and (name.endswith("config") or "model_type" in value):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def nested(config: Flat) -> dict[str, Any]:
+    """The opposite of `flat`."""
+    found: dict[str, Any] = {}
+    for name, value in config.items():
+        *sections, last = name.split(".")
+        part = found
+        for section in sections:
+            part = part.setdefault(section, {})
+        part[last] = value
+    return found
+
+
+# ---------------------------------------------------------------- building
+
+
+@dataclass
+class Build:
+    """A model that was built.
+
+    Attributes:
+        declared: what the configuration gave.
+        env: every field of the configuration with its value.
+        forms: its tensors, `saved`, `in memory` and `saved by older versions` where these differ.
+        log: what its constructor computed.
+    """
+
+    declared: Flat
+    env: Flat
+    forms: dict[str, Form]
+    log: tags.Log
+    ignored: tuple[str, ...] = ()
+
+    def texts(self, value: int) -> Iterable[str]:
+        return self.log.texts.get(value, ())
+
+
+def quiet() -> None:
+    """No messages, no initial values, and configurations that say what is read of them."""
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity(60)
+    for name in [n for n in vars(torch.nn.init) if n.endswith("_") and not n.startswith("_")]:
+        setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
+    plain = transformers.PretrainedConfig.__getattribute__
+
+    def noted(self: Any, name: str) -> Any:
+        if name.startswith("_") or (path := plain(self, "__dict__").get("_path_of_section")) is None:
+            return plain(self, name)
+        name_of = path + plain(self, "attribute_map").get(name, name)
+        try:
+            value = plain(self, name)
+        except AttributeError:
+            tags.LOG.asked.add(name_of)
+            raise
+        tags.LOG.read.add(name_of)
+        return value
+
+    transformers.PretrainedConfig.__getattribute__ = noted
+
+
+def config_of(model_type: str, values: Flat) -> Any:
+    """The configuration that a config.json with these values gives."""
+    return transformers.CONFIG_MAPPING[model_type].from_dict(nested(values) | {"model_type": model_type})
+
+
+def _tag(config: Any, prefix: str = "") -> None:
+    for name, value in list(vars(config).items()):
+        if isinstance(value, transformers.PretrainedConfig):
+            _tag(value, f"{prefix}{name}.")
+        elif not name.startswith("_"):
+            if isinstance(value, dict):
+                tags.made(len(value), f"len({prefix}{name})")
+            vars(config)[name] = tags.tagged(value, prefix + name)
+    vars(config)["_path_of_section"] = prefix
+
+
+def build(model_type: str, name: str, declared: Flat, light: bool = False) -> Build:
+    """The model of a configuration, with the names and shapes of its tensors.
+
+    Args:
+        light: the form in memory alone, in a fraction of the time.
+
+    Raises:
+        Exception: the library refuses the values, in a hundred ways.
+    """
+    log = tags.fresh()
+    env = flat(config_of(model_type, declared).to_dict())
+    given = {key: tags.tagged(value, key) for key, value in declared.items()}
+    config = config_of(model_type, given)
+    _tag(config)
+    with torch.device("meta"):
+        model = getattr(transformers, name)._from_config(config)
+    if len(model.state_dict()) > MOST_KEYS:
+        raise ValueError("too many tensors")
+    env |= {key: declared[key] for key in declared if key not in env}
+    for key in log.asked - env.keys():
+        env[key] = None
+    vars(model)["_ckptlint_tagged"] = True
+    return Build(declared, env, in_memory(model) if light else forms(model), log, ignored_by(model))
+
+
+def ignored_by(model: Any) -> tuple[str, ...]:
+    return tuple(sorted(model._keys_to_ignore_on_load_unexpected or ()))
+
+
+def in_memory(model: Any) -> dict[str, Form]:
+    tied = model.all_tied_weights_keys
+    return {"in memory": {k: (tuple(v.shape), "tied" if k in tied else "") for k, v in model.state_dict().items()}}
+
+
+def forms(model: Any) -> dict[str, Form]:
+    """The tensors of a model under the names of its state_dict and of save_pretrained; one form where they agree."""
+    state = dict(model.state_dict())
+    tied = set(model.all_tied_weights_keys)
+    skipped = [re.compile(pattern) for pattern in model._keys_to_ignore_on_save or ()]
+    buffers = {name for name, _ in model.named_buffers()}
+    weights = {k: v for k, v in state.items() if k not in buffers}
+    untied = {k: v for k, v in state.items() if k not in tied and not any(p.search(k) for p in skipped)}
+    all_saved = _saved(model, state)
+    weights_saved = all_saved if len(weights) == len(state) else _saved(model, weights)
+    untied_saved = all_saved if len(untied) == len(state) else _saved(model, untied)
+
+    def why(key: str, weights: Any, untied: Any) -> str:
+        return "buffer" if key not in weights else "" if key in untied else "tied"
+
+    saved = {k: (tuple(v.shape), why(k, weights_saved, untied_saved)) for k, v in all_saved.items()}
+    memory = {k: (tuple(v.shape), why(k, weights, untied)) for k, v in state.items()}
+    found = {"saved": saved} | ({"in memory": memory} if memory != saved else {})
+    if type(model).__name__.endswith("ForConditionalGeneration") and (renamed := _older_names(model, all_saved)):
+        found["saved by older versions"] = {renamed[key]: value for key, value in saved.items()}
+    return found
+
+
+def _older_names(model: Any, saved: dict[str, Any]) -> dict[str, str]:
+    """Key of save_pretrained -> the key that files of older versions hold; {} where they are the same.
+
+    A model that was loaded from such a file is saved in its names again.
+    """
+    model._weight_conversions = get_model_conversion_mapping(model, add_legacy=False) or None
+    before = list(_saved(model, dict(model.state_dict())))
+    del model._weight_conversions
+    renamed = dict(zip(saved, before, strict=True)) if len(before) == len(saved) else {}
+    return renamed if set(before) != set(saved) and len(set(before)) == len(before) else {}
+
+
+def _saved(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in revert_weight_conversion(model, state).items() if hasattr(v, "shape")}
+
+
+# ---------------------------------------------------------------- what matters
+
+
+@dataclass
+class Study:
+    """What is known of a class: which fields matter and which values they take.
+
+    Attributes:
+        base: a small configuration that builds.
+        sizes: fields that change shapes alone.
+        counts: fields that change how many modules there are.
+        words: other fields that change keys, or shapes other than by their value -> the values that build.
+        lists: lists of an item per layer -> the field that their length follows, "" for free lists of layers.
+        pinned: field -> the value with which the table speaks.
+        above: size -> the fields that divide it.
+    """
+
+    model_type: str
+    name: str
+    base: Build
+    sizes: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+    words: dict[str, list[Any]] = field(default_factory=dict)
+    lists: dict[str, str] = field(default_factory=dict)
+    pinned: Flat = field(default_factory=dict)
+    above: dict[str, set[str]] = field(default_factory=dict)
+    affects: dict[str, set[str]] = field(default_factory=dict)
+
+    def relevant(self) -> list[str]:
+        return [*self.sizes, *self.counts, *self.words, *self.lists]
+
+
+def defaults(model_type: str) -> Flat:
+    return flat(transformers.CONFIG_MAPPING[model_type]().to_dict())
+
+
+def first(model_type: str, name: str) -> Build:
+    """A build with few layers and experts."""
+    usual = defaults(model_type)
+    counts = {n: v for n, v in usual.items() if type(v) is int and v > 3 and _COUNT.search(n.rpartition(".")[2])}
+    depths = {
+        n: [min(i, 2) for i in v]
+        for n, v in usual.items()
+        if isinstance(v, list) and v and all(type(i) is int for i in v) and _COUNT.search(n.rpartition(".")[2])
+    }
+    ids = {n: 1 for n, v in usual.items() if type(v) is int and v > 200 and n.endswith(("token_id", "padding_idx"))}
+    sections = {n: v for n, v in usual.items() if n.endswith(".model_type")}
+    last: Exception | None = None
+    for small in (counts, {n: v for n, v in counts.items() if "group" not in n}, {}):
+        for most in (3, 4, 6, 8):
+            for more in ({**depths, **ids}, ids, {}):
+                try:
+                    return build(model_type, name, sections | {n: min(v, most) for n, v in small.items()} | more)
+                except Exception as error:
+                    last = error
+    raise NotTraced(f"it does not build: {type(last).__name__}: {str(last)[:150]}")
+
+
+def others(name: str, value: Any, log: tags.Log) -> Iterator[Any]:
+    """Other values of a field that could change the tensors."""
+    against = log.compared.get(name, set())
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int):
+        near = [c for c in against if type(c) is int and c != value and c >= 0]
+        yield from dict.fromkeys([value + 1, value * 2, value + 2, value * 3, value - 1, value // 2, *sorted(near)[:3]])
+        yield None
+    elif isinstance(value, float):
+        yield from (value + 1.0, value * 2, value / 2, 0.0, *([1] if value == 1.0 else []))
+    elif isinstance(value, str):
+        yield from sorted(word for word in against if isinstance(word, str) and word != value)
+    elif isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        words = {w for k, ws in log.compared.items() if k.startswith(f"{name}[") for w in ws if isinstance(w, str)}
+        yield from ([word] * len(value) for word in sorted({*words, *value}) if [word] * len(value) != value)
+    elif isinstance(value, list) and value and all(type(item) is int for item in value):
+        yield from ([item * 2 for item in value], [item + 1 for item in value], [max(1, i - 1) for i in value])
+        yield from ([0], [1], [0, 1])
+    elif value is None or value == []:
+        yield from ([0], [1], [0, 1], *(() if value == [] else (24, 32, True)))
+
+
+def study(model_type: str, name: str, passes: int = 3) -> Study:
+    """Varies each field that the constructor reads alone, first from a small configuration, then from drawn ones that
+    have the most kinds of tensors: one field may hide another."""
+    found = Study(model_type, name, first(model_type, name))
+    small = found.base
+    for turn in range(passes):
+        if turn:
+            rng = random.Random(turn)
+            tries = [b for b in (_tried(found, draw(found, rng)) for _ in range(10)) if b]
+            if not tries:
+                break
+            found.base = max(tries, key=lambda b: len({re.sub(r"\d+", "N", key) for key in _shapes(b)}))
+        before = len(found.relevant())
+        _vary(found)
+        if turn and len(found.relevant()) == before:
+            break
+    found.base = small
+    return found
+
+
+def _tried(found: Study, values: Flat) -> Build | None:
+    with suppress(Exception):
+        return build(found.model_type, found.name, values, light=True)
+    return None
+
+
+def _vary(found: Study) -> None:
+    base = found.base
+    shapes = _shapes(base)
+    tried = {n: v for n, v in base.env.items() if n in base.log.read} | dict.fromkeys(base.log.asked - base.env.keys())
+    tried |= {n: v for n, v in base.env.items() if n.endswith(("id2label", "tie_word_embeddings"))}
+    for name, value in tried.items():
+        if _NEVER.search(name) or name in found.words or name in found.sizes or name in found.counts:
+            continue
+        if name.endswith("id2label"):
+            if "Classification" in found.name:
+                found.words[name] = []
+            continue
+        _try(found, name, value, shapes)
+    for above, below in base.log.divided:
+        known, divisors = ([n for n in names_in(t) if n in base.env and type(base.env[n]) is int] for t in (above, below))
+        if known and divisors:
+            found.above.setdefault(known[0], set()).update(n for n in divisors if n != known[0])
+
+
+def _shapes(build: Build) -> dict[str, tuple[tuple[int, ...], str]]:
+    return build.forms["in memory"] if "in memory" in build.forms else build.forms["saved"]
+
+
+def _try(found: Study, name: str, value: Any, shapes: Form) -> None:
+    works: list[Any] = []
+    keys, sizes = False, False
+    touched: set[str] = set()
+    for other in others(name, value, found.base.log):
+        if (other is None and value is None) or (other is True and value is None and works):
+            continue
+        try:
+            seen = _shapes(build(found.model_type, found.name, found.base.declared | {name: other}, light=True))
+        except Exception:
+            continue
+        differ = seen.keys() ^ shapes.keys() | {k for k in seen.keys() & shapes.keys() if seen[k][1] != shapes[k][1]}
+        touched |= differ
+        moved = any(seen[key] != shapes[key] for key in seen.keys() & shapes.keys())
+        keys |= bool(differ)
+        sizes |= moved
+        if other is None and not differ:
+            continue  # stands for another value: see `default_of`
+        works.append(other)
+        if not keys and not sizes and len(works) > 1:
+            return
+    if not keys and not sizes:
+        return
+    usual = found.base.env.get(name)
+    is_int = type(usual) is int
+    if keys:
+        found.affects[name] = {re.sub(r"\d+", "N", key) for key in touched}
+    ints = [v for v in works if type(v) is int]
+    if is_int and keys and (_COUNT.search(name.rpartition(".")[2]) or _is_count(ints, usual, found, name, shapes)):
+        found.counts[name] = usual
+    elif ints and (is_int or (usual is None and not any(isinstance(v, list) for v in works))) and (is_int and not keys or usual is None or None in works):
+        found.sizes[name] = usual or ints[0]
+        if usual is None or None in works:
+            found.words[name] = [None, *ints]
+    elif isinstance(usual, list) and usual and all(isinstance(item, str) for item in usual):
+        found.lists[name] = _follows(found, usual)
+        found.words[name] = sorted({*usual, *(v[0] for v in works)})
+    elif (usual is None or isinstance(usual, list)) and keys and all(v in ([0], [1], [0, 1]) for v in works):
+        found.lists[name] = ""
+        found.words[name] = [*([[]] if usual == [] else [None]), [0], [1], [0, 1], [0, 2], [1, 2]]
+    elif works:
+        found.words[name] = [usual, *works] if usual not in works else works
+
+
+def _is_count(ints: list[int], usual: int, found: Study, name: str, shapes: Form) -> bool:
+    """Whether a larger value gives more modules of the same kinds."""
+    larger = [v for v in ints if v > usual]
+    if not larger:
+        return False
+    seen = _shapes(build(found.model_type, found.name, found.base.declared | {name: larger[0]}, light=True))
+    new = {re.sub(r"\d+", "N", key) for key in seen.keys() - shapes.keys()}
+    return bool(new) and new <= {re.sub(r"\d+", "N", key) for key in shapes} and not shapes.keys() - seen.keys()
+
+
+def _follows(found: Study, value: list[Any]) -> str:
+    env = found.base.env
+    return next((n for n in found.counts if env.get(n) == len(value)), "")
+
+
+def draw(found: Study, rng: random.Random, boldness: float = 1.0) -> Flat:
+    """Values for all fields that matter, sizes unlike each other and unlike their defaults."""
+    values = dict(found.base.declared)
+    taken: set[int] = set()
+
+    def size(name: str, chain: tuple[str, ...] = ()) -> int:
+        if name in values and name in done:
+            return int(values[name])
+        usual = found.sizes.get(name) or found.counts.get(name) or 1
+        if name in found.counts or name not in bold:
+            values[name] = values.get(name, found.base.env.get(name, usual))
+            done.add(name)
+            return int(values[name] or 1)
+        unit = math.lcm(1, *(size(n, (*chain, name)) for n in found.above.get(name, ()) if n not in chain and n != name))
+        even = min(usual & -usual, 8) if usual else 1
+        unit = math.lcm(unit, even)
+        for _ in range(50):
+            value = unit * rng.randint(2, 40)
+            if value not in taken and value != usual:
+                break
+        taken.add(value)
+        values[name] = value
+        done.add(name)
+        return value
+
+    done: set[str] = set()
+    bold = {n for n in found.relevant() if rng.random() < boldness and n not in found.pinned}
+    for name in found.counts:
+        if name in bold:
+            values[name] = rng.choice([2, 3, 4, 5, 6])
+    for name in found.sizes:
+        size(name)
+    for name, options in found.words.items():
+        if name.endswith("id2label"):
+            values[name] = {str(i): f"LABEL_{i}" for i in range(rng.choice([1, 3, 5, 7, 11, 13]))}
+        elif name in bold and name not in found.lists and (name not in found.sizes or rng.random() < 0.3):
+            values[name] = None if name in found.sizes else rng.choice(options)
+            if values[name] is None and found.base.env.get(name) is None:
+                values.pop(name)
+    for name, length in found.lists.items():
+        if name in bold:
+            count = values.get(length) or found.base.env.get(length) or len(found.base.env[name] or ())
+            if length or not found.words[name] or isinstance(found.words[name][0], str):
+                values[name] = [rng.choice(found.words[name]) for _ in range(count)]
+            else:
+                values[name] = rng.choice(found.words[name])
+    for name in found.pinned:
+        values.pop(name, None) if name not in found.base.declared else None
+    return values
+
+
+def drawn(found: Study, count: int, seed: int) -> list[Build]:
+    """So many builds of configurations that vary all fields together."""
+    rng = random.Random(seed)
+    builds: list[Build] = []
+    tries, last = 0, ""
+    while len(builds) < count:
+        tries += 1
+        if tries > 12 * count:
+            raise NotTraced(f"{len(builds)} of {count} drawn configurations build ({last})")
+        boldness = (1.0, 1.0, 1.0, 0.8, 0.6, 0.4)[min(5, tries * 3 // (2 * count))] if tries > len(builds) * 2 else 1.0
+        values = draw(found, rng, boldness)
+        try:
+            builds.append(build(found.model_type, found.name, values))
+        except Exception as error:
+            last = f"{type(error).__name__}: {str(error)[:120]}"
+    return builds
+
+
+# ---------------------------------------------------------------- the table
+
+
+def defaults_of(found: Study, name: str, builds: Sequence[Build]) -> list[Any]:
+    """The entry of a field: its kind, what stands for an absent one, and for null where that is replaced."""
+    entry: list[Any] = [_kind([b.env.get(name) for b in builds] + found.words.get(name, []))]
+    if name not in flat(config_of(found.model_type, found.base.declared).to_dict()):  # no class declares it
+        return [*entry, None]
+    for null in (False, True):
+        values, common = [], None
+        plain = {k: v for k, v in found.base.declared.items() if k.endswith("model_type")}
+        for given in (*(one.declared for one in builds[:8]), found.base.declared, plain):
+            declared = {k: v for k, v in given.items() if k != name} | ({name: None} if null else {})
+            try:
+                log = tags.fresh()
+                env = flat(config_of(found.model_type, declared).to_dict())
+                config = config_of(found.model_type, {k: tags.tagged(v, k) for k, v in declared.items()})
+                _tag(config)
+                value = env.get(name)
+            except Exception:  # noqa: S112  the library refuses these values
+                continue
+            values.append((value, env | {n: v for n, v in declared.items() if n not in env}))
+            if type(value) is int and given is not plain and given is not found.base.declared:
+                texts = {t for t in log.texts.get(value, ()) if name not in names_in(t)}
+                common = texts if common is None else common & texts
+        if not values:
+            if null:
+                break
+            return entry
+        default = _default([v for v, _ in values], [e for _, e in values], common or set(), found, name)
+        if default is None:
+            if null:
+                break
+            return entry
+        if not null or default != [None]:
+            entry += default
+    return entry
+
+
+def _default(values: list[Any], envs: list[Flat], common: set[str], found: Study, name: str) -> list[Any] | None:
+    if all(v == values[0] and type(v) is type(values[0]) for v in values):
+        return [values[0]]
+    if all(type(v) is int for v in values):
+        usable = {t for t in common if all(n in envs[0] for n in names_in(t))}
+        return [{"=": min(usable, key=cost)}] if usable else None
+    asked = [n for n in (*found.counts, *found.words, *found.sizes) if n not in found.lists and n != name]
+    if all(isinstance(v, bool) for v in values):
+        domain = Domain(envs, asked, (), ())
+        text = domain.condition(sum(1 << i for i, v in enumerate(values) if v))
+        return [{"=": text}] if text else None
+    if all(isinstance(v, list) and v for v in values):
+        lengths = [len(v) for v in values]
+        count = next((n for n in found.counts if [e.get(n) for e in envs] == lengths), None)
+        items = sorted({item for v in values for item in v}, key=str)
+        if count is None or len(items) > 3:
+            return None
+        domain = Domain([e | {"layer": i} for e, v in zip(envs, values, strict=True) for i in range(len(v))], asked, ["layer"], ())
+        every = [item for v in values for item in v]
+        text = _literal(items[-1])
+        for item in items[:-1]:
+            condition = domain.condition(sum(1 << i for i, v in enumerate(every) if v == item))
+            if condition is None:
+                return None
+            text = f"{_literal(item)} if {condition} else {text}" if condition else _literal(item)
+        return [{"each": count, "=": text}]
+    return None
+
+
+def _literal(item: Any) -> str:
+    if isinstance(item, bool):
+        return str(item).lower()
+    return str(item) if isinstance(item, int) else f"'{item}'"
+
+
+def _kind(values: list[Any]) -> str:
+    kinds = {type(v) for v in values if v is not None}
+    if kinds <= {bool}:
+        return "flag"
+    for name, types in (("int", {int}), ("number", {int, float}), ("text", {str}), ("list", {list}), ("mapping", {dict})):
+        if kinds <= types:
+            return name
+    return "any"
+
+
+def classes_of(model_type: str) -> list[str]:
+    """The classes that the automatic ones of transformers choose for a type, the usual one first."""
+    found: dict[str, None] = {}
+    for mapping in _MAPPINGS:
+        names = getattr(auto, f"{mapping}_NAMES", {}).get(model_type, ())
+        found |= dict.fromkeys([names] if isinstance(names, str) else names)
+    return [name for name in found if hasattr(transformers, name)]
+
+
+_MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_MASKED_LM_MAPPING",
+    "MODEL_FOR_PRETRAINING_MAPPING", "MODEL_FOR_CTC_MAPPING", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING", "MODEL_FOR_OBJECT_DETECTION_MAPPING",
+    "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING", "MODEL_MAPPING", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING", "MODEL_FOR_QUESTION_ANSWERING_MAPPING")
+
+
+def table_of(model_type: str, prove: Callable[[dict[str, Any], str, list[Build]], None]) -> tuple[dict[str, Any] | None, list[str]]:
+    """The table of a type, and the classes that were left out with the reason."""
+    table: dict[str, Any] = {"usual": "", "fields": {}, "ranges": {}, "rows": [], "models": {}}
+    left = []
+    names: dict[tuple[str, str, str], str] = {}
+    for name in classes_of(model_type):
+        try:
+            table, names = with_class(model_type, name, table, dict(names), prove)
+        except Exception as error:
+            if os.environ.get("TRACE"):
+                traceback.print_exc()
+            left.append(f"{name}: {'' if isinstance(error, NotTraced) else type(error).__name__ + ': '}{str(error)[:200]}")
+    return table if table["models"] else None, left
+
+
+def with_class(model_type: str, name: str, table: dict[str, Any], names: dict[tuple[str, str, str], str], prove: Any) -> Any:
+    """The table with one class more, which is proven."""
+    found = study(model_type, name)
+    for turn in range(4):
+        builds = drawn(found, DRAWS, turn)
+        same = [n for n in found.relevant() if len({json.dumps(b.env.get(n)) for b in builds}) == 1 and not n.endswith("id2label")]
+        found.pinned |= {n: builds[0].env.get(n) for n in same}
+        try:
+            new = _merged(found, builds, json.loads(json.dumps(table)), names)
+            prove(new, name, builds[:3] + drawn(found, PROOFS, 100 + turn))
+            return new, names
+        except NotTraced as error:
+            patterns = {re.sub(r"\{\w+\}|\d+", "N", key) for key in error.keys}
+            guilty = [n for n, keys in found.affects.items() if keys & patterns and n not in found.counts and n not in found.pinned]
+            if turn == 3 or not guilty:
+                raise
+            found.pinned |= {n: found.base.env.get(n) for n in guilty}
+    raise AssertionError
+
+
+def _merged(found: Study, builds: list[Build], table: dict[str, Any], names: Any) -> dict[str, Any]:
+    asked = [n for n in found.relevant() if n not in found.pinned and (n not in found.sizes or n in found.affects)]
+    affects = {n: keys for n, keys in found.affects.items() if n not in found.pinned}
+    numbers = {json.dumps(row): i for i, row in enumerate(table["rows"])}
+    entries = {}
+    for form in sorted({form for b in builds for form in b.forms}, reverse=True):
+        ranges, rows = rows_of(builds, form, names, asked, lambda p: {n for n, keys in affects.items() if p in keys}, _guards(found, builds))
+        table["ranges"] |= ranges
+        entries[form] = _runs([numbers.setdefault(json.dumps(row), len(numbers)) for row in rows])
+    table["rows"] = [json.loads(row) for row in numbers]
+    table["models"][found.name] = entries
+    table["usual"] = table["usual"] or found.name
+    only = table.setdefault("only", {})
+    for n, value in found.pinned.items():
+        if only.setdefault(n, value) != value:
+            raise NotTraced(f"{n} is pinned to two values")
+    texts = [*table["ranges"].values(), *(t for row in table["rows"] for t in (*row[1], *row[2:]) if t)]
+    todo = {n for t in texts for n in names_in(t)} - table["ranges"].keys() - table["fields"].keys()
+    fields = dict(table["fields"])
+    while todo:
+        for n in sorted(todo):
+            fields[n] = defaults_of(found, n, builds)
+        todo = {n for v in fields.values() for d in v[1:] if isinstance(d, dict) and "=" in d for t in d.values()
+                for n in names_in(t) if n != "layer"} - fields.keys()
+    table["fields"] = _in_order(fields)
+    aliases = table.setdefault("aliases", {})
+    config = config_of(found.model_type, builds[0].declared)
+    for section in {f.rpartition(".")[0] for f in fields}:
+        part = config
+        for step in section.split(".") if section else ():
+            part = getattr(part, step)
+        prefix = f"{section}." if section else ""
+        for alias, of in sorted(getattr(part, "attribute_map", {}).items()):
+            if prefix + of in fields and prefix + alias not in fields and prefix + alias not in aliases.get(prefix + of, ()):
+                aliases.setdefault(prefix + of, []).append(prefix + alias)
+    if "tie_word_embeddings" in fields and is_tied_by_text(found.model_type):
+        table["tied_by"] = "text_config.tie_word_embeddings"
+    if any(n.startswith("text_config.") for n in fields) and is_flat(found.model_type):
+        table["flat"] = "text_config"
+    if builds[0].ignored:
+        table["ignored"] = sorted({*table.get("ignored", ()), *builds[0].ignored})
+    return table
+
+
+def is_tied_by_text(model_type: str) -> bool:
+    """Whether a head is tied too where the section `text_config` alone says so."""
+    with suppress(Exception):
+        values = {"tie_word_embeddings": False, "text_config.tie_word_embeddings": True}
+        return bool(config_of(model_type, values).tie_word_embeddings)
+    return False
+
+
+def is_flat(model_type: str) -> bool:
+    """Whether a configuration without the section `text_config` gives its fields beside the other sections."""
+    with suppress(Exception):
+        given = config_of(model_type, {"hidden_size": 840, "num_hidden_layers": 3, "vocab_size": 777}).text_config
+        return (given.hidden_size, given.num_hidden_layers, given.vocab_size) == (840, 3, 777)
+    return False
+
+
+def _guards(found: Study, builds: list[Build]) -> list[str]:
+    """Comparisons of two expressions that a constructor made."""
+    pairs = {(a, b) for build in builds for a, other in build.log.compared.items() for b in other if isinstance(b, str)}
+    env = builds[0].env
+    return sorted({f"{a} == {b}" for a, b in pairs if "'" not in b and a != b and all(n in env for n in names_in(f"{a} {b}")) and names_in(b)})[:40]
+
+
+def _in_order(fields: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The fields, each after those that its default asks for."""
+    done: dict[str, list[Any]] = {}
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        if name in done or name in above or name not in fields:
+            return
+        for default in fields[name][1:]:
+            for text in default.values() if isinstance(default, dict) and "=" in default else ():
+                for other in names_in(text):
+                    visit(other, (*above, name))
+        done[name] = fields[name]
+
+    for name in sorted(fields, key=lambda f: (f.count("."), f)):
+        visit(name, ())
+    return done
+
+
+def _runs(numbers: list[int]) -> str:
+    """Numbers as `0-4 7`."""
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and found[-1][1] == number - 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in found)
