@@ -21,18 +21,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 import transformers
 from rows import NotTraced
 from trace import Build, config_of, nested, quiet, table_of
+from transformers.models.auto import modeling_auto as auto
 
-from ckptlint.architecture import huggingface, tables
+from ckptlint.architecture import huggingface
 from ckptlint.architecture.expected import NoTable
 
 SECONDS = 240
-OUT = Path(os.environ.get("TABLES", Path(tables.__file__).parent / "tables"))
+OUT = Path(os.environ.get("TABLES", Path(huggingface.__file__).parent / "tables"))
+REAL = huggingface.table_of
 
 
 def prover(model_type: str) -> Any:
     def prove(table: dict[str, Any], name: str, builds: list[Build]) -> None:
         """Raises NotTraced where the table gives other tensors than the library."""
-        huggingface.entry = lambda file, key: {"made_with": ""} if key == "" else table if key == model_type else None
+        huggingface.table_of = lambda key: table if key == model_type else REAL(key)
         for build in builds:
             config = config_of(model_type, build.declared)
             documents = {
@@ -62,10 +64,18 @@ def one(model_type: str) -> dict[str, Any]:
     began = time.process_time()
     table, left = table_of(model_type, prover(model_type))
     if table:
-        body = ",\n".join(f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}" for k, v in table.items())
-        (OUT / f"{model_type}.json").write_text(f"{{\n{body}\n}}\n", encoding="utf-8")
+        table["made_with"] = f"transformers {transformers.__version__}"
+        base = auto.MODEL_MAPPING_NAMES.get(model_type)
+        if base in table["models"]:
+            table["base"] = base
+        write(model_type, table)
     return {"type": model_type, "classes": list(table["models"]) if table else [], "left": left,
             "seconds": round(time.process_time() - began, 1)}
+
+
+def write(model_type: str, table: dict[str, Any]) -> None:
+    body = ",\n".join(f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}" for k, v in table.items() if v or k in ("fields", "ranges"))
+    (OUT / f"{model_type}.json").write_text(f"{{\n{body}\n}}\n", encoding="utf-8")
 
 
 def in_a_fork(model_type: str) -> dict[str, Any]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from itertools import combinations
 from typing import Any
 
+from ckptlint.architecture.expressions import ExpressionError, parse
+
 Env = dict[str, Any]
+FEWEST = 5
+"""Builds that must have a tensor."""
+
 INDEX = re.compile(r"\{(\w+)\}")
 _NAME = re.compile(r"'[^']*'|[A-Za-z_][\w.]*")
-_PYTHON = {"true": "True", "false": "False", "none": "None"}
-_WORDS = frozenset({"and", "or", "not", "in", "if", "else", "max", "min", "len", "int", "ceil", "round", *_PYTHON})
+_WORDS = frozenset("and or not in if else max min len int ceil round true false none".split())
 
 
 class NotTraced(Exception):  # noqa: N818  an answer, not an error
@@ -21,11 +24,13 @@ class NotTraced(Exception):  # noqa: N818  an answer, not an error
 
     Attributes:
         keys: the tensors that are not explained.
+        rare: whether more builds would tell.
     """
 
-    def __init__(self, why: str, keys: Iterable[str] = ()) -> None:
+    def __init__(self, why: str, keys: Iterable[str] = (), rare: bool = False) -> None:
         super().__init__(why)
         self.keys = tuple(keys)
+        self.rare = rare
 
 
 def names_in(text: str) -> list[str]:
@@ -39,9 +44,7 @@ def cost(text: str) -> tuple[int, int, str]:
 
 @cache
 def _function(text: str) -> Callable[[Env], Any]:
-    source = _NAME.sub(lambda m: _PYTHON.get(m[0], m[0]) if m[0] in _WORDS or m[0][0] == "'" else f"E['{m[0]}']", text)
-    found: Callable[[Env], Any] = eval(f"lambda E: {source}", {"ceil": math.ceil})  # noqa: S307  texts made here
-    return found
+    return parse(text).value
 
 
 def _value(text: str, env: Env) -> Any:
@@ -67,7 +70,7 @@ class Domain:
     def mask(self, text: str) -> int | None:
         try:
             return sum(1 << i for i, env in enumerate(self.envs) if _value(text, env))
-        except (TypeError, KeyError, IndexError, ZeroDivisionError, ValueError):
+        except ExpressionError:
             return None
 
     @cached_property
@@ -96,7 +99,7 @@ class Domain:
             for value in known.values():
                 if isinstance(value, str):
                     yield f"{name} == '{value}'"
-                elif isinstance(value, (int, float)) and not isinstance(value, bool) and len(known) < 12:
+                elif type(value) is int and len(known) < 12:
                     yield f"{name} == {value}"
             ints = [v for v in values if type(v) in (int, float)]
             if ints and len(ints) == len(values):
@@ -214,6 +217,8 @@ def rows_of(builds: Sequence[Any], form: str, names: dict[tuple[str, str, str], 
         exists = domain.condition(sum(1 << i for i, (b, at) in enumerate(places) if at in seen[b]), fields)
         if exists is None:
             raise NotTraced(f"nothing tells when {pattern} exists", [pattern])
+        if 0 < len({b for b, _ in here}) < FEWEST:
+            raise NotTraced(f"{pattern} was seen too rarely", [pattern], rare=True)
         inside = Domain([builds[b].env | dict(zip(outer, at, strict=True)) for b, at in here], asked, outer, guards)
         dims = []
         for axis in range(len(seen[here[0][0]][here[0][1]][0])):
@@ -315,7 +320,10 @@ def _candidates(build: Any, size: int, outer: Sequence[str], at: Sequence[int]) 
                 if number + shift >= 0:
                     power = f"2 ** ({word})" if shift else f"2 ** {word}"
                     if number + shift == 0:
-                        found.add(f"{text} * {power}" if text.replace(".", "_").isidentifier() else f"({text}) * {power}")
+                        found.update(
+                            f"{name} * {power}" if text == name else re.sub(rf"\b{re.escape(name)}\b", f"({name} * {power})", text)
+                            for name in names_in(text)
+                        )
                     elif f" * {2 ** (number + shift)}" in text:
                         found.add(re.sub(rf" \* {2 ** (number + shift)}\b", f" * {power}", text))
     return found
@@ -330,15 +338,26 @@ def _size(domain: Domain, texts: list[set[str]], sizes: list[int], trees: Any, b
         return min(common, key=cost)
     if (text := _composed(sizes, texts, builds, here)) is not None:
         return text
-    for mask, atom in sorted(domain.atoms.items(), key=lambda item: cost(item[1])):
-        parts = []
-        for wanted in (True, False):
-            picked = [i for i in range(len(sizes)) if bool(mask >> i & 1) is wanted]
-            shared = set.intersection(*(texts[i] for i in picked))
-            one = {sizes[i] for i in picked}
-            parts.append(min(shared, key=cost) if shared else str(*one) if len(one) == 1 else None)
-        if None not in parts:
-            return f"{parts[0]} if {atom} else {parts[1]}"
+    return _split(domain, [*range(len(sizes))], texts, sizes, 2)
+
+
+def _split(domain: Domain, where: list[int], texts: list[set[str]], sizes: list[int], depth: int) -> str | None:
+    """An expression for some samples, chosen by at most so many conditions."""
+    shared = set.intersection(*(texts[i] for i in where))
+    if shared:
+        return min(shared, key=cost)
+    if len({sizes[i] for i in where}) == 1:
+        return str(sizes[where[0]])
+    for mask, atom in sorted(domain.atoms.items(), key=lambda item: cost(item[1])) if depth else ():
+        sides = [[i for i in where if mask >> i & 1], [i for i in where if not mask >> i & 1]]
+        if all(sides):
+            parts = [_split(domain, side, texts, sizes, 0) for side in sides]
+            if None in parts and depth > 1 and parts != [None, None]:
+                at = parts.index(None)
+                parts[at] = _split(domain, sides[at], texts, sizes, depth - 1)
+                parts[at] = parts[at] and f"({parts[at]})"
+            if None not in parts:
+                return f"{parts[0]} if {atom} else {parts[1]}"
     return None
 
 

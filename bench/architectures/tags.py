@@ -31,7 +31,7 @@ class Log:
         divided: pairs of expressions, the second of which divided the first.
         read: fields that the constructor asked its configuration for.
         asked: fields that it asked for and no configuration declares.
-        number: the last one made.
+        keys: fields whose text it looked up in a mapping.
     """
 
     def __init__(self) -> None:
@@ -40,6 +40,7 @@ class Log:
         self.divided: set[tuple[str, str]] = set()
         self.read: set[str] = set()
         self.asked: set[str] = set()
+        self.keys: set[str] = set()
 
 
 LOG = Log()
@@ -207,7 +208,9 @@ class Text(str):
     def __reduce__(self) -> Any:
         return str, (str.__str__(self),)
 
-    __hash__ = str.__hash__
+    def __hash__(self) -> int:
+        LOG.keys.add(self.field)
+        return str.__hash__(self)
 
 
 def tagged(value: Any, field: str) -> Any:
@@ -222,3 +225,17 @@ def tagged(value: Any, field: str) -> Any:
         made(len(value), f"len({field})")
         return type(value)(tagged(item, f"{field}[{i}]") for i, item in enumerate(value))
     return value
+
+
+class _Kept(type):
+    def __call__(cls, value: Any = 0, *base: Any) -> Any:
+        if isinstance(value, (Int, Real)) and not base:
+            return value if isinstance(value, Int) else made(int(_plain(value)), f"int({value.text})")
+        return int(value, *base)
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, int)
+
+
+class Whole(int, metaclass=_Kept):
+    """`int` for the modules of a library: its result still knows where it comes from."""

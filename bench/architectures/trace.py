@@ -13,11 +13,13 @@ import math
 import os
 import random
 import re
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,9 @@ Form = dict[str, tuple[tuple[int, ...], str]]
 """Key -> shape, and "" or `tied` or `buffer`."""
 
 DRAWS, PROOFS, MOST_KEYS = 24, 20, 20_000
+
+GIVEN: dict[str, Flat] = {"dbrx": {"attn_config.rope_theta": 10000.0}, "esm": {"vocab_size": 33}}
+"""Fields without which the class of a type cannot build its own default."""
 
 _COUNT = re.compile(r"(layers?|blocks?|experts|depth|depths|groups|repeats)$|^num_.*(layers|blocks|experts)|^n_layers?$")
 _NEVER = re.compile(
@@ -96,6 +101,7 @@ def quiet() -> None:
     transformers.logging.set_verbosity(60)
     for name in [n for n in vars(torch.nn.init) if n.endswith("_") and not n.startswith("_")]:
         setattr(torch.nn.init, name, lambda tensor, *args, **kwargs: tensor)
+    transformers.PretrainedConfig.__repr__ = lambda self: ""
     plain = transformers.PretrainedConfig.__getattribute__
 
     def noted(self: Any, name: str) -> Any:
@@ -111,6 +117,13 @@ def quiet() -> None:
         return value
 
     transformers.PretrainedConfig.__getattribute__ = noted
+
+
+def _keep_tags() -> None:
+    """Lets `int` keep what a number knows in every module of a model."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.models.") and "int" not in vars(module):
+            vars(module)["int"] = tags.Whole
 
 
 def config_of(model_type: str, values: Flat) -> Any:
@@ -141,10 +154,14 @@ def build(model_type: str, name: str, declared: Flat, light: bool = False) -> Bu
     log = tags.fresh()
     env = flat(config_of(model_type, declared).to_dict())
     given = {key: tags.tagged(value, key) for key, value in declared.items()}
+    kind = getattr(transformers, name)
+    _keep_tags()
     config = config_of(model_type, given)
     _tag(config)
+    with suppress(Exception):
+        config.validate()  # says which field must divide which
     with torch.device("meta"):
-        model = getattr(transformers, name)._from_config(config)
+        model = kind._from_config(config)
     if len(model.state_dict()) > MOST_KEYS:
         raise ValueError("too many tensors")
     env |= {key: declared[key] for key in declared if key not in env}
@@ -217,6 +234,9 @@ class Study:
         lists: lists of an item per layer -> the field that their length follows, "" for free lists of layers.
         pinned: field -> the value with which the table speaks.
         above: size -> the fields that divide it.
+        affects: field -> the patterns of the keys that its change adds or removes.
+        tried: the fields that were varied.
+        stuck: those that build with one value alone, and texts that were looked up and never compared.
     """
 
     model_type: str
@@ -229,6 +249,8 @@ class Study:
     pinned: Flat = field(default_factory=dict)
     above: dict[str, set[str]] = field(default_factory=dict)
     affects: dict[str, set[str]] = field(default_factory=dict)
+    tried: set[str] = field(default_factory=set)
+    stuck: set[str] = field(default_factory=set)
 
     def relevant(self) -> list[str]:
         return [*self.sizes, *self.counts, *self.words, *self.lists]
@@ -248,7 +270,7 @@ def first(model_type: str, name: str) -> Build:
         if isinstance(v, list) and v and all(type(i) is int for i in v) and _COUNT.search(n.rpartition(".")[2])
     }
     ids = {n: 1 for n, v in usual.items() if type(v) is int and v > 200 and n.endswith(("token_id", "padding_idx"))}
-    sections = {n: v for n, v in usual.items() if n.endswith(".model_type")}
+    sections = {n: v for n, v in usual.items() if n.endswith(".model_type")} | GIVEN.get(model_type, {})
     last: Exception | None = None
     for small in (counts, {n: v for n, v in counts.items() if "group" not in n}, {}):
         for most in (3, 4, 6, 8):
@@ -260,8 +282,21 @@ def first(model_type: str, name: str) -> Build:
     raise NotTraced(f"it does not build: {type(last).__name__}: {str(last)[:150]}")
 
 
-def others(name: str, value: Any, log: tags.Log) -> Iterator[Any]:
-    """Other values of a field that could change the tensors."""
+def _declared_as(model_type: str, name: str) -> str:
+    """The type that the class of a configuration declares for a field; "" for none."""
+    part: Any = config_of(model_type, {})
+    *sections, last = name.split(".")
+    for section in sections:
+        part = getattr(part, section, None)
+    return next((str(kind.__annotations__[last]) for kind in type(part).__mro__ if last in vars(kind).get("__annotations__", ())), "")
+
+
+def others(name: str, value: Any, log: tags.Log, kind: str) -> Iterator[Any]:
+    """Other values of a field that could change the tensors.
+
+    Args:
+        kind: what it is declared as.
+    """
     against = log.compared.get(name, set())
     if isinstance(value, bool):
         yield not value
@@ -270,23 +305,35 @@ def others(name: str, value: Any, log: tags.Log) -> Iterator[Any]:
         yield from dict.fromkeys([value + 1, value * 2, value + 2, value * 3, value - 1, value // 2, *sorted(near)[:3]])
         yield None
     elif isinstance(value, float):
-        yield from (value + 1.0, value * 2, value / 2, 0.0, *([1] if value == 1.0 else []))
+        yield from (value + 1.0, value * 2, value / 2, 0.0)
     elif isinstance(value, str):
         yield from sorted(word for word in against if isinstance(word, str) and word != value)
     elif isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         words = {w for k, ws in log.compared.items() if k.startswith(f"{name}[") for w in ws if isinstance(w, str)}
+        words |= {*transformers.configuration_utils.ALLOWED_LAYER_TYPES} if name.endswith(("types", "type")) else set()
         yield from ([word] * len(value) for word in sorted({*words, *value}) if [word] * len(value) != value)
     elif isinstance(value, list) and value and all(type(item) is int for item in value):
         yield from ([item * 2 for item in value], [item + 1 for item in value], [max(1, i - 1) for i in value])
         yield from ([0], [1], [0, 1])
     elif value is None or value == []:
-        yield from ([0], [1], [0, 1], *(() if value == [] else (24, 32, True)))
+        is_flag = "bool" in kind or "tie_" in name
+        if ("list" in kind or value == [] or not kind) and not is_flag:
+            yield from ([0], [1], [0, 1])
+        if value is None and ("int" in kind or not kind) and not is_flag:
+            yield from (24, 32)
+        if value is None and (is_flag or not kind):
+            yield True
 
 
-def study(model_type: str, name: str, passes: int = 3) -> Study:
+def study(model_type: str, name: str, known: Study | None = None, passes: int = 3) -> Study:
     """Varies each field that the constructor reads alone, first from a small configuration, then from drawn ones that
-    have the most kinds of tensors: one field may hide another."""
-    found = Study(model_type, name, first(model_type, name))
+    have the most kinds of tensors: one field may hide another.
+
+    Args:
+        known: of another class of the type; only fields that it did not read are varied.
+    """
+    base = first(model_type, name)
+    found = replace(deepcopy(known), name=name, base=base, pinned={}) if known else Study(model_type, name, base)
     small = found.base
     for turn in range(passes):
         if turn:
@@ -296,8 +343,8 @@ def study(model_type: str, name: str, passes: int = 3) -> Study:
                 break
             found.base = max(tries, key=lambda b: len({re.sub(r"\d+", "N", key) for key in _shapes(b)}))
         before = len(found.relevant())
-        _vary(found)
-        if turn and len(found.relevant()) == before:
+        _vary(found, found.tried if known and not turn else ())
+        if (turn or known) and len(found.relevant()) == before:
             break
     found.base = small
     return found
@@ -309,14 +356,15 @@ def _tried(found: Study, values: Flat) -> Build | None:
     return None
 
 
-def _vary(found: Study) -> None:
+def _vary(found: Study, known: Iterable[str]) -> None:
     base = found.base
-    shapes = _shapes(base)
+    shapes = _shapes(build(found.model_type, found.name, base.declared, light=True))
     tried = {n: v for n, v in base.env.items() if n in base.log.read} | dict.fromkeys(base.log.asked - base.env.keys())
     tried |= {n: v for n, v in base.env.items() if n.endswith(("id2label", "tie_word_embeddings"))}
     for name, value in tried.items():
-        if _NEVER.search(name) or name in found.words or name in found.sizes or name in found.counts:
+        if _NEVER.search(name) or name in known or name in found.relevant():
             continue
+        found.tried.add(name)
         if name.endswith("id2label"):
             if "Classification" in found.name:
                 found.words[name] = []
@@ -328,20 +376,21 @@ def _vary(found: Study) -> None:
             found.above.setdefault(known[0], set()).update(n for n in divisors if n != known[0])
 
 
-def _shapes(build: Build) -> dict[str, tuple[tuple[int, ...], str]]:
-    return build.forms["in memory"] if "in memory" in build.forms else build.forms["saved"]
+def _shapes(one: Build) -> Form:
+    return one.forms["in memory"]
 
 
 def _try(found: Study, name: str, value: Any, shapes: Form) -> None:
     works: list[Any] = []
-    keys, sizes = False, False
+    keys, sizes, failed = False, False, False
     touched: set[str] = set()
-    for other in others(name, value, found.base.log):
+    for other in others(name, value, found.base.log, _declared_as(found.model_type, name)):
         if (other is None and value is None) or (other is True and value is None and works):
             continue
         try:
             seen = _shapes(build(found.model_type, found.name, found.base.declared | {name: other}, light=True))
         except Exception:
+            failed = True
             continue
         differ = seen.keys() ^ shapes.keys() | {k for k in seen.keys() & shapes.keys() if seen[k][1] != shapes[k][1]}
         touched |= differ
@@ -353,8 +402,12 @@ def _try(found: Study, name: str, value: Any, shapes: Form) -> None:
         works.append(other)
         if not keys and not sizes and len(works) > 1:
             return
+    looked_up = name in found.base.log.keys and isinstance(value, str) and not works and "act" not in name
+    if (failed and not works) or looked_up:
+        found.stuck.add(name)
     if not keys and not sizes:
         return
+    found.stuck.discard(name)
     usual = found.base.env.get(name)
     is_int = type(usual) is int
     if keys:
@@ -407,8 +460,9 @@ def draw(found: Study, rng: random.Random, boldness: float = 1.0) -> Flat:
         unit = math.lcm(1, *(size(n, (*chain, name)) for n in found.above.get(name, ()) if n not in chain and n != name))
         even = min(usual & -usual, 8) if usual else 1
         unit = math.lcm(unit, even)
+        least = 1 if name in divisors else 800 // unit + 1  # a small number is one of many; what divides others is small
         for _ in range(50):
-            value = unit * rng.randint(2, 40)
+            value = 2 * unit * rng.randint(least, least + 20)
             if value not in taken and value != usual:
                 break
         taken.add(value)
@@ -417,6 +471,7 @@ def draw(found: Study, rng: random.Random, boldness: float = 1.0) -> Flat:
         return value
 
     done: set[str] = set()
+    divisors = {n for below in found.above.values() for n in below}
     bold = {n for n in found.relevant() if rng.random() < boldness and n not in found.pinned}
     for name in found.counts:
         if name in bold:
@@ -432,7 +487,7 @@ def draw(found: Study, rng: random.Random, boldness: float = 1.0) -> Flat:
                 values.pop(name)
     for name, length in found.lists.items():
         if name in bold:
-            count = values.get(length) or found.base.env.get(length) or len(found.base.env[name] or ())
+            count = values.get(length) or found.base.env.get(length) or rng.randint(3, 6)
             if length or not found.words[name] or isinstance(found.words[name][0], str):
                 values[name] = [rng.choice(found.words[name]) for _ in range(count)]
             else:
@@ -454,7 +509,9 @@ def drawn(found: Study, count: int, seed: int) -> list[Build]:
         boldness = (1.0, 1.0, 1.0, 0.8, 0.6, 0.4)[min(5, tries * 3 // (2 * count))] if tries > len(builds) * 2 else 1.0
         values = draw(found, rng, boldness)
         try:
-            builds.append(build(found.model_type, found.name, values))
+            one = build(found.model_type, found.name, values)
+            if all(0 not in shape for form in one.forms.values() for shape, _ in form.values()):
+                builds.append(one)
         except Exception as error:
             last = f"{type(error).__name__}: {str(error)[:120]}"
     return builds
@@ -507,7 +564,8 @@ def _default(values: list[Any], envs: list[Flat], common: set[str], found: Study
         return [{"=": min(usable, key=cost)}] if usable else None
     asked = [n for n in (*found.counts, *found.words, *found.sizes) if n not in found.lists and n != name]
     if all(isinstance(v, bool) for v in values):
-        domain = Domain(envs, asked, (), ())
+        flags = [n for n in asked if all(isinstance(e.get(n), (bool, str, type(None))) for e in envs)]
+        domain = Domain(envs, flags, (), ())
         text = domain.condition(sum(1 << i for i, v in enumerate(values) if v))
         return [{"=": text}] if text else None
     if all(isinstance(v, list) and v for v in values):
@@ -563,12 +621,15 @@ _MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSA
 
 def table_of(model_type: str, prove: Callable[[dict[str, Any], str, list[Build]], None]) -> tuple[dict[str, Any] | None, list[str]]:
     """The table of a type, and the classes that were left out with the reason."""
-    table: dict[str, Any] = {"usual": "", "fields": {}, "ranges": {}, "rows": [], "models": {}}
+    table: dict[str, Any] = {"usual": "", "fields": {}, "ranges": {}, "rows": [], "models": {}, "made_with": ""}
     left = []
     names: dict[tuple[str, str, str], str] = {}
+    known = None
     for name in classes_of(model_type):
         try:
-            table, names = with_class(model_type, name, table, dict(names), prove)
+            found = study(model_type, name, known)
+            known = known or found
+            table, names = with_class(found, table, dict(names), prove)
         except Exception as error:
             if os.environ.get("TRACE"):
                 traceback.print_exc()
@@ -576,28 +637,31 @@ def table_of(model_type: str, prove: Callable[[dict[str, Any], str, list[Build]]
     return table if table["models"] else None, left
 
 
-def with_class(model_type: str, name: str, table: dict[str, Any], names: dict[tuple[str, str, str], str], prove: Any) -> Any:
+def with_class(found: Study, table: dict[str, Any], names: dict[tuple[str, str, str], str], prove: Any) -> Any:
     """The table with one class more, which is proven."""
-    found = study(model_type, name)
-    for turn in range(4):
-        builds = drawn(found, DRAWS, turn)
-        same = [n for n in found.relevant() if len({json.dumps(b.env.get(n)) for b in builds}) == 1 and not n.endswith("id2label")]
+    count = DRAWS
+    for turn in range(6):
+        builds = drawn(found, count, turn)
+        same = [n for n in (*found.relevant(), *found.stuck) if len({json.dumps(b.env.get(n)) for b in builds}) == 1 and not n.endswith(("id2label", "tie_word_embeddings"))]
         found.pinned |= {n: builds[0].env.get(n) for n in same}
         try:
             new = _merged(found, builds, json.loads(json.dumps(table)), names)
-            prove(new, name, builds[:3] + drawn(found, PROOFS, 100 + turn))
+            prove(new, found.name, builds[:3] + drawn(found, PROOFS, 100 + turn))
             return new, names
         except NotTraced as error:
+            if error.rare and count < 4 * DRAWS:
+                count *= 2
+                continue
             patterns = {re.sub(r"\{\w+\}|\d+", "N", key) for key in error.keys}
-            guilty = [n for n, keys in found.affects.items() if keys & patterns and n not in found.counts and n not in found.pinned]
-            if turn == 3 or not guilty:
+            guilty = [n for n, keys in found.affects.items() if keys & patterns and n not in found.counts and n not in found.pinned and not n.endswith("tie_word_embeddings")]
+            if turn == 5 or not guilty:
                 raise
             found.pinned |= {n: found.base.env.get(n) for n in guilty}
     raise AssertionError
 
 
 def _merged(found: Study, builds: list[Build], table: dict[str, Any], names: Any) -> dict[str, Any]:
-    asked = [n for n in found.relevant() if n not in found.pinned and (n not in found.sizes or n in found.affects)]
+    asked = [n for n in found.relevant() if n not in found.pinned and (n not in found.sizes or n in found.affects or n in found.words)]
     affects = {n: keys for n, keys in found.affects.items() if n not in found.pinned}
     numbers = {json.dumps(row): i for i, row in enumerate(table["rows"])}
     entries = {}
@@ -608,10 +672,8 @@ def _merged(found: Study, builds: list[Build], table: dict[str, Any], names: Any
     table["rows"] = [json.loads(row) for row in numbers]
     table["models"][found.name] = entries
     table["usual"] = table["usual"] or found.name
-    only = table.setdefault("only", {})
-    for n, value in found.pinned.items():
-        if only.setdefault(n, value) != value:
-            raise NotTraced(f"{n} is pinned to two values")
+    if found.pinned:
+        table.setdefault("only", {})[found.name] = found.pinned
     texts = [*table["ranges"].values(), *(t for row in table["rows"] for t in (*row[1], *row[2:]) if t)]
     todo = {n for t in texts for n in names_in(t)} - table["ranges"].keys() - table["fields"].keys()
     fields = dict(table["fields"])
@@ -635,9 +697,29 @@ def _merged(found: Study, builds: list[Build], table: dict[str, Any], names: Any
         table["tied_by"] = "text_config.tie_word_embeddings"
     if any(n.startswith("text_config.") for n in fields) and is_flat(found.model_type):
         table["flat"] = "text_config"
+    for n, length in found.lists.items():
+        if n in fields and n not in found.pinned and any(isinstance(word, str) for word in found.words[n]):
+            table.setdefault("spelled", {})[n] = spelled = _spelled(found, n, length)
+            table.setdefault("words", {})[n] = sorted({*found.words[n], *spelled.values()} - spelled.keys())
     if builds[0].ignored:
         table["ignored"] = sorted({*table.get("ignored", ()), *builds[0].ignored})
     return table
+
+
+_WORDS = ("mamba", "attention", "full_attention", "linear_attention", "moe", "mlp", "M", "E", "*", "-")
+"""Words and letters for kinds of layers that configurations of different age use."""
+
+
+def _spelled(found: Study, name: str, length: str) -> dict[str, str]:
+    """The words of older configurations for kinds of layers -> those of today, as the class of the type reads them."""
+    spelled = {}
+    for word in dict.fromkeys([*found.words[name], *_WORDS]):
+        values = found.base.declared | {name: [word] * int(found.base.env.get(length) or len(found.base.env[name]))}
+        with suppress(Exception):
+            read = {*flat(config_of(found.model_type, values).to_dict())[name]}
+            if len(read) == 1 and read != {word}:
+                spelled[word] = read.pop()
+    return spelled
 
 
 def is_tied_by_text(model_type: str) -> bool:
