@@ -2,9 +2,8 @@
 
     python bench/precision.py (--out FILE | --report FILE) [--types a,b] [--part I/N] [--fields 2] [--seed 1]
 
-Each type is built tiny, with random weights, and saved: whole, whole over older shards, in shards, by its base class,
-and so many times with one field changed. A folder with a warning, an error or an exit is flagged; its line keeps the
-configuration and what transformers says when it loads it. A run goes on after the types that FILE has lines of.
+Each type is built tiny and saved: whole, whole over older shards, in shards, by its base class, and with one field
+changed. A flagged folder's line keeps its configuration and what a load says. A run goes on after the types in FILE.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ckptlint
 
-Line = dict[str, Any]
 HEADS = [getattr(modeling_auto, f"MODEL_{name}MAPPING") for name in ("FOR_CAUSAL_LM_", "FOR_IMAGE_TEXT_TO_TEXT_",
     "FOR_SEQ_TO_SEQ_CAUSAL_LM_", "FOR_MASKED_LM_", "")]  # fmt: skip
 MOST_BYTES, SECONDS_A_TYPE = 20 << 20, 90
@@ -64,10 +63,12 @@ def small_number(kind: str, name: str, value: int, how: str, shallow: bool) -> i
 
 
 def small(kind: str, values: Any, how: str, shallow: bool, name: str = "") -> Any:
-    """A configuration as a dictionary, with what is inside it, made small; lists that follow from it are left out."""
+    """A configuration as a dictionary, with what is inside it, made small; what follows from the rest is left out."""
     if isinstance(values, dict):
-        return {key: small(kind, value, how, shallow, str(key)) for key, value in values.items()
-            if not (shallow and isinstance(value, list) and str(key).endswith("_types"))}  # fmt: skip
+        known = values.get("model_type") in CONFIG_MAPPING
+        given = {"model_type", *(one.name for one in fields(CONFIG_MAPPING[values["model_type"]]))} if known else values
+        return {key: small(kind, value, how, shallow, str(key)) for key, value in values.items() if key in given
+            and not (shallow and isinstance(value, list) and str(key).endswith("_types"))}  # fmt: skip
     if isinstance(values, list) and values and all(type(value) is int for value in values):
         if DEPTH.search(name) or "heads" in name:
             return [min(value, 2) for value in values]
@@ -76,7 +77,7 @@ def small(kind: str, values: Any, how: str, shallow: bool, name: str = "") -> An
     return small_number(kind, name, values, how, shallow) if type(values) is int else values
 
 
-def build(kind: str, values: Line, mappings: Sequence[Any] = HEADS) -> Any:
+def build(kind: str, values: dict[str, Any], mappings: Sequence[Any] = HEADS) -> Any:
     """A model with random weights of a configuration, of the first class that the type has; fails if it is large."""
     config = CONFIG_MAPPING[kind].from_dict(values)
     classes = [one[type(config)] for one in mappings if type(config) in one]
@@ -93,7 +94,7 @@ def build(kind: str, values: Line, mappings: Sequence[Any] = HEADS) -> Any:
     return model_class(CONFIG_MAPPING[kind].from_dict(values))
 
 
-def tiny(kind: str, seed: int) -> Line:
+def tiny(kind: str, seed: int) -> dict[str, Any]:
     """The values of a small configuration which builds."""
     values = CONFIG_MAPPING[kind]().to_dict()
     for how, shallow in RECIPES:
@@ -105,7 +106,7 @@ def tiny(kind: str, seed: int) -> Line:
     raise failure
 
 
-def changes(values: Line, dice: random.Random, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def changes(values: dict[str, Any], dice: random.Random, path: tuple[str, ...] = ()) -> Iterator[tuple[Any, Any]]:
     """Fields of a configuration, those of parts too, each with another value."""
     for key, value in values.items():
         if isinstance(value, dict) and not re.search("rope|quant|label|task|_dict$", key):
@@ -116,7 +117,7 @@ def changes(values: Line, dice: random.Random, path: tuple[str, ...] = ()) -> It
             yield (*path, key), not value if isinstance(value, bool) else dice.choice(near)
 
 
-def saves(kind: str, seed: int, fields: int) -> Iterator[tuple[str, Any, list[int]]]:
+def saves(kind: str, seed: int, count: int) -> Iterator[tuple[str, Any, list[int]]]:
     """Of each folder of a type: name, model, and the most bytes of a shard for each save into it, in turn."""
     model = build(kind, values := tiny(kind, seed))
     third = sum(one.numel() * one.element_size() for one in model.parameters()) // 3 + 1
@@ -125,8 +126,8 @@ def saves(kind: str, seed: int, fields: int) -> Iterator[tuple[str, Any, list[in
     yield "shards", model.to(torch.bfloat16), [third]
     if type(model.config) in HEADS[-1] and not isinstance(model, HEADS[-1][type(model.config)]):
         yield "base", build(kind, values, HEADS[-1:]), [MOST_BYTES]
-    dice, built = random.Random(f"{seed} {kind}"), 0
-    for path, value in sorted(changes(values, dice), key=lambda _: dice.random())[: 6 * fields]:
+    dice = random.Random(f"{seed} {kind}")
+    for path, value in sorted(changes(values, dice), key=lambda _: dice.random())[: 6 * count]:
         changed = part = json.loads(json.dumps(values))
         for key in path[:-1]:
             part = part[key]
@@ -135,12 +136,12 @@ def saves(kind: str, seed: int, fields: int) -> Iterator[tuple[str, Any, list[in
             model = build(kind, changed)
         except Exception:  # this value is not a legal one
             continue
-        yield f"{'.'.join(path)} = {value}", model, [MOST_BYTES]
-        if (built := built + 1) == fields:
+        if (count := count - 1) < 0:
             return
+        yield f"{'.'.join(path)} = {value}", model, [MOST_BYTES]
 
 
-def judged(folder: Path, model: Any, name: str) -> Line:
+def judged(folder: Path, model: Any, name: str) -> dict[str, Any]:
     """What is said against the folder of a model, with what transformers says; nothing if it is not flagged."""
     report = ckptlint.check(folder)
     told = [one for one in report.diagnostics if one.severity.label in ("warning", "error")
@@ -156,14 +157,14 @@ def judged(folder: Path, model: Any, name: str) -> Line:
     return {"flagged": codes, "loads": loads or "whole", "config": json.loads((folder / "config.json").read_text())}
 
 
-def write_lines(kind: str, seed: int, fields: int, path: Path) -> None:
+def write_lines(kind: str, seed: int, count: int, path: Path) -> None:
     """Write one line for each folder of a type to a file; the last may say why there are no more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     torch.manual_seed(seed)
     line = {"type": kind}
     with path.open("a") as lines:
         try:
-            for name, model, sizes in saves(kind, seed, fields):
+            for name, model, sizes in saves(kind, seed, count):
                 folder, line = path.with_name(name), {"type": kind, "variant": name, "class": type(model).__name__}
                 for size in sizes:
                     model.save_pretrained(folder, max_shard_size=size)
@@ -172,12 +173,12 @@ def write_lines(kind: str, seed: int, fields: int, path: Path) -> None:
             print(json.dumps(line | {"why": f"{type(error).__name__}: {error}"[:200]}), file=lines)
 
 
-def precision(types: Sequence[str], seed: int, fields: int) -> Iterator[Line]:
+def precision(types: Sequence[str], seed: int, count: int) -> Iterator[dict[str, Any]]:
     """The lines of these types, each of which is written and judged in a process of its own."""
     for kind in types:
         with tempfile.TemporaryDirectory() as scratch:
             (path := Path(scratch) / "lines").touch()
-            child = multiprocessing.get_context("fork").Process(target=write_lines, args=(kind, seed, fields, path))
+            child = multiprocessing.get_context("fork").Process(target=write_lines, args=(kind, seed, count, path))
             child.start()
             child.join(SECONDS_A_TYPE)
             child.kill()
@@ -200,9 +201,8 @@ def main() -> None:
     path = chosen.report or chosen.out or parser.error("give --out or --report")
     if chosen.out:
         torch.set_num_threads(1)
-        with chosen.out.open("a+") as out:
-            out.seek(0)
-            done = {json.loads(line)["type"] for line in out}
+        with path.open("a") as out:
+            done = {json.loads(line)["type"] for line in path.read_text().splitlines()}
             left = [kind for kind in chosen.types[chosen.part[0] :: chosen.part[1]] if kind not in done]
             for line in precision(left, chosen.seed, chosen.fields):
                 print(json.dumps(line), file=out, flush=True)
