@@ -36,8 +36,7 @@ HEADS = [getattr(modeling_auto, f"MODEL_{name}MAPPING") for name in ("FOR_CAUSAL
 MOST_BYTES, SECONDS_A_TYPE = 20 << 20, 90
 RECIPES = [(how, shallow) for how in ("name", "value", "32", "/16", "/4") for shallow in (True, False)]
 OF_EVERY_TYPE = {*transformers.PreTrainedConfig().to_dict()} - {"tie_word_embeddings"} | {"model_type"}
-SIZE = re.compile(r"size|dim|channel|width|emb|d_|filters|rank|inner")
-NO_SIZE = re.compile(r"image|patch|window|kernel|stride|block_size")
+SIZE = re.compile("(?!.*(image|patch|window|kernel|stride|block_)).*(size|dim|channel|width|emb|d_|filter|rank|inner)")
 TOKEN, UNCHANGED = (re.compile(r"_(id|idx|index|token)$" + more) for more in ("", "|cache|drop|prob|^mask_|_loss"))
 DEPTH = re.compile(r"layers?$|depth|num_.*blocks$|^n_layer")
 MOST = {"vocab|n_words|num_embeddings": 333, "experts_per_tok|top_?k|shared_experts$|group|(kv|key_value)_heads": 2,
@@ -52,12 +51,12 @@ def small_number(kind: str, name: str, value: int, how: str, shallow: bool) -> i
     if DEPTH.search(name):
         return min(value, 2) if shallow else value
     if how[0] == "/" and "head" in name:  # as many heads as before, of a size that still goes with the rest
-        return max(value // int(how[1:]), 2) if SIZE.search(name) else value
+        return max(value // int(how[1:]), 2) if SIZE.match(name) else value
     if re.search("head_dim|head_size|d_kv|d_head", name):
         return min(value, dice.choice([4, 8, 16]) if how == "name" else 8)
     if (most := next((most for pattern, most in MOST.items() if re.search(pattern, name)), None)) is not None:
         return min(value, most)
-    if value <= 64 or not SIZE.search(name) or NO_SIZE.search(name):
+    if value <= 64 or not SIZE.match(name):
         return value
     return max(value // int(how[1:]), 8) if how[0] == "/" else 32 if how == "32" else dice.choice([16, 32, 48, 64])
 
@@ -72,8 +71,9 @@ def small(kind: str, values: Any, how: str, shallow: bool, name: str = "") -> An
     if isinstance(values, list) and values and all(type(value) is int for value in values):
         if DEPTH.search(name) or "heads" in name:
             return [min(value, 2) for value in values]
-        if max(values) > 64 and SIZE.search(name) and not NO_SIZE.search(name):
+        if max(values) > 64 and SIZE.match(name):
             return [value * 64 // max(values) // 8 * 8 or 8 for value in values]
+    values = 333 if (name, values) == ("vocab_size", None) else values
     return small_number(kind, name, values, how, shallow) if type(values) is int else values
 
 
@@ -170,7 +170,7 @@ def write_lines(kind: str, seed: int, count: int, path: Path) -> None:
                     model.save_pretrained(folder, max_shard_size=size)
                 print(json.dumps(line | judged(folder, model, name), default=str), file=lines, flush=True)
         except Exception as error:
-            print(json.dumps(line | {"why": f"{type(error).__name__}: {error}"[:200]}), file=lines)
+            print(json.dumps(line | {"why": " ".join(f"{type(error).__name__}: {error}".split())[:200]}), file=lines)
 
 
 def precision(types: Sequence[str], seed: int, count: int) -> Iterator[dict[str, Any]]:
