@@ -23,7 +23,7 @@ def vocab_rows(ckpt: Checkpoint) -> Iterator[Finding]:
         The rows are vocab_size, padded_vocab_size, or vocab_size rounded up to make_vocab_size_divisible_by times any
         tensor-parallel size. TP times the padded size, TP > 1, is an error; another whole multiple, or the rows of a
         single tensor-parallel rank, is a warning; other numbers far above the padded size are info. A few thousand
-        further rows are added tokens.
+        further rows are added tokens. A module with a part of its own in the configuration may have that vocabulary.
 
         If that finds nothing, or nothing is declared, embedding and output layer have equal rows (else a warning):
         exactly in Megatron's formats, elsewhere up to a factor that is no whole number, since some models have a
@@ -58,8 +58,15 @@ def _against_declared(ckpt: Checkpoint, tables: list[Param]) -> Iterator[Finding
     base = padded or _rounded(vocab or 0, (divisor or 1) * tp)
     for param in tables:
         rows = param.own_shape[0]
-        if rows not in (vocab, base) and not _is_rounded(rows, vocab, divisor):
+        if rows not in (vocab, base, *_own(ckpt, param)) and not _is_rounded(rows, vocab, divisor):
             yield from _judged(ckpt, param, rows, base, tp, padded is not None)
+
+
+def _own(ckpt: Checkpoint, param: Param) -> Iterator[object]:
+    """The vocabulary in the configuration's part for a table's module (`qformer_config` for `qformer`)."""
+    for name in param.tensor.fqn.split("."):
+        if ckpt.config is not None and isinstance(part := ckpt.config.values.get(f"{name}_config"), dict):
+            yield part.get("vocab_size")
 
 
 def _unequal(ckpt: Checkpoint, tables: list[Param]) -> Iterator[Finding]:

@@ -37,8 +37,8 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
         (4-7 of 8), or if rank 0 alone has a file. All
         files of a set that state a step state the same, but for objects that count by themselves (`optimizer_1.bin`).
         None is of a rank beyond those that the job states exactly (Megatron's arguments, VeOmni's manifest): a warning,
-        or an error if two agree. Data-parallel ranks (`train_dataloader_dprank000.pt`) are as many as the arguments
-        state.
+        or an error if two agree. Data-parallel ranks (`train_dataloader_dprank000.pt`, of Megatron-Bridge beside the
+        step in `energon/iter_N`) are as many as the arguments state, or the objects of each rank by the parallel sizes.
     Why it matters:
         A resume continues with different random numbers or data on these ranks, or does not find the state of an
         object.

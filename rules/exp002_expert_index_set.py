@@ -21,7 +21,8 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
     What it checks:
         The expert numbers in a layer's keys run from 0 to the largest one, or to as many as its router has rows, and
         are the same for all weights of the experts. If the job declares as many experts as are stored, further rows of
-        the router do not count. It is only info where EXP001 already counts the missing experts.
+        the router and further experts of other weights do not count. It is only info where EXP001 already counts the
+        missing experts.
     Why it matters:
         The missing experts keep their initial values after loading.
     Usual causes:
@@ -41,12 +42,12 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
     for layer in layers:
         numbered = [role for role in layer.roles if role.numbers]
         union = set().union(*(role.numbers for role in numbered))
-        is_declared = number(trusted(ckpt), "experts") == layer.count  # the router has rows of zero experts besides
-        keys = max(union) + 1 if is_declared else _expected_keys(layer, max(union) + 1)
+        declared = number(trusted(ckpt), "experts")  # the router has rows of zero experts besides
+        keys = max(union) + 1 if declared == layer.count else _expected_keys(layer, max(union) + 1)
         keys = min(keys, _LIMIT)
         for role in numbered:
             missing = set(range(keys)) - set(role.numbers)
-            if missing:
+            if missing and role.numbers != tuple(range(declared or 0)):
                 # the tail alone is missing everywhere: that is what EXP001 counts
                 is_tail = layer.rows is not None and missing == set(range(len(role.numbers), keys))
                 same = all(set(r.numbers) == set(role.numbers) for r in numbered)

@@ -124,7 +124,9 @@ def _attention(family: ProjectionFamily) -> Iterator[Misfit]:
     query, key, value, out = (members[0] for members in found)
     axes = [_inner(param, hidden) for param in (query, key, value)]
     own, other = axes[0], _inner(out, hidden)
-    sides = {axis for axis in axes if axis is not None} | ({1 - other} if other is not None else set())
+    sides = {axis for axis in axes if axis is not None}
+    if other is not None and (own is not None or not sides):  # a query without one side does not say what comes out
+        sides.add(1 - other)
     if len(sides) > 1:
         yield from _turned(hidden, [query, key, value, out])
         return

@@ -148,13 +148,16 @@ def exact_ranks(ckpt: Checkpoint, axis: str) -> dict[str, int]:
     Source:
         megatron.training.arguments.validate_args: its `data_parallel_size` counts ranks that share weights
         (`gtp_weight_remat_size`) once, though each reads data of its own (Megatron-LM#7413);
-        megatron.bridge.training.config: `data_parallel_size` is 1 where a job trains several models
+        megatron.bridge.training.config: `data_parallel_size` is 1 where a job trains several models, and that of one
+        of its parts with `use_dist_train`
     """
     stated = {}
     if axis == "world" and (inventory := inventory_of(ckpt)) is not None:
         stated[inventory.source] = inventory.size
-    if axis == "world" and ckpt.save_plans is None and (mesh := ckpt.topology.get("world")) is not None:
-        stated |= {"the mesh": mesh.size} if mesh.source == "metadata" else {}
+    mesh = ckpt.topology.get("world")
+    mesh = None if mesh is None or mesh.source != "metadata" or ckpt.save_plans is not None else mesh
+    if axis == "world" and mesh is not None:
+        stated["the mesh"] = mesh.size
     job = {name: item for name, item in trusted(ckpt).items() if item.source in _JOB}
     ranks, dp, *model = (number(job, name) for name in ("world", "dp", "tp", "pp", "cp"))
     if any(known.name in AXES for known in contradictions(ckpt)) or _payload_ranks(ckpt) > (ranks or inf):
@@ -163,10 +166,14 @@ def exact_ranks(ckpt: Checkpoint, axis: str) -> dict[str, int]:
         stated[job["world"].source] = ranks
     elif axis == "dp" and main_params(ckpt):
         per_rank = prod(size or 0 for size in model)
-        if ranks and per_rank and ranks % per_rank == 0:
-            stated[f"{job['world'].source} (world_size by tp, pp and cp)"] = ranks // per_rank
-        elif not ranks and dp and dp > 1:
+        world = {job["world"].source: ranks} if ranks else {"the mesh": mesh.size} if mesh is not None else {}
+        for who, size in world.items():
+            if per_rank and size % per_rank == 0:
+                stated[f"{who} (world_size by tp, pp and cp)"] = size // per_rank
+        if not ranks and dp and dp > 1:
             stated[job["dp"].source] = dp
+        if len({*stated.values()}) > 1:  # a part of the job alone reads this data
+            return {}
     return stated
 
 

@@ -15,7 +15,7 @@ from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.layouts.incomplete import unfinished
 from ckptlint.loaders.payload_files import listed
 from ckptlint.loaders.problems import from_error
-from ckptlint.loaders.step_files import with_step_files
+from ckptlint.loaders.step_files import folders_beside, with_step_files
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
 from ckptlint.sandbox import isolated, one_budget
@@ -36,6 +36,8 @@ def open_checkpoint(found: Found, look_at_files: bool = True) -> Checkpoint:
         ReaderError: ckptlint itself made a mistake.
     """
     folder = found.folder
+    if look_at_files and found.accounts_for:  # before a child reads the run around the step: it is listed once
+        found = replace(found, accounts_for=(*found.accounts_for, *folders_beside(folder)))
     ckpt = _open(found, look_at_files)
     times, finished = _times(folder, ckpt)
     recognised = found.recognised

@@ -14,7 +14,7 @@ from itertools import count, groupby, islice
 from os.path import relpath
 from typing import Any
 
-from ckptlint.errors import AccessError, ForeignError, LimitError, UnreadableError
+from ckptlint.errors import AccessError, CkptlintError, ForeignError, LimitError, UnreadableError
 from ckptlint.formats.content import HEAD, Content, content_of, is_pickled, pickles_in
 from ckptlint.formats.safe_pickle import read_metadata, read_state
 from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of, read_torch_bytes, read_torch_file
@@ -35,6 +35,7 @@ from ckptlint.storage.listing import is_plain
 from ckptlint.vocabulary.frameworks import (
     OTHER_STEP,
     Family,
+    beside_step,
     family_of,
     holds_no_state,
     may_be_pickle,
@@ -138,6 +139,21 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
     world = next((size for place in whole.accounts_for if (size := stated_world(place)) is not None), None)
     topology = {**ckpt.topology, "world": world} if world is not None else ckpt.topology
     return replace(ckpt, step_files=(*ckpt.step_files, *files), problems=problems, topology=topology)
+
+
+def folders_beside(step: Folder) -> list[Folder]:
+    """The folders beside a step that hold more files of it, by its name; [] where what lies around it cannot be listed.
+
+    Raises:
+        AccessError: such a folder cannot be listed.
+    """
+    places, run = beside_step(step.name), step.parent
+    try:
+        inside = run.folders() if places and run is not None else []
+    except CkptlintError:
+        inside = []
+    around = [place for name in places if name in inside and run is not None and (place := sub_folder(run, name))]
+    return [own for place in around if step.name in place.folders() and (own := sub_folder(place, step.name))]
 
 
 def _below(found: list[_Found], whole: Found) -> tuple[list[_Found], list[str]]:

@@ -53,7 +53,10 @@ Source:
     megatron.training.arguments and megatron.core.transformer.TransformerConfig (0.19), transformers config.json
 """
 
-_SECTIONS = ("model", "text_config", "language_model", "llm_config", "checkpoint", "rng", "optimizer", "tokenizer")
+_SECTIONS = (
+    *("model", "text_config", "language_model", "llm_config", "checkpoint", "rng", "optimizer", "tokenizer"),
+    "comm_overlap",  # megatron.bridge.training.config.set_data_parallel_size: `data_parallel_size`, which a save writes
+)
 
 
 def read_declared(sources: Iterable[tuple[str, Any]]) -> dict[str, Declared]:

@@ -210,3 +210,13 @@ def test_json_of_latest_holds_the_advice(tmp_path: Path) -> None:
     answer = run("latest", "--isolated", WORLD / "trackers/lost", "--format", "json")
     (search,) = json.loads(answer.stdout)["runs"]
     assert "write 20 into it" in search["tracker"]
+
+
+def test_files_beside_a_step_are_its_own_where_the_step_is_named(tmp_path: Path) -> None:
+    """Megatron-Bridge keeps dataloader states in `energon`; a link that leads out of the run is not followed."""
+    run_folder = copied("energon/larger_job", tmp_path)
+    step = run_folder / "iter_0000010"
+    assert codes(ckptlint.check(step), "warning") == {"COM012"}
+    (run_folder / "energon").rename(tmp_path / "elsewhere")
+    (run_folder / "energon").symlink_to(tmp_path / "elsewhere")
+    assert codes(ckptlint.check(step), "warning") == set()

@@ -35,6 +35,7 @@ class Steps:
         pattern: matches their whole names; its first group is the number.
         digits: to how many the number is padded, 0 for as many as it has.
         tracked: whether a run of them always has a tracker.
+        beside: folders beside the steps, in which a folder of a step's own name holds more files of it.
         source: library and version.
     """
 
@@ -42,6 +43,7 @@ class Steps:
     source: str
     digits: int = 0
     tracked: bool = False
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +241,16 @@ def steps_like(name: str) -> tuple[str, Steps] | None:
     before = name[: found[1].start(1)]
     is_plain = found[1].end(1) == len(name) and not re.search(r"[\d=]", before)
     return (before, found[0]) if before and is_plain else None
+
+
+def beside_step(name: str) -> tuple[str, ...]:
+    """The folders beside a step of this name, in which a folder of the same name holds more files of it.
+
+    >>> beside_step("iter_0000010"), beside_step("step-500")
+    (('energon',), ())
+    """
+    found = _step(name)
+    return found[0].beside if found else ()
 
 
 def is_newest(name: str) -> bool:
