@@ -16,9 +16,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from trace import Study, build, config_of, defaults, draw, quiet, study
+
 from prove import OUT, prover, write
 from rows import NotTraced
-from trace import Study, build, config_of, defaults, draw, quiet, study
 
 from ckptlint.architecture import huggingface
 from ckptlint.architecture.expected import NoTable
@@ -54,7 +55,9 @@ def with_parts(model_type: str, table: dict[str, Any]) -> dict[str, Any]:
         studies[name] = found = study(model_type, name, passes=1)
         for form, tensors in found.base.forms.items():
             for section, usual in free.items():
-                values = {k.removeprefix(f"{section}."): v for k, v in found.base.env.items() if k.startswith(f"{section}.")}
+                values = {
+                    k.removeprefix(f"{section}."): v for k, v in found.base.env.items() if k.startswith(f"{section}.")
+                }
                 prefix = _prefix_of(usual, values, form, tensors)
                 if prefix is not None:
                     mounts.setdefault(name, {}).setdefault(form, {})[section] = prefix
@@ -82,7 +85,9 @@ def _prefix_of(usual: str, values: dict[str, Any], form: str, tensors: Any) -> s
         first = next(iter(here))
         for key in tensors:
             prefix = key.removesuffix(first)
-            if key.endswith(first) and all(prefix + k in tensors and tensors[prefix + k][0] == t.shape for k, t in here.items()):
+            if key.endswith(first) and all(
+                prefix + k in tensors and tensors[prefix + k][0] == t.shape for k, t in here.items()
+            ):
                 return prefix
     return None
 
@@ -96,7 +101,7 @@ def _fits(model_type: str, table: dict[str, Any], found: Study, section: str, ot
         part = {f"{section}.{n}": v for n, v in draw(inner, rng).items()}
         try:
             one = build(model_type, found.name, values | part | {f"{section}.model_type": other})
-        except Exception:  # noqa: S112  the library refuses these values
+        except Exception:
             continue
         try:
             prover(model_type)(table, found.name, [one])

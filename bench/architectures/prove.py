@@ -1,8 +1,8 @@
 """Tables of types with their proof: `python bench/architectures/prove.py OUT.jsonl [TYPE ...] [--part I/N]`.
 
 Writes ckptlint/architecture/tables/TYPE.json for each type whose table gives every key and shape of 20 configurations
-that it was not made from, in which sizes differ from each other and from their defaults, each in the three ways in which
-a config.json may be written. A line a type goes to OUT.jsonl; types that stand there are not done again.
+that it was not made from, in which sizes differ from each other and from their defaults, each in the three ways in
+which a config.json may be written. A line a type goes to OUT.jsonl; types that stand there are not done again.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from trace import Build, config_of, nested, quiet, table_of
+
 import transformers
 from rows import NotTraced
-from trace import Build, config_of, nested, quiet, table_of
 from transformers.models.auto import modeling_auto as auto
 
 from ckptlint.architecture import huggingface
@@ -69,12 +69,20 @@ def one(model_type: str) -> dict[str, Any]:
         if base in table["models"]:
             table["base"] = base
         write(model_type, table)
-    return {"type": model_type, "classes": list(table["models"]) if table else [], "left": left,
-            "seconds": round(time.process_time() - began, 1)}
+    return {
+        "type": model_type,
+        "classes": list(table["models"]) if table else [],
+        "left": left,
+        "seconds": round(time.process_time() - began, 1),
+    }
 
 
 def write(model_type: str, table: dict[str, Any]) -> None:
-    body = ",\n".join(f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}" for k, v in table.items() if v or k in ("fields", "ranges"))
+    body = ",\n".join(
+        f"{json.dumps(k)}: {json.dumps(v, separators=(',', ':'))}"
+        for k, v in table.items()
+        if v or k in ("fields", "ranges")
+    )
     (OUT / f"{model_type}.json").write_text(f"{{\n{body}\n}}\n", encoding="utf-8")
 
 
@@ -89,11 +97,11 @@ def in_a_fork(model_type: str) -> dict[str, Any]:
             answer = one(model_type)
         except BaseException as error:
             answer = {"type": model_type, "classes": [], "left": [f"{type(error).__name__}: {str(error)[:200]}"]}
-        with open(write, "w") as file:
+        with os.fdopen(write, "w") as file:
             file.write(json.dumps(answer))
         os._exit(0)
     os.close(write)
-    with open(read) as file:
+    with os.fdopen(read) as file:
         text = file.read()
     os.waitpid(child, 0)
     return json.loads(text) if text else {"type": model_type, "classes": [], "left": [f"no answer in {SECONDS} s"]}
@@ -103,9 +111,9 @@ def main() -> None:
     out = Path(sys.argv[1])
     part, of = next((map(int, a[7:].split("/")) for a in sys.argv if a.startswith("--part=")), (0, 1))
     wanted = [a for a in sys.argv[2:] if not a.startswith("-")] or sorted(transformers.CONFIG_MAPPING.keys())
-    done = {json.loads(line)["type"] for line in out.read_text().splitlines()} if out.exists() else set()
     quiet()
     for number, model_type in enumerate(wanted):
+        done = {json.loads(line)["type"] for line in out.read_text().splitlines()} if out.exists() else set()
         if number % of == part and model_type not in done:
             line = in_a_fork(model_type)
             with out.open("a") as file:

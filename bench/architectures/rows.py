@@ -8,15 +8,17 @@ from functools import cache, cached_property
 from itertools import combinations
 from typing import Any
 
-from ckptlint.architecture.expressions import ExpressionError, parse
+from ckptlint.architecture.expressions import CONSTANTS, FUNCTIONS, ExpressionError, parse
 
 Env = dict[str, Any]
+Place = tuple[int, tuple[int, ...]]
+"""The number of a build, and the values of indices."""
 FEWEST = 5
 """Builds that must have a tensor."""
 
 INDEX = re.compile(r"\{(\w+)\}")
 _NAME = re.compile(r"'[^']*'|[A-Za-z_][\w.]*")
-_WORDS = frozenset("and or not in if else max min len int ceil round true false none".split())
+_WORDS = frozenset({"and", "or", "not", "in", "if", "else", *FUNCTIONS, *CONSTANTS})
 
 
 class NotTraced(Exception):  # noqa: N818  an answer, not an error
@@ -59,7 +61,9 @@ class Domain:
         asked: the fields that a condition may name.
     """
 
-    def __init__(self, envs: Sequence[Env], asked: Iterable[str], indices: Sequence[str], guards: Iterable[str]) -> None:
+    def __init__(
+        self, envs: Sequence[Env], asked: Iterable[str], indices: Sequence[str], guards: Iterable[str]
+    ) -> None:
         self.envs = envs
         self.asked = [name for name in asked if all(name in env for env in envs)]
         self.indices = list(indices)
@@ -119,7 +123,9 @@ class Domain:
                 items = {i for v in values if isinstance(v, list) for i in v if isinstance(i, (str, int))}
                 for index in self.indices:
                     if any(isinstance(i, str) for i in items):
-                        yield from (f"{name}[{index}] == '{word}'" for word in sorted(i for i in items if type(i) is str))
+                        yield from (
+                            f"{name}[{index}] == '{word}'" for word in sorted(i for i in items if type(i) is str)
+                        )
                     else:
                         yield f"{index} in {name}"
                         yield f"{name}[{index}]"
@@ -155,7 +161,11 @@ class Domain:
                         for m, _ in picked:
                             mask &= m
                         if mask == wanted:
-                            found.append(joint.join(sorted((_part(_not(t)) if opposite else _part(t) for _, t in picked), key=cost)))
+                            found.append(
+                                joint.join(
+                                    sorted((_part(_not(t)) if opposite else _part(t) for _, t in picked), key=cost)
+                                )
+                            )
                     if found:
                         return min(found, key=cost)
             inside = {m: t for m, t in atoms.items() if not m & ~goal}
@@ -171,21 +181,38 @@ class Domain:
 
 
 def _not(text: str) -> str:
-    for sign, other in ((" == ", " != "), (" != ", " == "), (" >= ", " < "), (" > ", " <= "), (" < ", " >= "), (" <= ", " > ")):
+    for sign, other in (
+        (" == ", " != "),
+        (" != ", " == "),
+        (" >= ", " < "),
+        (" > ", " <= "),
+        (" < ", " >= "),
+        (" <= ", " > "),
+    ):
         if text.count(sign) == 1 and " and " not in text and " or " not in text:
             return text.replace(sign, other)
     return text[4:] if text.startswith("not ") and " " not in text[4:] else f"not {_part(text)}"
 
 
 def _part(text: str) -> str:
-    return f"({text})" if (" and " in text or " or " in text) and not (text[0] == "(" and text[-1] == ")" and text.count("(") == 1) else text
+    return (
+        f"({text})"
+        if (" and " in text or " or " in text) and not (text[0] == "(" and text[-1] == ")" and text.count("(") == 1)
+        else text
+    )
 
 
 # ---------------------------------------------------------------- rows
 
 
-def rows_of(builds: Sequence[Any], form: str, names: dict[tuple[str, str, str], str], asked: list[str],
-            affects: Callable[[str], set[str]], guards: Iterable[str]) -> tuple[dict[str, str], list[list[Any]]]:
+def rows_of(
+    builds: Sequence[Any],
+    form: str,
+    names: dict[tuple[str, str, str], str],
+    asked: list[str],
+    affects: Callable[[str], set[str]],
+    guards: Iterable[str],
+) -> tuple[dict[str, str], list[list[Any]]]:
     """The ranges and rows of one form.
 
     Args:
@@ -201,39 +228,51 @@ def rows_of(builds: Sequence[Any], form: str, names: dict[tuple[str, str, str], 
         for key, (shape, state) in tree.items():
             pattern, indices = patterns[b][key]
             kinds.setdefault((pattern, len(shape)), [{} for _ in trees])[b][indices] = (shape, state)
-    domains: dict[tuple[str, ...], tuple[list[tuple[int, tuple[int, ...]]], Domain]] = {}
+    places: dict[tuple[str, ...], list[Place]] = {}
+    domains: dict[Any, Domain] = {}
+
+    def samples(outer: tuple[str, ...], values: dict[Place, Any]) -> tuple[Domain, tuple[str, ...], dict[Place, Any]]:
+        """The samples over as few indices as tell the values apart."""
+        for count in range(len(outer) + 1):
+            few: dict[Place, Any] = {}
+            if all(few.setdefault((b, at[:count]), value) == value for (b, at), value in values.items()):
+                break
+        first = outer[:count]
+        key = first, tuple(few)
+        if key not in domains:
+            envs = [builds[b].env | dict(zip(first, at, strict=True)) for b, at in few]
+            domains[key] = Domain(envs, asked, first, guards)
+        return domains[key], first, few
+
     rows = []
     for (pattern, _), seen in kinds.items():
         outer = tuple(INDEX.findall(pattern))
-        if outer not in domains:
-            places = [(b, at) for b in range(len(builds)) for at in _places(outer, ranges, builds[b].env)]
-            envs = [builds[b].env | dict(zip(outer, at, strict=True)) for b, at in places]
-            domains[outer] = places, Domain(envs, asked, outer, guards)
-        places, domain = domains[outer]
-        here = [(b, at) for b, at in places if at in seen[b]]
+        if outer not in places:
+            places[outer] = [(b, at) for b in range(len(builds)) for at in _places(outer, ranges, builds[b].env)]
+        here = [(b, at) for b, at in places[outer] if at in seen[b]]
         if len(here) != sum(map(len, seen)):
             raise NotTraced(f"{pattern} lies outside of its ranges", [pattern])
+        if len({b for b, _ in here}) < FEWEST:
+            raise NotTraced(f"{pattern} was seen too rarely", [pattern], rare=True)
         fields = affects(INDEX.sub("N", pattern))
-        exists = domain.condition(sum(1 << i for i, (b, at) in enumerate(places) if at in seen[b]), fields)
+        domain, _, few = samples(outer, {(b, at): at in seen[b] for b, at in places[outer]})
+        exists = domain.condition(_mask(few.values()), fields)
         if exists is None:
             raise NotTraced(f"nothing tells when {pattern} exists", [pattern])
-        if 0 < len({b for b, _ in here}) < FEWEST:
-            raise NotTraced(f"{pattern} was seen too rarely", [pattern], rare=True)
-        inside = Domain([builds[b].env | dict(zip(outer, at, strict=True)) for b, at in here], asked, outer, guards)
         dims = []
         for axis in range(len(seen[here[0][0]][here[0][1]][0])):
-            sizes = [seen[b][at][0][axis] for b, at in here]
-            texts = [_candidates(builds[b], size, outer, at) for (b, at), size in zip(here, sizes, strict=True)]
-            text = _size(inside, texts, sizes, trees, builds, here)
+            domain, first, few = samples(outer, {(b, at): seen[b][at][0][axis] for b, at in here})
+            texts = [_candidates(builds[b], size, first, at) for (b, at), size in few.items()]
+            text = _size(domain, texts, list(few.values()), [builds[b] for b, _ in few])
             if text is None:
-                raise NotTraced(f"axis {axis} of {pattern} is {sorted({*sizes})[:6]}", [pattern])
+                raise NotTraced(f"axis {axis} of {pattern} is {sorted({*few.values()})[:6]}", [pattern])
             dims.append(text)
-        states = [seen[b][at][1] for b, at in here]
+        domain, _, few = samples(outer, {(b, at): seen[b][at][1] for b, at in here})
         optional = ""
-        if set(states) == {"buffer"}:
+        if set(few.values()) == {"buffer"}:
             optional = "true"
-        elif set(states) != {""}:
-            tied = inside.condition(sum(1 << i for i, state in enumerate(states) if state), fields)
+        elif set(few.values()) != {""}:
+            tied = domain.condition(_mask(few.values()), fields)
             if tied is None:
                 raise NotTraced(f"nothing tells when {pattern} is tied", [pattern])
             optional = tied or "true"
@@ -242,7 +281,13 @@ def rows_of(builds: Sequence[Any], form: str, names: dict[tuple[str, str, str], 
     return ranges, rows
 
 
-def _patterns(builds: Sequence[Any], trees: Sequence[dict[str, Any]], names: dict[Any, str], ranges: dict[str, str]) -> Any:
+def _mask(values: Iterable[object]) -> int:
+    return sum(1 << i for i, value in enumerate(values) if value)
+
+
+def _patterns(
+    builds: Sequence[Any], trees: Sequence[dict[str, Any]], names: dict[Any, str], ranges: dict[str, str]
+) -> Any:
     """For each build, key -> its pattern and indices."""
     patterns: list[dict[str, tuple[str, tuple[int, ...]]]] = [{} for _ in trees]
     decided: dict[str, str | None] = {}
@@ -272,7 +317,7 @@ def _patterns(builds: Sequence[Any], trees: Sequence[dict[str, Any]], names: dic
             common: set[str] | None = None
             for build, by_outer in zip(builds, sets, strict=True):
                 for at, numbers in by_outer.items():
-                    found = {t for t in _candidates(build, max(numbers) + 1, outer, at)}
+                    found = _candidates(build, max(numbers) + 1, outer, at)
                     common = found if common is None else common & found
             if common:
                 text = min(common, key=cost)
@@ -293,8 +338,13 @@ def _patterns(builds: Sequence[Any], trees: Sequence[dict[str, Any]], names: dic
             ranges[names[known]] = text
         pending = [
             [
-                (key, words, at + 1, f"{prefix}.{{{decided[prefix]}}}" if decided[prefix] else f"{prefix}.{number}",
-                 (*indices, number) if decided[prefix] else indices)
+                (
+                    key,
+                    words,
+                    at + 1,
+                    f"{prefix}.{{{decided[prefix]}}}" if decided[prefix] else f"{prefix}.{number}",
+                    (*indices, number) if decided[prefix] else indices,
+                )
                 for key, words, at, prefix, indices, number in items
             ]
             for items in waiting
@@ -302,7 +352,9 @@ def _patterns(builds: Sequence[Any], trees: Sequence[dict[str, Any]], names: dic
     return patterns
 
 
-def _places(outer: tuple[str, ...], ranges: dict[str, str], env: Env, done: tuple[int, ...] = ()) -> list[tuple[int, ...]]:
+def _places(
+    outer: tuple[str, ...], ranges: dict[str, str], env: Env, done: tuple[int, ...] = ()
+) -> list[tuple[int, ...]]:
     if len(done) == len(outer):
         return [done]
     count = _value(ranges[outer[len(done)]], env | dict(zip(outer, done, strict=False)))
@@ -321,7 +373,9 @@ def _candidates(build: Any, size: int, outer: Sequence[str], at: Sequence[int]) 
                     power = f"2 ** ({word})" if shift else f"2 ** {word}"
                     if number + shift == 0:
                         found.update(
-                            f"{name} * {power}" if text == name else re.sub(rf"\b{re.escape(name)}\b", f"({name} * {power})", text)
+                            f"{name} * {power}"
+                            if text == name
+                            else re.sub(rf"\b{re.escape(name)}\b", f"({name} * {power})", text)
                             for name in names_in(text)
                         )
                     elif f" * {2 ** (number + shift)}" in text:
@@ -329,16 +383,19 @@ def _candidates(build: Any, size: int, outer: Sequence[str], at: Sequence[int]) 
     return found
 
 
-def _size(domain: Domain, texts: list[set[str]], sizes: list[int], trees: Any, builds: Any, here: Any) -> str | None:
+def _size(domain: Domain, texts: list[set[str]], sizes: list[int], builds: list[Any]) -> str | None:
     """The expression of an axis, over conditions where no one holds everywhere."""
     common = set.intersection(*texts)
-    if len({*sizes}) == 1 and not any(names for t in common for names in names_in(t) if len({str(e[names]) for e in domain.envs}) > 1):
+    if len({*sizes}) == 1 and not any(
+        len({str(env[name]) for env in domain.envs}) > 1 for text in common for name in names_in(text)
+    ):
         return str(sizes[0])
     if common:
         return min(common, key=cost)
-    if (text := _composed(sizes, texts, builds, here)) is not None:
+    if (text := _composed(sizes, builds)) is not None:
         return text
-    return _split(domain, [*range(len(sizes))], texts, sizes, 2)
+    every = [*range(len(sizes))]
+    return _split(domain, every, texts, sizes, 1) or _split(domain, every, texts, sizes, 2)
 
 
 def _split(domain: Domain, where: list[int], texts: list[set[str]], sizes: list[int], depth: int) -> str | None:
@@ -361,15 +418,17 @@ def _split(domain: Domain, where: list[int], texts: list[set[str]], sizes: list[
     return None
 
 
-def _composed(sizes: list[int], texts: list[set[str]], builds: Any, here: Any) -> str | None:
-    """A size that a conversion between forms makes: a multiple or a part of a computed one, or the sum of several."""
+def _composed(sizes: list[int], builds: list[Any]) -> str | None:
+    """A size that a conversion between forms makes: a multiple or a part of a computed one."""
     for factor in (2, 3, 4, 8):
-        for text, found in ((f"{factor} * ({{}})", [_known(builds[b], s / factor) for (b, _), s in zip(here, sizes, strict=True)]),
-                            (f"({{}}) // {factor}", [_known(builds[b], s * factor) for (b, _), s in zip(here, sizes, strict=True)])):
+        for text, found in (
+            (f"{factor} * ({{}})", [_known(b, size / factor) for b, size in zip(builds, sizes, strict=True)]),
+            (f"({{}}) // {factor}", [_known(b, size * factor) for b, size in zip(builds, sizes, strict=True)]),
+        ):
             if common := set.intersection(*found):
                 return text.format(min(common, key=cost))
     return None
 
 
 def _known(build: Any, size: float) -> set[str]:
-    return {t for t in build.texts(int(size)) if all(n in build.env for n in names_in(t))} if size == int(size) else set()
+    return _candidates(build, int(size), (), ()) if size == int(size) else set()

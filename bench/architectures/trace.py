@@ -1,9 +1,9 @@
 """Writes ckptlint/architecture/tables/TYPE.json: `python bench/architectures/trace.py TYPE`.
 
 The sizes of a table are read from what the constructors of transformers compute (see `tags`). Which fields matter, and
-how, is tried: each field that a constructor reads is varied alone, then all together. When a tensor exists is said over
-the fields whose change adds or removes keys. A field that no condition explains, or that builds with one value alone, is
-pinned: the table speaks of models with that value only.
+how, is tried: each field that a constructor reads is varied alone, then all together. When a tensor exists is said
+over the fields whose change adds or removes keys. A field that no condition explains, or that builds with one value
+alone, is pinned: the table speaks of models with that value only.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 import tags
 import torch
 import transformers
 from rows import Domain, NotTraced, cost, names_in, rows_of
-from transformers.models.auto import modeling_auto as auto
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto import modeling_auto as auto
 
 Flat = dict[str, Any]
 Form = dict[str, tuple[tuple[int, ...], str]]
@@ -41,7 +39,9 @@ DRAWS, PROOFS, MOST_KEYS = 24, 20, 20_000
 GIVEN: dict[str, Flat] = {"dbrx": {"attn_config.rope_theta": 10000.0}, "esm": {"vocab_size": 33}}
 """Fields without which the class of a type cannot build its own default."""
 
-_COUNT = re.compile(r"(layers?|blocks?|experts|depth|depths|groups|repeats)$|^num_.*(layers|blocks|experts)|^n_layers?$")
+_COUNT = re.compile(
+    r"(layers?|blocks?|experts|depth|depths|groups|repeats)$|^num_.*(layers|blocks|experts)|^n_layers?$"
+)
 _NEVER = re.compile(
     r"(^|\.)(_.*|.*token_ids?|.*token_index|dtype|torch_dtype|transformers_version|architectures|label2id|model_type|"
     r"attn_implementation|experts_implementation|name_or_path|return_dict|output_\w+|problem_type|is_decoder)$"
@@ -288,7 +288,14 @@ def _declared_as(model_type: str, name: str) -> str:
     *sections, last = name.split(".")
     for section in sections:
         part = getattr(part, section, None)
-    return next((str(kind.__annotations__[last]) for kind in type(part).__mro__ if last in vars(kind).get("__annotations__", ())), "")
+    return next(
+        (
+            str(kind.__annotations__[last])
+            for kind in type(part).__mro__
+            if last in vars(kind).get("__annotations__", ())
+        ),
+        "",
+    )
 
 
 def others(name: str, value: Any, log: tags.Log, kind: str) -> Iterator[Any]:
@@ -371,7 +378,9 @@ def _vary(found: Study, known: Iterable[str]) -> None:
             continue
         _try(found, name, value, shapes)
     for above, below in base.log.divided:
-        known, divisors = ([n for n in names_in(t) if n in base.env and type(base.env[n]) is int] for t in (above, below))
+        known, divisors = (
+            [n for n in names_in(t) if n in base.env and type(base.env[n]) is int] for t in (above, below)
+        )
         if known and divisors:
             found.above.setdefault(known[0], set()).update(n for n in divisors if n != known[0])
 
@@ -413,9 +422,13 @@ def _try(found: Study, name: str, value: Any, shapes: Form) -> None:
     if keys:
         found.affects[name] = {re.sub(r"\d+", "N", key) for key in touched}
     ints = [v for v in works if type(v) is int]
-    if is_int and keys and (_COUNT.search(name.rpartition(".")[2]) or _is_count(ints, usual, found, name, shapes)):
+    if is_int and (_COUNT.search(name.rpartition(".")[2]) or (keys and _is_count(ints, usual, found, name, shapes))):
         found.counts[name] = usual
-    elif ints and (is_int or (usual is None and not any(isinstance(v, list) for v in works))) and (is_int and not keys or usual is None or None in works):
+    elif (
+        ints
+        and (is_int or (usual is None and not any(isinstance(v, list) for v in works)))
+        and ((is_int and not keys) or usual is None or None in works)
+    ):
         found.sizes[name] = usual or ints[0]
         if usual is None or None in works:
             found.words[name] = [None, *ints]
@@ -457,10 +470,14 @@ def draw(found: Study, rng: random.Random, boldness: float = 1.0) -> Flat:
             values[name] = values.get(name, found.base.env.get(name, usual))
             done.add(name)
             return int(values[name] or 1)
-        unit = math.lcm(1, *(size(n, (*chain, name)) for n in found.above.get(name, ()) if n not in chain and n != name))
+        unit = math.lcm(
+            1, *(size(n, (*chain, name)) for n in found.above.get(name, ()) if n not in chain and n != name)
+        )
         even = min(usual & -usual, 8) if usual else 1
         unit = math.lcm(unit, even)
-        least = 1 if name in divisors else 800 // unit + 1  # a small number is one of many; what divides others is small
+        least = (
+            1 if name in divisors else 800 // unit + 1
+        )  # a small number is one of many; what divides others is small
         for _ in range(50):
             value = 2 * unit * rng.randint(least, least + 20)
             if value not in taken and value != usual:
@@ -536,7 +553,7 @@ def defaults_of(found: Study, name: str, builds: Sequence[Build]) -> list[Any]:
                 config = config_of(found.model_type, {k: tags.tagged(v, k) for k, v in declared.items()})
                 _tag(config)
                 value = env.get(name)
-            except Exception:  # noqa: S112  the library refuses these values
+            except Exception:
                 continue
             values.append((value, env | {n: v for n, v in declared.items() if n not in env}))
             if type(value) is int and given is not plain and given is not found.base.declared:
@@ -574,7 +591,9 @@ def _default(values: list[Any], envs: list[Flat], common: set[str], found: Study
         items = sorted({item for v in values for item in v}, key=str)
         if count is None or len(items) > 3:
             return None
-        domain = Domain([e | {"layer": i} for e, v in zip(envs, values, strict=True) for i in range(len(v))], asked, ["layer"], ())
+        domain = Domain(
+            [e | {"layer": i} for e, v in zip(envs, values, strict=True) for i in range(len(v))], asked, ["layer"], ()
+        )
         every = [item for v in values for item in v]
         text = _literal(items[-1])
         for item in items[:-1]:
@@ -596,7 +615,13 @@ def _kind(values: list[Any]) -> str:
     kinds = {type(v) for v in values if v is not None}
     if kinds <= {bool}:
         return "flag"
-    for name, types in (("int", {int}), ("number", {int, float}), ("text", {str}), ("list", {list}), ("mapping", {dict})):
+    for name, types in (
+        ("int", {int}),
+        ("number", {int, float}),
+        ("text", {str}),
+        ("list", {list}),
+        ("mapping", {dict}),
+    ):
         if kinds <= types:
             return name
     return "any"
@@ -611,15 +636,28 @@ def classes_of(model_type: str) -> list[str]:
     return [name for name in found if hasattr(transformers, name)]
 
 
-_MAPPINGS = ("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING", "MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_MASKED_LM_MAPPING",
-    "MODEL_FOR_PRETRAINING_MAPPING", "MODEL_FOR_CTC_MAPPING", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
-    "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING", "MODEL_FOR_OBJECT_DETECTION_MAPPING",
-    "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING", "MODEL_MAPPING", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
-    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING", "MODEL_FOR_QUESTION_ANSWERING_MAPPING")
+_MAPPINGS = (
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_MASKED_LM_MAPPING",
+    "MODEL_FOR_PRETRAINING_MAPPING",
+    "MODEL_FOR_CTC_MAPPING",
+    "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_OBJECT_DETECTION_MAPPING",
+    "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING",
+    "MODEL_MAPPING",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+    "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
+)
 
 
-def table_of(model_type: str, prove: Callable[[dict[str, Any], str, list[Build]], None]) -> tuple[dict[str, Any] | None, list[str]]:
+def table_of(
+    model_type: str, prove: Callable[[dict[str, Any], str, list[Build]], None]
+) -> tuple[dict[str, Any] | None, list[str]]:
     """The table of a type, and the classes that were left out with the reason."""
     table: dict[str, Any] = {"usual": "", "fields": {}, "ranges": {}, "rows": [], "models": {}, "made_with": ""}
     left = []
@@ -633,7 +671,9 @@ def table_of(model_type: str, prove: Callable[[dict[str, Any], str, list[Build]]
         except Exception as error:
             if os.environ.get("TRACE"):
                 traceback.print_exc()
-            left.append(f"{name}: {'' if isinstance(error, NotTraced) else type(error).__name__ + ': '}{str(error)[:200]}")
+            left.append(
+                f"{name}: {'' if isinstance(error, NotTraced) else type(error).__name__ + ': '}{str(error)[:200]}"
+            )
     return table if table["models"] else None, left
 
 
@@ -642,7 +682,12 @@ def with_class(found: Study, table: dict[str, Any], names: dict[tuple[str, str, 
     count = DRAWS
     for turn in range(6):
         builds = drawn(found, count, turn)
-        same = [n for n in (*found.relevant(), *found.stuck) if len({json.dumps(b.env.get(n)) for b in builds}) == 1 and not n.endswith(("id2label", "tie_word_embeddings"))]
+        same = [
+            n
+            for n in (*found.relevant(), *found.stuck)
+            if len({json.dumps(b.env.get(n)) for b in builds}) == 1
+            and not n.endswith(("id2label", "tie_word_embeddings"))
+        ]
         found.pinned |= {n: builds[0].env.get(n) for n in same}
         try:
             new = _merged(found, builds, json.loads(json.dumps(table)), names)
@@ -653,7 +698,14 @@ def with_class(found: Study, table: dict[str, Any], names: dict[tuple[str, str, 
                 count *= 2
                 continue
             patterns = {re.sub(r"\{\w+\}|\d+", "N", key) for key in error.keys}
-            guilty = [n for n, keys in found.affects.items() if keys & patterns and n not in found.counts and n not in found.pinned and not n.endswith("tie_word_embeddings")]
+            guilty = [
+                n
+                for n, keys in found.affects.items()
+                if keys & patterns
+                and n not in found.counts
+                and n not in found.pinned
+                and not n.endswith("tie_word_embeddings")
+            ]
             if turn == 5 or not guilty:
                 raise
             found.pinned |= {n: found.base.env.get(n) for n in guilty}
@@ -661,12 +713,23 @@ def with_class(found: Study, table: dict[str, Any], names: dict[tuple[str, str, 
 
 
 def _merged(found: Study, builds: list[Build], table: dict[str, Any], names: Any) -> dict[str, Any]:
-    asked = [n for n in found.relevant() if n not in found.pinned and (n not in found.sizes or n in found.affects or n in found.words)]
+    asked = [
+        n
+        for n in found.relevant()
+        if n not in found.pinned and (n not in found.sizes or n in found.affects or n in found.words)
+    ]
     affects = {n: keys for n, keys in found.affects.items() if n not in found.pinned}
     numbers = {json.dumps(row): i for i, row in enumerate(table["rows"])}
     entries = {}
     for form in sorted({form for b in builds for form in b.forms}, reverse=True):
-        ranges, rows = rows_of(builds, form, names, asked, lambda p: {n for n, keys in affects.items() if p in keys}, _guards(found, builds))
+        ranges, rows = rows_of(
+            builds,
+            form,
+            names,
+            asked,
+            lambda p: {n for n, keys in affects.items() if p in keys},
+            _guards(found, builds),
+        )
         table["ranges"] |= ranges
         entries[form] = _runs([numbers.setdefault(json.dumps(row), len(numbers)) for row in rows])
     table["rows"] = [json.loads(row) for row in numbers]
@@ -680,8 +743,15 @@ def _merged(found: Study, builds: list[Build], table: dict[str, Any], names: Any
     while todo:
         for n in sorted(todo):
             fields[n] = defaults_of(found, n, builds)
-        todo = {n for v in fields.values() for d in v[1:] if isinstance(d, dict) and "=" in d for t in d.values()
-                for n in names_in(t) if n != "layer"} - fields.keys()
+        todo = {
+            n
+            for v in fields.values()
+            for d in v[1:]
+            if isinstance(d, dict) and "=" in d
+            for t in d.values()
+            for n in names_in(t)
+            if n != "layer"
+        } - fields.keys()
     table["fields"] = _in_order(fields)
     aliases = table.setdefault("aliases", {})
     config = config_of(found.model_type, builds[0].declared)
@@ -691,7 +761,11 @@ def _merged(found: Study, builds: list[Build], table: dict[str, Any], names: Any
             part = getattr(part, step)
         prefix = f"{section}." if section else ""
         for alias, of in sorted(getattr(part, "attribute_map", {}).items()):
-            if prefix + of in fields and prefix + alias not in fields and prefix + alias not in aliases.get(prefix + of, ()):
+            if (
+                prefix + of in fields
+                and prefix + alias not in fields
+                and prefix + alias not in aliases.get(prefix + of, ())
+            ):
                 aliases.setdefault(prefix + of, []).append(prefix + alias)
     if "tie_word_embeddings" in fields and is_tied_by_text(found.model_type):
         table["tied_by"] = "text_config.tie_word_embeddings"
@@ -742,7 +816,13 @@ def _guards(found: Study, builds: list[Build]) -> list[str]:
     """Comparisons of two expressions that a constructor made."""
     pairs = {(a, b) for build in builds for a, other in build.log.compared.items() for b in other if isinstance(b, str)}
     env = builds[0].env
-    return sorted({f"{a} == {b}" for a, b in pairs if "'" not in b and a != b and all(n in env for n in names_in(f"{a} {b}")) and names_in(b)})[:40]
+    return sorted(
+        {
+            f"{a} == {b}"
+            for a, b in pairs
+            if "'" not in b and a != b and all(n in env for n in names_in(f"{a} {b}")) and names_in(b)
+        }
+    )[:40]
 
 
 def _in_order(fields: dict[str, list[Any]]) -> dict[str, list[Any]]:

@@ -1,9 +1,9 @@
 """Sizes and conditions of a table as text, `num_key_value_heads * head_dim`: Python's grammar, evaluated here.
 
 Whole numbers, texts, names of fields (with dots into sections), `true`, `false`, `none`, `+ - * / // % **`,
-comparisons, `in`, `and`, `or`, `not`, `a if condition else b`, an item of a list `layer_types[layer]`, and `max`, `min`,
-`len`, `int`, `ceil`, `round`. Nothing else of the grammar means anything, and nothing grows without bound: texts are
-short, nesting is shallow, and no result reaches 2**62.
+comparisons, `in`, `and`, `or`, `not`, `a if condition else b`, an item of a list `layer_types[layer]`, and `max`,
+`min`, `len`, `int`, `ceil`, `round`. Nothing else of the grammar means anything, and nothing grows without bound: texts
+are short, nesting is shallow, and no result reaches 2**62.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def _node(tree: ast.expr, names: dict[str, None], depth: int) -> _Node:
             if isinstance(value, int) and value >= LARGEST:
                 raise ExpressionError("an expression that holds a number of 2**62 or more")
             return lambda fields: value
-        case ast.Name(id=name) if name in _CONSTANTS:
-            constant = _CONSTANTS[name]
+        case ast.Name(id=name) if name in CONSTANTS:
+            constant = CONSTANTS[name]
             return lambda fields: constant
         case ast.Name() | ast.Attribute():
             return _field(_dotted(tree), names)
@@ -124,8 +124,8 @@ def _node(tree: ast.expr, names: dict[str, None], depth: int) -> _Node:
             return _comparison(*_COMPARISONS[type(op)], inner(left), inner(right))
         case ast.Subscript(value=values, slice=at):
             return _item(inner(values), inner(at))
-        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS:
-            function, takes_one = _FUNCTIONS[name]
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
+            function, takes_one = FUNCTIONS[name]
             if takes_one == (len(arguments) == 1):
                 given = [inner(argument) for argument in arguments]
                 return lambda fields: function([argument(fields) for argument in given])
@@ -134,7 +134,7 @@ def _node(tree: ast.expr, names: dict[str, None], depth: int) -> _Node:
 
 def _dotted(tree: ast.expr) -> str:
     match tree:
-        case ast.Name(id=name) if name not in _CONSTANTS and name not in _FUNCTIONS:
+        case ast.Name(id=name) if name not in CONSTANTS and name not in FUNCTIONS:
             return name
         case ast.Attribute(value=section, attr=name):
             return f"{_dotted(section)}.{name}"
@@ -235,9 +235,9 @@ def _length(values: list[Value]) -> int:
     return len(values[0])
 
 
-_CONSTANTS: Mapping[str, Value] = {"true": True, "false": False, "none": None}
+CONSTANTS: Mapping[str, Value] = {"true": True, "false": False, "none": None}
 
-_FUNCTIONS: Mapping[str, tuple[Callable[[list[Value]], Value], bool]] = {
+FUNCTIONS: Mapping[str, tuple[Callable[[list[Value]], Value], bool]] = {
     "max": (lambda values: max(_number(value, "max") for value in values), False),
     "min": (lambda values: min(_number(value, "min") for value in values), False),
     "len": (_length, True),

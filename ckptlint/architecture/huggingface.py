@@ -100,8 +100,8 @@ def expected_models(
 def table_of(model_type: str) -> Mapping[str, Any] | None:
     """The table of a model type, as `bench/architectures` writes it; None where there is none.
 
-    Its keys: `usual` class, `fields` with their kinds and defaults, `ranges` of indices, `rows`, `models` (class -> form
-    -> numbers of rows), `made_with`.
+    Its keys: `usual` class, `fields` with their kinds and defaults, `ranges` of indices, `rows`, `models` (class ->
+    form -> numbers of rows), `made_with`.
     """
     if not re.fullmatch(r"\w[\w.-]*", model_type, re.ASCII):
         return None

@@ -80,7 +80,8 @@ def test_what_is_no_expression_is_refused(text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     ["hidden_size // 0", "heads % none", "'a' + 1", "kinds * 2", "kinds[7]", "kinds['a']", "heads[0]", "len(heads)",
-     "absent", "none + 1", "heads ** -1", "heads ** 64", "2 ** ratio", "heads / 0", "kinds == kinds", "kinds < 2", "heads in heads", "pattern * 2", "ratio // 0"],
+     "absent", "none + 1", "heads ** -1", "heads ** 64", "2 ** ratio", "heads / 0", "kinds == kinds",
+     "kinds < 2", "heads in heads", "pattern * 2", "ratio // 0"],
 )  # fmt: skip
 def test_what_has_no_value_is_one_clause(text: str) -> None:
     with pytest.raises(ExpressionError) as raised:
