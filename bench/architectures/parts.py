@@ -1,5 +1,7 @@
 """The models that the sections of a composite one may hold: `python bench/architectures/parts.py [TYPE ...]`.
 
+With types it tries which others fit into these; without it says of all which sections are free, and tries nothing.
+
 Adds to each table in ckptlint/architecture/tables: `sections` (section -> the type that its rows are of, where a
 configuration may name another), `mounts` (class -> form -> section -> what stands before the names of that model) and
 `others` (section -> the types proven to fit in there). Runs after `prove.py`, since it needs the tables of the parts.
@@ -42,13 +44,11 @@ def _is_free(model_type: str, section: str) -> bool:
     return len(types) != 1  # none: the class refuses these, which says that it looks at the type
 
 
-def with_parts(model_type: str, table: dict[str, Any]) -> dict[str, Any]:
+def with_parts(model_type: str, table: dict[str, Any], tried: bool) -> dict[str, Any]:
     """The table with what is known of its sections."""
-    for key in ("sections", "mounts", "others"):
-        table.pop(key, None)
-    if not (free := free_sections(model_type)):
+    free = table["sections"] = free_sections(model_type)
+    if not free or not tried:
         return table
-    table["sections"] = free
     mounts: dict[str, Any] = {}
     studies: dict[str, Study] = {}
     for name in table["models"]:
@@ -117,6 +117,6 @@ if __name__ == "__main__":
     quiet()
     for file in sorted(OUT.glob("*.json")):
         if not sys.argv[1:] or file.stem in sys.argv:
-            table = with_parts(file.stem, json.loads(file.read_text()))
+            table = with_parts(file.stem, json.loads(file.read_text()), tried=bool(sys.argv[1:]))
             write(file.stem, table)
             print(file.stem, table.get("sections"), table.get("others"), table.get("mounts"), flush=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import resource
 import sys
 import time
 from pathlib import Path
@@ -26,7 +26,7 @@ from transformers.models.auto import modeling_auto as auto
 from ckptlint.architecture import huggingface
 from ckptlint.architecture.expected import NoTable
 
-SECONDS = 240
+SECONDS = 150
 OUT = Path(os.environ.get("TABLES", Path(huggingface.__file__).parent / "tables"))
 REAL = huggingface.table_of
 
@@ -91,7 +91,7 @@ def in_a_fork(model_type: str) -> dict[str, Any]:
     child = os.fork()
     if not child:
         os.close(read)
-        signal.alarm(SECONDS)
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
         answer: dict[str, Any]
         try:
             answer = one(model_type)
@@ -104,7 +104,7 @@ def in_a_fork(model_type: str) -> dict[str, Any]:
     with os.fdopen(read) as file:
         text = file.read()
     os.waitpid(child, 0)
-    return json.loads(text) if text else {"type": model_type, "classes": [], "left": [f"no answer in {SECONDS} s"]}
+    return json.loads(text) if text else {"type": model_type, "classes": [], "left": [f"no answer in {SECONDS} s of processor time"]}
 
 
 def main() -> None:

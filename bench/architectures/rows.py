@@ -121,11 +121,11 @@ class Domain:
             if any(isinstance(v, list) for v in values):
                 yield f"{name} != none and len({name}) > 0" if None in values else f"len({name}) > 0"
                 items = {i for v in values if isinstance(v, list) for i in v if isinstance(i, (str, int))}
+                words = sorted(item for item in items if isinstance(item, str))
+                yield from (f"'{word}' in {name}" for word in words)
                 for index in self.indices:
-                    if any(isinstance(i, str) for i in items):
-                        yield from (
-                            f"{name}[{index}] == '{word}'" for word in sorted(i for i in items if type(i) is str)
-                        )
+                    if words:
+                        yield from (f"{name}[{index}] == '{word}'" for word in words)
                     else:
                         yield f"{index} in {name}"
                         yield f"{name}[{index}]"

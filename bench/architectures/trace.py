@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import tags
@@ -30,21 +31,36 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto as auto
 
+from ckptlint.architecture.expressions import ExpressionError
+
 Flat = dict[str, Any]
 Form = dict[str, tuple[tuple[int, ...], str]]
 """Key -> shape, and "" or `tied` or `buffer`."""
 
 DRAWS, PROOFS, MOST_KEYS = 24, 20, 20_000
 
-GIVEN: dict[str, Flat] = {"dbrx": {"attn_config.rope_theta": 10000.0}, "esm": {"vocab_size": 33}}
+GIVEN: dict[str, Flat] = {
+    "dots1": {"n_routed_experts": 3, "n_shared_experts": 3},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
+    "dbrx": {"attn_config.rope_theta": 10000.0},
+    "esm": {"vocab_size": 33},
+    "autoformer": {"prediction_length": 4},
+    "informer": {"prediction_length": 4},
+    "time_series_transformer": {"prediction_length": 4},
+}
 """Fields without which the class of a type cannot build its own default."""
+
+VALUES: dict[str, list[Any]] = {"pos_att_type": [["c2p"], ["p2c"], ["c2p", "p2c"]]}
+"""Field -> values that constructors look for without comparing them."""
 
 _COUNT = re.compile(
     r"(layers?|blocks?|experts|depth|depths|groups|repeats)$|^num_.*(layers|blocks|experts)|^n_layers?$"
 )
 _NEVER = re.compile(
     r"(^|\.)(_.*|.*token_ids?|.*token_index|dtype|torch_dtype|transformers_version|architectures|label2id|model_type|"
-    r"attn_implementation|experts_implementation|name_or_path|return_dict|output_\w+|problem_type|is_decoder)$"
+    r"attn_implementation|experts_implementation|name_or_path|return_dict|output_(attentions|hidden_states|router_logits)|problem_type|is_decoder)$"
 )
 
 
@@ -119,7 +135,8 @@ def quiet() -> None:
     transformers.PretrainedConfig.__getattribute__ = noted
 
 
-def _keep_tags() -> None:
+@cache
+def _keep_tags(_modules: int) -> None:
     """Lets `int` keep what a number knows in every module of a model."""
     for name, module in list(sys.modules.items()):
         if name.startswith("transformers.models.") and "int" not in vars(module):
@@ -155,11 +172,12 @@ def build(model_type: str, name: str, declared: Flat, light: bool = False) -> Bu
     env = flat(config_of(model_type, declared).to_dict())
     given = {key: tags.tagged(value, key) for key, value in declared.items()}
     kind = getattr(transformers, name)
-    _keep_tags()
+    _keep_tags(len(sys.modules))
     config = config_of(model_type, given)
     _tag(config)
     with suppress(Exception):
         config.validate()  # says which field must divide which
+    log.read.clear()
     with torch.device("meta"):
         model = kind._from_config(config)
     if len(model.state_dict()) > MOST_KEYS:
@@ -276,7 +294,7 @@ def first(model_type: str, name: str) -> Build:
         for most in (3, 4, 6, 8):
             for more in ({**depths, **ids}, ids, {}):
                 try:
-                    return build(model_type, name, sections | {n: min(v, most) for n, v in small.items()} | more)
+                    return build(model_type, name, {n: min(v, most) for n, v in small.items()} | sections | more)
                 except Exception as error:
                     last = error
     raise NotTraced(f"it does not build: {type(last).__name__}: {str(last)[:150]}")
@@ -305,6 +323,7 @@ def others(name: str, value: Any, log: tags.Log, kind: str) -> Iterator[Any]:
         kind: what it is declared as.
     """
     against = log.compared.get(name, set())
+    yield from VALUES.get(name.rpartition(".")[2], ())
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int):
@@ -320,8 +339,8 @@ def others(name: str, value: Any, log: tags.Log, kind: str) -> Iterator[Any]:
         words |= {*transformers.configuration_utils.ALLOWED_LAYER_TYPES} if name.endswith(("types", "type")) else set()
         yield from ([word] * len(value) for word in sorted({*words, *value}) if [word] * len(value) != value)
     elif isinstance(value, list) and value and all(type(item) is int for item in value):
-        yield from ([item * 2 for item in value], [item + 1 for item in value], [max(1, i - 1) for i in value])
-        yield from ([0], [1], [0, 1])
+        yield from (value[:-1], value[:1], [item * 2 for item in value], [item + 1 for item in value])
+        yield from ([max(1, item - 1) for item in value], [0], [1], [0, 1])
     elif value is None or value == []:
         is_flag = "bool" in kind or "tie_" in name
         if ("list" in kind or value == [] or not kind) and not is_flag:
@@ -342,7 +361,7 @@ def study(model_type: str, name: str, known: Study | None = None, passes: int = 
     base = first(model_type, name)
     found = replace(deepcopy(known), name=name, base=base, pinned={}) if known else Study(model_type, name, base)
     small = found.base
-    for turn in range(passes):
+    for turn in range(1 if known else passes):
         if turn:
             rng = random.Random(turn)
             tries = [b for b in (_tried(found, draw(found, rng)) for _ in range(10)) if b]
@@ -350,8 +369,8 @@ def study(model_type: str, name: str, known: Study | None = None, passes: int = 
                 break
             found.base = max(tries, key=lambda b: len({re.sub(r"\d+", "N", key) for key in _shapes(b)}))
         before = len(found.relevant())
-        _vary(found, found.tried if known and not turn else ())
-        if (turn or known) and len(found.relevant()) == before:
+        _vary(found, found.tried if known else ())
+        if turn and len(found.relevant()) == before:
             break
     found.base = small
     return found
@@ -366,7 +385,7 @@ def _tried(found: Study, values: Flat) -> Build | None:
 def _vary(found: Study, known: Iterable[str]) -> None:
     base = found.base
     shapes = _shapes(build(found.model_type, found.name, base.declared, light=True))
-    tried = {n: v for n, v in base.env.items() if n in base.log.read} | dict.fromkeys(base.log.asked - base.env.keys())
+    tried = {n: v for n, v in base.env.items() if n in base.log.read | base.log.asked}
     tried |= {n: v for n, v in base.env.items() if n.endswith(("id2label", "tie_word_embeddings"))}
     for name, value in tried.items():
         if _NEVER.search(name) or name in known or name in found.relevant():
@@ -514,8 +533,12 @@ def draw(found: Study, rng: random.Random, boldness: float = 1.0) -> Flat:
     return values
 
 
-def drawn(found: Study, count: int, seed: int) -> list[Build]:
-    """So many builds of configurations that vary all fields together."""
+def drawn(found: Study, count: int, seed: int, stray: bool = False) -> list[Build]:
+    """So many builds of configurations that vary all fields together.
+
+    Args:
+        stray: vary some of the fields too that had no effect alone.
+    """
     rng = random.Random(seed)
     builds: list[Build] = []
     tries, last = 0, ""
@@ -525,6 +548,8 @@ def drawn(found: Study, count: int, seed: int) -> list[Build]:
             raise NotTraced(f"{len(builds)} of {count} drawn configurations build ({last})")
         boldness = (1.0, 1.0, 1.0, 0.8, 0.6, 0.4)[min(5, tries * 3 // (2 * count))] if tries > len(builds) * 2 else 1.0
         values = draw(found, rng, boldness)
+        if stray and tries % 2:
+            values |= _strays(found, rng)
         try:
             one = build(found.model_type, found.name, values)
             if all(0 not in shape for form in one.forms.values() for shape, _ in form.values()):
@@ -532,6 +557,17 @@ def drawn(found: Study, count: int, seed: int) -> list[Build]:
         except Exception as error:
             last = f"{type(error).__name__}: {str(error)[:120]}"
     return builds
+
+
+def _strays(found: Study, rng: random.Random) -> Flat:
+    idle = sorted(found.tried - {*found.relevant()} - found.pinned.keys())
+    values: Flat = {}
+    for name in rng.sample(idle, min(3, len(idle))):
+        value = found.base.env.get(name)
+        options = list(others(name, value, found.base.log, _declared_as(found.model_type, name)))
+        if options and options[0] is not None:
+            values[name] = rng.choice(options)
+    return values
 
 
 # ---------------------------------------------------------------- the table
@@ -689,11 +725,17 @@ def with_class(found: Study, table: dict[str, Any], names: dict[tuple[str, str, 
             and not n.endswith(("id2label", "tie_word_embeddings"))
         ]
         found.pinned |= {n: builds[0].env.get(n) for n in same}
+        for n, value in found.base.env.items():
+            if isinstance(value, list) and n in (*found.relevant(), *found.stuck) and n not in found.pinned:
+                lengths = {len(b.env.get(n) or ()) for b in builds}
+                found.pinned |= {f"len({n})": len(value)} if lengths == {len(value)} else {}
         try:
             new = _merged(found, builds, json.loads(json.dumps(table)), names)
-            prove(new, found.name, builds[:3] + drawn(found, PROOFS, 100 + turn))
+            prove(new, found.name, builds[:3] + drawn(found, PROOFS, 100 + turn, stray=True))
             return new, names
-        except NotTraced as error:
+        except (NotTraced, ExpressionError) as error:
+            if isinstance(error, ExpressionError):
+                error = NotTraced(str(error))
             if error.rare and count < 4 * DRAWS:
                 count *= 2
                 continue
@@ -706,8 +748,9 @@ def with_class(found: Study, table: dict[str, Any], names: dict[tuple[str, str, 
                 and n not in found.pinned
                 and not n.endswith("tie_word_embeddings")
             ]
-            if turn == 5 or not guilty:
-                raise
+            guilty = guilty or [n for n in found.relevant() if isinstance(found.base.env.get(n), list)]
+            if turn == 5 or found.pinned.keys() >= {*guilty}:
+                raise error from None
             found.pinned |= {n: found.base.env.get(n) for n in guilty}
     raise AssertionError
 

@@ -1,6 +1,6 @@
 """Sizes and conditions of a table as text, `num_key_value_heads * head_dim`: Python's grammar, evaluated here.
 
-Whole numbers, texts, names of fields (with dots into sections), `true`, `false`, `none`, `+ - * / // % **`,
+Numbers, texts, names of fields (with dots into sections), `true`, `false`, `none`, `+ - * / // % **`,
 comparisons, `in`, `and`, `or`, `not`, `a if condition else b`, an item of a list `layer_types[layer]`, and `max`,
 `min`, `len`, `int`, `ceil`, `round`. Nothing else of the grammar means anything, and nothing grows without bound: texts
 are short, nesting is shallow, and no result reaches 2**62.
@@ -95,8 +95,8 @@ def _node(tree: ast.expr, names: dict[str, None], depth: int) -> _Node:
         return _node(part, names, depth - 1)
 
     match tree:
-        case ast.Constant(value=int() | str() as value) if not isinstance(value, bool):
-            if isinstance(value, int) and value >= LARGEST:
+        case ast.Constant(value=int() | float() | str() as value) if not isinstance(value, bool):
+            if not isinstance(value, str) and value >= LARGEST:
                 raise ExpressionError("an expression that holds a number of 2**62 or more")
             return lambda fields: value
         case ast.Name(id=name) if name in CONSTANTS:

@@ -223,7 +223,10 @@ def _values(config: Mapping[str, object], table: Mapping[str, Any], model_class:
             raise NoTable(f"{name} holds a word other than {', '.join(known)}")
         values[name] = value
     for name, only in table.get("only", {}).get(model_class, {}).items():
-        if next(_at(config, name), only) not in (only, None):
+        given = next(_at(config, name.removeprefix("len(").removesuffix(")")), None)
+        if name.startswith("len(") and isinstance(given, (list, str)):
+            given = len(given)
+        if given not in (only, None):
             raise NoTable(f"{name} is not {printable(repr(only)[:60])}, with which the table was made")
     if "tied_by" in table and next(_at(config, table["tied_by"]), None) is True:
         values["tie_word_embeddings"] = True

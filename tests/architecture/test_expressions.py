@@ -56,6 +56,7 @@ FIELDS = {
         ("none == none", True),
         ("int(heads / 4) + ceil(heads / 4) + round(ratio)", 5),
         ("(hidden_size // heads) ** 2 + 1", 65),
+        ("int(heads * 1.5)", 9),
     ],
 )
 def test_a_text_means_what_it_says(text: str, value: object) -> None:
@@ -69,7 +70,7 @@ def test_names_are_listed_once_in_their_order() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", " ", "1 +", "* 2", "a b", "a(1)", "max(1)", "len(a, b)", "(1", "1)", "a[1", "'open", "a.1", "a..b",
-     "1 if a", "__import__('os')", "lambda: 1", "a = 1", "a; b", "a.b()", "[1]", "in", "1e9", "a < b < c",
+     "1 if a", "__import__('os')", "lambda: 1", "a = 1", "a; b", "a.b()", "[1]", "in", "1e99", "1j", "a < b < c",
      "a << 1", "a @ b", "-'a' if", "f'{a}'", "len(*a)", "a[1:2]", "\0"],
 )  # fmt: skip
 def test_what_is_no_expression_is_refused(text: str) -> None:
