@@ -26,7 +26,7 @@ from transformers.models.auto import modeling_auto as auto
 from ckptlint.architecture import huggingface
 from ckptlint.architecture.expected import NoTable
 
-SECONDS = 150
+SECONDS = 100
 OUT = Path(os.environ.get("TABLES", Path(huggingface.__file__).parent / "tables"))
 REAL = huggingface.table_of
 
@@ -104,7 +104,11 @@ def in_a_fork(model_type: str) -> dict[str, Any]:
     with os.fdopen(read) as file:
         text = file.read()
     os.waitpid(child, 0)
-    return json.loads(text) if text else {"type": model_type, "classes": [], "left": [f"no answer in {SECONDS} s of processor time"]}
+    return (
+        json.loads(text)
+        if text
+        else {"type": model_type, "classes": [], "left": [f"no answer in {SECONDS} s of processor time"]}
+    )
 
 
 def main() -> None:

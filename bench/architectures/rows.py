@@ -141,7 +141,10 @@ class Domain:
         """
         key = goal, frozenset(fields)
         if key not in self._asked_for:
-            self._asked_for[key] = self._condition(goal, frozenset(fields))
+            text = self._asked_for[key] = self._condition(goal, frozenset(fields))
+            if text:  # a part of what comes next
+                self.atoms.setdefault(goal, text)
+                self.atoms.setdefault(self.full & ~goal, _not(text))
         return self._asked_for[key]
 
     def _condition(self, goal: int, fields: frozenset[str]) -> str | None:
@@ -392,8 +395,7 @@ def _size(domain: Domain, texts: list[set[str]], sizes: list[int], builds: list[
         return str(sizes[0])
     if common:
         return min(common, key=cost)
-    if (text := _composed(sizes, builds)) is not None:
-        return text
+    texts = [own | _composed(build, size) for own, build, size in zip(texts, builds, sizes, strict=True)]
     every = [*range(len(sizes))]
     return _split(domain, every, texts, sizes, 1) or _split(domain, every, texts, sizes, 2)
 
@@ -418,16 +420,16 @@ def _split(domain: Domain, where: list[int], texts: list[set[str]], sizes: list[
     return None
 
 
-def _composed(sizes: list[int], builds: list[Any]) -> str | None:
-    """A size that a conversion between forms makes: a multiple or a part of a computed one."""
+def _composed(build: Any, size: int) -> set[str]:
+    """What a conversion between forms makes of a computed size: a multiple, a part, a part rounded up."""
+    found = set()
     for factor in (2, 3, 4, 8):
-        for text, found in (
-            (f"{factor} * ({{}})", [_known(b, size / factor) for b, size in zip(builds, sizes, strict=True)]),
-            (f"({{}}) // {factor}", [_known(b, size * factor) for b, size in zip(builds, sizes, strict=True)]),
-        ):
-            if common := set.intersection(*found):
-                return text.format(min(common, key=cost))
-    return None
+        found |= {f"{factor} * ({text})" for text in _known(build, size / factor)}
+        found |= {f"({text}) // {factor}" for text in _known(build, size * factor)}
+        found |= {
+            f"ceil(({text}) / {factor})" for less in range(factor) for text in _known(build, size * factor - less)
+        }
+    return found
 
 
 def _known(build: Any, size: float) -> set[str]:

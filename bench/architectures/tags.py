@@ -18,7 +18,7 @@ from typing import Any
 LONGEST = 160
 """Characters of an expression; a longer one is no size of a tensor."""
 
-KEPT = 24
+KEPT = 200
 """Expressions kept for one value."""
 
 

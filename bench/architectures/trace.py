@@ -60,7 +60,7 @@ _COUNT = re.compile(
 )
 _NEVER = re.compile(
     r"(^|\.)(_.*|.*token_ids?|.*token_index|dtype|torch_dtype|transformers_version|architectures|label2id|model_type|"
-    r"attn_implementation|experts_implementation|name_or_path|return_dict|output_(attentions|hidden_states|router_logits)|problem_type|is_decoder)$"
+    r"attn_implementation|experts_implementation|name_or_path|return_dict|output_(attentions|hidden_states|router_logits)|problem_type|is_decoder|quantization_config)$"
 )
 
 
@@ -431,7 +431,7 @@ def _try(found: Study, name: str, value: Any, shapes: Form) -> None:
         if not keys and not sizes and len(works) > 1:
             return
     looked_up = name in found.base.log.keys and isinstance(value, str) and not works and "act" not in name
-    if (failed and not works) or looked_up:
+    if (failed and not works and value is not None) or looked_up:
         found.stuck.add(name)
     if not keys and not sizes:
         return
@@ -736,7 +736,7 @@ def with_class(found: Study, table: dict[str, Any], names: dict[tuple[str, str, 
         except (NotTraced, ExpressionError) as error:
             if isinstance(error, ExpressionError):
                 error = NotTraced(str(error))
-            if error.rare and count < 4 * DRAWS:
+            if (error.rare or count == DRAWS) and count < 4 * DRAWS:
                 count *= 2
                 continue
             patterns = {re.sub(r"\{\w+\}|\d+", "N", key) for key in error.keys}
