@@ -66,7 +66,8 @@ def with_parts(model_type: str, table: dict[str, Any], tried: bool) -> dict[str,
     for section in free:
         for other in OTHERS:
             part = huggingface.table_of(other)
-            if other != free[section] and part and "base" in part:
+            alike = ("vision" in other) == ("vision" in section)
+            if alike and other != free[section] and part and "base" in part:
                 fitting = table["others"].setdefault(section, [])
                 fitting.append(other)
                 if not _fits(model_type, table, studies[table["usual"]], section, other):

@@ -13,7 +13,7 @@ from ckptlint.architecture.expressions import CONSTANTS, FUNCTIONS, ExpressionEr
 Env = dict[str, Any]
 Place = tuple[int, tuple[int, ...]]
 """The number of a build, and the values of indices."""
-FEWEST = 5
+FEWEST = 8
 """Builds that must have a tensor."""
 
 INDEX = re.compile(r"\{(\w+)\}")
@@ -407,7 +407,11 @@ def _split(domain: Domain, where: list[int], texts: list[set[str]], sizes: list[
         return min(shared, key=cost)
     if len({sizes[i] for i in where}) == 1:
         return str(sizes[where[0]])
-    for mask, atom in sorted(domain.atoms.items(), key=lambda item: cost(item[1])) if depth else ():
+    sized = {
+        name for i in where for text in texts[i] for name in names_in(text)
+    }  # a size hangs on its own fields first
+    atoms = sorted(domain.atoms.items(), key=lambda item: (sized.isdisjoint(names_in(item[1])), cost(item[1])))
+    for mask, atom in atoms if depth else ():
         sides = [[i for i in where if mask >> i & 1], [i for i in where if not mask >> i & 1]]
         if all(sides):
             parts = [_split(domain, side, texts, sizes, 0) for side in sides]

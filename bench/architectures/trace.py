@@ -42,6 +42,7 @@ DRAWS, PROOFS, MOST_KEYS = 24, 20, 20_000
 GIVEN: dict[str, Flat] = {
     "dots1": {"n_routed_experts": 3, "n_shared_experts": 3},
     "hunyuan_v1_dense": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "dbrx": {"attn_config.rope_theta": 10000.0},
@@ -351,7 +352,7 @@ def others(name: str, value: Any, log: tags.Log, kind: str) -> Iterator[Any]:
             yield True
 
 
-def study(model_type: str, name: str, known: Study | None = None, passes: int = 3) -> Study:
+def study(model_type: str, name: str, known: Study | None = None, passes: int = 5) -> Study:
     """Varies each field that the constructor reads alone, first from a small configuration, then from drawn ones that
     have the most kinds of tensors: one field may hide another.
 
@@ -370,7 +371,7 @@ def study(model_type: str, name: str, known: Study | None = None, passes: int = 
             found.base = max(tries, key=lambda b: len({re.sub(r"\d+", "N", key) for key in _shapes(b)}))
         before = len(found.relevant())
         _vary(found, found.tried if known else ())
-        if turn and len(found.relevant()) == before:
+        if turn > 1 and len(found.relevant()) == before:
             break
     found.base = small
     return found
@@ -388,13 +389,11 @@ def _vary(found: Study, known: Iterable[str]) -> None:
     tried = {n: v for n, v in base.env.items() if n in base.log.read | base.log.asked}
     tried |= {n: v for n, v in base.env.items() if n.endswith(("id2label", "tie_word_embeddings"))}
     for name, value in tried.items():
-        if _NEVER.search(name) or name in known or name in found.relevant():
+        if name.endswith("id2label") and "Classification" in found.name:
+            found.words[name] = []
+        if _NEVER.search(name) or name.endswith("id2label") or name in known or name in found.relevant():
             continue
         found.tried.add(name)
-        if name.endswith("id2label"):
-            if "Classification" in found.name:
-                found.words[name] = []
-            continue
         _try(found, name, value, shapes)
     for above, below in base.log.divided:
         known, divisors = (
@@ -410,6 +409,7 @@ def _shapes(one: Build) -> Form:
 
 def _try(found: Study, name: str, value: Any, shapes: Form) -> None:
     works: list[Any] = []
+    effects: list[Form] = []
     keys, sizes, failed = False, False, False
     touched: set[str] = set()
     for other in others(name, value, found.base.log, _declared_as(found.model_type, name)):
@@ -428,6 +428,7 @@ def _try(found: Study, name: str, value: Any, shapes: Form) -> None:
         if other is None and not differ:
             continue  # stands for another value: see `default_of`
         works.append(other)
+        effects += [seen] if seen not in effects else []
         if not keys and not sizes and len(works) > 1:
             return
     looked_up = name in found.base.log.keys and isinstance(value, str) and not works and "act" not in name
@@ -443,6 +444,8 @@ def _try(found: Study, name: str, value: Any, shapes: Form) -> None:
     ints = [v for v in works if type(v) is int]
     if is_int and (_COUNT.search(name.rpartition(".")[2]) or (keys and _is_count(ints, usual, found, name, shapes))):
         found.counts[name] = usual
+    elif usual is None and len(works) > 1 and len(effects) == 1 and not any(isinstance(v, list) for v in works):
+        found.words[name] = [None, False, True]
     elif (
         ints
         and (is_int or (usual is None and not any(isinstance(v, list) for v in works)))
@@ -562,7 +565,7 @@ def drawn(found: Study, count: int, seed: int, stray: bool = False) -> list[Buil
 def _strays(found: Study, rng: random.Random) -> Flat:
     idle = sorted(found.tried - {*found.relevant()} - found.pinned.keys())
     values: Flat = {}
-    for name in rng.sample(idle, min(3, len(idle))):
+    for name in rng.sample(idle, min(5, len(idle))):
         value = found.base.env.get(name)
         options = list(others(name, value, found.base.log, _declared_as(found.model_type, name)))
         if options and options[0] is not None:
@@ -669,7 +672,8 @@ def classes_of(model_type: str) -> list[str]:
     for mapping in _MAPPINGS:
         names = getattr(auto, f"{mapping}_NAMES", {}).get(model_type, ())
         found |= dict.fromkeys([names] if isinstance(names, str) else names)
-    return [name for name in found if hasattr(transformers, name)]
+    encoders = [name.removesuffix("Model") + "EncoderModel" for name in found if name.endswith("Model")]
+    return [name for name in (*found, *encoders) if hasattr(transformers, name)]
 
 
 _MAPPINGS = (
@@ -718,6 +722,9 @@ def with_class(found: Study, table: dict[str, Any], names: dict[tuple[str, str, 
     count = DRAWS
     for turn in range(6):
         builds = drawn(found, count, turn)
+        if more := _unvaried(found, builds):  # a branch that no configuration showed before asks for them
+            found.sizes |= more
+            builds = drawn(found, count, turn)
         same = [
             n
             for n in (*found.relevant(), *found.stuck)
@@ -753,6 +760,27 @@ def with_class(found: Study, table: dict[str, Any], names: dict[tuple[str, str, 
                 raise error from None
             found.pinned |= {n: found.base.env.get(n) for n in guilty}
     raise AssertionError
+
+
+def _unvaried(found: Study, builds: list[Build]) -> dict[str, int]:
+    """The fields that are the same in all builds and of which the size of a tensor may be made."""
+    asked = {
+        name
+        for one in builds
+        for form in one.forms.values()
+        for shape, _ in form.values()
+        for size in set(shape)
+        if size > 2
+        for text in one.texts(size)
+        for name in names_in(text)
+    }
+    known = {*found.relevant(), *found.pinned}
+    return {
+        name: value
+        for name, value in builds[0].env.items()
+        if name in asked - known and type(value) is int and value > 2 and not _NEVER.search(name)
+        if all(one.env.get(name) == value for one in builds)
+    }
 
 
 def _merged(found: Study, builds: list[Build], table: dict[str, Any], names: Any) -> dict[str, Any]:
