@@ -1,15 +1,16 @@
-"""Sizes and conditions of a table as text, `num_key_value_heads * head_dim`: evaluated here, never by Python.
+"""Sizes and conditions of a table as text, `num_key_value_heads * head_dim`: Python's grammar, evaluated here.
 
-Numbers, texts in single quotes, names of fields (with dots into sections), `+ - * // %`, comparisons, `in`, `and`,
-`or`, `not`, `a if condition else b`, an item of a list `layer_types[layer]`, and `max`, `min`, `len`, `int`. Nothing
-grows without bound: texts are short, nesting is shallow, and no result reaches 2**62.
+Numbers, texts, names of fields (with dots into sections), `true`, `false`, `none`, `+ - * / // % **`,
+comparisons, `in`, `and`, `or`, `not`, `a if condition else b`, an item of a list `layer_types[layer]`, and `max`,
+`min`, `len`, `int`, `ceil`, `round`. Nothing else of the grammar means anything, and nothing grows without bound: texts
+are short, nesting is shallow, and no result reaches 2**62.
 """
 
 from __future__ import annotations
 
+import ast
 import math
 import operator
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,12 +30,6 @@ Value = object
 """int, float, bool, str, None, or a list of these."""
 
 _Node = Callable[[Mapping[str, Value]], Value]
-
-_TOKEN = re.compile(
-    r"\s*(?:(?P<number>\d+)|(?P<text>'[^'\\]*')|(?P<name>[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)"
-    r"|(?P<sign>==|!=|<=|>=|//|[-+*%<>()\[\],]))"
-)
-_WORDS = frozenset({"and", "or", "not", "in", "if", "else", "true", "false", "none", "max", "min", "len", "int"})
 
 
 class ExpressionError(Exception):
@@ -65,11 +60,13 @@ def parse(text: str) -> Expression:
     """
     if len(text) > LONGEST:
         raise ExpressionError(f"an expression of {len(text):,} characters")
-    parser = _Parser(_tokens(text), text)
-    node = parser.choice()
-    if parser.tokens:
-        raise parser.unexpected()
-    return Expression(text, tuple(dict.fromkeys(parser.names)), node)
+    names: dict[str, None] = {}
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+        node = _node(tree, names, DEEPEST)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        raise ExpressionError(f"{text!r} is no expression") from None
+    return Expression(text, tuple(names), node)
 
 
 def whole(expression: Expression, fields: Mapping[str, Value]) -> int:
@@ -89,149 +86,67 @@ def true(expression: Expression, fields: Mapping[str, Value]) -> bool:
     return bool(expression.value(fields))
 
 
-def _tokens(text: str) -> list[tuple[str, str]]:
-    """The parts of a text with their kinds, the first one last."""
-    found = []
-    at, end = 0, len(text.rstrip())
-    while at < end:
-        match = _TOKEN.match(text, at)
-        if match is None or match.lastgroup is None:
-            raise ExpressionError(f"{text!r} is no expression")
-        found.append((match.lastgroup, match[match.lastgroup]))
-        at = match.end()
-    return found[::-1]
+def _node(tree: ast.expr, names: dict[str, None], depth: int) -> _Node:
+    """What a part of an expression does. Raises ValueError where it is none."""
+    if not depth:
+        raise ExpressionError("an expression that is nested too deeply")
+
+    def inner(part: ast.expr) -> _Node:
+        return _node(part, names, depth - 1)
+
+    match tree:
+        case ast.Constant(value=int() | float() | str() as value) if not isinstance(value, bool):
+            if not isinstance(value, str) and value >= LARGEST:
+                raise ExpressionError("an expression that holds a number of 2**62 or more")
+            return lambda fields: value
+        case ast.Name(id=name) if name in CONSTANTS:
+            constant = CONSTANTS[name]
+            return lambda fields: constant
+        case ast.Name() | ast.Attribute():
+            return _field(_dotted(tree), names)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
+            return _arithmetic(*_ARITHMETIC[type(op)], inner(left), inner(right))
+        case ast.UnaryOp(op=ast.USub(), operand=part):
+            return _arithmetic(*_ARITHMETIC[ast.Sub], lambda fields: 0, inner(part))
+        case ast.UnaryOp(op=ast.Not(), operand=part):
+            node = inner(part)
+            return lambda fields: not node(fields)
+        case ast.BoolOp(op=op, values=values):
+            parts = [inner(part) for part in values]
+            every = all if isinstance(op, ast.And) else any
+            return lambda fields: every(part(fields) for part in parts)
+        case ast.IfExp(test=test, body=body, orelse=orelse):
+            condition, then, otherwise = inner(test), inner(body), inner(orelse)
+            return lambda fields: then(fields) if condition(fields) else otherwise(fields)
+        case ast.Compare(left=left, ops=[ast.In() | ast.NotIn() as op], comparators=[right]):
+            return _member(inner(left), inner(right), wanted=isinstance(op, ast.In))
+        case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARISONS:
+            return _comparison(*_COMPARISONS[type(op)], inner(left), inner(right))
+        case ast.Subscript(value=values, slice=at):
+            return _item(inner(values), inner(at))
+        case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
+            function, takes_one = FUNCTIONS[name]
+            if takes_one == (len(arguments) == 1):
+                given = [inner(argument) for argument in arguments]
+                return lambda fields: function([argument(fields) for argument in given])
+    raise ValueError
 
 
-class _Parser:
-    """Recursive descent over one text; every method takes the tokens of what it is named after."""
-
-    def __init__(self, tokens: list[tuple[str, str]], text: str) -> None:
-        self.tokens = tokens
-        self.text = text
-        self.names: list[str] = []
-        self.depth = 0
-
-    def unexpected(self) -> ExpressionError:
-        return ExpressionError(f"{self.text!r} is no expression")
-
-    def take(self, *signs: str) -> str:
-        """The next token, where it is one of these; "" otherwise."""
-        if self.tokens and self.tokens[-1][0] != "text" and self.tokens[-1][1] in signs:
-            return self.tokens.pop()[1]
-        return ""
-
-    def need(self, sign: str) -> None:
-        if not self.take(sign):
-            raise self.unexpected()
-
-    def choice(self) -> _Node:
-        self.depth += 1
-        if self.depth > DEEPEST:
-            raise ExpressionError(f"{self.text!r} is nested too deeply")
-        then = self.either()
-        if self.take("if"):
-            condition = self.either()
-            self.need("else")
-            then = _choice(condition, then, self.choice())
-        self.depth -= 1
-        return then
-
-    def either(self) -> _Node:
-        parts = [self.both()]
-        while self.take("or"):
-            parts.append(self.both())
-        return parts[0] if len(parts) == 1 else lambda fields: any(part(fields) for part in parts)
-
-    def both(self) -> _Node:
-        parts = [self.negation()]
-        while self.take("and"):
-            parts.append(self.negation())
-        return parts[0] if len(parts) == 1 else lambda fields: all(part(fields) for part in parts)
-
-    def negation(self) -> _Node:
-        turned = False
-        while self.take("not"):
-            turned = not turned
-        node = self.comparison()
-        return (lambda fields: not node(fields)) if turned else node
-
-    def comparison(self) -> _Node:
-        left = self.sum()
-        if sign := self.take(*_COMPARISONS):
-            return _comparison(sign, left, self.sum())
-        if self.take("in"):
-            return _member(left, self.sum(), wanted=True)
-        if self.take("not"):
-            self.need("in")
-            return _member(left, self.sum(), wanted=False)
-        return left
-
-    def sum(self) -> _Node:
-        left = self.product()
-        while sign := self.take("+", "-"):
-            left = _arithmetic(sign, left, self.product())
-        return left
-
-    def product(self) -> _Node:
-        left = self.item()
-        while sign := self.take("*", "//", "%"):
-            left = _arithmetic(sign, left, self.item())
-        return left
-
-    def item(self) -> _Node:
-        node = self.atom()
-        while self.take("["):
-            node = _item(node, self.choice())
-            self.need("]")
-        return node
-
-    def atom(self) -> _Node:
-        if not self.tokens:
-            raise self.unexpected()
-        kind, word = self.tokens.pop()
-        if kind == "number":
-            if len(word) > len(str(LARGEST)) or int(word) >= LARGEST:
-                raise ExpressionError(f"{self.text!r} holds a number of 2**62 or more")
-            return _constant(int(word))
-        if kind == "text":
-            return _constant(word[1:-1])
-        if word == "(":
-            node = self.choice()
-            self.need(")")
-            return node
-        if word == "-":
-            return _arithmetic("-", _constant(0), self.item())
-        if kind != "name":
-            raise self.unexpected()
-        if word in _CONSTANTS:
-            return _constant(_CONSTANTS[word])
-        if word in _FUNCTIONS:
-            return self.call(word)
-        if word in _WORDS:
-            raise self.unexpected()
-        self.names.append(word)
-        return _field(word)
-
-    def call(self, word: str) -> _Node:
-        self.need("(")
-        arguments = [self.choice()]
-        while self.take(","):
-            arguments.append(self.choice())
-        self.need(")")
-        function, one = _FUNCTIONS[word]
-        if one != (len(arguments) == 1):
-            raise self.unexpected()
-        return lambda fields: function([argument(fields) for argument in arguments])
+def _dotted(tree: ast.expr) -> str:
+    match tree:
+        case ast.Name(id=name) if name not in CONSTANTS and name not in FUNCTIONS:
+            return name
+        case ast.Attribute(value=section, attr=name):
+            return f"{_dotted(section)}.{name}"
+    raise ValueError
 
 
 # ---------------------------------------------------------------- what the parts do
 
 
-def _constant(value: Value) -> _Node:
-    return lambda fields: value
+def _field(name: str, names: dict[str, None]) -> _Node:
+    names[name] = None
 
-
-def _field(name: str) -> _Node:
     def value(fields: Mapping[str, Value]) -> Value:
         try:
             return fields[name]
@@ -241,25 +156,24 @@ def _field(name: str) -> _Node:
     return value
 
 
-def _choice(condition: _Node, then: _Node, otherwise: _Node) -> _Node:
-    return lambda fields: then(fields) if condition(fields) else otherwise(fields)
-
-
-_COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
-    "==": operator.eq,
-    "!=": operator.ne,
-    "<=": operator.le,
-    ">=": operator.ge,
-    "<": operator.lt,
-    ">": operator.gt,
+_COMPARISONS: Mapping[type[ast.cmpop], tuple[str, Callable[[float, float], bool]]] = {
+    ast.Eq: ("==", operator.eq),
+    ast.NotEq: ("!=", operator.ne),
+    ast.LtE: ("<=", operator.le),
+    ast.GtE: (">=", operator.ge),
+    ast.Lt: ("<", operator.lt),
+    ast.Gt: (">", operator.gt),
 }
 
 
-def _comparison(sign: str, left: _Node, right: _Node) -> _Node:
-    compare = _COMPARISONS[sign]
+def _comparison(sign: str, compare: Callable[[float, float], bool], left: _Node, right: _Node) -> _Node:
     if sign in ("==", "!="):
-        return lambda fields: compare(_plain(left(fields)), _plain(right(fields)))  # type: ignore[arg-type]
+        return lambda fields: _equal(left(fields), right(fields)) is (sign == "==")
     return lambda fields: compare(_number(left(fields), sign), _number(right(fields), sign))
+
+
+def _equal(a: Value, b: Value) -> bool:
+    return a is b if a is None or b is None else _plain(a) == _plain(b)
 
 
 def _member(left: _Node, right: _Node, wanted: bool) -> _Node:
@@ -276,22 +190,29 @@ def _member(left: _Node, right: _Node, wanted: bool) -> _Node:
     return found
 
 
-def _arithmetic(sign: str, left: _Node, right: _Node) -> _Node:
+def _power(a: float, b: float) -> float:
+    if isinstance(a, int) and isinstance(b, int) and 0 <= b < 64 and abs(a) < 2**32:
+        return a**b  # type: ignore[no-any-return]
+    raise ExpressionError(f"{_shown(a)} ** {_shown(b)} is no size")
+
+
+_ARITHMETIC: Mapping[type[ast.operator], tuple[str, Callable[[float, float], float]]] = {
+    ast.Add: ("+", operator.add),
+    ast.Sub: ("-", operator.sub),
+    ast.Mult: ("*", operator.mul),
+    ast.Div: ("/", operator.truediv),
+    ast.FloorDiv: ("//", operator.floordiv),
+    ast.Mod: ("%", operator.mod),
+    ast.Pow: ("**", _power),
+}
+
+
+def _arithmetic(sign: str, function: Callable[[float, float], float], left: _Node, right: _Node) -> _Node:
     def value(fields: Mapping[str, Value]) -> Value:
         a, b = _number(left(fields), sign), _number(right(fields), sign)
-        if sign in ("//", "%") and b == 0:
+        if sign in ("//", "%", "/") and b == 0:
             raise ExpressionError(f"{_shown(a)} {sign} 0 has no value")
-        if sign == "+":
-            result = a + b
-        elif sign == "-":
-            result = a - b
-        elif sign == "*":
-            result = a * b
-        elif sign == "//":
-            result = a // b
-        else:
-            result = a % b
-        return _number(result, sign)
+        return _number(function(a, b), sign)
 
     return value
 
@@ -314,13 +235,15 @@ def _length(values: list[Value]) -> int:
     return len(values[0])
 
 
-_CONSTANTS: Mapping[str, Value] = {"true": True, "false": False, "none": None}
+CONSTANTS: Mapping[str, Value] = {"true": True, "false": False, "none": None}
 
-_FUNCTIONS: Mapping[str, tuple[Callable[[list[Value]], Value], bool]] = {
+FUNCTIONS: Mapping[str, tuple[Callable[[list[Value]], Value], bool]] = {
     "max": (lambda values: max(_number(value, "max") for value in values), False),
     "min": (lambda values: min(_number(value, "min") for value in values), False),
     "len": (_length, True),
     "int": (lambda values: int(_number(values[0], "int")), True),
+    "ceil": (lambda values: math.ceil(_number(values[0], "ceil")), True),
+    "round": (lambda values: round(_number(values[0], "round")), True),
 }
 """Name -> what it does, and whether it takes one argument instead of several."""
 

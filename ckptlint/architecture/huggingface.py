@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from importlib import resources
 from typing import Any
 
 from ckptlint.architecture.expected import Expected, NoTable, UnknownModel
 from ckptlint.architecture.expressions import ExpressionError, parse, whole
-from ckptlint.architecture.tables import MOST_KEYS, Row, entry, expand, rows_of
+from ckptlint.architecture.tables import MOST_KEYS, Row, expand, rows_of
 from ckptlint.model.text import printable
-
-FILE = "huggingface.json"
-"""The data file: `""` -> what it was made with; model type -> fields, ranges, rows, models (bench/architectures)."""
 
 _KEEP_NAMES = frozenset({"fp8", "fbgemm_fp8"})
 """Quantisations that keep the name and the shape of every weight and add scales beside it."""
@@ -53,14 +54,14 @@ def expected_models(
     model_type = _text(config.get("model_type"))
     if not model_type:
         raise NoTable(f"{source} has no model_type")
-    table = entry(FILE, model_type)
+    table = table_of(model_type)
     if table is None:
         raise UnknownModel(f"no table for model_type {printable(model_type)}")
     name = _class_of(config, table, model_type)
     if reason := _renamed_by(config):
         raise NoTable(f"{source} declares {reason}, which renames or reshapes tensors")
     try:
-        values = _values(config, table)
+        values = _values(config, table, name)
         mounted = _mounted(config, table, values)
         forms = []
         for form, rows in table["models"][name].items():
@@ -82,7 +83,7 @@ def expected_models(
                     tensors=tensors,
                     fields=values,
                     dtype=_dtype(config),
-                    made_with=entry(FILE, "")["made_with"],
+                    made_with=table["made_with"],
                     model_class=name,
                     ignored=tuple(table.get("ignored", ())),
                     remote_code="auto_map" in config,
@@ -93,6 +94,23 @@ def expected_models(
     except ExpressionError as error:
         raise NoTable(f"{source} of model_type {model_type} describes no model: {error}") from None
     return tuple(forms)
+
+
+@lru_cache(maxsize=8)
+def table_of(model_type: str) -> Mapping[str, Any] | None:
+    """The table of a model type, as `bench/architectures` writes it; None where there is none.
+
+    Its keys: `usual` class, `fields` with their kinds and defaults, `ranges` of indices, `rows`, `models` (class ->
+    form -> numbers of rows), `made_with`.
+    """
+    if not re.fullmatch(r"\w[\w.-]*", model_type, re.ASCII):
+        return None
+    try:
+        text = resources.files("ckptlint.architecture").joinpath("tables", f"{model_type}.json").read_text("utf-8")
+    except FileNotFoundError:
+        return None
+    found: Mapping[str, Any] = json.loads(text)
+    return found
 
 
 def _mounted(
@@ -111,10 +129,10 @@ def _mounted(
         model_type = declared.get("model_type", usual) if isinstance(declared, dict) else usual
         if model_type == usual:
             continue
-        if _text(model_type) not in table.get("others", {}).get(section, ()):
+        part = table_of(_text(model_type)) if model_type in table.get("others", {}).get(section, ()) else None
+        if part is None:
             raise NoTable(f"no table with a {section} of model_type {printable(_text(model_type))}")
-        part = entry(FILE, str(model_type))
-        part_values = _values(declared, part)  # type: ignore[arg-type]  # no other value has a model_type
+        part_values = _values(declared, part, part["base"])  # type: ignore[arg-type]  # no other value has a model_type
         values.update({f"{section}.{name}": value for name, value in part_values.items()})
         found[section] = (part, part_values)
     return found
@@ -175,7 +193,7 @@ def _rows(table: Mapping[str, Any], numbers: str) -> list[Row]:
 # ---------------------------------------------------------------- the values of the fields
 
 
-def _values(config: Mapping[str, object], table: Mapping[str, Any]) -> dict[str, object]:
+def _values(config: Mapping[str, object], table: Mapping[str, Any], model_class: str) -> dict[str, object]:
     """The value of every field that the table asks for: as declared, or what the library takes where it is left out.
 
     Raises:
@@ -204,8 +222,11 @@ def _values(config: Mapping[str, object], table: Mapping[str, Any]) -> dict[str,
         if known and isinstance(value, list) and not all(word in known for word in value):
             raise NoTable(f"{name} holds a word other than {', '.join(known)}")
         values[name] = value
-    for name, only in table.get("only", {}).items():
-        if next(_at(config, name), only) not in (only, None):
+    for name, only in table.get("only", {}).get(model_class, {}).items():
+        given = next(_at(config, name.removeprefix("len(").removesuffix(")")), None)
+        if name.startswith("len(") and isinstance(given, (list, str)):
+            given = len(given)
+        if given not in (only, None):
             raise NoTable(f"{name} is not {printable(repr(only)[:60])}, with which the table was made")
     if "tied_by" in table and next(_at(config, table["tied_by"]), None) is True:
         values["tie_word_embeddings"] = True

@@ -46,7 +46,7 @@ def entry(file: str, key: str) -> Any:
     """What a data file of this room says under a key; None where it has no such key.
 
     Args:
-        file: its name (`huggingface.json`): one JSON object, written with one entry per line.
+        file: its name (`megatron.json`): one JSON object, written with one entry per line.
     """
     line = _lines(file).get(key)
     return None if line is None else json.loads(line)
@@ -58,11 +58,6 @@ def _lines(file: str) -> dict[str, str]:
     text = resources.files("ckptlint.architecture").joinpath(file).read_text(encoding="utf-8")
     pairs = (line.split('":', 1) for line in text.splitlines() if line.startswith('"'))
     return {key[1:]: value.strip().rstrip(",") for key, value in pairs}
-
-
-def keys(file: str) -> tuple[str, ...]:
-    """The keys of a data file."""
-    return tuple(_lines(file))
 
 
 def rows_of(entries: Iterable[Sequence[Any]]) -> Iterator[Row]:

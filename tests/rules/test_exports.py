@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from support import REAL, manifest
 
 import ckptlint
 from ckptlint.rule import Severity
+from ckptlint.testing import write_safetensors
 
 EXPORTS = REAL / "exports"
 ROWS = manifest(EXPORTS)
@@ -43,3 +45,19 @@ def test_a_shape_is_told_once_beside_a_reference() -> None:
     config = str(folder / "config.json")
     assert set(codes(folder, expect=config)) == {"CFG003"}
     assert set(codes(folder, expect=config, select=["REF"])) == {"REF002"}
+
+
+@pytest.mark.parametrize("folder", sorted(EXPORTS.glob("ok_table_*")), ids=lambda folder: folder.name)
+def test_a_table_that_was_wrong_is_silent_and_judges(folder: Path, tmp_path: Path) -> None:
+    """Nothing is found in the export; a tensor that is lost, and one of half its size, are."""
+    report = ckptlint.check(folder)
+    assert {"CFG001", "CFG003"} <= set(report.checkpoints[0].passed)
+    assert not codes(folder)
+    shutil.copy(folder / "config.json", tmp_path)
+    shapes = {key: list(tensor.global_shape) for key, tensor in report.checkpoints[0].checkpoint.tensors.items()}
+    for key, shape in sorted(shapes.items())[::12]:
+        others = {k: v for k, v in shapes.items() if k != key}
+        for left, code in ((others, "CFG001"), (others | {key: [size // 2 or 2 for size in shape]}, "CFG003")):
+            tensors = {k: {"shape": v, "dtype": "bfloat16"} for k, v in left.items()}
+            write_safetensors(tmp_path / "model.safetensors", {"tensors": tensors})
+            assert code in codes(tmp_path), key
