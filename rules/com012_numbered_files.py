@@ -31,14 +31,12 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
         mesh or other sets state: an error if two of these agree on the number of ranks, a warning if one says it. Sets
         of objects (`custom_checkpoint_N.pkl`) and the entries `dataloader.dp_rank_N` of torchtitan have no gap: a
         warning. Where nobody says what a number counts, a gap in a set from 0 on is info, or a warning if the set would
-        have one file of each rank. An even distance (0, 8, 16, or 0 and 8 of 16 ranks: one rank of each node or group
-        writes) is no gap, but what breaks it is. It is only info if a set with such a distance does not reach the first
-        or the last group, if two files are all and nobody states the ranks, if the files are those of whole later nodes
-        (4-7 of 8), or if rank 0 alone has a file. All
-        files of a set that state a step state the same, but for objects that count by themselves (`optimizer_1.bin`).
-        None is of a rank beyond those that the job states exactly (Megatron's arguments, VeOmni's manifest): a warning,
-        or an error if two agree. Data-parallel ranks (`train_dataloader_dprank000.pt`, of Megatron-Bridge beside the
-        step in `energon/iter_N`) are as many as the arguments state, or the objects of each rank by the parallel sizes.
+        have one file of each rank. An even distance (0, 8, 16: one rank of each node or group writes) is no gap, but
+        what breaks it is. It is only info if such a set does not reach the first or the last group, if two files are
+        all and nobody states the ranks, if the files are those of whole later nodes (4-7 of 8), or if rank 0 alone has
+        one. All files of a set state one step, but for objects that count by themselves (`optimizer_1.bin`). None is of
+        a rank beyond those that the job states exactly (VeOmni's manifest): a warning, or an error if two agree.
+        Data-parallel ranks (`train_dataloader_dprank000.pt`) are as many as the arguments state.
     Why it matters:
         A resume continues with different random numbers or data on these ranks, or does not find the state of an
         object.

@@ -82,6 +82,9 @@ torch.distributed.fsdp.api.ShardedOptimStateDictConfig torch.distributed.fsdp.ap
 torch.distributed.fsdp.api.ShardingStrategy torch.distributed.fsdp.api.StateDictType
 torch.distributed.fsdp.wrap.transformer_auto_wrap_policy torch.distributed.remote_device._remote_device
 torch.distributed.tensor.DTensor torch.distributed.tensor._dtensor_spec.DTensorSpec
+megatron.energon.flavors.webdataset.sample_loader.SliceState
+megatron.energon.savable_loader.SavableDataLoaderState
+megatron.energon.state.FlexState
 torch.distributed.tensor._dtensor_spec.ShardOrderEntry torch.distributed.tensor._dtensor_spec.TensorMeta
 torch.distributed.tensor.placement_types.Replicate torch.distributed.tensor.placement_types.Shard
 torch.distributed.tensor.placement_types._StridedShard torch.float16 torch.float32 torch.float64 torch.float8_e4m3fn

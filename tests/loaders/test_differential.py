@@ -218,7 +218,7 @@ def test_every_real_file_is_read_as_torch_reads_it(read_by_torch: dict[Path, Any
 
 def test_torch_reads_nearly_all_of_them(read_by_torch: dict[Path, Any]) -> None:
     refused = [path for path, found in read_by_torch.items() if isinstance(found, str)]
-    assert len(read_by_torch) > 200 and len(refused) <= 4
+    assert len(read_by_torch) > 200 and len(refused) <= 6  # four hold classes of Megatron
 
 
 # ---------------------------------------------------------------- the safetensors library
