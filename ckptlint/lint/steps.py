@@ -12,9 +12,10 @@ from typing import Literal
 from ckptlint.errors import CkptlintError, NothingToCheckError, UnknownLayoutError
 from ckptlint.lint.report import CheckpointReport, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
-from ckptlint.loaders.discover import Step, find_checkpoints, is_alike, runs_below, steps_of
+from ckptlint.loaders.discover import find_checkpoints
 from ckptlint.loaders.finished import step_state
 from ckptlint.loaders.run_folder import read_tracker
+from ckptlint.loaders.steps import Step, is_alike, runs_below, steps_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.checkpoint import ProblemKind
 from ckptlint.model.text import human_duration, listed, plural, printable

@@ -9,8 +9,8 @@ from typing import Any
 from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.formats.strict_json import json_object
 from ckptlint.loaders.bare_parts import bare_parts
-from ckptlint.loaders.discover import is_alike, steps_of, sub_folder
 from ckptlint.loaders.layouts import recognise
+from ckptlint.loaders.steps import is_alike, steps_of, sub_folder
 from ckptlint.model import AxisSize, Problem, StepState
 from ckptlint.model.text import listed, printable
 from ckptlint.storage.folder import Folder

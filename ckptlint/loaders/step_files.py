@@ -20,14 +20,14 @@ from ckptlint.formats.safe_pickle import read_metadata, read_state
 from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of, read_torch_bytes, read_torch_file
 from ckptlint.loaders.code_beside import code_beside
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
-from ckptlint.loaders.discover import is_alike, steps_of, sub_folder
 from ckptlint.loaders.finished import missing_parts, stated_world
 from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.megatron import CONFIG_FILE
+from ckptlint.loaders.optimizer_state import optimizer_file
 from ckptlint.loaders.problems import from_error, from_torch_file
-from ckptlint.model import Checkpoint, OptimizerFile, Problem, StepFile, StepFileState
+from ckptlint.loaders.steps import is_alike, steps_of, sub_folder
+from ckptlint.model import Checkpoint, Problem, StepFile, StepFileState
 from ckptlint.model.lost_files import by_node
-from ckptlint.model.stored import StoredDTensor, StoredTensor
 from ckptlint.model.text import plural, printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
@@ -447,26 +447,6 @@ def _moments_step(item: _Found, found: TorchFile) -> int | None:
     states = (own.get("step") for own in found.root["state"].values() if isinstance(own, dict))
     numbers = [number_in(ranges_of(item.folder, item.name), found, step) for step in islice(states, _MOMENTS)]
     return max((number for number in numbers if number is not None), default=None)
-
-
-def optimizer_file(root: Any) -> OptimizerFile | None:
-    """The state dict of an optimizer; None for what has another form."""
-    states, groups = (root.get("state"), root.get("param_groups")) if isinstance(root, dict) else (None, None)
-    if not isinstance(states, dict) or not isinstance(groups, list):
-        return None
-    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
-        return None
-    params = [param for group in groups for param in group["params"]]
-    if not all(isinstance(param, (int, str)) for param in (*params, *states)):
-        return None
-    shapes = {
-        param: {
-            str(name): value.shape for name, value in own.items() if isinstance(value, (StoredTensor, StoredDTensor))
-        }
-        for param, own in states.items()
-        if isinstance(own, dict)
-    }
-    return OptimizerFile(tuple(params), frozenset(str(name) for group in groups for name in group), shapes)
 
 
 def _saved_step(item: _Found) -> int | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ckptlint.loaders.discover import components, steps_of
 from ckptlint.loaders.layouts import Evidence, Found, Layout
+from ckptlint.loaders.rank_files.plain import read_named
+from ckptlint.loaders.steps import components, steps_of
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
@@ -17,8 +18,6 @@ def _alone(folder: Folder) -> Evidence | None:
 
 def _read(found: Found, look_at_files: bool) -> Checkpoint:
     """A file by itself: a whole state, or one that belongs to no checkpoint; that is told with the step files."""
-    from ckptlint.loaders.rank_files.plain import read_named
-
     folder, name = found.folder, printable(found.folder.part)
     if (ckpt := read_named(folder, folder.part, look_at_files)) is not None:
         return ckpt

@@ -8,6 +8,7 @@ from dataclasses import replace
 from ckptlint.loaders.finished import unfinished_marks
 from ckptlint.loaders.layouts import Evidence, Found, Layout
 from ckptlint.loaders.layouts.unsupported import unread_beside
+from ckptlint.loaders.rank_files.plain import read_weights
 from ckptlint.loaders.rank_files.sets import Sets, input_bytes, weight_sets
 from ckptlint.loaders.run_folder import read_run
 from ckptlint.model import Checkpoint
@@ -33,8 +34,6 @@ def opened(found: Found, ckpt: Checkpoint) -> Checkpoint:
 
 
 def _read(found: Found, look_at_files: bool) -> Checkpoint:
-    from ckptlint.loaders.rank_files.plain import read_weights
-
     return opened(found, read_weights(found.folder, look_at_files))
 
 

@@ -6,16 +6,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ckptlint.errors import LimitError
 from ckptlint.loaders.rank_files.sets import PICKLE_SHARE
 from ckptlint.model.facts import fact
+from ckptlint.model.stored import StoredTensor
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.config_fields import attributes
-
-if TYPE_CHECKING:
-    from ckptlint.model.stored import StoredTensor
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 OPTIMIZER_FILE = "distrib_optim.pt"

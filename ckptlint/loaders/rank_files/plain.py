@@ -11,10 +11,10 @@ from ckptlint.errors import ForeignError, LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import Opaque
 from ckptlint.formats.torch_file import TorchFile, read_torch_file
 from ckptlint.loaders.common_state import read_configs
+from ckptlint.loaders.optimizer_state import optimizer_file
 from ckptlint.loaders.rank_files.onto import Columns, damaged, read_file
 from ckptlint.loaders.rank_files.sets import PICKLE_SHARE, FileSet, weight_sets
 from ckptlint.loaders.safetensors import is_stale, no_files, read_index, weight_index
-from ckptlint.loaders.step_files import optimizer_file
 from ckptlint.model import (
     Checkpoint,
     FileState,

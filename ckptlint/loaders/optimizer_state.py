@@ -1,0 +1,28 @@
+"""The state dict of a torch optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckptlint.model import OptimizerFile
+from ckptlint.model.stored import StoredDTensor, StoredTensor
+
+
+def optimizer_file(root: Any) -> OptimizerFile | None:
+    """The state dict of an optimizer; None for what has another form."""
+    states, groups = (root.get("state"), root.get("param_groups")) if isinstance(root, dict) else (None, None)
+    if not isinstance(states, dict) or not isinstance(groups, list):
+        return None
+    if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
+        return None
+    params = [param for group in groups for param in group["params"]]
+    if not all(isinstance(param, (int, str)) for param in (*params, *states)):
+        return None
+    shapes = {
+        param: {
+            str(name): value.shape for name, value in own.items() if isinstance(value, (StoredTensor, StoredDTensor))
+        }
+        for param, own in states.items()
+        if isinstance(own, dict)
+    }
+    return OptimizerFile(tuple(params), frozenset(str(name) for group in groups for name in group), shapes)

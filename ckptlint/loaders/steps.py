@@ -1,0 +1,192 @@
+"""The steps that lie in a folder, the checkpoints in a folder itself, and which links out of a run are followed."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import islice
+from math import isclose
+from operator import itemgetter
+from pathlib import PurePath
+
+from ckptlint.errors import AccessError
+from ckptlint.loaders.layouts import Found, layouts, recognise
+from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder
+from ckptlint.loaders.rank_files.plain import are_states
+from ckptlint.loaders.safetensors import groups
+from ckptlint.loaders.siblings import series
+from ckptlint.model.facts import fact
+from ckptlint.model.text import printable
+from ckptlint.storage.folder import READABLE, Folder
+from ckptlint.vocabulary.frameworks import family_of, holds_no_state, is_newest, is_part, may_be_pickle, step_number
+from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
+
+_NUMBERS = re.compile(r"[\d.]+")
+_SIBLINGS_TRIED = 16
+_LIKE = 0.01  # by which the largest files of two steps differ: what is pickled with the tensors varies
+
+
+def is_alike(name: str, other: str) -> bool:
+    """Whether two folders are named alike but for their numbers."""
+    return _NUMBERS.sub("", name) == _NUMBERS.sub("", other)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of a run: a folder, or one file that holds a whole state.
+
+    Attributes:
+        number: the step that its name carries.
+        run: the folder around it.
+        name: its own name there, raw.
+    """
+
+    number: int
+    run: Folder
+    name: str
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a folder, not one file."""
+        return not self.run.has(self.name)
+
+    @property
+    def folder(self) -> Folder:
+        """The step's folder; of a file the run's, with that file alone in view.
+
+        Raises:
+            AccessError: it is a link out of the run that leads to no checkpoint.
+        """
+        if not self.is_folder:
+            return self.run.only(self.name)
+        found = sub_folder(self.run, self.name)
+        if found is None:
+            raise AccessError(astray(self.run, self.name))
+        return found
+
+
+def steps_of(run: Folder) -> list[Step]:
+    """The steps that lie directly in a folder, the newest first; of two with one number the one that sorts later.
+
+    Raises:
+        AccessError: the folder could not be listed.
+    """
+    return [Step(number, run, name) for name, number in numbered_steps(run).items()]
+
+
+@fact
+def numbered_steps(folder: Folder) -> dict[str, int]:
+    """Name -> number of the steps that lie directly in a folder, the newest first.
+
+    A file that is called the last one (`last.ckpt`) is at least as new as the others, and what a resume takes.
+    """
+    files = [name for name in folder.files_beside() if may_be_pickle(name)]
+    names = [*folder.folders(), *files]
+    numbers = {name: number for name in names if (number := step_number(name)) is not None} or _unlisted(folder)
+    newest = max(numbers.values(), default=0)
+    numbers |= dict.fromkeys(filter(is_newest, files), newest)
+    return dict(sorted(numbers.items(), key=lambda item: (item[1], is_newest(item[0]), item[0]), reverse=True))
+
+
+def _unlisted(folder: Folder) -> dict[str, int]:
+    """The same of names that no framework is known to give: folders with a checkpoint in each, or files with a whole
+    state in each; those of ranks and of parts of one state differ in their keys.
+    """
+    if recognise(folder) is not None or groups(folder):
+        return {}
+    for numbers in series(name for name in folder.folders() if not _is_place(folder, name)):
+        oldest = sorted(numbers, key=numbers.__getitem__)[:_SIBLINGS_TRIED]
+        held = islice((parts for name in oldest if (parts := components(folder.sub(name)))), 2)
+        bulks = [_bulk(parts[0].folder) for parts in held]  # the newest may be unfinished
+        if len(bulks) == 2 and bulks[0][:2] == bulks[1][:2] and isclose(bulks[0][2], bulks[1][2], rel_tol=_LIKE):
+            return numbers
+    files = [name for name in folder.files_beside() if may_be_pickle(name) and family_of(name) is None]
+    sure = [*series(files)]
+    for numbers in [*sure, *(others for others in series(files, from_any=True) if others not in sure)]:
+        if are_states(folder, sorted(numbers, key=numbers.__getitem__)[:2], numbers not in sure):
+            return numbers
+    return {"release": 0} if "release" in folder.folders() else {}
+
+
+def _bulk(folder: Folder) -> tuple[str, int, int]:
+    """The largest file: its name without numbers, how many are called so, its bytes; sizes of one model differ"""
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for name in folder.files():
+        sizes[_NUMBERS.sub("", name)].append(folder.size(name))
+    name, largest = max(((name, max(held)) for name, held in sizes.items()), key=itemgetter(1), default=("", 0))
+    return name, len(sizes[name]), largest
+
+
+def _is_place(folder: Folder, name: str) -> bool:
+    """Whether a folder is by its name a place in a step or beside it, or not in this folder at all."""
+    is_known = name.startswith(".") or is_rank_folder(name) or is_part(name) or holds_no_state(name)
+    return is_known or bool(folder.outside(name))
+
+
+def runs_below(folder: Folder, levels: int = 3) -> list[tuple[str, Folder]]:
+    """The folders that hold steps, each with its place below the folder: itself (""), or all below it that do.
+
+    Links out of the folder are not followed.
+
+    Args:
+        levels: how many floors below the folder are looked at.
+    """
+    if steps_of(folder):
+        return [("", folder)]
+    if not levels:
+        return []
+    inner = [name for name in folder.folders() if not name.startswith(".") and not folder.outside(name)]
+    below = [(name, runs_below(folder.sub(name), levels - 1)) for name in inner]
+    return [(f"{name}/{place}".rstrip("/"), run) for name, runs in below for place, run in runs]
+
+
+def components(folder: Folder) -> list[Found]:
+    """The checkpoints that lie in a folder itself, each in a view that hides the others; [] where none does.
+
+    A folder holds several where safetensors of one model lie beside those of another, or beside a DCP checkpoint.
+    """
+    found = groups(folder)
+    if not found:
+        return [Found.at(folder)] if recognise(folder) else []
+    weights = [name for group in found for name in (*group.files, group.index)]
+    rest = folder.without(weights, "")
+    other = recognise(rest)
+    # of a model that lies there in both forms loaders take the safetensors
+    parts = [rest] if other is not None and other.kind not in ("unsupported", "torch") else []
+    if not parts and len(found) == 1:
+        return [Found.at(folder)]
+    described = [name for name in (folder.files() if parts else ()) if is_dcp_file(name)]
+    for group in found:
+        hidden = {*weights, *described} - {*group.files, group.index}
+        parts.append(folder.without(hidden, group.label))
+    return [Found.at(parts[0]), *map(Found, parts[1:])]
+
+
+def is_dcp_file(name: str) -> bool:
+    """Whether a file belongs to a DCP checkpoint by its name."""
+    known = (METADATA, f"{METADATA}.tmp", "common.pt", "metadata.json")
+    return name in known or name.endswith(".distcp") or bool(RANK_METADATA.fullmatch(name))
+
+
+def sub_folder(folder: Folder, name: str) -> Folder | None:
+    """A sub-folder; None for a link out of the folder that leads to no checkpoint, such as `iter_0000099 -> /`.
+
+    Steps and components that lie on another disk are links to a folder that is called so there too, or that has
+    metadata itself. For metadata only its names are looked for: what else lies outside is never listed.
+    """
+    target = folder.outside(name)
+    if not target:
+        return folder.sub(name)
+    is_step = PurePath(target).name == name or (
+        step_number(name) is not None and step_number(PurePath(target).name) is not None
+    )
+    if is_step or any(folder.look_at(f"{name}/{mark}")[0] in READABLE for row in layouts() for mark in row.marks):
+        return folder.sub(name)
+    return None
+
+
+def astray(folder: Folder, name: str) -> str:
+    """What is said of a link that `sub_folder` does not follow."""
+    link = f"{folder.display.rstrip('/')}/{printable(name)}"
+    return f"{link} is a link to {printable(folder.outside(name))}, outside the run; ckptlint did not follow it"
