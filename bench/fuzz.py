@@ -161,7 +161,7 @@ def metadata(data: bytes) -> None:
 def described(found: Any) -> Any:
     """What the loader makes of a root, comparable."""
     from ckptlint.errors import UnreadableError
-    from ckptlint.loaders.dcp import describe
+    from ckptlint.loaders.dcp_metadata import describe
 
     if found.root is None:
         return found.refused

@@ -10,8 +10,8 @@ from typing import Literal
 from ckptlint.errors import AccessError, NothingToCheckError, UnknownLayoutError
 from ckptlint.loaders.layouts import Found, recognise
 from ckptlint.loaders.layouts.unsupported import unsupported
+from ckptlint.loaders.plain import lone_state
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
-from ckptlint.loaders.rank_files.plain import lone_state
 from ckptlint.loaders.safetensors import groups
 from ckptlint.loaders.steps import astray, components, is_dcp_file, numbered_steps, sub_folder
 from ckptlint.model.text import plural, printable, some

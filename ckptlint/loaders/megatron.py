@@ -11,7 +11,7 @@ import numpy as np
 
 from ckptlint.errors import UnreadableError
 from ckptlint.loaders.common_state import COMMON_ENTRY, COMMON_FILE
-from ckptlint.loaders.dcp import Description
+from ckptlint.loaders.dcp_metadata import Description
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import ByteObject, ObjectTable, Problem, empty_objects
 from ckptlint.model.text import printable

@@ -13,7 +13,7 @@ from ckptlint.errors import UnreadableError
 from ckptlint.formats.pickle_columns import END, OneChunk, PlanRows, RowRun
 from ckptlint.formats.pickle_rows import Table
 from ckptlint.formats.safe_pickle import Node
-from ckptlint.loaders.dcp import Numbering, state_of, states_of
+from ckptlint.loaders.dcp_metadata import Numbering, state_of, states_of
 from ckptlint.model import SavePlans
 from ckptlint.model.files import Names
 from ckptlint.model.layout import COORDINATE_LIMIT, IntArray

@@ -12,8 +12,8 @@ from pathlib import PurePath
 
 from ckptlint.errors import AccessError
 from ckptlint.loaders.layouts import Found, layouts, recognise
+from ckptlint.loaders.plain import are_states
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder
-from ckptlint.loaders.rank_files.plain import are_states
 from ckptlint.loaders.safetensors import groups
 from ckptlint.loaders.siblings import series
 from ckptlint.model.facts import fact

@@ -23,7 +23,7 @@ from ckptlint.formats import safe_pickle as unpickle
 from ckptlint.formats.pickle_columns import scan
 from ckptlint.formats.pickle_rows import Buffer
 from ckptlint.formats.safe_pickle import Opaque, read_metadata
-from ckptlint.loaders.dcp import describe
+from ckptlint.loaders.dcp_metadata import describe
 from ckptlint.loaders.save_plans import read_plans
 from ckptlint.sandbox import isolated
 

@@ -3,57 +3,21 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 from functools import partial
-from itertools import islice
-from typing import Any
 
-from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.formats.pickle_columns import WORTHWHILE
-from ckptlint.formats.pickle_rows import Buffer
-from ckptlint.formats.safe_pickle import SIZE_LIMIT, Node, Opaque, Unpickled, asks_for_names, read_metadata
-from ckptlint.loaders.common_state import (
-    COMMON_ENTRY,
-    COMMON_FILE,
-    OWN_ENTRIES,
-    Location,
-    read_claims,
-    read_common,
-    read_configs,
-    read_objects,
-)
-from ckptlint.loaders.dcp import Description, describe, state_of
-from ckptlint.loaders.finished import other_step, unfinished_marks
-from ckptlint.loaders.layouts import Evidence, Found, Layout
-from ckptlint.loaders.layouts.unsupported import unread_beside, unsupported_problem
-from ckptlint.loaders.megatron import (
-    CONFIG_FILE,
-    describing_objects,
-    dialect,
-    missing_marks,
-    read_config,
-    split_objects,
-)
-from ckptlint.loaders.payload_files import listed, payload_files
-from ckptlint.loaders.problems import from_error, from_refusals
-from ckptlint.loaders.run_folder import read_run, read_train_state
-from ckptlint.loaders.save_plans import read_plans
-from ckptlint.loaders.step_files import leftover_files, lost_ranks, rank_files
-from ckptlint.model import Checkpoint, Declared, FileTable, Problem, RunFolder, StepState
+from ckptlint.errors import LimitError
+from ckptlint.formats.safe_pickle import SIZE_LIMIT, asks_for_names
+from ckptlint.loaders.common_state import COMMON_FILE
+from ckptlint.loaders.dcp import read_dcp
+from ckptlint.loaders.layouts import Evidence, Layout
+from ckptlint.loaders.megatron import CONFIG_FILE
+from ckptlint.model import StepState
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
-from ckptlint.storage.paths import is_safe
-from ckptlint.vocabulary.frameworks import counts_moments, is_counter
 from ckptlint.vocabulary.litter import is_litter
-from ckptlint.vocabulary.mesh import read_topology
-from ckptlint.vocabulary.metadata_files import METADATA, PAYLOAD_RANK, RANK_METADATA, WRITTEN_LAST
+from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 
 _TEXT_LIMIT = 1024**2
-_MOMENTS = 16  # parameters of an optimizer whose steps are read
-_RENAMED = "the writer renames a finished file into place, so an interrupted copy or a full disk truncated it"
-_OTHER_CONTENT = "torch reads a pickle there, so another program wrote this file or a copy replaced it"
-_BYTECHECKPOINT = "bytecheckpoint."
-_RESTORE = "restore .metadata from where it was written, or use another step"
 
 
 def _metadata_bytes(folder: Folder) -> int:
@@ -62,191 +26,6 @@ def _metadata_bytes(folder: Folder) -> int:
         name for name in folder.files_beside() if name in (METADATA, COMMON_FILE) or RANK_METADATA.fullmatch(name)
     ]
     return sum(min(folder.entries[name].size, SIZE_LIMIT) for name in inputs)
-
-
-def _read(found: Found, look_at_files: bool) -> Checkpoint:
-    folder, is_whole = found.folder, METADATA in found.folder.entries
-    problems: list[Problem] = []
-    names = [METADATA] if is_whole else rank_files(folder)
-    unpickled = [(name, _read_metadata(folder, name, problems)) for name in names]
-    roots = [part.root for _, part in unpickled if part is not None and part.root is not None]
-    label = METADATA if is_whole else f"{names[0]} .. {names[-1]}"
-    if roots and isinstance(roots[0], Opaque) and roots[0].module.startswith(_BYTECHECKPOINT):
-        problems.append(unsupported_problem(Evidence(METADATA, "ByteCheckpoint")))
-        return Checkpoint(folder.display, "unsupported", problems=problems, readable=False)
-    described: Description | None = None
-    if roots:
-        try:
-            described = describe(roots, label)
-        except UnreadableError as error:
-            if not problems:  # a refused root was reported already
-                problems.append(from_error(error, label, blocks=True))
-    if described is None:
-        problems = [replace(p, blocks=True, hint=p.hint or other_step(folder) or _RESTORE) for p in problems]
-        if any(p.kind == "unreadable" for p in problems):
-            problems += unread_beside(folder)
-        return Checkpoint(
-            folder.display, "dcp", problems=problems, readable=False, metadata_file=label, files=listed(folder)
-        )
-    return _assemble(folder, is_whole, described, roots[0], label, problems, look_at_files)
-
-
-def _assemble(
-    folder: Folder,
-    is_whole: bool,
-    described: Description,
-    root: Node,
-    label: str,
-    problems: list[Problem],
-    look_at_files: bool,
-) -> Checkpoint:
-    objects, byte_objects = split_objects(described.byte_records)
-    config, config_problem = read_config(folder)
-    format_ = dialect(described, root.name, config, folder, objects)
-    keys = described.byte_records.keys()
-    if config_problem and format_ == "torch_dist":
-        problems.append(config_problem)
-    problems += described.problems
-    problems += missing_marks(format_, config, config_problem is not None, folder, keys)
-    partial = ""
-    if not is_whole:
-        format_ = "dcp-per-rank"
-        partial, lost = lost_ranks(folder)
-        problems += lost
-    if is_whole:
-        problems += _unsafe_beside(folder)
-    problems += unread_beside(folder) + leftover_files(folder) + unfinished_marks(folder)
-    common, common_problems = read_common(folder, _locations(described, {COMMON_ENTRY, *OWN_ENTRIES}))
-    values, object_problems = read_objects(folder, _locations(described, describing_objects(objects)))
-    problems += common_problems + object_problems
-    # over a network no record is fetched at the depths that do not ask for it
-    counters = {fqn for fqn in (*keys, *described.tensors) if is_counter(fqn)} if folder.is_near else set()
-    moments = {*islice(filter(counts_moments, described.tensors), _MOMENTS)} if folder.is_near else set()
-    claims, claim_problems = read_claims(folder, _locations(described, counters, of_tensors=True))
-    made, moment_problems = read_claims(folder, _locations(described, moments, of_tensors=True))
-    claims += tuple(sorted(made, key=lambda claim: claim.step)[-1:])  # parameters without a gradient lag
-    claim_problems += moment_problems
-    problems += claim_problems
-    plans = read_plans(described.extras.get("all_local_plans"))
-    files, locates = payload_files(folder, described, look_at_files)
-    declared, model_config, config_problems = read_configs(folder, common)
-    if config and isinstance(backend := config.get("sharded_backend"), str):
-        declared["sharded_backend"] = Declared(backend, CONFIG_FILE)
-    saved, state_problems = read_train_state(folder)
-    problems += config_problems + state_problems
-    run = read_run(folder)
-    ranks = {int(match[1]) for path in described.paths if (match := PAYLOAD_RANK.search(path))}
-    return Checkpoint(
-        path=folder.display,
-        format=format_,
-        writer=_writer(described, root, format_),
-        tensors=described.tensors,
-        objects=objects,
-        byte_objects=byte_objects,
-        records=described.records,
-        files=files,
-        save_plans=plans,
-        common=common,
-        declared=declared,
-        config=model_config,
-        object_values=values,
-        run=None if run is None else replace(run, saved=saved),
-        claims=claims,
-        topology=read_topology(declared, objects, plans, ranks),
-        problems=problems,
-        partial=partial,
-        locates_bytes=locates,
-        metadata_file=label,
-        unseen=_unseen(folder, run, files if look_at_files else FileTable.of([])),
-    )
-
-
-def _unseen(folder: Folder, run: RunFolder | None, files: FileTable) -> tuple[str, ...]:
-    """What could not be looked at and would be no finding if it could."""
-    unchecked = int(files.are("unchecked").sum())
-    sizes = f"the server does not give the size of {unchecked} of {len(files)} payload files" if unchecked else ""
-    return tuple(sentence for sentence in (folder.unseen, run.unseen if run else "", sizes) if sentence)
-
-
-def _read_metadata(folder: Folder, name: str, problems: list[Problem]) -> Unpickled | None:
-    try:
-        unpickled = read_metadata(_content(folder, name))
-    except UnreadableError as error:
-        why = _RENAMED if error.position else _OTHER_CONTENT if folder.size(name) else WRITTEN_LAST
-        problems.append(from_error(error, name, why="" if isinstance(error, LimitError) else why))
-        return None
-    if isinstance(unpickled.root, Opaque) and unpickled.root.module.startswith(_BYTECHECKPOINT):
-        own = tuple(refused for refused in unpickled.refused if not refused.target.startswith(_BYTECHECKPOINT))
-        problems += from_refusals(replace(unpickled, refused=own), name)
-        return unpickled
-    problems += from_refusals(unpickled, name)
-    if not unpickled.refused:
-        try:
-            state_of(unpickled.root, "Metadata")
-        except UnreadableError as error:
-            problems.append(from_error(error, name, why="torch writes a Metadata object there"))
-    return unpickled
-
-
-def _content(folder: Folder, name: str) -> bytes | Buffer:
-    """A metadata file; a large one as a buffer, since a copy of it may be hundreds of megabytes."""
-    if (size := folder.size_within(name, SIZE_LIMIT)) < WORTHWHILE:
-        return folder.read(name, SIZE_LIMIT)
-    buffer = Buffer(folder.blocks(name), size + 1)
-    return buffer if buffer.end <= size else folder.read(name, SIZE_LIMIT)  # it was written anew meanwhile
-
-
-def _unsafe_beside(folder: Folder) -> list[Problem]:
-    """What the metadata of single ranks asks for: torch reads it where `.metadata` is lost.
-
-    One that cannot be read describes nothing, and is the note of a file that belongs to another save.
-    """
-    problems = []
-    for name in rank_files(folder):
-        try:
-            found = read_metadata(folder.read(name, SIZE_LIMIT))
-        except UnreadableError:
-            continue
-        problems += [replace(problem, blocks=False) for problem in from_refusals(found, name)]
-    return problems
-
-
-def _locations(described: Description, wanted: set[str], of_tensors: bool = False) -> dict[str, Location]:
-    """Where the records of these entries lie; of tensors, where asked for, those that are one chunk."""
-    table = described.records
-    rows = {fqn: described.byte_records[fqn] for fqn in wanted & described.byte_records.keys()}
-    names = wanted if of_tensors else ()
-    tensors = [tensor for fqn in names if (tensor := described.tensors.get(fqn)) is not None]
-    rows |= {tensor.fqn: int(tensor.chunks.record[0]) for tensor in tensors if len(tensor.chunks) == 1}
-    return {
-        fqn: (described.paths[int(table.file[row])], int(table.byte_offset[row]), int(table.byte_length[row]))
-        for fqn, row in rows.items()
-        if row >= 0 and is_safe(described.paths[int(table.file[row])])
-    }
-
-
-# ---------------------------------------------------------------- who wrote it
-
-
-def _writer(described: Description, root: Any, format_: str) -> str:
-    """The oldest writer that leaves what was found; a lower bound, since later versions may write the same.
-
-    Source:
-        formats by version: torch 1.13 - 2.15, megatron-core 0.6 - 0.20
-    """
-    extras = described.extras
-    if format_ == "torch_dist":
-        if COMMON_ENTRY in described.byte_records:
-            return "core >= 0.19"
-        if "mcore_data" in extras:
-            return "core 0.11-0.16" if "all_local_plans" in extras else "core 0.8-0.10"
-        return "core >= 0.16" if "all_local_plans" in extras else "core"
-    if described.version is not None:
-        return "torch >= 2.9"
-    if described.storage_meta is None:
-        return "torch < 2.4"
-    has_modules = isinstance(described.storage_meta, Node) and "modules" in (described.storage_meta or [{}])[0]
-    return "torch >= 2.7" if has_modules else "torch >= 2.4"
 
 
 def _is_metadata(folder: Folder) -> bool:
@@ -270,9 +49,6 @@ def _is_old_pickle(folder: Folder) -> bool:
         return isolated(partial(asks_for_names, data), len(data))
     except LimitError:
         return True
-
-
-# ---------------------------------------------------------------- the rows
 
 
 def has_payload(folder: Folder) -> str:
@@ -314,7 +90,7 @@ LAYOUTS = (
             "torch_dcp": "Megatron torch_dcp",
         },
         recognise=_whole,
-        read=_read,
+        read=read_dcp,
         input_bytes=_metadata_bytes,
         state=_state,
         marks=(METADATA,),
@@ -324,7 +100,7 @@ LAYOUTS = (
         order=20,
         formats={"dcp-per-rank": "DCP, one metadata file per rank"},
         recognise=_of_ranks,
-        read=_read,
+        read=read_dcp,
         input_bytes=_metadata_bytes,
         marks=("__0.metadata",),
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptlint.loaders.layouts import Evidence, Found, Layout
-from ckptlint.loaders.rank_files.plain import read_named
+from ckptlint.loaders.plain import read_named
 from ckptlint.loaders.steps import components, steps_of
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable

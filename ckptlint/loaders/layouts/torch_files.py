@@ -8,7 +8,7 @@ from dataclasses import replace
 from ckptlint.loaders.finished import unfinished_marks
 from ckptlint.loaders.layouts import Evidence, Found, Layout
 from ckptlint.loaders.layouts.unsupported import unread_beside
-from ckptlint.loaders.rank_files.plain import read_weights
+from ckptlint.loaders.plain import read_weights
 from ckptlint.loaders.rank_files.sets import Sets, input_bytes, weight_sets
 from ckptlint.loaders.run_folder import read_run
 from ckptlint.model import Checkpoint

@@ -16,6 +16,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ckptlint.loaders.common_state import read_configs
+from ckptlint.loaders.plain import walked
 from ckptlint.loaders.rank_files.megatron_keys import (
     MODEL_FILES,
     OPTIMIZER_FILE,
@@ -41,7 +42,6 @@ from ckptlint.loaders.rank_files.megatron_keys import (
     with_layer,
 )
 from ckptlint.loaders.rank_files.onto import Columns, Opened, Part, SetFiles, is_dict
-from ckptlint.loaders.rank_files.plain import walked
 from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
 from ckptlint.model import Checkpoint, CommonState, Misfit, Problem, RankFile, empty_objects
 from ckptlint.model.stored import StoredTensor

@@ -22,8 +22,8 @@ from ckptlint.errors import LimitError
 from ckptlint.formats.torch_file import number_in, ranges_of
 from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.optimizer_state import optimizer_file
+from ckptlint.loaders.plain import state_of
 from ckptlint.loaders.rank_files.onto import Columns, Opened, Part, SetFiles, is_dict, read_file
-from ckptlint.loaders.rank_files.plain import state_of
 from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
 from ckptlint.loaders.rank_files.sets import FileSet, flat_name, flat_sets, verl_name, verl_sets
 from ckptlint.loaders.run_folder import read_run
