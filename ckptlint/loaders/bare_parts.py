@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptlint.errors import CkptlintError
-from ckptlint.formats.strict_json import json_object
+from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.steps import sub_folder
 from ckptlint.model.text import listed, printable
 from ckptlint.storage.folder import Folder
@@ -94,6 +94,6 @@ def _may_hold_weights(folder: Folder, levels: int = _LEVELS) -> bool:
 def _json(folder: Folder, name: str) -> dict[str, Any]:
     """A file of JSON; {} where there is none that can be read."""
     try:
-        return json_object(folder.read(name, _CONFIG_LIMIT)) if folder.has(name) else {}
+        return read_json(folder, name, _CONFIG_LIMIT)[0]
     except CkptlintError:
         return {}

@@ -101,7 +101,7 @@ def _assemble(
     if config_problem and format_ == "torch_dist":
         problems.append(config_problem)
     problems += described.problems
-    problems += missing_marks(format_, config, config_problem is not None, folder, keys)
+    problems += missing_marks(format_, config, folder, keys)
     partial = ""
     if not is_whole:
         format_ = "dcp-per-rank"
@@ -124,7 +124,7 @@ def _assemble(
     plans = read_plans(described.extras.get("all_local_plans"))
     files, locates = payload_files(folder, described, look_at_files)
     declared, model_config, config_problems = read_configs(folder, common)
-    if config and isinstance(backend := config.get("sharded_backend"), str):
+    if isinstance(backend := config.get("sharded_backend"), str):
         declared["sharded_backend"] = Declared(backend, CONFIG_FILE)
     saved, state_problems = read_train_state(folder)
     problems += config_problems + state_problems

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from ckptlint.errors import CkptlintError, UnreadableError
-from ckptlint.formats.strict_json import json_object
+from ckptlint.errors import CkptlintError
 from ckptlint.loaders.bare_parts import bare_parts
+from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.layouts import recognise
 from ckptlint.loaders.steps import is_alike, steps_of, sub_folder
 from ckptlint.model import AxisSize, Problem, StepState
@@ -116,10 +116,7 @@ def stated_world(folder: Folder) -> AxisSize | None:
 
 def _said(folder: Folder, known: Inventory) -> dict[str, Any]:
     """What an inventory that is JSON says; {} for others and a damaged one, which is told with the step's files."""
-    try:
-        return json_object(folder.read(known.file, _INVENTORY_LIMIT)) if known.entries or known.ranks else {}
-    except UnreadableError:
-        return {}
+    return read_json(folder, known.file, _INVENTORY_LIMIT)[0] if known.entries or known.ranks else {}
 
 
 def _step_before(folder: Folder) -> Folder | None:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
-from ckptlint.errors import UnreadableError
+from ckptlint.errors import LimitError
 from ckptlint.loaders.common_state import COMMON_ENTRY, COMMON_FILE
 from ckptlint.loaders.dcp_metadata import Description
+from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import ByteObject, ObjectTable, Problem, empty_objects
+from ckptlint.model.facts import fact
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
 CONFIG_FILE = "metadata.json"
-_CONFIG_LIMIT = 64 * 1024**2
+_CONFIG_LIMIT = 1024**2
 _DIGITS = 15
 _NUMBERS = rf"[0-9]{{1,{_DIGITS}}}(?:\.[0-9]{{1,{_DIGITS}}})*"
 _OBJECT = re.compile(rf"^(?:([^/\n]+)/shard_({_NUMBERS})_({_NUMBERS})$|.*$)", re.MULTILINE)
@@ -72,33 +73,30 @@ def describing_objects(objects: ObjectTable) -> set[str]:
     return set(list(first.values())[:_DESCRIBING_LIMIT])
 
 
-def read_config(folder: Folder) -> tuple[dict[str, Any] | None, Problem | None]:
-    """The content of `metadata.json`, or why it cannot be read; (None, None) where there is none.
+@fact
+def read_config(folder: Folder) -> tuple[dict[str, Any], Problem | None]:
+    """The content of `metadata.json`, and why it cannot be read; {} where there is none.
 
     Source:
         megatron.core.dist_checkpointing.core.CheckpointingConfig
     """
-    if not folder.has(CONFIG_FILE):
-        return None, None
-    try:
-        config = json.loads(folder.read(CONFIG_FILE, _CONFIG_LIMIT))
-    except UnreadableError as error:
-        return None, from_error(error, CONFIG_FILE)
-    except (ValueError, RecursionError) as error:
-        damage = UnreadableError(f"is not JSON ({printable(str(error))})")
-        why = "Megatron-Core writes it last and reads it first: without it, it does not recognise the folder"
-        return None, from_error(damage, CONFIG_FILE, why=why, hint="copy it from another step of the same job")
-    return (config, None) if isinstance(config, dict) else ({}, None)
+    config, error = read_json(folder, CONFIG_FILE, _CONFIG_LIMIT)
+    if error is None:
+        return config, None
+    if isinstance(error, LimitError):
+        return config, from_error(error, CONFIG_FILE)
+    why = "Megatron-Core writes it last and reads it first: without it, it does not recognise the folder"
+    return config, from_error(error, CONFIG_FILE, why=why, hint="copy it from another step of the same job")
 
 
 def dialect(
-    described: Description, root_name: str, config: dict[str, Any] | None, folder: Folder, objects: ObjectTable
+    described: Description, root_name: str, config: dict[str, Any], folder: Folder, objects: ObjectTable
 ) -> str:
     """Which writer's key scheme a folder with readable `.metadata` follows."""
     keys = described.tensors.keys() | described.byte_records.keys()
     if any(key.startswith("optimizer.param_to_group_meta.") for key in keys):
         return "fsdp_dtensor"
-    if config and config.get("sharded_backend") == "torch_dist":
+    if config.get("sharded_backend") == "torch_dist":
         return "torch_dist"
     run_entries = {"args", "checkpoint_version"} <= keys
     if run_entries and any(key.startswith("model.module.") for key in keys):
@@ -115,9 +113,7 @@ def _is_megatron_object(key: str) -> bool:
     return key in _RUNTIME_KEYS or key.endswith("._extra_state") or ".dp_group_idx_" in key
 
 
-def missing_marks(
-    format_: str, config: dict[str, Any] | None, config_is_broken: bool, folder: Folder, keys: Collection[str]
-) -> list[Problem]:
+def missing_marks(format_: str, config: dict[str, Any], folder: Folder, keys: Collection[str]) -> list[Problem]:
     """What a finished torch_dist save has and this folder lacks.
 
     Source:
@@ -126,7 +122,7 @@ def missing_marks(
     if format_ != "torch_dist":
         return []
     problems = []
-    if config is None and not config_is_broken:
+    if not folder.has(CONFIG_FILE):
         problems.append(
             Problem(
                 "incomplete",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from bisect import bisect_left
 from collections import deque
@@ -21,6 +20,7 @@ from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of, read_to
 from ckptlint.loaders.code_beside import code_beside
 from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
 from ckptlint.loaders.finished import missing_parts, stated_world
+from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.optimizer_state import optimizer_file
@@ -455,15 +455,13 @@ def _saved_step(item: _Found) -> int | None:
     Source:
         transformers.trainer_callback.TrainerState: `global_step`, in `trainer_state.json`
     """
-    data = item.folder.read(item.name, _PLAIN_LIMIT)
-    if not data:
+    if not item.size:
         raise UnreadableError("is empty (0 bytes)", 0)
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise UnreadableError(f"is not JSON ({printable(str(error)[:200])})") from None
+    document, error = read_json(item.folder, item.name, _PLAIN_LIMIT)
+    if error is not None:
+        raise error
     name = item.family.step if item.family is not None and item.family.step else "global_step"
-    step = document.get(name) if isinstance(document, dict) else None
+    step = document.get(name)
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 

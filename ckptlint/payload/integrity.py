@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import PurePath
 
 from ckptlint.errors import UnreadableError
+from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import Problem
-from ckptlint.model.text import printable
 from ckptlint.storage.folder import READABLE, Folder
 
 INTEGRITY = "integrity.json"
@@ -25,13 +24,10 @@ def read_integrity(folder: Folder) -> tuple[dict[str, str] | None, list[Problem]
     """
     if not folder.has(INTEGRITY):
         return None, []
-    try:
-        listed = json.loads(folder.read(INTEGRITY, _JSON_LIMIT))
-    except UnreadableError as error:
+    listed, error = read_json(folder, INTEGRITY, _JSON_LIMIT)
+    if error is not None:
         return None, [from_error(error, INTEGRITY)]
-    except (ValueError, RecursionError) as error:
-        return None, [from_error(UnreadableError(f"is not JSON ({printable(str(error))})"), INTEGRITY)]
-    files = listed.get("files") if isinstance(listed, dict) else None
+    files = listed.get("files")
     if not isinstance(files, dict) or listed.get("algorithm") != "sha256":
         return None, [from_error(UnreadableError("lists no SHA-256 checksums of files"), INTEGRITY)]
     return {name: str(text).lower() for name, text in files.items()}, []

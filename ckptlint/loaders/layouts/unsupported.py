@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 from ckptlint.errors import CkptlintError, NothingToCheckError
 from ckptlint.loaders.layouts import Evidence, Found, Layout, recognise
-from ckptlint.loaders.megatron import CONFIG_FILE
+from ckptlint.loaders.megatron import CONFIG_FILE, read_config
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
@@ -51,13 +50,7 @@ def unsupported_problem(found: Evidence, beside: bool = False) -> Problem:
 
 def backend(folder: Folder) -> str | None:
     """The backend that Megatron-Core's `metadata.json` names."""
-    if not folder.has("metadata.json"):
-        return None
-    try:
-        config = json.loads(folder.head("metadata.json", 65536))
-    except (ValueError, RecursionError):
-        return None
-    backend = config.get("sharded_backend") if isinstance(config, dict) else None
+    backend = read_config(folder)[0].get("sharded_backend")
     return backend if isinstance(backend, str) else None
 
 

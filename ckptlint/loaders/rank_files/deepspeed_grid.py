@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +11,7 @@ from itertools import islice
 from typing import Any
 
 from ckptlint.errors import CkptlintError, LimitError
+from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.rank_files.deepspeed_files import (
     Source,
     Tag,
@@ -134,10 +134,9 @@ def trainer_claim(folder: Folder) -> tuple[StepClaim, ...]:
     if above is None or not re.fullmatch(r"global_step\d{1,18}", folder.name) or not above.has(_TRAINER):
         return ()
     try:
-        document = json.loads(above.read(_TRAINER, _TRAINER_LIMIT))
-    except (CkptlintError, ValueError, RecursionError):
+        step = read_json(above, _TRAINER, _TRAINER_LIMIT)[0].get("global_step")
+    except CkptlintError:
         return ()
-    step = dict_of(document).get("global_step")
     is_told = above.name.startswith("checkpoint-") and above.name != f"checkpoint-{step}"
     return (StepClaim(f"../{_TRAINER}", step),) if type(step) is int and not is_told else ()
 

@@ -9,7 +9,6 @@ Source:
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 from ckptlint.errors import LimitError
 from ckptlint.formats.torch_file import number_in, ranges_of
 from ckptlint.loaders.common_state import read_configs
+from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.optimizer_state import optimizer_file
 from ckptlint.loaders.plain import state_of
 from ckptlint.loaders.rank_files.onto import Columns, Opened, Part, SetFiles, is_dict, read_file
@@ -182,13 +182,7 @@ def _chosen(folder: Folder, sets: list[FileSet]) -> FileSet:
 
 
 def _said_world(folder: Folder) -> int | None:
-    if not folder.has(_CONFIG):
-        return None
-    try:
-        document = json.loads(folder.read_range(_CONFIG, 0, _CONFIG_LIMIT))
-    except (ValueError, RecursionError):
-        return None
-    said = document.get("world_size") if isinstance(document, dict) else None
+    said = read_json(folder, _CONFIG, _CONFIG_LIMIT)[0].get("world_size")
     return said if type(said) is int and 0 < said < 2**31 else None
 
 
