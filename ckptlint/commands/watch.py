@@ -26,7 +26,7 @@ from ckptlint.errors import AccessError, CkptlintError, ConfigError, NothingToCh
 from ckptlint.loaders.discover import find_checkpoints
 from ckptlint.loaders.finished import step_state
 from ckptlint.loaders.run_folder import read_tracker
-from ckptlint.loaders.steps import astray, components, steps_of, sub_folder
+from ckptlint.loaders.steps import components, not_followed, steps_of, sub_folder
 from ckptlint.model.text import human_duration, plural, printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
@@ -263,7 +263,7 @@ def _look(path: str, memory: _Memory, stale: float) -> list[Event]:
         try:
             step = sub_folder(run, name)
             if step is None:
-                raise AccessError(astray(run, name))
+                raise AccessError(not_followed(run, name))
             sizes = dict(_sizes(step))
             if memory.sizes.get(name) == sizes:
                 still.add(name)

@@ -49,7 +49,7 @@ def open_checkpoint(found: Found, look_at_files: bool = True) -> Checkpoint:
         sentence = f"{printable(folder.name)} is a link to {found.linked_to}, outside the run"
         note = Problem("note", ckpt.metadata_file, sentence, why="a cleanup or another save there changes this step")
         ckpt = replace(ckpt, problems=[*ckpt.problems, note])
-    ckpt = replace(ckpt, unseen=(*ckpt.unseen, *found.strays), step=found.step)
+    ckpt = replace(ckpt, unseen=(*ckpt.unseen, *found.not_followed), step=found.step)
     return with_step_files(found, ckpt) if look_at_files else ckpt
 
 

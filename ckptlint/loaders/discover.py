@@ -13,7 +13,7 @@ from ckptlint.loaders.layouts.unsupported import unsupported
 from ckptlint.loaders.plain import lone_state
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
 from ckptlint.loaders.safetensors import groups
-from ckptlint.loaders.steps import astray, components, is_dcp_file, numbered_steps, sub_folder
+from ckptlint.loaders.steps import components, is_dcp_file, not_followed, numbered_steps, sub_folder
 from ckptlint.model.text import plural, printable, some
 from ckptlint.sandbox import one_budget
 from ckptlint.storage.folder import READABLE, Folder
@@ -60,9 +60,9 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[Found]:
         )
     if walk.passed:
         sentence = f"{plural(walk.passed, 'folder')} below {folder.display} lie too deep or are too many to look into"
-        found[0] = replace(found[0], strays=(*found[0].strays, sentence))
+        found[0] = replace(found[0], not_followed=(*found[0].not_followed, sentence))
     places = {place.place for part in found for place in (part.folder, *part.accounts_for)}
-    return [replace(part, told=tuple(sorted(places))) for part in found]
+    return [replace(part, claimed_places=tuple(sorted(places))) for part in found]
 
 
 @dataclass(slots=True)
@@ -103,8 +103,8 @@ class _Walk:
 
     def _beside(self, folder: Folder, numbered: list[str], steps: Steps, levels: int) -> list[Found]:
         """The checkpoints below one: parts of its step, other models, steps of its run where they are asked for."""
-        told = unsupported(folder)
-        but = {*numbered, *([told.file] if told else [])}
+        other = unsupported(folder)
+        but = {*numbered, *([other.file] if other else [])}
         is_step = step_number(folder.name) is not None
         inner = [name for name in _inner(folder) if name not in but and not (is_step and holds_no_state(name))]
         # DeepSpeed writes its part of a step into a folder that is named like a step
@@ -118,11 +118,11 @@ class _Walk:
     def _steps(self, folder: Folder, numbers: dict[str, int], steps: Steps, levels: int, in_step: bool) -> list[Found]:
         found: list[Found] = []
         unfinished: list[Folder] = []
-        strays: list[str] = []
+        notes: list[str] = []
         for name in dict.fromkeys([*numbers, *(name for name in folder.folders() if name == "release")]):
             step = folder.only(name) if folder.has(name) else sub_folder(folder, name)
             if step is None:
-                strays.append(astray(folder, name))
+                notes.append(not_followed(folder, name))
                 if steps == "newest":  # it is what the folder means, and an older one is no answer
                     break
                 continue
@@ -144,10 +144,13 @@ class _Walk:
                     found = _accounted(found, folder.sub(name))  # state that a run has once, of its newest step
             if steps == "newest" and (guessed := [name for name in numbers if step_number(name) is None][1:]):
                 named = some(map(printable, guessed))
-                strays.append(f"whether {named} pass: by their numbers they are older steps (--all-steps checks them)")
-            return [replace(found[0], strays=(*found[0].strays, *strays), of_run=not in_step), *found[1:]]
-        if strays:
-            raise AccessError("; ".join(strays))
+                notes.append(f"whether {named} pass: by their numbers they are older steps (--all-steps checks them)")
+            return [
+                replace(found[0], not_followed=(*found[0].not_followed, *notes), of_run=not in_step),
+                *found[1:],
+            ]
+        if notes:
+            raise AccessError("; ".join(notes))
         return []
 
     def _below(self, folder: Folder, names: Iterable[str], steps: Steps, levels: int, in_step: bool) -> list[Found]:

@@ -84,7 +84,7 @@ def _lacking(folder: Folder) -> Iterator[tuple[str, str, str]]:
         if [*folder.entries] == [folder.part] or not known.only.fullmatch(folder.name):
             continue  # of a file that is named by itself nothing else is in view
         if known.file in folder.entries.strange or known.file in folder.folders():
-            continue  # told with the step's files
+            continue  # reported with the step's files
         if not folder.has(known.file):
             why = "the writer writes it last, so the save or the copy never finished"
             there = [path for path in known.beside if _lies_below(folder, path)]
@@ -93,9 +93,9 @@ def _lacking(folder: Folder) -> Iterator[tuple[str, str, str]]:
                 too = f", and {printable(before.name)} has one" if before is not None else ""
                 yield known.file, f"{known.file} is missing beside {listed(there)}{too}", why
             continue
-        parts = _said(folder, known).get(known.entries)
-        for name, said in parts.items() if isinstance(parts, dict) else ():
-            path = said.get(known.path) if isinstance(said, dict) else None
+        parts = _stated(folder, known).get(known.entries)
+        for name, stated in parts.items() if isinstance(parts, dict) else ():
+            path = stated.get(known.path) if isinstance(stated, dict) else None
             if isinstance(path, str) and is_safe(path) and not _lies_below(folder, path):
                 label = printable(path)
                 sentence = f"{known.file} names {printable(str(name))} in {label}, and nothing lies there"
@@ -106,16 +106,16 @@ def stated_world(folder: Folder) -> AxisSize | None:
     """How many ranks wrote the step, as its inventory says; None where none does."""
     for known in world().inventories:
         if known.ranks and known.only.fullmatch(folder.name) and folder.has(known.file):
-            said: Any = _said(folder, known)
+            stated: Any = _stated(folder, known)
             for key in known.ranks:
-                said = said.get(key) if isinstance(said, dict) else None
-            if isinstance(said, int) and 0 < said < _MOST_RANKS and said is not True:
-                return AxisSize(said, known.file)
+                stated = stated.get(key) if isinstance(stated, dict) else None
+            if isinstance(stated, int) and 0 < stated < _MOST_RANKS and stated is not True:
+                return AxisSize(stated, known.file)
     return None
 
 
-def _said(folder: Folder, known: Inventory) -> dict[str, Any]:
-    """What an inventory that is JSON says; {} for others and a damaged one, which is told with the step's files."""
+def _stated(folder: Folder, known: Inventory) -> dict[str, Any]:
+    """What an inventory of JSON states; {} for others and a damaged one, which is reported with the step's files."""
     return read_json(folder, known.file, _INVENTORY_LIMIT)[0] if known.entries or known.ranks else {}
 
 

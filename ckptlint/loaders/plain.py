@@ -135,8 +135,8 @@ def _grows(roots: Sequence[Any]) -> bool:
     """Whether a count of steps or epochs becomes larger from each value to the next."""
     counts = [root if isinstance(root, dict) else {} for root in roots]
     names = [name for name in counts[0] if isinstance(name, str) and (is_counter(name) or name in _EPOCHS)]
-    told = ([value for count in counts if type(value := count.get(name)) is int] for name in names)
-    return any(len(values) == len(counts) and sorted({*values}) == values for values in told)
+    stated = ([value for count in counts if type(value := count.get(name)) is int] for name in names)
+    return any(len(values) == len(counts) and sorted({*values}) == values for values in stated)
 
 
 def holds_weights(root: Any) -> bool:

@@ -168,7 +168,7 @@ def _below(found: list[_Found], whole: Found) -> tuple[list[_Found], list[str]]:
     listed = 0
     while queue:
         folder, label = queue.popleft()
-        if _is_told(folder.place, whole):
+        if _is_claimed(folder.place, whole):
             continue
         try:
             if listed == _FOLDERS[folder.is_near]:
@@ -221,24 +221,24 @@ def _files_of(whole: Found) -> Iterator[_Found]:
             sub = None if holds_no_state(name) else sub_folder(place, name)
             if sub is None:
                 yield _Found(place, name, printable(label), None)
-            elif _is_told(sub.place, whole):
+            elif _is_claimed(sub.place, whole):
                 continue
             elif step_number(name) is not None and (several or is_alike(name, place.name)):
                 yield from (
-                    [] if _is_told(f"{sub.place}/", whole) else [_Found(place, name, printable(label), OTHER_STEP)]
+                    [] if _is_claimed(f"{sub.place}/", whole) else [_Found(place, name, printable(label), OTHER_STEP)]
                 )
             else:
                 yield from _listed(sub, label, sub.files())
                 for inner in sub.folders():
                     below = sub.sub(inner).place
-                    if not _is_told(below, whole) and not _is_told(f"{below}/", whole):
+                    if not _is_claimed(below, whole) and not _is_claimed(f"{below}/", whole):
                         yield _Found(sub, inner, printable(f"{label}{inner}/"), None)
 
 
-def _is_told(place: str, whole: Found) -> bool:
-    """Whether the files in a place are told with a checkpoint; in one that ends in `/`, somewhere below it."""
-    first = bisect_left(whole.told, place)
-    found = whole.told[first] if first < len(whole.told) else ""
+def _is_claimed(place: str, whole: Found) -> bool:
+    """Whether the files in a place are reported with a checkpoint; in one that ends in `/`, somewhere below it."""
+    first = bisect_left(whole.claimed_places, place)
+    found = whole.claimed_places[first] if first < len(whole.claimed_places) else ""
     return found.startswith(place) if place.endswith("/") else found == place
 
 

@@ -62,7 +62,7 @@ class Step:
             return self.run.only(self.name)
         found = sub_folder(self.run, self.name)
         if found is None:
-            raise AccessError(astray(self.run, self.name))
+            raise AccessError(not_followed(self.run, self.name))
         return found
 
 
@@ -186,7 +186,7 @@ def sub_folder(folder: Folder, name: str) -> Folder | None:
     return None
 
 
-def astray(folder: Folder, name: str) -> str:
-    """What is said of a link that `sub_folder` does not follow."""
+def not_followed(folder: Folder, name: str) -> str:
+    """What is reported of a link that `sub_folder` does not follow."""
     link = f"{folder.display.rstrip('/')}/{printable(name)}"
     return f"{link} is a link to {printable(folder.outside(name))}, outside the run; ckptlint did not follow it"

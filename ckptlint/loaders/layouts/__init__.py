@@ -101,19 +101,19 @@ class Found:
 
     Attributes:
         folder: where it lies, in a view that hides the other checkpoints there.
-        accounts_for: the folders whose other files are told with it: each file of a step is told once.
-        told: the places of all folders whose files are told with a checkpoint of the same walk, in order.
+        accounts_for: the folders whose other files are reported with it: each file of a step is reported once.
+        claimed_places: the places of all folders whose files are reported with a checkpoint of the same walk, in order.
         linked_to: where the link leads, out of its run, by which it was found; "" otherwise.
-        strays: sentences on what beside it was not looked into.
+        not_followed: sentences on what beside it was not looked into.
         of_run: whether it is the newest step of a run that was asked for as a whole.
         step: path and number of the step that it is or lies in, where its run was walked over; None elsewhere.
     """
 
     folder: Folder
     accounts_for: tuple[Folder, ...] = field(default=(), kw_only=True)
-    told: tuple[str, ...] = field(default=(), kw_only=True)
+    claimed_places: tuple[str, ...] = field(default=(), kw_only=True)
     linked_to: str = field(default="", kw_only=True)
-    strays: tuple[str, ...] = field(default=(), kw_only=True)
+    not_followed: tuple[str, ...] = field(default=(), kw_only=True)
     of_run: bool = field(default=False, kw_only=True)
     step: tuple[str, int] | None = field(default=None, kw_only=True)
 

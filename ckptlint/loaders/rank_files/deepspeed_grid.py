@@ -125,7 +125,7 @@ def _expert_counts(root: dict[Any, Any]) -> tuple[int, ...]:
 def trainer_claim(folder: Folder) -> tuple[StepClaim, ...]:
     """The step of transformers' Trainer, which lets the engine name the folder beside its own state.
 
-    Nothing where it is not that of the Trainer's own folder, which is told there.
+    Nothing where it is not that of the Trainer's own folder, which is reported there.
 
     Source:
         transformers.trainer.Trainer._save_optimizer_and_scheduler (5.23): `save_checkpoint` without a tag
@@ -137,8 +137,8 @@ def trainer_claim(folder: Folder) -> tuple[StepClaim, ...]:
         step = read_json(above, _TRAINER, _TRAINER_LIMIT)[0].get("global_step")
     except CkptlintError:
         return ()
-    is_told = above.name.startswith("checkpoint-") and above.name != f"checkpoint-{step}"
-    return (StepClaim(f"../{_TRAINER}", step),) if type(step) is int and not is_told else ()
+    is_reported = above.name.startswith("checkpoint-") and above.name != f"checkpoint-{step}"
+    return (StepClaim(f"../{_TRAINER}", step),) if type(step) is int and not is_reported else ()
 
 
 _TRAINER = "trainer_state.json"

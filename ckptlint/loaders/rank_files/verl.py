@@ -64,7 +64,7 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
         if (opened := files.open(name, _KINDS[kind], {"rank": rank}, "dict", is_dict)) is not None:
             reading.files[kind, rank] = opened
     reading.read(folder)
-    if (said := _said_world(folder)) is not None:
+    if (said := _stated_world(folder)) is not None:
         reading.said.alike("world size", [*((world, file.name) for file in files.files), (said, _CONFIG)])
     files.problems += _leftovers(sets, own) + _beyond(folder)
     grid = {f"the world size {world} in the names of the files": _expected(folder, own, world)}
@@ -171,7 +171,7 @@ def _expected(folder: Folder, own: FileSet, world: int) -> list[RankFile]:
 
 def _chosen(folder: Folder, sets: list[FileSet]) -> FileSet:
     """The set of the world size that `fsdp_config.json` names; else the one with the largest share of its files."""
-    said = _said_world(folder)
+    said = _stated_world(folder)
 
     def rank(own: FileSet) -> tuple[bool, float, int]:
         world = verl_name(own.files[0])[1]
@@ -181,7 +181,7 @@ def _chosen(folder: Folder, sets: list[FileSet]) -> FileSet:
     return max(sets, key=rank)
 
 
-def _said_world(folder: Folder) -> int | None:
+def _stated_world(folder: Folder) -> int | None:
     said = read_json(folder, _CONFIG, _CONFIG_LIMIT)[0].get("world_size")
     return said if type(said) is int and 0 < said < 2**31 else None
 
