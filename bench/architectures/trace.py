@@ -42,6 +42,7 @@ DRAWS, PROOFS, MOST_KEYS = 24, 20, 20_000
 GIVEN: dict[str, Flat] = {
     "dots1": {"n_routed_experts": 3, "n_shared_experts": 3},
     "hunyuan_v1_dense": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
     "ministral": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
@@ -56,11 +57,14 @@ GIVEN: dict[str, Flat] = {
 VALUES: dict[str, list[Any]] = {"pos_att_type": [["c2p"], ["p2c"], ["c2p", "p2c"]]}
 """Field -> values that constructors look for without comparing them."""
 
+PRIVATE = {"_remove_final_layer_norm", "_sliding_window_pattern", "_label_trainable_num_channels"}
+"""Fields of a config.json whose names begin as those of attributes do."""
+
 _COUNT = re.compile(
     r"(layers?|blocks?|experts|depth|depths|groups|repeats)$|^num_.*(layers|blocks|experts)|^n_layers?$"
 )
 _NEVER = re.compile(
-    r"(^|\.)(_.*|.*token_ids?|.*token_index|dtype|torch_dtype|transformers_version|architectures|label2id|model_type|"
+    r"(^|\.)(_name_or_path|_frame_rate|_pad_token_id|.*token_ids?|.*token_index|dtype|torch_dtype|transformers_version|architectures|label2id|model_type|"
     r"attn_implementation|experts_implementation|name_or_path|return_dict|output_(attentions|hidden_states|router_logits)|problem_type|is_decoder|quantization_config)$"
 )
 
@@ -122,7 +126,9 @@ def quiet() -> None:
     plain = transformers.PretrainedConfig.__getattribute__
 
     def noted(self: Any, name: str) -> Any:
-        if name.startswith("_") or (path := plain(self, "__dict__").get("_path_of_section")) is None:
+        if (name.startswith("_") and name not in PRIVATE) or (
+            path := plain(self, "__dict__").get("_path_of_section")
+        ) is None:
             return plain(self, name)
         name_of = path + plain(self, "attribute_map").get(name, name)
         try:
@@ -153,7 +159,7 @@ def _tag(config: Any, prefix: str = "") -> None:
     for name, value in list(vars(config).items()):
         if isinstance(value, transformers.PretrainedConfig):
             _tag(value, f"{prefix}{name}.")
-        elif not name.startswith("_"):
+        elif not name.startswith("_") or name in PRIVATE:
             if isinstance(value, dict):
                 tags.made(len(value), f"len({prefix}{name})")
             vars(config)[name] = tags.tagged(value, prefix + name)
@@ -253,6 +259,7 @@ class Study:
         lists: lists of an item per layer -> the field that their length follows, "" for free lists of layers.
         pinned: field -> the value with which the table speaks.
         above: size -> the fields that divide it.
+        twins: field -> the sizes that a constructor compares it with.
         affects: field -> the patterns of the keys that its change adds or removes.
         tried: the fields that were varied.
         stuck: those that build with one value alone, and texts that were looked up and never compared.
@@ -267,6 +274,7 @@ class Study:
     lists: dict[str, str] = field(default_factory=dict)
     pinned: Flat = field(default_factory=dict)
     above: dict[str, set[str]] = field(default_factory=dict)
+    twins: dict[str, set[str]] = field(default_factory=dict)
     affects: dict[str, set[str]] = field(default_factory=dict)
     tried: set[str] = field(default_factory=set)
     stuck: set[str] = field(default_factory=set)
@@ -354,21 +362,22 @@ def others(name: str, value: Any, log: tags.Log, kind: str) -> Iterator[Any]:
 
 def study(model_type: str, name: str, known: Study | None = None, passes: int = 5) -> Study:
     """Varies each field that the constructor reads alone, first from a small configuration, then from drawn ones that
-    have the most kinds of tensors: one field may hide another.
+    show the most new kinds of tensors: one field may hide another.
 
     Args:
         known: of another class of the type; only fields that it did not read are varied.
     """
     base = first(model_type, name)
     found = replace(deepcopy(known), name=name, base=base, pinned={}) if known else Study(model_type, name, base)
-    small = found.base
+    small, seen = found.base, set[str]()
     for turn in range(1 if known else passes):
         if turn:
             rng = random.Random(turn)
             tries = [b for b in (_tried(found, draw(found, rng)) for _ in range(10)) if b]
             if not tries:
                 break
-            found.base = max(tries, key=lambda b: len({re.sub(r"\d+", "N", key) for key in _shapes(b)}))
+            found.base = max(tries, key=lambda b: (len(_kinds(b) - seen), len(_kinds(b))))
+            seen |= _kinds(found.base)
         before = len(found.relevant())
         _vary(found, found.tried if known else ())
         if turn > 1 and len(found.relevant()) == before:
@@ -395,12 +404,25 @@ def _vary(found: Study, known: Iterable[str]) -> None:
             continue
         found.tried.add(name)
         _try(found, name, value, shapes)
+    for name in [n for n in found.sizes if n not in found.words and type(base.env.get(n)) is int]:
+        value = base.env[name]  # what was a size alone may count something in this configuration
+        other = _tried(found, base.declared | {name: value // 2}) or _tried(found, base.declared | {name: 2 * value})
+        if other and (differ := _shapes(other).keys() ^ shapes.keys()):
+            found.counts[name] = found.sizes.pop(name)
+            found.affects[name] = {re.sub(r"\d+", "N", key) for key in differ}
+    for name, against in base.log.compared.items():
+        if same := {other for other in against if isinstance(other, str)} & found.sizes.keys():
+            found.twins.setdefault(name, set()).update(same - {name})
     for above, below in base.log.divided:
         known, divisors = (
             [n for n in names_in(t) if n in base.env and type(base.env[n]) is int] for t in (above, below)
         )
         if known and divisors:
             found.above.setdefault(known[0], set()).update(n for n in divisors if n != known[0])
+
+
+def _kinds(one: Build) -> set[str]:
+    return {re.sub(r"\d+", "N", key) for key in _shapes(one)}
 
 
 def _shapes(one: Build) -> Form:
@@ -428,7 +450,7 @@ def _try(found: Study, name: str, value: Any, shapes: Form) -> None:
         if other is None and not differ:
             continue  # stands for another value: see `default_of`
         works.append(other)
-        effects += [seen] if seen not in effects else []
+        effects.append(seen)
         if not keys and not sizes and len(works) > 1:
             return
     looked_up = name in found.base.log.keys and isinstance(value, str) and not works and "act" not in name
@@ -444,7 +466,12 @@ def _try(found: Study, name: str, value: Any, shapes: Form) -> None:
     ints = [v for v in works if type(v) is int]
     if is_int and (_COUNT.search(name.rpartition(".")[2]) or (keys and _is_count(ints, usual, found, name, shapes))):
         found.counts[name] = usual
-    elif usual is None and len(works) > 1 and len(effects) == 1 and not any(isinstance(v, list) for v in works):
+    elif (
+        usual is None
+        and len(works) > 1
+        and all(e == effects[0] for e in effects)
+        and not any(isinstance(v, list) for v in works)
+    ):
         found.words[name] = [None, False, True]
     elif (
         ints
@@ -455,13 +482,23 @@ def _try(found: Study, name: str, value: Any, shapes: Form) -> None:
         if usual is None or None in works:
             found.words[name] = [None, *ints]
     elif isinstance(usual, list) and usual and all(isinstance(item, str) for item in usual):
-        found.lists[name] = _follows(found, usual)
-        found.words[name] = sorted({*usual, *(v[0] for v in works)})
+        found.lists[name] = _follows(found, name, usual)
+        found.words[name] = _balanced(usual, [v[0] for v in works], effects)
     elif (usual is None or isinstance(usual, list)) and keys and all(v in ([0], [1], [0, 1]) for v in works):
         found.lists[name] = ""
         found.words[name] = [*([[]] if usual == [] else [None]), [0], [1], [0, 1], [0, 2], [1, 2]]
     elif works:
         found.words[name] = [usual, *works] if usual not in works else works
+
+
+def _balanced(usual: list[str], words: list[str], effects: list[Form]) -> list[str]:
+    """The words that the items of a list take, as often each as makes every effect equally likely."""
+    alike: list[list[str]] = [[w for w in sorted({*usual}) if w not in words]]
+    for effect in effects:
+        same = [w for w, e in zip(words, effects, strict=True) if e == effect]
+        alike += [same] if same not in alike else []
+    most = max(map(len, alike))
+    return [w for group in alike for w in (group * most)[:most]]
 
 
 def _is_count(ints: list[int], usual: int, found: Study, name: str, shapes: Form) -> bool:
@@ -474,9 +511,16 @@ def _is_count(ints: list[int], usual: int, found: Study, name: str, shapes: Form
     return bool(new) and new <= {re.sub(r"\d+", "N", key) for key in shapes} and not shapes.keys() - seen.keys()
 
 
-def _follows(found: Study, value: list[Any]) -> str:
-    env = found.base.env
-    return next((n for n in found.counts if env.get(n) == len(value)), "")
+def _follows(found: Study, name: str, value: list[Any]) -> str:
+    """The count that the length of a list follows; "" for none."""
+    same = [n for n, v in found.base.env.items() if type(v) is int and v == len(value) and not _NEVER.search(n)]
+    for count in sorted(same, key=lambda n: ("layer" not in n, n not in found.counts)):
+        longer = {count: len(value) + 1, name: [*value, value[-1]]}
+        if _COUNT.search(count.rpartition(".")[2]) and _tried(found, found.base.declared | longer):
+            found.counts[count] = len(value)
+            found.stuck.discard(count)
+            return count
+    return ""
 
 
 def draw(found: Study, rng: random.Random, boldness: float = 1.0) -> Flat:
@@ -521,6 +565,8 @@ def draw(found: Study, rng: random.Random, boldness: float = 1.0) -> Flat:
         if name.endswith("id2label"):
             values[name] = {str(i): f"LABEL_{i}" for i in range(rng.choice([1, 3, 5, 7, 11, 13]))}
         elif name in bold and name not in found.lists and (name not in found.sizes or rng.random() < 0.3):
+            equals = [values[n] for n in sorted(found.twins.get(name, ())) if n in values]
+            options = equals if equals and rng.random() < 0.5 else options
             values[name] = None if name in found.sizes else rng.choice(options)
             if values[name] is None and found.base.env.get(name) is None:
                 values.pop(name)
@@ -531,8 +577,11 @@ def draw(found: Study, rng: random.Random, boldness: float = 1.0) -> Flat:
                 values[name] = [rng.choice(found.words[name]) for _ in range(count)]
             else:
                 values[name] = rng.choice(found.words[name])
-    for name in found.pinned:
-        values.pop(name, None) if name not in found.base.declared else None
+    for name, value in found.pinned.items():
+        if value is not None and name in found.base.env:
+            values[name] = value
+        elif name not in found.base.declared:
+            values.pop(name, None)
     return values
 
 
@@ -743,6 +792,8 @@ def with_class(found: Study, table: dict[str, Any], names: dict[tuple[str, str, 
         except (NotTraced, ExpressionError) as error:
             if isinstance(error, ExpressionError):
                 error = NotTraced(str(error))
+            if os.environ.get("TRACE"):
+                print(turn, count, error, error.keys[:5], file=sys.stderr)
             if (error.rare or count == DRAWS) and count < 4 * DRAWS:
                 count *= 2
                 continue
