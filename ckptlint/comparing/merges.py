@@ -11,26 +11,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod, sqrt
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ckptlint.analysis.same_values.facts import Match
 from ckptlint.architecture.adapters import PREFIX, AdapterConfig, Factors, factors_of, read_adapter_config
+from ckptlint.comparing.rows import ROUNDING, compare, runs
 from ckptlint.comparing.sides import Opened
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading
-from ckptlint.payload.regions import Place, numbers
+from ckptlint.payload.regions import Matrix, Place
 from ckptlint.seals.words import Shape, matrix
 from ckptlint.vocabulary.keys import parse, role
 
-Matrix = npt.NDArray[np.float32]
 Places = Mapping[str, Place]
 
-_TILE = 2**20  # elements that are computed at once
-_EPSILON = {"float64": 2**-22, "float32": 2**-22, "float16": 2**-10, "bfloat16": 2**-7}
 _PRODUCT = 4e-6  # of the norms of a row and a column: the error of their product in float32
 _ALIKE = 0.9  # cosine from which on a change goes the way of the adapter
 _BASE = ".base_layer"
@@ -64,14 +62,35 @@ class _Target:
     axis: int = 0
 
 
-@dataclass(slots=True)
-class _Sums:
-    """What was seen of a target: the change that is there (`made`), and the one that the adapter makes (`meant`)."""
+class _Expected(NamedTuple):
+    """Rows as they should be, how far the new ones may be off, and what the base holds there."""
 
-    odd: int = 0
-    made: float = 0.0
-    meant: float = 0.0
+    values: Matrix
+    allowed: Matrix
+    base: Matrix | float = 0.0
+
+
+@dataclass(slots=True)
+class _Change:
+    """What was seen of a tensor: sums of squares of the actual change and of the expected one, and of their product.
+
+    Attributes:
+        far: elements that are further from what they should be than rounding explains.
+    """
+
+    far: int = 0
+    actual: float = 0.0
+    expected: float = 0.0
     both: float = 0.0
+
+    def see(self, _: int, wanted: _Expected, new: Matrix) -> None:
+        """Hold some rows of the new side against what they should be."""
+        with np.errstate(all="ignore"):
+            expected, actual = (wanted.values - wanted.base).reshape(-1), (new - wanted.base).reshape(-1)
+            self.far += int(np.count_nonzero(~(np.abs(new - wanted.values) <= wanted.allowed)))
+            self.actual += float(actual @ actual)
+            self.expected += float(expected @ expected)
+            self.both += float(actual @ expected)
 
 
 @dataclass(slots=True)
@@ -84,12 +103,7 @@ class _Adapter:
 
     def tensor(self, key: str) -> Matrix | None:
         """A whole tensor of it as float32, in its shape; None where it cannot be read."""
-        place = self.places[key]
-        shape = place.shape
-        rows = prod(shape[:-1]) if len(shape) > 1 else prod(shape)
-        bits = place.rows(0, rows)
-        found = None if bits is None else numbers(bits, place.tensor.dtype)
-        return None if found is None else np.asarray(found, np.float32).reshape(shape)
+        return self.places[key].whole()
 
 
 def with_merges(found: Sequence[Match], places: tuple[Places, Places], adapter: Sequence[Opened]) -> list[Match]:
@@ -294,33 +308,19 @@ def _of_each(a: Matrix, b: Matrix, count: int) -> Iterator[tuple[Matrix, Matrix]
 def _judge(match: Match, target: _Target, old: Place, new: Place) -> Match:
     """The match of a target, by what it should hold."""
     dtype = new.tensor.dtype
-    if dtype not in _EPSILON or old.tensor.dtype not in _EPSILON:
+    if dtype not in ROUNDING or old.tensor.dtype not in ROUNDING:
         return match
     if match.relation not in ("equal", "rounded", "renamed", "differ"):
         return match
     factor = _factors(target, old) if target.axis else None
-    sums = _Sums()
+    epsilon = 2 * max(ROUNDING[name] for name in ("float32", old.tensor.dtype, dtype))  # computed in float32
+    change = _Change()
     for block in target.blocks:
-        step = max(_TILE // max(block.right.shape[1], 1), 1)
-        for first in range(0, len(block.left), step):
-            last = min(first + step, len(block.left))
-            rows = block.first + first, block.first + last
-            sides = [_numbers(place, *rows, target.shape) for place in (old, new)]
-            if sides[0] is None or sides[1] is None:
-                return replace(match, notes=(*match.notes, "not compared with the adapter: its rows cannot be read"))
-            added = block.left[first:last] @ block.right
-            _compare(sums, sides[0], sides[1], added, block, first, _epsilon(old, new), target, factor)
-    return _told(match, sums, target)
-
-
-def _epsilon(old: Place, new: Place) -> float:
-    return max(_EPSILON[old.tensor.dtype], _EPSILON[new.tensor.dtype])
-
-
-def _numbers(place: Place, first: int, last: int, shape: Shape) -> Matrix | None:
-    bits = place.rows(first, last, shape)
-    found = None if bits is None else numbers(bits, place.tensor.dtype)
-    return None if found is None else np.array(found, np.float32)
+        expected = partial(_merged, old, target, block, epsilon, factor)
+        rows = runs(block.first, block.first + len(block.left), block.right.shape[1])
+        if not compare(rows, expected, partial(new.numbers, shape=target.shape), change.see):
+            return replace(match, notes=(*match.notes, "not compared with the adapter: its rows cannot be read"))
+    return _verdict(match, change, target)
 
 
 def _factors(target: _Target, old: Place) -> Matrix | None:
@@ -329,69 +329,60 @@ def _factors(target: _Target, old: Place) -> Matrix | None:
         return None
     block = target.blocks[0]
     squares = np.zeros(block.right.shape[1])
-    step = max(_TILE // max(block.right.shape[1], 1), 1)
-    for first in range(0, len(block.left), step):
-        own = _numbers(old, first, min(first + step, len(block.left)), target.shape)
+    for first, last in runs(0, len(block.left), block.right.shape[1]):
+        own = old.numbers(first, last, target.shape)
         if own is None:
             return None
-        squares += np.square(own + block.left[first : first + step] @ block.right, dtype=np.float64).sum(axis=0)
+        squares += np.square(own + block.left[first:last] @ block.right, dtype=np.float64).sum(axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(target.magnitudes / np.sqrt(squares), np.float32)
 
 
-def _compare(
-    sums: _Sums,
-    old: Matrix,
-    new: Matrix,
-    added: Matrix,
-    block: _Block,
-    first: int,
-    epsilon: float,
-    target: _Target,
-    factor: Matrix | None,
-) -> None:
-    left = block.left[first : first + len(old)]
+def _merged(
+    old: Place, target: _Target, block: _Block, epsilon: float, factor: Matrix | None, first: int, last: int
+) -> _Expected | None:
+    """Some rows of the base with what a block adds."""
+    base = old.numbers(first, last, target.shape)
+    if base is None:
+        return None
+    rows = slice(first - block.first, last - block.first)
+    left = block.left[rows]
     with np.errstate(all="ignore"):
-        expected = old + added
+        added = left @ block.right
+        expected = base + added
         if target.magnitudes is not None:
             if factor is None:
-                rows = target.magnitudes[first : first + len(old)]
-                factor = (rows / np.linalg.norm(expected, axis=1))[:, None]
+                factor = (target.magnitudes[rows] / np.linalg.norm(expected, axis=1))[:, None]
             expected = expected * factor
             epsilon = 4 * epsilon
-        meant, made = (expected - old).reshape(-1), (new - old).reshape(-1)
         errors = _PRODUCT * np.linalg.norm(left, axis=1)[:, None] * np.linalg.norm(block.right, axis=0)
-        allowed = epsilon * (np.abs(expected) + 2 * np.abs(added)) + errors
-        sums.odd += int(np.count_nonzero(~(np.abs(new - expected) <= allowed)))
-        sums.made += float(made @ made)
-        sums.meant += float(meant @ meant)
-        sums.both += float(made @ meant)
+        return _Expected(expected, epsilon * (np.abs(expected) + 2 * np.abs(added)) + errors, base)
 
 
-def _told(match: Match, sums: _Sums, target: _Target) -> Match:
+def _verdict(match: Match, change: _Change, target: _Target) -> Match:
     volume = prod(target.shape)
-    if not sums.odd:
+    if not change.far:
         return replace(match, relation="merged", is_proven=True, what="", notes=(), change=match.change)
-    if not sums.made:
+    if not change.actual:
         what = "the adapter changes it, and it holds the base's values"
         return replace(match, relation="unmerged", is_proven=False, what=what, notes=())
-    times = sums.both / sums.meant if sums.meant else 0.0
-    alike = sums.both / sqrt(sums.made * sums.meant) if sums.made and sums.meant else 0.0
+    times = change.both / change.expected if change.expected else 0.0
+    alike = change.both / sqrt(change.actual * change.expected) if change.expected else 0.0
     if alike > _ALIKE and abs(times - 1) > 0.02:
         what = f"holds {times:.3g} times what the adapter adds"
     elif alike < -_ALIKE:
         what = f"the adapter was taken off, {-times:.3g} times, not added"
     elif alike > _ALIKE:
-        what = f"{sums.odd:,} of {volume:,} elements are not what the adapter makes of the base"
+        what = f"{change.far:,} of {volume:,} elements are not what the adapter makes of the base"
     else:
         what = f"changed, but not as the adapter says (cosine of both changes {alike:.2f})"
     return replace(match, relation="unmerged", is_proven=False, what=what, notes=())
 
 
-Expected = Callable[[int, int], Matrix | None]
+_Rows = Callable[[int, int], Matrix | None]
 
 
-def _saved(adapter: _Adapter, base: Places) -> Iterator[tuple[str, str, Expected]]:
+def _saved(adapter: _Adapter, base: Places) -> Iterator[tuple[str, str, _Rows]]:
     """Key of the adapter, key of the base, and rows as they should be, of what it holds whole: modules_to_save, biases.
 
     Of `trainable_token_indices` it holds some rows whole.
@@ -410,32 +401,34 @@ def _saved(adapter: _Adapter, base: Places) -> Iterator[tuple[str, str, Expected
             continue
         fqn = _key(name, base, endings)
         if fqn and base[fqn].shape == kept.shape:
-            yield key, fqn, partial(_numbers, kept, shape=kept.shape)
+            yield key, fqn, kept.numbers
 
 
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 
 
 def _with_tokens(base: Place, tokens: Mapping[int, Matrix], first: int, last: int) -> Matrix | None:
-    rows = _numbers(base, first, last, base.shape)
+    rows = base.numbers(first, last)
     for token, row in tokens.items():
         if rows is not None and first <= token < last and row.shape == rows.shape[1:]:
             rows[token - first] = row
     return rows
 
 
-def _replaced(match: Match, expected: Expected, new: Place) -> Match:
+def _replaced(match: Match, rows: _Rows, new: Place) -> Match:
     """The match of a tensor that the adapter holds whole."""
-    shape = new.shape
-    slices, per, width = matrix(shape)
-    step = max(_TILE // max(width, 1), 1)
-    for first in range(0, slices * per, step):
-        last = min(first + step, slices * per)
-        wanted, found = expected(first, last), _numbers(new, first, last, shape)
-        if wanted is None or found is None:
-            return replace(match, is_proven=False, notes=(*match.notes, "not compared with the adapter: not readable"))
-        allowed = _EPSILON.get(new.tensor.dtype, 0.0) * np.abs(wanted)
-        if (~(np.abs(wanted - found) <= allowed)).any():
-            what = "is not what the adapter holds of it (modules_to_save)"
-            return replace(match, relation="unmerged", is_proven=False, what=what, notes=())
+    dtype = new.tensor.dtype
+    epsilon = 2 * max(ROUNDING[name] for name in ("float32", dtype)) if dtype in ROUNDING else 0.0
+
+    def expected(first: int, last: int) -> _Expected | None:
+        wanted = rows(first, last)
+        return None if wanted is None else _Expected(wanted, np.float32(epsilon) * np.abs(wanted))
+
+    slices, per, width = matrix(new.shape)
+    change = _Change()
+    if not compare(runs(0, slices * per, width), expected, new.numbers, change.see):
+        return replace(match, is_proven=False, notes=(*match.notes, "not compared with the adapter: not readable"))
+    if change.far:
+        what = "is not what the adapter holds of it (modules_to_save)"
+        return replace(match, relation="unmerged", is_proven=False, what=what, notes=())
     return replace(match, relation="merged", is_proven=True, what="taken from the adapter whole", notes=())

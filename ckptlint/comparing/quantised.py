@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptlint.analysis.same_values.facts import Match
+from ckptlint.comparing.rows import ROUNDING, compare, tall
 from ckptlint.model.text import ranges
-from ckptlint.payload.quantised import Matrix, Quantised, Rows, quantised_of
-from ckptlint.payload.regions import Place, numbers
+from ckptlint.payload.quantised import Quantised, Rows, quantised_of
+from ckptlint.payload.regions import Matrix, Place
 from ckptlint.seals.words import matrix
 
 Places = Mapping[str, Place]
 
 _SAMPLE = 2**24  # elements of a weight that are looked at
-_TILE = 2**20  # at once
 _BLOCK = 128  # rows of which one at least is looked at
 _EDGE = 1.01  # of half a step: quantisers compute in float32
-_ROUNDING = 2**-8  # of the scale and of a weight in bfloat16
+_ROUNDING = ROUNDING["bfloat16"]  # of the scale and of a weight
 _MOST = 3.0  # times the error of rounding, for methods that round otherwise to make up for it elsewhere
 _MANY = 0.01  # share of the elements that those move further than half a step
 _RUN = 64  # columns under a few scales at most
-_BENT = 0.4  # rounding bends a run of so many columns by a tenth, a scale halved or doubled by half at least
+_WRONG = 0.4  # rounding bends a run of so many columns by a tenth, a scale halved or doubled by half at least
 _ERRORS = 9.0  # standard errors; no sum of rounding errors is so far out in 2**40 groups (Hoeffding: exp(-81 / 2) each)
 _WIDE = ("float64", "float32", "float16", "bfloat16")
 
@@ -48,13 +49,13 @@ def with_quantised(found: Sequence[Match], places: tuple[Places, Places]) -> lis
                 key = quantised.fqn if quantised.fqn in wide else endings.get(quantised.fqn.partition(".")[2], "")
                 if key:
                     match = _judge(quantised, wide[key], key)
-                    made.append(match if not number else _turned(match))
+                    made.append(match if not number else _reversed(match))
     gone = [{name for match in made for name in match.old}, {name for match in made for name in match.new}]
     left = [match for match in found if not (gone[0].intersection(match.old) or gone[1].intersection(match.new))]
     return [*left, *made]
 
 
-def _turned(match: Match) -> Match:
+def _reversed(match: Match) -> Match:
     return Match(match.relation, match.new, match.old, match.is_proven, match.what, match.notes)
 
 
@@ -63,41 +64,59 @@ class _Seen:
     """What was seen of a weight.
 
     Attributes:
-        count: elements; odd: those further than half a step from the original's.
+        count: elements; far: those further than half a step from the original's.
         bad: rows that are too far from it for any rounding, of all.
         worst: the largest error of a row, in errors that rounding makes.
         sums: those of `_sums` over all that was seen.
+        group: columns of a row that share a scale.
     """
 
+    group: int
     count: int = 0
-    odd: int = 0
+    far: int = 0
     worst: float = 0.0
     bad: list[int] = field(default_factory=list)
     sums: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
     rows: int = 0
+
+    def see(self, first: int, rows: Rows, wanted: Matrix) -> None:
+        """Hold some rows against the original's."""
+        with np.errstate(all="ignore"):
+            distance = np.abs(rows.values - wanted)
+            noise = np.float32(_ROUNDING) * (np.abs(rows.values) + np.abs(wanted))
+            is_cut = rows.is_end & (np.abs(wanted) > np.abs(rows.values)) & (wanted * rows.values > 0)
+            is_far = ~(distance <= rows.half * _EDGE + noise) & ~is_cut
+            error = np.sqrt(np.square(np.where(is_cut, 0, distance), dtype=np.float64).sum(axis=1))
+            usual = np.sqrt(np.square(rows.half / np.sqrt(3) + noise, dtype=np.float64).sum(axis=1))
+            ratio = np.where(usual > 0, error / usual, np.where(error > 0, np.inf, 0.0))
+        self.rows += len(ratio)
+        self.count += distance.size
+        self.far += int(is_far.sum())
+        self.worst = max(self.worst, float(np.nanmax(ratio, initial=0.0)))
+        sums = _sums(rows, wanted, self.group)
+        is_other = _has_wrong_scale(rows, wanted, noise) | _is_scaled(sums).any(axis=1)
+        is_bad = ~(ratio <= _MOST) | (is_far.any(axis=1) & is_other)
+        self.bad += (first + np.flatnonzero(is_bad)).tolist()
+        self.sums += sums.sum(axis=(1, 2))
 
 
 def _judge(quantised: Quantised, other: Place, key: str) -> Match:
     """The match of a quantised weight, taken for the old side."""
     names = quantised.keys, (key,)
     shape, own = quantised.shape, other.shape
-    is_turned = shape != own and shape[:-2] == own[:-2] and shape[-2:] == own[:-3:-1]
-    if shape != own and not is_turned:
+    is_transposed = shape != own and shape[:-2] == own[:-2] and shape[-2:] == own[:-3:-1]
+    if shape != own and not is_transposed:
         return Match("differ", *names, False, f"shape {[*shape]} and {[*own]}")
-    seen = _Seen()
-    for first, last in _samples(quantised):
-        rows = quantised.rows(first, last)
-        wanted = _wide(other, first, last, shape, is_turned)
-        if rows is None or wanted is None:
-            return Match("unread", *names, False, f"{quantised.scheme}: its rows cannot be read")
-        _compare(seen, rows, wanted, first, quantised.group)
-    return _told(seen, names, quantised, is_turned)
+    seen = _Seen(quantised.group)
+    if not compare(_samples(quantised), quantised.rows, partial(_wide, other, shape, is_transposed), seen.see):
+        return Match("unread", *names, False, f"{quantised.scheme}: its rows cannot be read")
+    return _verdict(seen, names, quantised, is_transposed)
 
 
 def _samples(quantised: Quantised) -> Iterator[tuple[int, int]]:
     """Runs of rows, evenly spread where there are many."""
     slices, per, width = matrix(quantised.shape)
-    step = max(min(_TILE // max(width, 1), per), 1)
+    step = max(min(tall(width), per), 1)
     share = min(_SAMPLE / max(prod(quantised.shape), 1), 1.0)
     step = min(step, _BLOCK) if share < 1 else step
     for top in range(0, slices * per, max(per, 1)):
@@ -105,40 +124,17 @@ def _samples(quantised: Quantised) -> Iterator[tuple[int, int]]:
             yield start, start + max(round(min(step, top + per - start) * share), 1)
 
 
-def _wide(place: Place, first: int, last: int, shape: tuple[int, ...], is_turned: bool) -> Matrix | None:
+def _wide(place: Place, shape: tuple[int, ...], is_transposed: bool, first: int, last: int) -> Matrix | None:
     """The rows of the original; of one that is transposed its columns."""
-    if not is_turned:
-        bits = place.rows(first, last, shape)
-    else:
-        per, width = shape[-2:]
-        number = first // per
-        bits = place.rows(number * width, (number + 1) * width)
-        bits = None if bits is None else bits[:, first - number * per : last - number * per].T
-    found = None if bits is None else numbers(np.ascontiguousarray(bits), place.tensor.dtype)
-    return None if found is None else np.asarray(found, np.float32)
+    if not is_transposed:
+        return place.numbers(first, last, shape)
+    per, width = shape[-2:]
+    number = first // per
+    found = place.numbers(number * width, (number + 1) * width)
+    return None if found is None else np.ascontiguousarray(found[:, first - number * per : last - number * per].T)
 
 
-def _compare(seen: _Seen, rows: Rows, wanted: Matrix, first: int, group: int) -> None:
-    with np.errstate(all="ignore"):
-        apart = np.abs(rows.values - wanted)
-        noise = np.float32(_ROUNDING) * (np.abs(rows.values) + np.abs(wanted))
-        is_cut = rows.is_end & (np.abs(wanted) > np.abs(rows.values)) & (wanted * rows.values > 0)
-        is_odd = ~(apart <= rows.half * _EDGE + noise) & ~is_cut
-        error = np.sqrt(np.square(np.where(is_cut, 0, apart), dtype=np.float64).sum(axis=1))
-        usual = np.sqrt(np.square(rows.half / np.sqrt(3) + noise, dtype=np.float64).sum(axis=1))
-        ratio = np.where(usual > 0, error / usual, np.where(error > 0, np.inf, 0.0))
-    seen.rows += len(ratio)
-    seen.count += apart.size
-    seen.odd += int(is_odd.sum())
-    seen.worst = max(seen.worst, float(np.nanmax(ratio, initial=0.0)))
-    sums = _sums(rows, wanted, group)
-    is_other = _is_bent(rows, wanted, noise) | _is_scaled(sums).any(axis=1)
-    is_bad = ~(ratio <= _MOST) | (is_odd.any(axis=1) & is_other)
-    seen.bad += (first + np.flatnonzero(is_bad)).tolist()
-    seen.sums += sums.sum(axis=(1, 2))
-
-
-def _is_bent(rows: Rows, wanted: Matrix, noise: Matrix) -> npt.NDArray[np.bool_]:
+def _has_wrong_scale(rows: Rows, wanted: Matrix, noise: Matrix) -> npt.NDArray[np.bool_]:
     """bool [rows], whether some run of a row is another multiple of the original than 1: under a wrong scale."""
     run = _RUN if wanted.shape[1] % _RUN == 0 else wanted.shape[1]
     shape = len(wanted), -1, run
@@ -146,7 +142,7 @@ def _is_bent(rows: Rows, wanted: Matrix, noise: Matrix) -> npt.NDArray[np.bool_]
     usual = np.square(rows.half / np.sqrt(3) + noise).reshape(shape).sum(axis=2)
     with np.errstate(all="ignore"):
         slope = own.sum(axis=2) / square.sum(axis=2)
-    return np.asarray(((np.abs(slope - 1) > _BENT) & (square.sum(axis=2) > 4 * usual)).any(axis=1))
+    return np.asarray(((np.abs(slope - 1) > _WRONG) & (square.sum(axis=2) > 4 * usual)).any(axis=1))
 
 
 def _sums(rows: Rows, wanted: Matrix, group: int) -> npt.NDArray[np.float64]:
@@ -175,19 +171,21 @@ def _is_scaled(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
         return np.asarray(np.abs(both / own - 1) > explained)
 
 
-def _told(seen: _Seen, names: tuple[tuple[str, ...], tuple[str, ...]], quantised: Quantised, turned: bool) -> Match:
+def _verdict(
+    seen: _Seen, names: tuple[tuple[str, ...], tuple[str, ...]], quantised: Quantised, is_transposed: bool
+) -> Match:
     slices, per, _ = matrix(quantised.shape)
-    scheme = quantised.scheme + (", transposed" if turned else "")
+    scheme = quantised.scheme + (", transposed" if is_transposed else "")
     if seen.rows < slices * per:
         scheme += f", {seen.rows:,} of {slices * per:,} rows looked at"
-    if not seen.odd:
+    if not seen.far:
         return Match("quantised", *names, True, f"{scheme}: all within half a step")
-    share = seen.odd / max(seen.count, 1)
+    share = seen.far / max(seen.count, 1)
     is_scaled = bool(_is_scaled(seen.sums))
     if not seen.bad and not is_scaled and share > _MANY:
         what = f"{scheme}: rows within {seen.worst:.2g} times the error of rounding"
         return Match("quantised", *names, True, what)
-    notes = [f"{seen.odd:,} of {seen.count:,} elements are further than half a step from those of {names[1][0]}"]
+    notes = [f"{seen.far:,} of {seen.count:,} elements are further than half a step from those of {names[1][0]}"]
     if is_scaled:
         notes.append(f"together scaled by {seen.sums[0] / seen.sums[2]:.3g}")
     elif seen.bad:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import compress
 from math import inf, nan, prod, sqrt
 
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from ckptlint.analysis.same_values.facts import Match, Side
 from ckptlint.analysis.same_values.matching import common
+from ckptlint.comparing.rows import ROUNDING, compare, runs
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import plural, ranges
@@ -21,7 +23,6 @@ from ckptlint.payload.regions import Bits, Numbers, Place, numbers
 from ckptlint.seals.digests import Words
 from ckptlint.seals.words import Shape, comparable, matrix
 
-_TILE = 2**20  # elements of both sides that are compared at once
 _WIDEST = 2**24  # columns of a tensor of which rows are looked at
 _RUNS = 4  # of rows that a sentence names
 _FEW = 64  # elements that a factor is not told of
@@ -48,10 +49,10 @@ def second_look(
         old, new = sides[0][match.old[0]], sides[1][match.new[0]]
         return _with_differences(match, (old, new), holders, (places[0][old.fqn], places[1][new.fqn]))
 
-    is_odd = [match.relation == "differ" and not match.what.startswith("stored") for match in found]  # in another order
+    differs = [match.relation == "differ" and not match.what.startswith("stored") for match in found]  # not in order
     with ThreadPoolExecutor(jobs) as pool:
-        looks = pool.map(look, compress(found, is_odd))
-        return [next(looks) if odd else match for match, odd in zip(found, is_odd, strict=True)]
+        looks = pool.map(look, compress(found, differs))
+        return [next(looks) if is_other else match for match, is_other in zip(found, differs, strict=True)]
 
 
 def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders, places: tuple[Place, Place]) -> Match:
@@ -64,22 +65,22 @@ def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders,
         return replace(match, notes=(*match.notes, f"shape {shapes}"))
     rows = np.flatnonzero(a.rows != b.rows)
     held = holders.say(sides[0].fqn, dtype, rows, b.rows)
-    apart = _apart(dtype, sides, places, a.shape)
+    distance = _distance(dtype, sides, places, a.shape)
     width = matrix(a.shape)[2]
-    columns = np.arange(width) if apart is None else apart.columns
+    columns = np.arange(width) if distance is None else np.flatnonzero(distance.is_off)
     is_all = len(rows) == len(a.rows) and len(columns) == width
     # training moves everything, and how far is what tells
     notes = [] if is_all and not held else [_where(rows, columns, a.shape, places[1]) + held]
-    if apart is None:
+    if distance is None:
         return replace(match, notes=(*match.notes, *notes))
-    if relation := apart.relation:
+    if relation := distance.line.text:
         notes.append(relation)
     elif notes:
-        far = f", largest difference {apart.largest:.3g}" if apart.largest or not apart.lost else ""
-        notes.append(f"{apart.count:,} of {apart.volume:,} elements{far}")
-    if apart.lost:
-        notes.append(f"{plural(apart.lost, 'element')} became NaN or infinite")
-    return replace(match, notes=(*match.notes, *notes), change=apart.change, cosine=apart.cosine)
+        far = f", largest difference {distance.largest:.3g}" if distance.largest or not distance.lost else ""
+        notes.append(f"{distance.count:,} of {prod(a.shape):,} elements{far}")
+    if distance.lost:
+        notes.append(f"{plural(distance.lost, 'element')} became NaN or infinite")
+    return replace(match, notes=(*match.notes, *notes), change=distance.change, cosine=distance.cosine)
 
 
 def _where(rows: IntArray, columns: IntArray, shape: Shape, place: Place) -> str:
@@ -154,91 +155,6 @@ class _Holders:
 # ---------------------------------------------------------------- by how much
 
 
-@dataclass(frozen=True, slots=True)
-class _Apart:
-    """How far two tensors are apart.
-
-    Attributes:
-        count: elements that differ, of `volume`; columns: those that they lie in.
-        lost: of these, how many are not finite in the new one.
-        largest: absolute difference; NaN where no numbers are known.
-        change: the norm of the difference relative to that of the old one.
-        cosine: of the angle between both.
-        relation: `scaled by 2`, "" where they have no such relation.
-    """
-
-    count: int
-    lost: int
-    volume: int
-    columns: IntArray
-    largest: float
-    change: float
-    cosine: float
-    relation: str
-
-
-def tiles(
-    sides: tuple[Side, Side], places: tuple[Place, Place], dtype: str, shape: Shape
-) -> Iterator[tuple[Bits, Bits] | None]:
-    """Rows of both sides, canonical and in one dtype, some at a time; None, and no more, where they cannot be read.
-
-    Raises:
-        AccessError: a read was refused.
-    """
-    slices, per, width = matrix(shape)
-    if width > _WIDEST:
-        yield None
-        return
-    step = max(_TILE // max(width, 1), 1)
-    for first in range(0, slices * per, step):
-        last = min(first + step, slices * per)
-        found = []
-        for side, place in zip(sides, places, strict=True):
-            bits = place.rows(first, last, shape)
-            bits = None if bits is None else comparable(bits, side.dtype, dtype)
-            if bits is None:
-                yield None
-                return
-            found.append(bits)
-        yield found[0], found[1]
-
-
-def _apart(dtype: str, sides: tuple[Side, Side], places: tuple[Place, Place], shape: Shape) -> _Apart | None:
-    count, lost, largest, squares, line = 0, 0, 0.0, np.zeros(4), _Line()
-    odd = np.zeros(matrix(shape)[2], bool)
-    for tile in tiles(sides, places, dtype, shape):
-        if tile is None:
-            return None
-        a, b = tile
-        is_odd = a != b
-        count += int(np.count_nonzero(is_odd))
-        odd |= is_odd.any(axis=0)
-        numbered = numbers(a, dtype), numbers(b, dtype)
-        if numbered[0] is None or numbered[1] is None:
-            largest = nan
-            continue
-        with np.errstate(invalid="ignore", over="ignore"):
-            one, two = numbered[0].reshape(-1), numbered[1].reshape(-1)
-            apart = two - one
-            lost += int(np.count_nonzero(is_odd.reshape(-1) & ~np.isfinite(two)))
-            largest = max(largest, float(np.abs(apart[np.isfinite(apart)]).max(initial=0.0)))
-            squares += [_dot(apart, apart), _dot(one, one), _dot(two, two), _dot(one, two)]
-        line.see(one, two, dtype)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        change = float(np.sqrt(squares[0]) / np.sqrt(squares[1])) if squares[1] else (inf if squares[0] else nan)
-        cosine = float(squares[3] / sqrt(squares[1] * squares[2])) if squares[1] > 0 and squares[2] > 0 else nan
-    return _Apart(
-        count, lost, prod(shape), np.flatnonzero(odd), largest, nan if largest != largest else change, cosine, line.text
-    )
-
-
-def _dot(one: Numbers, two: Numbers) -> float:
-    return float(np.dot(one, two))
-
-
-_ROUNDING = {"float64": 2e-15, "float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2}
-
-
 @dataclass(slots=True)
 class _Line:
     """Whether one tensor is the other times a constant, or plus one, as norms are that are stored less one."""
@@ -247,7 +163,7 @@ class _Line:
 
     def see(self, one: Numbers, two: Numbers, dtype: str) -> None:
         """Look at some elements of both."""
-        if self.fitting == [] or dtype not in _ROUNDING:
+        if self.fitting == [] or dtype not in ROUNDING:
             return
         with np.errstate(invalid="ignore"):  # of a NaN
             a, b = one.astype(np.float64), two.astype(np.float64)
@@ -265,7 +181,9 @@ class _Line:
                 (word, value, apply)
                 for word, value, apply in self.fitting
                 if value
-                and bool((np.abs((made := apply(a, value)) - b) <= _ROUNDING[dtype] * (np.abs(made) + np.abs(b))).all())
+                and bool(
+                    (np.abs((made := apply(a, value)) - b) <= 4 * ROUNDING[dtype] * (np.abs(made) + np.abs(b))).all()
+                )
             ]
 
     @property
@@ -275,3 +193,73 @@ class _Line:
             return ""
         word, value, _ = self.fitting[0]
         return f"{word} {value:.6g}"
+
+
+@dataclass(slots=True)
+class _Distance:
+    """How far two tensors are apart.
+
+    Attributes:
+        dtype: in which they are compared.
+        is_off: bool [columns], those in which elements differ.
+        count: elements that differ.
+        lost: of these, how many are not finite in the new one.
+        largest: absolute difference; NaN where no numbers are known.
+        squares: sums of the squares of the difference and of both, and of their product.
+    """
+
+    dtype: str
+    is_off: npt.NDArray[np.bool_]
+    count: int = 0
+    lost: int = 0
+    largest: float = 0.0
+    squares: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(4))
+    line: _Line = field(default_factory=_Line)
+
+    def see(self, _: int, old: Bits, new: Bits) -> None:
+        """Look at some rows of both, canonical."""
+        is_off = old != new
+        self.count += int(np.count_nonzero(is_off))
+        self.is_off |= is_off.any(axis=0)
+        numbered = numbers(old, self.dtype), numbers(new, self.dtype)
+        if numbered[0] is None or numbered[1] is None:
+            self.largest = nan
+            return
+        with np.errstate(invalid="ignore", over="ignore"):
+            one, two = numbered[0].reshape(-1), numbered[1].reshape(-1)
+            distance = two - one
+            self.lost += int(np.count_nonzero(is_off.reshape(-1) & ~np.isfinite(two)))
+            self.largest = max(self.largest, float(np.abs(distance[np.isfinite(distance)]).max(initial=0.0)))
+            pairs = (distance, distance), (one, one), (two, two), (one, two)
+            self.squares += [float(np.dot(*pair)) for pair in pairs]
+        self.line.see(one, two, self.dtype)
+
+    @property
+    def change(self) -> float:
+        """The norm of the difference relative to that of the old one."""
+        apart, old = np.sqrt(self.squares[:2])
+        if self.largest != self.largest:
+            return nan
+        return float(apart / old) if old else (inf if apart else nan)
+
+    @property
+    def cosine(self) -> float:
+        """Of the angle between both."""
+        _, old, new, both = self.squares
+        return float(both / sqrt(old * new)) if old > 0 and new > 0 else nan
+
+
+def _distance(dtype: str, sides: tuple[Side, Side], places: tuple[Place, Place], shape: Shape) -> _Distance | None:
+    """How far both are apart; None where they cannot be read."""
+    slices, per, width = matrix(shape)
+    if width > _WIDEST:
+        return None
+    distance = _Distance(dtype, np.zeros(width, bool))
+    rows = [partial(_rows, side, place, dtype, shape) for side, place in zip(sides, places, strict=True)]
+    return distance if compare(runs(0, slices * per, width), rows[0], rows[1], distance.see) else None
+
+
+def _rows(side: Side, place: Place, dtype: str, shape: Shape, first: int, last: int) -> Bits | None:
+    """Some rows, canonical and in a dtype of both sides."""
+    bits = place.rows(first, last, shape)
+    return None if bits is None else comparable(bits, side.dtype, dtype)

@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.payload.regions import Place, numbers
+from ckptlint.payload.regions import Matrix, Place, numbers
 from ckptlint.seals.words import Shape, matrix
 from ckptlint.vocabulary.dtypes import ENCODINGS
 
-Matrix = npt.NDArray[np.float32]
 Codes = npt.NDArray[np.int64]
 
 _LARGEST = 2**26  # elements of a part that is read whole
@@ -84,12 +83,7 @@ def _whole(place: Place | None) -> Matrix | None:
     """A whole tensor as float32 in its shape; None where it cannot be read or is too large for a part."""
     if place is None or prod(place.shape) > _LARGEST:
         return None
-    slices, per, _ = matrix(place.shape)
-    bits = place.rows(0, slices * per)
-    found = None if bits is None else numbers(bits, place.tensor.dtype)
-    if found is None:
-        return None
-    return np.asarray(found, np.float32).reshape(-1)[: prod(place.shape)].reshape(place.shape)
+    return place.whole()
 
 
 def _words(place: Place) -> npt.NDArray[np.uint32] | None:

@@ -18,6 +18,7 @@ from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
+Matrix = npt.NDArray[np.float32]
 Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
 
@@ -63,6 +64,26 @@ class Place:
                 return None
             left -= added
         return None if left else found
+
+    def numbers(self, first: int, last: int, shape: Shape | None = None) -> Matrix | None:
+        """The rows [first, last) as float32, as `rows` has them; None where their numbers are not known.
+
+        Raises:
+            AccessError: a read was refused.
+        """
+        bits = self.rows(first, last, shape)
+        found = None if bits is None else numbers(bits, self.tensor.dtype)
+        return None if found is None else np.asarray(found, np.float32)
+
+    def whole(self) -> Matrix | None:
+        """All of it as float32 in its shape; None where its numbers are not known.
+
+        Raises:
+            AccessError: a read was refused.
+        """
+        slices, per, _ = matrix(self.shape)
+        found = self.numbers(0, slices * per)
+        return None if found is None else found.reshape(-1)[: prod(self.shape)].reshape(self.shape)
 
     def _add(self, row: int, first: int, end: int, shape: Shape, found: Bits) -> int | None:
         """Copy what a chunk has of the elements from row `first` on to element `end`: how many; None if it cannot."""

@@ -1,0 +1,49 @@
+"""Rows of a tensor held against those that are expected of it, some at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+_TILE = 2**20  # elements of a side that are compared at once
+
+ROUNDING = {"float64": 2**-52, "float32": 2**-23, "float16": 2**-11, "bfloat16": 2**-8}
+"""By how much, relatively, a number may be off that was rounded to a dtype."""
+
+Expected = TypeVar("Expected")
+Found = TypeVar("Found")
+
+
+def tall(width: int) -> int:
+    """How many rows of so many columns are compared at once."""
+    return max(_TILE // max(width, 1), 1)
+
+
+def runs(first: int, last: int, width: int) -> Iterator[tuple[int, int]]:
+    """The rows [first, last) of so many columns in runs that are compared at once."""
+    for start in range(first, last, tall(width)):
+        yield start, min(start + tall(width), last)
+
+
+def compare(
+    rows: Iterable[tuple[int, int]],
+    expected: Callable[[int, int], Expected | None],
+    found: Callable[[int, int], Found | None],
+    see: Callable[[int, Expected, Found], None],
+) -> bool:
+    """Whether all rows could be read of both.
+
+    Args:
+        rows: first and last of each run.
+        expected, found: (first, last) -> what these rows should hold, and what they hold; None for unreadable ones.
+        see: is called with the first row of each run and both.
+
+    Raises:
+        AccessError: a read was refused.
+    """
+    for first, last in rows:
+        wanted, own = expected(first, last), found(first, last)
+        if wanted is None or own is None:
+            return False
+        see(first, wanted, own)
+    return True
