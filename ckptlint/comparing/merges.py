@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckptlint.analysis.same_values.facts import Match
 from ckptlint.architecture.adapters import PREFIX, AdapterConfig, Factors, factors_of, read_adapter_config
+from ckptlint.comparing.facts import Match
+from ckptlint.comparing.regions import Matrix, Place
 from ckptlint.comparing.rows import ROUNDING, compare, runs
 from ckptlint.comparing.sides import Opened
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading
-from ckptlint.payload.regions import Matrix, Place
 from ckptlint.seals.words import Shape, matrix
 from ckptlint.vocabulary.keys import parse, role
 

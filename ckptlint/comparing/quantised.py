@@ -10,11 +10,11 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.analysis.same_values.facts import Match
+from ckptlint.comparing.facts import Match
+from ckptlint.comparing.quantised_weights import Quantised, Rows, quantised_of
+from ckptlint.comparing.regions import Matrix, Place
 from ckptlint.comparing.rows import ROUNDING, compare, tall
 from ckptlint.model.text import ranges
-from ckptlint.payload.quantised import Quantised, Rows, quantised_of
-from ckptlint.payload.regions import Matrix, Place
 from ckptlint.seals.words import matrix
 
 Places = Mapping[str, Place]

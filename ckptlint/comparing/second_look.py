@@ -13,13 +13,13 @@ from math import inf, nan, prod, sqrt
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.analysis.same_values.facts import Match, Side
-from ckptlint.analysis.same_values.matching import common
+from ckptlint.comparing.facts import Match, Side
+from ckptlint.comparing.matching import common
+from ckptlint.comparing.regions import Bits, Numbers, Place, numbers
 from ckptlint.comparing.rows import ROUNDING, compare, runs
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import plural, ranges
-from ckptlint.payload.regions import Bits, Numbers, Place, numbers
 from ckptlint.seals.digests import Words
 from ckptlint.seals.words import Shape, comparable, matrix
 

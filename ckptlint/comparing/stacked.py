@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ckptlint.analysis.inventory import inventory_of
-from ckptlint.analysis.same_values.facts import Side
+from ckptlint.comparing.facts import Side
+from ckptlint.comparing.regions import Place
 from ckptlint.comparing.sides import Opened
-from ckptlint.payload.regions import Place
 from ckptlint.vocabulary.keys import parse
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from math import isfinite
 
 from ckptlint.analysis.inventory import MOMENTS, inventory_of
-from ckptlint.analysis.same_values.facts import Match
+from ckptlint.comparing.facts import Match
+from ckptlint.comparing.matching import layer_number
 from ckptlint.comparing.sides import Opened
-from ckptlint.vocabulary.keys import numbers, parse, role
+from ckptlint.vocabulary.keys import role
 
 _LEAST = 4  # weights that moved all over, from which on two sides are steps of a run
 
@@ -61,17 +62,19 @@ def updates(matches: Sequence[Match], weights: Weights) -> list[Update]:
         return []
     still = [match for match in pairs if match.relation == "equal"]
     return [
-        Update(match.old[0], _layer(match.old[0]), role(match.old[0]), change, cosine, match.old[0] in weights.trained)
+        Update(
+            match.old[0],
+            layer_number(match.old[0]),
+            role(match.old[0]),
+            change,
+            cosine,
+            match.old[0] in weights.trained,
+        )
         for match, change, cosine in [
             *((match, match.change, match.cosine) for match in moved),
             *((match, 0.0, 1.0) for match in still),
         ]
     ]
-
-
-def _layer(fqn: str) -> int | None:
-    layer = parse(fqn).layer
-    return layer if isinstance(layer, int) else next(iter(numbers(fqn)), None)
 
 
 def short_names(kinds: Collection[str]) -> dict[str, str]:

@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.analysis.same_values.canonical import Heads
-from ckptlint.analysis.same_values.facts import Match, Side
-from ckptlint.analysis.same_values.matching import matches
+from ckptlint.comparing.canonical import Heads
 from ckptlint.comparing.differences import differences
+from ckptlint.comparing.facts import Match, Side
+from ckptlint.comparing.matching import matches
 from ckptlint.comparing.merges import with_merges
 from ckptlint.comparing.quantised import with_quantised
+from ckptlint.comparing.regions import Place
 from ckptlint.comparing.second_look import second_look
 from ckptlint.comparing.sides import Opened
 from ckptlint.comparing.stacked import layer_by_layer, stacked
@@ -26,7 +27,6 @@ from ckptlint.model import Tensor
 from ckptlint.model.text import plural, printable, some
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading
-from ckptlint.payload.regions import Place
 from ckptlint.seals.digests import Words
 from ckptlint.seals.words import Shape, TensorWords, can_be_rounded, digest, new_salt
 from ckptlint.vocabulary.config_fields import read_declared

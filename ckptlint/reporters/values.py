@@ -9,7 +9,7 @@ from math import isfinite, prod
 
 from tabulate import tabulate
 
-from ckptlint.analysis.same_values.facts import Match, Relation
+from ckptlint.comparing.facts import Match, Relation
 from ckptlint.comparing.updates import Update, short_names
 from ckptlint.comparing.values import Values
 from ckptlint.model.text import braces, human_bytes, plural

@@ -10,12 +10,12 @@ from itertools import combinations
 
 import numpy as np
 
-from ckptlint.analysis.same_values.canonical import Heads, in_one_order
-from ckptlint.analysis.same_values.facts import Match, Side
+from ckptlint.comparing.canonical import Heads, in_one_order
+from ckptlint.comparing.facts import Match, Side
 from ckptlint.model.text import NUMBER
 from ckptlint.seals.digests import MASK, Words
 from ckptlint.seals.words import can_be_rounded, digest, matrix, multiset
-from ckptlint.vocabulary.keys import parse
+from ckptlint.vocabulary.keys import numbers, parse
 from ckptlint.vocabulary.namings import Stored, is_bias, roles_of
 
 Sides = Mapping[str, Side]
@@ -201,13 +201,13 @@ def _joined(parts: Sides, wholes: Sides) -> Iterator[Match]:
     for side in parts.values():
         for dtype in side.words:
             for expert in {None, parse(side.fqn).expert}:
-                groups[_layer(side.fqn), expert, dtype, side.columns][_roles([side.fqn])].append(side)
+                groups[layer_number(side.fqn), expert, dtype, side.columns][_roles([side.fqn])].append(side)
     gone: set[str] = set()
     for whole in wholes.values():
         if whole.is_dull:
             continue
         for dtype, words in whole.words.items():
-            roles = groups.get((_layer(whole.fqn), parse(whole.fqn).expert, dtype, whole.columns), {})
+            roles = groups.get((layer_number(whole.fqn), parse(whole.fqn).expert, dtype, whole.columns), {})
             rows, wanted = len(words.rows), multiset(words.rows)
             found = next(_adding_up(roles, whole, dtype, rows, wanted, gone), None)
             if found is not None:
@@ -296,10 +296,10 @@ def _longer(old: Sides, new: Sides, vocabulary: int) -> Iterator[Match]:
                 break
 
 
-def _layer(name: str) -> int | None:
+def layer_number(name: str) -> int | None:
     """The number of the layer in a name, None without one."""
     layer = parse(name).layer
-    return layer if isinstance(layer, int) else next((int(number) for number in NUMBER.findall(name)), None)
+    return layer if isinstance(layer, int) else next(iter(numbers(name)), None)
 
 
 # ---------------------------------------------------------------- the whole

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.payload.regions import Matrix, Place, numbers
+from ckptlint.comparing.regions import Matrix, Place, numbers
 from ckptlint.seals.words import Shape, matrix
 from ckptlint.vocabulary.dtypes import ENCODINGS
 

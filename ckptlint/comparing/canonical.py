@@ -9,7 +9,7 @@ from math import gcd
 
 import numpy as np
 
-from ckptlint.analysis.same_values.facts import Side
+from ckptlint.comparing.facts import Side
 from ckptlint.model.layout import IntArray
 from ckptlint.seals.words import TensorWords, digest, matrix
 from ckptlint.vocabulary.keys import parse
