@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import REAL, found
+from support import REAL, found, manifest
 
 import ckptlint
 from ckptlint.depth import Depth
@@ -117,10 +117,6 @@ def cut(file: str, part: float) -> Callable[[Path], None]:
     return lambda step: os.truncate(step / file, int((step / file).stat().st_size * part))
 
 
-def copied(source: str, to: str) -> Callable[[Path], None]:
-    return lambda step: shutil.copy(step / source, step / to) and None
-
-
 def shorter(by: int) -> Change:
     return lambda tensor: tensor[:-by].clone()
 
@@ -128,7 +124,7 @@ def shorter(by: int) -> Change:
 # ---------------------------------------------------------------- the real saves
 
 
-@pytest.mark.parametrize("name", sorted(path.name for path in SAVES.iterdir() if path.is_dir()))
+@pytest.mark.parametrize("name", [row["path"] for row in manifest(SAVES) if row["verdict"] == "healthy"])
 def test_real_saves_have_not_even_a_note(name: str) -> None:
     report = ckptlint.check(SAVES / name)
     assert found(report) == []
@@ -137,7 +133,7 @@ def test_real_saves_have_not_even_a_note(name: str) -> None:
     assert "universal" in name or any(ckpt.format == "deepspeed" for ckpt in seen)
 
 
-# ---------------------------------------------------------------- broken ones
+# ---------------------------------------------------------------- broken ones, beyond those in the manifest
 
 Z1, Z2, Z3 = "z1_bf16_4r", "z2_bf16_4r", "z3_bf16_4r"
 RANK3 = "bf16_" + OPTIM.format(3, 0)
@@ -156,25 +152,17 @@ def hostile(value: Any) -> dict[str, Any]:
 
 
 BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
-    "a rank's optimizer is missing": (Z1, gone(RANK3), "RNK001", f"{RANK3} is missing"),
     "each node has its own half (R35)": (
         Z2,
         gone("bf16_" + OPTIM.format(2, 0), RANK3),
         "RNK001",
         "2 of 4 optimizer files are missing: dp 2-3",
     ),
-    "the model states are missing": (Z1, gone(MODEL), "RNK001", f"{MODEL} is missing"),
     "model states of rank 0 only (R36)": (
         Z3,
         gone(*(f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in (1, 2, 3))),
         "RNK001",
         "3 of 4 model files are missing: dp 1-3",
-    ),
-    "a layer is missing (R37)": (
-        "pipe_pp2_dp2_z1",
-        gone("layer_03-model_states.pt"),
-        "RNK001",
-        "layer_03-model_states.pt is missing",
     ),
     "an expert is missing": ("moe_ep2_z1", gone(EXPERT), "RNK001", f"{EXPERT} is missing"),
     "a stage of the pipeline is missing": (
@@ -185,31 +173,13 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
     ),
     "a file is cut": (Z1, cut(RANK1, 0.6), "PAY013", RANK1),
     "a file is empty": (Z3, cut(MODEL1, 0), "PAY013", f"{MODEL1} is empty"),
-    "a copy of another rank": (Z1, copied(RANK1, RANK3), "RNK006", f"{RANK3} holds what was saved as {RANK1}"),
-    "another stage": (Z1, edit(RANK3, state(put("zero_stage", to=ZeroStageEnum.gradients))), "RNK002", RANK3),
     "another partition count": (Z1, edit(RANK3, state(put("partition_count", to=[8, 8]))), "RNK002", RANK3),
     "another version": (Z1, edit(RANK3, put("ds_version", to="0.15.4")), "RNK002", "DeepSpeed version is 0.15.4"),
-    "another step": (
-        Z1,
-        edit(
-            RANK1,
-            state(put("base_optimizer_state", "state", 0, "step", to=lambda step: step + 1)),
-        ),
-        "RNK003",
-        RANK1,
-    ),
-    "model states of another step": (Z3, edit(MODEL1, put("global_steps", to=1)), "RNK003", MODEL1),
     "a padding that does not fit": (
         Z1,
         edit(RANK3, state(put("group_paddings", 0, to=lambda n: n + 2))),
         "RNK005",
         f"group 0 of {RANK3} says that",
-    ),
-    "a flat group is short (R38)": (
-        Z1,
-        edit(RANK1, state(put("single_partition_of_fp32_groups", 0, to=shorter(4)))),
-        "RNK005",
-        f"group 0 of {RANK1} has",
     ),
     "a flat group is short in stage 3": (
         Z3,
@@ -222,18 +192,6 @@ BROKEN: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
         edit(RANK1, state(put("base_optimizer_state", "state", 0, "exp_avg", to=shorter(2)))),
         "RNK005",
         f"exp_avg of group 0 of {RANK1} has",
-    ),
-    "moments are short in stage 3": (
-        Z3,
-        edit(RANK1, state(put("optimizer_state_dict", "state", 0, "exp_avg_sq", to=shorter(2)))),
-        "RNK005",
-        f"exp_avg_sq of group 0 of {RANK1} has",
-    ),
-    "a parameter without a slice": (
-        "z1_fp32_2r",
-        edit(OPTIM.format(0, 0), state(drop("param_slice_mappings", 0, "embed.weight"))),
-        "RNK005",
-        "no slice of embed.weight instead of one on any rank",
     ),
     "a parameter without a weight": (
         "z1_fp32_2r",

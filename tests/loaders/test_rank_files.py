@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import REAL, codes, found, manifest
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 import ckptlint
 from ckptlint.analysis.inventory import inventory_of
@@ -147,13 +147,13 @@ def test_a_changed_byte_and_a_value_that_is_no_number(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- real files
 
 RANK_FILES = REAL / "rank_files"
-ROWS = manifest(RANK_FILES)
+HEALTHY = [row["path"] for row in manifest(RANK_FILES) if row["verdict"] == "healthy"]
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["path"])
-def test_real_files_are_read_to_the_last_chunk(row: dict[str, str]) -> None:
-    ckpt = ckptlint.load(RANK_FILES / row["path"])
-    assert ckpt.format == {"verl": "verl", "flat": "fsdp-ranks", "expe": "fsdp-ranks"}.get(row["path"][:4], "torch")
+@pytest.mark.parametrize("name", HEALTHY)
+def test_real_files_are_read_to_the_last_chunk(name: str) -> None:
+    ckpt = ckptlint.load(RANK_FILES / name)
+    assert ckpt.format == {"verl": "verl", "flat": "fsdp-ranks", "expe": "fsdp-ranks"}.get(name[:4], "torch")
     assert ckpt.tensors
     assert ckpt.partial == ""
     # nothing passes for want of a place
@@ -184,7 +184,7 @@ def test_rows_that_do_not_divide_lie_where_tensor_parallelism_cut_them() -> None
     }  # fmt: skip
 
 
-# ---------------------------------------------------------------- broken ones
+# ---------------------------------------------------------------- broken ones, beyond those in the manifest
 
 Edit = Callable[[Path], None]
 
@@ -243,10 +243,6 @@ def with_spec(value: Any, **changed: Any) -> Any:
     return value
 
 
-def replicated(value: Any) -> Any:
-    return with_spec(value, placements=(Replicate(),))
-
-
 def renamed_mesh(state: Any) -> None:
     mesh = next(value for value in state.values() if hasattr(value, "_spec"))._spec.mesh
     mesh._mesh_dim_names = ("dp",)
@@ -254,11 +250,6 @@ def renamed_mesh(state: Any) -> None:
 
 def back(scheduler: Any) -> Any:
     return scheduler | {"last_epoch": 4}
-
-
-def later(state: Any) -> None:
-    for own in state["state"].values():
-        own["step"] += 1
 
 
 def shorter_moment(state: Any) -> None:
@@ -296,46 +287,27 @@ F = "model_0000009.rank_{}.pth"
 E = "checkpoint_{}.pt"
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n"
 BROKEN: dict[str, tuple[str, Edit, str, str]] = {
-    "no model of rank 2": ("fsdp2_4r", lambda f: (f / M.format(2)).unlink(), "RNK001", M.format(2)),
-    "no optimizer of rank 0": ("fsdp2_4r", lambda f: (f / O.format(0)).unlink(), "RNK001", O.format(0)),
     "no random state of rank 3": ("fsdp2_4r", lambda f: (f / X.format(3)).unlink(), "RNK001", X.format(3)),
-    "cut": ("fsdp2_4r", bytes_of(M.format(1), lambda data: data[: len(data) * 2 // 3]), "PAY013", M.format(1)),
     "0 bytes": ("fsdp2_4r", bytes_of(O.format(3), lambda data: b""), "PAY013", f"{O.format(3)} is empty (0 bytes)"),
     "LFS pointer": ("hsdp_4r", bytes_of(M.format(0), lambda data: LFS), "PAY013", "Git LFS pointer"),
     "zeros": ("hsdp_4r", bytes_of(M.format(0), lambda data: bytes(len(data))), "PAY013", M.format(0)),
-    "under another name": ("fsdp2_4r", copied(M.format(1), M.format(3)), "RNK006", "saved as rank 1: the same bytes"),
     "of another world": ("fsdp2_4r", of_two_ranks, "RNK002", "world size"),
     "scheduler of another step": ("fsdp2_4r", rewritten(X.format(2), part("lr_scheduler", back)),
                                   "RNK003", X.format(2)),
-    "optimizer of another step": (
-        "fsdp2_4r",
-        rewritten(O.format(2), later),
-        "RNK003",
-        f"{O.format(2)} comes from step 6",
-    ),
-    "other placement": ("fsdp2_4r", rewritten(M.format(3), part(W, replicated)), "RNK002", "(Replicate)"),
     "other mesh": ("hsdp_4r", rewritten(M.format(3), renamed_mesh), "RNK002", "mesh (dp"),
     "a key that one rank lacks": ("fsdp2_4r", rewritten(M.format(2), without(W)), "RNK002", W),
-    "one row less": ("fsdp2_4r", rewritten(M.format(1), part(W, lambda v: with_local(v, v._local_tensor[:-1].clone()))),
-                     "RNK004", "[2, 12]"),
     "a row more, uneven": ("tp2_fsdp2", rewritten(M.format(3), part("model.layers.0.mlp.up_proj.weight",
                            lambda v: with_local(v, torch.zeros(3, 12)))), "RNK004", M.format(3)),
     "another buffer": ("fsdp2_4r", rewritten(M.format(1), part("model.seen", lambda v: v + 1)), "RNK007", "model.seen"),
     "a longer buffer": ("fsdp2_4r", rewritten(M.format(1), part("model.seen", lambda v: torch.ones(4))), "RNK002",
                         "global shape of model.seen is [4]"),
     "another dtype": ("fsdp2_4r", rewritten(M.format(0), part("model.seen", torch.Tensor.double)), "RNK002", "float64"),
-    "copies of HSDP differ": ("hsdp_4r", rewritten(M.format(2), part(W, lambda v: with_local(v, v._local_tensor + 1))),
-                              "RNK007", W),
     "a moment of another shape": ("fsdp2_4r", on_all("optim", 4, shorter_moment), "OPT001", "exp_avg"),
-    "a state that one rank lacks": ("fsdp2_4r", rewritten(O.format(1), without("state", 4, "exp_avg")),
-                                    "RNK002", "exp_avg"),
     "a parameter that nobody saved": ("fsdp2_4r", on_all("model", 4, without("model.norm.weight")),
                                       "CFG001", "model.norm.weight"),
     "no model of any rank": ("fsdp2_4r", lost("model_*"), "RNK001", "4 of 4 model files are missing: rank 0-3"),
     "neither model nor optimizer": ("fsdp2_4r", lost("model_*", "optim_*"), "COM001", "no rank has a file of the "
                                     "model beside extra_state"),
-    "an empty state on one rank": ("fsdp2_4r", rewritten(O.format(2), lambda s: s["state"].clear()), "RNK002",
-                                   f"{O.format(2)} lacks"),
     "an empty state on the first rank": ("fsdp2_4r", rewritten(O.format(0), lambda s: s["state"].clear()), "RNK002",
                                          f"{O.format(0)} lacks"),
     "an empty state of slices": ("fsdp1_2r", rewritten("optim_world_size_2_rank_1.pt", lambda s: s["state"].clear()),
@@ -351,7 +323,6 @@ BROKEN: dict[str, tuple[str, Edit, str, str]] = {
     "experimental: rank 0 twice": ("experimental_2r", copied(E.format(0), E.format(1)), "RNK006", E.format(0)),
     "experimental: one row less": ("experimental_2r", rewritten(E.format(1), lambda s: part(W, lambda v: with_local(
                                    v, v._local_tensor[:-1].clone()))(s["model"])), "RNK004", "[5, 12]"),
-    "no file of rank 1": ("flat_2r", lambda f: (f / F.format(1)).unlink(), "RNK001", F.format(1)),
     "a part that is there twice": ("flat_2r", copied(F.format(0), F.format(1)), "RNK006", F.format(0)),
     "a part of another step": ("flat_2r", copied("model_0000004.rank_1.pth", F.format(1)), "RNK003", "step 4"),
     "a configuration of another model": ("fsdp2_4r", lambda f: bytes_of("huggingface/config.json", lambda d: d.replace(
@@ -373,19 +344,6 @@ def test_what_is_broken_is_named_once(tmp_path: Path, case: str) -> None:
     told = " ".join(f"{item.title} {item.fqn} {item.finding.at.file}" for item in report.diagnostics)
     assert key in told
     assert not any(part.failed for part in report.checkpoints)
-
-
-def test_values_and_bytes_of_one_rank(tmp_path: Path) -> None:
-    shutil.copytree(RANK_FILES / "verl_fsdp2_4r", tmp_path / "step")
-    rewritten(M.format(2), part(W, lambda v: with_local(v, torch.full_like(v._local_tensor, float("nan")))))(
-        tmp_path / "step"
-    )
-    data = (tmp_path / "step" / O.format(1)).read_bytes()
-    middle = len(data) // 2
-    (tmp_path / "step" / O.format(1)).write_bytes(data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :])
-    report = ckptlint.check(tmp_path / "step", depth=Depth.DATA)
-    told = {(item.code, item.finding.at.file) for item in report.diagnostics if item.severity.label != "info"}
-    assert told == {("PAY011", M.format(2)), ("PAY012", O.format(1))}
 
 
 def test_an_optimizer_of_more_parameters_than_the_model_has(tmp_path: Path) -> None:
