@@ -11,24 +11,20 @@ from ckptlint.errors import ForeignError, LimitError, UnreadableError
 from ckptlint.formats.safe_pickle import Opaque
 from ckptlint.formats.torch_file import TorchFile, read_torch_file
 from ckptlint.loaders.common_state import read_configs
+from ckptlint.loaders.model_files import read_set
 from ckptlint.loaders.optimizer_state import optimizer_file
 from ckptlint.loaders.rank_files.onto import Columns, damaged, read_file
 from ckptlint.loaders.rank_files.sets import PICKLE_SHARE, FileSet, weight_sets
-from ckptlint.loaders.safetensors import is_stale, no_files, read_index, weight_index
 from ckptlint.model import (
     Checkpoint,
-    FileState,
-    FileTable,
     Problem,
     StepClaim,
     StepFile,
-    StoredFile,
 )
 from ckptlint.model.stored import StoredDTensor, StoredShards, StoredTensor
 from ckptlint.model.text import plural, printable, some
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import READABLE, Folder
-from ckptlint.storage.paths import is_safe
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.frameworks import family_of, is_counter, may_be_pickle
 from ckptlint.vocabulary.litter import is_litter
@@ -157,34 +153,16 @@ def _listed(value: Any) -> list[Any]:
 
 def read_states(folder: Folder, own: FileSet, look_at_files: bool) -> Checkpoint:
     """The same of a set that is known."""
-    problems: list[Problem] = []
-    places, total = read_index(folder, own.index, problems)
-    stale = is_stale(folder, own.files, places)
-    names = list(dict.fromkeys((*own.files, *({} if stale else places or {}).values())))
     columns = Columns()
-    files: list[StoredFile] = []
-    absent: list[str] = []
-    unread: list[str] = []
-    for number, name in enumerate(names):
-        state, size = folder.look_at(name)
-        shown: FileState = state if look_at_files else "unchecked"
-        label = printable(name)
-        files.append(StoredFile(label, name if is_safe(name) else None, size if look_at_files else None, shown, True))
-        if state not in READABLE or size is None:
-            absent.append(label)
-            continue
+
+    def read(number: int, name: str, size: int, problems: list[Problem]) -> bool:
         found = read_file(folder, name, problems)
-        if found is None or not add_state(columns, number, found, label, problems):
-            unread.append(label)
-    unread += absent
-    by_index = "" if stale else own.index
-    label = printable(by_index or (names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"))
-    readable = len(unread) < len(names)
-    if not readable:
-        problems = [replace(problem, blocks=True) for problem in problems] or [no_files(label, absent)]
+        return found is not None and add_state(columns, number, found, printable(name), problems)
+
+    states = read_set(folder, own.files, own.index, look_at_files, read)
     tensors, records, storages = columns.made()
-    is_model = not any(name.startswith("adapter_model") for name in names)
-    is_export = bool(own.index) or any(re.fullmatch(r"pytorch_model(\.\w+)?\.bin", name) for name in names)
+    is_model = not any(name.startswith("adapter_model") for name in states.names)
+    is_export = bool(own.index) or any(re.fullmatch(r"pytorch_model(\.\w+)?\.bin", name) for name in states.names)
     declared, config, config_problems = read_configs(folder, None, is_model and is_export)
     return Checkpoint(
         path=folder.display,
@@ -192,14 +170,14 @@ def read_states(folder: Folder, own: FileSet, look_at_files: bool) -> Checkpoint
         tensors=tensors,
         records=records,
         storages=storages,
-        files=FileTable.of(files),
+        files=states.files,
         declared=declared if is_model else {},
         config=config if is_model else None,
-        index=None if places is None else weight_index(printable(own.index), places, total, absent, unread, stale),
-        problems=problems + config_problems,
-        readable=readable,
-        partial=f"{len(unread)} of {len(files)} files of this model are missing or unreadable" if unread else "",
-        metadata_file=label,
+        index=states.index,
+        problems=states.problems + config_problems,
+        readable=states.is_readable,
+        partial=states.partial,
+        metadata_file=states.label,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from ckptlint.loaders.rank_files.deepspeed_files import Source, Tag, dict_of, read_tag, shapes_of
 from ckptlint.loaders.rank_files.deepspeed_grid import STRUCTURE, Facts, expected, facts_of, note, trainer_claim
 from ckptlint.loaders.rank_files.deepspeed_groups import EXPERT, Cut, flat_groups, owner_of
-from ckptlint.loaders.rank_files.onto import Columns, Part
+from ckptlint.loaders.rank_files.onto import Columns
 from ckptlint.model import Checkpoint, Misfit, RankFile
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable, ranges, some
@@ -30,11 +30,11 @@ def read_deepspeed(folder: Folder, look_at_files: bool) -> Checkpoint:
     tag = read_tag(folder, look_at_files)
     columns, facts = Columns(), facts_of(tag)
     grid = expected(tag, facts)
-    cut = flat_groups(tag, facts.tp)
     odd = [*_weights(tag, facts), *_gates(tag, grid)]
     add_model(columns, tag, facts, {misfit.fqn for misfit in odd})
-    columns.parts += cut.parts
-    unnamed = _add_unnamed(columns, tag, {part.file for part in cut.parts})
+    first = len(columns.rows)
+    cut = flat_groups(tag, facts.tp, columns)
+    unnamed = _add_unnamed(columns, tag, {row.file for row in columns.rows[first:]})
     note(tag, facts)
     tag.said.misfits += odd
     made = assembled(tag, facts, columns, grid, cut)
@@ -179,10 +179,8 @@ _FLAT = {"single_partition_of_fp32_groups", "fp32_flat_groups"}
 
 def _add(columns: Columns, held: set[str], fqn: str, tensor: StoredTensor, source: Source) -> None:
     """A whole tensor, or another copy of one that was added before."""
-    place = source.found.storages.get(tensor.key)
-    offsets = None if fqn in held else (0,) * len(tensor.shape)
+    columns.add(fqn, tensor, source.number, source.found, offsets=None if fqn in held else ())
     held.add(fqn)
-    columns.parts.append(Part(fqn, tensor.dtype, tensor.shape, offsets, tensor, source.number, place))
 
 
 def _tensors(value: Any, prefix: str = "", levels: int = 4) -> Iterator[tuple[str, StoredTensor]]:

@@ -21,7 +21,7 @@ from ckptlint.loaders.rank_files.deepspeed_files import (
     partition_counts,
     shapes_of,
 )
-from ckptlint.loaders.rank_files.onto import Part
+from ckptlint.loaders.rank_files.onto import Columns
 from ckptlint.model.flat_groups import FlatGroup, FlatPart, Shapes
 from ckptlint.model.stored import StoredTensor
 
@@ -33,13 +33,13 @@ class Cut:
     """Groups, and where the parameters lie in them.
 
     Attributes:
+        columns: where the pieces of parameters and of their moments go, each one-dimensional.
         groups: what the files hold of them.
-        parts: the pieces of parameters and of their moments, each one-dimensional.
         unplaced: what would lie past the end of its tensor, or in groups whose lengths do not add up.
     """
 
+    columns: Columns
     groups: list[FlatGroup] = field(default_factory=list)
-    parts: list[Part] = field(default_factory=list)
     unplaced: list[str] = field(default_factory=list)
 
     def add(
@@ -50,13 +50,11 @@ class Cut:
             self.unplaced.append(fqn)
         elif count:
             tensor = replace(flat, shape=(count,), strides=(1,), offset=flat.offset + start)
-            place = source.found.storages.get(flat.key)
-            part = Part(fqn, flat.dtype, (numel,), (offset,), tensor, source.number, place, is_flat=True)
-            self.parts.append(part)
+            self.columns.add(fqn, tensor, source.number, source.found, (numel,), (offset,), is_flat=True)
 
 
-def flat_groups(tag: Tag, tp: int) -> Cut:
-    """The groups of all optimizer files of a tag.
+def flat_groups(tag: Tag, tp: int, columns: Columns) -> Cut:
+    """The groups of all optimizer files of a tag; their pieces join the columns.
 
     Args:
         tp: how many ranks hold parts of one tensor under one name.
@@ -65,19 +63,19 @@ def flat_groups(tag: Tag, tp: int) -> Cut:
     for source in tag.of("optimizer"):
         by_mp[source.file.numbers["mp"]].append(source)
     experts = _local_experts(tag)
-    made = Cut()
+    made = Cut(columns)
     held: dict[str, int] = {}
     for mp, own in sorted(by_mp.items()):
-        owner, first = owner_of(mp, tp), len(made.parts)
+        owner, first = owner_of(mp, tp), len(columns.rows)
         models = [source for source in tag.of("model") if source.file.numbers["mp"] == mp]
         if any(_BY_PARAMETER in source.state for source in own):
             _cut_parameters(made, own, models, owner)
         else:
             _cut_groups(made, own, models, owner, experts)
         # a tied parameter is in the groups of several pipeline stages
-        for number, part in enumerate(made.parts[first:], first):
-            if held.setdefault(part.fqn, mp) != mp:
-                made.parts[number] = part._replace(offsets=None)
+        for number, row in enumerate(columns.rows[first:], first):
+            if held.setdefault(row.fqn, mp) != mp:
+                columns.rows[number] = row._replace(offsets=None)
     return made
 
 

@@ -12,7 +12,7 @@ from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of
 from ckptlint.loaders.rank_files.deepspeed import add_model, assembled
 from ckptlint.loaders.rank_files.deepspeed_files import Tag, read_tag, shapes_of
 from ckptlint.loaders.rank_files.deepspeed_grid import facts_of, note
-from ckptlint.loaders.rank_files.onto import Columns, Part
+from ckptlint.loaders.rank_files.onto import Columns
 from ckptlint.model import Checkpoint, Misfit, Problem, RankFile
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable
@@ -39,10 +39,8 @@ def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:
     for state in states:
         if state.found is not None and state.tensor is not None and state.name in _STATE_NAMES:
             key, tensor = f"optimizer.state.{_STATE_NAMES[state.name]}.{state.fqn}", state.tensor
-            offsets, place = (0,) * len(tensor.shape), state.found.storages.get(tensor.key)
             is_flat = tensor.shape != wanted.get(state.fqn, tensor.shape)
-            part = Part(key, tensor.dtype, tensor.shape, offsets, tensor, state.number, place, is_flat)
-            columns.parts.append(part)
+            columns.add(key, tensor, state.number, state.found, is_flat=is_flat)
     add_model(columns, tag, facts)
     note(tag, facts)
     tag.said.alike("step", [(state.step, state.file) for state in states if state.step is not None], among="state")

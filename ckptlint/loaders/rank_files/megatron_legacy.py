@@ -41,7 +41,7 @@ from ckptlint.loaders.rank_files.megatron_keys import (
     with_global_expert,
     with_layer,
 )
-from ckptlint.loaders.rank_files.onto import Columns, Opened, Part, SetFiles, is_dict
+from ckptlint.loaders.rank_files.onto import Columns, Opened, SetFiles, is_dict
 from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
 from ckptlint.model import Checkpoint, CommonState, Misfit, Problem, RankFile, empty_objects
 from ckptlint.model.stored import StoredTensor
@@ -575,8 +575,7 @@ class _Reading:
             is_cut: whether other ranks may hold other parts, in an order that is not known, so that its shape tells
                 nothing of the whole.
         """
-        place = item.file.found.storages.get(tensor.key)
-        self.columns.parts.append(Part(fqn, tensor.dtype, shape, offsets, tensor, item.file.number, place, is_cut))
+        self.columns.add(fqn, tensor, item.file.number, item.file.found, shape, offsets, is_cut)
 
     def _compare(self, fqn: str, held: list[_Held], what: str = "content of other meshes") -> None:
         self.said.copies(what, [[(checksum(item.tensor, item.file.found), item.file.label) for item in held]], fqn)

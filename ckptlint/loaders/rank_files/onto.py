@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.torch_file import Storage, TorchFile, read_torch_file, record_content
+from ckptlint.loaders.model_files import looked_at
 from ckptlint.loaders.problems import from_error, from_refusals
+from ckptlint.loaders.rows import Row, tables
 from ckptlint.model import (
     Checkpoint,
-    ChunkTable,
-    FileState,
     FileTable,
-    MalformedChunk,
     Problem,
     RankFile,
     RankFileSet,
@@ -25,113 +24,63 @@ from ckptlint.model import (
     StoredFile,
     Tensor,
 )
-from ckptlint.model.cover import Budget
-from ckptlint.model.layout import Layout
 from ckptlint.model.rank_files import StorageTable
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable
-from ckptlint.storage.folder import READABLE, Folder
-from ckptlint.storage.paths import is_safe
+from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 
 _NOWHERE = Storage(b"", -1, 0, 0, 0)
 
 
-class Part(NamedTuple):
-    """A tensor of one file.
-
-    Attributes:
-        fqn: the key, raw.
-        dtype, shape: of the whole tensor that it is a part of.
-        offsets: where it lies in that; None for a copy of what another file holds, or one whose place is not known.
-        tensor: what is stored.
-        file: number of its file.
-        place: its storage, None where the file has none of that name.
-        is_flat: whether it is a piece of a tensor that was made one-dimensional.
-    """
-
-    fqn: str
-    dtype: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...] | None
-    tensor: StoredTensor
-    file: int
-    place: Storage | None
-    is_flat: bool = False
-
-
 @dataclass(slots=True)
 class Columns:
-    """The parts of a checkpoint, and what is made of them."""
+    """The parts of tensors in the files of a checkpoint; row i is what one file holds of one."""
 
-    parts: list[Part] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    places: list[Storage] = field(default_factory=list)
+    contents: list[RecordContent] = field(default_factory=list)
 
-    def add(self, fqn: str, tensor: StoredTensor, file: int, found: TorchFile) -> None:
-        """A tensor that lies whole in one file."""
-        offsets = (0,) * len(tensor.shape)
-        self.parts.append(Part(fqn, tensor.dtype, tensor.shape, offsets, tensor, file, found.storages.get(tensor.key)))
+    def add(
+        self,
+        fqn: str,
+        tensor: StoredTensor,
+        file: int,
+        found: TorchFile,
+        shape: tuple[int, ...] | None = None,
+        offsets: tuple[int, ...] | None = (),
+        is_flat: bool = False,
+        dtype: str = "",
+    ) -> None:
+        """A tensor in a file.
+
+        Args:
+            file, found: the file's number, and what it holds.
+            shape, offsets, is_flat, dtype: attributes of `Row`; those that are not given are the tensor's own.
+        """
+        if shape is None:
+            shape, offsets = tensor.shape, None if offsets is None else (0,) * len(tensor.shape)
+        place = found.storages.get(tensor.key, _NOWHERE)
+        span = _span(tensor, place)
+        self.rows.append(Row(fqn, dtype or tensor.dtype, shape, offsets, tensor.shape, file, *span, is_flat))
+        self.places.append(place)
+        self.contents.append(record_content(tensor))
 
     def made(self) -> tuple[dict[str, Tensor], RecordTable, StorageTable]:
-        """Tensors by their printable keys, their records, and where these lie; row i is part i."""
-        number = {fqn: i for i, fqn in enumerate(dict.fromkeys(part.fqn for part in self.parts))}
-        rows: dict[str, list[int]] = {fqn: [] for fqn in number}
-        for row, part in enumerate(self.parts):
-            rows[part.fqn].append(row)
-        layouts: dict[tuple[object, ...], Layout] = {}
-        budget = Budget()
-        tensors = [self._tensor(fqn, own, layouts, budget) for fqn, own in rows.items()]
-        places = [part.place or _NOWHERE for part in self.parts]
-        spans = [_span(part.tensor, place) for part, place in zip(self.parts, places, strict=True)]
-        count = len(self.parts)
-        owned = np.fromiter((part.offsets is not None for part in self.parts), bool, count)
-        records = RecordTable(
-            fqns=[printable(fqn) for fqn in number],
-            fqn=np.fromiter((number[part.fqn] for part in self.parts), np.int32, count),
-            file=np.fromiter((part.file for part in self.parts), np.int32, count),
-            byte_offset=np.array([start for start, _ in spans], np.int64),
-            byte_length=np.array([length for _, length in spans], np.int64),
-            transformed=np.zeros(count, bool),
-            owned=owned,
-            strays=dict.fromkeys(np.flatnonzero(~owned).tolist()),
-        )
+        """Tensors by their printable keys, their records, and where these lie."""
+        tensors, records = tables(self.rows, np.array([row.offsets is not None for row in self.rows], bool))
         contents: dict[RecordContent, int] = {}
-        content = [contents.setdefault(record_content(part.tensor), len(contents)) for part in self.parts]
+        content = [contents.setdefault(own, len(contents)) for own in self.contents]
         storages = StorageTable(
-            header=np.array([place.header for place in places], np.int64),
-            start=np.array([place.start for place in places], np.int64),
-            size=np.array([place.size for place in places], np.int64),
-            crc=np.array([place.crc for place in places], np.int64),
-            names=[place.name for place in places],
+            header=np.array([place.header for place in self.places], np.int64),
+            start=np.array([place.start for place in self.places], np.int64),
+            size=np.array([place.size for place in self.places], np.int64),
+            crc=np.array([place.crc for place in self.places], np.int64),
+            names=[place.name for place in self.places],
             content=np.array(content, np.int32),
             contents=list(contents),
         )
-        return {tensor.fqn: tensor for tensor in tensors}, records, storages
-
-    def _tensor(self, fqn: str, rows: list[int], layouts: dict[tuple[object, ...], Layout], budget: Budget) -> Tensor:
-        first = self.parts[rows[0]]
-        axes = len(first.shape)
-        placed = [row for row in rows if self.parts[row].offsets is not None]
-        fitting = [row for row in placed if len(self.parts[row].tensor.shape) == axes]
-        others = [row for row in placed if len(self.parts[row].tensor.shape) != axes]
-        offsets = np.array([self.parts[row].offsets for row in fitting], np.int64).reshape(len(fitting), axes)
-        sizes = np.array([self.parts[row].tensor.shape for row in fitting], np.int64).reshape(len(fitting), axes)
-        key: tuple[object, ...] = (first.shape, len(fitting), offsets.tobytes(), sizes.tobytes())
-        record = np.array(fitting, np.int64)
-        if not placed:  # nothing is said of where its parts lie
-            key = (first.shape,)
-            offsets, sizes = np.zeros((1, axes), np.int64), np.array([first.shape], np.int64).reshape(1, axes)
-            record = np.array([-1], np.int64)
-        layout = layouts.setdefault(key, Layout(first.shape, offsets, sizes, budget))
-        return Tensor(
-            fqn=printable(fqn),
-            dtype=first.dtype,
-            global_shape=first.shape,
-            chunks=ChunkTable(layout, record),
-            malformed=tuple(
-                MalformedChunk(self.parts[row].offsets or (), self.parts[row].tensor.shape, row) for row in others
-            ),
-            is_flattened=first.is_flat,
-        )
+        return tensors, records, storages
 
 
 def _span(tensor: StoredTensor, place: Storage) -> tuple[int, int]:
@@ -186,12 +135,10 @@ class SetFiles:
             holds: what it must hold, as a noun.
             is_that: whether a value is such.
         """
-        label = printable(path)
-        state, size = self.folder.look_at(path)
-        shown: FileState = state if self.look_at_files else "unchecked"
-        name = path if is_safe(path) else None
-        self.stored.append(StoredFile(label, name, size if self.look_at_files else None, shown, True))
-        found = read_file(self.folder, path, self.problems) if state in READABLE else None
+        file, size = looked_at(self.folder, path, self.look_at_files)
+        self.stored.append(file)
+        label = file.name
+        found = None if size is None else read_file(self.folder, path, self.problems)
         if found is not None and not is_that(found.root):
             self.problems.append(damaged(label, f"{label} holds no {holds}"))
             found = None

@@ -23,7 +23,7 @@ from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.optimizer_state import optimizer_file
 from ckptlint.loaders.plain import state_of
-from ckptlint.loaders.rank_files.onto import Columns, Opened, Part, SetFiles, is_dict, read_file
+from ckptlint.loaders.rank_files.onto import Columns, Opened, SetFiles, is_dict, read_file
 from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
 from ckptlint.loaders.rank_files.sets import FileSet, flat_name, flat_sets, verl_name, verl_sets
 from ckptlint.loaders.run_folder import read_run
@@ -349,10 +349,9 @@ class _Reading:
             if pieces and not any(place is not None for place in places):
                 self.unplaced.append(fqn)
             for piece, place in zip(pieces, places, strict=True):
-                storage = piece.file.found.storages.get(piece.tensor.key)
                 is_flat = is_slice or fqn.endswith(_FLAT)
-                part = Part(fqn, first.dtype, shape, place, piece.tensor, piece.file.number, storage, is_flat)
-                self.columns.parts.append(part)
+                file = piece.file
+                self.columns.add(fqn, piece.tensor, file.number, file.found, shape, place, is_flat, first.dtype)
 
     def _agree(
         self, fqn: str, held: list[_Held], files: Mapping[int, Opened], aspects: Iterable[str] | None = None

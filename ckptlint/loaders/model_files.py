@@ -1,0 +1,139 @@
+"""The files of one model, with or without an index that says which key lies in which."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckptlint.errors import UnreadableError
+from ckptlint.formats.safetensors_header import HEADER_LIMIT
+from ckptlint.formats.strict_json import checked_key, is_size, json_object
+from ckptlint.loaders.problems import from_error
+from ckptlint.model import FileState, FileTable, Problem, StoredFile, WeightIndex
+from ckptlint.model.text import plural, printable
+from ckptlint.storage.folder import READABLE, Folder
+from ckptlint.storage.paths import is_safe
+
+_WHOLE = re.compile(r"(pytorch_)?model(\.\w+)?\.(safetensors|bin)")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSet:
+    """The files of a model, read.
+
+    Attributes:
+        names: raw, in the order of their numbers; files: the same as a table.
+        label: what they are reported under.
+        places: raw key -> raw file name as the index says, None without an index; index: the same, printable.
+        is_readable: whether one of the files was read.
+        partial: why they are not the whole model; "" if they are.
+    """
+
+    names: list[str]
+    files: FileTable
+    label: str
+    places: dict[str, str] | None
+    index: WeightIndex | None
+    problems: list[Problem]
+    is_readable: bool
+    partial: str
+
+
+def read_set(
+    folder: Folder,
+    own: Sequence[str],
+    index: str,
+    look_at_files: bool,
+    read: Callable[[int, str, int, list[Problem]], bool],
+) -> ModelSet:
+    """The files of a model, each of them read, and those that its index names beside them.
+
+    Args:
+        own, index: names of the files, and of their index, "" without one.
+        look_at_files: whether to tell the sizes of files.
+        read: reads a file of this number, name and size, and says whether it could; notes problems.
+    """
+    problems: list[Problem] = []
+    places, total = read_index(folder, index, problems)
+    stale = is_stale(folder, own, places)
+    names = list(dict.fromkeys((*own, *({} if stale else places or {}).values())))
+    files: list[StoredFile] = []
+    unread: list[str] = []
+    absent: list[str] = []
+    for number, name in enumerate(names):
+        file, size = looked_at(folder, name, look_at_files)
+        files.append(file)
+        if size is None:
+            absent.append(file.name)
+        elif not read(number, name, size, problems):
+            unread.append(file.name)
+    unread += absent
+    by_index = "" if stale else index
+    label = printable(by_index or (names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"))
+    is_readable = len(unread) < len(names)
+    if not is_readable:
+        problems = [replace(problem, blocks=True) for problem in problems] or [_no_files(label, absent)]
+    partial = f"{len(unread)} of {len(files)} files of this model are missing or unreadable" if unread else ""
+    table = None
+    if places is not None:
+        by_key = {printable(key): printable(name) for key, name in places.items()}
+        table = WeightIndex(printable(index), by_key, total, frozenset(absent), frozenset(unread), stale)
+    return ModelSet(names, FileTable.of(files), label, places, table, problems, is_readable, partial)
+
+
+def looked_at(folder: Folder, name: str, look_at_files: bool) -> tuple[StoredFile, int | None]:
+    """A payload file, with state and size where files are to be looked at; its size where it can be read."""
+    state, size = folder.look_at(name)
+    shown: FileState = state if look_at_files else "unchecked"
+    path = name if is_safe(name) else None
+    file = StoredFile(printable(name), path, size if look_at_files else None, shown, True)
+    return file, size if state in READABLE else None
+
+
+def read_index(folder: Folder, index: str, problems: list[Problem]) -> tuple[dict[str, str] | None, int | None]:
+    """Raw key -> raw file name, and the bytes of all tensors; None for what is not said or cannot be read."""
+    if not index:
+        return None, None
+    try:
+        document = json_object(folder.read(index, HEADER_LIMIT))
+        places = document.get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise UnreadableError("has no weight_map from names to files")
+        for name in places:
+            checked_key(name)
+    except UnreadableError as error:
+        why = "loaders use it to find the file of each key"
+        hint = "write the index again from the headers of the files"
+        problems.append(from_error(error, printable(index), why=why, hint=hint))
+        return None, None
+    about = document.get("metadata")
+    total = about.get("total_size") if isinstance(about, dict) else None
+    if isinstance(total, float) and total.is_integer():  # transformers wrote it so for some years
+        total = int(total)
+    return places, total if is_size(total) else None
+
+
+def is_stale(folder: Folder, files: Sequence[str], places: Mapping[str, str] | None) -> bool:
+    """Whether nothing that an index names is there, beside the whole model that transformers looks for first.
+
+    Source:
+        transformers 5.23 modeling_utils: save_pretrained removes the shards of an earlier save, and leaves their index
+    """
+    if not places or len(files) != 1 or not _WHOLE.fullmatch(files[0]):
+        return False
+    return all(folder.look_at(name)[0] == "absent" for name in {*places.values()})
+
+
+def _no_files(label: str, absent: list[str]) -> Problem:
+    """That nothing of what an index names is there."""
+    return Problem(
+        "incomplete",
+        label,
+        f"{label} names {plural(len(absent), 'file')}, and none of them is there"
+        if absent
+        else f"{label} names no file",
+        why="a writer writes the index after the files, so a copy left them out",
+        hint="copy the files again from where the index came from",
+        blocks=True,
+    )

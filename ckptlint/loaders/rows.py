@@ -1,0 +1,94 @@
+"""Tensors of files that each describe themselves, one row for what one file holds of one, as a checkpoint's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckptlint.model import ChunkTable, MalformedChunk, RecordTable, Tensor
+from ckptlint.model.cover import Budget
+from ckptlint.model.layout import Layout
+from ckptlint.model.text import printable
+
+
+class Row(NamedTuple):
+    """What one file holds of a tensor.
+
+    Attributes:
+        fqn: the key, raw.
+        dtype: torch's name.
+        shape: of the whole tensor, None where its chunks tell.
+        offsets: where the part lies in that, None where it is not known or another file holds the same.
+        sizes: of the part.
+        file: number of its file.
+        start, length: its bytes in the file.
+        is_flat: whether it is a piece of a tensor that was made one-dimensional.
+    """
+
+    fqn: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    offsets: tuple[int, ...] | None
+    sizes: tuple[int, ...]
+    file: int
+    start: int
+    length: int
+    is_flat: bool = False
+
+
+def tables(rows: Sequence[Row], owned: Any) -> tuple[dict[str, Tensor], RecordTable]:
+    """Tensors by their printable keys, and their records; row i is record i.
+
+    Args:
+        owned: bool [n], the rows that are a chunk of their tensor.
+    """
+    number = {fqn: i for i, fqn in enumerate(dict.fromkeys(row.fqn for row in rows))}
+    by_key: dict[str, list[int]] = {fqn: [] for fqn in number}
+    for i, row in enumerate(rows):
+        by_key[row.fqn].append(i)
+    layouts: dict[tuple[Any, ...], Layout] = {}
+    budget = Budget()
+    tensors = [_tensor(rows, own, owned, layouts, budget) for own in by_key.values()]
+    count = len(rows)
+    records = RecordTable(
+        fqns=[printable(fqn) for fqn in number],
+        fqn=np.fromiter((number[row.fqn] for row in rows), np.int32, count),
+        file=np.fromiter((row.file for row in rows), np.int32, count),
+        byte_offset=np.fromiter((row.start for row in rows), np.int64, count),
+        byte_length=np.fromiter((row.length for row in rows), np.int64, count),
+        transformed=np.zeros(count, bool),
+        owned=owned,
+        strays={i: rows[i].offsets for i in np.flatnonzero(~owned).tolist()},
+    )
+    return {tensor.fqn: tensor for tensor in tensors}, records
+
+
+def _tensor(
+    rows: Sequence[Row], own: list[int], owned: Any, layouts: dict[tuple[Any, ...], Layout], budget: Budget
+) -> Tensor:
+    """The tensor of one key; one chunk without a record where nothing says where its parts lie."""
+    chunks = [(i, rows[i].offsets or (), rows[i].sizes) for i in own if owned[i]]
+    first = rows[chunks[0][0] if chunks else own[0]]
+    shape = next((rows[i].shape for i in own if rows[i].shape is not None), None)
+    axes = len(first.sizes if shape is None else shape)
+    fitting = [chunk for chunk in chunks if len(chunk[1]) == len(chunk[2]) == axes]
+    others = [chunk for chunk in chunks if not len(chunk[1]) == len(chunk[2]) == axes]
+    if not chunks and shape is not None:
+        fitting = [(-1, (0,) * axes, shape)]
+    record = np.array([i for i, _, _ in fitting], np.int64)
+    offsets = np.array([begin for _, begin, _ in fitting], np.int64).reshape(len(fitting), axes)
+    sizes = np.array([size for _, _, size in fitting], np.int64).reshape(len(fitting), axes)
+    if shape is None:
+        shape = tuple((offsets + sizes).max(axis=0, initial=0).tolist())
+    key = (shape, len(fitting), offsets.tobytes(), sizes.tobytes())  # a scalar's chunks have no bytes
+    layout = layouts.setdefault(key, Layout(shape, offsets, sizes, budget))
+    return Tensor(
+        fqn=printable(first.fqn),
+        dtype=first.dtype,
+        global_shape=shape,
+        chunks=ChunkTable(layout, record),
+        malformed=tuple(MalformedChunk(begin, size, i) for i, begin, size in others),
+        is_flattened=first.is_flat,
+    )
