@@ -266,8 +266,8 @@ def _read(
             name: words for name, words in wanted.items() if words and opened.ckpt.tensors.get(name) is tensors[name]
         }
         how = default_reading(Depth.DATA)
-        how = replace(how, words=own, words_only=True, jobs=jobs or how.jobs)
-        ckpt = read_payload(opened.folder, opened.ckpt, how)
+        how = replace(how, words_only=True, jobs=jobs or how.jobs)
+        ckpt = read_payload(opened.folder, opened.ckpt, how, own)
         assert ckpt.payload is not None
         bad = np.array(sorted({damage.record for damage in ckpt.payload.damages if damage.record >= 0}), np.int64)
         whole = {damage.file for damage in ckpt.payload.damages if damage.record < 0}

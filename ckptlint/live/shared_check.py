@@ -28,7 +28,7 @@ from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import named_ranks, plural, printable
 from ckptlint.payload.integrity import INTEGRITY
-from ckptlint.payload.parts import ShareResult
+from ckptlint.payload.parts import ShareResult, join
 from ckptlint.payload.reader import Reader
 from ckptlint.payload.reading import Reading
 from ckptlint.sandbox import one_budget
@@ -126,7 +126,7 @@ class Job:
                 parts = self._gathered(part)
                 if self.rank:
                     continue
-                ckpt = reader.join(parts)
+                ckpt = join(found.folder, reader.ckpt, reader.how, parts)
                 ckpt = replace(ckpt, problems=[*ckpt.problems, *_conflicts(ckpt, parts)])
             if self.rank == 0:
                 yield found, ckpt

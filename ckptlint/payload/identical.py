@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from ckptlint.model import Checkpoint, PayloadTable
 from ckptlint.model.layout import IntArray
+from ckptlint.payload.records import path_of
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.keys import parse
@@ -22,15 +23,12 @@ _NORMS = 512
 _ROWS, _PLACES = 16, 4
 
 
-def find_same(folder: Folder, ckpt: Checkpoint, table: PayloadTable, path: Callable[[int], str]) -> None:
+def find_same(folder: Folder, ckpt: Checkpoint, table: PayloadTable) -> None:
     """Fill `equal_group`, `rows_alike` and `constant`.
 
     Up to 1 KiB of each suspect is read: equal length and CRC-32 make a suspect. Where there is one, the norms are
     sampled too: a model whose norms hold one value each has not been trained. Of each group of equal records one is
     looked at row by row, in up to 4 KiB.
-
-    Args:
-        path: the raw path of a payload file by its number.
 
     Raises:
         AccessError: a read was refused.
@@ -38,7 +36,7 @@ def find_same(folder: Folder, ckpt: Checkpoint, table: PayloadTable, path: Calla
     suspects = _alike(ckpt, table)
     if not suspects:
         return
-    samples = _Samples(folder, ckpt, table, path)
+    samples = _Samples(folder, ckpt, table)
     first = samples.of([int(rows[0]) for rows in suspects])
     open_ones = []
     for rows in suspects:
@@ -108,8 +106,8 @@ def _is_constant(sample: bytes, table: PayloadTable, row: int) -> bool:
 class _Samples:
     """Reads 64 bytes at 16 evenly spaced places of a storage, or all of a small one."""
 
-    def __init__(self, folder: Folder, ckpt: Checkpoint, table: PayloadTable, path: Callable[[int], str]) -> None:
-        self.folder, self.ckpt, self.table, self.path = folder, ckpt, table, path
+    def __init__(self, folder: Folder, ckpt: Checkpoint, table: PayloadTable) -> None:
+        self.folder, self.ckpt, self.table = folder, ckpt, table
 
     def of(self, rows: Sequence[int]) -> dict[int, bytes]:
         """The samples of some records."""
@@ -121,7 +119,7 @@ class _Samples:
             for at in range(0, len(mine), _BATCH):
                 batch = mine[at : at + _BATCH]
                 spans = [self._spans(row) for row in batch]
-                data = iter(self.folder.ranges(self.path(file), [span for part in spans for span in part]))
+                data = iter(self.folder.ranges(path_of(self.ckpt, file), [span for part in spans for span in part]))
                 for row, part in zip(batch, spans, strict=True):
                     found[row] = b"".join(next(data) for _ in part)
         return found
@@ -139,7 +137,7 @@ class _Samples:
         places = [place * ((length - width) // (_PLACES - 1)) // item * item for place in range(_PLACES)]
         rows = np.linspace(0, count - 1, min(count, _ROWS)).astype(int).tolist()
         spans = [(start + i * length + place, width) for i in rows for place in places]
-        parts = self.folder.ranges(self.path(int(self.ckpt.records.file[row])), spans)
+        parts = self.folder.ranges(path_of(self.ckpt, int(self.ckpt.records.file[row])), spans)
         first = parts[:_PLACES]
         is_equal = all(parts[i : i + _PLACES] == first for i in range(0, len(parts), _PLACES))
         return is_equal and not _is_constant(b"".join(first), self.table, row)

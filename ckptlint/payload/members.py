@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
 import numpy as np
 
-from ckptlint.model import PayloadTable, RecordContent, StorageTable, Tensor
+from ckptlint.errors import UnreadableError
+from ckptlint.formats.torch_archive import LOCAL_SIZE, Member, data_start
+from ckptlint.model import Checkpoint, PayloadTable, RecordContent, RecordState, StorageTable, Tensor
 from ckptlint.model.layout import IntArray
 from ckptlint.payload.record_headers import AlikeRecords, Record
-from ckptlint.payload.stream import Members, Scan
+from ckptlint.payload.records import path_of
+from ckptlint.payload.stream import Members, Meter, Scan
 from ckptlint.seals.digests import Elements, elements
 from ckptlint.seals.words import Placed, TensorWords
+from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 
 
@@ -36,17 +40,45 @@ def members_of(records: Sequence[Record], alike: Sequence[AlikeRecords] = ()) ->
     return _members(whole[:5, np.argsort(whole[5], kind="stable")], list(names))
 
 
-def with_bare_tensors(first: Members | None, table: PayloadTable, rows: IntArray) -> Members:
+def with_bare_tensors(first: Members, table: PayloadTable, rows: IntArray) -> Members:
     """The members of a file together with tensors that lie bare in it, and have no checksum."""
-    first = first or members_of([])
     bare = [rows, table.start[rows], table.size[rows], np.zeros_like(rows), np.full_like(rows, len(first.names))]
     columns = np.stack([first.row, first.start, first.size, first.crc, first.name])
     both = np.concatenate([columns, np.stack(bare)], axis=1)
     return _members(both[:, np.argsort(both[1], kind="stable")], [*first.names, "tensor"])
 
 
-def members_and_views(table: PayloadTable, stored: StorageTable, rows: IntArray) -> tuple[Members, list[Members]]:
-    """The storages that records lie in, each once and with its checksum; and the records that share one.
+def member_starts(
+    folder: Folder, ckpt: Checkpoint, file: int, rows: IntArray, stored: StorageTable, meter: Meter
+) -> tuple[dict[int, int], list[tuple[int, UnreadableError]]]:
+    """Record -> first byte of the data of its member; and the records whose member's header is damaged.
+
+    Raises:
+        AccessError: a read was refused.
+    """
+    whole = {row: int(stored.start[row]) for row in rows.tolist() if stored.header[row] < 0}
+    wanted = {int(stored.header[row]): row for row in rows.tolist() if row not in whole}
+    spans = [(header, LOCAL_SIZE + len(stored.names[row])) for header, row in wanted.items()]
+    starts: dict[int, int | UnreadableError] = {}
+    for (header, row), data in zip(wanted.items(), folder.ranges(path_of(ckpt, file), spans), strict=True):
+        member = Member(stored.names[row], int(stored.crc[row]), int(stored.size[row]), header)
+        try:
+            starts[header] = data_start(data, member)
+        except UnreadableError as error:
+            starts[header] = UnreadableError(str(error), header - int(ckpt.records.byte_offset[row]))
+    broken = []
+    for row in rows.tolist():
+        start = whole.get(row, starts.get(int(stored.header[row])))
+        if isinstance(start, int):
+            whole[row] = start
+        elif start is not None:
+            broken.append((row, start))
+    meter.add(len(rows))
+    return whole, broken
+
+
+def members_and_views(table: PayloadTable, stored: StorageTable, rows: IntArray) -> list[Members]:
+    """The storages that records lie in, each once and with its checksum; then the records that share one.
 
     The first record of a storage is looked at in it. Each other one stands for its own bytes, in further readings of
     the file in which no two overlap; its row of the table is changed to these.
@@ -81,9 +113,8 @@ def members_and_views(table: PayloadTable, stored: StorageTable, rows: IntArray)
             ends.append(0)
         readings[turn].append(row)
         ends[turn] = end
-    return _members(storages, list(names)), [
-        with_bare_tensors(None, table, np.array(reading, np.int64)) for reading in readings
-    ]
+    views = [with_bare_tensors(members_of([]), table, np.array(reading, np.int64)) for reading in readings]
+    return [_members(storages, list(names)), *views]
 
 
 _READINGS = 4
@@ -97,36 +128,36 @@ def _members(columns: IntArray, names: list[str]) -> Members:
 def scans_of(
     table: PayloadTable,
     members: Members,
-    sealed: Mapping[int, tuple[Tensor, int]],
-    raw: Mapping[int, tuple[Tensor, int]],
-    placed: Mapping[int, tuple[Tensor, int]],
+    chunks: Mapping[int, tuple[Tensor, int]],
+    sealed: Collection[str],
     words: Mapping[str, tuple[TensorWords, ...]],
     words_only: bool = False,
 ) -> dict[int, Scan]:
     """The members that hold a floating tensor, or one that was sealed, with the part of them that it covers.
 
     Args:
-        sealed: record -> tensor and row of its chunk, where a digest is wanted.
-        raw: the same of the records that hold the bare bytes of their chunk.
-        placed: the same where words are wanted, which `words` gathers by key.
+        chunks: record -> tensor and row of its chunk, of what is bare bytes, sealed, or has its words gathered.
+        sealed: keys of which a digest is wanted.
+        words: key -> what gathers its words.
         words_only: leave out what values are, NaN and the like.
     """
     scans = {}
     is_storage = np.flatnonzero((members.start == table.start[members.row]) & (members.size == table.size[members.row]))
     for member in is_storage.tolist():
         record = int(members.row[member])
-        tensor, row = sealed.get(record, (None, -1))
+        tensor, row = chunks.get(record, (None, -1))
         content = table.of(record)
-        if content is None and record in raw:
-            content = bare_content(*raw[record])
+        if tensor is not None and table.state[record] == RecordState.RAW:
+            content = bare_content(tensor, row)
         if content is None or content.form != "tensor" or content.dtype not in ITEM_BITS:
             continue
         item = ITEM_BITS[content.dtype] // 8
         extent = content.extent
-        where = None if tensor is None else places_of(tensor, row, content)
-        gathered = None
-        if record in placed and (at := places_of(*placed[record], content)) is not None:
-            gathered = Placed(words[placed[record][0].fqn], content.dtype, at)
+        where = gathered = None
+        if tensor is not None and (tensor.fqn in sealed or tensor.fqn in words):
+            at = places_of(tensor, row, content)
+            where = at if tensor.fqn in sealed else None
+            gathered = Placed(words[tensor.fqn], content.dtype, at) if tensor.fqn in words and at is not None else None
         looks = content.dtype in ENCODINGS and not words_only
         is_wanted = looks or where is not None or gathered is not None
         fits = extent == content.volume and (content.offset + extent) * item <= int(members.size[member])

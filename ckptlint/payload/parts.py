@@ -1,20 +1,32 @@
-"""What one process saw of its share of the records."""
+"""What one process saw of its share of the records, and the checkpoint with what all of them saw."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ckptlint.errors import UnreadableError
-from ckptlint.model import Damage, PayloadTable, Problem, RecordContent
+from ckptlint.errors import LimitError, UnreadableError
+from ckptlint.loaders.problems import from_refusals
+from ckptlint.model import Checkpoint, Damage, PayloadTable, Problem, RecordContent, RecordState, empty_payload
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import printable
+from ckptlint.model.text import printable, unknown_classes
+from ckptlint.payload.identical import find_same
+from ckptlint.payload.reading import Reading
 from ckptlint.payload.record_pickle import Decoded, decode
+from ckptlint.payload.records import needed_bytes, path_of
+from ckptlint.payload.stream import BLOCK
+from ckptlint.storage.folder import Folder
+
+EXAMINED = 64
+"""Damaged records of which the zeros are counted."""
 
 _PENDING_LIMIT = 32 * 1024**2
+_SECTOR = 512
+_NAMED = 4
 
 
 @dataclass(slots=True, eq=False)
@@ -24,24 +36,20 @@ class ShareResult:
     Attributes:
         rows: int64 [k], the share.
         table: its columns have those k rows.
+        sums: int64 [k], of the bytes that were read; equal where they are equal.
         keys: of each content in the table, equal for what is equal in another part.
         decoded: key -> what the `data.pkl` is.
-        sums: int64 [k], of the bytes that were read; equal where they are equal.
         broken: file -> records that cannot be read, with what is wrong.
-        sample: as `PayloadTable` has it.
     """
 
     rows: IntArray
     table: PayloadTable
-    keys: list[bytes]
-    decoded: dict[bytes, Decoded]
     sums: IntArray
-    broken: dict[int, list[tuple[int, UnreadableError]]]
-    damages: list[Damage]
-    unlisted: tuple[str, ...]
-    bare: tuple[str, ...]
-    problems: list[Problem]
-    sample: str
+    keys: list[bytes] = field(default_factory=list)
+    decoded: dict[bytes, Decoded] = field(default_factory=dict)
+    broken: dict[int, list[tuple[int, UnreadableError]]] = field(default_factory=lambda: defaultdict(list))
+    damages: list[Damage] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
 
 def by_content(table: PayloadTable) -> Iterator[tuple[int, IntArray]]:
@@ -91,3 +99,163 @@ class Contents:
             self.decoded.append(found)
             contents.append(content or RecordContent("object"))
         self._pending, self._bytes = [], 0
+
+
+# ---------------------------------------------------------------- joining
+
+
+def join(folder: Folder, ckpt: Checkpoint, how: Reading, parts: Sequence[ShareResult]) -> Checkpoint:
+    """The checkpoint with what the parts saw; where two read one record, what the first saw.
+
+    Raises:
+        AccessError: a read was refused.
+    """
+    table, decoded, broken = _merged(len(ckpt.records), how, parts)
+    problems = _refusals(ckpt, table, decoded)
+    problems += [problem for part in parts for problem in part.problems]
+    if not how.words_only:
+        find_same(folder, ckpt, table)
+    damages, unread = _broken(folder, ckpt, table, broken)
+    of_parts = [damage for part in parts for damage in part.damages]
+    payload = replace(
+        table,
+        damages=tuple(dict.fromkeys([*of_parts, *damages])),
+        unlisted=tuple(name for part in parts for name in part.table.unlisted),
+        bare=tuple(name for part in parts for name in part.table.bare),
+        sample=parts[0].table.sample,
+        values=parts[0].table.values,
+        row_words=parts[0].table.row_words,
+    )
+    return replace(ckpt, payload=payload, problems=[*ckpt.problems, *dict.fromkeys([*problems, *unread])])
+
+
+def _merged(
+    count: int, how: Reading, parts: Sequence[ShareResult]
+) -> tuple[PayloadTable, dict[int, Decoded], dict[int, list[tuple[int, UnreadableError]]]]:
+    """The table of all parts, what the `data.pkl`s are by the number of their content, and what is broken by file."""
+    is_whole = len(parts) == 1 and len(parts[0].rows) == count
+    table = parts[0].table if is_whole else empty_payload(count, how.depth)
+    is_free = np.ones(count, bool)
+    broken: dict[int, list[tuple[int, UnreadableError]]] = defaultdict(list)
+    number: dict[bytes, int] = {}
+    decoded: dict[int, Decoded] = {}
+    contents: list[RecordContent] = []
+    for part in parts:
+        new = is_free[part.rows]
+        at = part.rows[new]
+        is_free[at] = False
+        if table is not part.table:
+            table.rows[at] = part.table.rows[new]
+        for key, content in zip(part.keys, part.table.contents, strict=True):
+            if number.setdefault(key, len(contents)) == len(contents):
+                contents.append(content)
+        shift = np.array([*(number[key] for key in part.keys), -1], np.int32)  # -1, the last one, for no content
+        table.content[at] = shift[part.table.content[new]]
+        decoded |= {number[key]: found for key, found in part.decoded.items()}
+        for file, found in part.broken.items():
+            known = {row for row, _ in broken[file]}
+            broken[file] += [item for item in found if item[0] not in known]
+    table.contents[:] = contents
+    return table, dict(sorted(decoded.items())), broken
+
+
+def _refusals(ckpt: Checkpoint, table: PayloadTable, decoded: Mapping[int, Decoded]) -> list[Problem]:
+    """Problems for the names in pickles that may not be there, and a note for those nobody knows."""
+    problems: list[Problem] = []
+    unknown: dict[str, int] = {}
+    for number, rows in by_content(table):
+        if number not in decoded:
+            continue
+        unpickled = decoded[number].unpickled
+        first = int(rows[0])
+        file, name = ckpt.byte_range_of(first)[0], ckpt.records.name(first)
+        if not any(problem.kind == "unsafe" and problem.file == name for problem in ckpt.problems):
+            more = f" and {len(rows) - 1:,} more records" if len(rows) > 1 else ""
+            refused = from_refusals(replace(unpickled, unknown=()), f"{file}{more}", f"data.pkl of {name} in ")
+            problems += [replace(p, file=file, why=_LOADED, blocks=False) for p in refused]
+        for cls in unpickled.unknown:
+            unknown[cls] = unknown.get(cls, 0) + len(rows)
+    if unknown:
+        sentence = f"{sum(unknown.values()):,} records hold {unknown_classes(tuple(unknown))}"
+        problems.append(Problem("note", "", sentence, unknown=tuple(unknown)))
+    return problems
+
+
+def _broken(
+    folder: Folder, ckpt: Checkpoint, table: PayloadTable, broken: Mapping[int, list[tuple[int, UnreadableError]]]
+) -> tuple[list[Damage], list[Problem]]:
+    """The zeros in the records that cannot be read, at depth `data`; and a problem per file and kind."""
+    damages: list[Damage] = []
+    problems: list[Problem] = []
+    is_reported = _reported(ckpt) if any(broken.values()) else np.zeros(0, bool)
+    read = {problem.fqn for problem in ckpt.problems if problem.kind == "container" and problem.fqn}
+    for file, found in sorted(broken.items()):
+        rows = np.array([row for row, _ in found], np.int64)
+        table.state[rows] = np.where(is_reported[rows], RecordState.ELSEWHERE, RecordState.UNREADABLE)
+        for limits in (False, True):
+            mine = [
+                (row, error)
+                for row, error in found
+                if not is_reported[row]
+                and ckpt.records.name(row) not in read
+                and isinstance(error, LimitError) is limits
+            ]
+            if mine:
+                problems.append(_problem(ckpt, file, mine))
+        if table.depth.reads_all:
+            name = ckpt.files[file].name
+            zeros = ((row, zero_bytes(folder, ckpt, row)) for row, _ in found[:EXAMINED] if not is_reported[row])
+            damages += [Damage(row, name, "", "", "", count) for row, count in zeros if count]
+    return damages, problems
+
+
+def _problem(ckpt: Checkpoint, file: int, broken: Sequence[tuple[int, UnreadableError]]) -> Problem:
+    row, error = min(broken, key=lambda item: int(ckpt.records.byte_offset[item[0]]))
+    name, fqn = ckpt.files[file].name, ckpt.records.name(row)
+    limit = isinstance(error, LimitError)
+    at = "" if error.position is None else f", byte {int(ckpt.records.byte_offset[row]) + error.position:,}"
+    fqns = list(dict.fromkeys(ckpt.records.name(r) for r, _ in broken))
+    more = f" (and {len(broken) - 1:,} more records of this file)" if len(broken) > 1 else ""
+    shown = ", ".join(fqns[:_NAMED]) + (f" and {len(fqns) - _NAMED:,} more" if len(fqns) > _NAMED else "")
+    return Problem(
+        "limit" if limit else "container",
+        name,
+        f"the record of {fqn} in {name} {error}{at}{more}",
+        detail=(f"keys: {shown}",),
+        hint="" if limit else "copy the file again from where it was written, or go back one step",
+        fqn=fqn if len(fqns) == 1 else None,
+    )
+
+
+_LOADED = "torch reads entries other than tensors with a full unpickler, so a load may run what they name"
+
+
+def _reported(ckpt: Checkpoint) -> np.ndarray:
+    """The records whose range overlaps another one (PAY005) or is too short for the chunk (PAY007).
+
+    None in the safetensors serialisation, where the tensors of a file share one offset, nor in torch files, of which
+    tensors may share a storage: neither rule applies.
+    """
+    records = ckpt.records
+    if not ckpt.locates_bytes or ckpt.storages is not None:
+        return np.zeros(len(records), bool)
+    is_reported = np.asarray(records.byte_length < needed_bytes(ckpt)[0])
+    order = np.lexsort((records.byte_offset, records.file))
+    file, start = records.file[order], records.byte_offset[order]
+    end = start + np.minimum(records.byte_length[order], np.iinfo(np.int64).max - np.maximum(start, 0))
+    overlap = (file[1:] == file[:-1]) & (start[1:] < end[:-1])
+    is_reported[order[1:][overlap]] = True
+    is_reported[order[:-1][overlap]] = True
+    return is_reported
+
+
+def zero_bytes(folder: Folder, ckpt: Checkpoint, row: int) -> int:
+    """Bytes in those sectors of a record that hold nothing but zeros."""
+    records = ckpt.records
+    file, offset, length = int(records.file[row]), int(records.byte_offset[row]), int(records.byte_length[row])
+    count = 0
+    for at in range(offset, offset + length, BLOCK):
+        part = folder.read_range(path_of(ckpt, file), at, min(BLOCK, offset + length - at))
+        data = np.frombuffer(part[: len(part) - len(part) % _SECTOR], np.uint8).reshape(-1, _SECTOR)
+        count += _SECTOR * int((~data.any(axis=1)).sum())
+    return count

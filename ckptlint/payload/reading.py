@@ -8,8 +8,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptlint.depth import Depth
-from ckptlint.model import Reference
-from ckptlint.seals.words import TensorWords
+from ckptlint.model import Checkpoint, Reference
+from ckptlint.seals.words import TensorWords, can_be_rounded
+from ckptlint.vocabulary.dtypes import ITEM_BITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,18 +22,16 @@ class Reading:
         jobs: threads, one file each.
         percent: share of the records to read, None for all.
         seed: of the random choice.
-        words: key -> what gathers the words of the tensor, at depth `data`; more than one after rounding.
         digests: key -> dtypes in which a digest of the tensor's values is wanted, at depth `data`.
         salt: of the words that these digests are of.
         rows: keys of which the words of the rows are wanted beside these digests.
-        words_only: leave out what is not asked for with `words`, but for the checksums that are recorded.
+        words_only: look at nothing but words of tensors and the checksums that are recorded.
     """
 
     depth: Depth
     jobs: int
     percent: float | None = None
     seed: int = 0
-    words: Mapping[str, tuple[TensorWords, ...]] = field(default_factory=dict)
     digests: Mapping[str, Collection[str]] = field(default_factory=dict)
     salt: int = 0
     rows: Collection[str] = ()
@@ -51,3 +50,14 @@ def default_reading(depth: Depth, percent: float | None = None, seed: int | None
     """A reading with a thread per processor, 8 at most, and a seed of its own when none is given."""
     jobs = min(8, os.cpu_count() or 1)
     return Reading(depth, jobs, percent, secrets.randbelow(2**31) if seed is None else seed)
+
+
+def words_of(ckpt: Checkpoint, how: Reading) -> dict[str, tuple[TensorWords, ...]]:
+    """What gathers the words of the tensors of which digests are wanted, in the dtypes that fit theirs."""
+    found = {}
+    for fqn, dtypes in how.digests.items():
+        tensor = ckpt.tensors.get(fqn)
+        if tensor is not None and tensor.is_tiled and ITEM_BITS.get(tensor.dtype, 4) % 8 == 0:
+            fitting = [d for d in dtypes if d == tensor.dtype or can_be_rounded(tensor.dtype, d)]
+            found[fqn] = tuple(TensorWords(tensor.global_shape, dtype, how.salt, False) for dtype in fitting)
+    return found

@@ -89,8 +89,9 @@ class Streamed:
 
 @dataclass(slots=True)
 class Meter:
-    """Bytes or records done so far, shared by all threads; and the order to stop."""
+    """Bytes or records (`unit`) done so far, shared by all threads; and the order to stop."""
 
+    unit: str = "records"
     total: int = 0
     done: int = 0
     stop: Event = field(default_factory=Event)

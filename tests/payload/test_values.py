@@ -16,6 +16,7 @@ import ckptlint
 from ckptlint.depth import Depth
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
+from ckptlint.payload.parts import join
 from ckptlint.payload.reader import Reader, read_payload
 from ckptlint.payload.reading import Reading
 from ckptlint.payload.stream import BLOCK
@@ -108,7 +109,7 @@ def columns(folder: Path, fqn: str, *shares: list[int]) -> tuple[object, ...]:
         readers = [
             Reader(LocalFolder(folder), ckpt, how, np.array(share), leads=share == shares[0]) for share in shares
         ]
-        payload = readers[0].join([reader.part() for reader in readers]).payload
+        payload = join(LocalFolder(folder), ckpt, how, [reader.part() for reader in readers]).payload
     else:
         payload = read_payload(LocalFolder(folder), ckpt, how).payload
     assert payload is not None
