@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import takewhile
 from math import prod, sqrt
 from typing import NamedTuple
 
@@ -415,18 +416,19 @@ def _with_tokens(base: Place, tokens: Mapping[int, Matrix], first: int, last: in
     return rows
 
 
-def _replaced(match: Match, rows: _Rows, new: Place) -> Match:
+def _replaced(match: Match, kept: _Rows, new: Place) -> Match:
     """The match of a tensor that the adapter holds whole."""
     dtype = new.tensor.dtype
     epsilon = 2 * max(ROUNDING[name] for name in ("float32", dtype)) if dtype in ROUNDING else 0.0
 
     def expected(first: int, last: int) -> _Expected | None:
-        wanted = rows(first, last)
+        wanted = kept(first, last)
         return None if wanted is None else _Expected(wanted, np.float32(epsilon) * np.abs(wanted))
 
     slices, per, width = matrix(new.shape)
     change = _Change()
-    if not compare(runs(0, slices * per, width), expected, new.numbers, change.see):
+    rows = takewhile(lambda _: not change.far, runs(0, slices * per, width))
+    if not compare(rows, expected, new.numbers, change.see):
         return replace(match, is_proven=False, notes=(*match.notes, "not compared with the adapter: not readable"))
     if change.far:
         what = "is not what the adapter holds of it (modules_to_save)"

@@ -182,9 +182,7 @@ class Reader:
             for record in found.records:
                 parts = _storages(record.parts)
                 names = [part.name for part in parts]
-                self.result.table.content[record.row] = contents.number(
-                    record.pickle, names, self.result.table.contents
-                )
+                table.content[record.row] = contents.number(record.pickle, names, table.contents)
                 self._place(record.row, parts)
                 if len(parts) > 1 and self.is_tensor[record.row]:
                     several[record.row] = parts
@@ -290,9 +288,8 @@ class Reader:
         for row in rows.tolist():
             item = found.get(self.ckpt.records.name(row))
             if item is None:
-                self.result.broken[file].append(
-                    (row, UnreadableError("is not listed in the safetensors header", start))
-                )
+                error = UnreadableError("is not listed in the safetensors header", start)
+                self.result.broken[file].append((row, error))
                 continue
             table.state[row] = RecordState.READ
             table.content[row] = len(table.contents)
@@ -301,8 +298,7 @@ class Reader:
             table.stored[row] = table.size[row] = item.size
             table.start[row] = item.start
         if self.how.depth.reads_all:
-            bare = rows[table.state[rows] == RecordState.READ]
-            self._add_bare(file, bare)
+            self._add_bare(file, rows[table.state[rows] == RecordState.READ])
 
     # ------------------------------------------------------------ depth `data`
 
@@ -344,7 +340,7 @@ class Reader:
         self.members[file] = [with_bare_tensors(first, self.result.table, rows), *others]
 
     def _read_data(self, recorded: Mapping[str, str]) -> None:
-        """Stream every file; `recorded` has those that are to be hashed as a whole, as `_named` gives them."""
+        """Stream every file; `recorded` has those that are to be hashed as a whole, as `recorded_sums` gives them."""
         sizes, result = file_sizes(self.ckpt).tolist(), self.result
         mine = set(distinct(self.ckpt.records.file[result.rows]).tolist())
         others = set(distinct(self.ckpt.records.file).tolist()) - mine
