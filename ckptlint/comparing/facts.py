@@ -8,6 +8,7 @@ from functools import cached_property
 from math import nan, prod
 from typing import Literal
 
+from ckptlint.comparing.regions import TensorBytes
 from ckptlint.seals.words import Shape, TensorWords, matrix
 from ckptlint.vocabulary.namings import Stored
 
@@ -41,6 +42,7 @@ class Side:
         words: dtype -> words of the elements as they are in it, its own first.
         held: what its name says that it holds, None where no known naming has it.
         moved: how it is stored, in words, where its rows were brought into the order that the other side has.
+        stored: where its bytes lie, None where it was not looked at.
     """
 
     fqn: str
@@ -49,6 +51,7 @@ class Side:
     words: Mapping[str, TensorWords]
     held: Stored | None = None
     moved: str = ""
+    stored: TensorBytes | None = None
 
     @property
     def is_read(self) -> bool:

@@ -18,7 +18,7 @@ import numpy as np
 
 from ckptlint.architecture.adapters import PREFIX, AdapterConfig, Factors, factors_of, read_adapter_config
 from ckptlint.comparing.facts import Match
-from ckptlint.comparing.regions import Matrix, Place
+from ckptlint.comparing.regions import Matrix, TensorBytes
 from ckptlint.comparing.rows import ROUNDING, compare, runs
 from ckptlint.comparing.sides import Opened
 from ckptlint.depth import Depth
@@ -28,7 +28,7 @@ from ckptlint.payload.reading import default_reading
 from ckptlint.seals.words import Shape, matrix
 from ckptlint.vocabulary.keys import parse, role
 
-Places = Mapping[str, Place]
+Places = Mapping[str, TensorBytes]
 
 _PRODUCT = 4e-6  # of the norms of a row and a column: the error of their product in float32
 _ALIKE = 0.9  # cosine from which on a change goes the way of the adapter
@@ -152,12 +152,12 @@ def _of_base(match: Match, judged: Mapping[str, Match]) -> Match:
 
 
 def _opened(adapter: Sequence[Opened]) -> _Adapter:
-    places: dict[str, Place] = {}
+    places: dict[str, TensorBytes] = {}
     config = None
     for side in adapter:
         ckpt = read_payload(side.folder, side.ckpt, default_reading(Depth.HEADERS))
         config = config or ckpt.config
-        places |= {fqn: Place(side.folder, ckpt, tensor) for fqn, tensor in ckpt.tensors.items()}
+        places |= {fqn: TensorBytes(side.folder, ckpt, tensor) for fqn, tensor in ckpt.tensors.items()}
     read = read_adapter_config(config.values) if config is not None else AdapterConfig()
     if read.kind != "LORA" or not factors_of(places):
         raise ConfigError("--adapter is the folder of a LoRA adapter: adapter_config.json and its factors")
@@ -306,7 +306,7 @@ def _of_each(a: Matrix, b: Matrix, count: int) -> Iterator[tuple[Matrix, Matrix]
 # ---------------------------------------------------------------- judging
 
 
-def _judge(match: Match, target: _Target, old: Place, new: Place) -> Match:
+def _judge(match: Match, target: _Target, old: TensorBytes, new: TensorBytes) -> Match:
     """The match of a target, by what it should hold."""
     dtype = new.tensor.dtype
     if dtype not in ROUNDING or old.tensor.dtype not in ROUNDING:
@@ -324,7 +324,7 @@ def _judge(match: Match, target: _Target, old: Place, new: Place) -> Match:
     return _verdict(match, change, target)
 
 
-def _factors(target: _Target, old: Place) -> Matrix | None:
+def _factors(target: _Target, old: TensorBytes) -> Matrix | None:
     """[columns], what DoRA multiplies columns with: their magnitude by their norm after the adapter."""
     if target.magnitudes is None:
         return None
@@ -340,7 +340,7 @@ def _factors(target: _Target, old: Place) -> Matrix | None:
 
 
 def _merged(
-    old: Place, target: _Target, block: _Block, epsilon: float, factor: Matrix | None, first: int, last: int
+    old: TensorBytes, target: _Target, block: _Block, epsilon: float, factor: Matrix | None, first: int, last: int
 ) -> _Expected | None:
     """Some rows of the base with what a block adds."""
     base = old.numbers(first, last, target.shape)
@@ -408,7 +408,7 @@ def _saved(adapter: _Adapter, base: Places) -> Iterator[tuple[str, str, _Rows]]:
 _TOKENS = ".token_adapter.trainable_tokens_delta"
 
 
-def _with_tokens(base: Place, tokens: Mapping[int, Matrix], first: int, last: int) -> Matrix | None:
+def _with_tokens(base: TensorBytes, tokens: Mapping[int, Matrix], first: int, last: int) -> Matrix | None:
     rows = base.numbers(first, last)
     for token, row in tokens.items():
         if rows is not None and first <= token < last and row.shape == rows.shape[1:]:
@@ -416,7 +416,7 @@ def _with_tokens(base: Place, tokens: Mapping[int, Matrix], first: int, last: in
     return rows
 
 
-def _replaced(match: Match, kept: _Rows, new: Place) -> Match:
+def _replaced(match: Match, kept: _Rows, new: TensorBytes) -> Match:
     """The match of a tensor that the adapter holds whole."""
     dtype = new.tensor.dtype
     epsilon = 2 * max(ROUNDING[name] for name in ("float32", dtype)) if dtype in ROUNDING else 0.0

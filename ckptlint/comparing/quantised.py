@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from ckptlint.comparing.facts import Match
 from ckptlint.comparing.quantised_weights import Quantised, Rows, quantised_of
-from ckptlint.comparing.regions import Matrix, Place
+from ckptlint.comparing.regions import Matrix, TensorBytes
 from ckptlint.comparing.rows import ROUNDING, compare, tall
 from ckptlint.model.text import ranges
 from ckptlint.seals.words import matrix
 
-Places = Mapping[str, Place]
+Places = Mapping[str, TensorBytes]
 
 _SAMPLE = 2**24  # elements of a weight that are looked at
 _BLOCK = 128  # rows of which one at least is looked at
@@ -100,7 +100,7 @@ class _Seen:
         self.sums += sums.sum(axis=(1, 2))
 
 
-def _judge(quantised: Quantised, other: Place, key: str) -> Match:
+def _judge(quantised: Quantised, other: TensorBytes, key: str) -> Match:
     """The match of a quantised weight, taken for the old side."""
     names = quantised.keys, (key,)
     shape, own = quantised.shape, other.shape
@@ -124,7 +124,7 @@ def _samples(quantised: Quantised) -> Iterator[tuple[int, int]]:
             yield start, start + max(round(min(step, top + per - start) * share), 1)
 
 
-def _wide(place: Place, shape: tuple[int, ...], is_transposed: bool, first: int, last: int) -> Matrix | None:
+def _wide(place: TensorBytes, shape: tuple[int, ...], is_transposed: bool, first: int, last: int) -> Matrix | None:
     """The rows of the original; of one that is transposed its columns."""
     if not is_transposed:
         return place.numbers(first, last, shape)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.comparing.regions import Matrix, Place, numbers
+from ckptlint.comparing.regions import Matrix, TensorBytes, numbers
 from ckptlint.seals.words import Shape, matrix
 from ckptlint.vocabulary.dtypes import ENCODINGS
 
@@ -65,7 +65,7 @@ class Quantised:
     rows: Callable[[int, int], Rows | None]
 
 
-def quantised_of(places: Mapping[str, Place]) -> Iterator[Quantised]:
+def quantised_of(places: Mapping[str, TensorBytes]) -> Iterator[Quantised]:
     """The quantised weights among tensors.
 
     Raises:
@@ -79,14 +79,14 @@ def quantised_of(places: Mapping[str, Place]) -> Iterator[Quantised]:
                 break
 
 
-def _whole(place: Place | None) -> Matrix | None:
+def _whole(place: TensorBytes | None) -> Matrix | None:
     """A whole tensor as float32 in its shape; None where it cannot be read or is too large for a part."""
     if place is None or prod(place.shape) > _LARGEST:
         return None
     return place.whole()
 
 
-def _words(place: Place) -> npt.NDArray[np.uint32] | None:
+def _words(place: TensorBytes) -> npt.NDArray[np.uint32] | None:
     """A whole matrix of int32 as unsigned words."""
     shape = place.shape
     if place.tensor.dtype not in ("int32", "uint32") or len(shape) != 2 or prod(shape) > _LARGEST:
@@ -95,7 +95,7 @@ def _words(place: Place) -> npt.NDArray[np.uint32] | None:
     return None if bits is None else bits.view(np.uint32)
 
 
-def _option(place: Place, name: str) -> Any:
+def _option(place: TensorBytes, name: str) -> Any:
     values = place.ckpt.config.values if place.ckpt.config is not None else {}
     found = values.get("quantization_config")
     return found.get(name) if isinstance(found, dict) else None
@@ -161,7 +161,7 @@ def _in_words(scale: Matrix, shape: Shape) -> str:
     return f"blocks of {_edge(per, height, None)}x{_group(scale, shape)}"
 
 
-def _scaled(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | None:
+def _scaled(key: str, place: TensorBytes, places: Mapping[str, TensorBytes]) -> Quantised | None:
     """Floats of 8 bits or int8 with scales beside them."""
     dtype, shape = place.tensor.dtype, place.shape
     is_float = dtype in ENCODINGS and dtype.startswith("float8")
@@ -234,7 +234,7 @@ def unpacked(words: npt.NDArray[np.uint32], bits: int) -> Codes:
     return np.asarray(codes, np.int64)
 
 
-def _packed(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | None:
+def _packed(key: str, place: TensorBytes, places: Mapping[str, TensorBytes]) -> Quantised | None:
     """Codes in words (`weight_packed`) with `weight_scale`: int1-8 of compressed-tensors, or FP4 in bytes."""
     if not key.endswith("_packed"):
         is_modelopt = place.tensor.dtype == "uint8" and f"{key}_scale_2" in places
@@ -280,7 +280,7 @@ def _is_end(codes: Codes, bits: int) -> npt.NDArray[np.bool_]:
     return np.asarray((codes == 0) | (codes == (1 << bits) - 1))
 
 
-def _packed_zeros(place: Place | None, rows: int, bits: int) -> Matrix | None:
+def _packed_zeros(place: TensorBytes | None, rows: int, bits: int) -> Matrix | None:
     """float32 [rows, groups]: zero points, packed along the rows."""
     words = None if place is None else _words(place)
     if words is None:
@@ -290,7 +290,7 @@ def _packed_zeros(place: Place | None, rows: int, bits: int) -> Matrix | None:
 
 
 def _fp4(
-    key: str, place: Place, places: Mapping[str, Place], weight: str, scale_key: str, global_key: str
+    key: str, place: TensorBytes, places: Mapping[str, TensorBytes], weight: str, scale_key: str, global_key: str
 ) -> Quantised | None:
     """Two FP4 numbers in a byte, the first in the lower half; scales of 32 (MXFP4) or 16 (NVFP4) of them."""
     scale_place = places.get(scale_key)
@@ -314,7 +314,9 @@ def _fp4(
     return Quantised(weight, keys, real, "MXFP4" if is_power else "NVFP4", _group(scale, real), rows)
 
 
-def _rows_of_fp4(place: Place, shape: Shape, scale: Callable[[int, int], Matrix]) -> Callable[[int, int], Rows | None]:
+def _rows_of_fp4(
+    place: TensorBytes, shape: Shape, scale: Callable[[int, int], Matrix]
+) -> Callable[[int, int], Rows | None]:
     def rows(first: int, last: int) -> Rows | None:
         pairs = place.rows(first, last, shape)
         if pairs is None:
@@ -327,7 +329,7 @@ def _rows_of_fp4(place: Place, shape: Shape, scale: Callable[[int, int], Matrix]
     return rows
 
 
-def _blocks(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | None:
+def _blocks(key: str, place: TensorBytes, places: Mapping[str, TensorBytes]) -> Quantised | None:
     """MXFP4 as gpt-oss stores it: `_blocks` [..., groups, 16] and `_scales` [..., groups]."""
     weight = key.removesuffix("_blocks")
     shape = place.shape
@@ -343,7 +345,7 @@ def _blocks(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | 
     return Quantised(weight, (key, f"{weight}_scales"), real, "MXFP4", _group(scale, real), rows)
 
 
-def _transposed(key: str, place: Place, places: Mapping[str, Place]) -> Quantised | None:
+def _transposed(key: str, place: TensorBytes, places: Mapping[str, TensorBytes]) -> Quantised | None:
     """`qweight` of GPTQ, packed along its rows, or of AWQ, packed along its columns: both are [in, out]."""
     if not key.endswith(".qweight"):
         return None

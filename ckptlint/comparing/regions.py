@@ -23,7 +23,7 @@ Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorBytes:
     """A tensor, or one of the layers that are stacked in it, and where its bytes lie."""
 
     folder: Folder

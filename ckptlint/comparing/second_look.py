@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ckptlint.comparing.facts import Match, Side
 from ckptlint.comparing.matching import common
-from ckptlint.comparing.regions import Bits, Numbers, Place, numbers
+from ckptlint.comparing.regions import Bits, Numbers, TensorBytes, numbers
 from ckptlint.comparing.rows import ROUNDING, compare, runs
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model.layout import IntArray
@@ -31,13 +31,12 @@ _FEW = 64  # elements that a factor is not told of
 def second_look(
     found: Sequence[Match],
     sides: tuple[Mapping[str, Side], Mapping[str, Side]],
-    places: tuple[Mapping[str, Place], Mapping[str, Place]],
     jobs: int,
 ) -> list[Match]:
     """The matches; those that differ with the rows, chunks and ranks, what these hold, and by how much they differ.
 
     Args:
-        sides, places: the tensors of both by key.
+        sides: the tensors of both by key.
         jobs: threads that read.
 
     Raises:
@@ -46,8 +45,7 @@ def second_look(
     holders = _Holders(sides[0])
 
     def look(match: Match) -> Match:
-        old, new = sides[0][match.old[0]], sides[1][match.new[0]]
-        return _with_differences(match, (old, new), holders, (places[0][old.fqn], places[1][new.fqn]))
+        return _with_differences(match, (sides[0][match.old[0]], sides[1][match.new[0]]), holders)
 
     differs = [match.relation == "differ" and not match.what.startswith("stored") for match in found]  # not in order
     with ThreadPoolExecutor(jobs) as pool:
@@ -55,7 +53,7 @@ def second_look(
         return [next(looks) if is_other else match for match, is_other in zip(found, differs, strict=True)]
 
 
-def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders, places: tuple[Place, Place]) -> Match:
+def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders) -> Match:
     dtype = common(*sides)
     if not dtype:
         return match
@@ -65,12 +63,12 @@ def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders,
         return replace(match, notes=(*match.notes, f"shape {shapes}"))
     rows = np.flatnonzero(a.rows != b.rows)
     held = holders.say(sides[0].fqn, dtype, rows, b.rows)
-    distance = _distance(dtype, sides, places, a.shape)
+    distance = _distance(dtype, sides, a.shape)
     width = matrix(a.shape)[2]
     columns = np.arange(width) if distance is None else np.flatnonzero(distance.is_off)
     is_all = len(rows) == len(a.rows) and len(columns) == width
     # training moves everything, and how far is what tells
-    notes = [] if is_all and not held else [_where(rows, columns, a.shape, places[1]) + held]
+    notes = [] if is_all and not held else [_where(rows, columns, a.shape, sides[1].stored) + held]
     if distance is None:
         return replace(match, notes=(*match.notes, *notes))
     if relation := distance.line.text:
@@ -83,7 +81,7 @@ def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders,
     return replace(match, notes=(*match.notes, *notes), change=distance.change, cosine=distance.cosine)
 
 
-def _where(rows: IntArray, columns: IntArray, shape: Shape, place: Place) -> str:
+def _where(rows: IntArray, columns: IntArray, shape: Shape, stored: TensorBytes | None) -> str:
     """The rows, the columns where not all differ, and the chunks that are these and nothing else, in brackets."""
     slices, per, width = matrix(shape)
     noun = "rows" if width > 1 or len(shape) > 1 else "elements"
@@ -91,7 +89,7 @@ def _where(rows: IntArray, columns: IntArray, shape: Shape, place: Place) -> str
     if len(columns) < width:
         across = f"columns {_shown(columns)} of {width:,}"
         said = across if len(rows) == slices * per else f"{said}, {across}"
-    return said + _of_chunks(rows, columns, place)
+    return said + _of_chunks(rows, columns, stored)
 
 
 def _shown(rows: IntArray) -> str:
@@ -99,17 +97,17 @@ def _shown(rows: IntArray) -> str:
     return ", ".join(parts[:_RUNS]) + (f" and {len(parts) - _RUNS:,} more ranges" if len(parts) > _RUNS else "")
 
 
-def _of_chunks(rows: IntArray, columns: IntArray, place: Place) -> str:
-    tensor, shape = place.tensor, place.shape
-    if not shape or len(tensor.chunks) < 2:
+def _of_chunks(rows: IntArray, columns: IntArray, stored: TensorBytes | None) -> str:
+    if stored is None or not stored.shape or len(stored.tensor.chunks) < 2:
         return ""
+    tensor, shape = stored.tensor, stored.shape
     skip = len(tensor.global_shape) - len(shape)  # the axis of the layers
     middle, is_flat = prod(shape[1:-1]), len(shape) == 1
     left, names = len(rows) * len(columns), []
     for row in np.flatnonzero(tensor.layout.live).tolist():
         box = tensor.layout.box(row)
         offsets, sizes = box.offsets[skip:], box.sizes[skip:]
-        if place.layer is not None and not 0 <= place.layer - box.offsets[0] < box.sizes[0]:
+        if stored.layer is not None and not 0 <= stored.layer - box.offsets[0] < box.sizes[0]:
             continue
         top, bottom = offsets[0] * middle, (offsets[0] + sizes[0]) * middle
         start, stop = (0, 1) if is_flat else (offsets[-1], offsets[-1] + sizes[-1])
@@ -117,7 +115,7 @@ def _of_chunks(rows: IntArray, columns: IntArray, place: Place) -> str:
         if bottom > top and stop > start and int(np.diff(held[0])[0]) == bottom - top:
             if int(np.diff(held[1])[0]) != stop - start or sizes[1:-1] != shape[1:-1]:
                 continue
-            file = place.ckpt.chunk_file(tensor, row)
+            file = stored.ckpt.chunk_file(tensor, row)
             rank = rank_of(file)
             left -= (bottom - top) * (stop - start)
             names.append(f"chunk {row}{'' if rank is None else f', rank {rank}'}, {file}")
@@ -249,17 +247,17 @@ class _Distance:
         return float(both / sqrt(old * new)) if old > 0 and new > 0 else nan
 
 
-def _distance(dtype: str, sides: tuple[Side, Side], places: tuple[Place, Place], shape: Shape) -> _Distance | None:
+def _distance(dtype: str, sides: tuple[Side, Side], shape: Shape) -> _Distance | None:
     """How far both are apart; None where they cannot be read."""
     slices, per, width = matrix(shape)
     if width > _WIDEST:
         return None
     distance = _Distance(dtype, np.zeros(width, bool))
-    rows = [partial(_rows, side, place, dtype, shape) for side, place in zip(sides, places, strict=True)]
+    rows = [partial(_rows, side, dtype, shape) for side in sides]
     return distance if compare(runs(0, slices * per, width), rows[0], rows[1], distance.see) else None
 
 
-def _rows(side: Side, place: Place, dtype: str, shape: Shape, first: int, last: int) -> Bits | None:
+def _rows(side: Side, dtype: str, shape: Shape, first: int, last: int) -> Bits | None:
     """Some rows, canonical and in a dtype of both sides."""
-    bits = place.rows(first, last, shape)
+    bits = None if side.stored is None else side.stored.rows(first, last, shape)
     return None if bits is None else comparable(bits, side.dtype, dtype)

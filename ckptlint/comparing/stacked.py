@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.comparing.facts import Side
-from ckptlint.comparing.regions import Place
 from ckptlint.comparing.sides import Opened
 from ckptlint.vocabulary.keys import parse
 
@@ -30,21 +29,19 @@ def stacked(side: Sequence[Opened], there: Collection[str]) -> dict[str, str]:
     }
 
 
-def layer_by_layer(
-    sides: Mapping[str, Side], places: Mapping[str, Place], blocks: Mapping[str, str]
-) -> tuple[dict[str, Side], dict[str, Place]]:
-    """The tensors of a side and where they lie, each layer of those in `blocks` under a name with its number."""
-    found, where = {}, dict(places)
+def layer_by_layer(sides: Mapping[str, Side], blocks: Mapping[str, str]) -> dict[str, Side]:
+    """The tensors of a side, each layer of those in `blocks` under a name with its number."""
+    found = {}
     for name, side in sides.items():
         block = blocks.get(name, "")
         at = name.find(f"{block}.") + len(block)
-        if not block or not side.is_read or at < len(block):
+        if not block or side.stored is None or not side.is_read or at < len(block):
             found[name] = side
             continue
-        where.pop(name, None)
         parts = {dtype: words.layers() for dtype, words in side.words.items()}
         for number in range(side.shape[0]):
             own = f"{name[:at]}.{number}{name[at:]}"
-            found[own] = Side(own, side.dtype, side.shape[1:], {dtype: part[number] for dtype, part in parts.items()})
-            where[own] = replace(places[name], layer=number)
-    return found, where
+            words = {dtype: part[number] for dtype, part in parts.items()}
+            stored = replace(side.stored, layer=number)
+            found[own] = replace(side, fqn=own, shape=side.shape[1:], words=words, stored=stored)
+    return found

@@ -16,7 +16,7 @@ from ckptlint.comparing.facts import Match, Side
 from ckptlint.comparing.matching import matches
 from ckptlint.comparing.merges import with_merges
 from ckptlint.comparing.quantised import with_quantised
-from ckptlint.comparing.regions import Place
+from ckptlint.comparing.regions import TensorBytes
 from ckptlint.comparing.second_look import second_look
 from ckptlint.comparing.sides import Opened
 from ckptlint.comparing.stacked import layer_by_layer, stacked
@@ -101,15 +101,14 @@ def compared_values(
         for side in (old, new)
     ]
     renamed = {name: other for name, other in _renamed(old, new).items() if name in sides[0] and other in sides[1]}
-    pairs = {name: name for name in sides[0] if name in sides[1]} | dict(renamed)
-    back = {other: name for name, other in pairs.items()}
+    forth = {name: name for name in sides[0] if name in sides[1]} | renamed
+    back = {other: name for name, other in forth.items()}
     salt = new_salt()
     blocks = [stacked(side, there) for side, there in ((old, sides[1]), (new, sides[0]))]
     read: list[dict[str, Side]] = []
-    places: list[dict[str, Place]] = []
     sentences: list[str] = []
     for own, there, names, opened, block in (
-        (sides[0], sides[1], pairs, old, blocks[0]),
+        (sides[0], sides[1], forth, old, blocks[0]),
         (sides[1], sides[0], back, new, blocks[1]),
     ):
         wanted = {}
@@ -118,20 +117,19 @@ def compared_values(
             other = there.get(names.get(name, ""))
             dtypes = others if other is None else {other.dtype}
             wanted[name] = _words(tensor, other, dtypes, salt, name in block, names.get(name) != name)
-        made, where, told = _read(opened, own, wanted, jobs)
-        apart = layer_by_layer(made, where, block)
-        read.append(apart[0])
-        places.append(apart[1])
-        sentences += told
+        found, said = _read(opened, own, wanted, jobs)
+        read.append(layer_by_layer(found, block))
+        sentences += said
     known = {name: other for name, other in renamed.items() if name in read[0] and other in read[1]}
-    found = matches(read[0], read[1], known, *_declared(old, new))
-    found = second_look(found, (read[0], read[1]), (places[0], places[1]), jobs or default_reading(Depth.DATA).jobs)
-    found = with_quantised(found, (places[0], places[1]))
+    pairs = matches(read[0], read[1], known, *_declared(old, new))
+    pairs = second_look(pairs, (read[0], read[1]), jobs or default_reading(Depth.DATA).jobs)
+    where = [{name: tensor.stored for name, tensor in side.items() if tensor.stored} for side in read]
+    pairs = with_quantised(pairs, (where[0], where[1]))
     if adapter:
-        found = with_merges(found, (places[0], places[1]), adapter)
-    moved = [] if adapter else updates(found, weights_of(new))
-    lone = _lone(found, (read[0], read[1]))
-    return Values(read[0], read[1], found, tuple(sentences), moved, lone)
+        pairs = with_merges(pairs, (where[0], where[1]), adapter)
+    moved = [] if adapter else updates(pairs, weights_of(new))
+    lone = _lone(pairs, (read[0], read[1]))
+    return Values(read[0], read[1], pairs, tuple(sentences), moved, lone)
 
 
 def _lone(found: Sequence[Match], sides: tuple[Mapping[str, Side], Mapping[str, Side]]) -> list[str]:
@@ -180,7 +178,7 @@ def held_values(
     """
     tensors = _tensors(side)
     wanted = {name: _words(tensor, None, {"bfloat16"}, salt, by_columns=False) for name, tensor in tensors.items()}
-    read, _, sentences = _read(side, tensors, wanted, jobs)
+    read, sentences = _read(side, tensors, wanted, jobs)
     held = {}
     for name, tensor in read.items():
         if tensor.is_read:
@@ -256,10 +254,10 @@ def _read(
     tensors: Mapping[str, Tensor],
     wanted: Mapping[str, tuple[TensorWords, ...]],
     jobs: int | None,
-) -> tuple[dict[str, Side], dict[str, Place], list[str]]:
-    """The tensors of a side with their words, where they lie, and what stood in the way; damaged ones have no words."""
+) -> tuple[dict[str, Side], list[str]]:
+    """The tensors of a side with their words, and what stood in the way; damaged ones have no words."""
     damaged: set[str] = set()
-    places: dict[str, Place] = {}
+    where: dict[str, TensorBytes] = {}
     sentences: list[str] = []
     for opened in side:
         own = {
@@ -271,7 +269,7 @@ def _read(
         assert ckpt.payload is not None
         bad = np.array(sorted({damage.record for damage in ckpt.payload.damages if damage.record >= 0}), np.int64)
         whole = {damage.file for damage in ckpt.payload.damages if damage.record < 0}
-        places |= {name: Place(opened.folder, ckpt, ckpt.tensors[name]) for name in own}
+        where |= {name: TensorBytes(opened.folder, ckpt, ckpt.tensors[name]) for name in own}
         for name in own if len(bad) or whole else ():
             records = ckpt.tensors[name].chunks.record
             files = {ckpt.files.names[number] for number in ckpt.records.file[records[records >= 0]].tolist()}
@@ -279,10 +277,8 @@ def _read(
                 damaged.add(name)
         sentences += [problem.message for problem in ckpt.problems if problem not in opened.ckpt.problems]
         sentences += [f"{damage.file} does not match its checksum" for damage in ckpt.payload.damages[:4]]
-    made = {
-        name: Side(
-            name, tensor.dtype, tensor.global_shape, {} if name in damaged else {w.dtype: w for w in wanted[name]}
-        )
-        for name, tensor in tensors.items()
-    }
-    return made, places, sentences
+    found = {}
+    for name, tensor in tensors.items():
+        words = {} if name in damaged else {own.dtype: own for own in wanted[name]}
+        found[name] = Side(name, tensor.dtype, tensor.global_shape, words, stored=where.get(name))
+    return found, sentences

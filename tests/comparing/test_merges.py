@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from support import REAL, run
 
 from ckptlint.comparing import rows
-from ckptlint.comparing.regions import Place
+from ckptlint.comparing.regions import TensorBytes
 from ckptlint.comparing.sides import open_side
 from ckptlint.comparing.values import compared_values
 from ckptlint.seals.words import Shape
@@ -142,13 +142,13 @@ def test_modules_to_save_that_were_left_out(tmp_path: Path) -> None:
 
 def test_modules_to_save_are_read_up_to_the_first_rows_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     base, _, adapter = (open_side(str(path), files=True) for path in made("peft_modules_to_save"))
-    numbers = Place.numbers
+    numbers = TensorBytes.numbers
 
-    def start(place: Place, first: int, last: int, shape: Shape | None = None) -> Any:
+    def start(place: TensorBytes, first: int, last: int, shape: Shape | None = None) -> Any:
         return None if first and place.tensor.fqn == "lm_head.weight" else numbers(place, first, last, shape)
 
     monkeypatch.setattr(rows, "_TILE", 64)
-    monkeypatch.setattr(Place, "numbers", start)
+    monkeypatch.setattr(TensorBytes, "numbers", start)
     (match,) = (match for match in compared_values(base, base, adapter=adapter).matches if "lm_head" in match.old[0])
     assert (match.relation, match.notes) == ("unmerged", ())
 
