@@ -20,7 +20,7 @@ from ckptlint.vocabulary.namings import Stored, is_bias, roles_of
 
 Sides = Mapping[str, Side]
 _Held = tuple[Stored | None, Stored | None]
-_Place = Callable[[Side, str], object]
+_Key = Callable[[Side, str], object]
 
 _MOST_PARTS = 4  # roles that are put together into one tensor, such as query, key, value and a gate
 _MOST_ROLES = 16  # of one layer, of which any few are tried
@@ -122,71 +122,68 @@ def _by_content(old: Sides, new: Sides, vocabulary: int) -> Iterator[Match]:
 
 
 def _same(old: Sides, new: Sides) -> Iterator[Match]:
-    """Tensors with the same rows in the same order; of several with one content as many as the other side has."""
-    where: dict[tuple[object, ...], list[str]] = defaultdict(list)
-    for name, side in new.items():
-        for dtype, words in side.words.items():
-            where[dtype, matrix(words.shape), digest(words.rows)].append(name)
-    wanted: dict[tuple[object, ...], list[str]] = defaultdict(list)
-    for name, side in old.items():
-        for dtype, words in side.words.items():
-            place = dtype, matrix(words.shape), digest(words.rows)
-            if any(common(side, new[other]) == dtype for other in where.get(place, ())):
-                wanted[place].append(name)
-    taken: set[str] = set()
-    for key, names in wanted.items():
-        names = [name for name in names if name not in taken]
-        others = [other for other in where[key] if f"new {other}" not in taken]
-        if any(old[name].is_dull for name in names) and len(names) != len(others):
-            continue  # constant and tiny tensors fit anywhere
-        for name, other in _paired([old[name] for name in names], [new[other] for other in others]):
-            taken |= {name, f"new {other}"}
-            yield _alike(old[name], new[other])
+    """Tensors with the same rows in the same order."""
 
+    def content(side: Side, dtype: str) -> object:
+        return matrix(side.words[dtype].shape), digest(side.words[dtype].rows)
 
-def _paired(old: list[Side], new: list[Side]) -> Iterator[tuple[str, str]]:
-    """Names of both sides that hold one content: those of one role first, then in their order."""
-    new = sorted(new, key=lambda side: _order(side.fqn))
-    late = []
-    for side in sorted(old, key=lambda side: _order(side.fqn)):
-        other = next((other for other in new if side.held and other.held and side.held.roles == other.held.roles), None)
-        if other is None:
-            late.append(side)
-        else:
-            new.remove(other)
-            yield side.fqn, other.fqn
-    yield from ((side.fqn, other.fqn) for side, other in zip(late, new, strict=False))
-
-
-def _order(name: str) -> tuple[list[int], str]:
-    return [int(number) for number in NUMBER.findall(name)], name
+    for side, other, _ in _found_by(old, new, content, content):
+        yield _alike(side, other)
 
 
 def _turned(old: Sides, new: Sides) -> Iterator[Match]:
     """Matrices of which one is the other's transpose."""
 
-    def columns(side: Side, dtype: str) -> int:
-        found = side.words[dtype].columns
-        return digest(found[0]) if len(found) == 1 else -1
+    def rows(side: Side, dtype: str) -> object:
+        return None if side.is_dull else digest(side.words[dtype].rows)
 
-    for side, other, _ in _found_by(old, new, lambda side, dtype: digest(side.words[dtype].rows), columns):
+    def columns(side: Side, dtype: str) -> object:
+        found = side.words[dtype].columns
+        return None if side.is_dull or len(found) != 1 else digest(found[0])
+
+    for side, other, _ in _found_by(old, new, rows, columns):
         yield Match("transposed", (side.fqn,), (other.fqn,), False, "the names do not ask for that")
 
 
-def _found_by(old: Sides, new: Sides, place: _Place, other_place: _Place) -> Iterator[tuple[Side, Side, str]]:
-    """Tensors with one place, each once, and the dtype in which they have it."""
-    where: dict[tuple[str, object], list[Side]] = defaultdict(list)
-    for other in new.values():
-        for dtype in other.words if not other.is_dull else ():
-            where[dtype, other_place(other, dtype)].append(other)
-    for side in old.values():
-        for dtype in side.words if not side.is_dull else ():
-            others = where.get((dtype, place(side, dtype)), [])
-            fitting = next((other for other in others if common(side, other) == dtype), None)
-            if fitting:
-                others.remove(fitting)
-                yield side, fitting, dtype
-                break
+def _found_by(old: Sides, new: Sides, key: _Key, other_key: _Key) -> Iterator[tuple[Side, Side, str]]:
+    """Tensors with one key, each once, and the dtype in which they have it; None is no key.
+
+    Constant and tiny tensors fit anywhere: they are paired where both sides have as many with a key.
+    """
+    groups: dict[tuple[str, object], tuple[list[Side], list[Side]]] = defaultdict(lambda: ([], []))
+    for number, sides, key_of in ((0, old, key), (1, new, other_key)):
+        for side in sides.values():
+            for dtype in side.words:
+                if (found := key_of(side, dtype)) is not None:
+                    groups[dtype, found][number].append(side)
+    taken: tuple[set[str], set[str]] = set(), set()
+    for (dtype, _), (mine, others) in groups.items():
+        others = [side for side in others if side.fqn not in taken[1]]
+        mine = [side for side in mine if side.fqn not in taken[0] and any(common(side, o) == dtype for o in others)]
+        if any(side.is_dull for side in mine) and len(mine) != len(others):
+            continue
+        for side, other in _paired(mine, others, dtype):
+            taken[0].add(side.fqn)
+            taken[1].add(other.fqn)
+            yield side, other, dtype
+
+
+def _paired(old: list[Side], new: list[Side], dtype: str) -> Iterator[tuple[Side, Side]]:
+    """Tensors of both sides that are compared in a dtype: those of one role first, then in their order."""
+    old, new = (sorted(sides, key=lambda side: _order(side.fqn)) for sides in (old, new))
+    for by_role in (True, False):
+        for side in [*old]:
+            fitting = (other for other in new if common(side, other) == dtype)
+            if by_role:
+                fitting = (one for one in fitting if side.held and one.held and side.held.roles == one.held.roles)
+            if (other := next(fitting, None)) is not None:
+                old.remove(side)
+                new.remove(other)
+                yield side, other
+
+
+def _order(name: str) -> tuple[list[int], str]:
+    return [int(number) for number in NUMBER.findall(name)], name
 
 
 def _taken_apart(old: Sides, new: Sides) -> Iterator[Match]:
@@ -238,7 +235,8 @@ def _in_other_order(old: Sides, new: Sides) -> Iterator[Match]:
     """Tensors with the same rows, in another order."""
 
     def content(side: Side, dtype: str) -> object:
-        return side.columns, len(side.words[dtype].rows), multiset(side.words[dtype].rows)
+        rows = side.words[dtype].rows
+        return None if side.is_dull else (side.columns, len(rows), multiset(rows))
 
     for side, other, dtype in _found_by(old, new, content, content):
         yield Match("reordered", (side.fqn,), (other.fqn,), False, *_unknown(side.words[dtype].rows, other, dtype))

@@ -459,3 +459,13 @@ def test_what_overflows_when_it_is_rounded_is_not_proven(tmp_path: Path, dtype: 
     assert (code, relations(document)) == (1, {"differ": 1}) and "1 element became NaN or infinite" in str(document)
     wide[3, 5] = float("inf")
     assert compared(export(tmp_path / "c", {"w": wide}), new)[0] == 0
+
+
+def test_what_is_equal_after_rounding_alone_is_no_pair_of_one_dtype(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weight, other = torch.randn(16, 16), torch.randn(16, 16).bfloat16()
+    near = weight.bfloat16().float()
+    old = export(tmp_path / "old", {"alpha": weight, "beta": other})
+    new = export(tmp_path / "new", {"near": near, "rounded": weight.bfloat16(), "omega": other})
+    proven = {(*match["old"], *match["new"]) for match in compared(old, new)[1]["matches"] if match["proven"]}
+    assert proven == {("alpha", "rounded"), ("beta", "omega")}
