@@ -61,7 +61,7 @@ def _odd_rows(ckpt: Checkpoint, fqn: str) -> str:
     assert ckpt.reference is not None
     assert ckpt.payload is not None
     for dtype, wanted in ckpt.reference.rows.get(fqn, {}).items():
-        found = ckpt.payload.row_words.get(fqn, {}).get(dtype)
+        found = ckpt.payload.row_hashes.get(fqn, {}).get(dtype)
         if found is not None and len(found) == len(wanted):
             parts = ranges(np.flatnonzero(found != wanted).tolist()).split(",")
             more = f" and {len(parts) - _RANGES:,} more ranges" if len(parts) > _RANGES else ""

@@ -23,7 +23,7 @@ from ckptlint.lint.options import CHECK_OPTIONS, GROUPS, CheckOption
 from ckptlint.progress import listening
 
 if TYPE_CHECKING:
-    from ckptlint.comparing.sides import Opened
+    from ckptlint.comparing.sides import OpenedCheckpoint
     from ckptlint.model import Checkpoint
     from ckptlint.reporters.style import Style
 
@@ -234,7 +234,7 @@ class _Bar:
 # ---------------------------------------------------------------- checkpoints to describe
 
 
-def opened(path: str, files: bool = False, partial: bool = False) -> list[Opened]:
+def opened(path: str, files: bool = False, partial: bool = False) -> list[OpenedCheckpoint]:
     """`comparing.sides.open_side`; exit 1 where a checkpoint is unsafe or unreadable."""
     from ckptlint.comparing.sides import open_side
     from ckptlint.errors import CheckpointError

@@ -371,7 +371,7 @@ def manifest(path: str, output: Path | None, values: bool, rows: bool) -> None:
         raise click.UsageError("--rows goes with --values")
     if values:
         from ckptlint.comparing.values import held_values
-        from ckptlint.seals.words import digest, new_salt
+        from ckptlint.seals.row_hashes import digest, new_salt
 
         side, salt = opened(path, files=True), new_salt()
         with progress(off=False):

@@ -9,13 +9,11 @@ from math import gcd
 
 import numpy as np
 
-from ckptlint.comparing.facts import Side
+from ckptlint.comparing.facts import Side, Sides
 from ckptlint.model.layout import IntArray
-from ckptlint.seals.words import TensorWords, digest, matrix
+from ckptlint.seals.row_hashes import RowHashes, digest, matrix
 from ckptlint.vocabulary.keys import parse
 from ckptlint.vocabulary.namings import Naming, Stored, naming_of, stored
-
-Sides = Mapping[str, Side]
 
 _LARGEST_HEAD = 512  # rows of the largest head that is tried where no configuration says how many
 
@@ -121,12 +119,12 @@ def _moved(side: Side, heads: Heads, keys: Mapping[int | None, int], is_old: boo
         order = order.reshape(-1, heads.size // 2, 2).transpose(0, 2, 1).reshape(-1)
         way = "each head's even rows first, then the odd ones" if is_old else "the two halves of each head interleaved"
         said.append(f"{way} ({heads.size} rows a head)")
-    words = {dtype: _in_order(own, order, said[:1] == ["transposed"]) for dtype, own in side.words.items()}
-    return replace(side, shape=shape, words=words, moved=", ".join(said))
+    hashes = {dtype: _in_order(own, order, said[:1] == ["transposed"]) for dtype, own in side.hashes.items()}
+    return replace(side, shape=shape, hashes=hashes, moved=", ".join(said))
 
 
-def _in_order(own: TensorWords, order: IntArray, is_turned: bool) -> TensorWords:
-    """The words of a tensor with other rows, of each slice the same ones."""
+def _in_order(own: RowHashes, order: IntArray, is_turned: bool) -> RowHashes:
+    """The hashes of a tensor with other rows, of each slice the same ones."""
     made = copy(own)
     slices = matrix(own.shape)[0]
     if is_turned:
@@ -142,9 +140,9 @@ def _contents(side: Sides, keys: Mapping[int | None, int]) -> set[tuple[str, int
     """Dtype and digest of the rows of each tensor of attention, and of the queries with which a fused one begins."""
     found = set()
     for one in (one for one in side.values() if one.held and {*one.held.roles} & {"q", "k"}):
-        for dtype, words in one.words.items():
-            found.add((dtype, digest(words.rows)))
+        for dtype, hashes in one.hashes.items():
+            found.add((dtype, digest(hashes.rows)))
             if one.held and len(one.held.roles) > 1:
-                queries = len(words.rows) - 2 * keys.get(parse(one.fqn).layer, 0)
-                found.add((dtype, digest(words.rows[:queries])))
+                queries = len(hashes.rows) - 2 * keys.get(parse(one.fqn).layer, 0)
+                found.add((dtype, digest(hashes.rows[:queries])))
     return found

@@ -9,7 +9,7 @@ from math import nan, prod
 from typing import Literal
 
 from ckptlint.comparing.regions import TensorBytes
-from ckptlint.seals.words import Shape, TensorWords, matrix
+from ckptlint.seals.row_hashes import RowHashes, Shape, matrix
 from ckptlint.vocabulary.namings import Stored
 
 Relation = Literal[
@@ -36,10 +36,10 @@ _FEW = 64  # elements of which other tensors may hold the same by chance
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """A tensor of one side, and the words of what it holds.
+    """A tensor of one side, and the hashes of what it holds.
 
     Attributes:
-        words: dtype -> words of the elements as they are in it, its own first.
+        hashes: dtype -> hashes of the elements as they are in it, its own first.
         held: what its name says that it holds, None where no known naming has it.
         moved: how it is stored, in words, where its rows were brought into the order that the other side has.
         stored: where its bytes lie, None where it was not looked at.
@@ -48,7 +48,7 @@ class Side:
     fqn: str
     dtype: str
     shape: Shape
-    words: Mapping[str, TensorWords]
+    hashes: Mapping[str, RowHashes]
     held: Stored | None = None
     moved: str = ""
     stored: TensorBytes | None = None
@@ -56,23 +56,26 @@ class Side:
     @property
     def is_read(self) -> bool:
         """Whether every element was read, once."""
-        return bool(self.words) and all(words.is_whole for words in self.words.values())
+        return bool(self.hashes) and all(hashes.is_whole for hashes in self.hashes.values())
 
     @cached_property
     def is_dull(self) -> bool:
         """Whether others may hold the same by chance: few elements, or all rows alike."""
-        words = self.words[self.dtype]
+        hashes = self.hashes[self.dtype]
         if prod(self.shape) < _FEW:
             return True
-        if words.columns.size:
-            return bool(words.rows.min() == words.rows.max() and words.columns.min() == words.columns.max())
-        rows = words.rows[:-1] if matrix(self.shape)[2] > 1 else words.rows  # the last one may be shorter
+        if hashes.columns.size:
+            return bool(hashes.rows.min() == hashes.rows.max() and hashes.columns.min() == hashes.columns.max())
+        rows = hashes.rows[:-1] if matrix(self.shape)[2] > 1 else hashes.rows  # the last one may be shorter
         return bool((rows == rows[0]).all())
 
     @property
     def columns(self) -> int:
         """Elements of a row."""
-        return matrix(self.words[self.dtype].shape)[2]
+        return matrix(self.hashes[self.dtype].shape)[2]
+
+
+Sides = Mapping[str, Side]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,13 @@ from itertools import combinations
 import numpy as np
 
 from ckptlint.comparing.canonical import Heads, in_one_order
-from ckptlint.comparing.facts import Match, Side
+from ckptlint.comparing.facts import Match, Side, Sides
 from ckptlint.model.text import NUMBER
 from ckptlint.seals.digests import MASK, Words
-from ckptlint.seals.words import can_be_rounded, digest, matrix, multiset
+from ckptlint.seals.row_hashes import can_be_rounded, digest, matrix, multiset
 from ckptlint.vocabulary.keys import numbers, parse
 from ckptlint.vocabulary.namings import Stored, is_bias, roles_of
 
-Sides = Mapping[str, Side]
 _Held = tuple[Stored | None, Stored | None]
 _Key = Callable[[Side, str], object]
 
@@ -47,18 +46,18 @@ def matches(old: Sides, new: Sides, renamed: Mapping[str, str], heads: Heads, vo
     pairs = [_pair(left_old[name], left_new[other], vocabulary) for name, other in known.items()]
     by_name = [match for match in pairs if match.is_proven]
     by_content = list(_by_content(_without(left_old, by_name), _without(left_new, by_name), vocabulary))
-    told = [*by_name, *by_content]
-    left_old, left_new = _without(left_old, told), _without(left_new, told)
+    paired = [*by_name, *by_content]
+    left_old, left_new = _without(left_old, paired), _without(left_new, paired)
     differing = [match for match in pairs if match.old[0] in left_old and match.new[0] in left_new]
     left_old, left_new = _without(left_old, differing), _without(left_new, differing)
     alone = [Match("absent" if side.is_read else "unread", (name,), (), False) for name, side in left_old.items()]
     alone += [Match("absent" if side.is_read else "unread", (), (name,), False) for name, side in left_new.items()]
-    return _under_right_names([*found, *told, *differing, *alone], (old, new))
+    return _under_right_names([*found, *paired, *differing, *alone], (old, new))
 
 
-def _without(sides: Sides, told: Iterable[Match]) -> dict[str, Side]:
+def _without(sides: Sides, found: Iterable[Match]) -> dict[str, Side]:
     """The tensors that no match names."""
-    gone = {name for match in told for name in (*match.old, *match.new)}
+    gone = {name for match in found for name in (*match.old, *match.new)}
     return {name: side for name, side in sides.items() if name not in gone}
 
 
@@ -67,7 +66,7 @@ def common(first: Side, second: Side) -> str:
     if first.dtype == second.dtype:
         return first.dtype
     for wide, narrow in ((first, second), (second, first)):
-        if can_be_rounded(wide.dtype, narrow.dtype) and narrow.dtype in wide.words:
+        if can_be_rounded(wide.dtype, narrow.dtype) and narrow.dtype in wide.hashes:
             return narrow.dtype
     return ""
 
@@ -80,7 +79,7 @@ def _pair(old: Side, new: Side, vocabulary: int) -> Match:
     dtype = common(old, new)
     if not dtype:
         return Match("differ", *names, False, f"{old.dtype} and {new.dtype}: no rounding leads from one to the other")
-    a, b = old.words[dtype], new.words[dtype]
+    a, b = old.hashes[dtype], new.hashes[dtype]
     if matrix(a.shape) == matrix(b.shape) and np.array_equal(a.rows, b.rows):
         return _alike(old, new)
     if _may_be_padded(old) and _may_be_padded(new) and a.shape[1:] == b.shape[1:] and len(a.rows) != len(b.rows):
@@ -111,21 +110,21 @@ def _may_be_padded(side: Side) -> bool:
 
 
 def _by_content(old: Sides, new: Sides, vocabulary: int) -> Iterator[Match]:
-    """The tensors that no name pairs; each is told once."""
+    """The tensors that no name pairs; each once."""
     old = {name: side for name, side in old.items() if side.is_read}
     new = {name: side for name, side in new.items() if side.is_read}
     longer = partial(_longer, vocabulary=vocabulary)
     for find in (_same, _turned, _joined, _taken_apart, _in_other_order, longer):
-        told = list(find(old, new))
-        yield from told
-        old, new = _without(old, told), _without(new, told)
+        paired = list(find(old, new))
+        yield from paired
+        old, new = _without(old, paired), _without(new, paired)
 
 
 def _same(old: Sides, new: Sides) -> Iterator[Match]:
     """Tensors with the same rows in the same order."""
 
     def content(side: Side, dtype: str) -> object:
-        return matrix(side.words[dtype].shape), digest(side.words[dtype].rows)
+        return matrix(side.hashes[dtype].shape), digest(side.hashes[dtype].rows)
 
     for side, other, _ in _found_by(old, new, content, content):
         yield _alike(side, other)
@@ -135,10 +134,10 @@ def _turned(old: Sides, new: Sides) -> Iterator[Match]:
     """Matrices of which one is the other's transpose."""
 
     def rows(side: Side, dtype: str) -> object:
-        return None if side.is_dull else digest(side.words[dtype].rows)
+        return None if side.is_dull else digest(side.hashes[dtype].rows)
 
     def columns(side: Side, dtype: str) -> object:
-        found = side.words[dtype].columns
+        found = side.hashes[dtype].columns
         return None if side.is_dull or len(found) != 1 else digest(found[0])
 
     for side, other, _ in _found_by(old, new, rows, columns):
@@ -153,7 +152,7 @@ def _found_by(old: Sides, new: Sides, key: _Key, other_key: _Key) -> Iterator[tu
     groups: dict[tuple[str, object], tuple[list[Side], list[Side]]] = defaultdict(lambda: ([], []))
     for number, sides, key_of in ((0, old, key), (1, new, other_key)):
         for side in sides.values():
-            for dtype in side.words:
+            for dtype in side.hashes:
                 if (found := key_of(side, dtype)) is not None:
                     groups[dtype, found][number].append(side)
     taken: tuple[set[str], set[str]] = set(), set()
@@ -196,16 +195,16 @@ def _joined(parts: Sides, wholes: Sides) -> Iterator[Match]:
     """Wholes that hold all rows of several parts."""
     groups: dict[tuple[object, ...], dict[tuple[str, ...], list[Side]]] = defaultdict(lambda: defaultdict(list))
     for side in parts.values():
-        for dtype in side.words:
+        for dtype in side.hashes:
             for expert in {None, parse(side.fqn).expert}:
                 groups[layer_number(side.fqn), expert, dtype, side.columns][_roles([side.fqn])].append(side)
     gone: set[str] = set()
     for whole in wholes.values():
         if whole.is_dull:
             continue
-        for dtype, words in whole.words.items():
+        for dtype, hashes in whole.hashes.items():
             roles = groups.get((layer_number(whole.fqn), parse(whole.fqn).expert, dtype, whole.columns), {})
-            rows, wanted = len(words.rows), multiset(words.rows)
+            rows, wanted = len(hashes.rows), multiset(hashes.rows)
             found = next(_adding_up(roles, whole, dtype, rows, wanted, gone), None)
             if found is not None:
                 gone |= {side.fqn for side in found}
@@ -222,8 +221,8 @@ def _adding_up(
     for members in roles.values():
         own = [side for side in members if side.fqn not in gone and common(side, whole) == dtype]
         if own and (not whole.held or not own[0].held or {*own[0].held.roles} <= {*whole.held.roles}):
-            count = sum(len(side.words[dtype].rows) for side in own)
-            sums.append((own, count, sum(multiset(side.words[dtype].rows) for side in own) & MASK))
+            count = sum(len(side.hashes[dtype].rows) for side in own)
+            sums.append((own, count, sum(multiset(side.hashes[dtype].rows) for side in own) & MASK))
     for number in range(1, min(_MOST_PARTS, len(sums)) + 1):
         for some in combinations(sums[:_MOST_ROLES], number):
             is_several = number > 1 or len(some[0][0]) > 1
@@ -235,19 +234,19 @@ def _in_other_order(old: Sides, new: Sides) -> Iterator[Match]:
     """Tensors with the same rows, in another order."""
 
     def content(side: Side, dtype: str) -> object:
-        rows = side.words[dtype].rows
+        rows = side.hashes[dtype].rows
         return None if side.is_dull else (side.columns, len(rows), multiset(rows))
 
     for side, other, dtype in _found_by(old, new, content, content):
-        yield Match("reordered", (side.fqn,), (other.fqn,), False, *_unknown(side.words[dtype].rows, other, dtype))
+        yield Match("reordered", (side.fqn,), (other.fqn,), False, *_unknown(side.hashes[dtype].rows, other, dtype))
 
 
 def _in_order(parts: Sequence[Side], whole: Side, dtype: str) -> tuple[bool, str, tuple[str, ...]]:
     """Whether parts lie in a whole as its name demands, and how, or how they do not."""
     pieces: dict[tuple[int, tuple[str, ...]], Words] = {}
     for part in parts:
-        slices = matrix(part.words[dtype].shape)[0]
-        for number, rows in enumerate(part.words[dtype].rows.reshape(slices, -1)):
+        slices = matrix(part.hashes[dtype].shape)[0]
+        for number, rows in enumerate(part.hashes[dtype].rows.reshape(slices, -1)):
             expert = number if slices > 1 else parse(part.fqn).expert or 0
             pieces[expert, part.held.roles if part.held else ()] = rows
     roles = [whole.held.roles] if whole.held else []
@@ -257,11 +256,11 @@ def _in_order(parts: Sequence[Side], whole: Side, dtype: str) -> tuple[bool, str
     wanted = [(expert, one) for expert in experts for one in roles]
     if {*wanted} == pieces.keys():
         rows = np.concatenate([pieces[one] for one in wanted])
-        if np.array_equal(rows, whole.words[dtype].rows):
+        if np.array_equal(rows, whole.hashes[dtype].rows):
             is_in_turn = len(roles) > 1 and len(experts) > 1
-            told = f"{' and '.join(one for (one,) in roles)} of each expert in turn" if is_in_turn else ""
-            return True, whole.moved or told or "one after the other", ()
-    text, notes = _unknown(np.concatenate([part.words[dtype].rows for part in parts]), whole, dtype)
+            how = f"{' and '.join(one for (one,) in roles)} of each expert in turn" if is_in_turn else ""
+            return True, whole.moved or how or "one after the other", ()
+    text, notes = _unknown(np.concatenate([part.hashes[dtype].rows for part in parts]), whole, dtype)
     return False, text, notes
 
 
@@ -272,7 +271,7 @@ def _unknown(rows: Words, whole: Side, dtype: str) -> tuple[str, tuple[str, ...]
     ordered = rows[order]
     if (ordered[1:] == ordered[:-1]).any():
         return f"{text}, some rows being alike", ()
-    source = order[np.searchsorted(ordered, whole.words[dtype].rows)]
+    source = order[np.searchsorted(ordered, whole.hashes[dtype].rows)]
     if source[0] and np.array_equal(source, (np.arange(len(source)) + source[0]) % len(source)):
         return f"shifted by {int(source[0]):,} rows", ()
     first = [int(row) for row in np.flatnonzero(source != np.arange(len(source)))[:3]]

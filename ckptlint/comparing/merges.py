@@ -18,17 +18,15 @@ import numpy as np
 
 from ckptlint.architecture.adapters import PREFIX, AdapterConfig, Factors, factors_of, read_adapter_config
 from ckptlint.comparing.facts import Match
-from ckptlint.comparing.regions import Matrix, TensorBytes
+from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes
 from ckptlint.comparing.rows import ROUNDING, compare, runs
-from ckptlint.comparing.sides import Opened
+from ckptlint.comparing.sides import OpenedCheckpoint
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading
-from ckptlint.seals.words import Shape, matrix
+from ckptlint.seals.row_hashes import Shape, matrix
 from ckptlint.vocabulary.keys import parse, role
-
-Places = Mapping[str, TensorBytes]
 
 _PRODUCT = 4e-6  # of the norms of a row and a column: the error of their product in float32
 _ALIKE = 0.9  # cosine from which on a change goes the way of the adapter
@@ -98,7 +96,7 @@ class _Change:
 class _Adapter:
     """An adapter, read as far as its headers."""
 
-    places: Places
+    places: BytesByKey
     config: AdapterConfig
     used: set[str] = field(default_factory=set)
 
@@ -107,7 +105,9 @@ class _Adapter:
         return self.places[key].whole()
 
 
-def with_merges(found: Sequence[Match], places: tuple[Places, Places], adapter: Sequence[Opened]) -> list[Match]:
+def with_merges(
+    found: Sequence[Match], places: tuple[BytesByKey, BytesByKey], adapter: Sequence[OpenedCheckpoint]
+) -> list[Match]:
     """The matches, those of the adapter's targets judged by what they should hold; and what it has for nothing.
 
     Args:
@@ -151,7 +151,7 @@ def _of_base(match: Match, judged: Mapping[str, Match]) -> Match:
     return match
 
 
-def _opened(adapter: Sequence[Opened]) -> _Adapter:
+def _opened(adapter: Sequence[OpenedCheckpoint]) -> _Adapter:
     places: dict[str, TensorBytes] = {}
     config = None
     for side in adapter:
@@ -164,7 +164,7 @@ def _opened(adapter: Sequence[Opened]) -> _Adapter:
     return _Adapter(places, read)
 
 
-def _targets(adapter: _Adapter, base: Places) -> Iterator[list[_Target]]:
+def _targets(adapter: _Adapter, base: BytesByKey) -> Iterator[list[_Target]]:
     """For each module of the adapter what it may mean: one tensor, or several where shapes alone decide."""
     endings = {key.partition(".")[2]: key for key in base}  # of models that were saved below another name
     for factors in factors_of(adapter.places):
@@ -193,7 +193,7 @@ def _module(factors: Factors) -> str:
     return module
 
 
-def _home(module: str, base: Places) -> str:
+def _home(module: str, base: BytesByKey) -> str:
     """The module of the experts, by its name in the base, which may keep another one on disk than in memory."""
     if any(f"{module}." in key for key in base):
         return module
@@ -203,11 +203,11 @@ def _home(module: str, base: Places) -> str:
     return next((home for home in sorted(homes) if parse(f"{home}.weight").layer == layer), module)
 
 
-def _key(name: str, base: Places, endings: Mapping[str, str]) -> str:
+def _key(name: str, base: BytesByKey, endings: Mapping[str, str]) -> str:
     return name if name in base else endings.get(name.partition(".")[2], endings.get(name, ""))
 
 
-def _experts(module: str, base: Places) -> dict[int, list[str]]:
+def _experts(module: str, base: BytesByKey) -> dict[int, list[str]]:
     """Number of an expert -> its keys, where they are stored one by one below a module."""
     found: dict[int, list[str]] = {}
     for key in base:
@@ -218,7 +218,7 @@ def _experts(module: str, base: Places) -> dict[int, list[str]]:
     return found
 
 
-def _stacked(module: str, base: Places) -> list[str]:
+def _stacked(module: str, base: BytesByKey) -> list[str]:
     return [
         key
         for key, place in base.items()
@@ -226,7 +226,7 @@ def _stacked(module: str, base: Places) -> list[str]:
     ]
 
 
-def _rank(a: Matrix, factors: Factors, base: Places, endings: Mapping[str, str]) -> int:
+def _rank(a: Matrix, factors: Factors, base: BytesByKey, endings: Mapping[str, str]) -> int:
     """The rank of one module's factors; of experts these lie side by side."""
     module = _module(factors)
     if _key(f"{module}.weight", base, endings):
@@ -238,7 +238,7 @@ def _rank(a: Matrix, factors: Factors, base: Places, endings: Mapping[str, str])
 
 
 def _meant(
-    factors: Factors, a: Matrix, b: Matrix, adapter: _Adapter, base: Places, endings: Mapping[str, str]
+    factors: Factors, a: Matrix, b: Matrix, adapter: _Adapter, base: BytesByKey, endings: Mapping[str, str]
 ) -> Iterator[_Target | list[_Target]]:
     """The tensors that factors may mean, `b` scaled: one by one, or a list of which one is meant."""
     module = _module(factors)
@@ -258,7 +258,7 @@ def _meant(
         yield _Target(key, (shape[0], prod(shape[1:])), (_Block(0, flat[1], flat[0]),), magnitudes)
 
 
-def _of_experts(module: str, a: Matrix, b: Matrix, base: Places) -> Iterator[_Target | list[_Target]]:
+def _of_experts(module: str, a: Matrix, b: Matrix, base: BytesByKey) -> Iterator[_Target | list[_Target]]:
     """Factors for many experts at once: of tensors that hold them all, or of one tensor for each."""
     stacked = [(key, base[key].shape) for key in _stacked(module, base)]
     options = []
@@ -383,7 +383,7 @@ def _verdict(match: Match, change: _Change, target: _Target) -> Match:
 _Rows = Callable[[int, int], Matrix | None]
 
 
-def _saved(adapter: _Adapter, base: Places) -> Iterator[tuple[str, str, _Rows]]:
+def _saved(adapter: _Adapter, base: BytesByKey) -> Iterator[tuple[str, str, _Rows]]:
     """Key of the adapter, key of the base, and rows as they should be, of what it holds whole: modules_to_save, biases.
 
     Of `trainable_token_indices` it holds some rows whole.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -12,12 +12,10 @@ import numpy.typing as npt
 
 from ckptlint.comparing.facts import Match
 from ckptlint.comparing.quantised_weights import Quantised, Rows, quantised_of
-from ckptlint.comparing.regions import Matrix, TensorBytes
+from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes
 from ckptlint.comparing.rows import ROUNDING, compare, tall
 from ckptlint.model.text import ranges
-from ckptlint.seals.words import matrix
-
-Places = Mapping[str, TensorBytes]
+from ckptlint.seals.row_hashes import matrix
 
 _SAMPLE = 2**24  # elements of a weight that are looked at
 _BLOCK = 128  # rows of which one at least is looked at
@@ -31,7 +29,7 @@ _ERRORS = 9.0  # standard errors; no sum of rounding errors is so far out in 2**
 _WIDE = ("float64", "float32", "float16", "bfloat16")
 
 
-def with_quantised(found: Sequence[Match], places: tuple[Places, Places]) -> list[Match]:
+def with_quantised(found: Sequence[Match], places: tuple[BytesByKey, BytesByKey]) -> list[Match]:
     """The matches, weights that one side stores quantised held against those of the other.
 
     Args:

@@ -8,7 +8,7 @@ Source:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.comparing.regions import Matrix, TensorBytes, numbers
-from ckptlint.seals.words import Shape, matrix
+from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes, numbers
+from ckptlint.seals.row_hashes import Shape, matrix
 from ckptlint.vocabulary.dtypes import ENCODINGS
 
 Codes = npt.NDArray[np.int64]
@@ -65,7 +65,7 @@ class Quantised:
     rows: Callable[[int, int], Rows | None]
 
 
-def quantised_of(places: Mapping[str, TensorBytes]) -> Iterator[Quantised]:
+def quantised_of(places: BytesByKey) -> Iterator[Quantised]:
     """The quantised weights among tensors.
 
     Raises:
@@ -161,7 +161,7 @@ def _in_words(scale: Matrix, shape: Shape) -> str:
     return f"blocks of {_edge(per, height, None)}x{_group(scale, shape)}"
 
 
-def _scaled(key: str, place: TensorBytes, places: Mapping[str, TensorBytes]) -> Quantised | None:
+def _scaled(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | None:
     """Floats of 8 bits or int8 with scales beside them."""
     dtype, shape = place.tensor.dtype, place.shape
     is_float = dtype in ENCODINGS and dtype.startswith("float8")
@@ -234,7 +234,7 @@ def unpacked(words: npt.NDArray[np.uint32], bits: int) -> Codes:
     return np.asarray(codes, np.int64)
 
 
-def _packed(key: str, place: TensorBytes, places: Mapping[str, TensorBytes]) -> Quantised | None:
+def _packed(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | None:
     """Codes in words (`weight_packed`) with `weight_scale`: int1-8 of compressed-tensors, or FP4 in bytes."""
     if not key.endswith("_packed"):
         is_modelopt = place.tensor.dtype == "uint8" and f"{key}_scale_2" in places
@@ -290,7 +290,7 @@ def _packed_zeros(place: TensorBytes | None, rows: int, bits: int) -> Matrix | N
 
 
 def _fp4(
-    key: str, place: TensorBytes, places: Mapping[str, TensorBytes], weight: str, scale_key: str, global_key: str
+    key: str, place: TensorBytes, places: BytesByKey, weight: str, scale_key: str, global_key: str
 ) -> Quantised | None:
     """Two FP4 numbers in a byte, the first in the lower half; scales of 32 (MXFP4) or 16 (NVFP4) of them."""
     scale_place = places.get(scale_key)
@@ -329,7 +329,7 @@ def _rows_of_fp4(
     return rows
 
 
-def _blocks(key: str, place: TensorBytes, places: Mapping[str, TensorBytes]) -> Quantised | None:
+def _blocks(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | None:
     """MXFP4 as gpt-oss stores it: `_blocks` [..., groups, 16] and `_scales` [..., groups]."""
     weight = key.removesuffix("_blocks")
     shape = place.shape
@@ -345,7 +345,7 @@ def _blocks(key: str, place: TensorBytes, places: Mapping[str, TensorBytes]) -> 
     return Quantised(weight, (key, f"{weight}_scales"), real, "MXFP4", _group(scale, real), rows)
 
 
-def _transposed(key: str, place: TensorBytes, places: Mapping[str, TensorBytes]) -> Quantised | None:
+def _transposed(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | None:
     """`qweight` of GPTQ, packed along its rows, or of AWQ, packed along its columns: both are [in, out]."""
     if not key.endswith(".qweight"):
         return None

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptlint.model import Checkpoint, RecordState, Tensor
 from ckptlint.payload.members import bare_content, places_of
-from ckptlint.seals.words import Shape, blocks, first_place, matrix, word_of
+from ckptlint.seals.row_hashes import Bits, Shape, blocks, first_place, matrix, word_of
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 
-Bits = npt.NDArray[np.unsignedinteger[Any]]
 Matrix = npt.NDArray[np.float32]
 Numbers = npt.NDArray[np.float32] | npt.NDArray[np.float64]
 
@@ -40,7 +39,7 @@ class TensorBytes:
         """The rows [first, last), as unsigned words: [rows, columns]; None where the chunks' bytes cannot be told.
 
         Args:
-            shape: as which the elements are looked at; the global shape by default. See `seals.words.matrix`.
+            shape: as which the elements are looked at; the global shape by default. See `seals.row_hashes.matrix`.
 
         Raises:
             AccessError: a read was refused.
@@ -119,6 +118,9 @@ class TensorBytes:
             part = bits[position : position + rows * width].reshape(rows, width)
             found[number - first : number - first + rows, column : column + width] = part
         return int(count)
+
+
+BytesByKey = Mapping[str, TensorBytes]
 
 
 def numbers(bits: Bits, dtype: str) -> Numbers | None:

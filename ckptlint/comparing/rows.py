@@ -10,8 +10,8 @@ _TILE = 2**20  # elements of a side that are compared at once
 ROUNDING = {"float64": 2**-52, "float32": 2**-23, "float16": 2**-11, "bfloat16": 2**-8}
 """By how much, relatively, a number may be off that was rounded to a dtype."""
 
-Expected = TypeVar("Expected")
-Found = TypeVar("Found")
+_Expected = TypeVar("_Expected")
+_Found = TypeVar("_Found")
 
 
 def tall(width: int) -> int:
@@ -27,9 +27,9 @@ def runs(first: int, last: int, width: int) -> Iterator[tuple[int, int]]:
 
 def compare(
     rows: Iterable[tuple[int, int]],
-    expected: Callable[[int, int], Expected | None],
-    found: Callable[[int, int], Found | None],
-    see: Callable[[int, Expected, Found], None],
+    expected: Callable[[int, int], _Expected | None],
+    found: Callable[[int, int], _Found | None],
+    see: Callable[[int, _Expected, _Found], None],
 ) -> bool:
     """Whether all rows could be read of both.
 

@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 from ckptlint.comparing.facts import Match, Side
 from ckptlint.comparing.matching import common
-from ckptlint.comparing.regions import Bits, Numbers, TensorBytes, numbers
+from ckptlint.comparing.regions import Numbers, TensorBytes, numbers
 from ckptlint.comparing.rows import ROUNDING, compare, runs
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import plural, ranges
 from ckptlint.seals.digests import Words
-from ckptlint.seals.words import Shape, comparable, matrix
+from ckptlint.seals.row_hashes import Bits, Shape, comparable, matrix
 
 _WIDEST = 2**24  # columns of a tensor of which rows are looked at
 _RUNS = 4  # of rows that a sentence names
@@ -57,7 +57,7 @@ def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders)
     dtype = common(*sides)
     if not dtype:
         return match
-    a, b = (side.words[dtype] for side in sides)
+    a, b = (side.hashes[dtype] for side in sides)
     if matrix(a.shape) != matrix(b.shape):
         shapes = " and ".join(str([*side.shape]) for side in sides)
         return replace(match, notes=(*match.notes, f"shape {shapes}"))
@@ -131,21 +131,21 @@ class _Holders:
     sides: Mapping[str, Side]
     known: dict[tuple[object, ...], dict[int, list[str]]] = field(default_factory=dict)
 
-    def say(self, fqn: str, dtype: str, rows: IntArray, words: Words) -> str:
+    def say(self, fqn: str, dtype: str, rows: IntArray, hashes: Words) -> str:
         """What lies in these rows instead, where it is what another tensor holds there, or zeros."""
-        if not words[rows].any():
+        if not hashes[rows].any():
             return " are zeros"
-        first, shape = int(rows[0]), matrix(self.sides[fqn].words[dtype].shape)
+        first, shape = int(rows[0]), matrix(self.sides[fqn].hashes[dtype].shape)
         place = dtype, shape, first
         if place not in self.known:
             holders: dict[int, list[str]] = defaultdict(list)
             for name, side in self.sides.items():
-                own = side.words.get(dtype)
+                own = side.hashes.get(dtype)
                 if own is not None and matrix(own.shape) == shape and not side.is_dull:
                     holders[int(own.rows[first])].append(name)
             self.known[place] = holders
-        for name in self.known[place].get(int(words[first]), ()):
-            if name != fqn and np.array_equal(self.sides[name].words[dtype].rows[rows], words[rows]):
+        for name in self.known[place].get(int(hashes[first]), ()):
+            if name != fqn and np.array_equal(self.sides[name].hashes[dtype].rows[rows], hashes[rows]):
                 return f" hold what {name} holds there"
         return ""
 
@@ -176,8 +176,8 @@ class _Line:
             ]
         with np.errstate(invalid="ignore", over="ignore"):
             self.fitting = [
-                (word, value, apply)
-                for word, value, apply in self.fitting
+                (relation, value, apply)
+                for relation, value, apply in self.fitting
                 if value
                 and bool(
                     (np.abs((made := apply(a, value)) - b) <= 4 * ROUNDING[dtype] * (np.abs(made) + np.abs(b))).all()
@@ -189,8 +189,8 @@ class _Line:
         """The relation in words, "" for none."""
         if not self.fitting:
             return ""
-        word, value, _ = self.fitting[0]
-        return f"{word} {value:.6g}"
+        relation, value, _ = self.fitting[0]
+        return f"{relation} {value:.6g}"
 
 
 @dataclass(slots=True)

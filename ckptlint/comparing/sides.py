@@ -15,14 +15,14 @@ from ckptlint.storage.folder import Folder
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedCheckpoint:
     """A checkpoint and where it lies."""
 
     folder: Folder
     ckpt: Checkpoint
 
 
-def open_side(path: str, files: bool = False, partial: bool = False) -> list[Opened]:
+def open_side(path: str, files: bool = False, partial: bool = False) -> list[OpenedCheckpoint]:
     """The checkpoints that a path means.
 
     Args:
@@ -34,14 +34,14 @@ def open_side(path: str, files: bool = False, partial: bool = False) -> list[Ope
         NothingToCheckError: there is none.
         AccessError: the operating system refused a read.
     """
-    made = [Opened(found.folder, open_checkpoint(found, files)) for found in find(path)]
-    told = (obstacle(replace(item.ckpt, partial="") if partial else item.ckpt) for item in made)
-    if sentences := [sentence for sentence in told if sentence]:
+    made = [OpenedCheckpoint(found.folder, open_checkpoint(found, files)) for found in find(path)]
+    obstacles = (obstacle(replace(item.ckpt, partial="") if partial else item.ckpt) for item in made)
+    if sentences := [sentence for sentence in obstacles if sentence]:
         raise CheckpointError("\n".join(sentences))
     return made
 
 
-def by_place(side: Sequence[Opened]) -> dict[str, Checkpoint]:
+def by_place(side: Sequence[OpenedCheckpoint]) -> dict[str, Checkpoint]:
     """The checkpoints by their place below what they have in common."""
     paths = [f"{item.ckpt.path}/" for item in side]
     # of text, since a URL is no path; cut back to whole names

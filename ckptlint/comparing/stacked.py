@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.comparing.facts import Side
-from ckptlint.comparing.sides import Opened
+from ckptlint.comparing.sides import OpenedCheckpoint
 from ckptlint.vocabulary.keys import parse
 
 
-def stacked(side: Sequence[Opened], there: Collection[str]) -> dict[str, str]:
+def stacked(side: Sequence[OpenedCheckpoint], there: Collection[str]) -> dict[str, str]:
     """Key -> the part of it up to the word before the layer's number, of what holds all layers on this side alone.
 
     Args:
@@ -38,10 +38,10 @@ def layer_by_layer(sides: Mapping[str, Side], blocks: Mapping[str, str]) -> dict
         if not block or side.stored is None or not side.is_read or at < len(block):
             found[name] = side
             continue
-        parts = {dtype: words.layers() for dtype, words in side.words.items()}
+        parts = {dtype: hashes.layers() for dtype, hashes in side.hashes.items()}
         for number in range(side.shape[0]):
             own = f"{name[:at]}.{number}{name[at:]}"
-            words = {dtype: part[number] for dtype, part in parts.items()}
+            hashes = {dtype: part[number] for dtype, part in parts.items()}
             stored = replace(side.stored, layer=number)
-            found[own] = replace(side, fqn=own, shape=side.shape[1:], words=words, stored=stored)
+            found[own] = replace(side, fqn=own, shape=side.shape[1:], hashes=hashes, stored=stored)
     return found

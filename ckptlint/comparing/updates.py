@@ -9,7 +9,7 @@ from math import isfinite
 from ckptlint.analysis.inventory import MOMENTS, inventory_of
 from ckptlint.comparing.facts import Match
 from ckptlint.comparing.matching import layer_number
-from ckptlint.comparing.sides import Opened
+from ckptlint.comparing.sides import OpenedCheckpoint
 from ckptlint.vocabulary.keys import role
 
 _LEAST = 4  # weights that moved all over, from which on two sides are steps of a run
@@ -43,7 +43,7 @@ class Update:
     is_trained: bool
 
 
-def weights_of(sides: Iterable[Opened]) -> Weights:
+def weights_of(sides: Iterable[OpenedCheckpoint]) -> Weights:
     """The weights of a checkpoint."""
     keys: set[str] = set()
     trained: set[str] = set()

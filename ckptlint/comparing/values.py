@@ -18,7 +18,7 @@ from ckptlint.comparing.merges import with_merges
 from ckptlint.comparing.quantised import with_quantised
 from ckptlint.comparing.regions import TensorBytes
 from ckptlint.comparing.second_look import second_look
-from ckptlint.comparing.sides import Opened
+from ckptlint.comparing.sides import OpenedCheckpoint
 from ckptlint.comparing.stacked import layer_by_layer, stacked
 from ckptlint.comparing.updates import Update, updates, weights_of
 from ckptlint.depth import Depth
@@ -28,7 +28,7 @@ from ckptlint.model.text import plural, printable, some
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading
 from ckptlint.seals.digests import Words
-from ckptlint.seals.words import Shape, TensorWords, can_be_rounded, digest, new_salt
+from ckptlint.seals.row_hashes import RowHashes, Shape, can_be_rounded, digest, new_salt
 from ckptlint.vocabulary.config_fields import read_declared
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import COMPUTED, parse
@@ -77,11 +77,11 @@ class Values:
 
 @paused_gc()
 def compared_values(
-    old: Sequence[Opened],
-    new: Sequence[Opened],
+    old: Sequence[OpenedCheckpoint],
+    new: Sequence[OpenedCheckpoint],
     select: Sequence[str] = (),
     ignore: Sequence[str] = (),
-    adapter: Sequence[Opened] = (),
+    adapter: Sequence[OpenedCheckpoint] = (),
     jobs: int | None = None,
 ) -> Values:
     """Read both sides and match them.
@@ -116,7 +116,7 @@ def compared_values(
         for name, tensor in own.items():
             other = there.get(names.get(name, ""))
             dtypes = others if other is None else {other.dtype}
-            wanted[name] = _words(tensor, other, dtypes, salt, name in block, names.get(name) != name)
+            wanted[name] = _gatherers(tensor, other, dtypes, salt, name in block, names.get(name) != name)
         found, said = _read(opened, own, wanted, jobs)
         read.append(layer_by_layer(found, block))
         sentences += said
@@ -152,7 +152,7 @@ def _is_weight(side: Side) -> bool:
 
 
 def _content(side: Side) -> tuple[str, int]:
-    return side.dtype, digest(side.words[side.dtype].rows)
+    return side.dtype, digest(side.hashes[side.dtype].rows)
 
 
 def _is_meant(key: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
@@ -163,33 +163,33 @@ def _is_meant(key: str, select: Sequence[str], ignore: Sequence[str]) -> bool:
 
 
 def held_values(
-    side: Sequence[Opened], salt: int, jobs: int | None = None
+    side: Sequence[OpenedCheckpoint], salt: int, jobs: int | None = None
 ) -> tuple[dict[str, dict[str, Words]], list[str]]:
     """Words of the rows that the tensors of a checkpoint hold, by key and dtype; and what stood in the way.
 
     Of wider floats there are those after rounding to bfloat16 too, since that is what people export.
 
     Args:
-        salt: of the words.
+        salt: of the hashes.
         jobs: as `compared_values` has it.
 
     Raises:
         AccessError: a read was refused.
     """
     tensors = _tensors(side)
-    wanted = {name: _words(tensor, None, {"bfloat16"}, salt, by_columns=False) for name, tensor in tensors.items()}
+    wanted = {name: _gatherers(tensor, None, {"bfloat16"}, salt, by_columns=False) for name, tensor in tensors.items()}
     read, sentences = _read(side, tensors, wanted, jobs)
     held = {}
     for name, tensor in read.items():
         if tensor.is_read:
-            held[printable(name)] = {dtype: words.rows for dtype, words in tensor.words.items()}
+            held[printable(name)] = {dtype: hashes.rows for dtype, hashes in tensor.hashes.items()}
     unread = [name for name, tensor in read.items() if not tensor.is_read]
     if unread:
         sentences.append(f"{plural(len(unread), 'tensor')} could not be read to the last element: {some(unread)}")
     return held, sentences
 
 
-def _declared(old: Sequence[Opened], new: Sequence[Opened]) -> tuple[Heads, int]:
+def _declared(old: Sequence[OpenedCheckpoint], new: Sequence[OpenedCheckpoint]) -> tuple[Heads, int]:
     """What the configurations say of heads, -1 where they differ, and the smaller vocabulary; 0 where none says it."""
     said: list[dict[str, Any]] = []
     for opened in (*old, *new):
@@ -210,7 +210,7 @@ def _declared(old: Sequence[Opened], new: Sequence[Opened]) -> tuple[Heads, int]
     return Heads(of_all("head_dim"), of_all("heads"), types.pop() if len(types) == 1 else ""), min(sizes, default=0)
 
 
-def _renamed(old: Sequence[Opened], new: Sequence[Opened]) -> dict[str, str]:
+def _renamed(old: Sequence[OpenedCheckpoint], new: Sequence[OpenedCheckpoint]) -> dict[str, str]:
     """Key of the old side -> key of the new one that is known to mean the same."""
     named = [{str(number): item.ckpt for number, item in enumerate(side)} for side in (old, new)]
     several = len(old) > 1 or len(new) > 1  # keys have the number of their component then
@@ -218,7 +218,7 @@ def _renamed(old: Sequence[Opened], new: Sequence[Opened]) -> dict[str, str]:
     return {item.key.partition("/")[2] if several else item.key: item.other for item in found}
 
 
-def _tensors(side: Sequence[Opened]) -> dict[str, Tensor]:
+def _tensors(side: Sequence[OpenedCheckpoint]) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for opened in side:
         for tensor in opened.ckpt.tensors.values():
@@ -226,15 +226,15 @@ def _tensors(side: Sequence[Opened]) -> dict[str, Tensor]:
     return found
 
 
-def _words(
+def _gatherers(
     tensor: Tensor,
     other: Tensor | None,
     dtypes: set[str],
     salt: int,
     is_stacked: bool = False,
     by_columns: bool = True,
-) -> tuple[TensorWords, ...]:
-    """What gathers the words of a tensor: in its own dtype, and rounded to narrower ones of the other side.
+) -> tuple[RowHashes, ...]:
+    """What gathers the hashes of a tensor: in its own dtype, and rounded to narrower ones of the other side.
 
     A flat tensor is looked at in the shape that its elements have there; vectors of all layers one by one.
     """
@@ -246,25 +246,25 @@ def _words(
     elif is_stacked and len(shape) == 2:
         shape = (*shape, 1)
     narrower = [dtype for dtype in _NARROW if dtype in dtypes and can_be_rounded(tensor.dtype, dtype)]
-    return tuple(TensorWords(shape, dtype, salt, by_columns) for dtype in (tensor.dtype, *narrower))
+    return tuple(RowHashes(shape, dtype, salt, by_columns) for dtype in (tensor.dtype, *narrower))
 
 
 def _read(
-    side: Sequence[Opened],
+    side: Sequence[OpenedCheckpoint],
     tensors: Mapping[str, Tensor],
-    wanted: Mapping[str, tuple[TensorWords, ...]],
+    wanted: Mapping[str, tuple[RowHashes, ...]],
     jobs: int | None,
 ) -> tuple[dict[str, Side], list[str]]:
-    """The tensors of a side with their words, and what stood in the way; damaged ones have no words."""
+    """The tensors of a side with their hashes, and what stood in the way; damaged ones have no hashes."""
     damaged: set[str] = set()
     where: dict[str, TensorBytes] = {}
     sentences: list[str] = []
     for opened in side:
         own = {
-            name: words for name, words in wanted.items() if words and opened.ckpt.tensors.get(name) is tensors[name]
+            name: hashes for name, hashes in wanted.items() if hashes and opened.ckpt.tensors.get(name) is tensors[name]
         }
         how = default_reading(Depth.DATA)
-        how = replace(how, words_only=True, jobs=jobs or how.jobs)
+        how = replace(how, hashes_only=True, jobs=jobs or how.jobs)
         ckpt = read_payload(opened.folder, opened.ckpt, how, own)
         assert ckpt.payload is not None
         bad = np.array(sorted({damage.record for damage in ckpt.payload.damages if damage.record >= 0}), np.int64)
@@ -279,6 +279,6 @@ def _read(
         sentences += [f"{damage.file} does not match its checksum" for damage in ckpt.payload.damages[:4]]
     found = {}
     for name, tensor in tensors.items():
-        words = {} if name in damaged else {own.dtype: own for own in wanted[name]}
-        found[name] = Side(name, tensor.dtype, tensor.global_shape, words, stored=where.get(name))
+        hashes = {} if name in damaged else {own.dtype: own for own in wanted[name]}
+        found[name] = Side(name, tensor.dtype, tensor.global_shape, hashes, stored=where.get(name))
     return found, sentences

@@ -19,7 +19,7 @@ from ckptlint.loaders.common_state import (
     read_configs,
     read_objects,
 )
-from ckptlint.loaders.dcp_metadata import Description, describe, state_of
+from ckptlint.loaders.dcp_metadata import Description, attributes_of, describe
 from ckptlint.loaders.finished import other_step, unfinished_marks
 from ckptlint.loaders.layouts import Evidence, Found
 from ckptlint.loaders.layouts.unsupported import unread_beside, unsupported_problem
@@ -176,7 +176,7 @@ def _read_metadata(folder: Folder, name: str, problems: list[Problem]) -> Unpick
     problems += from_refusals(unpickled, name)
     if not unpickled.refused:
         try:
-            state_of(unpickled.root, "Metadata")
+            attributes_of(unpickled.root, "Metadata")
         except UnreadableError as error:
             problems.append(from_error(error, name, why="torch writes a Metadata object there"))
     return unpickled

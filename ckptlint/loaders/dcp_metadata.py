@@ -47,7 +47,7 @@ class Description:
     problems: list[Problem] = field(default_factory=list)
 
 
-def state_of(node: Any, kind: str) -> dict[str, Any]:
+def attributes_of(node: Any, kind: str) -> dict[str, Any]:
     """The attributes of a stand-in of the given class; empty where pickle dropped an empty state.
 
     Raises:
@@ -65,13 +65,13 @@ def _is_node(node: Any, kind: str) -> bool:
     return type(node).__base__ is Node and node.kind == kind
 
 
-def states_of(nodes: Sequence[Any], kind: str) -> list[dict[str, Any]]:
-    """`state_of` for many stand-ins; a million well-formed ones are taken apart without a Python loop."""
+def attributes_of_all(nodes: Sequence[Any], kind: str) -> list[dict[str, Any]]:
+    """`attributes_of` for many stand-ins; a million well-formed ones are taken apart without a Python loop."""
     if len(set(map(type, nodes))) == 1 and _is_node(nodes[0], kind) and set(map(len, nodes)) == {1}:
         states = list(map(_first, nodes))
         if set(map(type, states)) == {dict}:
             return states
-    return [state_of(node, kind) for node in nodes]
+    return [attributes_of(node, kind) for node in nodes]
 
 
 def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
@@ -88,7 +88,7 @@ def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
     Source:
         torch.distributed.checkpoint.metadata.Metadata (1.13 - 2.15)
     """
-    states = [state_of(root, "Metadata") for root in roots]
+    states = [attributes_of(root, "Metadata") for root in roots]
     entries: dict[str, list[Any]] = {}
     index: list[Node] = []
     infos: list[Node] = []
@@ -169,7 +169,7 @@ def _tensors(
         if kind == "BytesStorageMetadata":
             byte_names.append(fqn)
             continue
-        states = [state_of(node, "TensorStorageMetadata") for node in nodes if getattr(node, "kind", "") == kind]
+        states = [attributes_of(node, "TensorStorageMetadata") for node in nodes if getattr(node, "kind", "") == kind]
         try:
             shape = _int_tuple(states[0].get("size"))
             listed = list(chain(*(_list(state.get("chunks")) for state in states)))
@@ -259,7 +259,7 @@ def _tuples(rank: IntArray, coordinates: IntArray) -> list[tuple[int, ...]]:
 
 def _extents(listed: list[Any]) -> tuple[list[Any], list[Any]]:
     """Offsets and sizes as stored."""
-    chunks = states_of(listed, "ChunkStorageMetadata")
+    chunks = attributes_of_all(listed, "ChunkStorageMetadata")
     try:
         return list(map(itemgetter("offsets"), chunks)), list(map(itemgetter("sizes"), chunks))
     except KeyError as error:
@@ -416,8 +416,8 @@ class _RawRecords:
     def of_nodes(cls, index: list[Node], infos: list[Node], file: str, problems: list[Problem]) -> _RawRecords:
         """The same for stand-ins only."""
         try:
-            keys = states_of(index, "MetadataIndex")
-            values = states_of(infos, "_StorageInfo")
+            keys = attributes_of_all(index, "MetadataIndex")
+            values = attributes_of_all(infos, "_StorageInfo")
             fqns = list(map(itemgetter("fqn"), keys))
             names = list(map(itemgetter("relative_path"), values))
             lengths = list(map(itemgetter("length"), values))

@@ -30,7 +30,7 @@ from ckptlint.loaders.model_files import is_stale, read_index
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.text import printable
 from ckptlint.sandbox import isolated
-from ckptlint.seals.words import VALUES
+from ckptlint.seals.row_hashes import VALUES
 from ckptlint.storage.folder import READABLE, Folder
 from ckptlint.storage.locate import folder_at
 from ckptlint.storage.paths import is_safe, shown

@@ -13,7 +13,7 @@ from ckptlint.errors import UnreadableError
 from ckptlint.formats.pickle_columns import END, OneChunk, PlanRows, RowRun
 from ckptlint.formats.pickle_rows import Table
 from ckptlint.formats.safe_pickle import Node
-from ckptlint.loaders.dcp_metadata import Numbering, state_of, states_of
+from ckptlint.loaders.dcp_metadata import Numbering, attributes_of, attributes_of_all
 from ckptlint.model import SavePlans
 from ckptlint.model.files import Names
 from ckptlint.model.layout import COORDINATE_LIMIT, IntArray
@@ -29,7 +29,7 @@ def read_plans(plans: Any) -> SavePlans | None:
     if not isinstance(plans, list) or not plans:
         return None
     try:
-        listed = [state_of(plan, "SavePlan").get("items") or () for plan in plans]
+        listed = [attributes_of(plan, "SavePlan").get("items") or () for plan in plans]
         items = [*chain.from_iterable(listed)]
         is_node = [type(item) is not RowRun and item is not END for item in items]
         lengths = np.array([item.count if type(item) is RowRun else item is not END for item in items], np.int64)
@@ -67,11 +67,11 @@ class _Items:
 
 
 def _of_nodes(nodes: list[Any], rows: IntArray) -> _Items:
-    states = states_of(nodes, "WriteItem") if nodes else []
-    index = states_of([state["index"] for state in states], "MetadataIndex") if states else []
+    states = attributes_of_all(nodes, "WriteItem") if nodes else []
+    index = attributes_of_all([state["index"] for state in states], "MetadataIndex") if states else []
     data = [state.get("tensor_data") for state in states]
     of_tensors = np.flatnonzero([item is not None for item in data])
-    held = states_of([item for item in data if item is not None], "TensorWriteData") if len(of_tensors) else []
+    held = attributes_of_all([item for item in data if item is not None], "TensorWriteData") if len(of_tensors) else []
     extents = [_extents(item["chunk"]) for item in held]
     unique = {name: number for number, name in enumerate(dict.fromkeys(map(itemgetter("fqn"), index)))}
     dtypes = [_dtype_of(item.get("properties")) for item in held]
@@ -145,7 +145,7 @@ def _joined(parts: list[_Items], world_size: int, rank: Any) -> SavePlans:
 def _extents(chunk: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if type(chunk) is OneChunk:
         return chunk.extents()
-    state = state_of(chunk, "ChunkStorageMetadata")
+    state = attributes_of(chunk, "ChunkStorageMetadata")
     return state["offsets"], state["sizes"]
 
 

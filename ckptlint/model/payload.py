@@ -130,7 +130,7 @@ class PayloadTable:
         depth: how deep the records were read.
         sample: what was read of all records (`5% of the records (12 of 240), seed 7`), "" for all of them.
         values: key -> dtype -> digest of the tensor's elements in it, where these were wanted and read to the last.
-        row_words: key -> dtype -> uint64 [rows], the words of the tensor's rows, where these were wanted.
+        row_hashes: key -> dtype -> uint64 [rows], the hashes of the tensor's rows, where these were wanted.
 
     Columns:
         state: a `RecordState`; the other columns mean something where it is READ.
@@ -167,7 +167,7 @@ class PayloadTable:
     depth: Depth = Depth.HEADERS
     sample: str = ""
     values: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    row_words: Mapping[str, Mapping[str, npt.NDArray[np.uint64]]] = field(default_factory=dict)
+    row_hashes: Mapping[str, Mapping[str, npt.NDArray[np.uint64]]] = field(default_factory=dict)
 
     def __getattr__(self, column: str) -> npt.NDArray[Any]:
         if column not in (_ROW.names or ()):

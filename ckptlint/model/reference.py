@@ -94,7 +94,7 @@ class Reference:
         declared: what its config.json says about the model, by canonical name (`config_fields.read_declared`).
         parts: the components of a checkpoint (`model`, `optim`) by folder name; empty when it is one folder.
         unseen: what it does not tell although a config.json is at hand, and why, as a sentence.
-        values: name, printable -> dtype -> digest of the elements in it (`seals.words.digest`).
+        values: name, printable -> dtype -> digest of the elements in it (`seals.row_hashes.digest`).
         rows: name, printable -> dtype -> uint64 [rows], the words of the rows in it, where the reference has them.
         salt: with which these words and digests were made.
     """

@@ -27,12 +27,12 @@ def compare_archives(folder: Folder, ckpt: Checkpoint) -> tuple[list[Damage], tu
         AccessError: a read was refused.
     """
     covered = _covered(ckpt)
-    told = {problem.file for problem in ckpt.problems if problem.kind in _UNREAD}
+    reported = {problem.file for problem in ckpt.problems if problem.kind in _UNREAD}
     damages: list[Damage] = []
     bare: list[str] = []
     problems: list[Problem] = []
     for label in dict.fromkeys(_opened(ckpt)):
-        if label in told:
+        if label in reported:
             continue
         try:
             place, name = _place(folder, label)

@@ -16,7 +16,7 @@ from ckptlint.payload.record_headers import AlikeRecords, Record
 from ckptlint.payload.records import path_of
 from ckptlint.payload.stream import Members, Meter, Scan
 from ckptlint.seals.digests import Elements, elements
-from ckptlint.seals.words import Placed, TensorWords
+from ckptlint.seals.row_hashes import Placed, RowHashes
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 
@@ -130,16 +130,16 @@ def scans_of(
     members: Members,
     chunks: Mapping[int, tuple[Tensor, int]],
     sealed: Collection[str],
-    words: Mapping[str, tuple[TensorWords, ...]],
-    words_only: bool = False,
+    hashes: Mapping[str, tuple[RowHashes, ...]],
+    hashes_only: bool = False,
 ) -> dict[int, Scan]:
     """The members that hold a floating tensor, or one that was sealed, with the part of them that it covers.
 
     Args:
-        chunks: record -> tensor and row of its chunk, of what is bare bytes, sealed, or has its words gathered.
+        chunks: record -> tensor and row of its chunk, of what is bare bytes, sealed, or has its hashes gathered.
         sealed: keys of which a digest is wanted.
-        words: key -> what gathers its words.
-        words_only: leave out what values are, NaN and the like.
+        hashes: key -> what gathers its hashes.
+        hashes_only: leave out what values are, NaN and the like.
     """
     scans = {}
     is_storage = np.flatnonzero((members.start == table.start[members.row]) & (members.size == table.size[members.row]))
@@ -154,11 +154,12 @@ def scans_of(
         item = ITEM_BITS[content.dtype] // 8
         extent = content.extent
         where = gathered = None
-        if tensor is not None and (tensor.fqn in sealed or tensor.fqn in words):
+        if tensor is not None and (tensor.fqn in sealed or tensor.fqn in hashes):
             at = places_of(tensor, row, content)
             where = at if tensor.fqn in sealed else None
-            gathered = Placed(words[tensor.fqn], content.dtype, at) if tensor.fqn in words and at is not None else None
-        looks = content.dtype in ENCODINGS and not words_only
+            if tensor.fqn in hashes and at is not None:
+                gathered = Placed(hashes[tensor.fqn], content.dtype, at)
+        looks = content.dtype in ENCODINGS and not hashes_only
         is_wanted = looks or where is not None or gathered is not None
         fits = extent == content.volume and (content.offset + extent) * item <= int(members.size[member])
         if is_wanted and extent and fits:

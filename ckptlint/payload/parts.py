@@ -113,7 +113,7 @@ def join(folder: Folder, ckpt: Checkpoint, how: Reading, parts: Sequence[ShareRe
     table, decoded, broken = _merged(len(ckpt.records), how, parts)
     problems = _refusals(ckpt, table, decoded)
     problems += [problem for part in parts for problem in part.problems]
-    if not how.words_only:
+    if not how.hashes_only:
         find_same(folder, ckpt, table)
     damages, unread = _broken(folder, ckpt, table, broken)
     of_parts = [damage for part in parts for damage in part.damages]
@@ -124,7 +124,7 @@ def join(folder: Folder, ckpt: Checkpoint, how: Reading, parts: Sequence[ShareRe
         bare=tuple(name for part in parts for name in part.table.bare),
         sample=parts[0].table.sample,
         values=parts[0].table.values,
-        row_words=parts[0].table.row_words,
+        row_hashes=parts[0].table.row_hashes,
     )
     return replace(ckpt, payload=payload, problems=[*ckpt.problems, *dict.fromkeys([*problems, *unread])])
 

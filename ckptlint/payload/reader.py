@@ -22,36 +22,36 @@ from ckptlint.payload.archives import compare_archives
 from ckptlint.payload.integrity import compare_others, differs, recorded_sums
 from ckptlint.payload.members import member_starts, members_and_views, members_of, scans_of, with_bare_tensors
 from ckptlint.payload.parts import EXAMINED, Contents, ShareResult, by_content, join, zero_bytes
-from ckptlint.payload.reading import Reading, words_of
+from ckptlint.payload.reading import Reading, hashes_of
 from ckptlint.payload.record_headers import AlikeRecords, ArchiveMember, Headers, RecordPlace, read_headers
 from ckptlint.payload.records import by_file, file_sizes, is_bare, needed_bytes, path_of
 from ckptlint.payload.safetensors_blob import read_blob
 from ckptlint.payload.stream import Members, Meter, Streamed, stream
 from ckptlint.progress import tell
 from ckptlint.seals.file import SEAL, metadata_hash, read_seal
+from ckptlint.seals.row_hashes import RowHashes, digest
 from ckptlint.seals.verify import misfit, sealed_tensors
-from ckptlint.seals.words import TensorWords, digest
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.dtypes import ENCODINGS
 
 _TICK = 0.1
 _OF_VALUES = ("nan", "plus_inf", "minus_inf", "first", "masks", "zeros", "denormals", "least", "most", "one_value")
 _NO_SEAL = "copy the seal again from where it was written, or remove it; without it the contents are not compared"
-TensorsWords = Mapping[str, tuple[TensorWords, ...]]
+Gatherers = Mapping[str, tuple[RowHashes, ...]]
 T = TypeVar("T")
 
 
-def read_payload(folder: Folder, ckpt: Checkpoint, how: Reading, words: TensorsWords | None = None) -> Checkpoint:
+def read_payload(folder: Folder, ckpt: Checkpoint, how: Reading, hashes: Gatherers | None = None) -> Checkpoint:
     """The checkpoint with `payload`, and with the problems that its records are.
 
     Args:
-        words: key -> what gathers the words of the tensor, at depth `data`; more than one after rounding.
+        hashes: key -> what gathers the hashes of the tensor, at depth `data`; more than one after rounding.
 
     Raises:
         AccessError: a read was refused.
         KeyboardInterrupt: the user interrupted the reading; its argument says in a sentence what was covered.
     """
-    reader = Reader(folder, ckpt, how, words=words)
+    reader = Reader(folder, ckpt, how, hashes=hashes)
     part = reader.part()
     return join(folder, reader.ckpt, how, [part])
 
@@ -62,7 +62,7 @@ class Reader:
     Args:
         share: int64 [k], ascending, the rows of `Checkpoint.records` to read; None for all.
         leads: whether this process also looks at what no record lies in; one of several does.
-        words: as `read_payload` has it.
+        hashes: as `read_payload` has it.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Reader:
         how: Reading,
         share: IntArray | None = None,
         leads: bool = True,
-        words: TensorsWords | None = None,
+        hashes: Gatherers | None = None,
     ) -> None:
         self.folder, self.ckpt, self.how, self.leads = folder, ckpt, how, leads
         count = len(ckpt.records)
@@ -82,7 +82,7 @@ class Reader:
         self.needed, self.is_tensor = needed_bytes(ckpt)
         self.members: dict[int, list[Members]] = {}  # in each reading of a file
         self.sealed: set[str] = set()
-        self.words = words_of(ckpt, how) if words is None else words
+        self.hashes = hashes_of(ckpt, how) if hashes is None else hashes
         self.chunks: dict[int, tuple[Tensor, int]] = {}
         self.meter = Meter()
 
@@ -122,9 +122,9 @@ class Reader:
         finally:
             self.meter.stop.set()  # threads that still run have nobody to read for
         whole = {
-            fqn: {words.dtype: words.rows for words in self.words[fqn] if words.is_whole}
+            fqn: {hashes.dtype: hashes.rows for hashes in self.hashes[fqn] if hashes.is_whole}
             for fqn in self.how.digests
-            if fqn in self.words
+            if fqn in self.hashes
         }
         table = replace(
             result.table,
@@ -133,7 +133,7 @@ class Reader:
             bare=bare,
             sample=sample,
             values={fqn: {dtype: digest(rows) for dtype, rows in own.items()} for fqn, own in whole.items()},
-            row_words={fqn: own for fqn, own in whole.items() if fqn in self.how.rows},
+            row_hashes={fqn: own for fqn, own in whole.items() if fqn in self.how.rows},
         )
         keys = [*contents.numbers, *(repr(content).encode() for content in table.contents[len(contents.numbers) :])]
         decoded = dict(zip(contents.numbers, contents.decoded, strict=True))
@@ -316,14 +316,14 @@ class Reader:
             self.sealed = {tensor.fqn for tensor in sealed_tensors(self.ckpt)}
 
     def _find_chunks(self) -> None:
-        """The records of chunks that are sealed, whose words are wanted, or that are bare bytes of a floating dtype."""
+        """The records of chunks that are sealed, to be hashed row by row, or bare bytes of a floating dtype."""
         table, records = self.result.table, self.ckpt.records
         is_raw = table.state == RecordState.RAW
         looks = bool(is_raw.any()) and self.how.percent is None
-        for tensor in self.ckpt.sound_tensors() if looks or self.sealed or self.words else ():
+        for tensor in self.ckpt.sound_tensors() if looks or self.sealed or self.hashes else ():
             record = tensor.chunks.record
             is_wanted = tensor.layout.live & (record >= 0)
-            if tensor.fqn not in self.sealed and tensor.fqn not in self.words:
+            if tensor.fqn not in self.sealed and tensor.fqn not in self.hashes:
                 if not looks or tensor.dtype not in ENCODINGS:
                     continue
                 is_wanted &= is_raw[record]
@@ -367,9 +367,9 @@ class Reader:
     def _file_data(self, path: str, readings: Sequence[Members], size: int | None, threads: int) -> list[Streamed]:
         """What each reading of the file saw; the first is of the whole file where its size is given."""
         found = []
-        only = self.how.words_only
+        only = self.how.hashes_only
         for members in readings:
-            scans = scans_of(self.result.table, members, self.chunks, self.sealed, self.words, only)
+            scans = scans_of(self.result.table, members, self.chunks, self.sealed, self.hashes, only)
             found.append(stream(self.folder, path, members, scans, size, self.meter, threads, only))
             size = None
         return found

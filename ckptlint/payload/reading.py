@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Reference
-from ckptlint.seals.words import TensorWords, can_be_rounded
+from ckptlint.seals.row_hashes import RowHashes, can_be_rounded
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 
 
@@ -23,9 +23,9 @@ class Reading:
         percent: share of the records to read, None for all.
         seed: of the random choice.
         digests: key -> dtypes in which a digest of the tensor's values is wanted, at depth `data`.
-        salt: of the words that these digests are of.
-        rows: keys of which the words of the rows are wanted beside these digests.
-        words_only: look at nothing but words of tensors and the checksums that are recorded.
+        salt: of the hashes that these digests are of.
+        rows: keys of which the hashes of the rows are wanted beside these digests.
+        hashes_only: look at nothing but hashes of tensors and the checksums that are recorded.
     """
 
     depth: Depth
@@ -35,7 +35,7 @@ class Reading:
     digests: Mapping[str, Collection[str]] = field(default_factory=dict)
     salt: int = 0
     rows: Collection[str] = ()
-    words_only: bool = False
+    hashes_only: bool = False
 
 
 def with_reference(how: Reading, reference: Reference | None) -> Reading:
@@ -52,12 +52,12 @@ def default_reading(depth: Depth, percent: float | None = None, seed: int | None
     return Reading(depth, jobs, percent, secrets.randbelow(2**31) if seed is None else seed)
 
 
-def words_of(ckpt: Checkpoint, how: Reading) -> dict[str, tuple[TensorWords, ...]]:
-    """What gathers the words of the tensors of which digests are wanted, in the dtypes that fit theirs."""
+def hashes_of(ckpt: Checkpoint, how: Reading) -> dict[str, tuple[RowHashes, ...]]:
+    """What gathers the hashes of the tensors of which digests are wanted, in the dtypes that fit theirs."""
     found = {}
     for fqn, dtypes in how.digests.items():
         tensor = ckpt.tensors.get(fqn)
         if tensor is not None and tensor.is_tiled and ITEM_BITS.get(tensor.dtype, 4) % 8 == 0:
             fitting = [d for d in dtypes if d == tensor.dtype or can_be_rounded(tensor.dtype, d)]
-            found[fqn] = tuple(TensorWords(tensor.global_shape, dtype, how.salt, False) for dtype in fitting)
+            found[fqn] = tuple(RowHashes(tensor.global_shape, dtype, how.salt, False) for dtype in fitting)
     return found

@@ -16,9 +16,9 @@ import numpy as np
 from ckptlint.errors import AccessError
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable
-from ckptlint.payload.values import Values, values_of
+from ckptlint.payload.values import RecordValues, values_of
 from ckptlint.seals.digests import MASK, Elements, elem_digest
-from ckptlint.seals.words import Placed
+from ckptlint.seals.row_hashes import Placed
 from ckptlint.storage.folder import Folder
 
 try:  # the extra `fast`: the same values in a tenth of the time
@@ -56,7 +56,7 @@ class Scan:
         dtype: torch's name; first: its first element in the member; count: its elements; item: bytes of one.
         looks: whether it is wanted what the values are.
         where: their places in the whole tensor, where a digest is wanted.
-        placed: what gathers the words of the tensor, where these are wanted.
+        placed: what gathers the hashes of the tensor, where these are wanted.
     """
 
     dtype: str
@@ -81,7 +81,7 @@ class Streamed:
     """
 
     crc: IntArray
-    values: dict[int, Values] = field(default_factory=dict)
+    values: dict[int, RecordValues] = field(default_factory=dict)
     digests: dict[int, int] = field(default_factory=dict)
     sha256: str = ""
     finished: bool = False
@@ -126,7 +126,7 @@ def stream(
     """
     seen = Streamed(
         np.zeros(len(members.start), np.int64),
-        {member: Values() for member, scan in scans.items() if scan.looks},
+        {member: RecordValues() for member, scan in scans.items() if scan.looks},
         {member: 0 for member, scan in scans.items() if scan.where is not None},
     )
     whole = hashlib.sha256() if size is not None else None
@@ -152,7 +152,7 @@ class _Part(NamedTuple):
     member: int
     data: memoryview
     crc: int | None
-    values: Values | None
+    values: RecordValues | None
     digest: int
 
 
@@ -248,7 +248,7 @@ def _shifted(crc: int) -> int:
     return moved
 
 
-def _scan(scan: Scan, part: memoryview, offset: int) -> tuple[Values | None, int]:
+def _scan(scan: Scan, part: memoryview, offset: int) -> tuple[RecordValues | None, int]:
     """What the elements of the wanted part are that lie in these bytes of the member, and their digest."""
     first = max(scan.first * scan.item - offset, 0)
     last = min((scan.first + scan.count) * scan.item - offset, len(part) - len(part) % scan.item)

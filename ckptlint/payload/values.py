@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf, ldexp
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ckptlint.seals.row_hashes import Bits
 from ckptlint.vocabulary.dtypes import ENCODINGS, Encoding
 
 _WIDE = 127  # exponent bias of bfloat16 and float32
 
-Words = npt.NDArray[np.unsignedinteger[Any]]
-
 
 @dataclass(slots=True)
-class Values:
+class RecordValues:
     """What was seen of one record so far; numbers are counted, of which a complex element has two.
 
     Attributes:
@@ -47,7 +45,7 @@ class Values:
         """Whether everything seen is 0 or -Inf, as in an attention mask."""
         return self.most <= 0 and not self.nan and not self.plus_inf
 
-    def join(self, later: Values) -> None:
+    def join(self, later: RecordValues) -> None:
         """Add what was seen in elements that come after these."""
         self.nan += later.nan
         self.plus_inf += later.plus_inf
@@ -60,7 +58,7 @@ class Values:
         self.bits = later.bits if self.bits < 0 else self.bits
 
 
-def values_of(data: memoryview, dtype: str, position: int) -> Values:
+def values_of(data: memoryview, dtype: str, position: int) -> RecordValues:
     """What whole elements hold.
 
     Args:
@@ -72,7 +70,7 @@ def values_of(data: memoryview, dtype: str, position: int) -> Values:
     words = np.frombuffer(data, encoding.word)
     if not words.flags.aligned:
         words = words.copy()
-    seen = Values()
+    seen = RecordValues()
     if not len(words):
         return seen
     # twice the bits, which shifts the sign out, are ordered as the magnitudes are
@@ -98,7 +96,7 @@ def values_of(data: memoryview, dtype: str, position: int) -> Values:
     return seen
 
 
-def _has_bad(words: Words, low: int, high: int, encoding: Encoding) -> bool:
+def _has_bad(words: Bits, low: int, high: int, encoding: Encoding) -> bool:
     """Whether some number is not finite; the only NaN of the fnuz dtypes has the bits of a negative zero."""
     if encoding.single and not encoding.unsigned:
         return low == 0 and bool((words == encoding.bad).any())
@@ -114,7 +112,7 @@ def _magnitude(size: int, encoding: Encoding) -> float:
     return ldexp(fraction, max(exponent, 1) - encoding.bias - encoding.mantissa)
 
 
-def _count_bad(seen: Values, words: Words, encoding: Encoding, position: int) -> npt.NDArray[np.bool_]:
+def _count_bad(seen: RecordValues, words: Bits, encoding: Encoding, position: int) -> npt.NDArray[np.bool_]:
     """Count the numbers that are not finite; returns which they are."""
     sign = words.dtype.type(1 << (words.dtype.itemsize * 8 - 1))
     bad = words == encoding.bad if encoding.single else words & ~sign >= encoding.bad

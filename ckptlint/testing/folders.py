@@ -15,7 +15,7 @@ from typing import Any
 from ckptlint.loaders.reference import MANIFEST_SCHEMA
 from ckptlint.seals.digests import ALGORITHM
 from ckptlint.seals.file import SCHEMA, SEAL, metadata_hash
-from ckptlint.seals.words import VALUES
+from ckptlint.seals.row_hashes import VALUES
 from ckptlint.storage.local import LocalFolder
 from ckptlint.storage.paths import is_safe
 from ckptlint.testing.pickles import (

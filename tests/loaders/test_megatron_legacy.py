@@ -20,7 +20,7 @@ import ckptlint
 from ckptlint.depth import Depth
 from ckptlint.loaders.discover import find
 from ckptlint.loaders.finished import step_state
-from ckptlint.loaders.rank_files.megatron_keys import Place, Sizes, grid, offsets_of
+from ckptlint.loaders.rank_files.megatron_keys import GridCoordinate, Sizes, grid, offsets_of
 
 LEGACY = REAL / "megatron_legacy"
 NAMES = sorted(folder.name for folder in LEGACY.iterdir())
@@ -85,7 +85,10 @@ def test_a_buffer_gives_each_parameter_its_own_numbers() -> None:
 
 
 def test_a_grid_of_fewer_expert_parts_than_tensor_parts() -> None:
-    assert grid(Sizes(tp=2, ep=2, etp=1)) == {"mp_rank_00_000": Place(0, 0, 0, 0), "mp_rank_01_001": Place(1, 0, 1, 0)}
+    assert grid(Sizes(tp=2, ep=2, etp=1)) == {
+        "mp_rank_00_000": GridCoordinate(0, 0, 0, 0),
+        "mp_rank_01_001": GridCoordinate(1, 0, 1, 0),
+    }
     assert len(grid(Sizes(tp=2, pp=3, ep=2, etp=2))) == 12
 
 

@@ -20,7 +20,7 @@ from ckptlint.payload.parts import join
 from ckptlint.payload.reader import Reader, read_payload
 from ckptlint.payload.reading import Reading
 from ckptlint.payload.stream import BLOCK
-from ckptlint.payload.values import Values, values_of
+from ckptlint.payload.values import RecordValues, values_of
 from ckptlint.storage.local import LocalFolder
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 
@@ -52,7 +52,7 @@ def wanted(raw: bytes, dtype: str) -> tuple[object, ...]:
     )
 
 
-def seen(values: Values) -> tuple[object, ...]:
+def seen(values: RecordValues) -> tuple[object, ...]:
     """The same of what was found."""
     counted = (values.nan, values.plus_inf, values.minus_inf, values.zeros, values.denormals)
     return (*counted, values.least, values.most, values.one_value)
@@ -83,7 +83,7 @@ def test_parts_joined_are_the_whole(dtype: str, data: Any) -> None:
     few = data.draw(st.lists(element, min_size=1, max_size=3))
     elements = data.draw(st.lists(st.sampled_from(few), min_size=1, max_size=12))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(elements)), max_size=3)))
-    joined = Values()
+    joined = RecordValues()
     for start, stop in zip([0, *cuts], [*cuts, len(elements)], strict=True):
         joined.join(values_of(memoryview(b"".join(elements[start:stop])), dtype, start))
     raw = b"".join(elements)

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from ckptlint.formats.torch_file import number_in, ranges_of
-from ckptlint.loaders.rank_files.onto import Opened, SetFiles, is_dict
+from ckptlint.loaders.rank_files.onto import OpenedFile, SetFiles, is_dict
 from ckptlint.loaders.rank_files.said import Sayings, checksums
 from ckptlint.loaders.rank_files.sets import file_of
 from ckptlint.model.stored import StoredTensor
@@ -21,7 +21,7 @@ Shapes = list[dict[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Source(Opened):
+class Source(OpenedFile):
     """A file of the tag that was read.
 
     Attributes:

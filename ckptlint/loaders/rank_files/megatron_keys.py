@@ -65,7 +65,7 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GridCoordinate:
     """A model parallel rank: its number along each axis."""
 
     tp: int = 0
@@ -82,7 +82,7 @@ def sizes_of(args: Mapping[str, Any]) -> Sizes | None:
     return Sizes(*sizes) if len(sizes) == len(found) and sizes[0] * sizes[1] * sizes[3] * sizes[4] <= _MOST else None
 
 
-def grid(sizes: Sizes) -> dict[str, Place]:
+def grid(sizes: Sizes) -> dict[str, GridCoordinate]:
     """Folder -> rank, for each that writes a file.
 
     With experts the first ranks of each stage write, as many as hold all experts. Where these are cut over fewer ranks
@@ -94,14 +94,14 @@ def grid(sizes: Sizes) -> dict[str, Place]:
     """
     writers = sizes.etp * sizes.ep if sizes.ep > 1 else sizes.tp
     places = [
-        Place(rank % sizes.tp, stage, rank // sizes.etp % sizes.ep, rank % sizes.etp)
+        GridCoordinate(rank % sizes.tp, stage, rank // sizes.etp % sizes.ep, rank % sizes.etp)
         for stage in range(sizes.pp)
         for rank in range(writers)
     ]
     return {folder_of(place, sizes): place for place in places}
 
 
-def folder_of(place: Place, sizes: Sizes) -> str:
+def folder_of(place: GridCoordinate, sizes: Sizes) -> str:
     """The folder of a rank."""
     stage = f"_{place.pp:03d}" if sizes.pp > 1 else ""
     return f"mp_rank_{place.tp:02d}{stage}" + (f"_{place.ep:03d}" if sizes.ep > 1 else "")
@@ -152,7 +152,7 @@ def sizes_by_names(names: list[str]) -> Sizes:
     return Sizes(axes[0], axes[1], 1, axes[2], axes[0])
 
 
-def place_of(name: str, sizes: Sizes) -> Place | None:
+def place_of(name: str, sizes: Sizes) -> GridCoordinate | None:
     """The rank of a folder in a job of these sizes; None where it has none."""
     if (known := grid(sizes).get(name)) is not None:
         return known
@@ -166,7 +166,7 @@ def place_of(name: str, sizes: Sizes) -> Place | None:
     found = dict(zip(axes, others, strict=True))
     if any(number >= getattr(sizes, axis) for axis, number in found.items()):
         return None
-    return Place(tp, found.get("pp", 0), found.get("ep", 0), tp % sizes.etp)
+    return GridCoordinate(tp, found.get("pp", 0), found.get("ep", 0), tp % sizes.etp)
 
 
 # ---------------------------------------------------------------- layers and experts
@@ -184,7 +184,7 @@ def with_layer(key: str, number: int) -> str:
     return f"{match['block']}.{number}{match['rest']}" if match else key
 
 
-def with_global_expert(key: str, place: Place, local: int) -> str:
+def with_global_expert(key: str, place: GridCoordinate, local: int) -> str:
     """The key with the number of its expert among those of all ranks.
 
     Args:

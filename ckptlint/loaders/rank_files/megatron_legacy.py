@@ -21,7 +21,7 @@ from ckptlint.loaders.rank_files.megatron_keys import (
     MODEL_FILES,
     OPTIMIZER_FILE,
     Axis,
-    Place,
+    GridCoordinate,
     Sizes,
     args_of,
     cut_axis,
@@ -41,7 +41,7 @@ from ckptlint.loaders.rank_files.megatron_keys import (
     with_global_expert,
     with_layer,
 )
-from ckptlint.loaders.rank_files.onto import Columns, Opened, SetFiles, is_dict
+from ckptlint.loaders.rank_files.onto import Columns, OpenedFile, SetFiles, is_dict
 from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
 from ckptlint.model import Checkpoint, CommonState, Misfit, Problem, RankFile, empty_objects
 from ckptlint.model.stored import StoredTensor
@@ -139,8 +139,8 @@ class _Rank:
 
     folder: str
     there: list[str]
-    model: Opened | None = None
-    optimizer: Opened | None = None
+    model: OpenedFile | None = None
+    optimizer: OpenedFile | None = None
 
     @property
     def root(self) -> dict[Any, Any]:
@@ -208,7 +208,7 @@ def _leftover(names: list[str], sizes: Sizes) -> Problem:
     )
 
 
-def _numbers(place: Place, sizes: Sizes) -> dict[str, int]:
+def _numbers(place: GridCoordinate, sizes: Sizes) -> dict[str, int]:
     """What counts a rank's files: its number along each axis of more than one."""
     return {axis: getattr(place, axis) for axis in ("tp", "pp", "ep") if getattr(sizes, axis) > 1}
 
@@ -232,9 +232,9 @@ def _expected(sizes: Sizes, ranks: list[_Rank]) -> Iterator[RankFile]:
 class _Held(NamedTuple):
     """What one rank holds of a tensor."""
 
-    place: Place
+    place: GridCoordinate
     tensor: StoredTensor
-    file: Opened
+    file: OpenedFile
 
 
 Held = dict[str, list[_Held]]
@@ -250,7 +250,7 @@ class _Reading:
     """
 
     sizes: Sizes
-    ranks: dict[Place, _Rank]
+    ranks: dict[GridCoordinate, _Rank]
     columns: Columns = field(default_factory=Columns)
     said: Sayings = field(default_factory=Sayings)
     unplaced: list[str] = field(default_factory=list)
@@ -333,7 +333,7 @@ class _Reading:
                 writers[place] = number
                 said = rank.args.get("world_size")
                 world = said if type(said) is int else 0
-        first: dict[tuple[tuple[int, int], ...], Place] = {}
+        first: dict[tuple[tuple[int, int], ...], GridCoordinate] = {}
         for place, rank in list(self.ranks.items()):
             own = _checksums(rank)
             if own and (other := first.setdefault(own, place)) is not place:
@@ -348,7 +348,7 @@ class _Reading:
             if per_stage and world % self.sizes.pp == 0 and not self.ranks[place].args.get("use_tp_pp_dp_mapping"):
                 pp = number // per_stage
             if (tp, pp) != (place.tp, place.pp):
-                inside = folder_of(Place(tp, pp, place.ep), self.sizes)
+                inside = folder_of(GridCoordinate(tp, pp, place.ep), self.sizes)
                 self.said.other_name(self.ranks[place].label, f"rank {number}, {inside}")
 
     def _presence(self) -> None:
@@ -382,7 +382,7 @@ class _Reading:
         }
 
     def _tensors(
-        self, place: Place, rank: _Rank, offsets: dict[str, dict[tuple[int, int], int]]
+        self, place: GridCoordinate, rank: _Rank, offsets: dict[str, dict[tuple[int, int], int]]
     ) -> dict[str, StoredTensor]:
         """The tensors of a rank under the names that they have in the whole model."""
         experts = self.args.get("num_experts")
@@ -397,7 +397,9 @@ class _Reading:
 
     # ------------------------------------------------------------ optimizer
 
-    def _optimizer(self, place: Place, rank: _Rank, own: dict[str, StoredTensor], states: dict[str, Held]) -> None:
+    def _optimizer(
+        self, place: GridCoordinate, rank: _Rank, own: dict[str, StoredTensor], states: dict[str, Held]
+    ) -> None:
         """The states of a rank's optimizer, under the names of the parameters where it is certain whose they are."""
         keys = [key for key in own if not key.rpartition(".")[2].startswith(_BUFFERS)]
         saved = rank.root.get("optimizer")
@@ -411,7 +413,7 @@ class _Reading:
             self._buffers(place, rank, own, keys, states)
 
     def _copies(
-        self, place: Place, rank: _Rank, own: dict[str, StoredTensor], keys: list[str], part: dict[Any, Any],
+        self, place: GridCoordinate, rank: _Rank, own: dict[str, StoredTensor], keys: list[str], part: dict[Any, Any],
         states: dict[str, Held],
     ) -> None:  # fmt: skip
         """fp32 copies in groups, and the moments of each by number.
@@ -463,7 +465,7 @@ class _Reading:
             number += len(tensors)
 
     def _buffers(
-        self, place: Place, rank: _Rank, own: dict[str, StoredTensor], keys: list[str], states: dict[str, Held]
+        self, place: GridCoordinate, rank: _Rank, own: dict[str, StoredTensor], keys: list[str], states: dict[str, Held]
     ) -> None:
         """Flat buffers, in which the parameters lie as they do in the buffer that the model's tensors are views of.
 
@@ -505,7 +507,7 @@ class _Reading:
                         states[_STATES[what]][name].append(_Held(place, part, file))
         self._sums(rank, file, [own[key] for key in keys])
 
-    def _sums(self, rank: _Rank, file: Opened, tensors: list[StoredTensor]) -> None:
+    def _sums(self, rank: _Rank, file: OpenedFile, tensors: list[StoredTensor]) -> None:
         """All buffers of a dtype together are as long as the parameters, with the gaps that alignment leaves."""
         root = file.found.root
         if isinstance(root, list) and any(part is None for part in root):

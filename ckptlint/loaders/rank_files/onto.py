@@ -95,7 +95,7 @@ def _span(tensor: StoredTensor, place: Storage) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenedFile:
     """A file of a set that was read: what its name says, its number among the payload files, what it holds."""
 
     file: RankFile
@@ -127,7 +127,7 @@ class SetFiles:
 
     def open(
         self, path: str, kind: str, numbers: Mapping[str, int], holds: str, is_that: Callable[[Any], bool]
-    ) -> Opened | None:
+    ) -> OpenedFile | None:
         """A file; None, and a problem, where it cannot be read or holds another thing.
 
         Args:
@@ -143,7 +143,7 @@ class SetFiles:
             self.problems.append(damaged(label, f"{label} holds no {holds}"))
             found = None
         self.files.append(RankFile(label, kind, numbers, found is not None))
-        return None if found is None else Opened(self.files[-1], len(self.stored) - 1, found)
+        return None if found is None else OpenedFile(self.files[-1], len(self.stored) - 1, found)
 
     def checkpoint(self, columns: Columns, rank_files: RankFileSet, **more: Any) -> Checkpoint:
         """The checkpoint that the files make.

@@ -23,7 +23,7 @@ from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.optimizer_state import optimizer_file
 from ckptlint.loaders.plain import state_of
-from ckptlint.loaders.rank_files.onto import Columns, Opened, SetFiles, is_dict, read_file
+from ckptlint.loaders.rank_files.onto import Columns, OpenedFile, SetFiles, is_dict, read_file
 from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
 from ckptlint.loaders.rank_files.sets import FileSet, flat_name, flat_sets, verl_name, verl_sets
 from ckptlint.loaders.run_folder import read_run
@@ -84,7 +84,7 @@ def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
     own, *others = flat_sets(folder)
     save, last = flat_name(own.files[-1])
     extension = own.files[-1].rpartition(".")[2]
-    files, opened = SetFiles(folder, look_at_files), dict[int, Opened]()
+    files, opened = SetFiles(folder, look_at_files), dict[int, OpenedFile]()
     for name in own.files:
         rank = flat_name(name)[1]
         if (file := files.open(name, "model", {"rank": rank}, "dict", is_dict)) is not None:
@@ -116,7 +116,7 @@ def writer_of(folder: Folder, name: str) -> int | None:
     return next(map(_writer, values), None)
 
 
-def _inner(file: Opened, root: Any) -> Opened:
+def _inner(file: OpenedFile, root: Any) -> OpenedFile:
     """A file as if it held a part of its value alone."""
     return replace(file, found=replace(file.found, root=root if is_dict(root) else {}))
 
@@ -226,14 +226,14 @@ class _Held(NamedTuple):
 
     rank: int
     value: Stored
-    file: Opened
+    file: OpenedFile
 
 
 class _Piece(NamedTuple):
     """A tensor in a rank's file, and where its value itself says that it lies."""
 
     rank: int
-    file: Opened
+    file: OpenedFile
     offsets: Shape
     tensor: StoredTensor
 
@@ -247,7 +247,7 @@ class _Reading:
 
     world: int
     is_flat: bool = False
-    files: dict[tuple[str, int], Opened] = field(default_factory=dict)
+    files: dict[tuple[str, int], OpenedFile] = field(default_factory=dict)
     columns: Columns = field(default_factory=Columns)
     said: Sayings = field(default_factory=Sayings)
     left_out: set[str] = field(default_factory=set)
@@ -268,7 +268,7 @@ class _Reading:
         ]
         self.said.alike("step", steps, text="{:,}".format)
 
-    def _of(self, kind: str) -> dict[int, Opened]:
+    def _of(self, kind: str) -> dict[int, OpenedFile]:
         """Rank -> its file of a kind, without those that belong elsewhere."""
         return {
             rank: file for (own, rank), file in self.files.items() if own == kind and file.label not in self.left_out
@@ -312,7 +312,9 @@ class _Reading:
 
     # ------------------------------------------------------------ keys
 
-    def _keys(self, roots: Mapping[int, Mapping[Any, Any]], files: Mapping[int, Opened], slices: bool = False) -> None:
+    def _keys(
+        self, roots: Mapping[int, Mapping[Any, Any]], files: Mapping[int, OpenedFile], slices: bool = False
+    ) -> None:
         """Place the ranks' parts of each key; where the ranks say different things of it, none has a place.
 
         Args:
@@ -354,7 +356,7 @@ class _Reading:
                 self.columns.add(fqn, piece.tensor, file.number, file.found, shape, place, is_flat, first.dtype)
 
     def _agree(
-        self, fqn: str, held: list[_Held], files: Mapping[int, Opened], aspects: Iterable[str] | None = None
+        self, fqn: str, held: list[_Held], files: Mapping[int, OpenedFile], aspects: Iterable[str] | None = None
     ) -> bool:
         """Whether all ranks say the same of a key, and all that the tensor's mesh has hold it.
 
@@ -424,7 +426,9 @@ class _Reading:
                 self._misfit(fqn, file, stored, wanted, f"what all files list for rank {rank}")
         return [piece.offsets if fits else None for piece in pieces]
 
-    def _misfit(self, fqn: str, file: Opened, stored: str, expected: str, because: str, what: str = "shape") -> None:
+    def _misfit(
+        self, fqn: str, file: OpenedFile, stored: str, expected: str, because: str, what: str = "shape"
+    ) -> None:
         self.said.misfits.append(Misfit(printable(fqn), file.label, stored, expected, because, what))
 
     def _copies(self, what: str, fqn: str, groups: Iterable[list[_Held]]) -> None:
@@ -469,7 +473,7 @@ class _Reading:
             if step := next((step for step in counted if isinstance(step, StoredTensor) and not step.shape), None):
                 steps.append(((step, files[rank]), files[rank].label))
 
-        def number(counted: tuple[StoredTensor, Opened]) -> str:
+        def number(counted: tuple[StoredTensor, OpenedFile]) -> str:
             value = number_in(ranges_of(folder, counted[1].label), counted[1].found, counted[0])
             return "?" if value is None else f"{value:,}"
 
@@ -479,7 +483,7 @@ class _Reading:
         self,
         listed: Mapping[int, list[Any]],
         states: Mapping[int, Mapping[Any, Any]],
-        files: Mapping[int, Opened],
+        files: Mapping[int, OpenedFile],
         is_named: bool,
     ) -> None:
         """How many parameters the optimizer of each rank knows, and how many the model beside it has.

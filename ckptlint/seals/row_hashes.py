@@ -1,9 +1,9 @@
-"""Words of the rows and columns of a tensor: sums over its elements, the same however it is cut and stored.
+"""Hashes of the rows and columns of a tensor: sums over its elements, the same however it is cut and stored.
 
-All arithmetic is modulo 2^64. An element is mixed, f(bits) = fin(bits * k), which leaves 0 at 0. The word of row i is
+All arithmetic is modulo 2^64. An element is mixed, f(bits) = fin(bits * k), which leaves 0 at 0. The hash of row i is
 the sum over the columns j of f(bits(i, j)) * c(j), that of column j the sum over the rows i of f(bits(i, j)) * c(i),
-with the same pseudo-random odd c: the rows of a matrix and the columns of its transpose have the same words. k and c
-follow from a salt. Who does not know it can make no other values with the same words; to who does they are no
+with the same pseudo-random odd c: the rows of a matrix and the columns of its transpose have the same hashes. k and c
+follow from a salt. Who does not know it can make no other values with the same hashes; to who does they are no
 signatures.
 """
 
@@ -27,7 +27,7 @@ Bits = npt.NDArray[np.unsignedinteger[Any]]
 Shape = tuple[int, ...]
 
 VALUES = "rows64-1"
-"""The name of these words, as a manifest gives it."""
+"""The name of these hashes, as a manifest gives it."""
 
 _LONG = 2**20  # elements of a vector that are rows of their own
 _ROW = 4096  # elements of a row that a longer vector is cut into
@@ -96,15 +96,15 @@ def _made(salt: int, number: Words) -> Words:
 
 
 @dataclass(slots=True, eq=False)
-class TensorWords:
-    """The words of one tensor, gathered chunk by chunk.
+class RowHashes:
+    """The hashes of one tensor, gathered chunk by chunk.
 
     Attributes:
         shape: as which it is looked at: the global shape, or that which its elements have elsewhere.
         dtype: of the elements; those of a wider one were rounded to it.
-        salt: 64 bits; words of another one are other words.
+        salt: 64 bits; hashes of another one are other hashes.
         rows: uint64 [slices * rows].
-        by_columns: whether the words of columns are wanted.
+        by_columns: whether the hashes of columns are wanted.
         columns: uint64 [slices, columns]; [0, 0] for vectors and where they are not wanted.
         count: elements that were added.
     """
@@ -154,13 +154,13 @@ class TensorWords:
                 self.columns[row // per, column : column + width] += across
             self.count += bits.size
 
-    def layers(self) -> list[TensorWords]:
-        """The words of each part along the first axis, of a tensor that has three axes or more."""
+    def layers(self) -> list[RowHashes]:
+        """The hashes of each part along the first axis, of a tensor that has three axes or more."""
         count, own = self.shape[0], self.shape[1:]
         rows, columns = self.rows.reshape(count, -1), self.columns.reshape(count, -1, max(self.columns.shape[-1], 1))
         made = []
         for number in range(count):
-            part = TensorWords(own[:1] if own[1:] == (1,) else own, self.dtype, self.salt, self.by_columns)
+            part = RowHashes(own[:1] if own[1:] == (1,) else own, self.dtype, self.salt, self.by_columns)
             part.rows = rows[number]
             part.columns = columns[number] if part.columns.size else part.columns
             part.count = prod(own) if self.is_whole else 0
@@ -191,15 +191,15 @@ class TensorWords:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A chunk of a tensor whose words are wanted.
+    """A chunk of a tensor whose hashes are wanted.
 
     Attributes:
-        words: those to add to; more than one where the elements are wanted after rounding too.
+        hashes: those to add to; more than one where the elements are wanted after rounding too.
         dtype: of the elements in the file.
         where: their places in the whole tensor, row by row.
     """
 
-    words: tuple[TensorWords, ...]
+    hashes: tuple[RowHashes, ...]
     dtype: str
     where: Elements
 
@@ -211,17 +211,17 @@ class Placed:
             first: position of the first of them in the chunk, in elements.
         """
         parts = 2 if self.dtype.startswith("complex") else 1
-        for words in self.words:
-            own = comparable(bits, self.dtype, words.dtype)
+        for hashes in self.hashes:
+            own = comparable(bits, self.dtype, hashes.dtype)
             if own is None:
                 continue
             if parts > 1:  # both parts are one element
-                own = _paired(own.reshape(-1, 2), words.salt)
+                own = _paired(own.reshape(-1, 2), hashes.salt)
             if self.where.strides and self.where.strides[-1] != 1:
-                words.scatter(own, _places(self.where, first, len(own)))
+                hashes.scatter(own, _places(self.where, first, len(own)))
                 continue
-            for row, column, at, count, width in blocks(self.where, first, len(own), words.shape):
-                words.add(own[at : at + count * width].reshape(count, width), row, column)
+            for row, column, at, count, width in blocks(self.where, first, len(own), hashes.shape):
+                hashes.add(own[at : at + count * width].reshape(count, width), row, column)
 
 
 def _paired(parts: Bits, salt: int) -> Words:
@@ -357,16 +357,16 @@ def word_of(dtype: str) -> str:
     return f"<u{bits // 8 // (2 if dtype.startswith('complex') else 1)}"
 
 
-def digest(words: Words) -> int:
-    """Of words in their order."""
+def digest(hashes: Words) -> int:
+    """Of hashes in their order."""
     total = 0
-    for first in range(0, len(words), _FIT):
-        some = words[first : first + _FIT]
+    for first in range(0, len(hashes), _FIT):
+        some = hashes[first : first + _FIT]
         number = np.arange(first + 1, first + len(some) + 1, dtype=np.uint64) * np.uint64(GOLD)
         total += int(fin(some ^ fin(number)).sum())
     return total & MASK
 
 
-def multiset(words: Words) -> int:
-    """Of words in any order; that of two sets together is the sum of both."""
-    return sum(int(fin(words[at : at + _FIT].copy()).sum()) for at in range(0, len(words), _FIT)) & MASK
+def multiset(hashes: Words) -> int:
+    """Of hashes in any order; that of two sets together is the sum of both."""
+    return sum(int(fin(hashes[at : at + _FIT].copy()).sum()) for at in range(0, len(hashes), _FIT)) & MASK

@@ -12,7 +12,7 @@ import torch
 from support import examples
 
 from ckptlint.seals.digests import GOLD, elements
-from ckptlint.seals.words import Placed, TensorWords, _weights, canonical, matrix, new_salt, rounded
+from ckptlint.seals.row_hashes import Placed, RowHashes, _weights, canonical, matrix, new_salt, rounded
 
 SHAPES = [(), (7,), (5, 3), (3, 5, 4), (2, 3, 2, 5), (1, 9), (9, 1), (64, 33)]
 SALT = 0x5EED
@@ -48,7 +48,7 @@ def random_bits(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) ->
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_words_are_their_definition(shape: tuple[int, ...], dtype: str) -> None:
     bits = random_bits(np.random.default_rng(0), dtype, shape)
-    words = TensorWords(shape, dtype, SALT)
+    words = RowHashes(shape, dtype, SALT)
     whole = elements((0,) * len(shape), shape, shape)
     Placed((words,), dtype, whole).add(bits, 0)
     across, down = slow(bits, shape)
@@ -65,7 +65,7 @@ def test_any_cut_and_any_order_of_storage_gives_the_same_words() -> None:
         shape = tuple(dice.randrange(1, 9) for _ in range(dice.randrange(1, 5)))
         dtype, salt = dice.choice([*DTYPES]), dice.randrange(2**64)
         bits = random_bits(rng, dtype, shape)
-        wanted, found = TensorWords(shape, dtype, salt), TensorWords(shape, dtype, salt)
+        wanted, found = RowHashes(shape, dtype, salt), RowHashes(shape, dtype, salt)
         Placed((wanted,), dtype, elements((0,) * len(shape), shape, shape)).add(bits, 0)
         for offsets, sizes in cuts(dice, shape):
             order = list(range(len(shape)))
@@ -103,13 +103,13 @@ def cuts(dice: random.Random, shape: tuple[int, ...]) -> list[tuple[tuple[int, .
 @pytest.mark.parametrize("length", [2**20, 2**20 + 1, 2**20 + 5000])
 def test_long_vectors_and_the_shape_that_they_have_elsewhere(length: int) -> None:
     bits = random_bits(np.random.default_rng(1), "bfloat16", (length,))
-    one, two = TensorWords((length,), "bfloat16", SALT), TensorWords((length,), "bfloat16", SALT)
+    one, two = RowHashes((length,), "bfloat16", SALT), RowHashes((length,), "bfloat16", SALT)
     Placed((one,), "bfloat16", elements((0,), (length,), (length,))).add(bits, 0)
     half = length // 3
     Placed((two,), "bfloat16", elements((half,), (length - half,), (length,))).add(bits[half:], 0)
     Placed((two,), "bfloat16", elements((0,), (half,), (length,))).add(bits[:half], 0)
     assert np.array_equal(one.rows, two.rows)
-    flat, square = TensorWords((512, 128), "bfloat16", SALT), TensorWords((512, 128), "bfloat16", SALT)
+    flat, square = RowHashes((512, 128), "bfloat16", SALT), RowHashes((512, 128), "bfloat16", SALT)
     Placed((flat,), "bfloat16", elements((0,), (512 * 128,), (512 * 128,))).add(bits[: 512 * 128], 0)
     Placed((square,), "bfloat16", elements((0, 0), (512, 128), (512, 128))).add(bits[: 512 * 128], 0)
     assert np.array_equal(flat.rows, square.rows)
@@ -118,7 +118,7 @@ def test_long_vectors_and_the_shape_that_they_have_elsewhere(length: int) -> Non
 
 def test_a_transpose_has_the_rows_of_the_others_columns() -> None:
     bits = random_bits(np.random.default_rng(2), "float32", (40, 24)).reshape(40, 24)
-    one, two = TensorWords((40, 24), "float32", SALT), TensorWords((24, 40), "float32", SALT)
+    one, two = RowHashes((40, 24), "float32", SALT), RowHashes((24, 40), "float32", SALT)
     Placed((one,), "float32", elements((0, 0), (40, 24), (40, 24))).add(bits.reshape(-1), 0)
     turned = np.ascontiguousarray(bits.T).reshape(-1)
     Placed((two,), "float32", elements((0, 0), (24, 40), (24, 40))).add(turned, 0)
@@ -129,12 +129,12 @@ def test_a_transpose_has_the_rows_of_the_others_columns() -> None:
 # ---------------------------------------------------------------- other values have other words
 
 
-def words_of(number: torch.Tensor, salt: int = SALT) -> TensorWords:
+def words_of(number: torch.Tensor, salt: int = SALT) -> RowHashes:
     """The words of a whole tensor."""
     dtype, shape = str(number.dtype).removeprefix("torch."), tuple(number.shape)
     own = number.itemsize // (2 if number.is_complex() else 1)
     bits = number.contiguous().view(torch.uint8).numpy().reshape(-1).view(f"<u{own}")
-    made = TensorWords(shape, dtype, salt)
+    made = RowHashes(shape, dtype, salt)
     Placed((made,), dtype, elements((0,) * len(shape), shape, shape)).add(bits, 0)
     return made
 
