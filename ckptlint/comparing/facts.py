@@ -9,7 +9,8 @@ from math import nan, prod
 from typing import Literal
 
 from ckptlint.comparing.regions import TensorBytes
-from ckptlint.seals.row_hashes import RowHashes, Shape, matrix
+from ckptlint.model.cover import Shape
+from ckptlint.seals.row_hashes import RowHashes, matrix
 from ckptlint.vocabulary.namings import Stored
 
 Relation = Literal[

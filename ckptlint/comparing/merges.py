@@ -23,9 +23,10 @@ from ckptlint.comparing.rows import ROUNDING, compare, runs
 from ckptlint.comparing.sides import OpenedCheckpoint
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
+from ckptlint.model.cover import Shape
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading
-from ckptlint.seals.row_hashes import Shape, matrix
+from ckptlint.seals.row_hashes import matrix
 from ckptlint.vocabulary.keys import parse, role
 
 _PRODUCT = 4e-6  # of the norms of a row and a column: the error of their product in float32

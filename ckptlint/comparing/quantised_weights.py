@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes, numbers
-from ckptlint.seals.row_hashes import Shape, matrix
+from ckptlint.model.cover import Shape
+from ckptlint.seals.row_hashes import matrix
 from ckptlint.vocabulary.dtypes import ENCODINGS
 
 Codes = npt.NDArray[np.int64]

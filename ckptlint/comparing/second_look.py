@@ -18,10 +18,11 @@ from ckptlint.comparing.matching import common
 from ckptlint.comparing.regions import Numbers, TensorBytes, numbers
 from ckptlint.comparing.rows import ROUNDING, compare, runs
 from ckptlint.geometry.chunk_graph import rank_of
+from ckptlint.model.cover import Shape
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import plural, ranges
 from ckptlint.seals.digests import Words
-from ckptlint.seals.row_hashes import Bits, Shape, comparable, matrix
+from ckptlint.seals.row_hashes import Bits, comparable, matrix
 
 _WIDEST = 2**24  # columns of a tensor of which rows are looked at
 _RUNS = 4  # of rows that a sentence names

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 _Int = TypeVar("_Int", bound=np.integer[Any])
+Shape = tuple[int, ...]
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
 

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptlint.model.cover import Shape
 from ckptlint.seals.digests import GOLD, MASK, Elements, Words, fin, mix
 from ckptlint.vocabulary.dtypes import ENCODINGS, ITEM_BITS
 
 Bits = npt.NDArray[np.unsignedinteger[Any]]
-Shape = tuple[int, ...]
 
 VALUES = "rows64-1"
 """The name of these hashes, as a manifest gives it."""

@@ -17,7 +17,7 @@ from ckptlint.comparing import rows
 from ckptlint.comparing.regions import TensorBytes
 from ckptlint.comparing.sides import open_side
 from ckptlint.comparing.values import compared_values
-from ckptlint.seals.row_hashes import Shape
+from ckptlint.model.cover import Shape
 
 PAIRS = REAL / "conversions"
 Made = tuple[Path, Path, Path]

@@ -44,6 +44,7 @@ from ckptlint.loaders.rank_files.megatron_keys import (
 from ckptlint.loaders.rank_files.onto import Columns, OpenedFile, SetFiles, is_dict
 from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
 from ckptlint.model import Checkpoint, CommonState, Misfit, Problem, RankFile, empty_objects
+from ckptlint.model.cover import Shape
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import plural, printable, shape_text, some
 from ckptlint.storage.folder import Folder
@@ -69,8 +70,6 @@ _ALIGNED = 64  # elements, to which the start of each parameter in a buffer is r
 _BUFFERS = ("expert_bias", "local_tokens_per_expert", "inv_freq")  # stored with the model, and no parameters
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _SHOWN = 8
-
-Shape = tuple[int, ...]
 
 
 def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:

@@ -28,6 +28,7 @@ from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
 from ckptlint.loaders.rank_files.sets import FileSet, flat_name, flat_sets, verl_name, verl_sets
 from ckptlint.loaders.run_folder import read_run
 from ckptlint.model import Checkpoint, Misfit, Problem, RankFile, RankFileSet, StepFile, empty_objects
+from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
 from ckptlint.model.stored import Placement, Stored, StoredDTensor, StoredShards, StoredTensor
 from ckptlint.model.text import plural, printable, ranges, shape_text
@@ -42,8 +43,6 @@ _RANKS_LIMIT = 2**16
 _KINDS = {"model": "model", "optim": "optimizer", "extra_state": "random state"}
 _FLAT = "_flat_param"  # how FSDP1 names the one parameter that it makes of a module's
 _SAME_SHAPES = 0.9  # of an optimizer's states and the parameters that they are taken for
-
-Shape = tuple[int, ...]
 
 
 def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
