@@ -188,7 +188,7 @@ def _order(name: str) -> tuple[list[int], str]:
 def _taken_apart(old: Sides, new: Sides) -> Iterator[Match]:
     """Tensors of the old side whose rows several new ones hold."""
     for match in _joined(new, old):
-        yield Match("split", match.new, match.old, match.is_proven, match.what, match.notes)
+        yield replace(match, relation="split", old=match.new, new=match.old)
 
 
 def _joined(parts: Sides, wholes: Sides) -> Iterator[Match]:

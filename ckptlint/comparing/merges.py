@@ -101,10 +101,6 @@ class _Adapter:
     config: AdapterConfig
     used: set[str] = field(default_factory=set)
 
-    def tensor(self, key: str) -> Matrix | None:
-        """A whole tensor of it as float32, in its shape; None where it cannot be read."""
-        return self.places[key].whole()
-
 
 def with_merges(
     found: Sequence[Match], places: tuple[BytesByKey, BytesByKey], adapter: Sequence[OpenedCheckpoint]
@@ -171,7 +167,7 @@ def _targets(adapter: _Adapter, base: BytesByKey) -> Iterator[list[_Target]]:
     for factors in factors_of(adapter.places):
         if not {"A", "B"} <= factors.keys.keys():
             continue
-        a, b = (adapter.tensor(factors.keys[part]) for part in ("A", "B"))
+        a, b = (adapter.places[factors.keys[part]].whole() for part in ("A", "B"))
         scale = None if a is None else adapter.config.scale_of(_module(factors), _rank(a, factors, base, endings))
         if a is None or b is None or scale is None:
             continue
@@ -181,7 +177,7 @@ def _targets(adapter: _Adapter, base: BytesByKey) -> Iterator[list[_Target]]:
             yield from ([option] if isinstance(option, _Target) else option for option in options)
         bias = factors.keys["B"].removesuffix("weight") + "bias"
         key = _key(f"{_module(factors)}.bias", base, endings)
-        added = adapter.tensor(bias) if bias in adapter.places else None
+        added = adapter.places[bias].whole() if bias in adapter.places else None
         if key and added is not None and base[key].shape == added.shape:
             adapter.used.add(bias)
             yield [_Target(key, (len(added), 1), (_Block(0, added[:, None] * np.float32(scale), _ONE),))]
@@ -250,7 +246,7 @@ def _meant(
         return
     shape = base[key].shape
     flat = a.reshape(len(a), -1), b.reshape(-1, b.shape[1])
-    magnitudes = adapter.tensor(factors.keys["magnitude"]) if "magnitude" in factors.keys else None
+    magnitudes = adapter.places[factors.keys["magnitude"]].whole() if "magnitude" in factors.keys else None
     magnitudes = None if magnitudes is None else magnitudes.reshape(-1)
     if is_embedding or (adapter.config.is_transposed and len(shape) == 2):
         if shape == (flat[0].shape[1], flat[1].shape[0]):
@@ -397,7 +393,7 @@ def _saved(adapter: _Adapter, base: BytesByKey) -> Iterator[tuple[str, str, _Row
         name, kept = key.removeprefix(PREFIX).replace(f"{_BASE}.", "."), adapter.places[key]
         if name.endswith(_TOKENS):
             fqn = _key(f"{name.removesuffix(_TOKENS)}.weight", base, endings)
-            rows = adapter.tensor(key)
+            rows = adapter.places[key].whole()
             if fqn and rows is not None and len(rows) == len(adapter.config.tokens):
                 yield key, fqn, partial(_with_tokens, base[fqn], dict(zip(adapter.config.tokens, rows, strict=True)))
             continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 
@@ -47,14 +47,10 @@ def with_quantised(found: Sequence[Match], places: tuple[BytesByKey, BytesByKey]
                 key = quantised.fqn if quantised.fqn in wide else endings.get(quantised.fqn.partition(".")[2], "")
                 if key:
                     match = _judge(quantised, wide[key], key)
-                    made.append(match if not number else _reversed(match))
+                    made.append(replace(match, old=match.new, new=match.old) if number else match)
     gone = [{name for match in made for name in match.old}, {name for match in made for name in match.new}]
     left = [match for match in found if not (gone[0].intersection(match.old) or gone[1].intersection(match.new))]
     return [*left, *made]
-
-
-def _reversed(match: Match) -> Match:
-    return Match(match.relation, match.new, match.old, match.is_proven, match.what, match.notes)
 
 
 @dataclass(slots=True)
