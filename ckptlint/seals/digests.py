@@ -80,6 +80,20 @@ class Elements:
         """Elements of the chunk."""
         return prod(self.sizes)
 
+    @property
+    def runs(self) -> Elements:
+        """The first elements of its runs along the last axis."""
+        return Elements(self.start, self.sizes[:-1], self.strides[:-1])
+
+    def places(self, first: int, count: int) -> Words:
+        """uint64 [count], the numbers in the whole tensor of the stored elements [first, first + count)."""
+        number = np.arange(first, first + count, dtype=np.uint64)
+        found = np.full(count, self.start & MASK, np.uint64)
+        for size, stride in zip(self.sizes[::-1], self.strides[::-1], strict=True):
+            number, index = np.divmod(number, np.uint64(size))
+            found += index * np.uint64(stride & MASK)
+        return found
+
 
 def elements(
     offsets: Sequence[int], sizes: Sequence[int], shape: Sequence[int], order: Sequence[int] | None = None
@@ -153,12 +167,7 @@ def _keys(where: Elements, first: int, count: int) -> Iterator[tuple[int, Words]
 
 def _starts(where: Elements, row: int, rows: int) -> Words:
     """uint64 [rows], (L + 1) * GOLD at the start of some runs of the last axis."""
-    number = np.arange(row, row + rows, dtype=np.uint64)
-    found = np.full(rows, (where.start + 1) * GOLD & MASK, np.uint64)
-    for size, stride in zip(where.sizes[-2::-1], where.strides[-2::-1], strict=True):
-        number, index = np.divmod(number, np.uint64(size))
-        found += index * np.uint64(stride * GOLD & MASK)
-    return found
+    return (where.runs.places(row, rows) + np.uint64(1)) * np.uint64(GOLD)
 
 
 # ---------------------------------------------------------------- objects

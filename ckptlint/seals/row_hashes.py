@@ -218,7 +218,7 @@ class Placed:
             if parts > 1:  # both parts are one element
                 own = _paired(own.reshape(-1, 2), hashes.salt)
             if self.where.strides and self.where.strides[-1] != 1:
-                hashes.scatter(own, _places(self.where, first, len(own)))
+                hashes.scatter(own, self.where.places(first, len(own)))
                 continue
             for row, column, at, count, width in blocks(self.where, first, len(own), hashes.shape):
                 hashes.add(own[at : at + count * width].reshape(count, width), row, column)
@@ -268,16 +268,6 @@ def first_place(where: Elements, number: int) -> int:
         number, index = divmod(number, size)
         place += index * stride
     return place
-
-
-def _places(where: Elements, first: int, count: int) -> Words:
-    """uint64 [count], the places in the whole tensor of elements that are not stored row by row."""
-    number = np.arange(first, first + count, dtype=np.uint64)
-    found = np.full(count, where.start, np.uint64)
-    for size, stride in zip(where.sizes[::-1], where.strides[::-1], strict=True):
-        number, index = np.divmod(number, np.uint64(size))
-        found += index * np.uint64(stride)
-    return found
 
 
 def canonical(bits: Bits, dtype: str) -> Bits:
