@@ -369,7 +369,7 @@ def study(model_type: str, name: str, known: Study | None = None, passes: int = 
     """
     base = first(model_type, name)
     found = replace(deepcopy(known), name=name, base=base, pinned={}) if known else Study(model_type, name, base)
-    small, seen = found.base, set[str]()
+    small, seen, new = found.base, set[str](), set[str]()
     for turn in range(1 if known else passes):
         if turn:
             rng = random.Random(turn)
@@ -377,10 +377,11 @@ def study(model_type: str, name: str, known: Study | None = None, passes: int = 
             if not tries:
                 break
             found.base = max(tries, key=lambda b: (len(_kinds(b) - seen), len(_kinds(b))))
-            seen |= _kinds(found.base)
+            new = _kinds(found.base) - seen
+            seen |= new
         before = len(found.relevant())
         _vary(found, found.tried if known else ())
-        if turn > 1 and len(found.relevant()) == before:
+        if turn > 1 and not new and len(found.relevant()) == before:
             break
     found.base = small
     return found
@@ -539,7 +540,7 @@ def draw(found: Study, rng: random.Random, boldness: float = 1.0) -> Flat:
         unit = math.lcm(
             1, *(size(n, (*chain, name)) for n in found.above.get(name, ()) if n not in chain and n != name)
         )
-        even = min(usual & -usual, 8) if usual else 1
+        even = min(usual & -usual, 2 if name in divisors else 8) if usual else 1
         unit = math.lcm(unit, even)
         least = (
             1 if name in divisors else 800 // unit + 1
