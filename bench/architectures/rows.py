@@ -78,6 +78,11 @@ class Domain:
             return None
 
     @cached_property
+    def fixed(self) -> set[str]:
+        """The fields that have one value in all samples."""
+        return {n for n in self.envs[0] if len({str(env.get(n)) for env in self.envs}) == 1}
+
+    @cached_property
     def atoms(self) -> dict[int, str]:
         """Mask -> the simplest condition of one field that holds there."""
         found: dict[int, str] = {}
@@ -388,23 +393,25 @@ def _candidates(build: Any, size: int, outer: Sequence[str], at: Sequence[int]) 
 
 def _size(domain: Domain, texts: list[set[str]], sizes: list[int], builds: list[Any]) -> str | None:
     """The expression of an axis, over conditions where no one holds everywhere."""
-    common = set.intersection(*texts)
-    if len({*sizes}) == 1 and not any(
-        len({str(env[name]) for env in domain.envs}) > 1 for text in common for name in names_in(text)
-    ):
-        return str(sizes[0])
-    if common:
-        return min(common, key=cost)
+    if len({*sizes}) == 1:
+        return str(sizes[0])  # of a field that has one value in all builds nothing is known
+    if common := set.intersection(*texts):
+        return _simplest(domain, common)
     texts = [own | _composed(build, size) for own, build, size in zip(texts, builds, sizes, strict=True)]
     every = [*range(len(sizes))]
     return _split(domain, every, texts, sizes, 1) or _split(domain, every, texts, sizes, 2)
 
 
+def _simplest(domain: Domain, texts: set[str]) -> str:
+    """The simplest of expressions, one that names fields of one value only where no other is left."""
+    return min(texts, key=lambda text: (not domain.fixed.isdisjoint(names_in(text)), cost(text)))
+
+
 def _split(domain: Domain, where: list[int], texts: list[set[str]], sizes: list[int], depth: int) -> str | None:
     """An expression for some samples, chosen by at most so many conditions."""
-    shared = set.intersection(*(texts[i] for i in where))
+    shared = {t for t in set.intersection(*(texts[i] for i in where)) if not domain.fixed.issuperset(names_in(t))}
     if shared:
-        return min(shared, key=cost)
+        return _simplest(domain, shared)
     if len({sizes[i] for i in where}) == 1:
         return str(sizes[where[0]])
     sized = {

@@ -54,7 +54,7 @@ GIVEN: dict[str, Flat] = {
 }
 """Fields without which the class of a type cannot build its own default."""
 
-VALUES: dict[str, list[Any]] = {"pos_att_type": [["c2p"], ["p2c"], ["c2p", "p2c"]]}
+VALUES: dict[str, list[Any]] = {"pos_att_type": [["c2p"], ["p2c"], ["c2p", "p2c"]], "conv_groups": [2, 4]}
 """Field -> values that constructors look for without comparing them."""
 
 PRIVATE = {"_remove_final_layer_norm", "_sliding_window_pattern", "_label_trainable_num_channels"}
@@ -346,7 +346,8 @@ def others(name: str, value: Any, log: tags.Log, kind: str) -> Iterator[Any]:
     elif isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         words = {w for k, ws in log.compared.items() if k.startswith(f"{name}[") for w in ws if isinstance(w, str)}
         words |= {*transformers.configuration_utils.ALLOWED_LAYER_TYPES} if name.endswith(("types", "type")) else set()
-        yield from ([word] * len(value) for word in sorted({*words, *value}) if [word] * len(value) != value)
+        every = sorted({*words, *value})
+        yield from (v for word in every for v in ([word] * len(value), [word, *value[1:]]) if v != value)
     elif isinstance(value, list) and value and all(type(item) is int for item in value):
         yield from (value[:-1], value[:1], [item * 2 for item in value], [item + 1 for item in value])
         yield from ([max(1, item - 1) for item in value], [0], [1], [0, 1])
@@ -494,9 +495,12 @@ def _try(found: Study, name: str, value: Any, shapes: Form) -> None:
 
 def _balanced(usual: list[str], words: list[str], effects: list[Form]) -> list[str]:
     """The words that the items of a list take, as often each as makes every effect equally likely."""
+    of_word: dict[str, Form] = {}
+    for word, effect in zip(words, effects, strict=True):
+        of_word.setdefault(word, effect)
     alike: list[list[str]] = [[w for w in sorted({*usual}) if w not in words]]
-    for effect in effects:
-        same = [w for w, e in zip(words, effects, strict=True) if e == effect]
+    for effect in of_word.values():
+        same = [w for w, e in of_word.items() if e == effect]
         alike += [same] if same not in alike else []
     most = max(map(len, alike))
     return [w for group in alike for w in (group * most)[:most]]
@@ -524,8 +528,12 @@ def _follows(found: Study, name: str, value: list[Any]) -> str:
     return ""
 
 
-def draw(found: Study, rng: random.Random, boldness: float = 1.0) -> Flat:
-    """Values for all fields that matter, sizes unlike each other and unlike their defaults."""
+def draw(found: Study, rng: random.Random, boldness: float = 1.0, like: Flat | None = None) -> Flat:
+    """Values for all fields that matter, sizes unlike each other and unlike their defaults.
+
+    Args:
+        like: a configuration whose flags and words most of them share.
+    """
     values = dict(found.base.declared)
     taken: set[int] = set()
 
@@ -565,6 +573,10 @@ def draw(found: Study, rng: random.Random, boldness: float = 1.0) -> Flat:
     for name, options in found.words.items():
         if name.endswith("id2label"):
             values[name] = {str(i): f"LABEL_{i}" for i in range(rng.choice([1, 3, 5, 7, 11, 13]))}
+        elif like and name not in found.lists and rng.random() < 0.8:
+            values[name] = like.get(name)
+            if name not in like:
+                values.pop(name)
         elif name in bold and name not in found.lists and (name not in found.sizes or rng.random() < 0.3):
             equals = [values[n] for n in sorted(found.twins.get(name, ())) if n in values]
             options = equals if equals and rng.random() < 0.5 else options
@@ -586,10 +598,11 @@ def draw(found: Study, rng: random.Random, boldness: float = 1.0) -> Flat:
     return values
 
 
-def drawn(found: Study, count: int, seed: int, stray: bool = False) -> list[Build]:
+def drawn(found: Study, count: int, seed: int, stray: bool = False, likes: Sequence[Flat] = ()) -> list[Build]:
     """So many builds of configurations that vary all fields together.
 
     Args:
+        likes: configurations that half of them resemble.
         stray: vary some of the fields too that had no effect alone.
     """
     rng = random.Random(seed)
@@ -600,7 +613,8 @@ def drawn(found: Study, count: int, seed: int, stray: bool = False) -> list[Buil
         if tries > 12 * count:
             raise NotTraced(f"{len(builds)} of {count} drawn configurations build ({last})")
         boldness = (1.0, 1.0, 1.0, 0.8, 0.6, 0.4)[min(5, tries * 3 // (2 * count))] if tries > len(builds) * 2 else 1.0
-        values = draw(found, rng, boldness)
+        like = rng.choice(likes) if likes and rng.random() < 0.5 else None
+        values = draw(found, rng, boldness, like)
         if stray and tries % 2:
             values |= _strays(found, rng)
         try:
@@ -770,11 +784,12 @@ def table_of(
 def with_class(found: Study, table: dict[str, Any], names: dict[tuple[str, str, str], str], prove: Any) -> Any:
     """The table with one class more, which is proven."""
     count = DRAWS
+    likes: list[Flat] = []
     for turn in range(6):
-        builds = drawn(found, count, turn)
+        builds = drawn(found, count, turn, likes=likes)
         if more := _unvaried(found, builds):  # a branch that no configuration showed before asks for them
             found.sizes |= more
-            builds = drawn(found, count, turn)
+            builds = drawn(found, count, turn, likes=likes)
         same = [
             n
             for n in (*found.relevant(), *found.stuck)
@@ -795,10 +810,13 @@ def with_class(found: Study, table: dict[str, Any], names: dict[tuple[str, str, 
                 error = NotTraced(str(error))
             if os.environ.get("TRACE"):
                 print(turn, count, error, error.keys[:5], file=sys.stderr)
-            if (error.rare or count == DRAWS) and count < 4 * DRAWS:
+            patterns = {re.sub(r"\{\w+\}|\d+", "N", key) for key in error.keys}
+            likes += [
+                b.declared for b in builds if patterns & {re.sub(r"\d+", "N", k) for f in b.forms.values() for k in f}
+            ]
+            if (error.rare or count == DRAWS) and count < (8 if error.rare else 4) * DRAWS:
                 count *= 2
                 continue
-            patterns = {re.sub(r"\{\w+\}|\d+", "N", key) for key in error.keys}
             guilty = [
                 n
                 for n, keys in found.affects.items()
@@ -854,6 +872,12 @@ def _merged(found: Study, builds: list[Build], table: dict[str, Any], names: Any
             _guards(found, builds),
         )
         table["ranges"] |= ranges
+        used = {n for text in (*ranges.values(), *(t for row in rows for t in row[1])) for n in names_in(text)}
+        found.pinned |= {
+            n: builds[0].env[n]
+            for n in used & builds[0].env.keys()
+            if len({str(b.env.get(n)) for b in builds}) == 1  # nothing varied it, so nothing shows that it is meant
+        }
         entries[form] = _runs([numbers.setdefault(json.dumps(row), len(numbers)) for row in rows])
     table["rows"] = [json.loads(row) for row in numbers]
     table["models"][found.name] = entries
