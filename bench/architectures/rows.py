@@ -35,9 +35,10 @@ class NotTraced(Exception):  # noqa: N818  an answer, not an error
         self.rare = rare
 
 
-def names_in(text: str) -> list[str]:
+@cache
+def names_in(text: str) -> tuple[str, ...]:
     """The fields and indices of an expression."""
-    return [n for n in _NAME.findall(text) if n not in _WORDS and not n.startswith("'")]
+    return tuple(n for n in _NAME.findall(text) if n not in _WORDS and not n.startswith("'"))
 
 
 def cost(text: str) -> tuple[int, int, str]:

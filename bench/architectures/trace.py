@@ -113,7 +113,9 @@ class Build:
     ignored: tuple[str, ...] = ()
 
     def texts(self, value: int) -> Iterable[str]:
-        return self.log.texts.get(value, ())
+        """The expressions that give a value, of fields that the constructor read where there are such."""
+        every = self.log.texts.get(value, ())
+        return [text for text in every if self.log.read.issuperset(names_in(text))] or every
 
 
 def quiet() -> None:
