@@ -48,7 +48,7 @@ def prover(model_type: str) -> Any:
                 try:
                     models = {e.form: e.tensors for e in huggingface.expected_models(document)}
                 except NoTable as error:
-                    raise NotTraced(f"proof, {how}: {error}") from None
+                    raise NotTraced(f"proof, {how}: {error}", rare=True) from None
                 for form, tensors in build.forms.items():
                     got = {k: (t.shape, not t.needed) for k, t in models.get(form, {}).items()}
                     want = {k: (shape, bool(state)) for k, (shape, state) in tensors.items()}

@@ -48,6 +48,7 @@ GIVEN: dict[str, Flat] = {
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "dbrx": {"attn_config.rope_theta": 10000.0},
     "esm": {"vocab_size": 33},
+    "deberta-v2": {"conv_kernel_size": 3, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "autoformer": {"prediction_length": 4},
     "informer": {"prediction_length": 4},
     "time_series_transformer": {"prediction_length": 4},
