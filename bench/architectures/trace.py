@@ -48,7 +48,7 @@ GIVEN: dict[str, Flat] = {
     "lfm2_moe": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
     "dbrx": {"attn_config.rope_theta": 10000.0},
     "esm": {"vocab_size": 33},
-    "deberta-v2": {"conv_kernel_size": 3, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "autoformer": {"prediction_length": 4},
     "informer": {"prediction_length": 4},
     "time_series_transformer": {"prediction_length": 4},
@@ -412,7 +412,7 @@ def _vary(found: Study, known: Iterable[str]) -> None:
     for name in [n for n in found.sizes if n not in found.words and type(base.env.get(n)) is int]:
         value = base.env[name]  # what was a size alone may count something in this configuration
         other = _tried(found, base.declared | {name: value // 2}) or _tried(found, base.declared | {name: 2 * value})
-        if other and (differ := _shapes(other).keys() ^ shapes.keys()):
+        if other and _kinds(other) == _kinds(base) and (differ := _shapes(other).keys() ^ shapes.keys()):
             found.counts[name] = found.sizes.pop(name)
             found.affects[name] = {re.sub(r"\d+", "N", key) for key in differ}
     for name, against in base.log.compared.items():
@@ -431,7 +431,7 @@ def _kinds(one: Build) -> set[str]:
 
 
 def _shapes(one: Build) -> Form:
-    return one.forms["in memory"]
+    return one.forms.get("in memory") or one.forms["saved"]
 
 
 def _try(found: Study, name: str, value: Any, shapes: Form) -> None:

@@ -21,16 +21,13 @@ needs_transformers = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("torch", "transformers")),
     reason="needs torch and transformers (extra tables)",
 )
-PROPHETNET = {
-    "model_type": "prophetnet",
-    "architectures": ["ProphetNetModel"],
+CONVBERT = {
+    "model_type": "convbert",
+    "architectures": ["ConvBertModel"],
     "hidden_size": 16,
-    "encoder_ffn_dim": 24,
-    "decoder_ffn_dim": 40,
-    "num_encoder_layers": 1,
-    "num_decoder_layers": 1,
-    "num_encoder_attention_heads": 2,
-    "num_decoder_attention_heads": 2,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
     "vocab_size": 30,
 }
 """A type that no table knows."""
@@ -47,22 +44,22 @@ def refused(config: dict[str, Any]) -> str:
 
 @needs_transformers
 def test_a_type_without_a_table_is_built() -> None:
-    shapes = built_model(PROPHETNET)
-    assert shapes["encoder.layers.0.feed_forward.intermediate.weight"] == (24, 16)
-    assert shapes["decoder.layers.0.feed_forward.output.weight"] == (16, 40)
+    shapes = built_model(CONVBERT)
+    assert shapes["encoder.layer.0.intermediate.dense.weight"] == (24, 16)
+    assert shapes["encoder.layer.0.output.dense.weight"] == (16, 24)
 
 
 @pytest.mark.parametrize("where", ["", "text_config"])
 def test_code_of_its_own_is_never_run(where: str) -> None:
     code = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnModel"}}
-    assert "auto_map" in refused(PROPHETNET | ({where: code} if where else code))
+    assert "auto_map" in refused(CONVBERT | ({where: code} if where else code))
 
 
 @pytest.mark.parametrize(
     ("values", "told"),
     [
-        ({"num_decoder_layers": 10**9}, "more than 2,000 layers"),
-        ({"num_decoder_layers": 1e9}, "more than 2,000 layers"),
+        ({"num_hidden_layers": 10**9}, "more than 2,000 layers"),
+        ({"num_hidden_layers": 1e9}, "more than 2,000 layers"),
         ({"depths": [10**9, 2]}, "more than 2,000 layers"),
         ({"depths": [1] * 3000}, "more than 2,000 layers"),
         ({"text_config": {"num_hidden_layers": 10**9}}, "more than 2,000 layers"),
@@ -71,7 +68,7 @@ def test_code_of_its_own_is_never_run(where: str) -> None:
     ],
 )
 def test_what_is_refused_before_any_work(values: dict[str, Any], told: str) -> None:
-    assert told in refused(PROPHETNET | values)
+    assert told in refused(CONVBERT | values)
 
 
 @needs_transformers
@@ -79,9 +76,9 @@ def test_what_is_refused_before_any_work(values: dict[str, Any], told: str) -> N
     "values",
     [
         {"architectures": ["os.system"]},
-        {"architectures": [["ProphetNetModel"]]},
-        {"architectures": "ProphetNetModel"},
-        {"model_type": ["prophetnet"]},
+        {"architectures": [["ConvBertModel"]]},
+        {"architectures": "ConvBertModel"},
+        {"model_type": ["convbert"]},
         {"model_type": "no such type"},
         {"hidden_size": "sixteen"},
         {"hidden_size": -16},
@@ -90,14 +87,14 @@ def test_what_is_refused_before_any_work(values: dict[str, Any], told: str) -> N
     ids=str,
 )
 def test_values_that_no_model_has_are_one_sentence(values: dict[str, Any]) -> None:
-    assert "cannot build it" in refused(PROPHETNET | values)
+    assert "cannot build it" in refused(CONVBERT | values)
 
 
 @needs_transformers
 def test_a_file_beside_the_checkpoint_is_never_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "transformers.py").write_text("raise SystemExit('imported')")
     monkeypatch.chdir(tmp_path)
-    assert built_model(PROPHETNET)
+    assert built_model(CONVBERT)
 
 
 def acting(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
@@ -126,31 +123,31 @@ def acting(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
 def test_a_process_that_loops_or_crashes(code: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     acting(monkeypatch, code)
     monkeypatch.setattr(built, "SECONDS", 2)
-    assert told in refused(PROPHETNET)
+    assert told in refused(CONVBERT)
 
 
 def test_a_process_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     acting(monkeypatch, "import time; time.sleep(600)")
     monkeypatch.setattr(built, "WAIT", 1)
-    assert "did not build it within 1 s" in refused(PROPHETNET)
+    assert "did not build it within 1 s" in refused(CONVBERT)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux bounds the memory of a process")
 def test_a_process_that_starves(monkeypatch: pytest.MonkeyPatch) -> None:
     acting(monkeypatch, "bytearray(3 << 30)")
     monkeypatch.setattr(built, "MEMORY", 1 << 30)
-    assert "MemoryError" in refused(PROPHETNET)
+    assert "MemoryError" in refused(CONVBERT)
 
 
 def test_what_was_compared_instead_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without transformers the declared counts are compared, and the report says what would tell more."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (tmp_path / "config.json").write_text(json.dumps(PROPHETNET))
+    (tmp_path / "config.json").write_text(json.dumps(CONVBERT))
     reference = read_reference(str(tmp_path))
     assert reference.tensors == {}
-    assert "no table for model_type prophetnet" in reference.unseen
+    assert "no table for model_type convbert" in reference.unseen
     assert "pip install torch transformers" in reference.unseen
-    assert "only what it declares (hidden, vocab)" in reference.unseen
+    assert "only what it declares (hidden, layers, vocab)" in reference.unseen
     exports = Path(__file__).parents[2] / "fixtures" / "real" / "exports" / "ok_vit"
     (part,) = ckptlint.check(exports, expect=tmp_path).checkpoints
     assert part.checkpoint.unseen == (reference.unseen,)
