@@ -147,7 +147,7 @@ def test_what_was_compared_instead_is_told(tmp_path: Path, monkeypatch: pytest.M
     assert reference.tensors == {}
     assert "no table for model_type convbert" in reference.unseen
     assert "pip install torch transformers" in reference.unseen
-    assert "only what it declares (hidden, layers, vocab)" in reference.unseen
+    assert "only what it declares (layers, hidden, heads, vocab)" in reference.unseen
     exports = Path(__file__).parents[2] / "fixtures" / "real" / "exports" / "ok_vit"
     (part,) = ckptlint.check(exports, expect=tmp_path).checkpoints
     assert part.checkpoint.unseen == (reference.unseen,)
