@@ -57,8 +57,8 @@ HOSTILE = {
 
 
 def examples(few: int, many: int) -> int:
-    """How many inputs a test that is marked as a sweep tries: few in every run, many in a sweep."""
-    return many if SWEEP else few
+    """How many inputs a test that is marked as a sweep tries: few in every run, half of many in a sweep."""
+    return max(min(few, many), many // 2) if SWEEP else few
 
 
 def sweep_only(test: T) -> T:

@@ -209,7 +209,7 @@ def test_a_deep_or_wide_configuration_costs_nothing() -> None:
     tracemalloc.start()
     with ends(20):
         assert expected_models(LLAMA | wide | {"text_config": deep})
-        for model_type in TYPES:
+        for model_type in TYPES[::8]:
             with suppress(NoTable):
                 expected_models(
                     {"model_type": model_type, "text_config": deep, "num_hidden_layers": 10**9, "n_layer": 10**9}
