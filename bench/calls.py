@@ -2,8 +2,8 @@
 
     python bench/calls.py [--streams 100000] [--seed 1] [--found FOLDER]
 
-Each stream takes names of `ckptlint/formats/calls.toml`, mostly with the arguments that real files give them, and puts
-something in the place of one: a partial, a name, the result of `getattr`, an object with attributes that are called,
+Each stream takes names of `ckptlint/formats/pickles/calls.toml`, mostly with the arguments that real files give, and
+puts something in the place of one: a partial, a name, the result of `getattr`, an object whose attributes are called,
 bytes of any protocol, items, a second BUILD, the state of a class that has code of its own for being restored or
 deleted. A child process, forked from one that has torch imported, loads it with `pickle.load`, or with `torch.load`
 where it has storages, in a folder of its own under an audit hook. The hook fires on the import of a module, on opening
@@ -591,7 +591,7 @@ def fired(streams: list[bytes], folder: str) -> Iterator[tuple[int, list[str]]]:
 def judge(data: bytes) -> str:
     """What ckptlint says of a stream: refused, unreadable or passed."""
     from ckptlint.errors import CkptlintError
-    from ckptlint.formats.safe_pickle import read_state
+    from ckptlint.formats.pickles.safe_pickle import read_state
 
     try:
         return "refused" if read_state(data).refused else "passed"

@@ -124,7 +124,7 @@ def merges(data: bytes) -> bool:
 def in_this_process(is_safe: bool) -> Iterator[None]:
     """Readers do not fork, so that the fuzzer sees which branches they take."""
     from ckptlint.loaders import checkpoint, reference
-    from ckptlint.payload import record_pickle as content
+    from ckptlint.payload.archives import record_pickle as content
     from ckptlint.sandbox import isolated
 
     modules: tuple[Any, ...] = (checkpoint, content, reference)
@@ -143,7 +143,7 @@ def in_this_process(is_safe: bool) -> Iterator[None]:
 def metadata(data: bytes) -> None:
     """Every name of `.metadata` is inert, and the numpy reader of large files says what the unpickler says."""
     from ckptlint.errors import CkptlintError
-    from ckptlint.formats import safe_pickle as unpickle
+    from ckptlint.formats.pickles import safe_pickle as unpickle
 
     if needs_child(data):
         return
@@ -161,7 +161,7 @@ def metadata(data: bytes) -> None:
 def described(found: Any) -> Any:
     """What the loader makes of a root, comparable."""
     from ckptlint.errors import UnreadableError
-    from ckptlint.loaders.dcp_metadata import describe
+    from ckptlint.loaders.readers.dcp_metadata import describe
 
     if found.root is None:
         return found.refused
@@ -181,8 +181,8 @@ def described(found: Any) -> Any:
 def state(data: bytes) -> None:
     """The `data.pkl` of a record or of the common state."""
     from ckptlint.errors import CkptlintError
-    from ckptlint.formats.safe_pickle import read_state
-    from ckptlint.payload.record_pickle import content_of
+    from ckptlint.formats.pickles.safe_pickle import read_state
+    from ckptlint.payload.archives.record_pickle import content_of
     from ckptlint.vocabulary.config_fields import read_declared
 
     if needs_child(data):
@@ -225,7 +225,7 @@ _GADGETS = [
 def calls(data: bytes) -> None:
     """A stream that calls a gadget in the way that the bytes choose: told or unreadable, and nothing is touched."""
     from ckptlint.errors import CkptlintError
-    from ckptlint.formats.safe_pickle import read_state
+    from ckptlint.formats.pickles.safe_pickle import read_state
 
     stream = gadget(data)
     _watch()
@@ -279,7 +279,7 @@ _WATCHING: list[bool] = []
 @cache
 def _watch() -> None:
     """From now on importing, opening or running anything while `_WATCHING` holds something is an error."""
-    from ckptlint.formats.safe_pickle import read_state
+    from ckptlint.formats.pickles.safe_pickle import read_state
 
     read_state(pickle.dumps({"what the reader itself imports": b""}, 4))
 
@@ -301,7 +301,7 @@ def archive(data: bytes) -> None:
     """A record: the strict reader of its directory, and the reader of the common state."""
     from ckptlint.errors import CkptlintError
     from ckptlint.formats.torch_archive import ranges_in, read_archive
-    from ckptlint.payload.record_headers import RecordPlace, read_headers
+    from ckptlint.payload.archives.record_headers import RecordPlace, read_headers
 
     folder = scratch("archive")
     (folder.path / "f").write_bytes(data)
@@ -345,7 +345,7 @@ def keys(data: bytes) -> None:
 
 def yaml(data: bytes) -> None:
     """A run_config.yaml that a job left beside its checkpoint."""
-    from ckptlint.loaders.common_state import read_configs
+    from ckptlint.loaders.readers.common_state import read_configs
 
     if not merges(data):
         folder = scratch("yaml")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.held_by_ranks import told
+from ckptlint.analysis.ranks.held_by_ranks import told
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.held_by_ranks import Holders, agree, at_ranks, described, holders, ranks_of
+from ckptlint.analysis.ranks.held_by_ranks import Holders, agree, at_ranks, described, holders, ranks_of
 from ckptlint.model import Checkpoint, RankTable
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Note, Severity, rule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptlint.analysis.held_by_ranks import sound
+from ckptlint.analysis.ranks.held_by_ranks import sound
 from ckptlint.geometry.coverage import overlaps
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import shape_text

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from ckptlint.analysis.held_by_ranks import at_ranks, holders, sound
+from ckptlint.analysis.ranks.held_by_ranks import at_ranks, holders, sound
 from ckptlint.geometry.coverage import holes
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import named_ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.held_by_ranks import HeldCell, at_cell, cells
+from ckptlint.analysis.ranks.held_by_ranks import HeldCell, at_cell, cells
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import named_ranks
 from ckptlint.rule import Finding, Severity, rule

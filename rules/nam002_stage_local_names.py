@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from ckptlint.analysis.inventory import optimizer_parts, split_state
-from ckptlint.analysis.save_plans import Duplicate, duplicates
+from ckptlint.analysis.ranks.save_plans import Duplicate, duplicates
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint, SavePlans
 from ckptlint.model.text import listed, named_ranks, ranges, shape_text

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from ckptlint.analysis.save_plans import Duplicate, duplicates
+from ckptlint.analysis.ranks.save_plans import Duplicate, duplicates
 from ckptlint.model import Checkpoint, RecordState
 from ckptlint.model.text import listed, named_ranks, plural, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from ckptlint.analysis.save_plans import duplicates, planned_by
+from ckptlint.analysis.ranks.save_plans import duplicates, planned_by
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.geometry.missing import unnamed_bytes

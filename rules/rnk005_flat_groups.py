@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.flat_groups import misfits
+from ckptlint.analysis.ranks.flat_groups import misfits
 from ckptlint.model import Checkpoint, Misfit
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 

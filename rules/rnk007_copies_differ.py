@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.rank_sets import compared
+from ckptlint.analysis.ranks.rank_sets import compared
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces, some
 from ckptlint.rule import Finding, Location, Severity, rule

@@ -19,7 +19,7 @@ from hypothesis import is_hypothesis_test, settings
 from support import REAL, REPOSITORY, examples
 
 from ckptlint import sandbox
-from ckptlint.formats import safe_pickle as unpickle
+from ckptlint.formats.pickles import safe_pickle as unpickle
 
 if sys.dont_write_bytecode:  # each process of a test would compile the package anew, in a quarter of a second
     sys.dont_write_bytecode = False

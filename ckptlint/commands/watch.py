@@ -24,9 +24,9 @@ from ckptlint.commands.check import TAKES_REPORT, NoPath, check
 from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, show_text, tell
 from ckptlint.errors import AccessError, CkptlintError, ConfigError, NothingToCheckError
 from ckptlint.loaders.discover import find_checkpoints
-from ckptlint.loaders.finished import step_state
-from ckptlint.loaders.run_folder import read_tracker
-from ckptlint.loaders.steps import components, not_followed, steps_of, sub_folder
+from ckptlint.loaders.run.finished import step_state
+from ckptlint.loaders.run.folder import read_tracker
+from ckptlint.loaders.run.steps import components, not_followed, steps_of, sub_folder
 from ckptlint.model.text import human_duration, plural, printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptlint.comparing.facts import Match, Side
-from ckptlint.comparing.matching import common
+from ckptlint.comparing.pairs.matching import common
 from ckptlint.comparing.regions import Numbers, TensorBytes, numbers
 from ckptlint.comparing.rows import ROUNDING, compare, runs
 from ckptlint.geometry.chunk_graph import rank_of

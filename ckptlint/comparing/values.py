@@ -10,19 +10,19 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.comparing.canonical import Heads
 from ckptlint.comparing.differences import differences
 from ckptlint.comparing.facts import Match, Side
-from ckptlint.comparing.matching import matches
 from ckptlint.comparing.merges import with_merges
+from ckptlint.comparing.pairs.canonical import Heads
+from ckptlint.comparing.pairs.matching import matches
+from ckptlint.comparing.pairs.stacked import layer_by_layer, stacked
 from ckptlint.comparing.quantised import with_quantised
 from ckptlint.comparing.regions import TensorBytes
 from ckptlint.comparing.second_look import second_look
 from ckptlint.comparing.sides import OpenedCheckpoint
-from ckptlint.comparing.stacked import layer_by_layer, stacked
 from ckptlint.comparing.updates import Update, updates, weights_of
 from ckptlint.depth import Depth
-from ckptlint.formats.safe_pickle import paused_gc
+from ckptlint.formats.pickles.safe_pickle import paused_gc
 from ckptlint.model import Tensor
 from ckptlint.model.cover import Shape
 from ckptlint.model.text import plural, printable, some

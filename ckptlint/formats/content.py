@@ -17,7 +17,7 @@ from io import BytesIO
 from typing import Any, BinaryIO, Literal
 
 from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.formats.safe_pickle import asks_for_names
+from ckptlint.formats.pickles.safe_pickle import asks_for_names
 
 HEAD = 512
 """Bytes that `content_of` asks for."""

@@ -19,7 +19,7 @@ from zlib import crc32
 import numpy as np
 
 from ckptlint.errors import ForeignError, LimitError, UnreadableError
-from ckptlint.formats.safe_pickle import Opaque, Unpickled, read_row, read_state
+from ckptlint.formats.pickles.safe_pickle import Opaque, Unpickled, read_row, read_state
 from ckptlint.formats.torch_archive import LOCAL_SIZE, Member, Read, data_start, ranges_in, read_archive
 from ckptlint.formats.torch_legacy import PICKLES, PICKLES_LIMIT, is_legacy, is_tar
 from ckptlint.model import RANK_LIMIT, RecordContent

@@ -20,7 +20,7 @@ from ckptlint.lint.report import CheckpointReport, FailOn, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
 from ckptlint.loaders.layouts import Found
-from ckptlint.loaders.run_folder import step_before
+from ckptlint.loaders.run.folder import step_before
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Rule
 from ckptlint.sandbox import ahead, one_budget

@@ -18,7 +18,7 @@ from ckptlint.lint import registry, selection
 from ckptlint.lint.ignores import KeyIgnore
 from ckptlint.lint.options import CHECK_OPTIONS, FORMATS, CheckOption, tokens
 from ckptlint.lint.report import FailOn
-from ckptlint.loaders.run_folder import is_of_a_run
+from ckptlint.loaders.run.folder import is_of_a_run
 from ckptlint.rule import Rule
 from ckptlint.storage.local import LocalFolder
 from ckptlint.storage.paths import is_url

@@ -13,9 +13,9 @@ from ckptlint.errors import CkptlintError, NothingToCheckError, UnknownLayoutErr
 from ckptlint.lint.report import CheckpointReport, Report
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find_checkpoints
-from ckptlint.loaders.finished import step_state
-from ckptlint.loaders.run_folder import read_tracker
-from ckptlint.loaders.steps import Step, is_alike, runs_below, steps_of
+from ckptlint.loaders.run.finished import step_state
+from ckptlint.loaders.run.folder import read_tracker
+from ckptlint.loaders.run.steps import Step, is_alike, runs_below, steps_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.checkpoint import ProblemKind
 from ckptlint.model.text import human_duration, listed, plural, printable

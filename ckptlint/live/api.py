@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from ckptlint._version import __version__
-from ckptlint.analysis.held_by_ranks import as_checkpoint
+from ckptlint.analysis.ranks.held_by_ranks import as_checkpoint
 from ckptlint.depth import Depth
 from ckptlint.errors import CheckpointError, CkptlintError
 from ckptlint.lint.engine import run_rules

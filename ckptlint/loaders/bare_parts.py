@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptlint.errors import CkptlintError
 from ckptlint.loaders.json_file import read_json
-from ckptlint.loaders.steps import sub_folder
+from ckptlint.loaders.run.steps import sub_folder
 from ckptlint.model.text import listed, printable
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import holds_no_state, step_number, world

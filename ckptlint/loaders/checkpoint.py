@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptlint.errors import LimitError
-from ckptlint.formats.safe_pickle import paused_gc
-from ckptlint.loaders.finished import other_step
+from ckptlint.formats.pickles.safe_pickle import paused_gc
 from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.layouts.incomplete import unfinished
-from ckptlint.loaders.payload_files import listed
 from ckptlint.loaders.problems import from_error
-from ckptlint.loaders.step_files import folders_beside, with_step_files
+from ckptlint.loaders.readers.payload_files import listed
+from ckptlint.loaders.run.finished import other_step
+from ckptlint.loaders.run.step_files import folders_beside, with_step_files
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
 from ckptlint.sandbox import isolated, one_budget

@@ -10,10 +10,10 @@ from typing import Literal
 from ckptlint.errors import AccessError, NothingToCheckError, UnknownLayoutError
 from ckptlint.loaders.layouts import Found, recognise
 from ckptlint.loaders.layouts.unsupported import unsupported
-from ckptlint.loaders.plain import lone_state
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
-from ckptlint.loaders.safetensors import groups
-from ckptlint.loaders.steps import components, is_dcp_file, not_followed, numbered_steps, sub_folder
+from ckptlint.loaders.readers.plain import lone_state
+from ckptlint.loaders.readers.safetensors import groups
+from ckptlint.loaders.run.steps import components, is_dcp_file, not_followed, numbered_steps, sub_folder
 from ckptlint.model.text import plural, printable, some
 from ckptlint.sandbox import one_budget
 from ckptlint.storage.folder import READABLE, Folder

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.formats.safe_pickle import Unpickled
+from ckptlint.formats.pickles.safe_pickle import Unpickled
 from ckptlint.formats.torch_file import TorchFile
 from ckptlint.model import Problem, ProblemKind
 from ckptlint.model.text import unknown_classes

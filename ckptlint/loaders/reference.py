@@ -26,7 +26,7 @@ from ckptlint.formats.strict_json import checked_key, checked_shape, json_object
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
 from ckptlint.loaders.layouts import Found, recognise
-from ckptlint.loaders.model_files import is_stale, read_index
+from ckptlint.loaders.readers.model_files import is_stale, read_index
 from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.text import printable
 from ckptlint.sandbox import isolated

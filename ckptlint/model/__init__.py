@@ -15,9 +15,9 @@ from ckptlint.model.checkpoint import (
 )
 from ckptlint.model.files import FILE_STATES, FileState, FileTable, StoredFile
 from ckptlint.model.payload import Damage, PayloadTable, RecordContent, RecordState, empty_payload
-from ckptlint.model.plans import SavePlans
-from ckptlint.model.rank_files import Misfit, RankFile, RankFileSet, Said, StorageTable
-from ckptlint.model.ranks import RankTable, Remark
+from ckptlint.model.ranks.files import Misfit, RankFile, RankFileSet, Said, StorageTable
+from ckptlint.model.ranks.job import RankTable, Remark
+from ckptlint.model.ranks.plans import SavePlans
 from ckptlint.model.reference import AxisSize, Declared, ModelConfig, Reference, ReferenceKind, Seal, SealEntry
 from ckptlint.model.tensors import (
     KEY_LIMIT,

@@ -13,9 +13,9 @@ import numpy.typing as npt
 from ckptlint.model.files import FileTable
 from ckptlint.model.lost_files import LostFiles
 from ckptlint.model.payload import PayloadTable
-from ckptlint.model.plans import SavePlans
-from ckptlint.model.rank_files import RankFileSet, StorageTable
-from ckptlint.model.ranks import RankTable, Remark
+from ckptlint.model.ranks.files import RankFileSet, StorageTable
+from ckptlint.model.ranks.job import RankTable, Remark
+from ckptlint.model.ranks.plans import SavePlans
 from ckptlint.model.reference import AxisSize, Declared, ModelConfig, Reference, Seal
 from ckptlint.model.tensors import ByteObject, ObjectTable, RecordTable, Tensor, empty_objects, empty_records
 

@@ -11,7 +11,7 @@ from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import Checkpoint, Damage, Problem
 from ckptlint.model.text import printable
-from ckptlint.payload.members import members_of
+from ckptlint.payload.archives.members import members_of
 from ckptlint.payload.stream import Meter, stream
 from ckptlint.storage.folder import READABLE, Folder
 

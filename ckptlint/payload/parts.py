@@ -14,9 +14,9 @@ from ckptlint.loaders.problems import from_refusals
 from ckptlint.model import Checkpoint, Damage, PayloadTable, Problem, RecordContent, RecordState, empty_payload
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import printable, unknown_classes
+from ckptlint.payload.archives.record_pickle import Decoded, decode
 from ckptlint.payload.identical import find_same
 from ckptlint.payload.reading import Reading
-from ckptlint.payload.record_pickle import Decoded, decode
 from ckptlint.payload.records import needed_bytes, path_of
 from ckptlint.payload.stream import BLOCK
 from ckptlint.storage.folder import Folder

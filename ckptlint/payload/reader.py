@@ -18,12 +18,12 @@ from ckptlint.errors import UnreadableError
 from ckptlint.loaders.problems import from_error
 from ckptlint.model import Checkpoint, Damage, RecordState, StorageTable, Tensor, empty_payload
 from ckptlint.model.layout import IntArray, distinct
-from ckptlint.payload.archives import compare_archives
+from ckptlint.payload.archives.members import member_starts, members_and_views, members_of, scans_of, with_bare_tensors
+from ckptlint.payload.archives.record_headers import AlikeRecords, ArchiveMember, Headers, RecordPlace, read_headers
+from ckptlint.payload.archives.whole import compare_archives
 from ckptlint.payload.integrity import compare_others, differs, recorded_sums
-from ckptlint.payload.members import member_starts, members_and_views, members_of, scans_of, with_bare_tensors
 from ckptlint.payload.parts import EXAMINED, Contents, ShareResult, by_content, join, zero_bytes
 from ckptlint.payload.reading import Reading, hashes_of
-from ckptlint.payload.record_headers import AlikeRecords, ArchiveMember, Headers, RecordPlace, read_headers
 from ckptlint.payload.records import by_file, file_sizes, is_bare, needed_bytes, path_of
 from ckptlint.payload.safetensors_blob import read_blob
 from ckptlint.payload.stream import Members, Meter, Streamed, stream

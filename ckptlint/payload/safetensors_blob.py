@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ckptlint.errors import UnreadableError
 from ckptlint.formats.safetensors_header import header_length, layout_faults, parse_header
-from ckptlint.loaders.safetensors import sharding_info
+from ckptlint.loaders.readers.safetensors import sharding_info
 from ckptlint.model import RecordContent
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder

@@ -15,7 +15,7 @@ from typing import Literal
 from ckptlint.analysis.inventory import dp_group
 from ckptlint.analysis.optimizer_records import content_metadata, is_training_state, optimizer_records
 from ckptlint.analysis.trusted_config import flag, number, trusted, trusted_topology
-from ckptlint.loaders.common_state import COMMON_ENTRY
+from ckptlint.loaders.readers.common_state import COMMON_ENTRY
 from ckptlint.model import Checkpoint, ShardedObject
 from ckptlint.model.text import plural
 from ckptlint.planning.outcome import Constraint, Effect

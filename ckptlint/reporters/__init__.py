@@ -12,7 +12,10 @@ from ckptlint.reporters.style import Style
 
 Render = Callable[[Report, Style], str]
 
-_MODULES = {"html": "html.page", "json": "json_report"}  # others have the format's own name
+_MODULES = {"html": "html.page", "json": "json_report"} | {
+    name: f"ci.{name}" for name in ("github", "gitlab", "junit", "sarif")
+}
+"""Where a format is made, if not in the module of its own name."""
 
 
 def _imported_when_called(module: str) -> Render:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptlint.analysis.held_by_ranks import as_checkpoint
+from ckptlint.analysis.ranks.held_by_ranks import as_checkpoint
 from ckptlint.depth import Depth
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.ignores import KeyIgnore, set_aside

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptlint.analysis.save_plans import Duplicate, duplicates, planned_by
+from ckptlint.analysis.ranks.save_plans import Duplicate, duplicates, planned_by
 from ckptlint.model import SavePlans
 from ckptlint.testing import load_folder, write_checkpoint
 

@@ -18,13 +18,14 @@ from pickles import CF, CM, CP, MT, Call, Size, dumped, name_of, new
 from support import REAL, examples
 
 from ckptlint.errors import CkptlintError, LimitError
-from ckptlint.formats import pickle_columns, pickle_rows
-from ckptlint.formats import safe_pickle as unpickle
-from ckptlint.formats.pickle_columns import scan
-from ckptlint.formats.pickle_rows import Buffer
-from ckptlint.formats.safe_pickle import Opaque, read_metadata
-from ckptlint.loaders.dcp_metadata import describe
-from ckptlint.loaders.save_plans import read_plans
+from ckptlint.formats.pickles import columns as pickle_columns
+from ckptlint.formats.pickles import rows as pickle_rows
+from ckptlint.formats.pickles import safe_pickle as unpickle
+from ckptlint.formats.pickles.columns import scan
+from ckptlint.formats.pickles.rows import Buffer
+from ckptlint.formats.pickles.safe_pickle import Opaque, read_metadata
+from ckptlint.loaders.readers.dcp_metadata import describe
+from ckptlint.loaders.readers.save_plans import read_plans
 from ckptlint.sandbox import isolated
 
 NEVER = 1 << 60

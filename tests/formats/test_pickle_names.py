@@ -16,7 +16,7 @@ from pickles import Call, dumped, name_of, named, stream, text, write_zip
 from support import REAL, check_bytes, codes, found, run_python
 
 import ckptlint
-from ckptlint.formats.safe_pickle import asks_for_names, read_state
+from ckptlint.formats.pickles.safe_pickle import asks_for_names, read_state
 from ckptlint.formats.torch_archive import ranges_in, read_archive
 from ckptlint.lint.report import Report
 

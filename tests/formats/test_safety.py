@@ -27,11 +27,11 @@ from support import REAL, REPOSITORY, check_bytes, codes, examples, found, run, 
 
 import ckptlint
 from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.formats import safe_pickle
-from ckptlint.formats.safe_pickle import read_metadata, read_state
+from ckptlint.formats.pickles import safe_pickle
+from ckptlint.formats.pickles.safe_pickle import read_metadata, read_state
 from ckptlint.formats.torch_archive import ranges_in, read_archive
 from ckptlint.lint.report import Report
-from ckptlint.loaders.common_state import _yaml
+from ckptlint.loaders.readers.common_state import _yaml
 from ckptlint.model.text import printable
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
@@ -240,7 +240,7 @@ def test_damage_by_a_crafted_pickle_does_not_survive_it(tmp_path: Path, module: 
 @pytest.mark.parametrize("slots", [False, True], ids=["state", "slotstate"])
 @pytest.mark.parametrize(("module", "name"), STAND_INS)
 def test_build_leaves_the_module_as_it_was(module: str, name: str, slots: bool) -> None:
-    from ckptlint.formats import safe_pickle as unpickle
+    from ckptlint.formats.pickles import safe_pickle as unpickle
 
     def state() -> dict[str, Any]:
         members = {
@@ -571,7 +571,7 @@ def test_a_zip64_offset_beyond_any_file_is_unreadable(tmp_path: Path) -> None:
 SERVER = """
 import json, os, resource, sys
 import ckptlint.lint.run, ckptlint.lint.registry
-from ckptlint.formats import safe_pickle
+from ckptlint.formats.pickles import safe_pickle
 ckptlint.lint.registry.load_rules()
 for line in sys.stdin:
     child = os.fork()

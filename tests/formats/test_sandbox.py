@@ -19,7 +19,7 @@ from support import REAL, codes, found
 import ckptlint
 from ckptlint import sandbox
 from ckptlint.errors import LimitError
-from ckptlint.payload.record_pickle import decode
+from ckptlint.payload.archives.record_pickle import decode
 from ckptlint.sandbox import isolated, one_budget
 
 pytestmark = pytest.mark.forks

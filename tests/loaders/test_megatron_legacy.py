@@ -19,8 +19,8 @@ from support import REAL, codes, found
 import ckptlint
 from ckptlint.depth import Depth
 from ckptlint.loaders.discover import find
-from ckptlint.loaders.finished import step_state
 from ckptlint.loaders.rank_files.megatron_keys import GridCoordinate, Sizes, grid, offsets_of
+from ckptlint.loaders.run.finished import step_state
 
 LEGACY = REAL / "megatron_legacy"
 NAMES = sorted(folder.name for folder in LEGACY.iterdir())

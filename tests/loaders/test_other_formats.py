@@ -10,7 +10,7 @@ from support import REAL, found
 
 import ckptlint
 from ckptlint.loaders.discover import find
-from ckptlint.loaders.finished import step_state
+from ckptlint.loaders.run.finished import step_state
 
 OTHERS = REAL / "other_formats"
 

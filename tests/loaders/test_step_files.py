@@ -434,7 +434,7 @@ def test_all_of_many_files_of_unknown_names_are_read(step: Path) -> None:
 def test_files_beyond_the_bytes_that_are_read_make_the_verdict_incomplete(
     step: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptlint.loaders.step_files._BYTES_LIMIT", 2**20)
+    monkeypatch.setattr("ckptlint.loaders.run.step_files._BYTES_LIMIT", 2**20)
     for number in range(40):
         (step / f"mine_{number:02}.pt").write_bytes(pickle.dumps({"number": number}))
     pickled(step / "zz.pt")
@@ -600,7 +600,7 @@ def test_a_pickle_is_told_by_its_first_bytes(step: Path, marker: Path, form: str
 
 
 def test_files_that_are_too_many_to_be_looked_at_are_named(step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptlint.loaders.step_files._HEADS", {True: 5})
+    monkeypatch.setattr("ckptlint.loaders.run.step_files._HEADS", {True: 5})
     for name, code in (("{}.log", 0), ("x{}", 4)):
         for number in range(20):
             (step / name.format(number)).write_text("step 1\n")

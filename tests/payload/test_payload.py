@@ -25,9 +25,9 @@ from ckptlint.formats.torch_archive import data_start, read_end, read_members
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
 from ckptlint.model import Checkpoint, RecordState
+from ckptlint.payload.archives.record_headers import RecordPlace, read_headers
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import Reading
-from ckptlint.payload.record_headers import RecordPlace, read_headers
 from ckptlint.storage.local import LocalFolder
 from ckptlint.testing import torch_archive
 from ckptlint.vocabulary.dtypes import ENCODINGS

@@ -10,8 +10,8 @@ import pytest
 
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
-from ckptlint.payload import record_headers
-from ckptlint.payload.record_headers import RecordPlace, read_headers
+from ckptlint.payload.archives import record_headers
+from ckptlint.payload.archives.record_headers import RecordPlace, read_headers
 from ckptlint.testing import write_checkpoint
 
 

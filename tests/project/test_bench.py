@@ -9,7 +9,7 @@ import pytest
 from support import REPOSITORY, bench, codes, run_python, sweep_only
 
 import ckptlint
-from ckptlint.formats import safe_pickle as unpickle
+from ckptlint.formats.pickles import safe_pickle as unpickle
 
 
 @pytest.fixture(scope="module")

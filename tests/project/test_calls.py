@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support import REPOSITORY, run_python, sweep_only
 
-from ckptlint.formats import pickle_names
+from ckptlint.formats.pickles import names as pickle_names
 
 CODE = """
 import json, sys

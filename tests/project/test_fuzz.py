@@ -10,7 +10,7 @@ import pytest
 from pickles import stream, text
 from support import bench
 
-from ckptlint.formats import safe_pickle as unpickle
+from ckptlint.formats.pickles import safe_pickle as unpickle
 
 MUTANTS = 30
 

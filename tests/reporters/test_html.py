@@ -21,7 +21,8 @@ from support import REAL, bench, run, sweep_only
 import ckptlint
 from ckptlint.lint.report import Report
 from ckptlint.model.layout import Box
-from ckptlint.reporters import full, junit
+from ckptlint.reporters import full
+from ckptlint.reporters.ci import junit
 from ckptlint.reporters.html import page as html
 from ckptlint.reporters.style import Style
 from ckptlint.testing import load_folder, write_checkpoint

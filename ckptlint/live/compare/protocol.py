@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ckptlint.analysis.held_by_ranks import HeldCell, cells, digest_groups
+from ckptlint.analysis.ranks.held_by_ranks import HeldCell, cells, digest_groups
 from ckptlint.analysis.step_change import Holding
 from ckptlint.analysis.step_change import changes as step_changes
 from ckptlint.live.compare import fingerprints as fp

@@ -6,11 +6,11 @@ import pickle
 from functools import partial
 
 from ckptlint.errors import LimitError
-from ckptlint.formats.safe_pickle import SIZE_LIMIT, asks_for_names
-from ckptlint.loaders.common_state import COMMON_FILE
-from ckptlint.loaders.dcp import read_dcp
+from ckptlint.formats.pickles.safe_pickle import SIZE_LIMIT, asks_for_names
 from ckptlint.loaders.layouts import Evidence, Layout
-from ckptlint.loaders.megatron import CONFIG_FILE
+from ckptlint.loaders.readers.common_state import COMMON_FILE
+from ckptlint.loaders.readers.dcp import read_dcp
+from ckptlint.loaders.readers.megatron import CONFIG_FILE
 from ckptlint.model import StepState
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder

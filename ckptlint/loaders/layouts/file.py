@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ckptlint.loaders.layouts import Evidence, Found, Layout
-from ckptlint.loaders.plain import read_named
-from ckptlint.loaders.steps import components, steps_of
+from ckptlint.loaders.readers.plain import read_named
+from ckptlint.loaders.run.steps import components, steps_of
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder

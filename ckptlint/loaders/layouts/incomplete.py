@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ckptlint.loaders.common_state import COMMON_FILE, read_common
-from ckptlint.loaders.finished import other_step
 from ckptlint.loaders.layouts import Evidence, Found, Layout
 from ckptlint.loaders.layouts.dcp import has_payload
 from ckptlint.loaders.layouts.unsupported import backend
-from ckptlint.loaders.megatron import CONFIG_FILE, read_config
-from ckptlint.loaders.payload_files import listed
+from ckptlint.loaders.readers.common_state import COMMON_FILE, read_common
+from ckptlint.loaders.readers.megatron import CONFIG_FILE, read_config
+from ckptlint.loaders.readers.payload_files import listed
+from ckptlint.loaders.run.finished import other_step
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import plural, printable
 from ckptlint.storage.folder import Folder

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ckptlint.loaders.finished import unfinished_marks
 from ckptlint.loaders.layouts import Evidence, Found, Layout
 from ckptlint.loaders.layouts.unsupported import unread_beside
-from ckptlint.loaders.run_folder import read_run
-from ckptlint.loaders.safetensors import NUMBERED, SHARD, groups, header_bytes, read_safetensors
+from ckptlint.loaders.readers.safetensors import NUMBERED, SHARD, groups, header_bytes, read_safetensors
+from ckptlint.loaders.run.finished import unfinished_marks
+from ckptlint.loaders.run.folder import read_run
 from ckptlint.model import Checkpoint, StepState
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder

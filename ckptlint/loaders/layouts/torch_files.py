@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ckptlint.loaders.finished import unfinished_marks
 from ckptlint.loaders.layouts import Evidence, Found, Layout
 from ckptlint.loaders.layouts.unsupported import unread_beside
-from ckptlint.loaders.plain import read_weights
 from ckptlint.loaders.rank_files.sets import Sets, input_bytes, weight_sets
-from ckptlint.loaders.run_folder import read_run
+from ckptlint.loaders.readers.plain import read_weights
+from ckptlint.loaders.run.finished import unfinished_marks
+from ckptlint.loaders.run.folder import read_run
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder

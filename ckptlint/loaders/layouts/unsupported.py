@@ -6,8 +6,8 @@ import re
 
 from ckptlint.errors import CkptlintError, NothingToCheckError
 from ckptlint.loaders.layouts import Evidence, Found, Layout, recognise
-from ckptlint.loaders.megatron import CONFIG_FILE, read_config
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder, legacy_file
+from ckptlint.loaders.readers.megatron import CONFIG_FILE, read_config
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder

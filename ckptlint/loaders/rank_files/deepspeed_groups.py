@@ -22,7 +22,7 @@ from ckptlint.loaders.rank_files.deepspeed_files import (
     shapes_of,
 )
 from ckptlint.loaders.rank_files.onto import Columns
-from ckptlint.model.flat_groups import FlatGroup, FlatPart, Shapes
+from ckptlint.model.ranks.flat_groups import FlatGroup, FlatPart, Shapes
 from ckptlint.model.stored import StoredTensor
 
 EXPERT = re.compile(r"(.*deepspeed_experts\.)(\d{1,6})(\..*)")

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
 
-from ckptlint.loaders.common_state import read_configs
-from ckptlint.loaders.plain import walked
 from ckptlint.loaders.rank_files.megatron_keys import (
     MODEL_FILES,
     OPTIMIZER_FILE,
@@ -43,6 +41,8 @@ from ckptlint.loaders.rank_files.megatron_keys import (
 )
 from ckptlint.loaders.rank_files.onto import Columns, OpenedFile, SetFiles, is_dict
 from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
+from ckptlint.loaders.readers.common_state import read_configs
+from ckptlint.loaders.readers.plain import walked
 from ckptlint.model import Checkpoint, CommonState, Misfit, Problem, RankFile, empty_objects
 from ckptlint.model.cover import Shape
 from ckptlint.model.stored import StoredTensor

@@ -10,9 +10,9 @@ import numpy as np
 
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.torch_file import Storage, TorchFile, read_torch_file, record_content
-from ckptlint.loaders.model_files import looked_at
 from ckptlint.loaders.problems import from_error, from_refusals
-from ckptlint.loaders.rows import Row, tables
+from ckptlint.loaders.readers.model_files import looked_at
+from ckptlint.loaders.readers.rows import Row, tables
 from ckptlint.model import (
     Checkpoint,
     FileTable,
@@ -24,7 +24,7 @@ from ckptlint.model import (
     StoredFile,
     Tensor,
 )
-from ckptlint.model.rank_files import StorageTable
+from ckptlint.model.ranks.files import StorageTable
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder

@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 from ckptlint.errors import LimitError
 from ckptlint.formats.torch_file import number_in, ranges_of
-from ckptlint.loaders.common_state import read_configs
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.optimizer_state import optimizer_file
-from ckptlint.loaders.plain import state_of
 from ckptlint.loaders.rank_files.onto import Columns, OpenedFile, SetFiles, is_dict, read_file
 from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
 from ckptlint.loaders.rank_files.sets import FileSet, flat_name, flat_sets, verl_name, verl_sets
-from ckptlint.loaders.run_folder import read_run
+from ckptlint.loaders.readers.common_state import read_configs
+from ckptlint.loaders.readers.plain import state_of
+from ckptlint.loaders.run.folder import read_run
 from ckptlint.model import Checkpoint, Misfit, Problem, RankFile, RankFileSet, StepFile, empty_objects
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact

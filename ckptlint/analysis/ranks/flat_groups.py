@@ -8,7 +8,7 @@ from math import prod
 
 from ckptlint.model import Checkpoint, Misfit
 from ckptlint.model.facts import fact
-from ckptlint.model.flat_groups import FlatGroup, FlatPart
+from ckptlint.model.ranks.flat_groups import FlatGroup, FlatPart
 from ckptlint.model.text import printable
 
 _ALIGNMENT = 2  # elements for each rank, deepspeed.runtime.zero.stage_1_and_2 `nccl_start_alignment_factor`

@@ -3,7 +3,7 @@
 `pickle.Unpickler.find_class` is the only way a pickle reaches a name. Here it never resolves one: each (module, name)
 becomes a stand-in that keeps what it was given and does nothing (`pickle_stand_ins`). Names outside the list of
 `.metadata` are refused: they become stand-ins too, so that the rest can still be read, and are reported with their byte
-offset. In a state the call decides: its name and the shape of its arguments must be in the table (`pickle_names`).
+offset. In a state the call decides: its name and the shape of its arguments must be in the table (`names`).
 Pickles inside bytes are read by the same reader. A pickle is read a second time, in Python, only to explain a refusal
 (`pickle_refusals`). Of a large `.metadata` the regular row runs become columns first (`pickle_columns`), and the
 unpickler reads the rest.
@@ -25,9 +25,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptlint.errors import ForeignError, LimitError, UnreadableError
-from ckptlint.formats import pickle_names
-from ckptlint.formats.joblib_arrays import MARK, without_arrays
-from ckptlint.formats.pickle_columns import (
+from ckptlint.formats.pickles import names
+from ckptlint.formats.pickles.columns import (
     END,
     WORTHWHILE,
     ChunkRows,
@@ -38,10 +37,11 @@ from ckptlint.formats.pickle_columns import (
     Scan,
     scan,
 )
-from ckptlint.formats.pickle_names import Pair
-from ckptlint.formats.pickle_refusals import Refused, explain
-from ckptlint.formats.pickle_rows import Buffer
-from ckptlint.formats.pickle_stand_ins import Fault, Node, Opaque, StandIns, raw_bytes
+from ckptlint.formats.pickles.joblib_arrays import MARK, without_arrays
+from ckptlint.formats.pickles.names import Pair
+from ckptlint.formats.pickles.refusals import Refused, explain
+from ckptlint.formats.pickles.rows import Buffer
+from ckptlint.formats.pickles.stand_ins import Fault, Node, Opaque, StandIns, raw_bytes
 from ckptlint.formats.torch_archive import ranges_in, read_archive
 from ckptlint.formats.torch_legacy import PICKLES, is_magic, is_tar
 from ckptlint.model.text import printable
@@ -165,7 +165,7 @@ def asks_for_names(data: bytes) -> bool:
     For a text that may be a pickle of protocol 0: to be asked in a child process, as every pickle is read.
     """
     found = _load(data, strict=True)
-    named = [fault for key, fault in found.faults if pickle_names.is_importable(*key)]
+    named = [fault for key, fault in found.faults if names.is_importable(*key)]
     return bool(named) and (found.error is None or "called" in named)
 
 

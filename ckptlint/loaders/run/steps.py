@@ -12,10 +12,10 @@ from pathlib import PurePath
 
 from ckptlint.errors import AccessError
 from ckptlint.loaders.layouts import Found, layouts, recognise
-from ckptlint.loaders.plain import are_states
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder
-from ckptlint.loaders.safetensors import groups
-from ckptlint.loaders.siblings import series
+from ckptlint.loaders.readers.plain import are_states
+from ckptlint.loaders.readers.safetensors import groups
+from ckptlint.loaders.run.siblings import series
 from ckptlint.model.facts import fact
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import READABLE, Folder

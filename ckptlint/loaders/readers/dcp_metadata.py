@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from ckptlint.errors import UnreadableError
-from ckptlint.formats.pickle_columns import END, ChunkRows, RecordRows, RowRun
-from ckptlint.formats.safe_pickle import Node, Opaque
+from ckptlint.formats.pickles.columns import END, ChunkRows, RecordRows, RowRun
+from ckptlint.formats.pickles.safe_pickle import Node, Opaque
 from ckptlint.model import KEY_LIMIT, RANK_LIMIT, ChunkTable, MalformedChunk, Problem, RecordTable, Tensor
 from ckptlint.model.cover import Budget
 from ckptlint.model.layout import COORDINATE_LIMIT, IntArray, Layout, distinct

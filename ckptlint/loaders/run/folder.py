@@ -9,10 +9,10 @@ from typing import Literal, get_args
 
 from ckptlint.errors import CkptlintError, UnreadableError
 from ckptlint.formats.torch_file import number_in, ranges_of, read_torch_file
-from ckptlint.loaders.finished import step_state
 from ckptlint.loaders.layouts import Found, recognise
 from ckptlint.loaders.problems import from_error, from_torch_file
-from ckptlint.loaders.steps import components, is_alike, steps_of, sub_folder
+from ckptlint.loaders.run.finished import step_state
+from ckptlint.loaders.run.steps import components, is_alike, steps_of, sub_folder
 from ckptlint.model import Problem, RunFolder, StepState
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.frameworks import Holds, Tracker, is_part, step_number, steps_like, world

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 import numpy as np
 
-from ckptlint.loaders.dcp_metadata import Description
+from ckptlint.loaders.readers.dcp_metadata import Description
 from ckptlint.model import FILE_STATES, FileTable, StoredFile
 from ckptlint.model.files import Names
 from ckptlint.model.layout import IntArray

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from ckptlint.errors import UnreadableError
-from ckptlint.formats.pickle_columns import END, OneChunk, PlanRows, RowRun
-from ckptlint.formats.pickle_rows import Table
-from ckptlint.formats.safe_pickle import Node
-from ckptlint.loaders.dcp_metadata import Numbering, attributes_of, attributes_of_all
+from ckptlint.formats.pickles.columns import END, OneChunk, PlanRows, RowRun
+from ckptlint.formats.pickles.rows import Table
+from ckptlint.formats.pickles.safe_pickle import Node
+from ckptlint.loaders.readers.dcp_metadata import Numbering, attributes_of, attributes_of_all
 from ckptlint.model import SavePlans
 from ckptlint.model.files import Names
 from ckptlint.model.layout import COORDINATE_LIMIT, IntArray

@@ -15,10 +15,10 @@ import numpy as np
 from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.safetensors_header import HEADER_LIMIT, Header, layout_faults, read_header
 from ckptlint.formats.strict_json import is_size, json_object
-from ckptlint.loaders.common_state import read_configs, read_model_config
-from ckptlint.loaders.model_files import read_set
 from ckptlint.loaders.problems import from_error
-from ckptlint.loaders.rows import Row, tables
+from ckptlint.loaders.readers.common_state import read_configs, read_model_config
+from ckptlint.loaders.readers.model_files import read_set
+from ckptlint.loaders.readers.rows import Row, tables
 from ckptlint.model import (
     Checkpoint,
     ModelConfig,

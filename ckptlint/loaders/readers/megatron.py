@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from ckptlint.errors import LimitError
-from ckptlint.loaders.common_state import COMMON_ENTRY, COMMON_FILE
-from ckptlint.loaders.dcp_metadata import Description
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.problems import from_error
+from ckptlint.loaders.readers.common_state import COMMON_ENTRY, COMMON_FILE
+from ckptlint.loaders.readers.dcp_metadata import Description
 from ckptlint.model import ByteObject, ObjectTable, Problem, empty_objects
 from ckptlint.model.facts import fact
 from ckptlint.model.text import printable

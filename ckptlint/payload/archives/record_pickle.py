@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.formats.safe_pickle import Opaque, Unpickled, read_state
+from ckptlint.formats.pickles.safe_pickle import Opaque, Unpickled, read_state
 from ckptlint.formats.torch_file import record_content, stored_tensor
 from ckptlint.model import RecordContent
 from ckptlint.sandbox import isolated

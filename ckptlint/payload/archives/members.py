@@ -12,7 +12,7 @@ from ckptlint.errors import UnreadableError
 from ckptlint.formats.torch_archive import LOCAL_SIZE, Member, data_start
 from ckptlint.model import Checkpoint, PayloadTable, RecordContent, RecordState, StorageTable, Tensor
 from ckptlint.model.layout import IntArray
-from ckptlint.payload.record_headers import AlikeRecords, Record
+from ckptlint.payload.archives.record_headers import AlikeRecords, Record
 from ckptlint.payload.records import path_of
 from ckptlint.payload.stream import Members, Meter, Scan
 from ckptlint.seals.digests import Elements, elements

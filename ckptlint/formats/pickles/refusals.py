@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from ckptlint.formats.pickle_names import Pair
-from ckptlint.formats.pickle_stand_ins import Fault, StandIns
+from ckptlint.formats.pickles.names import Pair
+from ckptlint.formats.pickles.stand_ins import Fault, StandIns
 from ckptlint.model.text import printable
 
 _WALK_LIMIT = 64 * 1024**2

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from ckptlint.errors import ForeignError, LimitError, UnreadableError
-from ckptlint.formats.safe_pickle import Opaque
+from ckptlint.formats.pickles.safe_pickle import Opaque
 from ckptlint.formats.torch_file import TorchFile, read_torch_file
-from ckptlint.loaders.common_state import read_configs
-from ckptlint.loaders.model_files import read_set
 from ckptlint.loaders.optimizer_state import optimizer_file
 from ckptlint.loaders.rank_files.onto import Columns, damaged, read_file
 from ckptlint.loaders.rank_files.sets import PICKLE_SHARE, FileSet, weight_sets
+from ckptlint.loaders.readers.common_state import read_configs
+from ckptlint.loaders.readers.model_files import read_set
 from ckptlint.model import (
     Checkpoint,
     Problem,

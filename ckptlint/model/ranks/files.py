@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.model.flat_groups import FlatGroup
 from ckptlint.model.layout import IntArray
 from ckptlint.model.payload import RecordContent
+from ckptlint.model.ranks.flat_groups import FlatGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from ckptlint.errors import CkptlintError
 from ckptlint.loaders.bare_parts import bare_parts
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.layouts import recognise
-from ckptlint.loaders.steps import is_alike, steps_of, sub_folder
+from ckptlint.loaders.run.steps import is_alike, steps_of, sub_folder
 from ckptlint.model import AxisSize, Problem, StepState
 from ckptlint.model.text import listed, printable
 from ckptlint.storage.folder import Folder

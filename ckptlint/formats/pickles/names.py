@@ -88,7 +88,7 @@ def table() -> Table:
     Raises:
         ValueError: a mistake in the file, with the entry.
     """
-    return parse(resources.files("ckptlint.formats").joinpath(FILE).read_text(encoding="utf-8"))
+    return parse(resources.files("ckptlint.formats.pickles").joinpath(FILE).read_text(encoding="utf-8"))
 
 
 _LISTS = ("closed", "open", "refused", "tensor")

@@ -15,17 +15,17 @@ from typing import Any
 
 from ckptlint.errors import AccessError, CkptlintError, ForeignError, LimitError, UnreadableError
 from ckptlint.formats.content import HEAD, Content, content_of, is_pickled, pickles_in
-from ckptlint.formats.safe_pickle import read_metadata, read_state
+from ckptlint.formats.pickles.safe_pickle import read_metadata, read_state
 from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of, read_torch_bytes, read_torch_file
 from ckptlint.loaders.code_beside import code_beside
-from ckptlint.loaders.common_state import COMMON_FILE, RUN_CONFIG
-from ckptlint.loaders.finished import missing_parts, stated_world
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.layouts import Found
-from ckptlint.loaders.megatron import CONFIG_FILE
 from ckptlint.loaders.optimizer_state import optimizer_file
 from ckptlint.loaders.problems import from_error, from_torch_file
-from ckptlint.loaders.steps import is_alike, steps_of, sub_folder
+from ckptlint.loaders.readers.common_state import COMMON_FILE, RUN_CONFIG
+from ckptlint.loaders.readers.megatron import CONFIG_FILE
+from ckptlint.loaders.run.finished import missing_parts, stated_world
+from ckptlint.loaders.run.steps import is_alike, steps_of, sub_folder
 from ckptlint.model import Checkpoint, Problem, StepFile, StepFileState
 from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import plural, printable

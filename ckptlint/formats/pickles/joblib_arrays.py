@@ -7,8 +7,8 @@ from contextlib import suppress
 from math import prod
 from typing import Any
 
-from ckptlint.formats.pickle_refusals import Tracer
-from ckptlint.formats.pickle_stand_ins import HAS_OBJECTS, Opaque, numpy_bytes
+from ckptlint.formats.pickles.refusals import Tracer
+from ckptlint.formats.pickles.stand_ins import HAS_OBJECTS, Opaque, numpy_bytes
 
 MARK = b"NumpyArrayWrapper"
 """The name that every pickle with such arrays holds."""

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from ckptlint.formats.pickle_rows import (
+from ckptlint.formats.pickles.rows import (
     AXES,
     BLOCK,
     GET,

@@ -7,10 +7,13 @@ from itertools import islice
 from typing import Any
 
 from ckptlint.errors import LimitError, UnreadableError
-from ckptlint.formats.pickle_columns import WORTHWHILE
-from ckptlint.formats.pickle_rows import Buffer
-from ckptlint.formats.safe_pickle import SIZE_LIMIT, Node, Opaque, Unpickled, read_metadata
-from ckptlint.loaders.common_state import (
+from ckptlint.formats.pickles.columns import WORTHWHILE
+from ckptlint.formats.pickles.rows import Buffer
+from ckptlint.formats.pickles.safe_pickle import SIZE_LIMIT, Node, Opaque, Unpickled, read_metadata
+from ckptlint.loaders.layouts import Evidence, Found
+from ckptlint.loaders.layouts.unsupported import unread_beside, unsupported_problem
+from ckptlint.loaders.problems import from_error, from_refusals
+from ckptlint.loaders.readers.common_state import (
     COMMON_ENTRY,
     OWN_ENTRIES,
     Location,
@@ -19,11 +22,8 @@ from ckptlint.loaders.common_state import (
     read_configs,
     read_objects,
 )
-from ckptlint.loaders.dcp_metadata import Description, attributes_of, describe
-from ckptlint.loaders.finished import other_step, unfinished_marks
-from ckptlint.loaders.layouts import Evidence, Found
-from ckptlint.loaders.layouts.unsupported import unread_beside, unsupported_problem
-from ckptlint.loaders.megatron import (
+from ckptlint.loaders.readers.dcp_metadata import Description, attributes_of, describe
+from ckptlint.loaders.readers.megatron import (
     CONFIG_FILE,
     describing_objects,
     dialect,
@@ -31,11 +31,11 @@ from ckptlint.loaders.megatron import (
     read_config,
     split_objects,
 )
-from ckptlint.loaders.payload_files import listed, payload_files
-from ckptlint.loaders.problems import from_error, from_refusals
-from ckptlint.loaders.run_folder import read_run, read_train_state
-from ckptlint.loaders.save_plans import read_plans
-from ckptlint.loaders.step_files import leftover_files, lost_ranks, rank_files
+from ckptlint.loaders.readers.payload_files import listed, payload_files
+from ckptlint.loaders.readers.save_plans import read_plans
+from ckptlint.loaders.run.finished import other_step, unfinished_marks
+from ckptlint.loaders.run.folder import read_run, read_train_state
+from ckptlint.loaders.run.step_files import leftover_files, lost_ranks, rank_files
 from ckptlint.model import Checkpoint, Declared, FileTable, Problem, RunFolder
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe

@@ -1,7 +1,7 @@
 """What a pickle gets in place of the names it asks for: inert stand-ins that tell when they are misused.
 
 Each (module, name) becomes a class that keeps what it is given and does nothing. It holds every call, every state and
-every item against the table of `pickle_names` while the C unpickler runs, in the order and with the arguments that the
+every item against the table of `names` while the C unpickler runs, in the order and with the arguments that the
 real names would see, and tells the reader of anything that no real file has.
 """
 
@@ -15,8 +15,8 @@ from functools import partial
 from math import prod
 from typing import Any, Literal
 
-from ckptlint.formats import pickle_names
-from ckptlint.formats.pickle_names import Pair, Row, Shape, always, never
+from ckptlint.formats.pickles import names
+from ckptlint.formats.pickles.names import Pair, Row, Shape, always, never
 from ckptlint.model.text import printable
 from ckptlint.vocabulary.dtypes import ALIASES, TORCH_NAME
 from ckptlint.vocabulary.metadata_classes import METADATA_CLASSES, METADATA_ENUMS
@@ -322,7 +322,7 @@ class StandIns:
             return pid[1]
         if self._storage is None:
             self._storage = self._inert(("torch", "storage"), gives="storage", fits=never, has_items=False)
-        if type(pid) is tuple and not (pickle_names.table().storage(pid) and self._is_first(pid)):
+        if type(pid) is tuple and not (names.table().storage(pid) and self._is_first(pid)):
             self.tell(("torch", "storage"), "arguments")
         return _made(self._storage, (pid,))
 
@@ -337,14 +337,14 @@ class StandIns:
     def _stand_in(self, key: Pair) -> Any:
         module, name = key
         if (kind := METADATA_CLASSES.get(key)) and not self._strict:  # a second BUILD must be seen
-            return self._inert(key, call=never, new=pickle_names.is_nothing, has_items=False, sort="type")
+            return self._inert(key, call=never, new=names.is_nothing, has_items=False, sort="type")
         if kind:
             return type("Node", (Node,), {"__slots__": (), "kind": kind, "name": name})
         if self._strict and key == ("torch", "Size"):
             return ().__add__  # takes a tuple and returns that same tuple, in C; anything else is a TypeError
         if module == "torch" and TORCH_NAME.fullmatch(name):
             return ALIASES.get(name, name) if self._strict else NoText(ALIASES.get(name, name))
-        known = pickle_names.of_python_3(module, name)
+        known = names.of_python_3(module, name)
         if known == ("builtins", "getattr"):
             return self._inert(key, give=self._member, new=never)
         if self._strict and known == ("collections", "OrderedDict"):
@@ -353,9 +353,9 @@ class StandIns:
             return self._inert(key, give=_TEXTS[known])
         if self._strict and key in METADATA_ENUMS:
             return self._inert(key, members=True)
-        if row := pickle_names.table().rows.get(known) if not self._strict or known in _PLAIN else None:
+        if row := names.table().rows.get(known) if not self._strict or known in _PLAIN else None:
             return self._listed(key, known, row)
-        if self._strict or "refused" in (pickle_names.standing(*key), pickle_names.standing(*known)):
+        if self._strict or "refused" in (names.standing(*key), names.standing(*known)):
             self.tell(key, "named")
             return self._inert(key, call=never, new=never, fault="called", sort="refused")
         return self._unknown(key)
@@ -390,13 +390,13 @@ class StandIns:
         is_data = partial(is_data_of, key[0].partition(".")[0])
         return self._inert(
             key,
-            call=partial(pickle_names.may_call, *key),
-            new=is_data if pickle_names.is_own_class(*key) else pickle_names.is_nothing,
+            call=partial(names.may_call, *key),
+            new=is_data if names.is_own_class(*key) else names.is_nothing,
             fits=is_data,
             holds=is_data,
-            sort="type" if pickle_names.is_class(key[1]) else "stranger",
+            sort="type" if names.is_class(key[1]) else "stranger",
             fault="unknown",
-            members=pickle_names.is_own_class(*key),
+            members=names.is_own_class(*key),
         )
 
     def _member(self, cls: Any, owner: Any, name: Any) -> Any:
@@ -410,7 +410,7 @@ class StandIns:
             return _made(cls, (owner, name))
         key = (owner.module, f"{owner.name}.{name}")
         is_unknown = (owner.module, owner.name) in self.unknown
-        if not self._strict and key in pickle_names.table().rows:
+        if not self._strict and key in names.table().rows:
             return self.find_class(*key)
         if is_unknown and _CLASS_NAME.fullmatch(name):
             if key not in self._stand_ins:

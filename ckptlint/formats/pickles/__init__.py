@@ -1,0 +1,1 @@
+"""Pickles: read, never run."""

@@ -1,0 +1,1 @@
+"""From files to rows: one module for each format."""

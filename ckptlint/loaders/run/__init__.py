@@ -1,0 +1,1 @@
+"""The folder of a run: its steps, which of them is finished, the files of each."""

@@ -1,0 +1,1 @@
+"""Formats that other programs show: annotations, code quality, test reports."""
