@@ -26,7 +26,7 @@ from __future__ import annotations
 import io
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from operator import is_
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -114,21 +114,25 @@ class RecordRows:
     Attributes:
         names: the distinct names; name: int32 [n], position in it.
         hint: int8 to int64 [n], the chunk's number among those of its tensor, as far as the writer knew; -1 for none.
-        rank: int8 [n], number of axes of the offset, -1 for none.
+        rank: int8 to int64 [n], number of axes of the offset; -1 for none, -2 for one that is in `odd`.
         offsets: int8 to int64 [n, d], zeros behind the rank.
         paths: the distinct relative paths; path: int32 [n], position in it.
         byte_offset, byte_length: int8 to int64 [n], bytes.
+        transformed: the rows whose bytes an extension changed (`transform_descriptors`).
+        odd: row -> an offset that fits no column.
     """
 
-    names: Names
+    names: Names | list[str]
     name: Any
     hint: Any
     rank: Any
     offsets: Any
-    paths: Names
+    paths: Names | list[str]
     path: Any
     byte_offset: Any
     byte_length: Any
+    transformed: Collection[int] = ()
+    odd: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

@@ -106,7 +106,7 @@ def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
         index.extend(stored or ())
         infos.extend((stored or {}).values())
     problems: list[Problem] = []
-    raw = _RawRecords.read(index, infos, file, problems)
+    raw = _records(index, infos, file, problems)
     tensors, byte_names = _tensors(entries, states[0].get("mcore_data"), file, problems)
     records, has_offset, joined, byte_records = _join(tensors, byte_names, raw)
     known = {"state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"}
@@ -116,7 +116,7 @@ def describe(roots: Sequence[Any], file: str = ".metadata") -> Description:
         byte_records=byte_records,
         records=records,
         has_offset=has_offset,
-        paths=raw.paths,
+        paths=[*raw.paths],
         extras={key: value for state in reversed(states) for key, value in state.items() if key not in known},
         storage_meta=states[0].get("storage_meta"),
         version=version if isinstance(version, str) else None,
@@ -316,153 +316,76 @@ def _dtype(properties: Any) -> str:
 # ---------------------------------------------------------------- records
 
 
-@dataclass(slots=True)
-class _RawRecords:
-    """storage_data as columns; row i is one stored record.
+def _records(index: list[Any], infos: list[Any], file: str, problems: list[Problem]) -> RecordRows:
+    """storage_data as one table, of stand-ins, row runs or both; row i is one stored record, texts in order of use."""
+    is_node = [type(key) is not RowRun and key is not END for key in index]
+    nodes = _rows_of(list(compress(index, is_node)), list(compress(infos, is_node)), file, problems)
+    if all(is_node):
+        return nodes
+    lengths = [key.count if type(key) is RowRun else int(key is not END) for key in index]
+    ends = np.cumsum(lengths)
+    starts, total = ends - lengths, int(ends[-1])
+    parts: list[tuple[Any, RecordRows, slice]] = [(starts[is_node], nodes, slice(None))]
+    row_runs = [(key, int(start)) for key, start in zip(index, starts, strict=True) if type(key) is RowRun]
+    for key, start in row_runs:
+        assert isinstance(key.table.rows, RecordRows)
+        parts.append((slice(start, start + key.count), key.table.rows, slice(key.first, key.first + key.count)))
+    tables = {id(table): table for _, table, _ in parts}
+    names, paths = Numbering([]), Numbering([])
+    numbers = {key: (names.add([*table.names]), paths.add([*table.paths])) for key, table in tables.items()}
+    name, path = np.zeros(total, np.int32), np.zeros(total, np.int32)
+    hint, rank, byte_offset, byte_length = (np.zeros(total, np.int64) for _ in range(4))
+    offsets = np.zeros((total, max(table.offsets.shape[1] for table in tables.values())), np.int64)
+    for place, table, own in parts:
+        of_names, of_paths = numbers[id(table)]
+        name[place], path[place] = of_names[table.name[own]], of_paths[table.path[own]]
+        hint[place], rank[place] = table.hint[own], table.rank[own]
+        offsets[place, : table.offsets.shape[1]] = table.offsets[own]
+        byte_offset[place], byte_length[place] = table.byte_offset[own], table.byte_length[own]
+    for key, _ in row_runs:
+        key.table.rows = None  # copied; of a million records they are 50 MB
+    rows = starts[is_node]
+    used, name = names.in_order_of_use(name)
+    used_paths, path = paths.in_order_of_use(path)
+    odd = {int(rows[row]): offset for row, offset in nodes.odd.items()}
+    transformed = rows[[*nodes.transformed]].tolist()
+    return RecordRows(used, name, hint, rank, offsets, used_paths, path, byte_offset, byte_length, transformed, odd)
 
-    Attributes:
-        names: the distinct names, in order of first use; fqn: int32 [m], position in it.
-        hint: int64 [m], the chunk's number among those of its tensor, as far as the writer knew; -1 for none.
-        rank: int64 [m], number of axes of the offset it is filed under; -1 for none, -2 for one that is in `odd`.
-        offsets: int64 [m, d], zeros behind the rank.
-        odd: row -> an offset that fits no column.
-        paths: the distinct relative paths, likewise; file: int32 [m], position in it.
-    """
 
-    names: list[str]
-    fqn: Any
-    hint: IntArray
-    rank: IntArray
-    offsets: IntArray
-    odd: dict[int, tuple[int, ...]]
-    paths: list[str]
-    file: Any
-    byte_offset: IntArray
-    byte_length: IntArray
-    transformed: Any
-
-    @classmethod
-    def read(cls, index: list[Any], infos: list[Any], file: str, problems: list[Problem]) -> _RawRecords:
-        """The columns of records that are stand-ins, runs of rows, or both in turn."""
-        if RowRun not in set(map(type, index)):
-            return cls.of_nodes(index, infos, file, problems)
-        is_node = [type(key) is not RowRun and key is not END for key in index]
-        nodes = cls.of_nodes(list(compress(index, is_node)), list(compress(infos, is_node)), file, problems)
-        lengths = [key.count if type(key) is RowRun else int(key is not END) for key in index]
-        ends = np.cumsum(lengths)
-        starts = ends - lengths
-        total = int(ends[-1])
-        row_runs = [(key, int(start)) for key, start in zip(index, starts, strict=True) if type(key) is RowRun]
-        tables = {id(key.table): _record_rows(key) for key, _ in row_runs}
-        wide = max(nodes.offsets.shape[1], *(table.offsets.shape[1] for table in tables.values()))
-        whole = cls(
-            names=[],
-            fqn=np.zeros(total, np.int32),
-            hint=np.zeros(total, np.int64),
-            rank=np.zeros(total, np.int64),
-            offsets=np.zeros((total, wide), np.int64),
-            odd={},
-            paths=[],
-            file=np.zeros(total, np.int32),
-            byte_offset=np.zeros(total, np.int64),
-            byte_length=np.zeros(total, np.int64),
-            transformed=np.zeros(total, bool),
-        )
-        rows = starts[is_node]
-        names, paths = Numbering(nodes.names), Numbering(nodes.paths)
-        whole._put(
-            rows, nodes.fqn, nodes.hint, nodes.rank, nodes.offsets, nodes.file, nodes.byte_offset, nodes.byte_length
-        )
-        whole.transformed[rows] = nodes.transformed
-        whole.odd = {int(rows[row]): offset for row, offset in nodes.odd.items()}
-        numbers = {key: (names.add(list(table.names)), paths.add(list(table.paths))) for key, table in tables.items()}
-        for row_run, start in row_runs:
-            table = tables[id(row_run.table)]
-            of_names, of_paths = numbers[id(row_run.table)]
-            part = slice(row_run.first, row_run.first + row_run.count)
-            columns = table.byte_offset[part], table.byte_length[part]
-            place = slice(start, start + row_run.count)
-            whole._put(
-                place,
-                of_names[table.name[part]],
-                table.hint[part],
-                table.rank[part],
-                table.offsets[part],
-                of_paths[table.path[part]],
-                *columns,
-            )
-        for row_run, _ in row_runs:
-            row_run.table.rows = None  # copied; of a million records they are 50 MB
-        whole.names, whole.fqn = names.in_order_of_use(whole.fqn)
-        whole.paths, whole.file = paths.in_order_of_use(whole.file)
-        return whole
-
-    def _put(
-        self,
-        rows: Any,
-        fqn: Any,
-        hint: IntArray,
-        rank: IntArray,
-        offsets: IntArray,
-        file: Any,
-        start: IntArray,
-        length: IntArray,
-    ) -> None:
-        self.fqn[rows], self.hint[rows], self.rank[rows], self.file[rows] = fqn, hint, rank, file
-        self.offsets[rows, : offsets.shape[1]] = offsets
-        self.byte_offset[rows], self.byte_length[rows] = start, length
-
-    @classmethod
-    def of_nodes(cls, index: list[Node], infos: list[Node], file: str, problems: list[Problem]) -> _RawRecords:
-        """The same for stand-ins only."""
+def _rows_of(index: list[Node], infos: list[Node], file: str, problems: list[Problem]) -> RecordRows:
+    """The table of stand-ins."""
+    try:
+        keys = attributes_of_all(index, "MetadataIndex")
+        values = attributes_of_all(infos, "_StorageInfo")
+        fqns = list(map(itemgetter("fqn"), keys))
+        names = list(map(itemgetter("relative_path"), values))
+        lengths = list(map(itemgetter("length"), values))
+        starts = list(map(itemgetter("offset"), values))
+    except KeyError as error:
+        raise UnreadableError(f"has a storage entry without {error}") from None
+    if not {str} >= set(map(type, fqns)) | set(map(type, names)):
+        raise UnreadableError("has a storage entry whose key or path is not text")
+    fqn, different = _numbered(fqns)
+    number, paths = _numbered(names)
+    rank, offsets, odd = _filed_under([key.get("offset") for key in keys])  # absent for bytes entries
+    columns = []
+    for values_of, what in ((starts, "offset"), (lengths, "length")):
         try:
-            keys = attributes_of_all(index, "MetadataIndex")
-            values = attributes_of_all(infos, "_StorageInfo")
-            fqns = list(map(itemgetter("fqn"), keys))
-            names = list(map(itemgetter("relative_path"), values))
-            lengths = list(map(itemgetter("length"), values))
-            starts = list(map(itemgetter("offset"), values))
-        except KeyError as error:
-            raise UnreadableError(f"has a storage entry without {error}") from None
-        if not {str} >= set(map(type, fqns)) | set(map(type, names)):
-            raise UnreadableError("has a storage entry whose key or path is not text")
-        fqn, different = _numbered(fqns)
-        number, paths = _numbered(names)
-        rank, offsets, odd = _filed_under([key.get("offset") for key in keys])  # absent for bytes entries
-        columns = []
-        for values_of, what in ((starts, "offset"), (lengths, "length")):
-            try:
-                columns.append(np.fromiter(values_of, np.int64, len(values_of)))
-            except (OverflowError, TypeError, ValueError):
-                problems.append(_limit(file, None, f"a storage entry's {what} does not fit 64 bits"))
-                whole = (v if isinstance(v, int) and abs(v) < 2**63 else -1 for v in values_of)
-                columns.append(np.fromiter(whole, np.int64, len(values_of)))
-        transformed = np.zeros(len(values), bool)
-        if not {3} >= set(map(len, values)):
-            transformed[:] = [bool(value.get("transform_descriptors")) for value in values]
-        hints = [hint if type(hint) is int and 0 <= hint < COORDINATE_LIMIT else -1 for hint in map(_hint, keys)]
-        return cls(
-            different,
-            fqn,
-            np.array(hints, np.int64),
-            rank,
-            offsets,
-            odd,
-            paths,
-            number,
-            columns[0],
-            columns[1],
-            transformed,
-        )
+            columns.append(np.fromiter(values_of, np.int64, len(values_of)))
+        except (OverflowError, TypeError, ValueError):
+            problems.append(_limit(file, None, f"a storage entry's {what} does not fit 64 bits"))
+            whole = (v if isinstance(v, int) and abs(v) < 2**63 else -1 for v in values_of)
+            columns.append(np.fromiter(whole, np.int64, len(values_of)))
+    transformed: list[int] = []
+    if not {3} >= set(map(len, values)):
+        transformed = [row for row, value in enumerate(values) if value.get("transform_descriptors")]
+    hints = [hint if type(hint) is int and 0 <= hint < COORDINATE_LIMIT else -1 for hint in map(_hint, keys)]
+    hint, (start, length) = np.array(hints, np.int64), columns
+    return RecordRows(different, fqn, hint, rank, offsets, paths, number, start, length, transformed, odd)
 
 
 def _hint(key: dict[str, Any]) -> Any:
     return key.get("index")
-
-
-def _record_rows(row_run: RowRun) -> RecordRows:
-    assert isinstance(row_run.table.rows, RecordRows)
-    return row_run.table.rows
 
 
 def _numbered(texts: list[str]) -> tuple[Any, list[str]]:
@@ -526,14 +449,14 @@ def _filed_under(offsets: list[Any]) -> tuple[IntArray, IntArray, dict[int, tupl
 
 
 def _join(
-    tensors: dict[str, Tensor], byte_names: list[str], raw: _RawRecords
+    tensors: dict[str, Tensor], byte_names: list[str], raw: RecordRows
 ) -> tuple[RecordTable, Any, dict[str, Tensor], dict[str, int]]:
     """Find each chunk's and bytes entry's record; records are filed under (fqn, offset).
 
     Returns the records as a table, which of them have an offset, the tensors by printable name, the bytes entries.
     """
     numbers = {name: number for number, name in enumerate(raw.names)}
-    owned = np.zeros(len(raw.fqn), bool)
+    owned = np.zeros(len(raw.name), bool)
 
     by_rank: dict[int, list[tuple[int, Tensor]]] = {}
     for name, tensor in tensors.items():
@@ -550,7 +473,7 @@ def _join(
             owned[rows] = True
         else:
             found = _match(
-                np.concatenate([raw.fqn[rows, None].astype(np.int64), stored], axis=1),
+                np.concatenate([raw.name[rows, None].astype(np.int64), stored], axis=1),
                 np.concatenate([np.repeat(owners, lengths)[:, None], wanted], axis=1),
                 rows,
                 owned,
@@ -561,19 +484,21 @@ def _join(
     rows = np.flatnonzero(raw.rank == -1)
     of_bytes = [numbers.get(name, -1) for name in byte_names]
     row_of = np.full(len(raw.names) + 1, -1, np.int64)  # the last one for names that have no record
-    row_of[raw.fqn[rows]] = rows
+    row_of[raw.name[rows]] = rows
     wanted_bytes = np.zeros(len(raw.names) + 1, bool)
     wanted_bytes[of_bytes] = True
     wanted_bytes[-1] = False
-    owned[rows] = wanted_bytes[raw.fqn[rows]]
+    owned[rows] = wanted_bytes[raw.name[rows]]
     byte_records = dict(zip(all_printable(byte_names), row_of[of_bytes].tolist(), strict=True))
+    transformed = np.zeros(len(raw.name), bool)
+    transformed[[*raw.transformed]] = True
     records = RecordTable(
-        fqns=all_printable(raw.names),
-        fqn=raw.fqn,
-        file=raw.file,
+        fqns=all_printable([*raw.names]),
+        fqn=raw.name,
+        file=raw.path,
         byte_offset=raw.byte_offset,
         byte_length=raw.byte_length,
-        transformed=raw.transformed,
+        transformed=transformed,
         owned=owned,
         strays={row: _stray(raw, row) for row in np.flatnonzero(~owned).tolist()},
     )
@@ -581,7 +506,7 @@ def _join(
 
 
 def _by_hint(
-    raw: _RawRecords, rows: IntArray, stored: IntArray, wanted: IntArray, owners: IntArray, lengths: IntArray
+    raw: RecordRows, rows: IntArray, stored: IntArray, wanted: IntArray, owners: IntArray, lengths: IntArray
 ) -> IntArray | None:
     """What `_match` finds, where every record names the number of its chunk and every chunk has one record.
 
@@ -592,7 +517,7 @@ def _by_hint(
         return None
     first, count = np.full(len(raw.names), -1, np.int64), np.zeros(len(raw.names), np.int64)
     first[owners], count[owners] = np.cumsum(lengths) - lengths, lengths
-    fqn, hint = raw.fqn[rows], raw.hint[rows]
+    fqn, hint = raw.name[rows], raw.hint[rows]
     if ((hint < 0) | (hint >= count[fqn])).any():
         return None
     at = first[fqn] + hint
@@ -601,7 +526,7 @@ def _by_hint(
     return found if (found >= 0).all() and (stored == wanted[at]).all() else None
 
 
-def _stray(raw: _RawRecords, row: int) -> tuple[int, ...] | None:
+def _stray(raw: RecordRows, row: int) -> tuple[int, ...] | None:
     """The offset that a record is filed under."""
     rank = int(raw.rank[row])
     if rank < 0:
