@@ -369,7 +369,7 @@ def toml(data: bytes) -> None:
 def baseline(data: bytes) -> None:
     """An earlier JSON report."""
     from ckptlint.errors import ConfigError
-    from ckptlint.lint.baseline import read_baseline
+    from ckptlint.lint.ignores import read_baseline
 
     file = scratch("baseline").path / "report.json"
     file.write_bytes(data)
@@ -396,7 +396,8 @@ def expected(name: str, data: bytes) -> None:
 def check(base: str, name: str, depth: str, data: bytes) -> None:
     """A real checkpoint with one file replaced, from the path to the report in every format."""
     from ckptlint.depth import Depth
-    from ckptlint.lint import run as pipeline
+    from ckptlint.lint.request import Request
+    from ckptlint.lint.run import run
     from ckptlint.payload.reading import default_reading
     from ckptlint.reporters import REPORTERS
     from ckptlint.reporters.style import Style
@@ -408,7 +409,7 @@ def check(base: str, name: str, depth: str, data: bytes) -> None:
     inner = b"".join(pickles(data)) if name.endswith((".pt", ".distcp")) else data
     with in_this_process(not (merges(data) if name.endswith(".yaml") else needs_child(inner))):
         reading = default_reading(Depth(depth)) if depth == "data" else None
-        report = pipeline.run([str(folder)], rules(), depth=Depth(depth), reading=reading)
+        report = run(Request((str(folder),), (*rules(),), Depth(depth), reading=reading))
     crashed = [item.finding.message for item in report.diagnostics if item.code == "LNT002"]
     assert not crashed, crashed
     assert not report.unreadable, report.unreadable

@@ -76,53 +76,24 @@ def check(
         ConfigError: an unknown rule, level or depth, a sample at a lesser depth, a reference, baseline or settings file
             that cannot be used.
     """
-    from dataclasses import replace
-
-    from ckptlint.depth import Depth
-    from ckptlint.lint import run as pipeline
-    from ckptlint.lint import selection
-    from ckptlint.lint.options import percent, tokens
-    from ckptlint.lint.settings_file import Settings, every_rule, key_ignores, read
-    from ckptlint.payload.reading import default_reading
+    from ckptlint.lint.request import Request
+    from ckptlint.lint.run import run
+    from ckptlint.lint.settings_file import Settings, read
 
     checked = [str(path) for path in paths]
-    settings = Settings() if config is None else read(str(config), checked)
-    said = settings.options
-    depth = said.get("depth", "files") if depth is None else depth
-    expect = said.get("expect") if expect is None else str(expect)
-    if depth not in [*Depth]:
-        raise ConfigError(f"there is no depth {depth!r}: {', '.join(Depth)}")
-    depth = Depth(depth)
-    known = every_rule(settings, checked)
-    levels = said.get("severity", ()) if severity is None else [f"{rule}={level}" for rule, level in severity.items()]
-    rules = selection.select(
-        known,
-        chosen=tokens([*select] or said.get("select", ())),
-        extended=tokens(said.get("extend-select", ())),
-        ignored=tokens([*ignore] or said.get("ignore", ())),
-        severities=[(rule, level) for rule, _, level in (text.partition("=") for text in levels)],
-        depth=depth,
-        has_reference=expect is not None,
-    )
-    reading = None
-    share = percent(said["sample"]) if sample is None and "sample" in said else sample
-    if depth.opens_records:
-        reading = default_reading(depth, share, said.get("seed") if seed is None else seed)
-        reading = replace(reading, jobs=said.get("jobs", reading.jobs))
-    elif share is not None:
-        raise ConfigError("a sample needs depth headers or data")
-    return pipeline.run(
-        checked,
-        rules,
-        depth=depth,
-        fail_on=settings.fail_on if fail_on is None else fail_on,
-        all_steps=said.get("all-steps", False) if all_steps is None else all_steps,
-        expect=expect,
-        reading=reading,
-        ignores=() if said.get("no-ignores") else key_ignores(settings, known),
-        baseline=said.get("baseline") if baseline is None else str(baseline),
-        settings=settings.file,
-    )
+    options = {
+        "depth": depth,
+        "select": [*select],
+        "ignore": [*ignore],
+        "severity": None if severity is None else [f"{rule}={level}" for rule, level in severity.items()],
+        "fail-on": fail_on,
+        "all-steps": all_steps,
+        "expect": None if expect is None else str(expect),
+        "baseline": None if baseline is None else str(baseline),
+        "sample": sample,
+        "seed": seed,
+    }
+    return run(Request.of(options, Settings() if config is None else read(str(config), checked), checked))
 
 
 def load(path: str | PathLike[str]) -> Checkpoint:

@@ -11,7 +11,6 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,25 +27,14 @@ from ckptlint.commands.shared import (
     terminal_style,
     write_file,
 )
-from ckptlint.depth import Depth
-from ckptlint.lint.options import CHECK_OPTIONS, FORMATS, SUFFIXES, percent, tokens
+from ckptlint.lint.options import CHECK_OPTIONS, FORMATS, SUFFIXES
 
 if TYPE_CHECKING:
     from ckptlint.lint.report import Report
+    from ckptlint.lint.request import Request
+    from ckptlint.lint.run import Source
     from ckptlint.lint.settings_file import Settings
-    from ckptlint.payload.reading import Reading
-    from ckptlint.reporters.style import Style
     from ckptlint.rule import Rule
-
-SOURCE = "ckptlint.source"
-"""In the context: what reads checkpoints in place of `lint.run.opened`."""
-
-TAKES_REPORT = "ckptlint.takes_report"
-"""In the context: what is given the report in place of standard output."""
-
-
-class NoPath(click.UsageError):
-    """The options of `check` are right, and no path was given."""
 
 
 @click.command(cls=WithSettings, context_settings=ENVIRONMENT)
@@ -60,25 +48,70 @@ def check(paths: tuple[str, ...], **options: Any) -> None:
 
     Exit codes: 0 passed, 1 findings, 2 wrong use, 3 nothing to check, 4 verdict incomplete.
     """
-    format_, statistics = options["format_"], options["statistics"]
-    if statistics and format_ != "full":
-        raise click.UsageError(f"--statistics prints a table of its own: leave out --format {format_}")
-    outputs = [_output(value) for value in options["output"]]
-    judge = judging(options)
+    emit = emitter(options)
+    request = requested(options)
     if not paths:
-        raise NoPath("which checkpoint? name a PATH; `ckptlint --help` shows how")
-    _, checked = click.get_current_context().obj
+        raise click.UsageError("which checkpoint? name a PATH; `ckptlint --help` shows how")
     with progress(options["no_progress"]):
-        report = replace(judge(checked, all_steps=options["all_steps"]), command=_command_line())
+        report = judged(request)
+    emit(report)
+    sys.exit(report.exit_code)
+
+
+def requested(options: Mapping[str, Any]) -> Request:
+    """What the options of `check` and the settings ask for.
+
+    Args:
+        options: variable -> value, of a command with `check_options`.
+
+    Raises:
+        UsageError, ConfigError: an option or a setting is wrong.
+    """
+    from ckptlint.lint.request import Request
+
+    settings, checked = click.get_current_context().obj
+    level = _level()
+    for sentence in settings.unread:
+        tell(sentence)
+    given = {option.name: options[option.variable] for option in CHECK_OPTIONS if option.variable in options}
+    return Request.of(given | {"fail-on": level}, settings, checked)
+
+
+def judged(request: Request, source: Source | None = None) -> Report:
+    """`lint.run.run`, with the command that asked."""
+    from ckptlint.lint.run import run
+
+    return replace(run(request, source), command=_command_line())
+
+
+def emitter(options: Mapping[str, Any], prints: bool = True) -> Callable[[Report], None]:
+    """What prints a report, unless somebody else does, and writes the files of `--output`, as the options say.
+
+    Raises:
+        UsageError: an option is wrong.
+    """
+    format_ = options["format_"]
+    if options["statistics"]:
+        if format_ != "full":
+            raise click.UsageError(f"--statistics prints a table of its own: leave out --format {format_}")
+        format_ = "statistics"
+    outputs = [_output(value) for value in options["output"]]
     style = terminal_style(
         options["color"], options["ascii_"], options["max_per_rule"], options["quiet"], options["verbose"]
     )
-    shown = "statistics" if statistics else format_
-    if takes := click.get_current_context().meta.get(TAKES_REPORT):
-        takes(report)
-        shown = ""
-    _emit(report, style, shown, outputs)
-    sys.exit(report.exit_code)
+
+    def emit(report: Report) -> None:
+        from ckptlint.reporters import REPORTERS
+
+        if prints and (text := REPORTERS[format_](report, style)):
+            show_text(text)
+        if prints and report.settings and format_ in _WITHOUT_SETTINGS and not style.quiet:
+            tell(f"settings from {report.settings}")
+        whole = replace(style, color=False, quiet=0)  # a file is whole, whatever -q says
+        for name, path in outputs:
+            write_file(path, REPORTERS[name](report, whole))
+
+    return emit
 
 
 def _command_line() -> str:
@@ -86,48 +119,6 @@ def _command_line() -> str:
     from ckptlint.storage.paths import shown as shown_path
 
     return shlex.join(["ckptlint", *map(shown_path, sys.argv[1:])])
-
-
-def judging(options: Mapping[str, Any]) -> Callable[..., Report]:
-    """`lint.run.run` with all that the options of `check` and the settings say, but for the paths and `all_steps`.
-
-    Raises:
-        UsageError, ConfigError: an option or a setting is wrong.
-    """
-    from ckptlint.lint import run as pipeline
-    from ckptlint.lint import selection
-    from ckptlint.lint.settings_file import every_rule, key_ignores
-
-    context = click.get_current_context()
-    settings, checked = context.obj
-    level = _level()
-    for sentence in settings.unread:
-        tell(sentence)
-    known = every_rule(settings, checked)
-    ignores = key_ignores(settings, known)
-    depth = Depth(options["depth"])
-    rules = selection.select(
-        known,
-        chosen=tokens(options["select"]),
-        extended=tokens(options["extend_select"]),
-        ignored=tokens(options["ignore"]),
-        severities=[_pair(value) for value in options["severity"]],
-        depth=depth,
-        has_reference=options["expect"] is not None,
-    )
-    return partial(
-        pipeline.run,
-        rules=rules,
-        depth=depth,
-        fail_on=level,
-        expect=options["expect"],
-        reading=_reading(depth, options["sample"], options["seed"], options["jobs"]),
-        ignores=() if options["no_ignores"] else ignores,
-        baseline=options["baseline"],
-        source=context.meta.get(SOURCE),
-        jobs=options["jobs"],
-        settings=settings.file,
-    )
 
 
 def _level() -> Any:
@@ -142,38 +133,13 @@ def _level() -> Any:
         said = {
             name: value
             for name in ("strict", "exit_zero", "fail_on")
-            if (value := context.params[name]) and _source(context, name) == source
+            if (value := context.params[name]) and context.get_parameter_source(name) == source
         }
         if len(said.keys() & {"strict", "exit_zero"}) == 2:
             raise click.UsageError("--strict and --exit-zero contradict each other: give one of them")
         if said:
             return "warning" if "strict" in said else "never" if "exit_zero" in said else said["fail_on"]
     raise AssertionError("--fail-on has a default")
-
-
-def _source(context: click.Context, name: str) -> ParameterSource:
-    """Where the value of an option comes from; `watch` calls `check` with values of its own."""
-    above = context.parent.get_parameter_source(name) if context.parent else None
-    return context.get_parameter_source(name) or above or ParameterSource.DEFAULT
-
-
-def _pair(value: str) -> tuple[str, str]:
-    name, equals, level = value.partition("=")
-    if not equals:
-        raise click.UsageError(f"--severity takes RULE=LEVEL, not {value!r}")
-    return name, level
-
-
-def _reading(depth: Depth, sample: str | None, seed: int | None, jobs: int | None) -> Reading | None:
-    """How to read the payload; None at depths that do not."""
-    if not depth.opens_records:
-        if sample is not None:
-            raise click.UsageError("--sample needs --depth headers or --depth data")
-        return None
-    from ckptlint.payload.reading import default_reading
-
-    reading = default_reading(depth, None if sample is None else percent(sample), seed)
-    return replace(reading, jobs=jobs or reading.jobs)
 
 
 def _output(value: str) -> tuple[str, Path]:
@@ -189,18 +155,6 @@ def _output(value: str) -> tuple[str, Path]:
 
 _WITHOUT_SETTINGS = ("concise", "gitlab")
 """Formats that have no place for the name of the settings file, each line or item of theirs being a finding."""
-
-
-def _emit(report: Report, style: Style, format_: str, outputs: list[tuple[str, Path]]) -> None:
-    from ckptlint.reporters import REPORTERS
-
-    whole = replace(style, color=False, quiet=0)  # a file is whole, whatever -q says
-    if format_ and (text := REPORTERS[format_](report, style)):
-        show_text(text)
-    if report.settings and format_ in _WITHOUT_SETTINGS and not style.quiet:
-        tell(f"settings from {report.settings}")
-    for name, path in outputs:
-        write_file(path, REPORTERS[name](report, whole))
 
 
 # ---------------------------------------------------------------- ckptlint config
@@ -219,15 +173,15 @@ def config(format_: str, arguments: tuple[str, ...]) -> None:
         tell(sentence)
     known = every_rule(found, checked)
     key_ignores(found, known)
-    sources = {
+    sources: dict[ParameterSource | None, str] = {
         ParameterSource.DEFAULT: "default",
         ParameterSource.DEFAULT_MAP: "file",
         ParameterSource.ENVIRONMENT: "environment",
     }
-    rows = {
-        option.name: (context.params[option.variable], sources.get(_source(context, option.variable), "option"))
-        for option in CHECK_OPTIONS
-    }
+    rows = {}
+    for option in CHECK_OPTIONS:
+        source = sources.get(context.get_parameter_source(option.variable), "option")
+        rows[option.name] = (context.params[option.variable], source)
     click.echo(_in_force(found, rows, known, format_))
 
 

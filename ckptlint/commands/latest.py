@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptlint.commands.check import judging
+from ckptlint.commands.check import judged, requested
 from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress, show_text
 from ckptlint.lint.options import tokens
 from ckptlint.model.text import listed
 from ckptlint.vocabulary.parts import PARTS
 
 if TYPE_CHECKING:
+    from ckptlint.lint.report import Report
     from ckptlint.lint.steps import Search
 
 SCHEMA = "ckptlint.latest/1"
@@ -47,13 +48,16 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
     required = tokens(require)
     if unknown := [part for part in required if part not in PARTS]:
         raise click.UsageError(f"there is no part {unknown[0]!r}, only {', '.join(PARTS)}")
-    judge = judging(options)
+    request = requested(options)
     from ckptlint.lint.steps import newest_good, runs_at
     from ckptlint.reporters.style import JSON_ESCAPE, inert
 
+    def judge(step: str) -> Report:
+        return judged(request.only(step))
+
     runs = runs_at(run_dir)
     with progress(options["no_progress"]):
-        searches = [newest_good(run, path, lambda step: judge([step]), required, before) for path, run in runs]
+        searches = [newest_good(run, path, judge, required, before) for path, run in runs]
     if answer == "json":
         show_text(inert(_as_json(searches), JSON_ESCAPE))
     else:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import click
 
-from ckptlint.commands.check import SOURCE, check
-from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options
-from ckptlint.errors import CkptlintError
+from ckptlint.commands.check import emitter, judged, requested
+from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress
 from ckptlint.live.shared_check import joined
 
 
@@ -24,8 +24,7 @@ from ckptlint.live.shared_check import joined
     help="Wait at most this long until all nodes see the same files.",
 )
 @check_options(but=["all-steps"])
-@click.pass_context
-def live(context: click.Context, /, path: str, every_node: bool, digest: bool, settle: float, **options: Any) -> None:
+def live(path: str, every_node: bool, digest: bool, settle: float, **options: Any) -> None:
     """Check a checkpoint with all ranks of a job: every node must see the same files.
 
     Run `torchrun --nproc-per-node N -m ckptlint live PATH`, on one node or many; one process alone is a job too. At
@@ -38,14 +37,14 @@ def live(context: click.Context, /, path: str, every_node: bool, digest: bool, s
             options["jobs"] = job.threads
         if options["seed"] is None:
             options["seed"] = job.seed
-        options["no_progress"] |= job.rank > 0
-        context.meta[SOURCE] = job.source
-        context.obj = context.obj[0], [path]
+        code = 4
         try:
-            context.invoke(check, paths=(path,), **options)
-        except SystemExit as ended:
-            job.tell(ended.code if isinstance(ended.code, int) else 4)
-            raise
-        except CkptlintError:
-            job.tell(4)
-            raise
+            emit = emitter(options)
+            request = requested(options).only(path)
+            with progress(options["no_progress"] or job.rank > 0):
+                report = judged(request, job.source)
+            emit(report)
+            code = report.exit_code
+        finally:
+            job.tell(code)
+    sys.exit(code)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING
 
 from ckptlint.depth import Depth
 from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError, ReaderError
-from ckptlint.lint.baseline import apply_baseline, read_baseline
 from ckptlint.lint.causes import with_causes
 from ckptlint.lint.engine import run_rules
-from ckptlint.lint.ignores import KeyIgnore, set_aside
-from ckptlint.lint.report import CheckpointReport, FailOn, Report
+from ckptlint.lint.ignores import apply_baseline, read_baseline, set_aside
+from ckptlint.lint.report import CheckpointReport, Report
+from ckptlint.lint.request import Request
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find
 from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.run.folder import step_before
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Rule
 from ckptlint.sandbox import ahead, one_budget
 from ckptlint.storage.paths import is_url, shown
 
@@ -107,53 +106,33 @@ def _read(found: Found, depth: Depth, reading: Reading | None) -> Checkpoint | C
         return error
 
 
-def run(
-    paths: Iterable[str],
-    rules: Sequence[Rule],
-    *,
-    depth: Depth = Depth.FILES,
-    fail_on: FailOn = "error",
-    all_steps: bool = False,
-    expect: str | None = None,
-    reading: Reading | None = None,
-    ignores: Sequence[KeyIgnore] = (),
-    baseline: str | None = None,
-    source: Source | None = None,
-    jobs: int | None = None,
-    settings: str = "",
-) -> Report:
+def run(request: Request, source: Source | None = None) -> Report:
     """Judge every checkpoint under the paths; what could not be found or read is part of the report.
 
     Args:
-        expect: the reference to compare each of them with; without one the rules that need it are not run.
-        reading: how to read the payload, at depths `headers` and `data`.
-        ignores: findings that do not count, by key.
-        baseline: an earlier JSON report, whose findings do not count.
-        jobs: as `opened` has it.
         source: reads what lies under a path otherwise than `opened` does, which it is called like.
-        settings: the settings file that all this comes from, to be named in the report.
 
     Raises:
         ConfigError: the reference or the baseline cannot be used.
     """
     started = time.perf_counter()
-    reference = None
-    if expect is not None:
+    rules, depth, reading, reference = request.rules, request.depth, request.reading, None
+    if request.expect is not None:
         from ckptlint.loaders.reference import read_reference
 
-        reference = read_reference(expect)
+        reference = read_reference(request.expect)
         if reference.values and reading is not None:
             from ckptlint.payload.reading import with_reference
 
             reading = with_reference(reading, reference)
-    known = {} if baseline is None else read_baseline(baseline)
+    known = {} if request.baseline is None else read_baseline(request.baseline)
     parts: list[CheckpointReport] = []
     not_found: list[str] = []
     unreadable: list[str] = []
-    source = source or partial(opened, jobs=jobs, seen=set())
-    for path in paths:
+    source = source or partial(opened, jobs=request.jobs, seen=set())
+    for path in request.paths:
         try:
-            for found, ckpt in source(path, all_steps, depth, reading):
+            for found, ckpt in source(path, request.all_steps, depth, reading):
                 if not isinstance(ckpt, Checkpoint):
                     (not_found if isinstance(ckpt, NothingToCheckError) else unreadable).append(_sentence(path, ckpt))
                     continue
@@ -166,11 +145,20 @@ def run(
         except (AccessError, ReaderError) as error:
             unreadable.append(_sentence(path, error))
     judging = tuple(rule for rule in rules if (reference is not None or not rule.expects) and not rule.live)
-    parts = set_aside(parts, rules, ignores, is_whole=not (not_found or unreadable))
+    parts = set_aside(parts, rules, request.ignores, is_whole=not (not_found or unreadable))
     parts, solved = apply_baseline(parts, rules, known)
     parts = [with_causes(part) for part in parts]
-    seconds = time.perf_counter() - started
-    return Report(parts, judging, depth, fail_on, tuple(not_found), tuple(unreadable), seconds, solved, shown(settings))
+    return Report(
+        parts,
+        judging,
+        depth,
+        request.fail_on,
+        tuple(not_found),
+        tuple(unreadable),
+        time.perf_counter() - started,
+        solved,
+        shown(request.settings),
+    )
 
 
 def _sentence(path: str, error: CkptlintError) -> str:

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 from support import REAL, REPOSITORY, run, takes_ctrl_c
 
-from ckptlint.commands.watch import events, is_vanishing
 from ckptlint.errors import NothingToCheckError
+from ckptlint.loaders.run.events import events, is_vanishing
 from ckptlint.testing import write_checkpoint
 
 GOOD = {"tensors": {"w": {"shape": [4, 4]}}}

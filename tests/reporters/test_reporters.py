@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,12 @@ import ckptlint
 from ckptlint import __version__
 from ckptlint.commands import main as cli
 from ckptlint.depth import Depth
-from ckptlint.lint import run as pipeline
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.options import SUFFIXES
 from ckptlint.lint.registry import load_rules
 from ckptlint.lint.report import FailOn, Report
+from ckptlint.lint.request import Request
+from ckptlint.lint.run import run
 from ckptlint.loaders.layouts import layouts
 from ckptlint.model.text import printable
 from ckptlint.reporters import REPORTERS
@@ -120,12 +121,18 @@ def test_every_snapshot_belongs_to_a_test() -> None:
 
 # ---------------------------------------------------------------- schemas
 
+
+def judged(place: Path, rules: Sequence[Rule]) -> Report:
+    """The report of these rules."""
+    return run(Request((str(place),), (*rules,)))
+
+
 REPORTS: dict[str, Callable[[], Report]] = {
     "clean": lambda: check("fsdp2_4r"),
     "several": lambda: check(*CHECKPOINTS["several"], "megatron_two_modules_key_collision"),
     "nothing there": lambda: check("fsdp2_4r_hole", "no_such_folder"),
     "offsets below zero": lambda: check("storage_negative", "negative_offset", "path_absolute", "huge_shape"),
-    "a crashed rule": lambda: pipeline.run([str(REAL / "fsdp2_4r_hole")], crashing("GEO003")),
+    "a crashed rule": lambda: judged(REAL / "fsdp2_4r_hole", crashing("GEO003")),
 }
 
 
@@ -267,7 +274,7 @@ def inferring(rank: int | None = None) -> Report:
         yield Finding("one row is missing{of}", place, inferred_from="the shapes of layers 0-3", hint="save again")
 
     rule = next(rule for rule in load_rules() if rule.code == "GEO004")
-    return pipeline.run([str(REAL / "fsdp2_4r")], [Rule(rule.code, rule.name, rule.severity, check_)])
+    return judged(REAL / "fsdp2_4r", [Rule(rule.code, rule.name, rule.severity, check_)])
 
 
 @pytest.mark.parametrize("format_", ["full", "concise", "github", "gitlab", "junit", "sarif", "markdown", "html"])
@@ -395,7 +402,7 @@ def test_a_url_stays_one(tmp_path: Path) -> None:
 
 
 def test_a_crashed_rule_is_told_apart_from_a_finding() -> None:
-    report = pipeline.run([str(REAL / "fsdp2_4r")], crashing("GEO008"))
+    report = judged(REAL / "fsdp2_4r", crashing("GEO008"))
     (invocation,) = json.loads(render(report, "sarif"))["runs"][0]["invocations"]
     assert (invocation["executionSuccessful"], invocation["exitCode"]) == (False, 4)
     (told,) = invocation["toolExecutionNotifications"]
@@ -579,7 +586,7 @@ def test_xml_can_be_written_of_what_xml_cannot_hold() -> None:
 
     rule = next(rule for rule in load_rules() if rule.code == "GEO004")
     own = Rule(rule.code, rule.name, rule.severity, check_)
-    report = pipeline.run([str(REAL / "fsdp2_4r")], [own])
+    report = judged(REAL / "fsdp2_4r", [own])
     (suite,) = JUnitXml.fromstring(render(report, "junit").encode())
     (case,) = suite
     assert case.result[0].message == r"a\x00b\ufffe ]]> \ud800 \x1b[1m"

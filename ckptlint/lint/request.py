@@ -1,0 +1,115 @@
+"""What a user asks of a check, as one value: the command line, the API, `latest`, `watch` and `live` hold one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptlint.depth import Depth
+from ckptlint.errors import ConfigError
+from ckptlint.lint import selection
+from ckptlint.lint.ignores import KeyIgnore
+from ckptlint.lint.options import percent, tokens
+from ckptlint.lint.report import FailOn
+from ckptlint.lint.settings_file import Settings, every_rule, key_ignores
+from ckptlint.rule import Rule
+
+if TYPE_CHECKING:
+    from ckptlint.payload.reading import Reading
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to judge, and how.
+
+    Attributes:
+        paths: the checkpoints, step folders and run folders.
+        rules: those that run, with their severities and options.
+        fail_on: the lowest severity that fails the run.
+        all_steps: every step of a run folder, not only the newest.
+        expect: the reference to compare each checkpoint with; without one the rules that need it are not run.
+        reading: how to read the payload, at depths `headers` and `data`; None at others.
+        ignores: findings that do not count, by key.
+        baseline: an earlier JSON report, whose findings do not count.
+        jobs: checkpoints that are read at the same time, in processes of their own; None for one per processor, 8 at
+            most.
+        settings: the settings file that all this comes from, to be named in the report; "" without one.
+    """
+
+    paths: tuple[str, ...]
+    rules: tuple[Rule, ...]
+    depth: Depth = Depth.FILES
+    fail_on: FailOn = "error"
+    all_steps: bool = False
+    expect: str | None = None
+    reading: Reading | None = None
+    ignores: tuple[KeyIgnore, ...] = ()
+    baseline: str | None = None
+    jobs: int | None = None
+    settings: str = ""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], settings: Settings, paths: Iterable[str]) -> Request:
+        """The request that options make, and a settings file where they say nothing.
+
+        Args:
+            options: long option of `check` -> value; None and empty lists say nothing.
+
+        Raises:
+            ConfigError: an option or a setting is wrong, or two contradict each other.
+        """
+        paths = tuple(paths)
+        given = {name: value for name, value in options.items() if value is not None and value != () and value != []}
+        said = {**settings.options, **given}
+        depth = said.get("depth", Depth.FILES)
+        if depth not in [*Depth]:
+            raise ConfigError(f"there is no depth {depth!r}: {', '.join(Depth)}")
+        depth = Depth(depth)
+        known = every_rule(settings, paths)
+        ignores = key_ignores(settings, known)
+        rules = selection.select(
+            known,
+            chosen=tokens(said.get("select", ())),
+            extended=tokens(said.get("extend-select", ())),
+            ignored=tokens(said.get("ignore", ())),
+            severities=[_level(text) for text in said.get("severity", ())],
+            depth=depth,
+            has_reference="expect" in said,
+        )
+        return cls(
+            paths,
+            rules,
+            depth,
+            given.get("fail-on") or settings.fail_on,
+            said.get("all-steps", False),
+            said.get("expect"),
+            _reading(depth, said.get("sample"), said.get("seed"), said.get("jobs")),
+            () if said.get("no-ignores") else ignores,
+            said.get("baseline"),
+            said.get("jobs"),
+            settings.file,
+        )
+
+    def only(self, path: str) -> Request:
+        """The same of one step."""
+        return replace(self, paths=(path,), all_steps=False)
+
+
+def _level(text: str) -> tuple[str, str]:
+    rule, equals, level = text.partition("=")
+    if not equals:
+        raise ConfigError(f"--severity takes RULE=LEVEL, not {text!r}")
+    return rule, level
+
+
+def _reading(depth: Depth, sample: str | float | None, seed: int | None, jobs: int | None) -> Reading | None:
+    """How to read the payload; None at depths that do not."""
+    if not depth.opens_records:
+        if sample is not None:
+            raise ConfigError("--sample needs --depth headers or --depth data")
+        return None
+    from ckptlint.payload.reading import default_reading
+
+    reading = default_reading(depth, None if sample is None else percent(str(sample)), seed)
+    return replace(reading, jobs=jobs or reading.jobs)

@@ -1,0 +1,192 @@
+"""The steps of a running job, each once: when it is finished, and when it stays unfinished."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from math import inf
+from typing import Literal
+
+from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
+from ckptlint.loaders.discover import find_checkpoints
+from ckptlint.loaders.run.finished import step_state
+from ckptlint.loaders.run.folder import read_tracker
+from ckptlint.loaders.run.steps import components, not_followed, steps_of, sub_folder
+from ckptlint.model.text import human_duration
+from ckptlint.sandbox import isolated
+from ckptlint.storage.folder import Folder
+from ckptlint.storage.locate import folder_at
+from ckptlint.storage.paths import shown
+
+_LEVELS = 3  # a step, its components, theirs (verl)
+
+Sizes = dict[str, tuple[int, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something to act on.
+
+    Attributes:
+        step: the name of the step's folder, "" for the run itself.
+        number: of the step, None for the run itself.
+        text: what happened, as a sentence; "" for a finished step.
+        files: the files of the step at the last look.
+    """
+
+    kind: Literal["finished", "unfinished", "unread"]
+    step: str = ""
+    number: int | None = None
+    text: str = ""
+    files: frozenset[str] = frozenset()
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What a watch remembers: the sizes of the last look and since when they are so, and the steps handed out."""
+
+    since: dict[str, float] = field(default_factory=dict)
+    sizes: dict[str, Sizes] = field(default_factory=dict)
+    finished: set[str] = field(default_factory=set)
+    left_behind: set[str] = field(default_factory=set)
+    trouble: dict[str, str] = field(default_factory=dict)
+
+    def told(self, step: str, number: int | None, error: CkptlintError) -> list[Event]:
+        """The error as an event, unless it was the last one there: a store that is away for an hour is one message."""
+        if self.trouble.get(step) == str(error):
+            return []
+        self.trouble[step] = str(error)
+        return [Event("unread", step, number, str(error))]
+
+
+def events(
+    path: str,
+    interval: float,
+    once: bool = False,
+    stale: float = inf,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Iterator[Event]:
+    """Each finished step once, oldest first, and each that stays unfinished once; without end unless `once`.
+
+    A step is finished when what is written last is there and its files did not change between two looks, one interval
+    apart: `.metadata`; for Megatron `metadata.json` and the tracker too, where the run has one. A step that vanishes is
+    forgotten: one of the same name is a new one.
+
+    Args:
+        interval: seconds between two looks.
+        once: look twice, tell what is there, and end.
+        stale: seconds without a change after which an unfinished step is told, whether or not a later one finished.
+
+    Raises:
+        NothingToCheckError: the path is no folder, or is a checkpoint itself.
+        AccessError: the first look was refused.
+    """
+    memory = _Memory()
+    yield from _look(path, memory, stale)
+    while True:
+        sleep(interval)
+        try:
+            yield from _look(path, memory, stale)
+            memory.trouble.pop("", None)
+        except CkptlintError as error:
+            yield from memory.told("", None, error)
+        if once:
+            return
+
+
+def _look(path: str, memory: _Memory, stale: float) -> list[Event]:
+    run = run_folder(path)
+    numbers = {step.name: step.number for step in reversed(steps_of(run)) if step.is_folder}
+    names = [*numbers]
+    for gone in {*memory.sizes, *memory.trouble} - {"", *names}:
+        memory.sizes.pop(gone, None)
+        memory.since.pop(gone, None)
+        memory.trouble.pop(gone, None)
+        memory.finished.discard(gone)
+        memory.left_behind.discard(gone)
+    _, tracker = isolated(partial(read_tracker, run), 0)  # one of them is a pickle
+    still: set[str] = set()
+    found: list[Event] = []
+    for name, number in numbers.items():
+        if name in memory.finished:
+            continue
+        try:
+            step = sub_folder(run, name)
+            if step is None:
+                raise AccessError(not_followed(run, name))
+            sizes = dict(_sizes(step))
+            if memory.sizes.get(name) == sizes:
+                still.add(name)
+                if is_finished(step, number, tracker):
+                    found.append(Event("finished", name, number, files=frozenset(sizes)))
+            else:
+                memory.since[name] = time.time()
+            memory.sizes[name] = sizes
+            memory.trouble.pop(name, None)
+        except NothingToCheckError:  # it vanished meanwhile
+            continue
+        except CkptlintError as error:
+            found += memory.told(name, number, error)
+    memory.finished |= {event.step for event in found if event.kind == "finished"}
+    newest = max((i for i, name in enumerate(names) if name in memory.finished), default=0)
+    for place, name in enumerate(names):
+        if name not in still - memory.finished - memory.left_behind:
+            continue
+        quiet = _quiet(memory.since[name], memory.sizes[name], run.entries[name].mtime)
+        if place < newest:
+            text = f"{name} is still unfinished, and {names[newest]} is finished"
+        elif quiet >= stale:
+            text = f"{name} is still unfinished: nothing in it has changed for {human_duration(quiet)}"
+        else:
+            continue
+        memory.left_behind.add(name)
+        found.append(Event("unfinished", name, numbers[name], text, frozenset(memory.sizes[name])))
+    return sorted(found, key=lambda event: names.index(event.step))
+
+
+def _quiet(since: float, sizes: Sizes, mtime: float) -> float:
+    """Seconds since anything in a step changed: as the watch saw it, or as the times of its files say."""
+    newest = max([mtime, *(written for _, written in sizes.values())])
+    now = time.time()
+    return max(now - since, now - newest if newest else 0.0)
+
+
+def is_vanishing(path: str, event: Event) -> bool:
+    """Whether a file of a step that was there at the last look is gone: what was read of it does not count."""
+    try:
+        return not event.files <= dict(_sizes(folder_at(path)[0])).keys()
+    except CkptlintError:
+        return True
+
+
+def run_folder(path: str) -> Folder:
+    """The run folder, listed anew."""
+    run, file = folder_at(path)
+    if file:
+        raise NothingToCheckError(f"{shown(path)} is a file: name the run folder")
+    if not any(step.is_folder for step in steps_of(run)) and components(run):
+        raise NothingToCheckError(f"{shown(path)} is a checkpoint: name the run folder that holds the steps")
+    return run
+
+
+def _sizes(folder: Folder, levels: int = _LEVELS, prefix: str = "") -> Iterator[tuple[str, tuple[int, float]]]:
+    """Size and time of every file in a step."""
+    for name, entry in folder.entries.items():
+        if not entry.is_folder:
+            yield prefix + name, (entry.size, entry.mtime)
+        elif levels > 1 and (sub := sub_folder(folder, name)) is not None:
+            yield from _sizes(sub, levels - 1, f"{prefix}{name}/")
+
+
+def is_finished(step: Folder, number: int, tracker: int | Literal["release"] | None) -> bool:
+    """Whether everything that is written last is there; formats without such a mark only need a checkpoint."""
+    state = step_state(step)
+    if state == "unknown":
+        try:
+            find_checkpoints(step, all_steps=False)
+        except NothingToCheckError:
+            return False
+        return True
+    return state == "complete" and (not isinstance(tracker, int) or number <= tracker)
