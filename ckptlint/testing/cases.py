@@ -56,10 +56,67 @@ class Case:
         return bool(self.table.keys() & {"held", "remarks"})
 
 
+_KEYS = frozenset(
+    [
+        "archives",
+        "before",
+        "beside",
+        "bytes",
+        "common",
+        "crash",
+        "depth",
+        "enums_by_name",
+        "expect",
+        "files",
+        "held",
+        "ignores",
+        "links",
+        "mcore_data",
+        "megatron",
+        "metadata",
+        "name",
+        "names",
+        "objects",
+        "older",
+        "optimizers",
+        "others",
+        "plans",
+        "protocol",
+        "rank_files",
+        "ranks",
+        "raw",
+        "reference",
+        "reference_config",
+        "remarks",
+        "root",
+        "safetensors",
+        "says",
+        "seal",
+        "state",
+        "step",
+        "stray",
+        "tensors",
+        "torch",
+        "unstored",
+        "views",
+        "younger",
+    ]
+)
+_TENSOR_KEYS = frozenset(["chunks", "dtype", "holds", "records", "shape", "transform"])
+
+
 def read_cases(path: Path) -> list[Case]:
-    """The cases of a fixture file."""
+    """The cases of a fixture file.
+
+    Raises:
+        ValueError: a key that nobody knows, which would leave the case without what it says; with file and case.
+    """
     cases = []
     for table in tomllib.loads(path.read_text(encoding="utf-8"))["case"]:
+        parts = [(own, _KEYS) for own in (table, table.get("before", {}))]
+        parts += [(tensor, _TENSOR_KEYS) for tensor in table.get("tensors", {}).values()]
+        if unknown := {key for own, known in parts for key in own.keys() - known}:
+            raise ValueError(f"{path.name}, case {table.get('name')!r}: there is no key {min(unknown)!r}")
         name, expect, says = table.pop("name"), table.pop("expect", ()), table.pop("says", ())
         cases.append(Case(name, table, tuple(expect), tuple(says), table.pop("others", False)))
     return cases

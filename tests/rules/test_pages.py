@@ -68,3 +68,14 @@ def module_name(rule: Rule) -> str:
     'geo004_coverage_hole.py'
     """
     return f"{rule.code.lower()}_{rule.name.replace('-', '_')}.py"
+
+
+def test_a_misspelt_key_of_a_fixture_is_refused(tmp_path: Path) -> None:
+    for line, key in (
+        ("tensor = {}", "tensor"),
+        ("before = { bytez = [] }", "bytez"),
+        ("tensors = { w = { x = 1 } }", "x"),
+    ):
+        (tmp_path / "GEO001.toml").write_text(f'[[case]]\nname = "a case"\n{line}\n')
+        with pytest.raises(ValueError, match=rf"^GEO001\.toml, case 'a case': there is no key '{key}'$"):
+            read_cases(tmp_path / "GEO001.toml")
