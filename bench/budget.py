@@ -402,7 +402,7 @@ def hard_tilings(rank: int, count: int) -> list[tuple[str, float, float, bool]]:
     """What is hard in so many dims: name, seconds, peak MB of the process, whether the verdict is exact."""
     from irregular import anywhere, irregular, spiral, with_holes, with_overlaps
 
-    from ckptlint.model.layout import Layout
+    from ckptlint.model.layout import ChunkLayout
 
     whole = irregular(count, rank)
     made = {
@@ -418,7 +418,7 @@ def hard_tilings(rank: int, count: int) -> list[tuple[str, float, float, bool]]:
     rows = []
     for name, boxes in made.items():
         started = time.process_time()
-        coverage = Layout(*boxes).coverage
+        coverage = ChunkLayout(*boxes).coverage
         seconds = time.process_time() - started
         rows.append((name, seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, coverage.exact))
     return rows

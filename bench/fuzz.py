@@ -182,14 +182,14 @@ def state(data: bytes) -> None:
     """The `data.pkl` of a record or of the common state."""
     from ckptlint.errors import CkptlintError
     from ckptlint.formats.pickles.safe_pickle import read_state
-    from ckptlint.payload.archives.record_pickle import content_of
+    from ckptlint.payload.archives.record_pickle import root_content
     from ckptlint.vocabulary.config_fields import read_declared
 
     if needs_child(data):
         return
     with suppress(CkptlintError):
         found = read_state(data)
-        content_of(found.root)
+        root_content(found.root)
         read_declared([("args", found.root)])
 
 
@@ -335,7 +335,7 @@ def keys(data: bytes) -> None:
         key = names.parse(name)
         assert key.fqn == name
         names.role(name)
-        names.numbers(name)
+        names.numbers_in(name)
         if key.kind == "optimizer":
             split_state(optimizer_parts(key)[1])
         dp_group(name)
@@ -361,7 +361,7 @@ def toml(data: bytes) -> None:
     file = scratch("toml").path / "ckptlint.toml"
     file.write_bytes(data)
     with suppress(ConfigError):
-        found = settings_file.read(str(file))
+        found = settings_file.read_settings(str(file))
         found.fail_on  # noqa: B018
         settings_file.key_ignores(found, rules())
 

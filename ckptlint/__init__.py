@@ -78,7 +78,7 @@ def check(
     """
     from ckptlint.lint.request import Request
     from ckptlint.lint.run import run
-    from ckptlint.lint.settings_file import Settings, read
+    from ckptlint.lint.settings_file import Settings, read_settings
 
     checked = [str(path) for path in paths]
     options = {
@@ -93,7 +93,7 @@ def check(
         "sample": sample,
         "seed": seed,
     }
-    return run(Request.of(options, Settings() if config is None else read(str(config), checked), checked))
+    return run(Request.of(options, Settings() if config is None else read_settings(str(config), checked), checked))
 
 
 def load(path: str | PathLike[str]) -> Checkpoint:

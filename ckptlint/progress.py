@@ -32,7 +32,7 @@ def is_listened_to() -> bool:
     return _listener is not None
 
 
-def tell(unit: str, done: int, total: int) -> None:
+def advance(unit: str, done: int, total: int) -> None:
     """Say how far the reading is; cheap, and nothing when nobody listens."""
     if _listener is not None:
         _listener(unit, done, total)
@@ -52,4 +52,4 @@ class Shared:
         """Tell in the parent what the child told last."""
         unit, done, total = _PLACE.unpack_from(self._memory)
         if unit:
-            tell(UNITS[unit], done, total)
+            advance(UNITS[unit], done, total)

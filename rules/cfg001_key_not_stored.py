@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ckptlint.analysis.fit.judgement import Fit, implied_bytes, judged, numbered_layer
-from ckptlint.analysis.fit.wording import core_note, doubt_note, field_text, listed, model_name, whole_layers
+from ckptlint.analysis.fit.judgement import Fit, fit_of, implied_bytes, numbered_layer
+from ckptlint.analysis.fit.wording import core_note, doubt_note, field_text, keys_in_words, model_name, whole_layers
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces, human_bytes, plural, ranges
 from ckptlint.rule import Finding, Location, Severity, rule
@@ -39,7 +39,7 @@ def key_not_stored(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         transformers.PreTrainedModel.from_pretrained (output_loading_info)
     """
-    fit = judged(ckpt)
+    fit = fit_of(ckpt)
     doubts: dict[str, list[str]] = defaultdict(list)
     for name in fit.missing:
         doubts[fit.doubt_that_exists(name)].append(name)
@@ -89,7 +89,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, doubt: str) -> Finding:
         why=_consequence(fit, one),
         notes=(
             doubt_note(doubt),
-            ("missing", listed(fit, missing, whole) if len(names) > 1 else ""),
+            ("missing", keys_in_words(fit, missing, whole) if len(names) > 1 else ""),
             ("bytes", f"{human_bytes(lost)} of the model's {human_bytes(implied_bytes(fit))} are missing"),
             ("instead", _instead(fit)),
             core_note(fit) if len(names) > 1 else ("declared", ""),

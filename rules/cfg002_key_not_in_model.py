@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.fit.judgement import Fit, judged
+from ckptlint.analysis.fit.judgement import Fit, fit_of
 from ckptlint.analysis.fit.wording import core_note, doubt_note, model_name
 from ckptlint.analysis.key_matching import match_keys
 from ckptlint.model import Checkpoint
@@ -36,7 +36,7 @@ def key_not_in_model(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         transformers.PreTrainedModel.from_pretrained (output_loading_info)
     """
-    fit = judged(ckpt)
+    fit = fit_of(ckpt)
     if fit.beyond:
         yield _finding(ckpt, fit, fit.beyond, is_beyond=True)
     if fit.foreign:

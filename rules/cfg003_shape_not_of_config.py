@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fractions import Fraction
 from math import prod
 
-from ckptlint.analysis.fit.judgement import Fit, ShapeDifference, judged
+from ckptlint.analysis.fit.judgement import Fit, ShapeDifference, fit_of
 from ckptlint.analysis.fit.wording import doubt_note, field_text
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces, plural, shape_text
@@ -40,7 +40,7 @@ def shape_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         `ckptlint explain SHP004`
     """
-    fit = judged(ckpt)
+    fit = fit_of(ckpt)
     groups: dict[tuple[object, ...], list[ShapeDifference]] = defaultdict(list)
     for item in fit.shapes:
         groups[_cause(ckpt, item)].append(item)

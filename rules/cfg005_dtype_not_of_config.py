@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.fit.judgement import Fit, OtherDtype, implied_bytes, judged, other_dtypes
+from ckptlint.analysis.fit.judgement import Fit, OtherDtype, fit_of, implied_bytes, other_dtypes
 from ckptlint.analysis.fit.wording import doubt_note
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import braces, human_bytes, plural
@@ -33,7 +33,7 @@ def dtype_not_of_config(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         transformers.PreTrainedModel.save_pretrained
     """
-    fit = judged(ckpt)
+    fit = fit_of(ckpt)
     if fit.expected.dtype is None or not fit.is_export:
         raise NotApplicable("no dtype is declared for these files")
     for item in other_dtypes(ckpt, fit):

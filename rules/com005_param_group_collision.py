@@ -10,7 +10,7 @@ from ckptlint.analysis.optimizer_records import optimizer_records
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import listed, printable
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
-from ckptlint.vocabulary.config_fields import is_plain
+from ckptlint.vocabulary.config_fields import is_scalar
 
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 _COMPARED = ("max_lr", "min_lr", "start_wd", "end_wd", "lr", "weight_decay")
@@ -73,13 +73,13 @@ def _identified(groups: list[Any]) -> dict[int, dict[Any, Any]]:
     return {
         number: group
         for number, group in enumerate(groups)
-        if isinstance(group, dict) and all(is_plain(group.get(name)) for name in _IDENTITY)
+        if isinstance(group, dict) and all(is_scalar(group.get(name)) for name in _IDENTITY)
     }
 
 
 def _value(group: dict[Any, Any], name: str) -> Any:
     value = group.get(name)
-    return value if is_plain(value) else None
+    return value if is_scalar(value) else None
 
 
 def _text(value: Any) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckptlint.geometry.missing import saved_by
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.layout import Box, Coverage, Crossing, Layout
+from ckptlint.model.layout import Box, ChunkLayout, Coverage, Crossing
 from ckptlint.model.text import span
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.keys import role
@@ -63,7 +63,7 @@ def _may_judge(tensor: Tensor) -> bool:
     return not broken and not layout.is_row_major
 
 
-def _by_axis(tensor: Tensor) -> Iterator[tuple[Layout, int]]:
+def _by_axis(tensor: Tensor) -> Iterator[tuple[ChunkLayout, int]]:
     """For each axis the chunks to compare there: pieces of single rows are left out where others hold whole rows.
 
     A flat range of a block that starts or ends inside a row leaves pieces that are one long on every axis before the
@@ -73,7 +73,7 @@ def _by_axis(tensor: Tensor) -> Iterator[tuple[Layout, int]]:
     lead = np.ones(len(layout.sizes), bool)
     for axis in range(len(layout.shape)):
         keep = ~lead if axis and not lead[layout.live].all() else np.ones(len(lead), bool)
-        yield Layout(layout.shape, layout.offsets[keep], layout.sizes[keep]), axis
+        yield ChunkLayout(layout.shape, layout.offsets[keep], layout.sizes[keep]), axis
         lead &= layout.sizes[:, axis] == 1
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.held_by_ranks import Holders, agree, at_ranks, described, holders, ranks_of
+from ckptlint.analysis.ranks.held_by_ranks import Holders, agree, at_ranks, described_row, holders, ranks_of
 from ckptlint.model import Checkpoint, RankTable
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Note, Severity, rule
@@ -48,7 +48,7 @@ def metadata_disagrees(ckpt: Checkpoint) -> Iterator[Finding]:
 def _finding(table: RankTable, held: Holders) -> Finding:
     variants: dict[tuple[str, str, tuple[int, ...]], list[int]] = defaultdict(list)
     for row in held.rows.tolist():
-        variants[described(table, row)].append(row)
+        variants[described_row(table, row)].append(row)
     ordered = sorted(variants.items(), key=lambda item: -len(item[1]))
     kinds, dtypes, shapes = (len({variant[i] for variant in variants}) > 1 for i in range(3))
     what = "kind" if kinds else " and ".join(["global shape"] * shapes + ["dtype"] * dtypes)

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from math import prod
 
-from ckptlint.analysis.inventory import MASTER_COPIES, Param, State, inventory_of
+from ckptlint.analysis.inventory import MASTER_COPIES, OptimizerState, Param, inventory_of
 from ckptlint.analysis.optimizer_fit import PAIR, StateMismatch, elementwise_states, moment_pairs, state_mismatches
 from ckptlint.geometry.missing import saved_by
 from ckptlint.model import Checkpoint, Tensor
@@ -47,7 +47,7 @@ def moment_numel(ckpt: Checkpoint) -> Iterator[Finding]:
     yield from _transposed(ckpt)
 
 
-def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: State) -> Finding:
+def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> Finding:
     ratio = f"{misfit.quotient} of them" if misfit.quotient < 1 else f"{misfit.quotient} times as many"
     held = f"{misfit.elements:,} elements" if len(misfit.states) == 1 else f"{misfit.elements:,} with its other half"
     lead = misfit.params[0]
@@ -73,7 +73,7 @@ def _kind(misfit: StateMismatch) -> str:
     return "part" if is_matrix and (misfit.axes or misfit.is_local) else "short"
 
 
-def _notes(ckpt: Checkpoint, misfit: StateMismatch, state: State) -> Iterator[Note]:
+def _notes(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> Iterator[Note]:
     for param in misfit.params:
         yield "parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"
     if misfit.axes:
@@ -108,7 +108,7 @@ def _described(tensor: Tensor) -> str:
 def _transposed(ckpt: Checkpoint) -> Iterator[Finding]:
     """States of equal length and another shape; where the two moments disagree OPT002 says so."""
     split = {pair.param for pair in moment_pairs(ckpt) if pair.differs}
-    members: dict[tuple[tuple[int, ...], str], list[tuple[State, Param]]] = defaultdict(list)
+    members: dict[tuple[tuple[int, ...], str], list[tuple[OptimizerState, Param]]] = defaultdict(list)
     for state in elementwise_states(ckpt):
         if (param := state.param) is not None and not (state.what in PAIR and param in split):
             members[param.tensor.global_shape, state.what].append((state, param))
@@ -143,7 +143,7 @@ def _is_reshaped(tensor: Tensor, expected: tuple[int, ...]) -> bool:
     return same_size and shape != expected and not tensor.is_flattened
 
 
-def _others(found: list[tuple[State, Param]], odd: int) -> tuple[Note, ...]:
+def _others(found: list[tuple[OptimizerState, Param]], odd: int) -> tuple[Note, ...]:
     """How many parameters of the shape show it."""
     if len(found) < 2:
         return ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import Param, State, inventory_of
+from ckptlint.analysis.inventory import OptimizerState, Param, inventory_of
 from ckptlint.analysis.optimizer_fit import (
     PAIR,
     MomentPair,
@@ -105,7 +105,7 @@ def _absent(ckpt: Checkpoint) -> Iterator[Finding]:
             whats[param].add(state.what)
     known = {(state.param, state.what): state for state in elementwise_states(ckpt) if state.param is not None}
     both: dict[tuple[tuple[str, ...], str], int] = defaultdict(int)
-    alone: dict[tuple[tuple[str, ...], str], list[State]] = defaultdict(list)
+    alone: dict[tuple[tuple[str, ...], str], list[OptimizerState]] = defaultdict(list)
     left_out = mismatched_params(ckpt)
     for param, found in whats.items():
         group = param.key.scope, param.key.role
@@ -140,7 +140,7 @@ def _witness(role: str, siblings: int, total: int, of: int) -> Note:
     return "others", f"{total} of {of} parameters with state have both, but none of the role {role}"
 
 
-def _fits(state: State, shape: tuple[int, ...]) -> bool:
+def _fits(state: OptimizerState, shape: tuple[int, ...]) -> bool:
     return state.tensor.global_shape == shape
 
 

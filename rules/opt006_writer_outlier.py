@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import Param, State, inventory_of
+from ckptlint.analysis.inventory import OptimizerState, Param, inventory_of
 from ckptlint.analysis.optimizer_fit import elementwise_states, is_whole, mismatched_params
 from ckptlint.geometry.missing import saved_by
 from ckptlint.model import Checkpoint
@@ -53,7 +53,7 @@ def writer_outlier(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _finding(ckpt, state, param, count, is_full)
 
 
-def _finding(ckpt: Checkpoint, state: State, param: Param, count: int, is_full: bool) -> Finding:
+def _finding(ckpt: Checkpoint, state: OptimizerState, param: Param, count: int, is_full: bool) -> Finding:
     row = int(state.tensor.layout.live.argmax())
     held, of = f"{state.tensor.volume:,}", f"{param.tensor.volume:,}"
     return Finding(

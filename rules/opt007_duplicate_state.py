@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import MASTER_COPIES, State, inventory_of
+from ckptlint.analysis.inventory import MASTER_COPIES, OptimizerState, inventory_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
@@ -33,7 +33,7 @@ def duplicate_state(ckpt: Checkpoint) -> Iterator[Finding]:
     states = inventory_of(ckpt).states
     if not states:
         raise NotApplicable("no optimizer state names its parameter")
-    seen: dict[tuple[object, ...], list[State]] = defaultdict(list)
+    seen: dict[tuple[object, ...], list[OptimizerState]] = defaultdict(list)
     for state in states:
         if state.tensor.volume > 1:
             seen[_identity(state)].append(state)
@@ -44,26 +44,26 @@ def duplicate_state(ckpt: Checkpoint) -> Iterator[Finding]:
         yield _finding(first, second, total, len(doubled), _compared(ckpt, first, second))
 
 
-def _identity(state: State) -> tuple[object, ...]:
+def _identity(state: OptimizerState) -> tuple[object, ...]:
     """What two entries of one state share: optimizer, chain, stage, parameter, name, length."""
     optimizer = state.tensor.fqn.partition(".state.")[0]
     return optimizer, state.chain, state.scope, state.path, state.what, state.tensor.volume
 
 
-def _second_masters(states: list[State]) -> list[tuple[State, State]]:
-    masters: dict[tuple[object, ...], list[State]] = defaultdict(list)
+def _second_masters(states: list[OptimizerState]) -> list[tuple[OptimizerState, OptimizerState]]:
+    masters: dict[tuple[object, ...], list[OptimizerState]] = defaultdict(list)
     for state in states:
         if state.what in MASTER_COPIES and state.param is not None:
             masters[state.param, state.chain, state.tensor.volume, state.tensor.dtype].append(state)
     return [(group[0], other) for group in masters.values() for other in group[1:] if other.what != group[0].what]
 
 
-def _front(state: State) -> str:
+def _front(state: OptimizerState) -> str:
     """What stands before the parameter and the state's name in a key."""
     return state.tensor.fqn.partition(state.path)[0]
 
 
-def _compared(ckpt: Checkpoint, first: State, second: State) -> str:
+def _compared(ckpt: Checkpoint, first: OptimizerState, second: OptimizerState) -> str:
     """What the records tell about the two, "" when they tell nothing."""
     payload, one, two = ckpt.payload, first.tensor.chunks, second.tensor.chunks
     if payload is None or len(one) != len(two) or not (one.layout.offsets == two.layout.offsets).all():
@@ -75,7 +75,7 @@ def _compared(ckpt: Checkpoint, first: State, second: State) -> str:
     return ", with the same values" if equal.all() else f", and {int((~equal).sum()):,} of {len(a):,} chunks differ"
 
 
-def _finding(first: State, second: State, total: int, count: int, compared: str) -> Finding:
+def _finding(first: OptimizerState, second: OptimizerState, total: int, count: int, compared: str) -> Finding:
     tensor = second.tensor
     return Finding(
         f"state{{of}} is a second copy: its parameter already has {first.what}{compared}",

@@ -8,9 +8,10 @@ from fractions import Fraction
 from math import prod
 
 from ckptlint.analysis.fit.judgement import judges, told_shapes
-from ckptlint.analysis.key_matching import KeyComparison, KeyPair, Shape, match_keys
+from ckptlint.analysis.key_matching import KeyComparison, KeyPair, match_keys
 from ckptlint.analysis.trusted_config import contradictions, main_params, number
 from ckptlint.model import Checkpoint, Declared, Reference
+from ckptlint.model.cover import Shape
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 

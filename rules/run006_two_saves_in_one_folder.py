@@ -7,7 +7,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ckptlint.analysis.inventory import State, inventory_of
+from ckptlint.analysis.inventory import OptimizerState, inventory_of
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.geometry.two_saves import replaced_files
@@ -67,7 +67,7 @@ def _by_step(ckpt: Checkpoint, payload: PayloadTable) -> list[tuple[str, list[st
     known = [(state, row, int(payload.crc[row])) for state, row in found if row >= 0 and payload.crc[row] > 0]
     by_file: dict[int, set[int]] = defaultdict(set)
     by_layer: dict[object, set[int]] = defaultdict(set)
-    lead: dict[int, State] = {}
+    lead: dict[int, OptimizerState] = {}
     for state, row, crc in known:
         by_file[int(ckpt.records.file[row])].add(crc)
         key = state.param.key if state.param else None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckptlint.analysis.hidden_size import Hidden
-from ckptlint.analysis.inventory import Param, Shape, inventory_of, is_weight
+from ckptlint.analysis.inventory import Param, inventory_of, is_weight
 from ckptlint.analysis.key_matching import is_confirmed, reference_shapes
 from ckptlint.analysis.projections import (
     ProjectionFamily,
@@ -20,6 +20,7 @@ from ckptlint.analysis.projections import (
 )
 from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
+from ckptlint.model.cover import Shape
 from ckptlint.model.text import ranges, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import is_adapter

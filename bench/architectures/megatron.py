@@ -24,10 +24,10 @@ from typing import Any
 
 from ckptlint.architecture import megatron
 from ckptlint.architecture.expected import NoTable
-from ckptlint.architecture.expressions import ExpressionError, parse
-from ckptlint.architecture.tables import Row, expand
+from ckptlint.architecture.expressions import ExpressionError, parse_expression
+from ckptlint.architecture.tables import TableRow, expand
 
-TABLE = Path(megatron.__file__).with_name(megatron.FILE)
+TABLE = Path(megatron.__file__).with_name(megatron.TABLE_FILE)
 
 RANGES = {"layer": "num_layers", "mtp": "mtp_num_layers", "expert": "num_experts"}
 
@@ -141,15 +141,15 @@ class Form:
                 if known != tuple(shape):
                     raise Contradiction(f"{key}: {known} and {shape}")
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[TableRow]:
         """A row for every name."""
-        rows: dict[str, Row] = {}
+        rows: dict[str, TableRow] = {}
         for name, units in sorted(self.found.items(), key=lambda item: item[0].replace("bias", "~")):
             twin = self._twin(name, rows)
-            rows[name] = Row(name, self._dims(name, units, twin), self._exists(name, units, twin))
+            rows[name] = TableRow(name, self._dims(name, units, twin), self._exists(name, units, twin))
         return list(rows.values())
 
-    def _twin(self, name: str, rows: Mapping[str, Row]) -> Row | None:
+    def _twin(self, name: str, rows: Mapping[str, TableRow]) -> TableRow | None:
         """The row that a tensor most likely has, by what it stands beside; it counts where the probes allow for it.
 
         A layer for multi-token prediction is built as the last layer of the decoder; a LayerNorm has a bias beside its
@@ -159,19 +159,19 @@ class Form:
             is_norm = "norm" in name
             flag = "normalization != 'RMSNorm'" if is_norm else "add_bias_linear"
             exists = " or ".join(f"{part} and {flag}" if part else flag for part in row.exists.split(" or "))
-            return Row(name, row.dims if is_norm else row.dims[:-1], exists)
+            return TableRow(name, row.dims if is_norm else row.dims[:-1], exists)
         inner = re.match(r"mtp\.layers\.\{mtp\}\.(?:transformer_layer|mtp_model_layer)\.(.+)", name)
         if inner is None:
             return None
         if row := rows.get(f"decoder.layers.{{layer}}.{inner[1]}"):
-            return Row(name, row.dims, row.exists.replace("[layer]", "[num_layers - 1]"))
+            return TableRow(name, row.dims, row.exists.replace("[layer]", "[num_layers - 1]"))
         row = rows.get(f"decoder.layers.{inner[1]}")
-        return Row(name, row.dims[1:], row.exists) if row else None
+        return TableRow(name, row.dims[1:], row.exists) if row else None
 
     def _at(self, unit: Unit) -> dict[str, object]:
         return {**self.values[unit[0]], "layer": unit[1]}
 
-    def _dims(self, name: str, units: dict[Unit, tuple[int, ...]], twin: Row | None) -> tuple[str, ...]:
+    def _dims(self, name: str, units: dict[Unit, tuple[int, ...]], twin: TableRow | None) -> tuple[str, ...]:
         if twin and all(shape == tuple(_value(d, self._at(u)) for d in twin.dims) for u, shape in units.items()):
             return twin.dims
         ranks = {len(shape) for shape in units.values()}
@@ -192,7 +192,7 @@ class Form:
         args = self.probes[unit[0]]["args"]
         raise Contradiction(f"{name} has no size; {text} is not {size} in {count} of {len(sizes)}: {args}")
 
-    def _exists(self, name: str, units: dict[Unit, tuple[int, ...]], twin: Row | None) -> str:
+    def _exists(self, name: str, units: dict[Unit, tuple[int, ...]], twin: TableRow | None) -> str:
         if "{layer}" in name:
             every = [(n, layer) for n, v in enumerate(self.values) for layer in range(int(str(v["num_layers"])))]
             flags = FLAGS + IN_LAYER[self.kind]
@@ -219,7 +219,7 @@ class Form:
 
 def _value(text: str, values: Mapping[str, object]) -> object:
     try:
-        return parse(text).value(values)
+        return parse_expression(text).value(values)
     except ExpressionError:
         return None
 
@@ -318,7 +318,7 @@ def runs(numbers: list[int]) -> str:
     return " ".join(f"{first}-{last}" if last > first else str(first) for first, last in found)
 
 
-def check(rows: list[Row], probes: list[dict[str, Any]], what: str) -> int:
+def check(rows: list[TableRow], probes: list[dict[str, Any]], what: str) -> int:
     """How many probes there are, all of which say what the rows say.
 
     Raises:

@@ -65,7 +65,7 @@ def with_parts(model_type: str, table: dict[str, Any], tried: bool) -> dict[str,
     table["others"] = {}
     for section in free:
         for other in OTHERS:
-            part = huggingface.table_of(other)
+            part = huggingface.model_table(other)
             alike = ("vision" in other) == ("vision" in section)
             if alike and other != free[section] and part and "base" in part:
                 fitting = table["others"].setdefault(section, [])
@@ -76,7 +76,7 @@ def with_parts(model_type: str, table: dict[str, Any], tried: bool) -> dict[str,
 
 
 def _prefix_of(usual: str, values: dict[str, Any], form: str, tensors: Any) -> str | None:
-    part = huggingface.table_of(usual)
+    part = huggingface.model_table(usual)
     if part is None or "base" not in part:
         return None
     with suppress(NoTable):
@@ -96,7 +96,7 @@ def _prefix_of(usual: str, values: dict[str, Any], form: str, tensors: Any) -> s
 def _fits(model_type: str, table: dict[str, Any], found: Study, section: str, other: str) -> bool:
     """Whether the table predicts the model with another type in this section, three times."""
     rng, done = random.Random(5), 0
-    inner = study(other, huggingface.table_of(other)["base"], passes=2)  # type: ignore[index]
+    inner = study(other, huggingface.model_table(other)["base"], passes=2)  # type: ignore[index]
     for _ in range(12):
         values = {n: v for n, v in draw(found, rng, 0.7).items() if not n.startswith(f"{section}.")}
         part = {f"{section}.{n}": v for n, v in draw(inner, rng).items()}

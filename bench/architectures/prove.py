@@ -28,13 +28,13 @@ from ckptlint.architecture.expected import NoTable
 
 SECONDS = 100
 OUT = Path(os.environ.get("TABLES", Path(huggingface.__file__).parent / "tables"))
-REAL = huggingface.table_of
+REAL = huggingface.model_table
 
 
 def prover(model_type: str) -> Any:
     def prove(table: dict[str, Any], name: str, builds: list[Build]) -> None:
         """Raises NotTraced where the table gives other tensors than the library."""
-        huggingface.table_of = lambda key: table if key == model_type else REAL(key)
+        huggingface.model_table = lambda key: table if key == model_type else REAL(key)
         for build in builds:
             config = config_of(model_type, build.declared)
             documents = {

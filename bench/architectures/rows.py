@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from itertools import combinations
 from typing import Any
 
-from ckptlint.architecture.expressions import CONSTANTS, FUNCTIONS, ExpressionError, parse
+from ckptlint.architecture.expressions import CONSTANTS, FUNCTIONS, ExpressionError, parse_expression
 
 Env = dict[str, Any]
 Place = tuple[int, tuple[int, ...]]
@@ -47,7 +47,7 @@ def cost(text: str) -> tuple[int, int, str]:
 
 @cache
 def _function(text: str) -> Callable[[Env], Any]:
-    return parse(text).value
+    return parse_expression(text).value
 
 
 def _value(text: str, env: Env) -> Any:

@@ -6,9 +6,10 @@ import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 
-from ckptlint.analysis.inventory import Param, Shape, inventory_of, is_weight
+from ckptlint.analysis.inventory import Param, inventory_of, is_weight
 from ckptlint.analysis.trusted_config import FINAL_NORMS, MAIN_BLOCKS, number, trusted
 from ckptlint.model import Checkpoint
+from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
 from ckptlint.vocabulary.keys import Block, Key, block_of, inside_layer, module_path, modules_of
 

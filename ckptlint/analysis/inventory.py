@@ -12,8 +12,6 @@ from ckptlint.model.facts import fact
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import COPIES, Key, parse
 
-Shape = tuple[int, ...]
-
 MOMENTS = frozenset(
     {
         "exp_avg",
@@ -85,7 +83,7 @@ class Param:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class State:
+class OptimizerState:
     """An optimizer state tensor.
 
     Attributes:
@@ -136,13 +134,13 @@ class Inventory:
 
     params: list[Param] = field(default_factory=list)
     copies: dict[str, list[Param]] = field(default_factory=dict)
-    states: list[State] = field(default_factory=list)
+    states: list[OptimizerState] = field(default_factory=list)
     numbered: list[Tensor] = field(default_factory=list)
     buckets: list[Bucket] = field(default_factory=list)
 
-    def states_of(self) -> dict[Param, dict[str, list[State]]]:
+    def states_of(self) -> dict[Param, dict[str, list[OptimizerState]]]:
         """Parameter -> state name -> the states that belong to exactly this parameter."""
-        found: dict[Param, dict[str, list[State]]] = defaultdict(lambda: defaultdict(list))
+        found: dict[Param, dict[str, list[OptimizerState]]] = defaultdict(lambda: defaultdict(list))
         for state in self.states:
             if state.param is not None:
                 found[state.param][state.what].append(state)
@@ -281,7 +279,7 @@ def _add_optimizer(inventory: Inventory, tensor: Tensor, key: Key, index: _Index
         inventory.buckets.append(Bucket(tensor, scope, int(bucket["group"]), bucket["what"]))
 
 
-def _state(tensor: Tensor, chain: tuple[str, ...], rest: str, index: _Index) -> State | None:
+def _state(tensor: Tensor, chain: tuple[str, ...], rest: str, index: _Index) -> OptimizerState | None:
     """The state after `optimizer.state.`, or None when it names its parameter by number.
 
     Megatron-Core writes `<what>.<param>`, torch `<param>.<what>`; where both readings are possible the one whose
@@ -299,21 +297,21 @@ def _state(tensor: Tensor, chain: tuple[str, ...], rest: str, index: _Index) -> 
     if head.isdecimal():
         return None
     known = next((i for i, part in enumerate(parts) if part in _STATE_NAMES and i), len(parts) - 1)
-    return State(tensor, ".".join(parts[known:]), chain, parse(".".join(parts[:known])).path)
+    return OptimizerState(tensor, ".".join(parts[known:]), chain, parse(".".join(parts[:known])).path)
 
 
-def _mapped(tensor: Tensor, what: str, chain: tuple[str, ...], path: str, index: _Index) -> State:
+def _mapped(tensor: Tensor, what: str, chain: tuple[str, ...], path: str, index: _Index) -> OptimizerState:
     key = parse(path)
     inner = tuple(part for part in key.scope if not part.startswith("mimo."))
     scope = (*(_modules(chain) or _modules(key.scope)), *inner)
     if param := index.find(key.path, scope):
-        return State(tensor, what, chain, key.path, (param,), scope=scope)
+        return OptimizerState(tensor, what, chain, key.path, (param,), scope=scope)
     if parts := index.components(key.path, scope):
-        return State(tensor, what, chain, key.path, parts, scope=scope)
+        return OptimizerState(tensor, what, chain, key.path, parts, scope=scope)
     whole = key.path[:-2] if key.component in ("w", "v") else key.path.rpartition(".")[0] if key.component else ""
     if whole and (param := index.find(whole, scope)):
-        return State(tensor, what, chain, key.path, (param,), is_component=True, scope=scope)
-    return State(tensor, what, chain, key.path, scope=scope)
+        return OptimizerState(tensor, what, chain, key.path, (param,), is_component=True, scope=scope)
+    return OptimizerState(tensor, what, chain, key.path, scope=scope)
 
 
 def is_weight(param: Param) -> bool:

@@ -17,13 +17,13 @@ from typing import Literal
 from ckptlint.analysis.fit.judgement import judged_shapes
 from ckptlint.analysis.inventory import MASTER_COPIES, Param, optimizer_parts, split_state
 from ckptlint.model import Checkpoint, Reference
+from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
 from ckptlint.model.text import ranges
 from ckptlint.vocabulary.keys import COPIES, Key, parse
 
 EntryKind = Literal["model", "copy", "optimizer"]
-Shape = tuple[int, ...]
-Family = tuple[EntryKind, str, tuple[str, ...], str]
+KeyFamily = tuple[EntryKind, str, tuple[str, ...], str]
 Slot = tuple[object, ...]
 _PACKED = frozenset({"uint8", "int8", "float4_e2m1fn_x2"})
 _SLOT_LIMIT = 1 << 20
@@ -43,7 +43,7 @@ class KeyEntry:
     dtype: str | None
     shape: Shape | None
     key: Key
-    family: Family
+    family: KeyFamily
 
     @property
     def kind(self) -> EntryKind:
@@ -132,8 +132,8 @@ def match_keys(ckpt: Checkpoint, reference: Reference) -> KeyComparison:
     return result
 
 
-def _families(entries: Iterable[KeyEntry | None]) -> dict[Family, list[KeyEntry]]:
-    found: dict[Family, list[KeyEntry]] = defaultdict(list)
+def _families(entries: Iterable[KeyEntry | None]) -> dict[KeyFamily, list[KeyEntry]]:
+    found: dict[KeyFamily, list[KeyEntry]] = defaultdict(list)
     for entry in entries:
         if entry is not None:
             found[entry.family].append(entry)
@@ -182,7 +182,7 @@ def _lies_in(fqn: str, names: set[str]) -> bool:
     return any(".".join(parts[:stop]) in names for stop in range(1, len(parts) + 1))
 
 
-def _holds_none(ckpt: Checkpoint, kind: EntryKind, mine: Mapping[Family, list[KeyEntry]]) -> bool:
+def _holds_none(ckpt: Checkpoint, kind: EntryKind, mine: Mapping[KeyFamily, list[KeyEntry]]) -> bool:
     """Whether a part of the state is absent as a whole: saved elsewhere or not at all."""
     if mine:
         return False
@@ -196,7 +196,7 @@ def _holds_none(ckpt: Checkpoint, kind: EntryKind, mine: Mapping[Family, list[Ke
 
 
 def _compare_kind(
-    result: KeyComparison, expected: dict[Family, list[KeyEntry]], stored: dict[Family, list[KeyEntry]]
+    result: KeyComparison, expected: dict[KeyFamily, list[KeyEntry]], stored: dict[KeyFamily, list[KeyEntry]]
 ) -> None:
     shared = [family for family in expected if family in stored]
     lost = {family: entries for family, entries in expected.items() if family not in stored}
@@ -218,24 +218,24 @@ def _compare_kind(
 
 
 def _renamed(
-    lost: Mapping[Family, list[KeyEntry]], extra: Mapping[Family, list[KeyEntry]]
-) -> tuple[set[Family], set[Family]]:
+    lost: Mapping[KeyFamily, list[KeyEntry]], extra: Mapping[KeyFamily, list[KeyEntry]]
+) -> tuple[set[KeyFamily], set[KeyFamily]]:
     """The families that only one side has and that may be the other side's under another name, split or fused.
 
     They do the same as far as the names tell, and what is here has room for what is not: at least half its elements.
     """
-    room: dict[tuple[bool, str], list[Family]] = defaultdict(list)
+    room: dict[tuple[bool, str], list[KeyFamily]] = defaultdict(list)
     for family, entries in extra.items():
         room[bool(entries[0].key.block), _function(entries[0])].append(family)
 
     @cache
-    def near(inside: bool, function: str) -> tuple[list[Family], int | None]:
+    def near(inside: bool, function: str) -> tuple[list[KeyFamily], int | None]:
         """The families that may stand for one of this function, and their elements."""
         functions = (function, "other") if function != "other" else [name for block, name in room if block == inside]
         families = [family for name in functions for family in room.get((inside, name), ())]
         return families, _volume(entry for family in families for entry in extra[family])
 
-    lost_open: set[Family] = set()
+    lost_open: set[KeyFamily] = set()
     used: set[tuple[bool, str]] = set()
     for family, entries in lost.items():
         sort = bool(entries[0].key.block), _function(entries[0])

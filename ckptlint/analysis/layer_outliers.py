@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
-from ckptlint.analysis.inventory import Param, Shape, inventory_of
+from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.trusted_config import mesh_axes
 from ckptlint.model import Checkpoint
+from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
 from ckptlint.model.text import ranges
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS

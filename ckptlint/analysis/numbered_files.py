@@ -110,7 +110,7 @@ def _is_state(name: str) -> bool:
     return is_read and step_number(stem) is None and step_number(name) is None
 
 
-def inventory_of(ckpt: Checkpoint) -> AxisSize | None:
+def declared_ranks(ckpt: Checkpoint) -> AxisSize | None:
     """How many ranks wrote, where a file that the framework writes for this says so."""
     size = ckpt.topology.get("world")
     is_said = size is not None and any(known.ranks and known.file == size.source for known in world().inventories)
@@ -152,7 +152,7 @@ def exact_ranks(ckpt: Checkpoint, axis: str) -> dict[str, int]:
         of its parts with `use_dist_train`
     """
     stated = {}
-    if axis == "world" and (inventory := inventory_of(ckpt)) is not None:
+    if axis == "world" and (inventory := declared_ranks(ckpt)) is not None:
         stated[inventory.source] = inventory.size
     mesh = ckpt.topology.get("world")
     mesh = None if mesh is None or mesh.source != "metadata" or ckpt.save_plans is not None else mesh

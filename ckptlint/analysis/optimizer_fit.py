@@ -13,11 +13,11 @@ from fractions import Fraction
 
 import numpy as np
 
-from ckptlint.analysis.inventory import MOMENTS, Param, State, inventory_of
+from ckptlint.analysis.inventory import MOMENTS, OptimizerState, Param, inventory_of
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
-from ckptlint.model.layout import Coverage, Layout
+from ckptlint.model.layout import ChunkLayout, Coverage
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 from ckptlint.vocabulary.mesh import AXES
 
@@ -46,7 +46,7 @@ class StateMismatch:
     """
 
     params: tuple[Param, ...]
-    states: tuple[State, ...]
+    states: tuple[OptimizerState, ...]
     elements: int
     expected: int
     axes: tuple[tuple[str, str], ...] = ()
@@ -64,8 +64,8 @@ class StateMismatch:
 def state_mismatches(ckpt: Checkpoint) -> list[StateMismatch]:
     """Every state with another number of elements than its parameter, of the states where the two must be equal."""
     states = elementwise_states(ckpt)
-    halves: dict[tuple[Param, str, tuple[str, ...]], list[State]] = defaultdict(list)
-    found: list[tuple[tuple[State, ...], int]] = []
+    halves: dict[tuple[Param, str, tuple[str, ...]], list[OptimizerState]] = defaultdict(list)
+    found: list[tuple[tuple[OptimizerState, ...], int]] = []
     peers: dict[tuple[tuple[int, ...], str], set[Fraction]] = defaultdict(set)
     odd: dict[tuple[tuple[int, ...], str], int] = defaultdict(int)
     for state in states:
@@ -115,7 +115,7 @@ def mismatched_params(ckpt: Checkpoint) -> frozenset[Param]:
 
 
 @fact
-def elementwise_states(ckpt: Checkpoint) -> list[State]:
+def elementwise_states(ckpt: Checkpoint) -> list[OptimizerState]:
     """The states that must have one element per element of their parameter.
 
     Left out are scalars, states of other names (factored, per row), and quantised states, known by their dtype or by
@@ -145,8 +145,8 @@ class MomentPair:
     """
 
     param: Param
-    first: State
-    second: State
+    first: OptimizerState
+    second: OptimizerState
 
     @property
     def differs(self) -> bool:
@@ -158,7 +158,7 @@ class MomentPair:
 def moment_pairs(ckpt: Checkpoint) -> list[MomentPair]:
     """exp_avg and exp_avg_sq of every parameter that has both, where each should have one element per element."""
     left_out = mismatched_params(ckpt)
-    by_param: dict[tuple[Param, tuple[str, ...]], dict[str, State]] = defaultdict(dict)
+    by_param: dict[tuple[Param, tuple[str, ...]], dict[str, OptimizerState]] = defaultdict(dict)
     for state in elementwise_states(ckpt):
         if state.param is not None and state.what in PAIR and state.param not in left_out:
             by_param[state.param, state.chain].setdefault(state.what, state)
@@ -167,7 +167,7 @@ def moment_pairs(ckpt: Checkpoint) -> list[MomentPair]:
     ]
 
 
-def same_chunks(a: Layout, b: Layout) -> bool:
+def same_chunks(a: ChunkLayout, b: ChunkLayout) -> bool:
     """Whether the live chunks of two layouts are the same boxes, in whatever order."""
     if a is b:
         return True
@@ -178,7 +178,7 @@ def same_chunks(a: Layout, b: Layout) -> bool:
     return bool((left[order_left] == right[order_right]).all())
 
 
-def is_whole(layout: Layout) -> bool:
+def is_whole(layout: ChunkLayout) -> bool:
     """Whether the chunks are inside the tensor, none twice, and together all of it: GEO rules have nothing to say."""
     if layout.is_grid:
         return True
@@ -189,12 +189,12 @@ def _is_plain(dtype: str) -> bool:
     return dtype in ITEM_BITS and not dtype.startswith(_NO_FLOAT)
 
 
-def _is_split(state: State) -> bool:
+def _is_split(state: OptimizerState) -> bool:
     """Whether the parameter is split into components other than two halves: more of them may exist than are known."""
     return len(state.params) > 1 and not state.params[0].key.path.endswith(("_w", "_v"))
 
 
-def _peer(state: State) -> tuple[tuple[int, ...], str]:
+def _peer(state: OptimizerState) -> tuple[tuple[int, ...], str]:
     return state.params[0].tensor.global_shape, state.what
 
 
@@ -205,7 +205,7 @@ def _is_one_chunk(state: Tensor, param: Tensor) -> bool:
     return bool((param.layout.sizes[live].prod(axis=1) == state.volume).any())
 
 
-def _rank(state: State) -> int | None:
+def _rank(state: OptimizerState) -> int | None:
     """The size of the one axis on which state and parameter differ; None when they differ otherwise."""
     if state.param is None:
         return None
@@ -216,7 +216,7 @@ def _rank(state: State) -> int | None:
     return other[0] if len(other) == 1 else None
 
 
-def _projected(odd: Iterable[State]) -> int | None:
+def _projected(odd: Iterable[OptimizerState]) -> int | None:
     """The rank to which an optimizer projects its states (GaLore): one size on one axis, whatever the parameter's."""
     extents: dict[int | None, set[Fraction]] = defaultdict(set)
     for state in odd:

@@ -44,7 +44,7 @@ class Module:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Record:
+class OptimizerRecord:
     """A record that a module needs besides its tensors.
 
     Attributes:
@@ -87,7 +87,7 @@ def content_metadata(ckpt: Checkpoint) -> Mapping[str, Any]:
 
 
 @fact
-def optimizer_records(ckpt: Checkpoint) -> tuple[Record, ...]:
+def optimizer_records(ckpt: Checkpoint) -> tuple[OptimizerRecord, ...]:
     """Every list of parameter groups and every sharding type, from the common state and from objects."""
     grids = (rows for key, _, rows in ckpt.objects.rows_by_grid() if parse(key).kind == "optimizer")
     shards = (ckpt.objects[row] for row in sorted(row for rows in grids for row in rows.tolist()))
@@ -97,13 +97,13 @@ def optimizer_records(ckpt: Checkpoint) -> tuple[Record, ...]:
     return (*in_common, *in_objects)
 
 
-def _in_common(source: str, values: Mapping[Any, Any], names: set[str]) -> Iterator[Record]:
+def _in_common(source: str, values: Mapping[Any, Any], names: set[str]) -> Iterator[OptimizerRecord]:
     for top, value in values.items():
         if top != "args":
             yield from _walk(source, (top,), value, names)
 
 
-def _walk(source: str, path: tuple[Any, ...], value: Any, names: set[str]) -> Iterator[Record]:
+def _walk(source: str, path: tuple[Any, ...], value: Any, names: set[str]) -> Iterator[OptimizerRecord]:
     """Source: `optimizer`, or `optimizer` by number of the chain, or by name of the module (Megatron-Core)"""
     kind: RecordKind
     last = path[-1]
@@ -113,7 +113,7 @@ def _walk(source: str, path: tuple[Any, ...], value: Any, names: set[str]) -> It
         chains += [part.removeprefix("chained_") for part in path if re.fullmatch(r"chained_\d+", str(part))]
         named = [part for part in path if part in names]
         module = Module(named[0] if named else "", chains[0] if chains else "")
-        yield Record(kind, module, f"{source}: {'.'.join(map(str, path[:-1]))}", value)
+        yield OptimizerRecord(kind, module, f"{source}: {'.'.join(map(str, path[:-1]))}", value)
     elif len(path) < _DEPTH and isinstance(value, dict):
         for key, part in value.items():
             if isinstance(key, (str, int)):
@@ -124,7 +124,7 @@ def _walk(source: str, path: tuple[Any, ...], value: Any, names: set[str]) -> It
                 yield from _walk(source, (*path, "*"), part, names)
 
 
-def _in_object(ckpt: Checkpoint, obj: ShardedObject) -> Record | None:
+def _in_object(ckpt: Checkpoint, obj: ShardedObject) -> OptimizerRecord | None:
     key = parse(obj.key)
     if key.kind != "optimizer":
         return None
@@ -132,10 +132,10 @@ def _in_object(ckpt: Checkpoint, obj: ShardedObject) -> Record | None:
     last = rest.rpartition(".")[2]
     value = ckpt.object_values.get(obj.fqn)
     if last == "param_state_sharding_type":
-        return Record("param_state_sharding_type", optimizer_module(chain), obj.fqn, value)
+        return OptimizerRecord("param_state_sharding_type", optimizer_module(chain), obj.fqn, value)
     if last == "param_groups":
-        return Record("param_groups", optimizer_module(chain), obj.fqn, value)
+        return OptimizerRecord("param_groups", optimizer_module(chain), obj.fqn, value)
     if last == "optimizer" and (not isinstance(value, dict) or "param_groups" in value):
         groups = value["param_groups"] if isinstance(value, dict) else None
-        return Record("param_groups", optimizer_module(chain), obj.fqn, groups)
+        return OptimizerRecord("param_groups", optimizer_module(chain), obj.fqn, groups)
     return None

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptlint.analysis.hidden_size import Hidden, hidden_sizes
-from ckptlint.analysis.inventory import Param, Shape, inventory_of, is_weight
+from ckptlint.analysis.inventory import Param, inventory_of, is_weight
 from ckptlint.analysis.trusted_config import knows_mesh, mesh_axes
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import distinct
 from ckptlint.vocabulary.keys import Block, block_of, inside_layer, is_adapter, module_path

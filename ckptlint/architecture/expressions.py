@@ -52,7 +52,7 @@ class Expression:
 
 
 @lru_cache(maxsize=4096)
-def parse(text: str) -> Expression:
+def parse_expression(text: str) -> Expression:
     """The expression that a text means.
 
     Raises:

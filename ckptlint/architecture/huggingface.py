@@ -10,8 +10,8 @@ from importlib import resources
 from typing import Any
 
 from ckptlint.architecture.expected import Expected, NoTable, UnknownModel
-from ckptlint.architecture.expressions import ExpressionError, parse, whole
-from ckptlint.architecture.tables import MOST_KEYS, Row, expand, rows_of
+from ckptlint.architecture.expressions import ExpressionError, parse_expression, whole
+from ckptlint.architecture.tables import MOST_KEYS, TableRow, expand, rows_of
 from ckptlint.model.text import printable
 
 _KEEP_NAMES = frozenset({"fp8", "fbgemm_fp8"})
@@ -54,7 +54,7 @@ def expected_models(
     model_type = _text(config.get("model_type"))
     if not model_type:
         raise NoTable(f"{source} has no model_type")
-    table = table_of(model_type)
+    table = model_table(model_type)
     if table is None:
         raise UnknownModel(f"no table for model_type {printable(model_type)}")
     name = _class_of(config, table, model_type)
@@ -97,7 +97,7 @@ def expected_models(
 
 
 @lru_cache(maxsize=8)
-def table_of(model_type: str) -> Mapping[str, Any] | None:
+def model_table(model_type: str) -> Mapping[str, Any] | None:
     """The table of a model type, as `bench/architectures` writes it; None where there is none.
 
     Its keys: `usual` class, `fields` with their kinds and defaults, `ranges` of indices, `rows`, `models` (class ->
@@ -129,7 +129,7 @@ def _mounted(
         model_type = declared.get("model_type", usual) if isinstance(declared, dict) else usual
         if model_type == usual:
             continue
-        part = table_of(_text(model_type)) if model_type in table.get("others", {}).get(section, ()) else None
+        part = model_table(_text(model_type)) if model_type in table.get("others", {}).get(section, ()) else None
         if part is None:
             raise NoTable(f"no table with a {section} of model_type {printable(_text(model_type))}")
         part_values = _values(declared, part, part["base"])  # type: ignore[arg-type]  # no other value has a model_type
@@ -180,7 +180,7 @@ def _text(value: object) -> str:
     return value if isinstance(value, str) and len(value) <= 200 else ""
 
 
-def _rows(table: Mapping[str, Any], numbers: str) -> list[Row]:
+def _rows(table: Mapping[str, Any], numbers: str) -> list[TableRow]:
     """The rows of one form, which lists them as `0-4 7`."""
     rows = list(rows_of(table["rows"]))
     picked = []
@@ -257,10 +257,10 @@ def _default(default: object, values: Mapping[str, object]) -> object:
     """A default as the table gives it: a value, `{"=": expression}`, or a list `{"each": count, "=": expression}`."""
     if not isinstance(default, dict) or "=" not in default:
         return default
-    rule = parse(default["="])
+    rule = parse_expression(default["="])
     if "each" not in default:
         return rule.value(values)
-    count = whole(parse(default["each"]), values)
+    count = whole(parse_expression(default["each"]), values)
     if count > _LONGEST_LIST:
         raise NoTable(f"{default['each']} is {count:,}")
     return [rule.value({**values, "layer": layer}) for layer in range(count)]

@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 from ckptlint.architecture.expected import Expected, ExpectedTensor, NoTable
 from ckptlint.architecture.expressions import LARGEST, ExpressionError
-from ckptlint.architecture.tables import MOST_KEYS, Row, entry, expand, rows_of
+from ckptlint.architecture.tables import MOST_KEYS, TableRow, entry, expand, rows_of
 from ckptlint.model.text import printable
 
-Naming = Literal["stacked", "numbered", "split"]
+LayerNaming = Literal["stacked", "numbered", "split"]
 """How the layers are named: one key for all of them, a key each, or a key for each expert and half of a projection."""
 
-_NAMINGS: Mapping[Naming, str] = {
+_NAMINGS: Mapping[LayerNaming, str] = {
     "stacked": "stacked layers",
     "numbered": "numbered layers",
     "split": "numbered layers, experts and halves apart",
@@ -35,7 +35,7 @@ _LOCAL_NORMS = {
 
 _EMBEDDING, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
-FILE = "megatron.json"
+TABLE_FILE = "megatron.json"
 """The data file: `""` -> what it was made with; `gpt`, `hybrid` -> ranges, rows, forms (bench/architectures)."""
 
 _BRIDGE = {
@@ -126,10 +126,10 @@ _SPECS = ("mamba_stack_spec", "default_layer_spec", "transformer_engine_layer_sp
 _LONGEST = 20_000  # layers of a list or a pattern
 
 
-def expected_models(
+def megatron_models(
     args: Mapping[str, object],
     source: str = "args",
-    naming: Naming | None = None,
+    naming: LayerNaming | None = None,
     at_most: int = MOST_KEYS,
 ) -> tuple[Expected, ...]:
     """The model that the arguments of a Megatron job declare, once for each way in which its checkpoints name it.
@@ -152,7 +152,7 @@ def expected_models(
     try:
         values = fields(args)
         kind = "hybrid" if values["hybrid_layer_pattern"] else "gpt"
-        table = entry(FILE, kind)
+        table = entry(TABLE_FILE, kind)
         rows = list(rows_of(table["rows"]))
         found: dict[str, Expected] = {}
         for form in table["forms"]:
@@ -170,7 +170,7 @@ def expected_models(
                 name,
                 tensors,
                 values,
-                made_with=entry(FILE, "")["made_with"],
+                made_with=entry(TABLE_FILE, "")["made_with"],
                 model_class=_CLASSES[kind],
                 ignored=_ignored(values),
             )
@@ -187,13 +187,13 @@ def rank_models(args: Mapping[str, object], source: str = "args", at_most: int =
     torch_dist renames the norms of the local implementation to those of Transformer Engine, and stacks the experts.
 
     Raises:
-        NoTable: as `expected_models`.
+        NoTable: as `megatron_models`.
 
     Source:
         megatron.core.models.gpt.gpt_layer_specs (`sharded_state_dict_keys_map`), megatron.core.transformer.moe.experts
     """
     found: list[Expected] = []
-    for model in expected_models(args, source, "numbered", at_most):
+    for model in megatron_models(args, source, "numbered", at_most):
         engine: dict[str, ExpectedTensor] = {}
         local: dict[str, ExpectedTensor] = {}
         for key, tensor in model.tensors.items():
@@ -225,13 +225,13 @@ def _are_alike(some: Mapping[str, ExpectedTensor], others: Mapping[str, Expected
     return some.keys() == others.keys() and all(tensor.shape == others[key].shape for key, tensor in some.items())
 
 
-def naming_of(names: Iterable[str]) -> Naming:
+def layer_naming(names: Iterable[str]) -> LayerNaming:
     """How a checkpoint names its layers.
 
     >>> naming_of(["decoder.layers.mlp.linear_fc1.weight"]), naming_of(["decoder.layers.0.mlp.linear_fc1.weight_w"])
     ('stacked', 'split')
     """
-    found: Naming = "numbered"
+    found: LayerNaming = "numbered"
     for name in names:
         if _SPLIT.search(name):
             return "split"
@@ -249,7 +249,7 @@ def _ignored(values: Mapping[str, object]) -> tuple[str, ...]:
     return (r"norm[._]bias$",) if values["normalization"] == "RMSNorm" else ()
 
 
-def _resolved(rows: Iterable[Row], values: Mapping[str, object]) -> list[Row]:
+def _resolved(rows: Iterable[TableRow], values: Mapping[str, object]) -> list[TableRow]:
     """Rows whose sizes are those of these values alone, as a report shows them."""
     return [replace(row, dims=tuple(_plain(dim, values) for dim in row.dims)) for row in rows]
 
@@ -267,9 +267,9 @@ def _plain(dim: str, values: Mapping[str, object]) -> str:
     return dim
 
 
-def _picked(rows: Sequence[Row], numbers: str) -> list[Row]:
+def _picked(rows: Sequence[TableRow], numbers: str) -> list[TableRow]:
     """The rows of one form, which lists them as `0-4 7`."""
-    picked: list[Row] = []
+    picked: list[TableRow] = []
     for run in numbers.split():
         first, _, last = run.partition("-")
         picked += rows[int(first) : int(last or first) + 1]

@@ -29,10 +29,10 @@ _IMAGES = {"rope_theta", "image_token_id", "image_break_token_id", "image_end_to
 _PROJECTOR = {"adapter_bias", "spatial_merge_size", "add_pre_mm_projector_layer_norm", "mm_projector_id"}
 """Fields that give no tensor its size, or that are looked at on their own; any other may change the model."""
 
-Named = Iterator[tuple[str, ExpectedTensor]]
+NamedTensors = Iterator[tuple[str, ExpectedTensor]]
 
 
-def expected_models(params: Mapping[str, Any], source: str = "params.json") -> tuple[Expected, ...]:
+def mistral_models(params: Mapping[str, Any], source: str = "params.json") -> tuple[Expected, ...]:
     """The tensors of the model that a `params.json` declares, under the one naming there is.
 
     Raises:
@@ -67,7 +67,7 @@ def expected_models(params: Mapping[str, Any], source: str = "params.json") -> t
     return (Expected(source, "mistral", "saved", tensors, fields, made_with=_MADE_WITH),)
 
 
-def _language(sizes: Mapping[str, int], experts: int, tied: bool) -> Named:
+def _language(sizes: Mapping[str, int], experts: int, tied: bool) -> NamedTensors:
     table = _tensor(sizes, "vocab_size", "dim")
     yield "tok_embeddings.weight", table
     for layer in range(sizes["n_layers"]):
@@ -99,7 +99,7 @@ def _language(sizes: Mapping[str, int], experts: int, tied: bool) -> Named:
     yield "output.weight", ExpectedTensor(table.shape, not tied, table.dims, ("tied_embeddings",))
 
 
-def _vision(vision: Mapping[str, Any], sizes: Mapping[str, int], dim: int) -> Named:
+def _vision(vision: Mapping[str, Any], sizes: Mapping[str, int], dim: int) -> NamedTensors:
     both = {**{f"vision_encoder.{name}": size for name, size in sizes.items()}, "dim": dim}
     hidden, inner = "vision_encoder.hidden_size", "vision_encoder.intermediate_size"
     patch = "vision_encoder.patch_size"

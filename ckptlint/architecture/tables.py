@@ -16,7 +16,7 @@ from importlib import resources
 from typing import Any
 
 from ckptlint.architecture.expected import ExpectedTensor, NoTable
-from ckptlint.architecture.expressions import Expression, ExpressionError, parse, true, whole
+from ckptlint.architecture.expressions import Expression, ExpressionError, parse_expression, true, whole
 
 MOST_KEYS = 2_000_000
 """Keys of the largest model that is expanded."""
@@ -25,7 +25,7 @@ _INDEX = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """The tensors of one kind.
 
     Attributes:
@@ -60,14 +60,14 @@ def _lines(file: str) -> dict[str, str]:
     return {key[1:]: value.strip().rstrip(",") for key, value in pairs}
 
 
-def rows_of(entries: Iterable[Sequence[Any]]) -> Iterator[Row]:
+def rows_of(entries: Iterable[Sequence[Any]]) -> Iterator[TableRow]:
     """The rows that a data file holds as `[name, dims]`, `[name, dims, exists]` or `[name, dims, exists, optional]`."""
     for name, dims, *rest in entries:
-        yield Row(name, tuple(dims), *rest)
+        yield TableRow(name, tuple(dims), *rest)
 
 
 def expand(
-    rows: Iterable[Row], ranges: Mapping[str, str], fields: Mapping[str, object], at_most: int = MOST_KEYS
+    rows: Iterable[TableRow], ranges: Mapping[str, str], fields: Mapping[str, object], at_most: int = MOST_KEYS
 ) -> dict[str, ExpectedTensor]:
     """The tensors that rows mean for given values of the fields.
 
@@ -102,14 +102,14 @@ def expand(
 class _Plan:
     """One row, taken apart."""
 
-    def __init__(self, row: Row, ranges: Mapping[str, str]) -> None:
+    def __init__(self, row: TableRow, ranges: Mapping[str, str]) -> None:
         parts = _INDEX.split(row.name)
         self.row = row
         self.texts, self.indices = parts[::2], parts[1::2]
-        self.ranges = [parse(ranges[index]) for index in self.indices]
-        self.dims = [parse(dim) for dim in row.dims]
-        exists = parse(row.exists) if row.exists else None
-        self.optional = parse(row.optional) if row.optional else None
+        self.ranges = [parse_expression(ranges[index]) for index in self.indices]
+        self.dims = [parse_expression(dim) for dim in row.dims]
+        exists = parse_expression(row.exists) if row.exists else None
+        self.optional = parse_expression(row.optional) if row.optional else None
         self.here = exists if exists and self._depends(exists) else None  # asked once for the indices that it names
         last = max((i for i, index in enumerate(self.indices) if exists and index in exists.names), default=-1)
         self.asked_at = last if self.here else -1

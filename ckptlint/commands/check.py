@@ -22,8 +22,8 @@ from ckptlint.commands.shared import (
     WithSettings,
     check_options,
     progress,
+    say,
     show_text,
-    tell,
     terminal_style,
     write_file,
 )
@@ -32,7 +32,7 @@ from ckptlint.lint.options import CHECK_OPTIONS, FORMATS, SUFFIXES
 if TYPE_CHECKING:
     from ckptlint.lint.report import Report
     from ckptlint.lint.request import Request
-    from ckptlint.lint.run import Source
+    from ckptlint.lint.run import Opener
     from ckptlint.lint.settings_file import Settings
     from ckptlint.rule import Rule
 
@@ -53,7 +53,7 @@ def check(paths: tuple[str, ...], **options: Any) -> None:
     if not paths:
         raise click.UsageError("which checkpoint? name a PATH; `ckptlint --help` shows how")
     with progress(options["no_progress"]):
-        report = judged(request)
+        report = judge(request)
     emit(report)
     sys.exit(report.exit_code)
 
@@ -72,12 +72,12 @@ def requested(options: Mapping[str, Any]) -> Request:
     settings, checked = click.get_current_context().obj
     level = _level()
     for sentence in settings.unread:
-        tell(sentence)
+        say(sentence)
     given = {option.name: options[option.variable] for option in CHECK_OPTIONS if option.variable in options}
     return Request.of(given | {"fail-on": level}, settings, checked)
 
 
-def judged(request: Request, source: Source | None = None) -> Report:
+def judge(request: Request, source: Opener | None = None) -> Report:
     """`lint.run.run`, with the command that asked."""
     from ckptlint.lint.run import run
 
@@ -106,7 +106,7 @@ def emitter(options: Mapping[str, Any], prints: bool = True) -> Callable[[Report
         if prints and (text := REPORTERS[format_](report, style)):
             show_text(text)
         if prints and report.settings and format_ in _WITHOUT_SETTINGS and not style.quiet:
-            tell(f"settings from {report.settings}")
+            say(f"settings from {report.settings}")
         whole = replace(style, color=False, quiet=0)  # a file is whole, whatever -q says
         for name, path in outputs:
             write_file(path, REPORTERS[name](report, whole))
@@ -170,7 +170,7 @@ def config(format_: str, arguments: tuple[str, ...]) -> None:
     context = check.make_context("check", [*arguments], parent=click.get_current_context().parent)
     found, checked = context.obj
     for sentence in found.unread:
-        tell(sentence)
+        say(sentence)
     known = every_rule(found, checked)
     key_ignores(found, known)
     sources: dict[ParameterSource | None, str] = {

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import click
 
-from ckptlint.commands.shared import ENVIRONMENT, described, opened, progress, show_text, terminal_style, write_file
+from ckptlint.commands.shared import (
+    ENVIRONMENT,
+    described_or_exit,
+    opened_or_exit,
+    progress,
+    show_text,
+    terminal_style,
+    write_file,
+)
 from ckptlint.comparing.differences import differences
 from ckptlint.reporters.diff import as_json, as_text
 from ckptlint.reporters.style import JSON_ESCAPE, inert
@@ -53,8 +61,8 @@ def diff(
         from ckptlint.reporters.values import values_as_json, values_as_text
 
         with progress(off=False):
-            sides = [opened(path, files=True) for path in (old, new)]
-            merged = opened(adapter, files=True) if adapter else ()
+            sides = [opened_or_exit(path, files=True) for path in (old, new)]
+            merged = opened_or_exit(adapter, files=True) if adapter else ()
             held = compared_values(sides[0], sides[1], select, ignore, merged, jobs)
         text = values_as_json(held, (old, new)) if format_ == "json" else values_as_text(held, style)
         exit_code = held.exit_code
@@ -63,7 +71,7 @@ def diff(
 
             write_file(html, render(held, (old, new)))
     else:
-        found = differences(described(old), described(new), layout)
+        found = differences(described_or_exit(old), described_or_exit(new), layout)
         text, exit_code = as_json(found) if format_ == "json" else as_text(found, style), found.exit_code
     show_text(inert(text, JSON_ESCAPE) if format_ == "json" else inert(text))
     sys.exit(exit_code)

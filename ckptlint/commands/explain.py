@@ -17,12 +17,12 @@ def explain(rule: str) -> None:
     from ckptlint.lint.causes import load_causes
     from ckptlint.lint.rule_page import cause_page, page
     from ckptlint.lint.selection import find_rule
-    from ckptlint.lint.settings_file import every_rule, find
+    from ckptlint.lint.settings_file import every_rule, find_settings
 
     width = min(shutil.get_terminal_size().columns, 100)
     causes = {known.name: known for known in load_causes()}
     cause = causes.get(rule.lower())
-    click.echo(cause_page(cause, width) if cause else page(find_rule(every_rule(find()), rule, causes), width))
+    click.echo(cause_page(cause, width) if cause else page(find_rule(every_rule(find_settings()), rule, causes), width))
 
 
 @click.command(context_settings=ENVIRONMENT)
@@ -35,6 +35,6 @@ def rules(format_: str) -> None:
     A rule without a depth runs at the one that `check` reads by default.
     """
     from ckptlint.lint.rule_page import catalogue
-    from ckptlint.lint.settings_file import every_rule, find
+    from ckptlint.lint.settings_file import every_rule, find_settings
 
-    click.echo(catalogue(every_rule(find()), format_, shutil.get_terminal_size().columns))
+    click.echo(catalogue(every_rule(find_settings()), format_, shutil.get_terminal_size().columns))

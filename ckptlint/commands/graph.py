@@ -12,7 +12,7 @@ import click
 import networkx as nx
 import numpy as np
 
-from ckptlint.commands.shared import ENVIRONMENT, described, show_text
+from ckptlint.commands.shared import ENVIRONMENT, described_or_exit, show_text
 from ckptlint.commands.show import no_tensor
 from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_graph import axis_graph
@@ -42,11 +42,11 @@ def graph(path: str, fqn: str, axis: int | None, format_: str) -> None:
 
     Exit codes: 0 drawn, 1 unsafe or unreadable, 2 no such tensor or axis, 3 no checkpoint there, 4 not read.
     """
-    checkpoints = list(described(path, partial=True).values())
+    checkpoints = list(described_or_exit(path, partial=True).values())
     found = [(ckpt, ckpt.tensors[key]) for ckpt in checkpoints for key in (fqn, printable(fqn)) if key in ckpt.tensors]
     if not found:
         raise ConfigError(no_tensor(checkpoints, fqn))
-    text = FORMATS[format_](drawing(*found[0], axis))
+    text = GRAPH_FORMATS[format_](drawing(*found[0], axis))
     show_text(inert(text, JSON_ESCAPE if format_ == "json" else _ENTITY))
 
 
@@ -187,7 +187,7 @@ def as_json(graph: nx.DiGraph[str]) -> str:
     return json.dumps(document, indent=2) + "\n"
 
 
-FORMATS: dict[str, Callable[[nx.DiGraph[str]], str]] = {
+GRAPH_FORMATS: dict[str, Callable[[nx.DiGraph[str]], str]] = {
     "dot": as_dot,
     "mermaid": as_mermaid,
     "graphml": as_graphml,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptlint.commands.check import judged, requested
+from ckptlint.commands.check import judge, requested
 from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress, show_text
 from ckptlint.lint.options import tokens
 from ckptlint.model.text import listed
@@ -52,12 +52,12 @@ def latest(run_dir: str, require: tuple[str, ...], before: int | None, answer: s
     from ckptlint.lint.steps import newest_good, runs_at
     from ckptlint.reporters.style import JSON_ESCAPE, inert
 
-    def judge(step: str) -> Report:
-        return judged(request.only(step))
+    def judged(step: str) -> Report:
+        return judge(request.only(step))
 
     runs = runs_at(run_dir)
     with progress(options["no_progress"]):
-        searches = [newest_good(run, path, judge, required, before) for path, run in runs]
+        searches = [newest_good(run, path, judged, required, before) for path, run in runs]
     if answer == "json":
         show_text(inert(_as_json(searches), JSON_ESCAPE))
     else:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ckptlint.commands.check import emitter, judged, requested
+from ckptlint.commands.check import emitter, judge, requested
 from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress
 from ckptlint.live.shared_check import joined
 
@@ -42,7 +42,7 @@ def live(path: str, every_node: bool, digest: bool, settle: float, **options: An
             emit = emitter(options)
             request = requested(options).only(path)
             with progress(options["no_progress"] or job.rank > 0):
-                report = judged(request, job.source)
+                report = judge(request, job.source)
             emit(report)
             code = report.exit_code
         finally:

@@ -105,13 +105,13 @@ def main() -> None:
 
 
 def _main() -> None:
-    from ckptlint.commands.shared import tell
+    from ckptlint.commands.shared import say
 
     try:
         cli.main(standalone_mode=False)
     except click.exceptions.Abort as error:
         if error.__cause__ is not None and error.__cause__.args:  # how far a reading of the payload came
-            tell(error.__cause__)
+            say(error.__cause__)
         sys.exit(130)
     except click.ClickException as error:
         from ckptlint.model.text import printable
@@ -122,13 +122,13 @@ def _main() -> None:
         click.echo(inert("\n".join(map(printable, shown.getvalue().split("\n")))), err=True, nl=False)
         sys.exit(2)
     except ConfigError as error:
-        tell(error)
+        say(error)
         sys.exit(2)
     except NothingToCheckError as error:
-        tell(error)
+        say(error)
         sys.exit(3)
     except CkptlintError as error:
-        tell(error)
+        say(error)
         sys.exit(4)
     except KeyboardInterrupt:
         sys.exit(130)

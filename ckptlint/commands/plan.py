@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ckptlint.commands.completion import jobs
-from ckptlint.commands.shared import ENVIRONMENT, described, progress, show_text, terminal_style, write_file
+from ckptlint.commands.shared import ENVIRONMENT, described_or_exit, progress, show_text, terminal_style, write_file
 from ckptlint.errors import ConfigError
 
 _SIZE = click.IntRange(min=1)
@@ -58,7 +58,7 @@ def plan(
     Exit codes: 0 it loads, 1 it does not, or loses something, or is unsafe or unreadable, 2 wrong use, 3 no checkpoint
     there, 4 could not tell.
     """
-    found = described(path, files=True)
+    found = described_or_exit(path, files=True)
     if len(found) > 1:
         raise ConfigError(f"{path} holds {len(found)} checkpoints: name one of them ({', '.join(found)})")
     (ckpt,) = found.values()

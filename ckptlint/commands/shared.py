@@ -94,7 +94,7 @@ class WithSettings(click.Command):
 
     def settle(self, ctx: click.Context, args: list[str]) -> None:
         """Find out what is checked and which file has the settings, before click asks for defaults."""
-        from ckptlint.lint.settings_file import Settings, find, read
+        from ckptlint.lint.settings_file import Settings, find_settings, read_settings
 
         given, _, _ = self.make_parser(ctx).parse_args([*args])
         values = {}
@@ -108,11 +108,11 @@ class WithSettings(click.Command):
         if values["config"] and values["isolated"]:
             raise click.UsageError("--config and --isolated contradict each other")
         if values["config"]:
-            found = read(values["config"], paths)
+            found = read_settings(values["config"], paths)
         elif values["isolated"]:
             found = Settings()
         else:
-            found = find(paths)
+            found = find_settings(paths)
         ctx.obj = found, paths
         # an option beats the environment, which beats these
         ctx.default_map = {
@@ -151,7 +151,7 @@ def show_text(text: str) -> None:
     sys.stdout.flush()
 
 
-def tell(*sentences: object) -> None:
+def say(*sentences: object) -> None:
     """Sentences on standard error, a line each, in which no name is a command of a CI runner."""
     from ckptlint.reporters.style import inert
 
@@ -234,7 +234,7 @@ class _Bar:
 # ---------------------------------------------------------------- checkpoints to describe
 
 
-def opened(path: str, files: bool = False, partial: bool = False) -> list[OpenedCheckpoint]:
+def opened_or_exit(path: str, files: bool = False, partial: bool = False) -> list[OpenedCheckpoint]:
     """`comparing.sides.open_side`; exit 1 where a checkpoint is unsafe or unreadable."""
     from ckptlint.comparing.sides import open_side
     from ckptlint.errors import CheckpointError
@@ -242,12 +242,12 @@ def opened(path: str, files: bool = False, partial: bool = False) -> list[Opened
     try:
         return open_side(path, files, partial)
     except CheckpointError as error:
-        tell(*str(error).splitlines())
+        say(*str(error).splitlines())
         sys.exit(1)
 
 
-def described(path: str, files: bool = False, partial: bool = False) -> dict[str, Checkpoint]:
+def described_or_exit(path: str, files: bool = False, partial: bool = False) -> dict[str, Checkpoint]:
     """The checkpoints that a path means, by their place below it; exit 1 where one is unsafe or unreadable."""
     from ckptlint.comparing.sides import by_place
 
-    return by_place(opened(path, files, partial))
+    return by_place(opened_or_exit(path, files, partial))

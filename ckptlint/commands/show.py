@@ -16,11 +16,11 @@ import numpy as np
 
 from ckptlint.commands.shared import (
     ENVIRONMENT,
-    described,
-    opened,
+    described_or_exit,
+    opened_or_exit,
     progress,
+    say,
     show_text,
-    tell,
     terminal_style,
     write_file,
 )
@@ -57,7 +57,7 @@ def show(path: str, pattern: str | None, tree: bool, format_: str, color: str, a
     """
     if tree and format_ == "json":
         raise click.UsageError("--tree prints text: leave out --format json")
-    checkpoints = list(described(path, files=True, partial=True).values())
+    checkpoints = list(described_or_exit(path, files=True, partial=True).values())
     style = terminal_style(color, ascii_only, 0, 0, False)
     if format_ == "json":
         show_text(inert(as_json(checkpoints, pattern), JSON_ESCAPE))
@@ -373,16 +373,16 @@ def manifest(path: str, output: Path | None, values: bool, rows: bool) -> None:
         from ckptlint.comparing.values import held_values
         from ckptlint.seals.row_hashes import digest, new_salt
 
-        side, salt = opened(path, files=True), new_salt()
+        side, salt = opened_or_exit(path, files=True), new_salt()
         with progress(off=False):
             held, sentences = held_values(side, salt)
         if sentences:
-            tell(*sentences)
+            say(*sentences)
             sys.exit(4)
         digests = {key: {dtype: digest(words) for dtype, words in own.items()} for key, own in held.items()}
         text = inert(manifest_text((item.ckpt for item in side), digests, held if rows else None, salt), JSON_ESCAPE)
     else:
-        text = inert(manifest_text(described(path).values()), JSON_ESCAPE)
+        text = inert(manifest_text(described_or_exit(path).values()), JSON_ESCAPE)
     if output is None:
         show_text(text)
     else:

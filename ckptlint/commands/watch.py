@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptlint.commands.check import emitter, judged, requested
+from ckptlint.commands.check import emitter, judge, requested
 from ckptlint.commands.shared import (
     ENVIRONMENT,
     WithSettings,
     check_options,
     progress,
+    say,
     show_text,
-    tell,
     write_file,
 )
 from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
@@ -80,19 +80,19 @@ def watch(
     emit = emitter(options, prints=not jsonl)
     request = requested(options)
     if options["quiet"] < 2:
-        tell(_banner(run_dir, interval, stale, once))
+        say(_banner(run_dir, interval, stale, once))
     codes: list[int] = []
     with TemporaryDirectory(prefix="ckptlint-") as folder:
         for event in events(run_dir, interval, once, stale):
             text = event.text or f"{event.step} is finished"
             if event.text or options["quiet"] < 2:
-                tell(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}")
+                say(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}")
             step = f"{run_dir.rstrip('/') or '/'}/{event.step}"
             code, report, file = 4, None, Path(folder, f"{len(codes)}.json")
             if event.kind != "unread":
                 try:
                     with progress(options["no_progress"]):
-                        report = judged(request.only(step))
+                        report = judge(request.only(step))
                     emit(report)
                     code = report.exit_code
                     if command:
@@ -100,10 +100,10 @@ def watch(
                 except ConfigError:
                     raise
                 except CkptlintError as error:  # what cannot be read or written is no reason to stop watching
-                    tell(error)
+                    say(error)
                     code = 4
                 if code and is_vanishing(step, event):
-                    tell(f"somebody is removing {event.step}: its findings do not count")
+                    say(f"somebody is removing {event.step}: its findings do not count")
                     continue
                 if event.kind == "unfinished" and not options["exit_zero"]:
                     code = 1  # whatever can be read of it
@@ -146,4 +146,4 @@ def _execute(command: str, step: str, code: int, report: Path) -> None:
     # the shell is the user's own: CMD comes from the command line, like a recipe of make
     ended = subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, env=os.environ | about, check=False)  # noqa: S602
     if ended.returncode:
-        tell(f"the command of --exec exited with {ended.returncode}")
+        say(f"the command of --exec exited with {ended.returncode}")

@@ -16,7 +16,7 @@ from ckptlint.loaders.reference import tensors_of
 from ckptlint.model import Checkpoint, Reference, Tensor
 from ckptlint.model.text import plural
 
-Kind = Literal["removed", "added", "renamed", "kind", "shape", "dtype", "cut", "files"]
+DifferenceKind = Literal["removed", "added", "renamed", "kind", "shape", "dtype", "cut", "files"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Difference:
         other: the name in the new checkpoint, of a tensor that is there under another one.
     """
 
-    kind: Kind
+    kind: DifferenceKind
     key: str
     old: str = ""
     new: str = ""
@@ -75,7 +75,7 @@ class Diff:
         return 1 if self.differences else 0
 
     @cached_property
-    def counts(self) -> Counter[Kind]:
+    def counts(self) -> Counter[DifferenceKind]:
         """Differences by kind."""
         return Counter(item.kind for item in self.differences)
 

@@ -11,7 +11,7 @@ from typing import Literal
 from ckptlint.comparing.regions import TensorBytes
 from ckptlint.model.cover import Shape
 from ckptlint.seals.row_hashes import RowHashes, matrix
-from ckptlint.vocabulary.namings import Stored
+from ckptlint.vocabulary.namings import StoredRoles
 
 Relation = Literal[
     "equal",
@@ -50,7 +50,7 @@ class Side:
     dtype: str
     shape: Shape
     hashes: Mapping[str, RowHashes]
-    held: Stored | None = None
+    held: StoredRoles | None = None
     moved: str = ""
     stored: TensorBytes | None = None
 

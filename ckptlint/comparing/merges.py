@@ -19,7 +19,7 @@ import numpy as np
 from ckptlint.architecture.adapters import PREFIX, AdapterConfig, Factors, factors_of, read_adapter_config
 from ckptlint.comparing.facts import Match
 from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes
-from ckptlint.comparing.rows import ROUNDING, compare, runs
+from ckptlint.comparing.rows import ROUNDING, compare_rows, row_ranges
 from ckptlint.comparing.sides import OpenedCheckpoint
 from ckptlint.depth import Depth
 from ckptlint.errors import ConfigError
@@ -315,8 +315,8 @@ def _judge(match: Match, target: _Target, old: TensorBytes, new: TensorBytes) ->
     change = _Change()
     for block in target.blocks:
         expected = partial(_merged, old, target, block, epsilon, factor)
-        rows = runs(block.first, block.first + len(block.left), block.right.shape[1])
-        if not compare(rows, expected, partial(new.numbers, shape=target.shape), change.see):
+        rows = row_ranges(block.first, block.first + len(block.left), block.right.shape[1])
+        if not compare_rows(rows, expected, partial(new.numbers, shape=target.shape), change.see):
             return replace(match, notes=(*match.notes, "not compared with the adapter: its rows cannot be read"))
     return _verdict(match, change, target)
 
@@ -327,7 +327,7 @@ def _factors(target: _Target, old: TensorBytes) -> Matrix | None:
         return None
     block = target.blocks[0]
     squares = np.zeros(block.right.shape[1])
-    for first, last in runs(0, len(block.left), block.right.shape[1]):
+    for first, last in row_ranges(0, len(block.left), block.right.shape[1]):
         own = old.numbers(first, last, target.shape)
         if own is None:
             return None
@@ -424,8 +424,8 @@ def _replaced(match: Match, kept: _Rows, new: TensorBytes) -> Match:
 
     slices, per, width = matrix(new.shape)
     change = _Change()
-    rows = takewhile(lambda _: not change.far, runs(0, slices * per, width))
-    if not compare(rows, expected, new.numbers, change.see):
+    rows = takewhile(lambda _: not change.far, row_ranges(0, slices * per, width))
+    if not compare_rows(rows, expected, new.numbers, change.see):
         return replace(match, is_proven=False, notes=(*match.notes, "not compared with the adapter: not readable"))
     if change.far:
         what = "is not what the adapter holds of it (modules_to_save)"

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from ckptlint.comparing.facts import Match
 from ckptlint.comparing.quantised_weights import Quantised, Rows, quantised_of
 from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes
-from ckptlint.comparing.rows import ROUNDING, compare, tall
+from ckptlint.comparing.rows import ROUNDING, compare_rows, tall
 from ckptlint.model.text import ranges
 from ckptlint.seals.row_hashes import matrix
 
@@ -102,7 +102,7 @@ def _judge(quantised: Quantised, other: TensorBytes, key: str) -> Match:
     if shape != own and not is_transposed:
         return Match("differ", *names, False, f"shape {[*shape]} and {[*own]}")
     seen = _Seen(quantised.group)
-    if not compare(_samples(quantised), quantised.rows, partial(_wide, other, shape, is_transposed), seen.see):
+    if not compare_rows(_samples(quantised), quantised.rows, partial(_wide, other, shape, is_transposed), seen.see):
         return Match("unread", *names, False, f"{quantised.scheme}: its rows cannot be read")
     return _verdict(seen, names, quantised, is_transposed)
 

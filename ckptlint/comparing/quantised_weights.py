@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes, numbers
+from ckptlint.comparing.regions import BytesByKey, Matrix, TensorBytes, decoded
 from ckptlint.model.cover import Shape
 from ckptlint.seals.row_hashes import matrix
 from ckptlint.vocabulary.dtypes import ENCODINGS
@@ -185,7 +185,7 @@ def _scaled(key: str, place: TensorBytes, places: BytesByKey) -> Quantised | Non
 
     def rows(first: int, last: int) -> Rows | None:
         bits = place.rows(first, last)
-        codes = None if bits is None else numbers(bits, dtype)
+        codes = None if bits is None else decoded(bits, dtype)
         if codes is None or bits is None:
             return None
         values = np.asarray(codes, np.float32)
@@ -206,7 +206,7 @@ def _shifted(half: Matrix, codes: Matrix, zero: Matrix) -> tuple[Matrix, Matrix]
 
 
 def _floats(dtype: str) -> Matrix:
-    found = numbers(np.arange(256, dtype=np.uint8), dtype)
+    found = decoded(np.arange(256, dtype=np.uint8), dtype)
     assert found is not None
     return np.asarray(found, np.float32)
 

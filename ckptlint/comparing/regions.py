@@ -72,7 +72,7 @@ class TensorBytes:
             AccessError: a read was refused.
         """
         bits = self.rows(first, last, shape)
-        found = None if bits is None else numbers(bits, self.tensor.dtype)
+        found = None if bits is None else decoded(bits, self.tensor.dtype)
         return None if found is None else np.asarray(found, np.float32)
 
     def whole(self) -> Matrix | None:
@@ -124,7 +124,7 @@ class TensorBytes:
 BytesByKey = Mapping[str, TensorBytes]
 
 
-def numbers(bits: Bits, dtype: str) -> Numbers | None:
+def decoded(bits: Bits, dtype: str) -> Numbers | None:
     """What unsigned words stand for, as float64 for wide dtypes, else float32; None where that is not known."""
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)

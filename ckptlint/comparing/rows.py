@@ -19,13 +19,13 @@ def tall(width: int) -> int:
     return max(_TILE // max(width, 1), 1)
 
 
-def runs(first: int, last: int, width: int) -> Iterator[tuple[int, int]]:
+def row_ranges(first: int, last: int, width: int) -> Iterator[tuple[int, int]]:
     """The rows [first, last) of so many columns in runs that are compared at once."""
     for start in range(first, last, tall(width)):
         yield start, min(start + tall(width), last)
 
 
-def compare(
+def compare_rows(
     rows: Iterable[tuple[int, int]],
     expected: Callable[[int, int], _Expected | None],
     found: Callable[[int, int], _Found | None],

@@ -15,8 +15,8 @@ import numpy.typing as npt
 
 from ckptlint.comparing.facts import Match, Side
 from ckptlint.comparing.pairs.matching import common
-from ckptlint.comparing.regions import Numbers, TensorBytes, numbers
-from ckptlint.comparing.rows import ROUNDING, compare, runs
+from ckptlint.comparing.regions import Numbers, TensorBytes, decoded
+from ckptlint.comparing.rows import ROUNDING, compare_rows, row_ranges
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model.cover import Shape
 from ckptlint.model.layout import IntArray
@@ -220,7 +220,7 @@ class _Distance:
         is_off = old != new
         self.count += int(np.count_nonzero(is_off))
         self.is_off |= is_off.any(axis=0)
-        numbered = numbers(old, self.dtype), numbers(new, self.dtype)
+        numbered = decoded(old, self.dtype), decoded(new, self.dtype)
         if numbered[0] is None or numbered[1] is None:
             self.largest = nan
             return
@@ -255,7 +255,7 @@ def _distance(dtype: str, sides: tuple[Side, Side], shape: Shape) -> _Distance |
         return None
     distance = _Distance(dtype, np.zeros(width, bool))
     rows = [partial(_rows, side, dtype, shape) for side in sides]
-    return distance if compare(runs(0, slices * per, width), rows[0], rows[1], distance.see) else None
+    return distance if compare_rows(row_ranges(0, slices * per, width), rows[0], rows[1], distance.see) else None
 
 
 def _rows(side: Side, dtype: str, shape: Shape, first: int, last: int) -> Bits | None:

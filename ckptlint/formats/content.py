@@ -22,7 +22,7 @@ from ckptlint.formats.pickles.safe_pickle import asks_for_names
 HEAD = 512
 """Bytes that `content_of` asks for."""
 
-Content = Literal["pickle", "perhaps pickle", "archive", "array", "packed"]
+FileContent = Literal["pickle", "perhaps pickle", "archive", "array", "packed"]
 """A pickle, of torch's old format too; a text that may be one of protocol 0 or 1; a zip file; an array; packed."""
 
 _ZIP, _ARRAY = b"PK\3\4", b"\x93NUMPY"
@@ -41,7 +41,7 @@ _MEMBERS = 4096  # of a zip file whose first bytes are looked at
 _NOT_ASCII = bytes.maketrans(bytes(range(128, 256)), b"?" * 128)
 
 
-def content_of(head: bytes) -> Content | None:
+def file_content(head: bytes) -> FileContent | None:
     """What the first `HEAD` bytes of a file say; None for what no loader unpickles.
 
     >>> content_of(b"PK\\3\\4"), content_of(b"cos\\nsystem\\n(S'ls'\\ntR."), content_of(b'{"a": 1}')
@@ -99,7 +99,7 @@ def _may_reach_a_name(data: bytes) -> bool:
     return False
 
 
-def pickles_in(content: Content | None, file: BinaryIO, limit: int) -> Iterator[bytes]:
+def pickles_in(content: FileContent | None, file: BinaryIO, limit: int) -> Iterator[bytes]:
     """The pickles inside a file of this content: in its arrays of objects, or packed, then a file of torch.save too.
 
     Raises:
@@ -112,7 +112,7 @@ def pickles_in(content: Content | None, file: BinaryIO, limit: int) -> Iterator[
         yield found
     elif content == "packed":
         packed = file.read(_FEW)
-        inner = content_of(_unpacked(packed, HEAD) or _unpacked(packed + file.read(limit), HEAD))
+        inner = file_content(_unpacked(packed, HEAD) or _unpacked(packed + file.read(limit), HEAD))
         if inner is None or inner == "packed":
             return
         file.seek(0)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
-from ckptlint.model.layout import Box, IntArray, Layout, distinct
+from ckptlint.model.layout import Box, ChunkLayout, IntArray, distinct
 from ckptlint.model.text import ranges
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -49,7 +49,7 @@ class AxisSlots:
         return np.flatnonzero((self.starts >= start) & (self.stops <= stop)).tolist()
 
 
-def axis_graph(layout: Layout, axis: int) -> nx.DiGraph[tuple[int, int]]:
+def axis_graph(layout: ChunkLayout, axis: int) -> nx.DiGraph[tuple[int, int]]:
     """The chunk graph of one axis; node attribute `rows` lists the chunks on each interval."""
     import networkx as nx
 
@@ -70,7 +70,7 @@ def axis_graph(layout: Layout, axis: int) -> nx.DiGraph[tuple[int, int]]:
 
 
 @fact
-def axis_slots(layout: Layout, axis: int) -> AxisSlots | None:
+def axis_slots(layout: ChunkLayout, axis: int) -> AxisSlots | None:
     """The places of an axis, or None when its intervals overlap, so that no one path exists.
 
     A gap counts as so many places as the most common interval length fits into it, as one otherwise.
@@ -100,7 +100,7 @@ def axis_slots(layout: Layout, axis: int) -> AxisSlots | None:
     )
 
 
-def coordinates(layout: Layout, region: Box) -> dict[int, tuple[AxisSlots, list[int]]]:
+def coordinates(layout: ChunkLayout, region: Box) -> dict[int, tuple[AxisSlots, list[int]]]:
     """Axis -> its places and the positions the region takes, for each axis that is cut; {} when none can be told."""
     found = {}
     for axis, (start, stop) in enumerate(zip(region.offsets, region.ends, strict=True)):
@@ -112,7 +112,7 @@ def coordinates(layout: Layout, region: Box) -> dict[int, tuple[AxisSlots, list[
     return found
 
 
-def place_of(layout: Layout, region: Box) -> str:
+def place_on_mesh(layout: ChunkLayout, region: Box) -> str:
     """A missing region by its places on the mesh, whatever the size of the tensor: what findings of one cause share."""
     found = coordinates(layout, region)
     return ", ".join(f"dim {axis}: {ranges(inside)} of {len(slots)}" for axis, (slots, inside) in found.items())

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import combinations
 
 from ckptlint.errors import BudgetError
-from ckptlint.geometry.chunk_graph import mesh_note, place_of
+from ckptlint.geometry.chunk_graph import mesh_note, place_on_mesh
 from ckptlint.geometry.missing import Absent, absent_hint, absent_ranks, rank_note, ranks_with_entries, saved_by
 from ckptlint.geometry.two_saves import saves_hint, saves_note
 from ckptlint.model import Checkpoint, Tensor
@@ -76,7 +76,7 @@ def holes(ckpt: Checkpoint, padded: str | None = None) -> Iterator[Finding]:
                 severity=severity,
                 notes=_total(tensor) if number == 0 else (),
                 explain=partial(_explain, ckpt, tensor, region),
-                alike=place_of(tensor.layout, region),
+                alike=place_on_mesh(tensor.layout, region),
             )
     _admit(unsure, "holes")
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.facts import fact
-from ckptlint.model.layout import Coverage, IntArray, Layout, distinct
+from ckptlint.model.layout import ChunkLayout, Coverage, IntArray, distinct
 from ckptlint.model.text import listed, plural
 
 _FORMATS = ("dcp-safetensors", "dcp-per-rank")
@@ -121,7 +121,7 @@ def _tiles(ckpt: Checkpoint, tensor: Tensor, files: IntArray) -> bool:
     record = tensor.chunks.record
     kept = (record >= 0) & np.isin(ckpt.records.file[record], files)
     layout = tensor.layout
-    part = Layout(layout.shape, layout.offsets[kept], layout.sizes[kept])
+    part = ChunkLayout(layout.shape, layout.offsets[kept], layout.sizes[kept])
     return not len(part.outside) and not part.duplicates and part.coverage == Coverage()
 
 

@@ -19,9 +19,9 @@ from ckptlint.lint.registry import load_rules, rules_package
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic
 from ckptlint.model.text import braces, listed, plural, ranges
 from ckptlint.rule import Severity
-from ckptlint.vocabulary.strict_toml import made_of, table_of
+from ckptlint.vocabulary.strict_toml import made_of, toml_table
 
-Shared = Literal["keys", "files", "ranks"]
+InCommon = Literal["keys", "files", "ranks"]
 """What findings may have in common."""
 
 _SHOWN = 3
@@ -47,8 +47,8 @@ class Clause:
     codes: tuple[str, ...]
     kinds: tuple[str, ...] = ()
     severity: Literal["info", "warning", "error"] = "info"
-    same: tuple[Shared, ...] = ()
-    other: tuple[Shared, ...] = ()
+    same: tuple[InCommon, ...] = ()
+    other: tuple[InCommon, ...] = ()
     least: int = 1
     ranks: int = 0
 
@@ -111,7 +111,7 @@ def read_cause(file: str, text: str) -> KnownCause:
     Raises:
         ValueError: an entry that nobody knows, one that is missing, or a value of another form; with file and place.
     """
-    known = made_of(KnownCause, file, table_of(file, text), name=Path(file).stem)
+    known = made_of(KnownCause, file, toml_table(file, text), name=Path(file).stem)
     codes = {rule.code for rule in load_rules()}
     for part in ("find", "also", "never"):
         for name, clause in getattr(known, part).items():
@@ -191,7 +191,7 @@ def _of(clause: Clause, by_code: Mapping[str, list[Diagnostic]]) -> list[Diagnos
     ]
 
 
-def _sharing(items: list[Diagnostic], others: list[Diagnostic], same: Sequence[Shared]) -> list[Diagnostic]:
+def _sharing(items: list[Diagnostic], others: list[Diagnostic], same: Sequence[InCommon]) -> list[Diagnostic]:
     """The findings that share something with the others, for each thing that they must share."""
     for what in same:
         names = _NAMES[what]
@@ -223,7 +223,7 @@ def _ranks(item: Diagnostic) -> set[int]:
     return {*item.finding.at.ranks, *(rank for rank in named if rank is not None)}
 
 
-_NAMES: dict[Shared, Callable[[Diagnostic], set[Any]]] = {"keys": _keys, "files": _files, "ranks": _ranks}
+_NAMES: dict[InCommon, Callable[[Diagnostic], set[Any]]] = {"keys": _keys, "files": _files, "ranks": _ranks}
 
 
 # ---------------------------------------------------------------- words

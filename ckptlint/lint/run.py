@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 Opened = tuple[Found, Checkpoint | CkptlintError]
 """A checkpoint that a path means and what lies in it, or why it could not be read."""
 
-Source = Callable[[str, bool, Depth, "Reading | None"], Iterator[Opened]]
+Opener = Callable[[str, bool, Depth, "Reading | None"], Iterator[Opened]]
 
 
 def opened(
@@ -106,7 +106,7 @@ def _read(found: Found, depth: Depth, reading: Reading | None) -> Checkpoint | C
         return error
 
 
-def run(request: Request, source: Source | None = None) -> Report:
+def run(request: Request, source: Opener | None = None) -> Report:
     """Judge every checkpoint under the paths; what could not be found or read is part of the report.
 
     Args:

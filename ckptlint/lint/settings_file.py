@@ -65,7 +65,7 @@ class Settings:
         return "never" if self.options.get("exit-zero") else level
 
 
-def find(checked: Iterable[str] = ()) -> Settings:
+def find_settings(checked: Iterable[str] = ()) -> Settings:
     """The settings of the nearest file from the working directory upward, never of one that came with a checked path.
 
     Such a file lies inside of the path, or in a folder above it that is a step or holds steps, payload or a tracker.
@@ -99,7 +99,7 @@ def find(checked: Iterable[str] = ()) -> Settings:
     return Settings(unread=tuple(unread))
 
 
-def read(file: str, checked: Iterable[str] = ()) -> Settings:
+def read_settings(file: str, checked: Iterable[str] = ()) -> Settings:
     """The settings of this file.
 
     Raises:

@@ -26,7 +26,7 @@ from ckptlint.storage.paths import shown
 from ckptlint.vocabulary.frameworks import family_of, step_number
 from ckptlint.vocabulary.parts import PARTS, part_of_file, part_of_key
 
-Verdict = Literal["passes", "fails", "unfinished", "lacks parts", "not judged", "gone"]
+StepVerdict = Literal["passes", "fails", "unfinished", "lacks parts", "not judged", "gone"]
 """`not judged`: it may be sound, and could not be read or judged as a whole; `gone`: it vanished meanwhile."""
 
 _OLDER = 8  # steps that one is compared with
@@ -56,7 +56,7 @@ class JudgedStep:
     number: int
     name: str
     path: str
-    verdict: Verdict
+    verdict: StepVerdict
     why: str = ""
     code: str = ""
     parts: tuple[str, ...] = ()

@@ -86,7 +86,7 @@ class Crossing:
 
 
 @dataclass(frozen=True, eq=False)
-class Layout:
+class ChunkLayout:
     """Where the chunks of a tensor lie. Tensors that are cut alike share one, so each verdict is found once.
 
     Attributes:

@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from ckptlint.model.layout import Coverage, IntArray, Layout
+from ckptlint.model.layout import ChunkLayout, Coverage, IntArray
 
 RANK_LIMIT = 64
 """More axes than any tensor has."""
@@ -33,7 +33,7 @@ class ChunkTable:
         torch.distributed.checkpoint.metadata.ChunkStorageMetadata
     """
 
-    layout: Layout
+    layout: ChunkLayout
     record: IntArray
 
     def __len__(self) -> int:
@@ -70,7 +70,7 @@ class Tensor:
     is_flattened: bool = False
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ChunkLayout:
         """Where the chunks lie."""
         return self.chunks.layout
 

@@ -27,7 +27,7 @@ from ckptlint.payload.reading import Reading, hashes_of
 from ckptlint.payload.records import by_file, file_sizes, is_bare, needed_bytes, path_of
 from ckptlint.payload.safetensors_blob import read_blob
 from ckptlint.payload.stream import Members, Meter, Streamed, stream
-from ckptlint.progress import tell
+from ckptlint.progress import advance
 from ckptlint.seals.file import SEAL, metadata_hash, read_seal
 from ckptlint.seals.row_hashes import RowHashes, digest
 from ckptlint.seals.verify import misfit, sealed_tensors
@@ -420,7 +420,7 @@ class Reader:
                     if not going:
                         return
                     done, _ = wait(going, _TICK, FIRST_COMPLETED)
-                    tell(self.meter.unit, self.meter.done, self.meter.total)
+                    advance(self.meter.unit, self.meter.done, self.meter.total)
                     for future in done:
                         yield going.pop(future), future.result()
             finally:

@@ -10,9 +10,9 @@ from math import prod
 from ckptlint.errors import ConfigError
 from ckptlint.model import Checkpoint
 from ckptlint.planning.job import Job
-from ckptlint.planning.megatron import AXES, Version, constraints
+from ckptlint.planning.megatron import MEGATRON_AXES, Version, constraints
 from ckptlint.planning.outcome import Constraint, Plan
-from ckptlint.planning.quick import quick_job, sizes_of
+from ckptlint.planning.quick import axis_sizes, quick_job
 from ckptlint.planning.rank_files import refusals
 from ckptlint.planning.verdict import plan_of
 from ckptlint.vocabulary.keys import parse
@@ -68,7 +68,7 @@ def make_plan(
     if ckpt.is_megatron:
         job = _of_megatron(ckpt, job, frozenset(give_up), megatron)
     if ckpt.rank_files is not None:
-        job = replace(job, known=(*refusals(ckpt, sizes_of(job.to), job.world), *job.known))
+        job = replace(job, known=(*refusals(ckpt, axis_sizes(job.to), job.world), *job.known))
     return plan_of(ckpt, job, _per_node(ckpt, job, nodes, ranks_per_node, from_nodes), from_nodes)
 
 
@@ -99,7 +99,7 @@ def _quick(ckpt: Checkpoint, to: str | None, world: int | None) -> Job:
             raise ConfigError(f"{to} has {job.world:,} ranks, but --world is {world:,}")
         return job
     if ckpt.is_megatron and world is None and "tp" in ckpt.topology:
-        sizes = {axis: ckpt.topology[axis].size for axis in AXES if axis in ckpt.topology}
+        sizes = {axis: ckpt.topology[axis].size for axis in MEGATRON_AXES if axis in ckpt.topology}
         job = quick_job(ckpt, ",".join(f"{axis}={size}" for axis, size in sizes.items()))
         guess = Constraint("note", "--to names no job, so this plan takes the layout that saved", guessed=True)
         return Job(job.form, job.to, job.world, job.wishes, (guess, *job.known))
@@ -124,7 +124,7 @@ def _of_megatron(ckpt: Checkpoint, job: Job, give_up: frozenset[str], megatron: 
     wishes = job.wishes
     if "optim" in give_up:
         wishes = [wish for wish in wishes if parse(wish.key).kind != "optimizer"]
-    found = constraints(ckpt, sizes_of(job.to), give_up, reader)
+    found = constraints(ckpt, axis_sizes(job.to), give_up, reader)
     return Job(job.form, job.to, job.world, wishes, (*found, *job.known))
 
 

@@ -16,7 +16,7 @@ from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import IntArray
 from ckptlint.planning.job import Target
-from ckptlint.planning.outcome import Cost, Node
+from ckptlint.planning.outcome import Cost, NodeReads
 from ckptlint.planning.reads import Reads
 
 _MANY = 1 << 22
@@ -159,7 +159,7 @@ def writer_nodes(ckpt: Checkpoint, count: int) -> IntArray:
     return np.where(ranks < 0, -1, ranks // per_node)
 
 
-def nodes_of(cost: Cost, ckpt: Checkpoint, per_node: int, homes: IntArray | None) -> tuple[Node, ...]:
+def nodes_of(cost: Cost, ckpt: Checkpoint, per_node: int, homes: IntArray | None) -> tuple[NodeReads, ...]:
     """What each node must see, with so many ranks on one.
 
     Args:
@@ -174,7 +174,7 @@ def nodes_of(cost: Cost, ckpt: Checkpoint, per_node: int, homes: IntArray | None
         away = rows if homes is None else rows[homes[rows] != number]
         names = {row: cost.names[row] for row in rows.tolist()}
         absent = () if homes is None else tuple(names[row] for row in away.tolist())
-        nodes.append(Node((low, high - 1), tuple(names.values()), absent, int(np.maximum(sizes[rows], 0).sum())))
+        nodes.append(NodeReads((low, high - 1), tuple(names.values()), absent, int(np.maximum(sizes[rows], 0).sum())))
     return tuple(nodes)
 
 

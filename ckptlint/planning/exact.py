@@ -22,9 +22,9 @@ import numpy as np
 from ckptlint.errors import ConfigError
 from ckptlint.planning.job import Job, Target, Wish
 from ckptlint.planning.outcome import Constraint
-from ckptlint.progress import tell
+from ckptlint.progress import advance
 
-MOST_RANKS = 4096
+MOST_PROCESSES = 4096
 _MISPLACED = "torch takes the shards that ranks hold to be larger or smaller, so the load raises or fills them wrongly"
 _SOURCE = "torch 2.13, torch/distributed/tensor/_utils.py: _compute_local_shape_and_global_offset of _StridedShard"
 _Name = tuple[str, tuple[int, ...] | None, str | None]
@@ -52,8 +52,8 @@ def exact_job(
         ConfigError: torch is not installed, the function is not there, or it gave no state dict.
     """
     world = prod(mesh.values())
-    if not 0 < world <= MOST_RANKS:
-        raise ConfigError(f"the exact form runs the function for 1 to {MOST_RANKS:,} ranks, not for {world:,}")
+    if not 0 < world <= MOST_PROCESSES:
+        raise ConfigError(f"the exact form runs the function for 1 to {MOST_PROCESSES:,} ranks, not for {world:,}")
     _check(function)
     with tempfile.TemporaryDirectory(prefix="ckptlint-plan-") as name:
         folder = Path(name)
@@ -107,7 +107,7 @@ def _run(folder: Path, function: str, world: int, seconds: float) -> None:
             except subprocess.TimeoutExpired:
                 waited += 0.5
             done = len([*folder.glob("rank-*.json")])
-            tell("ranks", done, world)
+            advance("ranks", done, world)
             if waited >= seconds:
                 raise ConfigError(
                     f"{function} did not finish within {seconds:g} s: {done:,} of {world:,} ranks were done"

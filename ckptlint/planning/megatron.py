@@ -49,7 +49,7 @@ _WRITTEN: Mapping[str, tuple[Version, Version]] = {
 }
 """The versions that write a form; those that write it read it."""
 
-AXES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
+MEGATRON_AXES = ("tp", "pp", "vpp", "ep", "etp", "cp", "dp")
 """The axes of a layout, as `--to` names them."""
 
 _LOAD = "megatron.training.checkpointing.load_checkpoint"
@@ -142,7 +142,7 @@ def constraints(
         sentence = "a load with --dist-ckpt-strictness raise_all stops where keys are left out"
         found.append(Constraint("note", sentence, keys, "megatron-core 0.12-0.19, dist_checkpointing.validation"))
     if all(one.effect == "note" for one in found):
-        shown = ", ".join(f"{axis} {change.new[axis]}" for axis in AXES if axis in to or axis in ("tp", "pp"))
+        shown = ", ".join(f"{axis} {change.new[axis]}" for axis in MEGATRON_AXES if axis in to or axis in ("tp", "pp"))
         besides = "besides that, " if found else ""
         found.append(Constraint("note", f"{besides}nothing that Megatron-Core checks prevents a load into {shown}"))
     order: tuple[Effect, ...] = ("fails", "drops", "note")

@@ -91,7 +91,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class NodeReads:
     """A node of the job and the files that it must see, `.metadata` left out: every rank reads that.
 
     Attributes:
@@ -136,7 +136,7 @@ class Plan:
     converted: tuple[Conversion, ...]
     constraints: tuple[Constraint, ...]
     cost: Cost
-    nodes: tuple[Node, ...] = ()
+    nodes: tuple[NodeReads, ...] = ()
     astray: tuple[str, ...] = ()
 
     @property

@@ -26,7 +26,7 @@ from ckptlint.planning.job import Job, Target, Wish
 from ckptlint.planning.outcome import Constraint
 from ckptlint.vocabulary.keys import Key, block_of
 
-AXES = ("dp", "dp_shard", "dp_replicate", "fsdp", "tp", "pp", "vpp", "ep", "etp", "cp")
+JOB_AXES = ("dp", "dp_shard", "dp_replicate", "fsdp", "tp", "pp", "vpp", "ep", "etp", "cp")
 """What `--to` takes: `fsdp` and `dp_shard` are other names of `dp`."""
 
 MOST_RANKS = 1 << 17
@@ -37,7 +37,7 @@ _ROW = frozenset({"attn_out", "mlp_out"})
 _FIRST, _LAST = frozenset({"embedding"}), frozenset({"norm", "output"})
 
 
-def sizes_of(text: str) -> dict[str, int]:
+def axis_sizes(text: str) -> dict[str, int]:
     """The sizes of axes in `dp=8,tp=2`.
 
     >>> sizes_of("dp_shard=8, tp=2")
@@ -52,8 +52,8 @@ def sizes_of(text: str) -> dict[str, int]:
         if match is None:
             raise ConfigError(f"{part.strip() or text!r} is not an axis with a size such as dp=8")
         name = "dp" if match[1] in ("fsdp", "dp_shard") else match[1]
-        if name not in AXES:
-            raise ConfigError(f"there is no axis {match[1]!r}, only {', '.join(AXES)}")
+        if name not in JOB_AXES:
+            raise ConfigError(f"there is no axis {match[1]!r}, only {', '.join(JOB_AXES)}")
         if name in found:
             raise ConfigError(f"{text} names the axis {name} twice")
         if match[2].startswith("-") or len(match[2]) > 9 or not (size := int(match[2])):
@@ -85,7 +85,7 @@ def quick_job(ckpt: Checkpoint, to: str) -> Job:
         ConfigError: nonsense for sizes.
         BudgetError: there are too many ranks for so many shapes.
     """
-    sizes = sizes_of(to)
+    sizes = axis_sizes(to)
     work = _Cutter(ckpt, _Ranks.of(sizes))
     wishes = list(work.wishes())
     known = [Constraint("note", sentence, tuple(keys), guessed=True) for sentence, keys in work.guessed.items()]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ckptlint.errors import BudgetError
-from ckptlint.model.layout import BoolArray, IntArray, Layout
+from ckptlint.model.layout import BoolArray, ChunkLayout, IntArray
 from ckptlint.planning.job import Target
 
 _BLOCK = 1 << 21  # pairs of a box and a chunk that are looked at at once
@@ -16,7 +16,7 @@ _PAIRS, _ITEMS = 1 << 31, 1 << 25
 
 
 @dataclass(slots=True)
-class Budget:
+class ReadBudget:
     """The work left for all tensors of a plan together: pairs to compare, and items, which take memory."""
 
     pairs: int = _PAIRS
@@ -61,7 +61,7 @@ class Reads:
         return np.asarray(self.lengths.prod(axis=1, dtype=np.int64))
 
 
-def reads(layout: Layout, target: Target, budget: Budget | None = None) -> Reads:
+def reads(layout: ChunkLayout, target: Target, budget: ReadBudget | None = None) -> Reads:
     """Every pair of a box and a chunk that overlap, by box, then chunk.
 
     A box and a chunk overlap where on no axis one begins at or after the end of the other: an empty box strictly
@@ -74,7 +74,7 @@ def reads(layout: Layout, target: Target, budget: Budget | None = None) -> Reads
         torch 2.13 `torch.distributed.checkpoint.resharding._check_shard_metadata_pair_overlap`,
         `planner_helpers.create_read_items_for_chunk_list`
     """
-    budget = budget or Budget()
+    budget = budget or ReadBudget()
     found = []
     for boxes, chunks in _candidates(layout, target):
         budget.spend(len(boxes), 0)
@@ -93,7 +93,7 @@ def _nothing() -> tuple[IntArray, IntArray]:
     return np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
-def _candidates(layout: Layout, target: Target) -> Iterator[tuple[IntArray, IntArray]]:
+def _candidates(layout: ChunkLayout, target: Target) -> Iterator[tuple[IntArray, IntArray]]:
     """Pairs that may overlap, in blocks: those that meet on the axis where the fewest do."""
     boxes, chunks = np.arange(len(target.offsets)), np.arange(len(layout.offsets))
     if not len(boxes) or not len(chunks):
@@ -115,7 +115,7 @@ def _candidates(layout: Layout, target: Target) -> Iterator[tuple[IntArray, IntA
         first = last
 
 
-def _along(layout: Layout, target: Target, axis: int) -> tuple[IntArray, IntArray, IntArray]:
+def _along(layout: ChunkLayout, target: Target, axis: int) -> tuple[IntArray, IntArray, IntArray]:
     """The chunks by their start on an axis; for each box the first that may meet it, and how many from there on."""
     starts = layout.offsets[:, axis]
     order = np.argsort(starts, kind="stable")
@@ -127,7 +127,7 @@ def _along(layout: Layout, target: Target, axis: int) -> tuple[IntArray, IntArra
     return order, low, np.maximum(high - low, 0)
 
 
-def _overlapping(layout: Layout, target: Target, boxes: IntArray, chunks: IntArray) -> tuple[IntArray, IntArray]:
+def _overlapping(layout: ChunkLayout, target: Target, boxes: IntArray, chunks: IntArray) -> tuple[IntArray, IntArray]:
     overlap: BoolArray = np.ones(len(boxes), bool)
     for axis in range(len(layout.shape)):
         chunk_start, box_start = layout.offsets[chunks, axis], target.offsets[boxes, axis]

@@ -11,7 +11,7 @@ from ckptlint.model.layout import IntArray
 from ckptlint.planning.cost import Tally, needs_away, nodes_of, writer_nodes
 from ckptlint.planning.job import Job, Target, Wish
 from ckptlint.planning.outcome import Constraint, Conversion, Effect, Mismatch, Plan
-from ckptlint.planning.reads import Budget, Reads, reads
+from ckptlint.planning.reads import ReadBudget, Reads, reads
 from ckptlint.vocabulary.dtypes import ITEM_BITS, loses
 
 _HELPERS = "torch 2.13, torch/distributed/checkpoint/planner_helpers.py: _create_read_items"
@@ -96,7 +96,7 @@ class _Work:
         self.astray: dict[str, None] = {}
         self.found: dict[tuple[int, int], tuple[Reads, bool]] = {}
         self.whole: dict[bytes, Target] = {}
-        self.budget = Budget()
+        self.budget = ReadBudget()
 
     def take(self, wish: Wish) -> None:
         """One key of the job."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 
-from ckptlint.comparing.differences import Diff, Difference, Kind
+from ckptlint.comparing.differences import Diff, Difference, DifferenceKind
 from ckptlint.model.text import braces, plural
 from ckptlint.reporters.full import header
 from ckptlint.reporters.style import Style, cut
 from ckptlint.vocabulary.keys import role
 
 SCHEMA = "ckptlint.diff/1"
-_HEADINGS: dict[Kind, str] = {
+_HEADINGS: dict[DifferenceKind, str] = {
     "removed": "only in the old one",
     "added": "only in the new one",
     "renamed": "under a different key",

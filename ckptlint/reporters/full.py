@@ -176,7 +176,7 @@ def block(ckpt: Checkpoint, group: FindingGroup, style: Style) -> list[str]:
     label = f"{lead.severity.label}[{lead.code}]"
     title = style.wrap(f"{label} {lead.rule.name}: {cut_names(lead.title, lead.fqn)}", "    ", "")
     lines = [title[0].replace(label, style.paint(label, lead.severity.label), 1), *title[1:]]
-    lines += style.wrap(finding.at.label or place_of(ckpt, finding), "      ", "  --> ")
+    lines += style.wrap(finding.at.label or place_in_words(ckpt, finding), "      ", "  --> ")
     lines += [f"   | {line}".rstrip() for line in _figure(ckpt, finding, style)]
     for note in notes(group):
         lines += style.wrap(note_line(note), "     ", "   = ")
@@ -211,7 +211,7 @@ def inferred(item: Diagnostic) -> str:
     return f" (inferred from {item.finding.inferred_from})" if item.finding.inferred_from else ""
 
 
-def place_of(ckpt: Checkpoint, finding: Finding) -> str:
+def place_in_words(ckpt: Checkpoint, finding: Finding) -> str:
     """What the line below the title names: the tensor as stored, the bytes, or the file."""
     if finding.at.tensor is not None:
         tensor = finding.at.tensor

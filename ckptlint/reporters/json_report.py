@@ -32,7 +32,7 @@ def render(report: Report, style: Style) -> str:
         "tool": {
             "version": __version__,
             "depth": report.depth,
-            "sample": sample(report),
+            "sample": sampled(report),
             "rules": [rule.code for rule in report.rules],
             "settings": report.settings or None,
         },
@@ -62,7 +62,7 @@ def step_object(step: JudgedStep) -> dict[str, Any]:
     }
 
 
-def sample(report: Report) -> str | None:
+def sampled(report: Report) -> str | None:
     """What share of the records was read, with the seed; None for all of them."""
     payloads = [part.checkpoint.payload for part in report.checkpoints if part.checkpoint.payload is not None]
     return "; ".join(payload.sample for payload in payloads if payload.sample) or None
@@ -132,7 +132,7 @@ def _ignored(ignored: Ignored | None) -> dict[str, str] | None:
     return {"by": ignored.by} | ({"reason": ignored.reason} if ignored.reason else {})
 
 
-def ranks_of(ckpt: Checkpoint, at: Location) -> list[int]:
+def ranks_named(ckpt: Checkpoint, at: Location) -> list[int]:
     """The ranks that a rule names; without any the one that the name of the file tells."""
     if at.ranks:
         return sorted(set(at.ranks))
@@ -175,7 +175,7 @@ def _finding(part: CheckpointReport, item: Diagnostic, group: FindingGroup) -> d
         "dtype": tensor.dtype if tensor else None,
         "global_shape": list(tensor.global_shape) if tensor else None,
         "region": {"offsets": list(region.offsets), "sizes": list(region.sizes)} if region else None,
-        "ranks": ranks_of(ckpt, finding.at),
+        "ranks": ranks_named(ckpt, finding.at),
         "mesh": mesh,
         "chunks": chunks,
         "file": finding.at.file or None,

@@ -10,7 +10,7 @@ from ckptlint.model.text import plural
 from ckptlint.reporters.full import block, facts, loud_groups, verdict
 from ckptlint.reporters.style import Style, cut, cut_names, inert
 
-SIZE_LIMIT = 50_000
+TEXT_LIMIT = 50_000
 """Characters after which findings are only counted: a GitHub comment holds 65,536."""
 _WORDS = re.compile(
     r"((?!www\.)[\w .,;:()/'+-](?!//)|`ckptlint [\w ]+`)*"
@@ -26,7 +26,7 @@ def render(report: Report, style: Style) -> str:
     blocks = [f"## {_MARKS[report.verdict]} ckptlint: {report.verdict}"]
     blocks += [code(sentence) for sentence in report.unread]
     blocks.append("  \n".join(line if _WORDS.fullmatch(line) else code(line) for line in verdict(report, style)))
-    room = SIZE_LIMIT
+    room = TEXT_LIMIT
     for part in report.checkpoints:
         texts = _checkpoint(part, style, room)
         room -= sum(map(len, texts))

@@ -26,7 +26,7 @@ def as_text(plan: Plan, ckpt: Checkpoint, style: Style) -> str:
     """The verdict, what it rests on, and one table of what the ranks read."""
     blocks = ["\n".join([header(ckpt, style), *style.wrap(job_line(plan), "    ", "  ")]), _verdict(plan, style)]
     blocks += ["\n".join(_section(*section, style)) for section in sections(plan)]
-    blocks += [_table(plan), "\n".join(line for text in facts_of(plan) for line in style.wrap(text, "  ", ""))]
+    blocks += [_table(plan), "\n".join(line for text in plan_facts(plan) for line in style.wrap(text, "  ", ""))]
     if plan.nodes:
         blocks.append("\n".join(_nodes(plan, style)))
     return "\n\n".join(block for block in blocks if block) + "\n"
@@ -126,7 +126,7 @@ def listed_patterns(keys: Sequence[str]) -> str:
     return ", ".join(patterns(keys))
 
 
-HEAD = ("rank", "needed", "read", "requests", "files")
+TABLE_HEAD = ("rank", "needed", "read", "requests", "files")
 
 
 def rows(cost: Cost) -> list[tuple[str, ...]]:
@@ -148,10 +148,10 @@ def _amounts(cost: Cost, kinds: Any) -> tuple[str, str, str]:
 def _table(plan: Plan) -> str:
     from tabulate import tabulate
 
-    return tabulate(rows(plan.cost), HEAD, disable_numparse=True, colalign=("left", *["right"] * 4))
+    return tabulate(rows(plan.cost), TABLE_HEAD, disable_numparse=True, colalign=("left", *["right"] * 4))
 
 
-def facts_of(plan: Plan) -> list[str]:
+def plan_facts(plan: Plan) -> list[str]:
     """What the table does not show: amplification, the ideal, the worst ranks, the balance of the writers."""
     cost = plan.cost
     read = int(cost.read[cost.kind].sum())

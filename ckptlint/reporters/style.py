@@ -81,7 +81,7 @@ def inert(text: str, escape: str = r"\x{:x}") -> str:
     return _COMMAND.sub(lambda found: f"#{hash_}" if found[1] is None else found[1] + colon, text)
 
 
-def file_of(ckpt: Checkpoint, name: str) -> str:
+def shown_file(ckpt: Checkpoint, name: str) -> str:
     """The file to point at, relative to the checkpoint: the one of this name, or the metadata where there is none.
 
     A stored path that leaves the folder is never pointed at, since a viewer would follow it.

@@ -189,7 +189,7 @@ def _lines(words: str, members: list[Match], found: Values, style: Style) -> lis
     return lines
 
 
-def verdict_of(found: Values) -> tuple[str, str]:
+def values_verdict(found: Values) -> tuple[str, str]:
     """`Proven` or `Not proven`, and the rest of the sentence."""
     count, whole = found.proven
     if found.exit_code == 0:
@@ -202,7 +202,7 @@ def verdict_of(found: Values) -> tuple[str, str]:
 
 
 def _verdict(found: Values, style: Style) -> list[str]:
-    word, sentence = verdict_of(found)
+    word, sentence = values_verdict(found)
     told = f"{style.paint(word, 'error' if found.exit_code else 'good')}: {sentence}"
     return [*found.sentences[:_PATTERNS], *style.wrap(told, "", "")]
 

@@ -20,7 +20,7 @@ from ckptlint.storage.listing import Listing
 READABLE: tuple[FileState, ...] = ("ok", "link-outside", "other-case")
 """The states of a file that can be opened; a model cache keeps its files elsewhere and links to them."""
 
-BLOCK = 8 * 1024**2
+READ_BLOCK = 8 * 1024**2
 _GAP = 16 * 1024  # a request or a seek costs more than reading this much for nothing
 
 
@@ -124,7 +124,7 @@ class Folder(ABC):
         """The bytes [start, stop) of each span, fewer where the file ends before."""
 
     @abstractmethod
-    def blocks(self, name: str, size: int = BLOCK) -> Iterator[bytes]:
+    def blocks(self, name: str, size: int = READ_BLOCK) -> Iterator[bytes]:
         """The whole file in order, in blocks of `size` bytes; memory for a few of them."""
 
     def looks_at(self, relatives: Sequence[str]) -> Looks:
@@ -244,7 +244,7 @@ class Folder(ABC):
 
 
 def coalesced(
-    wanted: Sequence[tuple[int, int]], gap: int = _GAP, limit: int = BLOCK
+    wanted: Sequence[tuple[int, int]], gap: int = _GAP, limit: int = READ_BLOCK
 ) -> list[tuple[int, int, list[int]]]:
     """Spans [start, stop) that cover all (offset, length) ranges, with the positions of the ranges in each.
 

@@ -16,8 +16,8 @@ from typing import Any, BinaryIO
 from ckptlint.errors import AccessError, NothingToCheckError
 from ckptlint.model import FileState
 from ckptlint.model.text import printable
-from ckptlint.progress import is_listened_to, tell
-from ckptlint.storage.folder import BLOCK, Folder
+from ckptlint.progress import advance, is_listened_to
+from ckptlint.storage.folder import READ_BLOCK, Folder
 from ckptlint.storage.listing import FolderEntry, Listing
 from ckptlint.storage.paths import is_safe
 
@@ -109,7 +109,7 @@ class LocalFolder(Folder):
             for part in pool.map(lambda part: list(map(self.look_at, part)), parts):
                 yield from part
                 done += len(part)
-                tell("files", done, len(relatives))
+                advance("files", done, len(relatives))
 
     def open(self, name: str) -> BinaryIO:
         try:
@@ -139,7 +139,7 @@ class LocalFolder(Folder):
         except OSError:
             return None
 
-    def blocks(self, name: str, size: int = BLOCK) -> Iterator[bytes]:
+    def blocks(self, name: str, size: int = READ_BLOCK) -> Iterator[bytes]:
         with self.open(name) as file:
             while block := file.read(size):
                 yield block
@@ -165,7 +165,7 @@ def _entries(listing: Iterator[os.DirEntry[str]], total: int) -> Iterator[tuple[
             yield from filter(None, found)
             is_slow = is_slow or time.perf_counter() - started > _SLOW * len(items)
             done += len(items)
-            tell("files", min(done, total), total)
+            advance("files", min(done, total), total)
     finally:
         if pool:
             pool.shutdown()

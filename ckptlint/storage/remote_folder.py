@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from ckptlint.errors import AccessError
 from ckptlint.model import FileState
 from ckptlint.model.text import printable
-from ckptlint.storage.folder import BLOCK, Folder
+from ckptlint.storage.folder import READ_BLOCK, Folder
 from ckptlint.storage.requests import WORKERS, CutShortError, attempted, is_absent, pool, reason
 
 _PAGE = 64 * 1024
@@ -48,8 +48,8 @@ class RemoteFolder(Folder):
 
     def spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         size = self.size(name)
-        pieces = [range(start, min(stop, size), BLOCK) for start, stop in spans]
-        ends = [(at, min(at + BLOCK, piece.stop)) for piece in pieces for at in piece]
+        pieces = [range(start, min(stop, size), READ_BLOCK) for start, stop in spans]
+        ends = [(at, min(at + READ_BLOCK, piece.stop)) for piece in pieces for at in piece]
         data = pool(self.protocol).map(lambda end: self._bytes(name, *end), ends)
         return [b"".join(islice(data, len(piece))) for piece in pieces]
 
@@ -62,7 +62,7 @@ class RemoteFolder(Folder):
         except AccessError:
             return None
 
-    def blocks(self, name: str, size: int = BLOCK) -> Iterator[bytes]:
+    def blocks(self, name: str, size: int = READ_BLOCK) -> Iterator[bytes]:
         end = self.size(name)
         ahead: list[Future[bytes]] = []
         for start in range(0, end, size):
@@ -124,7 +124,7 @@ class _Reader(io.RawIOBase):
         if not count:
             return 0
         if count > _PAGE:
-            data = self._fetch(self._at, self._at + min(count, BLOCK))
+            data = self._fetch(self._at, self._at + min(count, READ_BLOCK))
         else:
             page, skipped = divmod(self._at, _PAGE)
             data = self._page(page)[skipped : skipped + count]

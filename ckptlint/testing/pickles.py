@@ -32,7 +32,7 @@ class Stub:
         self.cls, self.state = Name(module, name), state
 
 
-class Storage:
+class PickledStorage:
     """The data of a tensor, pickled as torch's persistent id of it."""
 
     def __init__(self, cls: Name, key: str, count: int) -> None:
@@ -78,7 +78,7 @@ class Pickler(pickle._Pickler):
             self.save(obj.name)
             super().save(obj.arguments)
             self.write(pickle.REDUCE)
-        elif isinstance(obj, Storage):
+        elif isinstance(obj, PickledStorage):
             super().save(obj.pid)
             self.write(pickle.BINPERSID)
         elif isinstance(obj, Enum):
@@ -144,7 +144,7 @@ def _tensor_pickle(dtype: str, shape: list[int], count: int, table: Mapping[str,
     module, name = ("torch", cls) if cls else ("torch.storage", "UntypedStorage")
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
     size = count if cls else count * ITEM_BITS.get(dtype, 8) // 8
-    arguments: tuple[Any, ...] = (Storage(Name(module, name), "0", size), 0, tuple(shape), strides, False, {})
+    arguments: tuple[Any, ...] = (PickledStorage(Name(module, name), "0", size), 0, tuple(shape), strides, False, {})
     version = "v2" if cls else "v3"
     rebuild = Name("torch._utils", f"_rebuild_tensor_{version}")
     whole: tuple[Any, ...] = arguments if cls else (*arguments, Name("torch", dtype))
@@ -190,7 +190,7 @@ def _tensor(table: Mapping[str, Any], members: dict[str, bytes]) -> Call:
     members[f"data/{key}"] = int(table.get("value", 0)).to_bytes(item, "little") * prod(shape)
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
     cls = next(name for name, ours in STORAGES.items() if ours == dtype)
-    storage = Storage(Name("torch", cls), key, prod(shape))
+    storage = PickledStorage(Name("torch", cls), key, prod(shape))
     return Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, strides, False, {}))
 
 
@@ -229,7 +229,7 @@ def _stored(seed: str, entry: Mapping[str, Any], members: dict[str, bytes], tabl
     data = random.Random(seed).randbytes(prod(local) * item)  # noqa: S311
     members[f"data/{number}"] = bytes(byte & 0x3F for byte in data)
     strides = tuple(prod(local[axis + 1 :]) for axis in range(len(local)))
-    arguments: tuple[Any, ...] = (Storage(cls, number, prod(local)), 0, local, strides, False, {})
+    arguments: tuple[Any, ...] = (PickledStorage(cls, number, prod(local)), 0, local, strides, False, {})
     plain = Call(Name("torch._utils", "_rebuild_tensor_v2"), arguments)
     if "placements" not in entry:
         return plain

@@ -71,7 +71,7 @@ def read_declared(sources: Iterable[tuple[str, Any]]) -> dict[str, Declared]:
         values = attributes(node)
         layers = [values, *(attributes(values[name]) for name in _SECTIONS if name in values)]
         for canonical, names in _NAMES.items():
-            value = next((part[n] for part in layers for n in names if is_plain(part.get(n))), None)
+            value = next((part[n] for part in layers for n in names if is_scalar(part.get(n))), None)
             if value is not None and canonical not in found:
                 found[canonical] = Declared(value, source)
     return found
@@ -83,6 +83,6 @@ def attributes(node: Any) -> dict[str, Any]:
     return {k: v for k, v in state.items() if isinstance(k, str)} if isinstance(state, dict) else {}
 
 
-def is_plain(value: Any) -> bool:
+def is_scalar(value: Any) -> bool:
     """Whether a value is a number, a text or a flag."""
     return isinstance(value, (bool, int, float, str))

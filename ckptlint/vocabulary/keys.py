@@ -22,7 +22,7 @@ def role(fqn: str) -> str:
     return NUMBER.sub("*", fqn)
 
 
-def numbers(fqn: str) -> tuple[int, ...]:
+def numbers_in(fqn: str) -> tuple[int, ...]:
     """The numbers that `role` takes out, in order; one of thousands of digits, which Python refuses, counts as 0."""
     return tuple(int(number) if len(number) < 18 else 0 for number in NUMBER.findall(fqn))
 

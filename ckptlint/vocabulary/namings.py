@@ -9,14 +9,14 @@ from functools import cache
 from pathlib import Path
 
 from ckptlint.vocabulary.keys import parse
-from ckptlint.vocabulary.strict_toml import made_of, table_of
+from ckptlint.vocabulary.strict_toml import made_of, toml_table
 
 _HOW = frozenset({"by group", "alternating", "[in, out]", "pairs", "halves exchanged"})
 _OUTSIDE = frozenset({"embedding", "head", "final norm", "positions", "output"})
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredRoles:
     """What a key holds under a naming.
 
     Attributes:
@@ -55,14 +55,14 @@ class _File:
 
 
 @cache
-def namings() -> dict[str, tuple[Naming, dict[tuple[str, ...], Stored]]]:
+def namings() -> dict[str, tuple[Naming, dict[tuple[str, ...], StoredRoles]]]:
     """Name -> the convention, and what the keys hold that end in some parts.
 
     Raises:
         ValueError: the file says what nobody knows.
     """
     file = Path(__file__).with_suffix(".toml")
-    made = made_of(_File, file.name, table_of(file.name, file.read_text(encoding="utf-8")))
+    made = made_of(_File, file.name, toml_table(file.name, file.read_text(encoding="utf-8")))
     read = {item.name: item for item in made.namings}
     found = {}
     for name, item in read.items():
@@ -71,13 +71,13 @@ def namings() -> dict[str, tuple[Naming, dict[tuple[str, ...], Stored]]]:
     return found
 
 
-def _stored(name: str, text: str) -> Stored:
+def _stored(name: str, text: str) -> StoredRoles:
     roles, _, how = text.partition(", ")
     hows = frozenset(re.findall(r"\[in, out\]|[^,\s][^,]*", how))
     if not roles or hows - _HOW:
         raise ValueError(f"namings.toml: {name} has {text!r}, which says nothing")
     fused = re.findall(r"(?:(?:shared|text|single) )?(?:gate|up|q|k|v)\b", roles)
-    return Stored(tuple(fused) if " ".join(fused) == roles else (roles,), hows)
+    return StoredRoles(tuple(fused) if " ".join(fused) == roles else (roles,), hows)
 
 
 def naming_of(keys: Collection[str]) -> Naming | None:
@@ -87,7 +87,7 @@ def naming_of(keys: Collection[str]) -> Naming | None:
     return max(fitting, key=lambda naming: sum(stored(key, naming) is not None for key in keys), default=None)
 
 
-def stored(key: str, naming: Naming) -> Stored | None:
+def stored(key: str, naming: Naming) -> StoredRoles | None:
     """What a key holds under a naming, None where it has no such name.
 
     >>> stored("model.layers.3.mlp.experts.7.gate_proj.weight", naming_of(["layers.0.self_attn.q_proj.weight"]))

@@ -56,7 +56,7 @@ def runs(
     return tuple(held)
 
 
-def box(held: Sequence[Runs], shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def bounding_box(held: Sequence[Runs], shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Offsets and sizes that torch gives to the runs of each dim: the first index, or the end of an empty dim."""
     offsets = tuple(found[0][0] if found else size for found, size in zip(held, shape, strict=True))
     return offsets, tuple(_length(found) for found in held)

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args, get_type_hints
 Made = TypeVar("Made")
 
 
-def table_of(file: str, text: str) -> dict[str, Any]:
+def toml_table(file: str, text: str) -> dict[str, Any]:
     """The entries of a file.
 
     Raises:

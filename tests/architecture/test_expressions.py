@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import ends
 
-from ckptlint.architecture.expressions import LARGEST, ExpressionError, parse, true, whole
+from ckptlint.architecture.expressions import LARGEST, ExpressionError, parse_expression, true, whole
 
 FIELDS = {
     "hidden_size": 48,
@@ -60,11 +60,11 @@ FIELDS = {
     ],
 )
 def test_a_text_means_what_it_says(text: str, value: object) -> None:
-    assert parse(text).value(FIELDS) == value
+    assert parse_expression(text).value(FIELDS) == value
 
 
 def test_names_are_listed_once_in_their_order() -> None:
-    assert parse("b * a + text_config.depth if b else a").names == ("b", "a", "text_config.depth")
+    assert parse_expression("b * a + text_config.depth if b else a").names == ("b", "a", "text_config.depth")
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_names_are_listed_once_in_their_order() -> None:
 )  # fmt: skip
 def test_what_is_no_expression_is_refused(text: str) -> None:
     with pytest.raises(ExpressionError):
-        parse(text)
+        parse_expression(text)
 
 
 @pytest.mark.parametrize(
@@ -86,18 +86,18 @@ def test_what_is_no_expression_is_refused(text: str) -> None:
 )  # fmt: skip
 def test_what_has_no_value_is_one_clause(text: str) -> None:
     with pytest.raises(ExpressionError) as raised:
-        parse(text).value(FIELDS)
+        parse_expression(text).value(FIELDS)
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 200
 
 
 @pytest.mark.parametrize("value", ["ratio", "-1", "'a'", "none", "kinds"])
 def test_a_size_is_an_integer_of_at_least_0(value: str) -> None:
     with pytest.raises(ExpressionError):
-        whole(parse(value), FIELDS)
+        whole(parse_expression(value), FIELDS)
 
 
 def test_nothing_reaches_2_62() -> None:
-    assert whole(parse("a * b"), {"a": 2**31, "b": 2**30}) == 2**61
+    assert whole(parse_expression("a * b"), {"a": 2**31, "b": 2**30}) == 2**61
     for fields in (
         {"a": 2**31, "b": 2**31},
         {"a": LARGEST, "b": 1},
@@ -105,28 +105,28 @@ def test_nothing_reaches_2_62() -> None:
         {"a": float("nan"), "b": 1},
     ):
         with pytest.raises(ExpressionError):
-            whole(parse("a * b"), fields)
+            whole(parse_expression("a * b"), fields)
     with pytest.raises(ExpressionError):
-        parse("1" * 30)
+        parse_expression("1" * 30)
 
 
 def test_texts_are_short_and_flat() -> None:
     for text in ("1 + " * 1000 + "1", "-(" * 60 + "1" + ")" * 60, "a[" * 60 + "0" + "]" * 60, "not " * 3000 + "a"):
         with pytest.raises(ExpressionError):
-            parse(text)
-    assert whole(parse("(" * 30 + "7" + ")" * 30), {}) == 7
+            parse_expression(text)
+    assert whole(parse_expression("(" * 30 + "7" + ")" * 30), {}) == 7
 
 
 def test_a_long_list_is_not_searched_for_every_layer() -> None:
     with pytest.raises(ExpressionError):
-        true(parse("layer in dense"), {"layer": 1, "dense": list(range(10**6))})
+        true(parse_expression("layer in dense"), {"layer": 1, "dense": list(range(10**6))})
 
 
 @given(st.text(alphabet="ab1 +-*/%()<>=![].,'if el s not in and or max len", max_size=60))
 def test_any_text_is_a_value_or_one_error(text: str) -> None:
     try:
         with ends():
-            parse(text).value({"a": 3, "b": [1, 2], "e": "x"})
+            parse_expression(text).value({"a": 3, "b": [1, 2], "e": "x"})
     except ExpressionError as error:
         assert str(error)
 
@@ -134,5 +134,5 @@ def test_any_text_is_a_value_or_one_error(text: str) -> None:
 @given(st.integers(0, 2**20), st.integers(1, 2**20), st.integers(1, 2**10))
 def test_arithmetic_is_that_of_python(a: int, b: int, c: int) -> None:
     fields = {"a": a, "b": b, "c": c}
-    assert parse("a * b + c - a // b % c").value(fields) == a * b + c - a // b % c
-    assert parse("a < b or not c == 1 and a >= c").value(fields) == (a < b or (c != 1 and a >= c))
+    assert parse_expression("a * b + c - a // b % c").value(fields) == a * b + c - a // b % c
+    assert parse_expression("a < b or not c == 1 and a >= c").value(fields) == (a < b or (c != 1 and a >= c))

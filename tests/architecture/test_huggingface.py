@@ -16,8 +16,8 @@ from support import ends, examples
 
 import ckptlint.architecture
 from ckptlint.architecture.expected import NoTable
-from ckptlint.architecture.expressions import parse
-from ckptlint.architecture.huggingface import expected_models, table_of
+from ckptlint.architecture.expressions import parse_expression
+from ckptlint.architecture.huggingface import expected_models, model_table
 from ckptlint.architecture.tables import rows_of
 
 COUNTS = json.loads((Path(__file__).parent / "counts.json").read_text())
@@ -138,16 +138,16 @@ def test_there_are_tables_for_the_types_that_were_promised() -> None:
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_expression_of_a_table_can_be_read(model_type: str) -> None:
-    table = table_of(model_type)
+    table = model_table(model_type)
     assert table is not None and table["made_with"].startswith("transformers 5.")
     known = set(table["fields"]) | set(table["ranges"])
     for row in rows_of(table["rows"]):
         for text in (*row.dims, row.exists, row.optional):
-            assert not text or set(parse(text).names) <= known
+            assert not text or set(parse_expression(text).names) <= known
     for text in table["ranges"].values():
-        assert set(parse(text).names) <= known
+        assert set(parse_expression(text).names) <= known
     assert table["usual"] in table["models"]
-    sizes = {name for row in rows_of(table["rows"]) for text in row.dims for name in parse(text).names}
+    sizes = {name for row in rows_of(table["rows"]) for text in row.dims for name in parse_expression(text).names}
     for name in sizes:  # ids of tokens are small numbers that sizes equal by chance
         assert "token_id" not in name or all(name in table.get("only", {}).get(model, {}) for model in table["models"])
 
@@ -229,7 +229,7 @@ HOSTILE = st.one_of(
 @given(st.data())
 def test_any_value_of_any_field_is_a_model_or_one_sentence(data: st.DataObject) -> None:
     model_type = data.draw(st.sampled_from(TYPES))
-    fields = (table_of(model_type) or {})["fields"]
+    fields = (model_table(model_type) or {})["fields"]
     config: dict[str, Any] = {"model_type": model_type}
     for name in data.draw(st.lists(st.sampled_from(sorted(fields) or ["x"]), max_size=4)):
         part, *rest = config, *name.split(".")

@@ -12,7 +12,7 @@ from support import REAL
 
 import ckptlint
 from ckptlint.architecture.expected import NoTable
-from ckptlint.architecture.megatron import expected_models, fields
+from ckptlint.architecture.megatron import fields, megatron_models
 from ckptlint.vocabulary.config_fields import attributes
 from ckptlint.vocabulary.keys import parse
 
@@ -52,13 +52,13 @@ def test_the_arguments_imply_what_megatron_core_stored(name: str) -> None:
     ckpt = ckptlint.load(REAL / name / "iter_0000010")
     assert ckpt.common is not None
     stored = {fqn: tensor.global_shape for fqn, tensor in ckpt.tensors.items() if parse(fqn).kind == "model"}
-    forms = expected_models(attributes(ckpt.common.values["args"]))
+    forms = megatron_models(attributes(ckpt.common.values["args"]))
     implied = [{key: tensor.shape for key, tensor in form.tensors.items()} for form in forms]
     assert stored in implied
 
 
 def test_every_form_is_another_one() -> None:
-    forms = expected_models(DENSE)
+    forms = megatron_models(DENSE)
     shapes = {frozenset((key, tensor.shape) for key, tensor in form.tensors.items()) for form in forms}
     assert len(forms) == len(shapes) == 3  # stacked, numbered, split; a dense RMSNorm model has the same norms in both
     assert {form.model_type for form in forms} == {"megatron gpt"}
@@ -66,7 +66,7 @@ def test_every_form_is_another_one() -> None:
 
 
 def test_a_size_says_where_it_comes_from() -> None:
-    stacked = expected_models(DENSE)[0].tensors
+    stacked = megatron_models(DENSE)[0].tensors
     qkv = stacked["decoder.layers.self_attention.linear_qkv.weight"]
     assert qkv.shape == (2, 40, 12)
     assert qkv.dims[0] == "num_layers"
@@ -77,7 +77,7 @@ def test_a_size_says_where_it_comes_from() -> None:
 
 def test_layers_that_differ_are_numbered() -> None:
     args = DENSE | {"num_experts": 4, "moe_ffn_hidden_size": 6, "moe_layer_freq": [0, 1]}
-    for form in expected_models(args):
+    for form in megatron_models(args):
         assert not any(key.startswith("decoder.layers.mlp") for key in form.tensors)
         assert "decoder.layers.0.mlp.router.weight" not in form.tensors
         assert form.tensors["decoder.layers.1.mlp.router.weight"].shape == (4, 12)
@@ -85,7 +85,7 @@ def test_layers_that_differ_are_numbered() -> None:
 
 def test_a_hybrid_model_has_the_layers_of_its_pattern() -> None:
     args = DENSE | {"is_hybrid_model": True, "hybrid_override_pattern": "M|*-", "mamba_num_heads": 4}
-    (form, *_) = expected_models(args | {"mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 16})
+    (form, *_) = megatron_models(args | {"mamba_head_dim": 8, "mamba_num_groups": 2, "mamba_state_dim": 16})
     assert form.tensors["decoder.layers.0.mixer.in_proj.weight.x"].shape == (32, 12)
     assert "decoder.layers.1.self_attention.linear_qkv.weight" in form.tensors
     assert "decoder.layers.2.mlp.linear_fc1.weight" in form.tensors
@@ -142,7 +142,7 @@ def test_a_provider_of_megatron_bridge_has_names_of_its_own() -> None:
 )
 def test_what_the_probes_did_not_vary_has_no_table(given: dict[str, object], reason: str) -> None:
     with pytest.raises(NoTable, match=f"args of Megatron: .*{reason}"):
-        expected_models(DENSE | given)
+        megatron_models(DENSE | given)
 
 
 @pytest.mark.ci
@@ -157,7 +157,7 @@ def test_megatron_core_says_the_same(tmp_path: Path) -> None:
     for probe in probes:
         assert "differs" not in probe
         try:
-            forms = expected_models(probe["args"])
+            forms = megatron_models(probe["args"])
         except NoTable:
             continue
         said = [{key: list(tensor.shape) for key, tensor in form.tensors.items()} for form in forms]

@@ -12,7 +12,7 @@ from support import REAL, ends
 
 import ckptlint
 from ckptlint.architecture.expected import NoTable
-from ckptlint.architecture.mistral import expected_models
+from ckptlint.architecture.mistral import mistral_models
 
 MODELS = sorted((REAL / "mistral_format").iterdir())
 DENSE: dict[str, Any] = json.loads((REAL / "mistral_format" / "dense" / "params.json").read_text())
@@ -22,7 +22,7 @@ DENSE: dict[str, Any] = json.loads((REAL / "mistral_format" / "dense" / "params.
 def test_every_key_and_shape_is_the_one_stored(folder: Path) -> None:
     ckpt = ckptlint.load(folder)
     assert ckpt.config is not None and ckpt.config.file == "params.json"
-    (model,) = expected_models(ckpt.config.values)
+    (model,) = mistral_models(ckpt.config.values)
     expected = {key: tensor.shape for key, tensor in model.tensors.items()}
     assert expected == {key: tensor.global_shape for key, tensor in ckpt.tensors.items()}
     assert all(tensor.needed for tensor in model.tensors.values())
@@ -38,7 +38,7 @@ def test_healthy_models_pass(folder: Path) -> None:
 
 
 def test_a_tied_head_may_be_stored_or_not() -> None:
-    (model,) = expected_models(DENSE | {"tied_embeddings": True})
+    (model,) = mistral_models(DENSE | {"tied_embeddings": True})
     assert not model.tensors["output.weight"].needed
 
 
@@ -64,5 +64,5 @@ def test_a_tied_head_may_be_stored_or_not() -> None:
 )
 def test_what_the_table_does_not_know_is_not_judged(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(NoTable) as refused, ends():
-        expected_models(DENSE | fields)
+        mistral_models(DENSE | fields)
     assert reason in str(refused.value)

@@ -8,16 +8,16 @@ import pytest
 from support import ends
 
 from ckptlint.architecture.expected import NoTable
-from ckptlint.architecture.tables import Row, entry, expand
+from ckptlint.architecture.tables import TableRow, entry, expand
 
 RANGES = {"layer": "layers", "expert": "experts", "block": "depths[stage]", "stage": "len(depths)"}
 ROWS = [
-    Row("embed", ("vocab", "hidden")),
-    Row("layers.{layer}.up", ("2 * hidden", "hidden"), "layer < dense"),
-    Row("layers.{layer}.experts.{expert}.up", ("width", "hidden"), "layer >= dense"),
-    Row("layers.{layer}.bias", ("hidden",), "bias"),
-    Row("head", ("vocab", "hidden"), "", "tied"),
-    Row("mask", ("1",), "", "true"),
+    TableRow("embed", ("vocab", "hidden")),
+    TableRow("layers.{layer}.up", ("2 * hidden", "hidden"), "layer < dense"),
+    TableRow("layers.{layer}.experts.{expert}.up", ("width", "hidden"), "layer >= dense"),
+    TableRow("layers.{layer}.bias", ("hidden",), "bias"),
+    TableRow("head", ("vocab", "hidden"), "", "tied"),
+    TableRow("mask", ("1",), "", "true"),
 ]
 FIELDS = {"vocab": 100, "hidden": 8, "layers": 3, "experts": 2, "dense": 1, "width": 5, "bias": False, "tied": True}
 
@@ -46,7 +46,7 @@ def test_what_is_tied_or_a_buffer_is_not_needed() -> None:
 
 def test_a_range_and_a_size_may_depend_on_an_index() -> None:
     found = expand(
-        [Row("stages.{stage}.{block}.w", ("widths[stage]",))], RANGES, {"depths": [1, 0, 2], "widths": [4, 5, 6]}
+        [TableRow("stages.{stage}.{block}.w", ("widths[stage]",))], RANGES, {"depths": [1, 0, 2], "widths": [4, 5, 6]}
     )
     assert {key: tensor.shape for key, tensor in found.items()} == {
         "stages.0.0.w": (4,),
@@ -90,9 +90,9 @@ def test_a_caller_bounds_the_keys() -> None:
 
 def test_a_range_that_grows_with_its_index_is_bounded_too() -> None:
     with pytest.raises(NoTable), ends():
-        expand([Row("{stage}.{block}", ("1",))], RANGES, {"depths": [0, 10**12]}, at_most=1000)
+        expand([TableRow("{stage}.{block}", ("1",))], RANGES, {"depths": [0, 10**12]}, at_most=1000)
     with pytest.raises(NoTable), ends():
-        expand([Row("{stage}.{block}", ("1",), "block < 0")], RANGES, {"depths": [0, 10**12]}, at_most=1000)
+        expand([TableRow("{stage}.{block}", ("1",), "block < 0")], RANGES, {"depths": [0, 10**12]}, at_most=1000)
 
 
 def test_only_the_line_that_is_asked_for_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:

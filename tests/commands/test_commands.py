@@ -18,7 +18,7 @@ from support import REAL, manifest, run, run_python
 
 import ckptlint
 from ckptlint.commands import main as cli
-from ckptlint.commands.graph import FORMATS, as_dot, as_mermaid, drawing
+from ckptlint.commands.graph import GRAPH_FORMATS, as_dot, as_mermaid, drawing
 from ckptlint.comparing.differences import differences
 from ckptlint.errors import ConfigError
 from ckptlint.model import Checkpoint, FileTable
@@ -288,7 +288,7 @@ def test_an_axis_of_a_healthy_tensor_is_one_path(name: str) -> None:
         ("overlap_one_row", UP, None),
     ],
 )
-@pytest.mark.parametrize("format_", FORMATS)
+@pytest.mark.parametrize("format_", GRAPH_FORMATS)
 def test_graph_of_a_broken_tensor(name: str, fqn: str, missing: int | None, format_: str) -> None:
     done = invoke("graph", REAL / name, fqn, "--format", format_)
     assert done.exit_code == 0, done.output
@@ -324,9 +324,9 @@ def test_names_are_escaped_in_every_format(tmp_path: Path) -> None:
     dot = as_dot(graph)
     unescaped = dot.replace("\\\\", "").replace('\\"', "")
     assert all(line.count('"') % 2 == 0 for line in unescaped.splitlines())
-    root = ET.fromstring(FORMATS["graphml"](graph))
+    root = ET.fromstring(GRAPH_FORMATS["graphml"](graph))
     assert any((item.text or "").startswith('a"b<script>') for item in root.iter())
-    assert json.loads(FORMATS["json"](graph))["nodes"][0]["files"] == [f"{HOSTILE}.distcp"]
+    assert json.loads(GRAPH_FORMATS["json"](graph))["nodes"][0]["files"] == [f"{HOSTILE}.distcp"]
 
 
 def test_several_axes_are_apart(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from markdown_it import MarkdownIt
 from support import HOSTILE, examples
 
-from ckptlint.commands.graph import FORMATS as GRAPHS
+from ckptlint.commands.graph import GRAPH_FORMATS as GRAPHS
 from ckptlint.commands.main import main
 from ckptlint.model.text import printable
 from ckptlint.reporters import REPORTERS

@@ -145,8 +145,8 @@ def test_a_large_file_is_read_as_columns() -> None:
 
 
 def test_columns_widen_from_block_to_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickle_columns, "BLOCK", 64)
-    monkeypatch.setattr(pickle_rows, "BLOCK", 64)
+    monkeypatch.setattr(pickle_columns, "ROWS_AT_ONCE", 64)
+    monkeypatch.setattr(pickle_rows, "ROWS_AT_ONCE", 64)
     assert_read_alike(dumped(large(700)))
     rows = [chunk((1 << row // 8, 0), (1, 1 << row // 16)) for row in range(440)]
     stored = dict(record("a", Size((1 << row // 8, 0)), "__0_0.distcp", 1 << row // 8, row % 300) for row in range(440))

@@ -10,7 +10,7 @@ import pytest
 
 from ckptlint.geometry.chunk_map import CELL_LIMIT, Grid, MapCell, axis_label, draw, make_grid
 from ckptlint.model import AxisSize, Checkpoint, ChunkTable, Tensor
-from ckptlint.model.layout import Box, Layout
+from ckptlint.model.layout import Box, ChunkLayout
 from ckptlint.model.text import human_bytes
 from ckptlint.testing import load_folder, write_checkpoint
 
@@ -270,7 +270,7 @@ def test_bytes_for_humans(count: int, expected: str) -> None:
 def test_only_shards_are_named_after_a_mesh_axis(rows: int, label: str) -> None:
     step = rows // 4
     offsets = np.array([[step * i, 0] for i in range(4)], np.int64)
-    layout = Layout((rows, 6), offsets, np.array([[step, 6]] * 4, np.int64))
+    layout = ChunkLayout((rows, 6), offsets, np.array([[step, 6]] * 4, np.int64))
     tensor = Tensor("w", "float32", (rows, 6), ChunkTable(layout, np.full(4, -1, np.int64)))
     ckpt = Checkpoint("here", "dcp", tensors={"w": tensor}, topology={"dp": AxisSize(4, "args")})
     made = make_grid(tensor, None)
@@ -278,6 +278,6 @@ def test_only_shards_are_named_after_a_mesh_axis(rows: int, label: str) -> None:
 
 
 def test_a_place_that_thousands_of_chunks_hold_is_drawn() -> None:
-    made = Layout((4, 4), np.zeros((3000, 2), np.int64), np.full((3000, 2), 4))
+    made = ChunkLayout((4, 4), np.zeros((3000, 2), np.int64), np.full((3000, 2), 4))
     tensor = Tensor("model.w", "float32", (4, 4), ChunkTable(made, np.full(3000, -1)))
     assert make_grid(tensor, Box((0, 0), (4, 4))).legend[2999] == "DKJ"

@@ -15,7 +15,7 @@ from ckptlint.errors import ConfigError
 from ckptlint.model import Checkpoint
 from ckptlint.planning.exact import exact_job
 from ckptlint.planning.job import Job
-from ckptlint.planning.quick import quick_job, sizes_of, world_of
+from ckptlint.planning.quick import axis_sizes, quick_job, world_of
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from ckptlint.planning.quick import quick_job, sizes_of, world_of
     ],
 )
 def test_sizes_of_axes(text: str, sizes: dict[str, int], world: int) -> None:
-    assert sizes_of(text) == sizes
+    assert axis_sizes(text) == sizes
     assert world_of(sizes) == world
 
 
@@ -51,7 +51,7 @@ def test_sizes_of_axes(text: str, sizes: dict[str, int], world: int) -> None:
 )
 def test_nonsense_is_one_sentence(text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why) as caught:
-        sizes_of(text)
+        axis_sizes(text)
     assert "\n" not in str(caught.value)
 
 

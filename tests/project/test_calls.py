@@ -45,7 +45,9 @@ source = "a test"
 
 
 def test_the_table_says_what_it_was_given() -> None:
-    row = pickle_names.parse(TABLE + 'call = ["int, (text, [flag]), *none", ""]\nstate = "kept"').rows["own", "name"]
+    row = pickle_names.parse_calls(TABLE + 'call = ["int, (text, [flag]), *none", ""]\nstate = "kept"').rows[
+        "own", "name"
+    ]
     fits = [(), (1, ("a",)), (1, ("a", True)), (1, ("a",), None, None)]
     assert all(map(row.call, fits))
     assert not any(map(row.call, [(1,), (True, ("a",)), (1, ["a"]), (1, ("a", 1)), (1, ("a",), 2)]))
@@ -66,7 +68,7 @@ def test_the_table_says_what_it_was_given() -> None:
 )
 def test_a_mistake_in_the_table_names_the_entry(line: str, told: str) -> None:
     with pytest.raises(ValueError, match=r"calls.toml, entry 1 \(own: name\)") as error:
-        pickle_names.parse(TABLE + line)
+        pickle_names.parse_calls(TABLE + line)
     assert told in str(error.value)
 
 
@@ -74,4 +76,4 @@ def test_a_table_that_lacks_something_is_a_mistake() -> None:
     twice = TABLE + TABLE[TABLE.index("[[calls]]") :]
     for text in (TABLE.replace('source = "a test"', ""), TABLE.replace("own: name", "own name"), twice):
         with pytest.raises(ValueError, match=r"calls\.toml, entry"):
-            pickle_names.parse(text)
+            pickle_names.parse_calls(text)

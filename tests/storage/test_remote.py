@@ -327,7 +327,7 @@ def test_ranges_that_lie_together_are_one_request(s3: Server, put: Callable[...,
 def test_a_long_range_is_fetched_in_pieces(
     s3: Server, put: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_folder, "BLOCK", 100_000)
+    monkeypatch.setattr(remote_folder, "READ_BLOCK", 100_000)
     data = os.urandom(450_000)
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "payload").write_bytes(data)

@@ -423,7 +423,7 @@ def test_many_files_are_looked_at_as_few_are(tmp_path: Path, monkeypatch: pytest
 def test_a_child_tells_how_far_it_is() -> None:
     def work() -> str:
         for done in range(3):
-            progress.tell("records", done, 3)
+            progress.advance("records", done, 3)
             time.sleep(0.3)
         return "done"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ckptlint.vocabulary import frameworks
-from ckptlint.vocabulary.frameworks import joined, read_framework, world
+from ckptlint.vocabulary.frameworks import merged, read_framework, world
 
 FILES = sorted(Path(frameworks.__file__).parent.glob("*.toml"))
 STEPS = '[[steps]]\npattern = "{}"\nsource = "acme 1"'
@@ -45,5 +45,5 @@ def test_a_wrong_entry_is_named(text: str, said: str) -> None:
 
 def test_one_file_more_adds_to_what_the_others_say() -> None:
     more = read_framework("acme.toml", f'source = "acme 1"\nparts = ["net"]\n{STEPS.format("snap@([0-9]+)")}')
-    whole = joined([world(), more])
+    whole = merged([world(), more])
     assert [len(whole.steps), len(whole.parts)] == [len(world().steps) + 1, len(world().parts) + 1]

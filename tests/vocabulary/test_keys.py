@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptlint.model.text import braces, ranges
-from ckptlint.vocabulary.keys import numbers, role
+from ckptlint.vocabulary.keys import numbers_in, role
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ from ckptlint.vocabulary.keys import numbers, role
 )
 def test_role_and_numbers(fqn: str, expected: str, found: tuple[int, ...]) -> None:
     assert role(fqn) == expected
-    assert numbers(fqn) == found
+    assert numbers_in(fqn) == found
 
 
 @pytest.mark.parametrize(

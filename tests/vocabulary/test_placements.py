@@ -15,7 +15,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from ckptlint.vocabulary.placements import box, runs
+from ckptlint.vocabulary.placements import bounding_box, runs
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 needs_strided = pytest.mark.skipif(TORCH < (2, 13), reason="before torch 2.13 _StridedShard meant something else")
@@ -45,7 +45,7 @@ def of_torch(shape: tuple[int, ...], placements: list[Placement], mesh: tuple[in
 def test_boxes_are_those_of_torch(layout: tuple[Any, ...]) -> None:
     shape, placements, mesh = layout
     for place in product(*map(range, mesh)):
-        assert box(runs(shape, placements, mesh, place), shape) == of_torch(shape, placements, mesh, place)
+        assert bounding_box(runs(shape, placements, mesh, place), shape) == of_torch(shape, placements, mesh, place)
 
 
 @needs_strided
@@ -70,7 +70,7 @@ def test_in_any_order_the_ranks_tile_the_tensor(layout: tuple[Any, ...], random:
     copies = prod(size for size, placement in zip(mesh, placements, strict=True) if not hasattr(placement, "dim"))
     count = torch.zeros(shape, dtype=torch.int64)
     for place in product(*map(range, mesh)):
-        offsets, sizes = box(runs(shape, placements, mesh, place, order), shape)
+        offsets, sizes = bounding_box(runs(shape, placements, mesh, place, order), shape)
         part = count
         for dim, (offset, length) in enumerate(zip(offsets, sizes, strict=True)):
             part = part.narrow(dim, min(offset, shape[dim]), length)
@@ -101,7 +101,7 @@ def test_a_strided_shard_may_be_no_box() -> None:
 
 def test_a_dim_of_a_billion_costs_nothing() -> None:
     held = runs((10**12, 3), [_StridedShard(0, split_factor=8), Shard(0)], (4, 8), (3, 7))
-    assert box(held, (10**12, 3)) == ((968_750_000_000, 0), (31_250_000_000, 3))
+    assert bounding_box(held, (10**12, 3)) == ((968_750_000_000, 0), (31_250_000_000, 3))
 
 
 def test_a_placement_on_a_dim_that_is_not_there_is_an_error() -> None:

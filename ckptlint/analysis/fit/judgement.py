@@ -16,13 +16,12 @@ from ckptlint.analysis.trusted_config import Contradiction, contradictions
 from ckptlint.architecture import huggingface, megatron, mistral
 from ckptlint.architecture.expected import Expected, ExpectedTensor, NoTable
 from ckptlint.model import Checkpoint, Declared, Tensor
+from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
 from ckptlint.rule import NotApplicable
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import COMPUTED, COPIES, is_adapter, parse, role
-
-Shape = tuple[int, ...]
 
 _QUANTISED = re.compile(
     r"(?P<weight>.+?)(?:_(?:scale|scale_inv|scales|amax|zero_point|zp|g_idx|packed|blocks|shape|global_scale|bias_scale)"
@@ -124,7 +123,7 @@ class Fit:
         return f"{self.expected.source} (model_type {self.expected.model_type}{made})"
 
 
-def judged(ckpt: Checkpoint) -> Fit:
+def fit_of(ckpt: Checkpoint) -> Fit:
     """How a checkpoint differs from what its configuration implies.
 
     Raises:
@@ -180,9 +179,9 @@ def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
         if ckpt.format == "megatron-legacy":
             return megatron.rank_models(values, source, most)
         if ckpt.is_megatron:
-            return megatron.expected_models(values, source, megatron.naming_of(ckpt.tensors), most)
+            return megatron.megatron_models(values, source, megatron.layer_naming(ckpt.tensors), most)
         if source == MISTRAL_CONFIG:
-            return mistral.expected_models(values, source)
+            return mistral.mistral_models(values, source)
         if source == ADAPTER_CONFIG:
             return "the configuration here is the adapter's, which CFG006 and CFG007 judge"
         return huggingface.expected_models(values, source, most)

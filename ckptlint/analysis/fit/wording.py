@@ -18,7 +18,7 @@ _CORE = (
 )
 
 
-def listed(fit: Fit, names: Collection[str], whole: Mapping[str, Sequence[int]]) -> str:
+def keys_in_words(fit: Fit, names: Collection[str], whole: Mapping[str, Sequence[int]]) -> str:
     """Expected keys in few words: whole layers first, then what lies outside of layers, then roles.
 
     Args:

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckptlint.model import Checkpoint, ChunkTable, FileTable, RankTable, RecordTable, StoredFile, Tensor
 from ckptlint.model.cover import Budget
-from ckptlint.model.layout import Box, IntArray, Layout
+from ckptlint.model.layout import Box, ChunkLayout, IntArray
 from ckptlint.model.text import named_ranks
 from ckptlint.rule import Finding, Location, Note, Severity
 from ckptlint.vocabulary.keys import role
@@ -41,14 +41,14 @@ def holders(table: RankTable) -> Iterator[Holders]:
         yield Holders(table.fqns[int(table.fqn[rows[0]])], rows, rows[is_live[rows]])
 
 
-def described(table: RankTable, row: int) -> tuple[str, str, tuple[int, ...]]:
+def described_row(table: RankTable, row: int) -> tuple[str, str, tuple[int, ...]]:
     """Kind, dtype and global shape of a row; what all holders of a key must share."""
     dtype = int(table.dtype[row])
     kind = "object" if table.is_object[row] else "tensor"
     return kind, "" if dtype < 0 else table.dtypes[dtype], tuple(table.global_shape[row, : table.ndim[row]].tolist())
 
 
-def box(table: RankTable, row: int) -> Box:
+def box_of_row(table: RankTable, row: int) -> Box:
     """Where a row's chunk lies."""
     n = int(table.ndim[row])
     return Box(tuple(table.offsets[row, :n].tolist()), tuple(table.sizes[row, :n].tolist()))
@@ -92,8 +92,8 @@ def cells(table: RankTable) -> Iterator[HeldCell]:
         _, number = np.unique(places, axis=0, return_inverse=True)
         order = np.argsort(number.reshape(-1), kind="stable")
         for rows in np.split(held.live[order], np.flatnonzero(np.diff(number.reshape(-1)[order])) + 1):
-            shape = described(table, int(rows[0]))[2]
-            place = box(table, int(rows[0]))
+            shape = described_row(table, int(rows[0]))[2]
+            place = box_of_row(table, int(rows[0]))
             yield HeldCell(held.fqn, place, rows, place.sizes == shape)
 
 
@@ -180,8 +180,8 @@ def as_checkpoint(table: RankTable, path: str) -> Checkpoint:
         if table.is_object[held.rows[0]] or not agree(table, held.rows):
             continue
         rows = owners(table, held)
-        _, dtype, shape = described(table, int(held.rows[0]))
-        layout = Layout(shape, table.offsets[rows, : len(shape)], table.sizes[rows, : len(shape)], budget)
+        _, dtype, shape = described_row(table, int(held.rows[0]))
+        layout = ChunkLayout(shape, table.offsets[rows, : len(shape)], table.sizes[rows, : len(shape)], budget)
         tensors[held.fqn] = Tensor(held.fqn, dtype, shape, ChunkTable(layout, rows.astype(np.int64)))
     none = np.zeros(len(table), np.int64)
     return Checkpoint(

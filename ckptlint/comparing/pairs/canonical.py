@@ -13,7 +13,7 @@ from ckptlint.comparing.facts import Side, Sides
 from ckptlint.model.layout import IntArray
 from ckptlint.seals.row_hashes import RowHashes, digest, matrix
 from ckptlint.vocabulary.keys import parse
-from ckptlint.vocabulary.namings import Naming, Stored, naming_of, stored
+from ckptlint.vocabulary.namings import Naming, StoredRoles, naming_of, stored
 
 _LARGEST_HEAD = 512  # rows of the largest head that is tried where no configuration says how many
 
@@ -68,12 +68,12 @@ def _named(side: Sides, naming: Naming | None, heads: Heads) -> Sides:
         return side
     held = {key: found for key in side if (found := stored(key, naming))}
     if (naming.halves and any(map(naming.halves.search, side))) or heads.model_type in naming.halves_types:
-        held = {key: Stored(one.roles, one.how - {"pairs"}) for key, one in held.items()}
+        held = {key: StoredRoles(one.roles, one.how - {"pairs"}) for key, one in held.items()}
     matrices = [(key, one, parse(key)) for key, one in held.items() if len(side[key].shape) > 1]
     last = {(name.layer, name.in_experts, side[key].shape[-1]) for key, one, name in matrices if one.roles == ("down",)}
     for key, one, name in matrices:  # a block without a gate has as many rows first as columns last
         if one.roles == ("gate", "up") and (name.layer, name.in_experts, side[key].shape[-2]) in last:
-            held[key] = Stored(("up",), one.how)
+            held[key] = StoredRoles(("up",), one.how)
     return {key: replace(one, held=held.get(key)) for key, one in side.items()}
 
 

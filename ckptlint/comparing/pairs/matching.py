@@ -15,10 +15,10 @@ from ckptlint.comparing.pairs.canonical import Heads, in_one_order
 from ckptlint.model.text import NUMBER
 from ckptlint.seals.digests import MASK, Words
 from ckptlint.seals.row_hashes import can_be_rounded, digest, matrix, multiset
-from ckptlint.vocabulary.keys import numbers, parse
-from ckptlint.vocabulary.namings import Stored, is_bias, roles_of
+from ckptlint.vocabulary.keys import numbers_in, parse
+from ckptlint.vocabulary.namings import StoredRoles, is_bias, roles_of
 
-_Held = tuple[Stored | None, Stored | None]
+_Held = tuple[StoredRoles | None, StoredRoles | None]
 _Key = Callable[[Side, str], object]
 
 _MOST_PARTS = 4  # roles that are put together into one tensor, such as query, key, value and a gate
@@ -296,7 +296,7 @@ def _longer(old: Sides, new: Sides, vocabulary: int) -> Iterator[Match]:
 def layer_number(name: str) -> int | None:
     """The number of the layer in a name, None without one."""
     layer = parse(name).layer
-    return layer if isinstance(layer, int) else next(iter(numbers(name)), None)
+    return layer if isinstance(layer, int) else next(iter(numbers_in(name)), None)
 
 
 # ---------------------------------------------------------------- the whole

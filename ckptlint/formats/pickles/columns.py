@@ -34,30 +34,30 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from ckptlint.formats.pickles.rows import (
-    AXES,
-    BLOCK,
     GET,
     INT,
     LENGTH,
     LENGTH_BYTES,
     MEMOIZE,
+    MOST_AXES,
     NESTED,
     NONE,
     OBJECTS_PER_ROW,
     PLAN_ATTRIBUTES,
     PLAN_CLASSES,
     PLANNED,
+    ROWS_AT_ONCE,
     SIZE,
     SIZE_CLASS,
     TEXT,
     Buffer,
     Column,
     IrregularError,
+    PickleView,
     Table,
-    View,
-    distinct,
+    bytes_of_texts,
+    distinct_texts,
     get_opcode,
-    joined,
     learn,
     numbered,
     planned_items,
@@ -189,7 +189,7 @@ class RowRun:
 
 
 @dataclass(slots=True)
-class Scan:
+class PickleScan:
     """What `scan` made of a pickle.
 
     Attributes:
@@ -201,7 +201,7 @@ class Scan:
     """
 
     pickle: bytes
-    view: View | None
+    view: PickleView | None
     tables: list[Table]
     row_runs: list[RowRun]
     references: list[IntArray]
@@ -401,19 +401,19 @@ class Scan:
         ids = np.zeros(len(rows), np.int32)
         start = length = np.zeros(0, np.int32)
         if column.length is not None:
-            ids[spelled], start, length = distinct(self.view, column.number[spelled], column.length[spelled])
+            ids[spelled], start, length = distinct_texts(self.view, column.number[spelled], column.length[spelled])
         indices, which = numbered(column.number[referring])
         sought = self._texts_at(indices) if len(referring) else []
         place = dict.fromkeys(sought, -1)
         whole = io.BytesIO()
-        for first in range(0, len(start), BLOCK):
-            texts = slices(self.view, start[first : first + BLOCK], length[first : first + BLOCK])
-            whole.write(joined(texts))
+        for first in range(0, len(start), ROWS_AT_ONCE):
+            texts = slices(self.view, start[first : first + ROWS_AT_ONCE], length[first : first + ROWS_AT_ONCE])
+            whole.write(bytes_of_texts(texts))
             if place:
                 place |= {text: number for number, text in enumerate(texts, first) if text in place}
         only_referred = [text for text, number in place.items() if number < 0]
         place |= {text: number for number, text in enumerate(only_referred, len(start))}
-        whole.write(joined(only_referred))
+        whole.write(bytes_of_texts(only_referred))
         if len(referring):
             ids[referring] = np.array([place[text] for text in sought], np.int32)[which]
         lengths = np.concatenate([length, np.array([*map(len, only_referred)], np.int32)])
@@ -464,7 +464,7 @@ class Scan:
 
     def _sizes_at(self, indices: IntArray) -> tuple[IntArray, IntArray]:
         """Ranks and coordinates of the Sizes under these memo indices."""
-        rank, coordinates = np.full(len(indices), -2, np.int64), np.zeros((len(indices), AXES), np.int64)
+        rank, coordinates = np.full(len(indices), -2, np.int64), np.zeros((len(indices), MOST_AXES), np.int64)
         for column, entries, rows in self._entries(SIZE):
             at = np.minimum(np.searchsorted(entries, indices), len(entries) - 1)
             hit = np.flatnonzero(entries[at] == indices)
@@ -493,7 +493,7 @@ def _as_size(value: Any) -> tuple[int, ...]:
     Raises:
         IrregularError: it is none, or too long or large for the columns.
     """
-    if not isinstance(value, tuple) or len(value) > AXES or not {int} >= set(map(type, value)):
+    if not isinstance(value, tuple) or len(value) > MOST_AXES or not {int} >= set(map(type, value)):
         raise IrregularError
     if any(abs(extent) >= COORDINATE_LIMIT for extent in value):
         raise IrregularError
@@ -518,7 +518,7 @@ def _with_rows(coordinates: Any, rows: IntArray, values: Any) -> Any:
 # ---------------------------------------------------------------- scanning
 
 
-def scan(data: bytes | Buffer) -> Scan | None:
+def scan(data: bytes | Buffer) -> PickleScan | None:
     """The row runs of a pickle and a shorter pickle without them; None when it is not one to scan.
 
     The scan holds on to a buffer and leaves it without frames.
@@ -532,7 +532,7 @@ def scan(data: bytes | Buffer) -> Scan | None:
 
 class _Scanner:
     def __init__(self, buffer: Buffer) -> None:
-        self.view = View(buffer)
+        self.view = PickleView(buffer)
         self.size_index = -1
         self.tables: list[Table] = []
         self.attempts = 0
@@ -546,7 +546,7 @@ class _Scanner:
         self.named: dict[bytes, int] = {}  # memo indices of what planned items name
         self.has_plans = False
 
-    def run(self) -> Scan:
+    def run(self) -> PickleScan:
         """Step over the opcodes outside of row runs, from the first byte to STOP."""
         body, cuts = self.view.body, [*self.view.cuts.tolist(), self.view.end]
         row_classes: dict[int, int] = {}
@@ -602,7 +602,7 @@ class _Scanner:
             else:
                 raise IrregularError
         self._fill_base()
-        return Scan(b"".join(pieces), self.view, self.tables, self.row_runs, self.references, self.single)
+        return PickleScan(b"".join(pieces), self.view, self.tables, self.row_runs, self.references, self.single)
 
     def _fill_base(self) -> None:
         for table in self.tables:

@@ -16,16 +16,16 @@ from functools import cache
 from importlib import resources
 from typing import Any, Literal
 
-FILE = "calls.toml"
+CALLS_FILE = "calls.toml"
 
 Pair = tuple[str, str]
 Standing = Literal["unknown", "refused"]
-Shape = Callable[[Any], bool]
+Fits = Callable[[Any], bool]
 """Whether a value, or a tuple of arguments, has the shape that it must have."""
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CallRow:
     """An entry of the table, for one name; `calls.toml` says what each field means.
 
     Attributes:
@@ -35,9 +35,9 @@ class Row:
         touches: whether the object may look at what its state holds.
     """
 
-    call: Shape
-    new: Shape
-    state: Shape
+    call: Fits
+    new: Fits
+    state: Fits
     touches: bool
     items: bool
     gives: str
@@ -46,7 +46,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class CallTable:
     """`calls.toml` as it was read.
 
     Attributes:
@@ -58,8 +58,8 @@ class Table:
         tensor: what a tensor has beside the attributes that a program gives it.
     """
 
-    rows: Mapping[Pair, Row]
-    storage: Shape
+    rows: Mapping[Pair, CallRow]
+    storage: Fits
     closed: frozenset[str]
     open: tuple[str, ...]
     refused: tuple[str, ...]
@@ -82,13 +82,13 @@ def is_nothing(args: Any) -> bool:
 
 
 @cache
-def table() -> Table:
+def call_table() -> CallTable:
     """The table that comes with ckptlint.
 
     Raises:
         ValueError: a mistake in the file, with the entry.
     """
-    return parse(resources.files("ckptlint.formats.pickles").joinpath(FILE).read_text(encoding="utf-8"))
+    return parse_calls(resources.files("ckptlint.formats.pickles").joinpath(CALLS_FILE).read_text(encoding="utf-8"))
 
 
 _LISTS = ("closed", "open", "refused", "tensor")
@@ -106,7 +106,7 @@ _FIELDS: dict[str, Callable[[Any], bool]] = {
 """The fields of an entry, and what each may hold."""
 
 
-def parse(text: str) -> Table:
+def parse_calls(text: str) -> CallTable:
     """The table that a text says; every field is checked.
 
     Raises:
@@ -115,11 +115,11 @@ def parse(text: str) -> Table:
     data = tomllib.loads(text)
     entries = data.get("calls")
     if data.keys() != {"storage", *_LISTS, "calls"} or not isinstance(entries, list):
-        raise ValueError(f"{FILE} needs storage, {', '.join(_LISTS)} and calls, and nothing else")
+        raise ValueError(f"{CALLS_FILE} needs storage, {', '.join(_LISTS)} and calls, and nothing else")
     words = {str(entry["gives"]): _gives(entry["gives"]) for entry in entries if "gives" in entry}
     words |= {str(entry["as"]): _named(entry["as"]) for entry in entries if "as" in entry}
     words |= {"stranger": _named("stranger")} | _PRIMITIVE
-    rows: dict[Pair, Row] = {}
+    rows: dict[Pair, CallRow] = {}
     for number, entry in enumerate(entries, 1):
         try:
             row = _row(entry, words)
@@ -127,19 +127,19 @@ def parse(text: str) -> Table:
                 if rows.setdefault(pair, row) is not row:
                     raise ValueError(f"{'.'.join(pair)} stands in the table twice")
         except ValueError as error:
-            raise ValueError(f"{FILE}, entry {number} ({str(entry.get('names'))[:60]}): {error}") from None
+            raise ValueError(f"{CALLS_FILE}, entry {number} ({str(entry.get('names'))[:60]}): {error}") from None
     storage = _arguments(data["storage"], words)
     closed, opened, refused, tensor = (data[name].split() for name in _LISTS)
-    return Table(rows, storage, frozenset(closed), tuple(opened), tuple(refused), frozenset(tensor))
+    return CallTable(rows, storage, frozenset(closed), tuple(opened), tuple(refused), frozenset(tensor))
 
 
-def _row(entry: dict[str, Any], words: Mapping[str, Shape]) -> Row:
+def _row(entry: dict[str, Any], words: Mapping[str, Fits]) -> CallRow:
     for field in entry.keys() | {"names", "source"}:
         if field not in _FIELDS or not _FIELDS[field](entry.get(field)):
             raise ValueError(f"the field {field} is missing, unknown or of a wrong kind")
     state = entry.get("state", "")
     fits = _arguments(state, words) if state else never  # BUILD has one argument
-    return Row(
+    return CallRow(
         call=_any_of([_arguments(shape, words) for shape in entry.get("call", ())]),
         new=_any_of([_arguments(shape, words) for shape in entry.get("new", ())]),
         state=lambda value: fits((value,)),
@@ -168,15 +168,15 @@ def _pairs(names: str | list[str]) -> Iterator[Pair]:
 # ---------------------------------------------------------------- shapes
 
 
-def _is(kind: type) -> Shape:
+def _is(kind: type) -> Fits:
     return lambda value: type(value) is kind
 
 
-def _gives(word: str) -> Shape:
+def _gives(word: str) -> Fits:
     return lambda value: getattr(type(value), "gives", "") == word
 
 
-def _named(word: str) -> Shape:
+def _named(word: str) -> Fits:
     """One of these names, or a refused one, which is told anyway."""
     return lambda value: isinstance(value, type) and getattr(value, "sort", "") in (word, "refused")
 
@@ -199,7 +199,7 @@ def _is_attributes(value: Any) -> bool:
     return all(map(_is_attributes, filter(None, value))) and not any(name.startswith("__") for name in slots)
 
 
-def is_plain(value: Any) -> bool:
+def is_plain_data(value: Any) -> bool:
     """Whether a value is data to the bottom: numbers, texts, bytes, containers, and objects that are data."""
     stack, seen = [value], set()
     while stack:
@@ -216,7 +216,7 @@ def is_plain(value: Any) -> bool:
     return True
 
 
-def _matches(pattern: str) -> Shape:
+def _matches(pattern: str) -> Fits:
     found = re.compile(pattern)
     return lambda value: type(value) is str and found.fullmatch(value) is not None
 
@@ -224,10 +224,10 @@ def _matches(pattern: str) -> Shape:
 def _is_apart(value: Any) -> bool:
     """Attributes none of which is one of those that a tensor has by itself, so that setting them changes no value."""
     parts = value if type(value) is tuple else (value,)
-    return _is_attributes(value) and not any(name in table().tensor for part in parts if part for name in part)
+    return _is_attributes(value) and not any(name in call_table().tensor for part in parts if part for name in part)
 
 
-_PRIMITIVE: dict[str, Shape] = {
+_PRIMITIVE: dict[str, Fits] = {
     "any": always,
     "none": lambda value: value is None,
     "flag": _is(bool),
@@ -243,7 +243,7 @@ _PRIMITIVE: dict[str, Shape] = {
     "mapping": lambda value: isinstance(value, dict),
     "ints": _is_ints,
     "pairs": _is_pairs,
-    "plain": is_plain,
+    "plain": is_plain_data,
     "ratio": _matches(r"-?\d{1,4000}(/\d{1,4000})?"),
     "decimal": _matches(r"-?(\d{1,4000}(\.\d{1,4000})?(E[+-]?\d{1,6})?|s?NaN\d{0,4000}|Infinity)"),
     "numpy_code": _matches(r"[biufcOSUVMm]\d{1,9}"),
@@ -253,7 +253,7 @@ _PRIMITIVE: dict[str, Shape] = {
 }
 
 
-def _arguments(text: str, words: Mapping[str, Shape]) -> Shape:
+def _arguments(text: str, words: Mapping[str, Fits]) -> Fits:
     """The shape of the arguments that a text says, which Python's own parser reads: `A, B | C, [D]`."""
     try:
         made = ast.parse(f"({text},)" if text else "()", mode="eval").body
@@ -262,7 +262,7 @@ def _arguments(text: str, words: Mapping[str, Shape]) -> Shape:
     return _sequence(made.elts if isinstance(made, ast.Tuple) else [made], words)
 
 
-def _sequence(parts: list[ast.expr], words: Mapping[str, Shape]) -> Shape:
+def _sequence(parts: list[ast.expr], words: Mapping[str, Fits]) -> Fits:
     kinds = [1 if isinstance(part, ast.List) else 2 if isinstance(part, ast.Starred) else 0 for part in parts]
     if kinds != sorted(kinds) or kinds.count(2) > 1:
         raise ValueError("what may be left out, and then what may repeat, must stand at the end")
@@ -281,7 +281,7 @@ def _sequence(parts: list[ast.expr], words: Mapping[str, Shape]) -> Shape:
     return fits
 
 
-def _shape(node: ast.expr, words: Mapping[str, Shape]) -> Shape:
+def _shape(node: ast.expr, words: Mapping[str, Fits]) -> Fits:
     match node:
         case ast.Name(word) if word in words:
             return words[word]
@@ -296,7 +296,7 @@ def _shape(node: ast.expr, words: Mapping[str, Shape]) -> Shape:
     raise ValueError(f"{ast.unparse(node)} is no shape or word of the table")
 
 
-def _any_of(shapes: list[Shape]) -> Shape:
+def _any_of(shapes: list[Fits]) -> Fits:
     if len(shapes) == 1:
         return shapes[0]
     return lambda value: any(shape(value) for shape in shapes)
@@ -323,9 +323,9 @@ def standing(module: str, name: str) -> Standing:
     if not is_importable(module, name) or "__main__" in module.split("."):
         return "refused"
     whole = f"{module}.{name}"
-    if package in sys.stdlib_module_names or package in table().closed:
-        return "unknown" if whole.startswith(table().open) and is_class(name) else "refused"
-    return "refused" if whole.startswith(table().refused) else "unknown"
+    if package in sys.stdlib_module_names or package in call_table().closed:
+        return "unknown" if whole.startswith(call_table().open) and is_class(name) else "refused"
+    return "refused" if whole.startswith(call_table().refused) else "unknown"
 
 
 def is_importable(module: str, name: str) -> bool:
@@ -340,7 +340,7 @@ def is_class(name: str) -> bool:
 
 def is_own_class(module: str, name: str) -> bool:
     """Whether an unknown name is a class of a package that is not closed: of a job, say."""
-    return is_class(name) and module.partition(".")[0] not in table().closed
+    return is_class(name) and module.partition(".")[0] not in call_table().closed
 
 
 def may_call(module: str, name: str, args: tuple[Any, ...]) -> bool:

@@ -88,7 +88,7 @@ _HANDLERS: dict[int, Callable[[Any], None]] = pickle._Unpickler.dispatch | {pick
 Tracer.dispatch = {code: _noting(code, handler) for code, handler in _HANDLERS.items()}
 
 
-def explain(data: bytes, strict: bool, faults: list[tuple[Pair, Fault]]) -> tuple[Refused, ...]:
+def refusal_text(data: bytes, strict: bool, faults: list[tuple[Pair, Fault]]) -> tuple[Refused, ...]:
     """Each fault that was found in a pickle, by where it stands in it."""
     if not faults:
         return ()

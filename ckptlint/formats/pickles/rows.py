@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from ckptlint.model.layout import IntArray
-from ckptlint.progress import tell
+from ckptlint.progress import advance
 
-BLOCK = 1 << 15  # rows read at once: their columns stay in the processor's cache
-AXES = 8  # a Size with more is left to the unpickler
+ROWS_AT_ONCE = 1 << 15  # rows read at once: their columns stay in the processor's cache
+MOST_AXES = 8  # a Size with more is left to the unpickler
 PADDING = 64  # bytes that may be read behind the end
 _ATTEMPTS = 16  # rows that a form is learned from
 _ATTRIBUTES = 16
@@ -215,7 +215,7 @@ class Buffer:
         return whole.getvalue()
 
 
-class View:
+class PickleView:
     """The pickle without its frames.
 
     Attributes:
@@ -274,7 +274,7 @@ _Step = _Constant | int | _Either
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class RowForm:
     """How a row is written.
 
     Attributes:
@@ -298,7 +298,7 @@ PLAN_ATTRIBUTES = (*_SPELLED, "size")
 """What a planned item spells; a TensorProperties has its five as a tuple."""
 
 
-def planned_items(size_index: int, memo: dict[bytes, int]) -> Form | None:
+def planned_items(size_index: int, memo: dict[bytes, int]) -> RowForm | None:
     """The form of a WriteItem, given the memo indices of its classes and attributes; None while one is unknown.
 
     Source:
@@ -358,10 +358,10 @@ def planned_items(size_index: int, memo: dict[bytes, int]) -> Form | None:
         data,
         built,
     )
-    return Form((size_index, *(memo[name] for name in wanted)), (), steps, len(column))
+    return RowForm((size_index, *(memo[name] for name in wanted)), (), steps, len(column))
 
 
-def learn(view: View, at: int, objects: int, size_index: int) -> Form | None:
+def learn(view: PickleView, at: int, objects: int, size_index: int) -> RowForm | None:
     """The form of the row that begins here; None when it is not regular."""
     body = view.body
     names, attributes, constants, memos = [size_index], [], [], []
@@ -391,7 +391,7 @@ def learn(view: View, at: int, objects: int, size_index: int) -> Form | None:
     steps: list[_Step] = []
     for number, (opcodes, entries) in enumerate(zip(constants, memos, strict=True)):
         steps += _Constant(opcodes, entries), number
-    return Form(tuple(names), tuple(attributes), (*steps, _Constant(constant, 0)), len(constants))
+    return RowForm(tuple(names), tuple(attributes), (*steps, _Constant(constant, 0)), len(constants))
 
 
 def get_at(body: mmap.mmap, at: int) -> tuple[bytes, int]:
@@ -408,16 +408,16 @@ def get_opcode(index: int) -> bytes:
 # ---------------------------------------------------------------- many rows at once
 
 
-def read_table(view: View, form: Form, at: int) -> Table:
+def read_table(view: PickleView, form: RowForm, at: int) -> Table:
     """All rows of this form from here on."""
     start = occurrences(view, form, at)
     count = len(start)
     end, entries, valid = np.zeros(count, np.int32), np.zeros(count + 1, np.int32), np.zeros(count, bool)
     memos = entries[1:]
     columns = [Column.empty(count) for _ in range(form.columns)]
-    for first in range(0, count, BLOCK):
-        tell("chunks and records", first, count)
-        rows = slice(first, min(first + BLOCK, count))
+    for first in range(0, count, ROWS_AT_ONCE):
+        advance("chunks and records", first, count)
+        rows = slice(first, min(first + ROWS_AT_ONCE, count))
         block = _Block(view, form, start, rows, columns)
         block.walk(form.steps, slice(None))
         end[rows], memos[rows], valid[rows] = block.end()
@@ -441,7 +441,7 @@ def read_table(view: View, form: Form, at: int) -> Table:
     return Table(form.names, form.attributes, columns, entries, base, referred, row_runs, alone)
 
 
-def records(view: View, at: int, size_index: int) -> Table | None:
+def records(view: PickleView, at: int, size_index: int) -> Table | None:
     """The records behind the chunks at `at`, if their first rows are found; a guess that `_Scanner.run` confirms."""
     at = view.body.find(INDEX_CLASS, at)
     for _ in range(4):
@@ -452,7 +452,7 @@ def records(view: View, at: int, size_index: int) -> Table | None:
     return None
 
 
-def occurrences(view: View, form: Form, at: int) -> Any:
+def occurrences(view: PickleView, form: RowForm, at: int) -> Any:
     """int32 [n], ascending: the positions from `at` on where a row may begin."""
     opening = form.steps[0]
     assert isinstance(opening, _Constant)
@@ -476,7 +476,7 @@ class _Block:
         valid: bool [n], whether each row has the form so far.
     """
 
-    def __init__(self, view: View, form: Form, start: Any, rows: slice, columns: list[Column]) -> None:
+    def __init__(self, view: PickleView, form: RowForm, start: Any, rows: slice, columns: list[Column]) -> None:
         self.view, self.columns, self.first, self.size_index = view, columns, rows.start, form.names[0]
         self.at = start[rows].astype(np.int64)
         self.valid, self.memos = np.ones(len(self.at), bool), np.zeros(len(self.at), np.int32)
@@ -564,7 +564,7 @@ def _opcodes(constant: bytes) -> list[int]:
     return starts
 
 
-def _stands(view: View, at: IntArray, constant: bytes) -> Any:
+def _stands(view: PickleView, at: IntArray, constant: bytes) -> Any:
     """bool [n], whether the constant bytes stand at each position."""
     stands = np.ones(len(at), bool)
     for offset in range(0, len(constant), 8):
@@ -588,7 +588,7 @@ class _Values:
     valid: Any
 
 
-def _read_values(view: View, at: IntArray, size_index: int, opcode_at: Callable[[IntArray], None]) -> _Values:
+def _read_values(view: PickleView, at: IntArray, size_index: int, opcode_at: Callable[[IntArray], None]) -> _Values:
     """The value that stands at each position."""
     count = len(at)
     op = view.byte[at]
@@ -637,7 +637,7 @@ for _op, _bytes in ((ord("K"), 1), (ord("M"), 2), (ord("J"), 4), (ord("h"), 1), 
     _MASK[_op] = (1 << 8 * _bytes) - 1
 
 
-def _integers(view: View, at: IntArray, op: Any) -> tuple[IntArray, IntArray, Any]:
+def _integers(view: PickleView, at: IntArray, op: Any) -> tuple[IntArray, IntArray, Any]:
     """Value, end and validity of BININT, BININT1, BININT2 and LONG1 opcodes."""
     number = (view.word[at + 1] & _MASK[op]).view(np.int64)
     number -= ((op == ord("J")) & (number >> 31 == 1)).astype(np.int64) << 32
@@ -653,7 +653,7 @@ def _integers(view: View, at: IntArray, op: Any) -> tuple[IntArray, IntArray, An
     return number, end, valid
 
 
-def _texts(view: View, at: IntArray, op: Any) -> tuple[IntArray, IntArray, Any]:
+def _texts(view: PickleView, at: IntArray, op: Any) -> tuple[IntArray, IntArray, Any]:
     """First byte, end (behind their MEMOIZE) and validity of SHORT_BINUNICODE and BINUNICODE opcodes."""
     is_short = op == 0x8C
     word = view.word[at + 1]
@@ -665,7 +665,7 @@ def _texts(view: View, at: IntArray, op: Any) -> tuple[IntArray, IntArray, Any]:
     return start, end + 1, valid
 
 
-def _references(view: View, at: IntArray, op: Any) -> tuple[IntArray, IntArray]:
+def _references(view: PickleView, at: IntArray, op: Any) -> tuple[IntArray, IntArray]:
     """Memo index and end of BINGET and LONG_BINGET opcodes."""
     return (view.word[at + 1] & _MASK[op]).view(np.int64), at + 1 + _WIDTH[op]
 
@@ -678,21 +678,21 @@ class _Sizes:
         coordinates: int64 [n, d].
     """
 
-    def __init__(self, view: View, at: IntArray, opcode_at: Callable[[IntArray], None]) -> None:
+    def __init__(self, view: PickleView, at: IntArray, opcode_at: Callable[[IntArray], None]) -> None:
         count = len(at)
         valid = np.ones(count, bool)
         rank = np.zeros(count, np.int64)
-        coordinates = np.zeros((count, AXES), np.int64)
+        coordinates = np.zeros((count, MOST_AXES), np.int64)
         opcode_at(at)
         marked = view.byte[at] == ord("(")
         at = at + marked
         rows = np.arange(count)
-        for axis in range(AXES + 1):
+        for axis in range(MOST_AXES + 1):
             opcode_at(at)
             op = view.byte[at[rows]]
             is_int = _KIND[op] == INT
             rows, op = rows[is_int], op[is_int]
-            if len(rows) == 0 or axis == AXES:
+            if len(rows) == 0 or axis == MOST_AXES:
                 valid[rows] = False
                 break
             number, end, sound = _integers(view, at[rows], op)
@@ -718,7 +718,7 @@ class _Sizes:
 # ---------------------------------------------------------------- many texts at once
 
 
-def joined(texts: list[bytes]) -> bytes:
+def bytes_of_texts(texts: list[bytes]) -> bytes:
     """The texts with a NUL after each.
 
     Raises:
@@ -732,24 +732,24 @@ def joined(texts: list[bytes]) -> bytes:
     return joined
 
 
-def slices(view: View, start: Any, length: Any) -> list[bytes]:
+def slices(view: PickleView, start: Any, length: Any) -> list[bytes]:
     return list(map(view.body.__getitem__, map(slice, start.tolist(), (start + length).tolist())))
 
 
 def numbered(values: Any) -> tuple[Any, Any]:
     """The distinct values, ascending, and int32 [n], the number of each."""
-    blocks = [values[first : first + BLOCK] for first in range(0, len(values), BLOCK)]
+    blocks = [values[first : first + ROWS_AT_ONCE] for first in range(0, len(values), ROWS_AT_ONCE)]
     distinct = np.unique(np.concatenate([values[:0], *map(np.unique, blocks)]))
     numbers = np.zeros(len(values), np.int32)
     for number, block in enumerate(blocks):
-        numbers[number * BLOCK :][: len(block)] = np.searchsorted(distinct, block)
+        numbers[number * ROWS_AT_ONCE :][: len(block)] = np.searchsorted(distinct, block)
     return distinct, numbers
 
 
-def distinct(view: View, start: Any, length: Any) -> tuple[Any, Any, Any]:
+def distinct_texts(view: PickleView, start: Any, length: Any) -> tuple[Any, Any, Any]:
     """int32 [n], the number of each text among the distinct ones, and where these start and how long they are."""
     words = range(-(-int(length.max(initial=0)) // 8))
-    blocks = [slice(first, first + BLOCK) for first in range(0, len(start), BLOCK)]
+    blocks = [slice(first, first + ROWS_AT_ONCE) for first in range(0, len(start), ROWS_AT_ONCE)]
     mixed = length.astype(np.uint64)
     for rows in blocks:
         part = mixed[rows]
@@ -779,7 +779,7 @@ def distinct(view: View, start: Any, length: Any) -> tuple[Any, Any, Any]:
     return numbers, example_start, example_length
 
 
-def _word(view: View, start: IntArray, length: Any, number: int) -> Any:
+def _word(view: PickleView, start: IntArray, length: Any, number: int) -> Any:
     """The text's bytes 8 * number to 8 * number + 7 as one word, zeros behind its end."""
     left = np.clip(length - 8 * number, 0, 8)
     return view.word[np.where(left > 0, start + np.int64(8 * number), 0)] & _FIRST_BYTES[left]

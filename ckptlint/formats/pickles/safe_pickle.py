@@ -31,15 +31,15 @@ from ckptlint.formats.pickles.columns import (
     WORTHWHILE,
     ChunkRows,
     OneChunk,
+    PickleScan,
     PlanRows,
     RecordRows,
     RowRun,
-    Scan,
     scan,
 )
 from ckptlint.formats.pickles.joblib_arrays import MARK, without_arrays
 from ckptlint.formats.pickles.names import Pair
-from ckptlint.formats.pickles.refusals import Refused, explain
+from ckptlint.formats.pickles.refusals import Refused, refusal_text
 from ckptlint.formats.pickles.rows import Buffer
 from ckptlint.formats.pickles.stand_ins import Fault, Node, Opaque, StandIns, raw_bytes
 from ckptlint.formats.torch_archive import ranges_in, read_archive
@@ -94,7 +94,7 @@ class _Unpickler(StandIns, pickle.Unpickler):
         found: the row runs that the pickle has persistent ids for.
     """
 
-    def __init__(self, file: io.BytesIO, strict: bool, found: Scan | None = None) -> None:
+    def __init__(self, file: io.BytesIO, strict: bool, found: PickleScan | None = None) -> None:
         super().__init__(file, strict)
         self._found = found
 
@@ -249,7 +249,7 @@ def _judged(
     data: bytes, found: _Loaded, strict: bool, depth: int
 ) -> tuple[tuple[Refused, ...], tuple[str, ...], UnreadableError | None]:
     """What is refused and what is unknown, in the pickles inside its bytes too, and why one of those is unreadable."""
-    refused = list(explain(data, strict, found.faults))
+    refused = list(refusal_text(data, strict, found.faults))
     unknown = [printable(".".join(key)) for key in found.unknown if (key, "unknown") not in found.faults]
     error = None
     given = dict.fromkeys(found.given)

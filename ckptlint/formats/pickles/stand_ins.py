@@ -16,7 +16,7 @@ from math import prod
 from typing import Any, Literal
 
 from ckptlint.formats.pickles import names
-from ckptlint.formats.pickles.names import Pair, Row, Shape, always, never
+from ckptlint.formats.pickles.names import CallRow, Fits, Pair, always, never
 from ckptlint.model.text import printable
 from ckptlint.vocabulary.dtypes import ALIASES, TORCH_NAME
 from ckptlint.vocabulary.metadata_classes import METADATA_CLASSES, METADATA_ENUMS
@@ -49,7 +49,7 @@ class Named(type):
     name: str
     sort: str  # the word of the table for the name itself
     members: bool
-    call: Shape
+    call: Fits
     tell: Callable[[Fault], None]
     fault: Fault
     __getinitargs__ = None  # with it OBJ and INST without arguments are a call here too, as they are of a function
@@ -86,10 +86,10 @@ class Opaque(metaclass=Named):
     name = ""
     sort = ""
     gives = ""
-    call: Shape = staticmethod(always)
-    new: Shape = staticmethod(always)
-    fits: Shape = staticmethod(always)
-    holds: Shape = staticmethod(always)
+    call: Fits = staticmethod(always)
+    new: Fits = staticmethod(always)
+    fits: Fits = staticmethod(always)
+    holds: Fits = staticmethod(always)
     agrees: Callable[[tuple[Any, ...], Any], bool] = staticmethod(lambda args, state: True)
     touches = True
     has_items = True
@@ -322,7 +322,7 @@ class StandIns:
             return pid[1]
         if self._storage is None:
             self._storage = self._inert(("torch", "storage"), gives="storage", fits=never, has_items=False)
-        if type(pid) is tuple and not (names.table().storage(pid) and self._is_first(pid)):
+        if type(pid) is tuple and not (names.call_table().storage(pid) and self._is_first(pid)):
             self.tell(("torch", "storage"), "arguments")
         return _made(self._storage, (pid,))
 
@@ -353,14 +353,14 @@ class StandIns:
             return self._inert(key, give=_TEXTS[known])
         if self._strict and key in METADATA_ENUMS:
             return self._inert(key, members=True)
-        if row := names.table().rows.get(known) if not self._strict or known in _PLAIN else None:
+        if row := names.call_table().rows.get(known) if not self._strict or known in _PLAIN else None:
             return self._listed(key, known, row)
         if self._strict or "refused" in (names.standing(*key), names.standing(*known)):
             self.tell(key, "named")
             return self._inert(key, call=never, new=never, fault="called", sort="refused")
         return self._unknown(key)
 
-    def _listed(self, key: Pair, known: Pair, row: Row) -> type[Opaque]:
+    def _listed(self, key: Pair, known: Pair, row: CallRow) -> type[Opaque]:
         members: dict[str, Any] = {
             "call": row.call, "new": row.new, "fits": row.state, "touches": row.touches, "has_items": row.items,
             "gives": row.gives, "sort": row.sort, "members": row.members,
@@ -410,7 +410,7 @@ class StandIns:
             return _made(cls, (owner, name))
         key = (owner.module, f"{owner.name}.{name}")
         is_unknown = (owner.module, owner.name) in self.unknown
-        if not self._strict and key in names.table().rows:
+        if not self._strict and key in names.call_table().rows:
             return self.find_class(*key)
         if is_unknown and _CLASS_NAME.fullmatch(name):
             if key not in self._stand_ins:
@@ -432,7 +432,7 @@ class StandIns:
         self._note_acting(function)
         return _made(cls, (function,))
 
-    def _fits_partial(self, shape: Shape, state: Any) -> bool:
+    def _fits_partial(self, shape: Fits, state: Any) -> bool:
         if not shape(state):
             return False
         self._note_acting(state[0])
@@ -537,7 +537,7 @@ def is_data_of(package: str, value: Any) -> bool:
     return True
 
 
-def _fits_unarmed(shape: Shape, value: Any) -> bool:
+def _fits_unarmed(shape: Fits, value: Any) -> bool:
     return shape(value) and not is_armed(value)
 
 

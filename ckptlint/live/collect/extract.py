@@ -445,14 +445,14 @@ def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
     order = None
     if all(map(compat.is_known, placements)):
         held = layout.runs(shape, placements, sizes_of_mesh, coordinate)
-        offsets, sizes = layout.box(held, shape)
+        offsets, sizes = layout.bounding_box(held, shape)
         for dim, found in enumerate(held):
             if len(found) > 1 and all(sizes):
                 said = f"on dim {dim} it holds {sizes[dim]} of {shape[dim]} indices, in {len(found)} separate runs"
                 problems += (_problem("LIV102", f"the shard{{of}} is not one box: {said}; {declared}"),)
         if (order := compat.shard_order(spec)) is not None:
             other = layout.runs(shape, placements, sizes_of_mesh, coordinate, order)
-            order = None if layout.box(other, shape) == (offsets, sizes) else order
+            order = None if layout.bounding_box(other, shape) == (offsets, sizes) else order
     else:
         ((offsets, sizes),) = _chunks(value)
     return _Part(shape, offsets, sizes, replica, copies, declared, problems, order)

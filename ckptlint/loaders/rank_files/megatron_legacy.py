@@ -48,7 +48,7 @@ from ckptlint.model.cover import Shape
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import plural, printable, shape_text, some
 from ckptlint.storage.folder import Folder
-from ckptlint.vocabulary.config_fields import is_plain
+from ckptlint.vocabulary.config_fields import is_scalar
 from ckptlint.vocabulary.mesh import read_topology
 
 _COMMON = ("args", "checkpoint_version", "iteration", "opt_param_scheduler", "num_floating_point_operations_so_far")
@@ -308,7 +308,7 @@ class _Reading:
             place: {
                 name: value
                 for name, value in ({"checkpoint_version": rank.root.get("checkpoint_version")} | rank.args).items()
-                if name in _COMPARED and (is_plain(value) or value is None)
+                if name in _COMPARED and (is_scalar(value) or value is None)
             }
             for place, rank in self.ranks.items()
             if rank.args

@@ -35,7 +35,7 @@ from ckptlint.model.text import plural, printable, ranges, shape_text
 from ckptlint.storage.folder import Folder
 from ckptlint.vocabulary.keys import is_adapter, parse
 from ckptlint.vocabulary.mesh import read_topology
-from ckptlint.vocabulary.placements import box, runs
+from ckptlint.vocabulary.placements import bounding_box, runs
 
 _CONFIG = "fsdp_config.json"
 _CONFIG_LIMIT = 65536
@@ -651,11 +651,11 @@ def _box(
         not shape and any(placement.dim is not None for placement in placements)
     ):
         return None
-    by_torch = box(runs(shape, placements, mesh, coordinate, order), shape)
+    by_torch = bounding_box(runs(shape, placements, mesh, coordinate, order), shape)
     strided = [axis for axis, placement in enumerate(placements) if placement.split_factor is not None]
     if not strided:
         return (*by_torch, by_torch[1])
     plain = [Placement("Shard", placement.dim) if placement.dim is not None else placement for placement in placements]
     first = [axis for axis in range(len(placements)) if axis not in strided]
-    held = box(runs(shape, plain, mesh, coordinate, [*first, *reversed(strided)]), shape)
+    held = bounding_box(runs(shape, plain, mesh, coordinate, [*first, *reversed(strided)]), shape)
     return (*held, by_torch[1])

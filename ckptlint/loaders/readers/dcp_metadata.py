@@ -16,7 +16,7 @@ from ckptlint.formats.pickles.columns import END, ChunkRows, RecordRows, RowRun
 from ckptlint.formats.pickles.safe_pickle import Node, Opaque
 from ckptlint.model import KEY_LIMIT, RANK_LIMIT, ChunkTable, MalformedChunk, Problem, RecordTable, Tensor
 from ckptlint.model.cover import Budget
-from ckptlint.model.layout import COORDINATE_LIMIT, IntArray, Layout, distinct
+from ckptlint.model.layout import COORDINATE_LIMIT, ChunkLayout, IntArray, distinct
 from ckptlint.model.text import all_printable, plural, printable
 
 _PRINTABLE = 10**100
@@ -159,7 +159,7 @@ def _tensors(
     """Tensors by raw name, their records still unknown, and the raw names of the bytes entries."""
     tensors: dict[str, Tensor] = {}
     byte_names: list[str] = []
-    layouts: dict[tuple[Any, ...], Layout] = {}
+    layouts: dict[tuple[Any, ...], ChunkLayout] = {}
     budget = Budget()
     flattened = mcore_data if isinstance(mcore_data, dict) else {}
     for fqn, nodes in entries.items():
@@ -183,7 +183,7 @@ def _tensors(
             offsets, sizes = _without_replicas(offsets, sizes)
             problems += _disagreement(fqn, states, file)
         key = (shape, len(offsets), offsets.tobytes(), sizes.tobytes())  # a scalar's chunks have no bytes
-        layout = layouts.setdefault(key, Layout(shape, offsets, sizes, budget))
+        layout = layouts.setdefault(key, ChunkLayout(shape, offsets, sizes, budget))
         reformulated = flattened.get(fqn)
         tensor = Tensor(
             fqn=printable(fqn),

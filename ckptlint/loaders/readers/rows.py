@@ -9,7 +9,7 @@ import numpy as np
 
 from ckptlint.model import ChunkTable, MalformedChunk, RecordTable, Tensor
 from ckptlint.model.cover import Budget
-from ckptlint.model.layout import Layout
+from ckptlint.model.layout import ChunkLayout
 from ckptlint.model.text import printable
 
 
@@ -48,7 +48,7 @@ def tables(rows: Sequence[Row], owned: Any) -> tuple[dict[str, Tensor], RecordTa
     by_key: dict[str, list[int]] = {fqn: [] for fqn in number}
     for i, row in enumerate(rows):
         by_key[row.fqn].append(i)
-    layouts: dict[tuple[Any, ...], Layout] = {}
+    layouts: dict[tuple[Any, ...], ChunkLayout] = {}
     budget = Budget()
     tensors = [_tensor(rows, own, owned, layouts, budget) for own in by_key.values()]
     count = len(rows)
@@ -66,7 +66,7 @@ def tables(rows: Sequence[Row], owned: Any) -> tuple[dict[str, Tensor], RecordTa
 
 
 def _tensor(
-    rows: Sequence[Row], own: list[int], owned: Any, layouts: dict[tuple[Any, ...], Layout], budget: Budget
+    rows: Sequence[Row], own: list[int], owned: Any, layouts: dict[tuple[Any, ...], ChunkLayout], budget: Budget
 ) -> Tensor:
     """The tensor of one key; one chunk without a record where nothing says where its parts lie."""
     chunks = [(i, rows[i].offsets or (), rows[i].sizes) for i in own if owned[i]]
@@ -83,7 +83,7 @@ def _tensor(
     if shape is None:
         shape = tuple((offsets + sizes).max(axis=0, initial=0).tolist())
     key = (shape, len(fitting), offsets.tobytes(), sizes.tobytes())  # a scalar's chunks have no bytes
-    layout = layouts.setdefault(key, Layout(shape, offsets, sizes, budget))
+    layout = layouts.setdefault(key, ChunkLayout(shape, offsets, sizes, budget))
     return Tensor(
         fqn=printable(first.fqn),
         dtype=first.dtype,

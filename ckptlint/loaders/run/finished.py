@@ -15,7 +15,7 @@ from ckptlint.model import AxisSize, Problem, StepState
 from ckptlint.model.text import listed, printable
 from ckptlint.storage.folder import Folder
 from ckptlint.storage.paths import is_safe
-from ckptlint.vocabulary.frameworks import Inventory, Mark, is_part, step_number, world
+from ckptlint.vocabulary.frameworks import Mark, SaveInventory, is_part, step_number, world
 
 _LEVELS = 5  # folders between a part and its step
 _STEPS_TRIED = 16
@@ -114,7 +114,7 @@ def stated_world(folder: Folder) -> AxisSize | None:
     return None
 
 
-def _stated(folder: Folder, known: Inventory) -> dict[str, Any]:
+def _stated(folder: Folder, known: SaveInventory) -> dict[str, Any]:
     """What an inventory of JSON states; {} for others and a damaged one, which is reported with the step's files."""
     return read_json(folder, known.file, _INVENTORY_LIMIT)[0] if known.entries or known.ranks else {}
 

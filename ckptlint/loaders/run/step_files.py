@@ -14,7 +14,7 @@ from os.path import relpath
 from typing import Any
 
 from ckptlint.errors import AccessError, CkptlintError, ForeignError, LimitError, UnreadableError
-from ckptlint.formats.content import HEAD, Content, content_of, is_pickled, pickles_in
+from ckptlint.formats.content import HEAD, FileContent, file_content, is_pickled, pickles_in
 from ckptlint.formats.pickles.safe_pickle import read_metadata, read_state
 from ckptlint.formats.torch_file import TorchFile, number_in, ranges_of, read_torch_bytes, read_torch_file
 from ckptlint.loaders.code_beside import code_beside
@@ -83,7 +83,7 @@ class _Found:
     size: int = 0
     what: str = ""
     is_below: bool = False
-    content: Content | None = None
+    content: FileContent | None = None
 
 
 _Read = tuple[StepFile, list[Problem]]
@@ -192,13 +192,13 @@ def _with_content(found: list[_Found], below: list[_Found]) -> tuple[list[_Found
     items = [item for item in items if not _is_opened(item) or item.label in _TEXTS]
     items.sort(key=lambda item: (item.is_below, item.family is not None))
     most = _HEADS[items[0].folder.is_near] if items else 0
-    late, told = items[most:], dict[int, Content]()
+    late, told = items[most:], dict[int, FileContent]()
     for _, group in groupby(items[:most], lambda item: id(item.folder)):
         own = list(group)
         for item, head in zip(own, own[0].folder.heads([item.name for item in own], HEAD), strict=True):
             if head is None:
                 late.append(item)
-            elif (content := content_of(head)) is not None:
+            elif (content := file_content(head)) is not None:
                 told[id(item)] = content
     looked = (replace(item, content=told[id(item)]) if id(item) in told else item for item in [*found, *below])
     return [item for item in looked if item.content or not item.is_below], late
@@ -389,7 +389,7 @@ def _pickled(item: _Found) -> tuple[list[TorchFile], bool]:
         UnreadableError: it is not what its name promises.
     """
     folder, name = item.folder, item.name
-    content = item.content or content_of(folder.read_range(name, 0, HEAD))
+    content = item.content or file_content(folder.read_range(name, 0, HEAD))
     try:
         if content == "perhaps pickle" and not is_pickled(folder.read_range(name, 0, _PLAIN_LIMIT), item.size):
             content = "packed"  # which may start with the same bytes

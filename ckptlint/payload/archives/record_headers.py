@@ -26,7 +26,7 @@ from ckptlint.formats.torch_archive import (
 from ckptlint.model.layout import IntArray
 from ckptlint.storage.folder import Folder
 
-PICKLE_LIMIT = 64 * 1024**2
+RECORD_PICKLE_LIMIT = 64 * 1024**2
 """Largest `data.pkl` of a record that is decoded, in bytes."""
 
 _EDGE = 1024  # at one end of a tensor's record lie its headers and data.pkl, at the other its directory
@@ -235,8 +235,8 @@ def _walk(place: RecordPlace) -> _Walk:
     at = next((i for i, member in enumerate(members) if member.short.lower() == "data.pkl"), None)
     if at is None:
         raise UnreadableError("is an archive without a data.pkl", directory.start)
-    if members[at].size > PICKLE_LIMIT:
-        raise LimitError(f"has a data.pkl of {members[at].size:,} bytes, the limit is {PICKLE_LIMIT:,}")
+    if members[at].size > RECORD_PICKLE_LIMIT:
+        raise LimitError(f"has a data.pkl of {members[at].size:,} bytes, the limit is {RECORD_PICKLE_LIMIT:,}")
     (pickle,) = yield [(starts[at], members[at].size)]
     if members[at].crc and zlib.crc32(pickle) != members[at].crc:
         raise UnreadableError("has a data.pkl whose bytes do not match its checksum", starts[at])

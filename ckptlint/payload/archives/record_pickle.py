@@ -54,11 +54,11 @@ def _one(data: bytes) -> Decoded:
         found = read_state(data)
     except UnreadableError as error:
         return Decoded(None, error=error)
-    content = None if found.root is None and found.refused else content_of(found.root)
+    content = None if found.root is None and found.refused else root_content(found.root)
     return Decoded(content, Unpickled(None, found.refused, found.unknown))
 
 
-def content_of(root: Any) -> RecordContent:
+def root_content(root: Any) -> RecordContent:
     """The root of a record's pickle in words."""
     if isinstance(root, Opaque):
         found = stored_tensor(root)

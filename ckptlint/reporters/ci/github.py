@@ -5,7 +5,7 @@ from __future__ import annotations
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Report
 from ckptlint.model.text import plural
 from ckptlint.reporters.full import note_line, notes, verdict
-from ckptlint.reporters.style import Style, cut_names, file_of, inert
+from ckptlint.reporters.style import Style, cut_names, inert, shown_file
 from ckptlint.rule import Severity
 
 SHOWN = 10
@@ -39,7 +39,7 @@ def render(report: Report, style: Style) -> str:
 
 def _annotation(command: str, part: CheckpointReport, group: FindingGroup) -> str:
     lead = group.lead
-    file = f"{part.checkpoint.path}/{file_of(part.checkpoint, lead.finding.at.file)}"
+    file = f"{part.checkpoint.path}/{shown_file(part.checkpoint, lead.finding.at.file)}"
     place = {"file": file, "line": "1", "title": f"{lead.code} {lead.rule.name}"}
     text = [cut_names(lead.title, lead.fqn), *map(note_line, notes(group))]
     return _command(command, place, "\n".join(text))

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Report
 from ckptlint.reporters.full import inferred
-from ckptlint.reporters.style import Style, file_of
+from ckptlint.reporters.style import Style, shown_file
 from ckptlint.rule import Severity
 from ckptlint.storage.paths import is_url
 
@@ -41,7 +41,7 @@ def _issue(part: CheckpointReport, group: FindingGroup) -> dict[str, Any]:
         "check_name": lead.rule.name,
         "fingerprint": lead.fingerprint,
         "severity": _SEVERITIES[lead.severity],
-        "location": _location(f"{part.checkpoint.path}/{file_of(part.checkpoint, lead.finding.at.file)}"),
+        "location": _location(f"{part.checkpoint.path}/{shown_file(part.checkpoint, lead.finding.at.file)}"),
     }
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from ckptlint.lint.report import CheckpointReport, FindingGroup, Report
 from ckptlint.model.text import plural
 from ckptlint.reporters.full import block
-from ckptlint.reporters.json_report import sample
+from ckptlint.reporters.json_report import sampled
 from ckptlint.reporters.style import Style, inert
 from ckptlint.rule import Rule
 
@@ -28,7 +28,7 @@ def render(report: Report, style: Style) -> str:
             root, "testsuite", name=_legal(part.checkpoint.path), time=_time(sum(part.seconds.values()))
         )
         ran = f"{report.rule_counts_of(part).ran:,}"
-        facts = [("depth", report.depth), ("sample", sample(report) or "all"), ("rules that ran", ran)]
+        facts = [("depth", report.depth), ("sample", sampled(report) or "all"), ("rules that ran", ran)]
         facts += [("settings", report.settings)] if report.settings else []
         facts += [("not known", sentence) for sentence in part.checkpoint.unseen]
         facts += [("cause", f"{cause.sentence}; {cause.do}") for cause in part.causes]

@@ -15,8 +15,8 @@ from ckptlint.lint.report import CheckpointReport, FindingGroup, Ignored, Report
 from ckptlint.lint.rule_page import page
 from ckptlint.model import Checkpoint
 from ckptlint.reporters.full import note_line, notes
-from ckptlint.reporters.json_report import ranks_of, sample
-from ckptlint.reporters.style import Style, file_of
+from ckptlint.reporters.json_report import ranks_named, sampled
+from ckptlint.reporters.style import Style, shown_file
 from ckptlint.rule import Rule, Severity
 from ckptlint.storage.paths import is_url
 
@@ -52,7 +52,7 @@ def render(report: Report, style: Style) -> str:
         "results": results,
         "properties": {
             "depth": report.depth,
-            "sample": sample(report),
+            "sample": sampled(report),
             "verdict": report.verdict,
             "settings": report.settings or None,
             "causes": [
@@ -131,7 +131,7 @@ def _result(part: CheckpointReport, base: str, group: FindingGroup, index: dict[
     }
     members = [{"fqn": m.fqn, "message": m.message, "fingerprint": m.fingerprint} for m in group.members]
     about = {
-        "ranks": ranks_of(ckpt, lead.finding.at),
+        "ranks": ranks_named(ckpt, lead.finding.at),
         "inferredFrom": lead.finding.inferred_from,
         "findings": members if len(members) > 1 else [],
     }
@@ -150,7 +150,7 @@ def _set_aside(ignored: Ignored | None) -> dict[str, Any]:
 
 
 def _location(ckpt: Checkpoint, base: str, group: FindingGroup) -> dict[str, Any]:
-    finding, name = group.lead.finding, file_of(ckpt, group.lead.finding.at.file)
+    finding, name = group.lead.finding, shown_file(ckpt, group.lead.finding.at.file)
     # viewers want a line, for binary files too
     region = {"startLine": 1} | (
         _bytes(*finding.at.byte_range) if finding.at.byte_range and name == finding.at.file else {}
@@ -173,7 +173,7 @@ def _chunks(ckpt: Checkpoint, base: str, group: FindingGroup) -> list[dict[str, 
         record = int(finding.at.tensor.chunks.record[row])
         if record >= 0:
             name, start, length = ckpt.byte_range_of(record)
-            place: dict[str, Any] = {"artifactLocation": _file(file_of(ckpt, name), base)}
+            place: dict[str, Any] = {"artifactLocation": _file(shown_file(ckpt, name), base)}
             if region := _bytes(start, length):
                 place["region"] = region
             text = f"chunk {letters.get(row, row)}: {finding.at.tensor.layout.box(row)}"

@@ -20,14 +20,14 @@ from ckptlint.geometry.chunk_map import Grid, make_grid
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGroup, Report
 from ckptlint.lint.steps import steps_in
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.layout import Box, Layout
+from ckptlint.model.layout import Box, ChunkLayout
 from ckptlint.model.text import human_bytes, named_ranks, plural, ranges, shape_text
-from ckptlint.reporters.full import STEP_COLUMNS, account, also, left_unread, place_of, step_lines, step_rows
+from ckptlint.reporters.full import STEP_COLUMNS, account, also, left_unread, place_in_words, step_lines, step_rows
 from ckptlint.reporters.html import svg
 from ckptlint.reporters.style import Style, cut
 from ckptlint.rule import SECTIONS, Finding
 from ckptlint.vocabulary.dtypes import nbytes
-from ckptlint.vocabulary.keys import numbers, role
+from ckptlint.vocabulary.keys import numbers_in, role
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -116,17 +116,17 @@ class _Work:
 
     room: int = PICTURE_LIMIT
     pages: dict[str, str] = field(default_factory=dict)
-    graphs: dict[tuple[Layout, int], nx.DiGraph[tuple[int, int]]] = field(default_factory=dict)
-    axes: dict[Layout, tuple[int, int]] = field(default_factory=dict)
-    strips: dict[tuple[Layout, tuple[tuple[int, int, str], ...]], str] = field(default_factory=dict)
+    graphs: dict[tuple[ChunkLayout, int], nx.DiGraph[tuple[int, int]]] = field(default_factory=dict)
+    axes: dict[ChunkLayout, tuple[int, int]] = field(default_factory=dict)
+    strips: dict[tuple[ChunkLayout, tuple[tuple[int, int, str], ...]], str] = field(default_factory=dict)
 
-    def graph(self, layout: Layout, axis: int) -> nx.DiGraph[tuple[int, int]]:
+    def graph(self, layout: ChunkLayout, axis: int) -> nx.DiGraph[tuple[int, int]]:
         """The chunk graph of one axis."""
         if (layout, axis) not in self.graphs:
             self.graphs[layout, axis] = axis_graph(layout, axis)
         return self.graphs[layout, axis]
 
-    def most_cut(self, layout: Layout) -> tuple[int, int]:
+    def most_cut(self, layout: ChunkLayout) -> tuple[int, int]:
         """The axis with the most intervals, and how many it has; axis -1 for a tensor without axes."""
         if layout not in self.axes:
             counts = [(len(layout.intervals(axis)), -axis) for axis in range(len(layout.shape))]
@@ -245,7 +245,7 @@ def _group(ckpt: Checkpoint, group: FindingGroup, anchor: str, work: _Work) -> d
         "code": lead.code,
         "name": lead.rule.name,
         "sentence": (_cut(before, lead.fqn), cut(lead.fqn or "") if has_name else "", _cut(after, lead.fqn)),
-        "place": finding.at.label or place_of(ckpt, finding),
+        "place": finding.at.label or place_in_words(ckpt, finding),
         "keys": f"{len(group.members):,}",
         "ranks": ranges(_ranks(group.members)),
         "missing": _missing_from([lead]),
@@ -360,8 +360,8 @@ def _appendix(part: CheckpointReport, room: int, work: _Work) -> dict[str, Any]:
     concerned = [fqn for fqn in flags if fqn in tensors]
     shown = list(dict.fromkeys([*concerned, *tensors]))[:room]
     layers: dict[tuple[str, int], dict[str, list[dict[str, Any]]]] = {}
-    for fqn in sorted(shown, key=lambda fqn: (role(fqn), numbers(fqn))):
-        found = numbers(fqn)
+    for fqn in sorted(shown, key=lambda fqn: (role(fqn), numbers_in(fqn))):
+        found = numbers_in(fqn)
         layer = (role(fqn).partition("*")[0], found[0]) if found else ("", 0)
         layers.setdefault(layer, {}).setdefault(role(fqn), []).append(_row(tensors[fqn], flags.get(fqn, []), work))
     flagged = [roles for roles in layers.values() if any(row["level"] for rows in roles.values() for row in rows)]

@@ -11,7 +11,7 @@ from ckptlint.model.text import human_bytes, named_ranks
 from ckptlint.planning.outcome import Cost, Plan
 from ckptlint.reporters.full import facts
 from ckptlint.reporters.html.page import environment, frame, markup
-from ckptlint.reporters.plan import HEAD, facts_of, job_line, listed_patterns, rows, sections, verdict_line
+from ckptlint.reporters.plan import TABLE_HEAD, job_line, listed_patterns, plan_facts, rows, sections, verdict_line
 
 _BARS = 64
 _WIDTH, _HEIGHT, _LEFT, _TOP = 960, 220, 70, 12
@@ -42,9 +42,9 @@ def render(plan: Plan, ckpt: Checkpoint) -> str:
         path=ckpt.path,
         facts=facts(ckpt),
         sections=[(heading, listed_patterns(keys), lines) for heading, keys, lines in sections(plan)],
-        head=HEAD,
+        head=TABLE_HEAD,
         rows=rows(plan.cost),
-        lines=facts_of(plan),
+        lines=plan_facts(plan),
         histogram=markup(histogram(plan.cost)),
         nodes=nodes,
         is_own=any(node.absent for node in plan.nodes),

@@ -15,7 +15,7 @@ import numpy as np
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.geometry.chunk_map import Grid, MapCell, axis_label, fixed_label
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.layout import Box, Layout
+from ckptlint.model.layout import Box, ChunkLayout
 from ckptlint.model.text import plural
 from ckptlint.reporters.style import cut
 
@@ -106,7 +106,7 @@ def has_boundary(grid: Grid) -> bool:
     return bool(_edges(grid, 0, 0, 1, 1)[1])
 
 
-def region_kind(layout: Layout, region: Box) -> str:
+def region_kind(layout: ChunkLayout, region: Box) -> str:
     """What a region of a finding is: in no chunk, in several, or in one (`mark`)."""
     if any(a < 0 or b > size for a, b, size in zip(region.offsets, region.ends, layout.shape, strict=True)):
         return "mark"
@@ -116,7 +116,7 @@ def region_kind(layout: Layout, region: Box) -> str:
     return "gap" if not held else "overlap" if len(holding) > 1 else "mark"
 
 
-def strip(layout: Layout, axis: int, marks: Iterable[tuple[int, int, str]], label: str) -> str:
+def strip(layout: ChunkLayout, axis: int, marks: Iterable[tuple[int, int, str]], label: str) -> str:
     """A whole tensor on one line, in true proportion: chunks along one axis, and what findings touch.
 
     Args:

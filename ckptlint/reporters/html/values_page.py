@@ -10,7 +10,7 @@ from ckptlint.comparing.updates import Update, short_names
 from ckptlint.comparing.values import Values
 from ckptlint.reporters.html.page import environment, frame
 from ckptlint.reporters.style import cut
-from ckptlint.reporters.values import change_text, groups_of, kinds_of, moved_sentences, sentence_of, verdict_of
+from ckptlint.reporters.values import change_text, groups_of, kinds_of, moved_sentences, sentence_of, values_verdict
 
 _SHADES = 9
 _ROWS = 512  # layers of the map
@@ -19,7 +19,7 @@ _COLUMNS = 64
 
 def render(found: Values, paths: tuple[str, str]) -> str:
     """The page; jinja2 escapes every text."""
-    word, sentence = verdict_of(found)
+    word, sentence = values_verdict(found)
     rows = [
         (words, *sentence_of(members, found), members[0].is_proven)
         for words, groups, _ in groups_of(found)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ckptlint.vocabulary.litter import is_litter
-from ckptlint.vocabulary.strict_toml import made_of, table_of
+from ckptlint.vocabulary.strict_toml import made_of, toml_table
 
 Content = Literal["pickle", "perhaps pickle", "json", "other"]
 """How a file is read: as a pickle, alone or in an archive of torch.save, or if it is one; as JSON; not at all."""
@@ -95,7 +95,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Inventory:
+class SaveInventory:
     """A file that is written last, and may be JSON that names every part of the folder that it lies in.
 
     Attributes:
@@ -168,7 +168,7 @@ class World:
     trackers: tuple[Tracker, ...] = ()
     files: tuple[Family, ...] = ()
     unfinished: tuple[Mark, ...] = ()
-    inventories: tuple[Inventory, ...] = ()
+    inventories: tuple[SaveInventory, ...] = ()
     no_state: tuple[re.Pattern[str], ...] = ()
     keys: Mapping[str, re.Pattern[str]] = field(default_factory=dict)
     counters: tuple[re.Pattern[str], ...] = ()
@@ -185,10 +185,10 @@ def world() -> World:
         ValueError: a file is not as this module has it; it names file and entry.
     """
     paths = sorted(Path(__file__).parent.glob("*.toml"), key=lambda path: (path.stem == LAST, path.name))
-    return joined([read_framework(path.name, path.read_text(encoding="utf-8")) for path in paths])
+    return merged([read_framework(path.name, path.read_text(encoding="utf-8")) for path in paths])
 
 
-def joined(parts: list[World]) -> World:
+def merged(parts: list[World]) -> World:
     """Several files as one."""
     values: dict[str, Any] = {item.name: () for item in fields(World)} | {"keys": {}}
     for part in parts:
@@ -204,7 +204,7 @@ def read_framework(name: str, text: str) -> World:
     Raises:
         ValueError: an entry that nobody knows, one that is missing, or a value of another form; with file and place.
     """
-    table = table_of(name, text)
+    table = toml_table(name, text)
     if not isinstance(table.pop("source", None), str):
         raise ValueError(f"{name}: source is missing: library, version and file that these names are from")
     return made_of(World, name, table)
