@@ -4,7 +4,7 @@
     python bench/fuzz.py [TARGET...] [--seed 1] [--scale 1.0] [--found FOLDER]
 
 Each target runs in a process of its own, as many times as its row in `TARGETS` says, and prints one row of the table
-in docs/fuzzing.md. A mutant on which anything but an error of ckptlint's own is raised, which takes more than 5 seconds
+in docs/evidence.md. A mutant on which anything but an error of ckptlint's own is raised, which takes over 5 seconds
 of processor time or 1 GiB of memory, ends its target; it is left in FOLDER.
 
 In production a reader that CPython itself cannot protect from crafted input runs in a child process under limits

@@ -67,7 +67,7 @@ def check(
         all_steps: every step of a run folder, not only the newest.
         expect: what to compare with: a manifest, a safetensors file or index, a model folder, another checkpoint.
         baseline: an earlier JSON report, whose findings do not count.
-        config: a settings file (docs/settings.md): what it says about checking, where the arguments say nothing;
+        config: a settings file (docs/reference.md): what it says about checking, where the arguments say nothing;
             plug-ins are then loaded too.
         sample: percent of the records to read at depths `headers` and `data`, chosen at random; all by default.
         seed: of that choice.

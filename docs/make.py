@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -62,7 +62,7 @@ cause is better than a wrong one. `ckptlint explain NAME` prints one of these. T
 def pages() -> dict[Path, str]:
     """Every generated page with its text."""
     rules = load_rules()
-    found = {DOCS / "rules" / f"{rule.code}.md": rule_page(rule) for rule in rules}
+    found = {DOCS / "rules" / f"{family}.md": family_page(family, rules) for family in FAMILIES}
     found[DOCS / "rules" / "README.md"] = rule_list(rules)
     found[DOCS / "causes.md"] = cause_list()
     found[DOCS / "limits.md"] = _BLIND.sub(_cannot, (DOCS / "limits.md").read_text(encoding="utf-8"))
@@ -83,11 +83,18 @@ def _cannot(found: re.Match[str]) -> str:
     return "\n".join([found[1], "", "| layout | passes | why |", "|---|---|---|", *rows, "", found[2]])
 
 
-def rule_page(rule: Rule) -> str:
-    """The page of `ckptlint explain` as Markdown: sections become headings, examples blocks."""
+def family_page(family: str, rules: Sequence[Rule]) -> str:
+    """The rules of a family on one page, each below a heading that `#code-name` leads to."""
+    own = [rule for rule in rules if rule.code.startswith(family)]
+    about = "`ckptlint explain CODE` prints one of these. `docs/make.py` makes this page."
+    return "\n".join([f"# {family}: {FAMILIES[family]}\n\n{about}\n", *map(rule_section, own)])
+
+
+def rule_section(rule: Rule) -> str:
+    """The page of `ckptlint explain` as Markdown: sections begin with their names, examples are blocks."""
     title, about, _, *lines = page(rule, _UNWRAPPED).splitlines()
-    text = [f"# {title}", "", f"{about}. `ckptlint explain {rule.code}` prints this page.", ""]
-    is_example = False
+    text = [f"## {title}", "", f"{about[0].upper()}{about[1:]}.", ""]
+    is_example, heading = False, ""
     for line in lines:
         if is_example and line.startswith("  "):
             text.append(line.removeprefix("  "))
@@ -96,8 +103,11 @@ def rule_page(rule: Rule) -> str:
             text.append("```")
         if example := re.match(r"(Bad|Good): (.*)", line):
             text += [f"**{example[1]}:** {_plain(example[2])}", "", "```text"]
+        elif re.fullmatch(r"[A-Z][\w ]*:", line):
+            heading = f"**{line[:-1]}.** "
         else:
-            text.append(f"## {line[:-1]}\n" if re.fullmatch(r"[A-Z][\w ]*:", line) else _plain(line.strip()))
+            text.append(heading + _plain(line.strip()))
+            heading = ""
         is_example = example is not None
     return "\n".join([*text, "```"] if is_example else text).rstrip() + "\n"
 
@@ -110,13 +120,17 @@ def _plain(text: str) -> str:
 
 
 def rule_list(rules: tuple[Rule, ...]) -> str:
-    """All rules in a table for each family, each linked to its page."""
-    text = "# Rules\n\nOne page per rule, made from its docstring and its fixture by `docs/make.py`.\n"
+    """All rules in a table for each family, each linked to its place."""
+    text = "# Rules\n\nOne page per family, made from the docstrings and fixtures of its rules by `docs/make.py`.\n"
     for family, about in FAMILIES.items():
         own = [rule for rule in rules if rule.code.startswith(family)]
         about = f"running jobs; {about}" if any(rule.live for rule in own) else about
         text += f"\n## {family}: {about}\n\n{catalogue(own, 'markdown')}\n"
-    return re.sub(r"^\| ([A-Z]{3}\d{3}) ", r"| [\1](\1.md) ", text, flags=re.MULTILINE)
+    return re.sub(r"^\| (([A-Z]{3})\d{3}) +\| ([\w-]+)", _linked, text, flags=re.MULTILINE)
+
+
+def _linked(row: re.Match[str]) -> str:
+    return f"| [{row[1]}]({row[2]}.md#{row[1].lower()}-{row[3]}) | {row[3]}"
 
 
 def cause_list() -> str:
@@ -220,7 +234,7 @@ def _settled(output: str) -> str:
 
 
 def write(made: Mapping[Path, str], docs: Path = DOCS) -> None:
-    """Write every generated page, and remove the pages of rules that are gone."""
+    """Write every generated page, and remove the pages of families that are gone."""
     for path, text in made.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")

@@ -25,12 +25,11 @@ _MERMAID = re.compile(r"^```mermaid\n.*?^```\n", re.DOTALL | re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """The navigation with the rules below their families, as the page of all rules has them."""
+    """The navigation with the families of rules, as the page of all rules has them."""
     catalogue = (REPOSITORY / "docs" / "rules" / "README.md").read_text(encoding="utf-8")
     families: list[Any] = ["rules/README.md"]
-    for title, table in re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", catalogue, re.MULTILINE):
-        pages = re.findall(r"^\| \[(\w+)\]\((\w+\.md)\) *\| ([\w-]+)", table, re.MULTILINE)
-        families.append({title.replace("`", ""): [{f"{code} {name}": f"rules/{page}"} for code, page, name in pages]})
+    for title in re.findall(r"^## (.*)", catalogue, re.MULTILINE):
+        families.append({title.replace("`", ""): f"rules/{title[:3]}.md"})
     config.nav = [{"Rules": families} if item == {"Rules": "rules/README.md"} else item for item in config.nav or []]
     return config
 

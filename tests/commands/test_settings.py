@@ -301,7 +301,7 @@ def test_what_a_file_may_not_say_about_rules_is_exit_2(
 
 
 def test_the_example_of_the_documentation_is_accepted(here: Path) -> None:
-    page = (REPOSITORY / "docs" / "settings.md").read_text(encoding="utf-8")
+    page = (REPOSITORY / "docs" / "reference.md").read_text(encoding="utf-8")
     text = page.partition("```toml\n")[2].partition("```")[0]
     (here / "ckptlint.toml").write_text(text.replace('"acme_ckpt_rules"', ""))
     document = in_force()

@@ -39,20 +39,20 @@ def test_what_a_page_prints_holds_no_number_or_list_of_all_rules(make: ModuleTyp
     assert "\n  ...\n" in text
 
 
-def test_the_page_of_a_rule_that_is_gone_goes_too(make: ModuleType, tmp_path: Path) -> None:
+def test_the_page_of_a_family_that_is_gone_goes_too(make: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "rules").mkdir()
-    (tmp_path / "rules" / "GEO999.md").write_text("# a rule that was removed")
+    (tmp_path / "rules" / "XYZ.md").write_text("# a family that was removed")
     (tmp_path / "by-hand.md").write_text("stays")
-    make.write({tmp_path / "rules" / "GEO001.md": "new"}, tmp_path)
+    make.write({tmp_path / "rules" / "GEO.md": "new"}, tmp_path)
     left = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.md")}
-    assert left == {"by-hand.md", "rules/GEO001.md"}
+    assert left == {"by-hand.md", "rules/GEO.md"}
 
 
 def test_pages_keep_the_whole_text_of_a_rule(make: ModuleType) -> None:
     assert "what \\_\\_N.metadata and `a_b` say" in make._plain("what __N.metadata and `a_b` say")
-    text = read(DOCS / "rules" / "GEO004.md")
+    text = read(DOCS / "rules" / "GEO.md").split("\n## GEO004 coverage-hole\n")[1].split("\n## ")[0]
     for heading in ("What it checks", "Why it matters", "Usual causes", "How to fix", "See"):
-        assert f"\n## {heading}\n\n" in text
+        assert f"\n**{heading}.** " in text
     assert text.count("```") == 4
 
 

@@ -58,7 +58,7 @@ class _Listing:
 
 @pytest.mark.parametrize(("name", "exit_code"), [("{}.txt", 0), ("__{}_9.distcp", 0)])
 def test_a_folder_of_many_files(real_copy: Copy, monkeypatch: pytest.MonkeyPatch, name: str, exit_code: int) -> None:
-    """The listing is made up, of 50,000 names: docs/fuzzing.md has a million."""
+    """The listing is made up, of 50,000 names: docs/evidence.md has a million."""
     folder = real_copy("edit_base")
     real = os.scandir
     fake = lambda path=".": _Listing(real(path), name) if Path(path) == folder else real(path)  # noqa: E731

@@ -57,13 +57,16 @@ def test_a_new_rule_is_two_files_and_three_commands(clone: Path) -> None:
     code = Path(files[1][0]).stem
     assert int(re.findall(r"(\d+) passed", printed[test])[0]) >= 5
     assert printed[explain].startswith(f"{code} empty-part\n")
-    assert f"[{code}]({code}.md)" in (clone / "docs" / "rules" / "README.md").read_text(encoding="utf-8")
+    there = f"[{code}]({code[:3]}.md#{code.lower()}-empty-part)"
+    assert there in (clone / "docs" / "rules" / "README.md").read_text(encoding="utf-8")
     changed = {
         path.relative_to(REPOSITORY).as_posix()
         for path in (REPOSITORY / "docs").rglob("*.md")
         if path.read_text(encoding="utf-8") != (clone / path.relative_to(REPOSITORY)).read_text(encoding="utf-8")
     }
-    assert changed == {"docs/rules/README.md"}, "two new rules would conflict in these pages"
+    assert changed == {"docs/rules/README.md", f"docs/rules/{code[:3]}.md"}, (
+        "two new rules would conflict in these pages"
+    )
 
 
 def test_the_page_of_the_template_says_what_its_files_say() -> None:

@@ -62,7 +62,7 @@ def test_no_host_is_asked_for_anything(site: Path) -> None:
 def test_the_rules_stand_below_their_families_and_nothing_is_outside_the_navigation(site: Path) -> None:
     text = (site / "index.html").read_text(encoding="utf-8")
     for rule in load_rules():
-        assert f'href="rules/{rule.code}.html"' in text, rule.code
+        assert f'href="rules/{rule.code[:3]}.html"' in text, rule.code
     nav = yaml.safe_dump(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
     for path in [*DOCS.glob("*.md"), DOCS / "plugin-template" / "README.md", DOCS / "rules" / "README.md"]:
         assert path.relative_to(DOCS).as_posix() in nav, f"mkdocs.yml does not name {path.name}"
