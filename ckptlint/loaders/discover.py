@@ -61,8 +61,18 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[Found]:
     if walk.passed:
         sentence = f"{plural(walk.passed, 'folder')} below {folder.display} lie too deep or are too many to look into"
         found[0] = replace(found[0], not_followed=(*found[0].not_followed, sentence))
-    places = {place.place for part in found for place in (part.folder, *part.accounts_for)}
-    return [replace(part, claimed_places=tuple(sorted(places))) for part in found]
+    places = frozenset(place.place for part in found for place in (part.folder, *part.accounts_for))
+    around = frozenset(_around(places))
+    return [replace(part, claimed_places=places, around_claimed=around) for part in found]
+
+
+def _around(places: Iterable[str]) -> set[str]:
+    """The places of all folders around some."""
+    around: set[str] = set()
+    for place in places:
+        while (place := place.rpartition("/")[0]) and place not in around:
+            around.add(place)
+    return around
 
 
 @dataclass(slots=True)

@@ -102,7 +102,8 @@ class Found:
     Attributes:
         folder: where it lies, in a view that hides the other checkpoints there.
         accounts_for: the folders whose other files are reported with it: each file of a step is reported once.
-        claimed_places: the places of all folders whose files are reported with a checkpoint of the same walk, in order.
+        claimed_places: the places of all folders whose files are reported with a checkpoint of the same walk.
+        around_claimed: the places of all folders around these.
         linked_to: where the link leads, out of its run, by which it was found; "" otherwise.
         not_followed: sentences on what beside it was not looked into.
         of_run: whether it is the newest step of a run that was asked for as a whole.
@@ -111,7 +112,8 @@ class Found:
 
     folder: Folder
     accounts_for: tuple[Folder, ...] = field(default=(), kw_only=True)
-    claimed_places: tuple[str, ...] = field(default=(), kw_only=True)
+    claimed_places: frozenset[str] = field(default=frozenset(), kw_only=True)
+    around_claimed: frozenset[str] = field(default=frozenset(), kw_only=True)
     linked_to: str = field(default="", kw_only=True)
     not_followed: tuple[str, ...] = field(default=(), kw_only=True)
     of_run: bool = field(default=False, kw_only=True)
