@@ -123,9 +123,8 @@ def _inner(file: OpenedFile, root: Any) -> OpenedFile:
 def _checkpoint(files: SetFiles, reading: _Reading, rank_files: RankFileSet) -> Checkpoint:
     """What was read of the files of ranks."""
     lost = [file for missing in rank_files.missing.values() for file in missing]
-    unread = [file for file in files.files if not file.is_read and file.kind != "random state"]
-    gone = [file for file in lost if file.kind != "random state"]
-    doubtful = len(unread) + len(gone) + len(reading.left_out)
+    absent = [*lost, *(file for file in files.files if not file.is_read)]
+    doubtful = sum(file.kind != "random state" for file in absent) + len(reading.left_out)
     partial = f"{doubtful} of {len(files.files) + len(lost)} rank files are missing or unusable" if doubtful else ""
     if reading.unplaced and not doubtful:
         partial = f"the rank files contradict each other on {plural(len(reading.unplaced), 'key')}"
@@ -143,7 +142,7 @@ def _checkpoint(files: SetFiles, reading: _Reading, rank_files: RankFileSet) -> 
         declared=declared,
         config=config,
         topology=read_topology(declared, empty_objects(), None, range(reading.world)),
-        step_files=reading.beside,
+        step_files=reading.step_files,
         problems=files.problems + config_problems,
         readable=readable,
         partial=partial,
@@ -251,7 +250,7 @@ class _Reading:
     said: Sayings = field(default_factory=Sayings)
     left_out: set[str] = field(default_factory=set)
     unplaced: list[str] = field(default_factory=list)
-    beside: tuple[StepFile, ...] = ()
+    step_files: tuple[StepFile, ...] = ()
 
     def read(self, folder: Folder) -> None:
         """Fill everything but `files`."""
@@ -452,7 +451,7 @@ class _Reading:
         # FSDP1 keeps slices of flat parameters, which tell no shapes
         is_sliced = any(isinstance(value, StoredTensor) for value in moments)
         if not names and not is_sliced and (made := optimizer_file(file.found.root)) is not None:
-            self.beside = (StepFile(file.label, "optimizer state", "read", file.found.size, optimizer=made),)
+            self.step_files = (StepFile(file.label, "optimizer state", "read", file.found.size, optimizer=made),)
         roots = {
             rank: {
                 f"optimizer.state.{names.get(param, param)}.{what}": value
