@@ -66,11 +66,11 @@ class _File:
     """A file of the step, or a folder there.
 
     Attributes:
-        folder: where it lies.
+        folder: where it is.
         name: its name there.
         label: its path from the checkpoint, printable; of a folder whose files are not reported it ends in `/`.
         what: why it cannot be opened, in words; "" for files, and folders whose files are not reported.
-        is_below: whether it lies in a folder whose files are not reported one by one.
+        is_below: whether it is in a folder whose files are not reported one by one.
         is_read: whether a loader has read it already.
         content: what its first bytes say, where its name does not say that it is opened.
     """
@@ -117,7 +117,7 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    """What lies beside the tensors of a step, apart from what the loaders took.
+    """What is beside the tensors of a step, apart from what the loaders took.
 
     Attributes:
         files: those of the step, and those below folders that start as pickles do.
@@ -166,7 +166,7 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
 
 
 def folders_beside(step: Folder) -> list[Folder]:
-    """The folders beside a step that hold more files of it, by its name; [] where what lies around it cannot be listed.
+    """The folders beside a step that hold more files of it, by its name; [] where what is around it cannot be listed.
 
     Raises:
         AccessError: such a folder cannot be listed.
@@ -181,7 +181,7 @@ def folders_beside(step: Folder) -> list[Folder]:
 
 
 def _survey(whole: Found, ckpt: Checkpoint) -> _Survey:
-    """What lies beside the tensors of a checkpoint."""
+    """What is beside the tensors of a checkpoint."""
     # what the loaders read, beside safetensors too; `_listed` leaves out plain payload of the folder itself
     taken = {name for name in ckpt.files.names if not is_plain(name)} | {METADATA}
     taken |= {ckpt.index.file} if ckpt.index else set()
@@ -446,7 +446,7 @@ def _moments_step(item: _File, found: TorchFile) -> int | None:
     return max((number for number in numbers if number is not None), default=None)
 
 
-# ---------------------------------------------------------------- what is missing, and what else lies there
+# ---------------------------------------------------------------- what is missing, and what else is there
 
 
 def rank_files(folder: Folder) -> list[str]:
@@ -486,7 +486,9 @@ def leftover_files(folder: Folder) -> list[Problem]:
             why = f"its payload files replaced {'all' if is_young.all() else 'some'} of those that {METADATA} describes"
             hint = "use another step, or save again into an empty folder"
             # all of one save: torch loads them, if the layout stayed what it was
-            problem = Problem("incomplete", temporary, sentence, why=why, hint=hint, beside=bool(is_young.all()))
+            problem = Problem(
+                "incomplete", temporary, sentence, why=why, hint=hint, outside_checkpoint=bool(is_young.all())
+            )
         else:
             why = f"it replaced no payload file, so what {METADATA} describes is still there"
             problem = Problem("note", temporary, sentence, why=why)
