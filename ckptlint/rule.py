@@ -124,7 +124,7 @@ class Finding:
             problem.message,
             at=Location(problem.fqn, file=problem.file),
             missing=(problem.file,),
-            severity=Severity.INFO if problem.beside else None,
+            severity=Severity.INFO if problem.outside_checkpoint else None,
             why=problem.why,
             hint=problem.hint,
             detail=problem.detail,

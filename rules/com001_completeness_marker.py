@@ -33,4 +33,4 @@ def completeness_marker(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     for problem in ckpt.problems_of("incomplete"):
         finding = Finding.of_problem(problem)
-        yield replace(finding, severity=Severity.WARNING) if problem.beside else finding
+        yield replace(finding, severity=Severity.WARNING) if problem.outside_checkpoint else finding

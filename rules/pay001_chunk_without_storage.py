@@ -41,9 +41,9 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
             hint="restore the original .metadata: a rewrite or a merge dropped its storage part",
         )
         return
-    strays: dict[str, list[int]] = defaultdict(list)
+    unreferenced: dict[str, list[int]] = defaultdict(list)
     for row in np.flatnonzero(~ckpt.records.owned).tolist():
-        strays[ckpt.records.name(row)].append(row)
+        unreferenced[ckpt.records.name(row)].append(row)
     for tensor in ckpt.sound_tensors():
         rows = np.flatnonzero((tensor.chunks.record < 0) & tensor.layout.live)
         if not len(rows):
@@ -56,7 +56,7 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{count}{{of}} {'has' if len(rows) == 1 else 'have'} no storage entry",
             at=Location.of(tensor, region=box, rows=tuple(rows[:16].tolist()), ranks=() if owner is None else (owner,)),
             notes=(("stored", "its other chunks are in " + ", ".join(files[:6]) if files else "none of it is stored"),),
-            hint=_filed_elsewhere(ckpt, strays.get(tensor.fqn, [])),
+            hint=_filed_elsewhere(ckpt, unreferenced.get(tensor.fqn, [])),
         )
     lost_objects = np.flatnonzero(ckpt.objects.record < 0).tolist()
     unfiled = [ckpt.objects[row].fqn for row in lost_objects] + [b.fqn for b in ckpt.byte_objects if b.record < 0]
@@ -64,8 +64,8 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding("the bytes{of} have no storage entry", at=Location(fqn))
 
 
-def _filed_elsewhere(ckpt: Checkpoint, strays: list[int]) -> str:
-    offsets = [str(list(ckpt.records.strays[row] or ())) for row in strays[:3]]
+def _filed_elsewhere(ckpt: Checkpoint, unreferenced: list[int]) -> str:
+    offsets = [str(list(ckpt.records.unreferenced[row] or ())) for row in unreferenced[:3]]
     if not offsets:
         return "save again with a fresh plan, or restore the original .metadata"
     return f"compare the offsets: storage_data has an entry at {', '.join(offsets)}, where no chunk starts"

@@ -52,7 +52,7 @@ def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
         if fqn in excused:
             continue
         row, more = rows[0], len(rows) > 1
-        offset = table.strays[row]
+        offset = table.unreferenced[row]
         where = "without an offset" if offset is None else f"at offset {list(offset)}"
         file, start, length = ckpt.byte_range_of(row)
         known = (
@@ -67,6 +67,6 @@ def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
             if more
             else f"the storage entry{{of}} {where} matches nothing: {known}",
             at=Location(fqn, file=file, byte_range=(start, length)),
-            missing=tuple(str(table.strays[row]) for row in rows[:_SHOWN]),
+            missing=tuple(str(table.unreferenced[row]) for row in rows[:_SHOWN]),
             hint="compare the keys with those of another step; a reused plan repeats the keys of an older state",
         )

@@ -34,5 +34,5 @@ def unreadable_metadata(ckpt: Checkpoint) -> Iterator[Finding]:
         torch.distributed.checkpoint.filesystem.FileSystemWriter.finish
     """
     for problem in ckpt.problems_of("unreadable", "unread"):
-        is_mild = problem.beside or problem.kind == "unread"
+        is_mild = problem.outside_checkpoint or problem.kind == "unread"
         yield replace(Finding.of_problem(problem), severity=Severity.WARNING if is_mild else None)

@@ -105,7 +105,7 @@ def _problem(ignore: KeyIgnore, parts: Sequence[CheckpointReport]) -> Problem:
         message + ", and no key has this name",
         fqn=ignore.pattern,
         hint=f"did you mean {near[0]}?" if near else "delete it unless other checkpoints need it",
-        beside=True,
+        outside_checkpoint=True,
     )
 
 

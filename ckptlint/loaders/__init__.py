@@ -1,1 +1,1 @@
-"""A folder to a Checkpoint: what lies there, which layout it has, what its metadata says."""
+"""A folder to a Checkpoint: what it holds, which layout it has, what its metadata says."""

@@ -19,7 +19,7 @@ _CONFIG = "config.json"
 _PIPELINE = "model_index.json"
 _CONFIG_LIMIT = 4 * 1024**2
 _LEVELS = 3  # folders below a part that may hold its weights
-_TEXT = re.compile(r".+(?<!\.index)\.(json|md|txt|ya?ml|py)")  # an index without its files is told elsewhere
+_TEXT = re.compile(r".+(?<!\.index)\.(json|md|txt|ya?ml|py)")  # an index without its files is reported elsewhere
 _NO_MODEL = re.compile(r".*(Processor|Pachifier|Callback)")  # the other classes of diffusers that write a config.json
 
 
@@ -84,7 +84,7 @@ def _models(folder: Folder) -> list[str]:
 
 
 def _may_hold_weights(folder: Folder, levels: int = _LEVELS) -> bool:
-    """Whether anything but texts lies in a folder or below it, as far as it is looked into."""
+    """Whether a folder holds anything but texts, itself or below, as far as it is looked into."""
     if any(not (_TEXT.fullmatch(name) or is_litter(name)) for name in folder.files()):
         return True
     subs = [sub_folder(folder, name) for name in folder.folders()]

@@ -1,4 +1,4 @@
-"""Which checkpoints a path means: one bounded walk tells units by content, and steps by numbered siblings."""
+"""Which checkpoints a path means: one bounded walk finds units by content, and steps by numbered siblings."""
 
 from __future__ import annotations
 
@@ -61,13 +61,23 @@ def find_checkpoints(folder: Folder, all_steps: bool) -> list[Found]:
     if walk.passed:
         sentence = f"{plural(walk.passed, 'folder')} below {folder.display} lie too deep or are too many to look into"
         found[0] = replace(found[0], not_followed=(*found[0].not_followed, sentence))
-    places = {place.place for part in found for place in (part.folder, *part.accounts_for)}
-    return [replace(part, claimed_places=tuple(sorted(places))) for part in found]
+    places = frozenset(place.place for part in found for place in (part.folder, *part.accounts_for))
+    around = frozenset(_around(places))
+    return [replace(part, claimed_places=places, around_claimed=around) for part in found]
+
+
+def _around(places: Iterable[str]) -> set[str]:
+    """The places of all folders around some."""
+    around: set[str] = set()
+    for place in places:
+        while (place := place.rpartition("/")[0]) and place not in around:
+            around.add(place)
+    return around
 
 
 @dataclass(slots=True)
 class _Walk:
-    """One walk over what lies below a path.
+    """One walk over what is below a path.
 
     Attributes:
         left: folders that may still be listed.
@@ -82,7 +92,7 @@ class _Walk:
 
         Args:
             levels: how many floors below the folder are looked at.
-            in_step: whether it lies in a step: one name with a number is a place there, several are steps again.
+            in_step: whether it is in a step: one name with a number is a place there, several are steps again.
         """
         if self.left <= 0:
             self.passed += 1
@@ -192,18 +202,18 @@ def _inner(folder: Folder) -> list[str]:
 
 
 def _accounted(found: list[Found], folder: Folder) -> list[Found]:
-    """The same checkpoints; the files of the folder around them are told with the first."""
+    """The same checkpoints; the files of the folder around them are reported with the first."""
     return [replace(unit, accounts_for=(*unit.accounts_for, folder)) for unit in found[:1]] + found[1:]
 
 
 def _is_part(folder: Folder, name: str) -> bool:
-    """Whether a folder that is named like a step is DeepSpeed's part of the one that it lies in."""
+    """Whether a folder that is named like a step is DeepSpeed's part of the one that it is in."""
     sub = sub_folder(folder, name)
     return sub is not None and _is_kind(sub, "unsupported", "deepspeed", "deepspeed-universal")
 
 
 def _is_bare(folder: Folder) -> bool:
-    """Whether nothing but side state lies there: Megatron's `common.pt` beside an export, as ms-swift writes it."""
+    """Whether it holds nothing but side state: Megatron's `common.pt` beside an export, as ms-swift writes it."""
     found = recognise(folder)
     return found is not None and found.evidence.file in ("common.pt", "metadata.json") and len(folder.files()) <= 2
 

@@ -54,7 +54,7 @@ def read_reference(path: str) -> Reference:
         path: a manifest, a safetensors file or index, a Hugging Face model folder, or whatever can be checked.
 
     Raises:
-        ConfigError: nothing that can be compared with lies there, or it cannot be read.
+        ConfigError: nothing there can be compared with, or it cannot be read.
     """
     source = shown(path)
     try:
@@ -94,7 +94,7 @@ def _from_folder(folder: Folder, path: str, source: str) -> Reference:
 def _from_file(folder: Folder, name: str, path: str, source: str) -> Reference:
     if name.endswith((".metadata", ".distcp")) or name in ("common.pt", "metadata.json"):
         return _from_checkpoint(path, source)
-    if name == _CONFIG:  # what it implies, whatever lies beside it
+    if name == _CONFIG:  # what it implies, whatever is next to it
         return isolated(partial(_configuration, folder, source), folder.size(name))
     if folder.look_at(name)[0] not in READABLE:
         raise ConfigError(f"the reference {source} is not a regular file")
@@ -118,7 +118,7 @@ def manifest_text(
 ) -> str:
     """The tensors of a checkpoint, or of all components of one step, as a manifest.
 
-    Names are written as ckptlint prints them; a dtype that the metadata does not tell is null.
+    Names are written as ckptlint prints them; a dtype that the metadata does not state is null.
 
     Args:
         values: key -> dtype -> digest of the tensor's elements in it.
@@ -229,7 +229,7 @@ def _is_model_folder(folder: Folder) -> bool:
 
 
 def _safetensors(folder: Folder) -> list[str]:
-    """The files of a model; `model.safetensors` alone where a copy in another layout lies beside it."""
+    """The files of a model; `model.safetensors` alone where a copy in another layout is next to it."""
     weights = [name for name in folder.files_beside() if name.endswith(".safetensors")]
     names = [name for name in weights if folder.look_at(name)[0] in READABLE]
     return ["model.safetensors"] if "model.safetensors" in names else names
@@ -288,7 +288,7 @@ def _readable(found: Found, source: str) -> Checkpoint:
 
 
 def obstacle(ckpt: Checkpoint) -> str:
-    """Why a checkpoint does not tell what another one must hold, with the code of the rule that says more; or ""."""
+    """Why a checkpoint does not show what another one must hold, with the code of the rule that says more; or ""."""
     codes = {"unsafe": "SAF001", "unreadable": "SAF002", "limit": "SAF003", "unsupported": "SAF004"}
     codes["container"] = "PAY013"
     for problem in ckpt.problems:
@@ -298,7 +298,7 @@ def obstacle(ckpt: Checkpoint) -> str:
 
 
 def tensors_of(ckpt: Checkpoint) -> Tensors:
-    """Name -> dtype, None where the metadata does not tell it, and global shape."""
+    """Name -> dtype, None where the metadata does not state it, and global shape."""
     return {t.fqn: (None if t.dtype == "unknown" else t.dtype, t.global_shape) for t in ckpt.tensors.values()}
 
 

@@ -15,7 +15,7 @@ from ckptlint.model.checkpoint import (
 )
 from ckptlint.model.files import FILE_STATES, FileState, FileTable, StoredFile
 from ckptlint.model.payload import Damage, PayloadTable, RecordContent, RecordState, empty_payload
-from ckptlint.model.ranks.files import Misfit, RankFile, RankFileSet, Said, StorageTable
+from ckptlint.model.ranks.files import Misfit, RankFile, RankFileSet, Statement, StorageTable
 from ckptlint.model.ranks.job import RankTable, Remark
 from ckptlint.model.ranks.plans import SavePlans
 from ckptlint.model.reference import AxisSize, Declared, ModelConfig, Reference, ReferenceKind, Seal, SealEntry
@@ -65,11 +65,11 @@ __all__ = [
     "ReferenceKind",
     "Remark",
     "RunFolder",
-    "Said",
     "SavePlans",
     "Seal",
     "SealEntry",
     "ShardedObject",
+    "Statement",
     "StepClaim",
     "StepFile",
     "StepFileState",

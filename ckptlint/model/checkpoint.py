@@ -192,7 +192,7 @@ class Problem:
         hint: what to do.
         fqn: the key concerned, if one is.
         blocks: whether the description of the tensors, or of a file's tensors, is missing because of it.
-        beside: whether what is unsupported or unreadable lies beside a checkpoint that loads without it.
+        outside_checkpoint: whether what is unsupported or unreadable is next to a checkpoint that loads without it.
         unknown: the names it is about, where a user who knows their packages may vouch for them.
         lost_files: all files that are missing, by the ranks that wrote them.
     """
@@ -205,7 +205,7 @@ class Problem:
     why: str = ""
     fqn: str | None = None
     blocks: bool = False
-    beside: bool = False
+    outside_checkpoint: bool = False
     unknown: tuple[str, ...] = ()
     lost_files: LostFiles = ()
 

@@ -196,7 +196,7 @@ class RecordTable:
         byte_length: int64 [m], bytes of the record, archive framing included.
         transformed: bool [m], whether the bytes went through a stream transform (`stream.zstd/1`).
         owned: bool [m], whether a chunk, object or bytes entry refers to the record.
-        strays: row -> the offsets it is filed under (None for bytes), for the rows that nothing refers to.
+        unreferenced: row -> the offsets it is filed under (None for bytes), for the rows that nothing refers to.
 
     Source:
         torch.distributed.checkpoint.filesystem._StorageInfo, torch.distributed.checkpoint.metadata.MetadataIndex
@@ -209,7 +209,7 @@ class RecordTable:
     byte_length: IntArray
     transformed: npt.NDArray[np.bool_]
     owned: npt.NDArray[np.bool_]
-    strays: dict[int, tuple[int, ...] | None]
+    unreferenced: dict[int, tuple[int, ...] | None]
 
     def __len__(self) -> int:
         return len(self.fqn)

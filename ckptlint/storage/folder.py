@@ -45,6 +45,7 @@ class Folder(ABC):
         unseen: what cannot be known about it, as a sentence; "" when its listing is complete.
         part: the name of the part that a view of the folder shows.
         is_near: whether a small read costs next to nothing; otherwise each is a request.
+        bytes_read: that `spans` has returned.
 
     Raises:
         AccessError: the operating system, a store or the network refused; every method may raise it.
@@ -53,6 +54,7 @@ class Folder(ABC):
     unseen = ""
     part = ""
     is_near = True
+    bytes_read = 0
 
     @property
     @abstractmethod
@@ -119,9 +121,15 @@ class Folder(ABC):
     def open(self, name: str) -> BinaryIO:
         """The file opened for reading at any place; a read that fails raises AccessError, not OSError."""
 
-    @abstractmethod
     def spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         """The bytes [start, stop) of each span, fewer where the file ends before."""
+        data = self._spans(name, spans)
+        self.bytes_read += sum(map(len, data))
+        return data
+
+    @abstractmethod
+    def _spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+        """What `spans` returns."""
 
     @abstractmethod
     def blocks(self, name: str, size: int = READ_BLOCK) -> Iterator[bytes]:

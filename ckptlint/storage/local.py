@@ -124,7 +124,7 @@ class LocalFolder(Folder):
         except OSError as error:
             raise AccessError(f"{printable(name)} cannot be read: {error.strerror}") from None
 
-    def spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+    def _spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         found = []
         with self.open(name) as file:
             for start, stop in spans:

@@ -46,7 +46,7 @@ class RemoteFolder(Folder):
         """The bytes [start, stop) of a file, by one request; all of them or an exception of the library."""
         raise NotImplementedError
 
-    def spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
+    def _spans(self, name: str, spans: Sequence[tuple[int, int]]) -> list[bytes]:
         size = self.size(name)
         pieces = [range(start, min(stop, size), READ_BLOCK) for start, stop in spans]
         ends = [(at, min(at + READ_BLOCK, piece.stop)) for piece in pieces for at in piece]

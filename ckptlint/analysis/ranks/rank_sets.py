@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from ckptlint.model import Checkpoint, Misfit, RankFileSet, Said
+from ckptlint.model import Checkpoint, Misfit, RankFileSet, Statement
 from ckptlint.model.facts import fact
 from ckptlint.model.text import plural
 from ckptlint.rule import NotApplicable
@@ -65,7 +65,7 @@ def compared(ckpt: Checkpoint) -> Compared:
     """
     if ckpt.rank_files is None:
         raise NotApplicable("no set of rank files")
-    found = list(_differing(ckpt.rank_files.said))
+    found = list(_differing(ckpt.rank_files.statements))
     odd = {id(item): _shapes(item) for item in found if item.what == _PART}
     judged = {number for number, misfits in odd.items() if misfits}
     return Compared(
@@ -85,10 +85,10 @@ def _merged(found: Iterable[Disagreement]) -> Iterable[Disagreement]:
     return (replace(own[0], fqns=tuple(fqn for item in own for fqn in item.fqns)) for own in alike.values())
 
 
-def _differing(said: Iterable[Said]) -> Iterator[Disagreement]:
+def _differing(statements: Iterable[Statement]) -> Iterator[Disagreement]:
     """What files say otherwise than those that they are compared with."""
     values: dict[tuple[str, str, str], dict[str, list[str]]] = defaultdict(dict)
-    for item in said:
+    for item in statements:
         values[item.what, item.among, item.fqn].setdefault(item.value, []).append(item.file)
     for (what, _, fqn), found in values.items():
         if len(found) > 1:

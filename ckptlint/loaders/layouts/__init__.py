@@ -58,12 +58,12 @@ class Layout:
     Attributes:
         kind: its name.
         order: of several kinds whose marks lie in one folder the one with the lowest is taken.
-        formats: the formats that its reader tells apart -> how reports call them.
+        formats: the formats that its reader distinguishes -> how reports call them.
         recognise: what shows that a folder itself holds it, its sub-folders aside; None where nothing does.
         read: what was found, and whether to look at payload files -> the checkpoint; it may raise AccessError.
         input_bytes: how much of a folder is read for it, which bounds memory and time of the child that reads.
         state: whether a save into a folder was finished, as its marks say.
-        marks: files of which one tells a folder that must not be listed.
+        marks: files that show the kind of a folder which must not be listed.
         describes_itself: whether its files describe their own tensors, without `.metadata`.
         fixed: what a job that loads it must have alike.
         unsure_axes: the axes of which nobody knows whether they may change.
@@ -100,18 +100,20 @@ class Found:
     """A checkpoint that a path means.
 
     Attributes:
-        folder: where it lies, in a view that hides the other checkpoints there.
+        folder: its place, in a view that hides the other checkpoints there.
         accounts_for: the folders whose other files are reported with it: each file of a step is reported once.
-        claimed_places: the places of all folders whose files are reported with a checkpoint of the same walk, in order.
+        claimed_places: the places of all folders whose files are reported with a checkpoint of the same walk.
+        around_claimed: the places of all folders around these.
         linked_to: where the link leads, out of its run, by which it was found; "" otherwise.
-        not_followed: sentences on what beside it was not looked into.
+        not_followed: sentences on what next to it was not looked into.
         of_run: whether it is the newest step of a run that was asked for as a whole.
-        step: path and number of the step that it is or lies in, where its run was walked over; None elsewhere.
+        step: path and number of the step that it is or belongs to, where its run was walked over; None elsewhere.
     """
 
     folder: Folder
     accounts_for: tuple[Folder, ...] = field(default=(), kw_only=True)
-    claimed_places: tuple[str, ...] = field(default=(), kw_only=True)
+    claimed_places: frozenset[str] = field(default=frozenset(), kw_only=True)
+    around_claimed: frozenset[str] = field(default=frozenset(), kw_only=True)
     linked_to: str = field(default="", kw_only=True)
     not_followed: tuple[str, ...] = field(default=(), kw_only=True)
     of_run: bool = field(default=False, kw_only=True)
@@ -129,7 +131,7 @@ class Found:
 
     @property
     def recognised(self) -> Recognised | None:
-        """What lies there; None for a step that holds nothing that is known."""
+        """What it holds; None for a step that holds nothing that is known."""
         return recognise(self.folder)
 
 
@@ -142,7 +144,7 @@ def layouts() -> tuple[Layout, ...]:
 
 
 def layout_of(format_: str) -> Layout | None:
-    """The layout whose reader tells this format."""
+    """The layout whose reader gives this format."""
     return next((row for row in layouts() if format_ in row.formats), None)
 
 

@@ -43,7 +43,7 @@ LAYOUTS = (
         recognise=set_of(deepspeed_sets),
         read=_read,
         input_bytes=_TAG,
-        # the tracker is written after all ranks; the grid tells of lost ones
+        # the tracker is written after all ranks; the grid shows lost ones
         state=lambda _folder: "complete",
         describes_itself=True,
         fixed=(

@@ -17,7 +17,7 @@ def _alone(folder: Folder) -> Evidence | None:
 
 
 def _read(found: Found, look_at_files: bool) -> Checkpoint:
-    """A file by itself: a whole state, or one that belongs to no checkpoint; that is told with the step files."""
+    """A file by itself: a whole state, or one that belongs to no checkpoint; that is reported with the step files."""
     folder, name = found.folder, printable(found.folder.part)
     if (ckpt := read_named(folder, folder.part, look_at_files)) is not None:
         return ckpt

@@ -27,7 +27,7 @@ def set_of(sets: Sets) -> Callable[[Folder], Evidence | None]:
 
 
 def opened(found: Found, ckpt: Checkpoint) -> Checkpoint:
-    """A checkpoint of torch files with what lies around it."""
+    """A checkpoint of torch files with what is around it."""
     folder = found.folder
     problems = ckpt.problems + unread_beside(folder) + unfinished_marks(folder)
     return replace(ckpt, run=read_run(folder), problems=problems)

@@ -35,17 +35,24 @@ def unsupported(folder: Folder) -> Evidence | None:
 
 
 def unread_beside(folder: Folder) -> list[Problem]:
-    """The format that lies in a checkpoint's folder too, and is not read."""
+    """A format in the folder of a checkpoint that is not read."""
     other = unsupported(folder)
     if (file := legacy_file(folder)) and (found := recognise(folder)) and found.kind != "megatron-legacy":
         other = Evidence(printable(file.partition("/")[0]), "Megatron-LM legacy torch")
-    return [] if other is None else [unsupported_problem(other, beside=True)]
+    return [] if other is None else [unsupported_problem(other, outside_checkpoint=True)]
 
 
-def unsupported_problem(found: Evidence, beside: bool = False) -> Problem:
-    """That a format is not checked, with what to do; `beside` where it lies beside a checkpoint that is."""
+def unsupported_problem(found: Evidence, outside_checkpoint: bool = False) -> Problem:
+    """That a format is not checked, with what to do; `outside_checkpoint` where it is next to one that is."""
     sentence = f"{found.file} belongs to a format that ckptlint does not check: {found.name}"
-    return Problem("unsupported", found.file, sentence, hint=_hint(found.name), blocks=not beside, beside=beside)
+    return Problem(
+        "unsupported",
+        found.file,
+        sentence,
+        hint=_hint(found.name),
+        blocks=not outside_checkpoint,
+        outside_checkpoint=outside_checkpoint,
+    )
 
 
 def backend(folder: Folder) -> str | None:

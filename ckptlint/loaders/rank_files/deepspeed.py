@@ -36,7 +36,7 @@ def read_deepspeed(folder: Folder, look_at_files: bool) -> Checkpoint:
     cut = flat_groups(tag, facts.tp, columns)
     unnamed = _add_unnamed(columns, tag, {row.file for row in columns.rows[first:]})
     note(tag, facts)
-    tag.said.misfits += odd
+    tag.statements.misfits += odd
     made = assembled(tag, facts, columns, grid, cut)
     return replace(made, claims=facts.claims + trainer_claim(folder), topology=facts.topology, unseen=unnamed)
 
@@ -50,12 +50,14 @@ def assembled(
         grid: from where the grid is -> its files.
         cut: the flat groups, None in the universal form.
     """
-    files = tag.said.of(tag.files.files, grid)
+    files = tag.statements.of(tag.files.files, grid)
     lost = sum(map(len, files.missing.values()))
     partial = ""
     if missing := lost + sum(not file.is_read or file.same_as != "" for file in files.files):
         partial = f"{missing} of {lost + len(files.files)} files of this save are missing or unread"
-    elif files.misfits or any(item.what in STRUCTURE for item in files.said) or (cut is not None and cut.unplaced):
+    elif (
+        files.misfits or any(item.what in STRUCTURE for item in files.statements) or (cut is not None and cut.unplaced)
+    ):
         partial = "the files of this save contradict each other"
     readable = any(file.is_read for file in files.files)
     problems = tag.files.problems
@@ -130,7 +132,7 @@ def add_model(columns: Columns, tag: Tag, facts: Facts, odd: Collection[str] = (
     """The weights and buffers as the model's files hold them; what ZeRO-3 took out of them comes from the groups.
 
     Args:
-        odd: those that are told as misfits.
+        odd: those that are reported as misfits.
     """
     held: set[str] = set()
     for source in tag.of("model"):
@@ -159,7 +161,7 @@ def add_model(columns: Columns, tag: Tag, facts: Facts, odd: Collection[str] = (
 def _add_unnamed(columns: Columns, tag: Tag, placed: Collection[int]) -> tuple[str, ...]:
     """The tensors of optimizer files of which no group could be laid out, by their keys; and what is not judged there.
 
-    Versions before 0.7 do not say which parameter lies where.
+    Versions before 0.7 do not say where each parameter is.
     """
     odd = [source for source in tag.of("optimizer") if source.number not in placed]
     for source in odd:

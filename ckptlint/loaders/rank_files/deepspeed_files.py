@@ -10,8 +10,8 @@ from typing import Any
 
 from ckptlint.formats.torch_file import number_in, ranges_of
 from ckptlint.loaders.rank_files.onto import OpenedFile, SetFiles, is_dict
-from ckptlint.loaders.rank_files.said import Sayings, checksums
 from ckptlint.loaders.rank_files.sets import file_of
+from ckptlint.loaders.rank_files.statements import Statements, checksums
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
@@ -48,12 +48,12 @@ class Tag:
     Attributes:
         files: all that are there.
         sources: those that were read and hold what their names say: no copies of another.
-        said: what they say of what they share.
+        statements: what they say of what they share.
     """
 
     files: SetFiles
     sources: list[Source] = field(default_factory=list)
-    said: Sayings = field(default_factory=Sayings)
+    statements: Statements = field(default_factory=Statements)
 
     def of(self, *kinds: str) -> Iterator[Source]:
         """The sources of these kinds."""
@@ -76,8 +76,8 @@ def read_tag(folder: Folder, look_at_files: bool) -> Tag:
         inside = file_of(f"{source.found.prefix}.pt")
         if inside is not None and inside.identity != file.identity:
             same = [other for other in alike[own][:2] if other != file.name and own]
-            tag.said.other_name(file.name, inside.name, same[0] if same else "")
-    copies = tag.said.elsewhere()
+            tag.statements.other_name(file.name, inside.name, same[0] if same else "")
+    copies = tag.statements.elsewhere()
     tag.sources = [source for source in tag.sources if source.label not in copies]
     return tag
 

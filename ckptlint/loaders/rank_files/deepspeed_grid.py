@@ -36,7 +36,7 @@ class Facts:
 
     Attributes:
         dp, tp, mp: sizes of the grid: data parallel, tensor parallel, and model parallel files (tensor x pipeline).
-        dp_source, mp_source: the entry and the file that say so, or "" where names alone tell.
+        dp_source, mp_source: the entry and the file that say so, or "" where names alone do.
         stage: of ZeRO, 0 where nothing says.
         experts: experts of each layer of experts.
         sharded_model: whether each data parallel rank has model states of its own (stage 3).
@@ -266,13 +266,15 @@ def note(tag: Tag, facts: Facts) -> None:
             if value is not None:
                 things[place].append((value, file.name))
     for (what, among), found in things.items():
-        tag.said.alike(what, found, among=among, by=repr, text=_counted_lists() if what == "parameters" else _shown)
+        tag.statements.note_if_different(
+            what, found, among=among, by=repr, text=_counted_lists() if what == "parameters" else _shown
+        )
     for file in tag.files.files:
         for what, size, source_of in (("dp", facts.dp, facts.dp_source), ("mp", facts.mp, facts.mp_source)):
             if source_of and file.kind in ("model", "optimizer") and file.numbers.get(what, 0) >= size:
                 because, every_rank = f"{source_of} is {size}", f"0-{size - 1}" if size > 1 else "0"
                 rank = f"rank {file.numbers[what]}"
-                tag.said.misfits.append(Misfit("", file.name, rank, every_rank, because, "rank"))
+                tag.statements.misfits.append(Misfit("", file.name, rank, every_rank, because, "rank"))
 
 
 _COUNTS = {"data parallel size": "dp_world_size", "model parallel size": "mp_world_size", "step": "global_steps"}

@@ -1,4 +1,4 @@
-"""The flat groups of ZeRO: which part of which parameter lies where in them.
+"""The flat groups of ZeRO: where the parts of the parameters are in them.
 
 A group of parameters is laid end to end and cut over the ranks. Stages 1 and 2 cut the whole, padded to twice as many
 elements as there are ranks; stage 3 cuts each parameter by itself, into equal parts of which the last is padded.
@@ -194,7 +194,7 @@ def _sums(group: FlatGroup) -> Shapes:
 
 
 def _starts(group: FlatGroup, wanted: Shapes) -> dict[str, int]:
-    """Where parameters begin in their group, told by the ranks that hold the first or the last of their elements."""
+    """Where parameters begin in their group, known from the ranks that hold the first or the last of their elements."""
     starts: dict[str, int] = {}
     for part in group.parts:
         first = part.index * part.length

@@ -43,8 +43,10 @@ def read_universal(folder: Folder, look_at_files: bool) -> Checkpoint:
             columns.add(key, tensor, state.number, state.found, is_flat=is_flat)
     add_model(columns, tag, facts)
     note(tag, facts)
-    tag.said.alike("step", [(state.step, state.file) for state in states if state.step is not None], among="state")
-    tag.said.misfits += _misfits(states, {fqn: wanted[fqn] for fqn in wanted.keys() - joined}, source)
+    tag.statements.note_if_different(
+        "step", [(state.step, state.file) for state in states if state.step is not None], among="state"
+    )
+    tag.statements.misfits += _misfits(states, {fqn: wanted[fqn] for fqn in wanted.keys() - joined}, source)
     made = assembled(tag, facts, columns, {source: [*_expected(wanted, states)]})
     problems = [*made.problems, *_left_over(folder)]
     return replace(made, format="deepspeed-universal", problems=problems, metadata_file="zero")
@@ -113,7 +115,7 @@ def _state(folder: Folder, tag: Tag, fqn: str, name: str) -> _State:
         step = number_in(ranges_of(folder, path), found, tensor)
     is_step = name == "step.pt" and type(step) is int
     if found is not None and (inside := f"{found.prefix}.pt") in _STATES and inside != name:
-        tag.said.other_name(printable(path), inside)
+        tag.statements.other_name(printable(path), inside)
     return _State(fqn, name, printable(path), len(tag.files.stored) - 1, found, tensor, step if is_step else None)
 
 

@@ -1,4 +1,4 @@
-"""What lies where in the files of Megatron's model parallel ranks: folders, layers, experts, and how each is cut."""
+"""Where things are in the files of Megatron's model parallel ranks: folders, layers, experts, and how each is cut."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def place_of(name: str, sizes: Sizes) -> GridCoordinate | None:
 
 
 def layer_of(key: str) -> tuple[str, int] | None:
-    """The block of layers that a key lies in, and its number there: counted from 0 in each stage and chunk."""
+    """The block of layers that a key is in, and its number there: counted from 0 in each stage and chunk."""
     match = _LAYER.fullmatch(key)
     return (match["block"], int(match["number"])) if match else None
 
@@ -260,7 +260,7 @@ def halves(tensor: StoredTensor) -> Iterator[StoredTensor]:
 
 
 def view(flat: StoredTensor, start: int, shape: tuple[int, ...]) -> StoredTensor | None:
-    """A tensor of this shape that lies row by row in a flat one; None where that ends before it does."""
+    """A tensor of this shape, stored row by row in a flat one; None where that ends before it does."""
     if start < 0 or start + prod(shape) > flat.shape[0]:
         return None
     strides = tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))

@@ -40,7 +40,7 @@ from ckptlint.loaders.rank_files.megatron_keys import (
     with_layer,
 )
 from ckptlint.loaders.rank_files.onto import Columns, OpenedFile, SetFiles, is_dict
-from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
+from ckptlint.loaders.rank_files.statements import Statements, checksum, checksums
 from ckptlint.loaders.readers.common_state import read_configs
 from ckptlint.loaders.readers.plain import walked
 from ckptlint.model import Checkpoint, CommonState, Misfit, Problem, RankFile, empty_objects
@@ -91,7 +91,7 @@ def read_legacy(folder: Folder, look_at_files: bool) -> Checkpoint:
         if (place := places[file.name.rpartition("/")[0]]) is not None:
             files.files[i] = replace(file, numbers=_numbers(place, sizes))
     grid_text = f"{_grid_text(sizes)} in {source}"
-    rank_files = reading.said.of(files.files, {grid_text: [*_expected(sizes, ranks)]})
+    rank_files = reading.statements.of(files.files, {grid_text: [*_expected(sizes, ranks)]})
     lost = sum(map(len, rank_files.missing.values()))
     used = next((rank.model for rank in reading.ranks.values() if rank.model is not None), None)
     common = None
@@ -184,10 +184,10 @@ def _is_optimizer(root: Any) -> bool:
 
 def _sizes(ranks: list[_Rank]) -> tuple[Sizes, str]:
     """The parallel sizes of the job and where they are from: those whose grid is whole, else those most files give."""
-    said = [found for rank in ranks if (found := sizes_of(rank.args)) is not None]
-    if not said:
+    stated = [found for rank in ranks if (found := sizes_of(rank.args)) is not None]
+    if not stated:
         return sizes_by_names([rank.folder for rank in ranks]), "the names of the folders"
-    count = Counter(said)
+    count = Counter(stated)
     there = {rank.folder for rank in ranks if rank.there and rank.there[0] in MODEL_FILES}
     return max(count, key=lambda sizes: (set(grid(sizes)) <= there, count[sizes])), "the arguments of the job"
 
@@ -251,7 +251,7 @@ class _Reading:
     sizes: Sizes
     ranks: dict[GridCoordinate, _Rank]
     columns: Columns = field(default_factory=Columns)
-    said: Sayings = field(default_factory=Sayings)
+    statements: Statements = field(default_factory=Statements)
     unplaced: list[str] = field(default_factory=list)
     notes: list[Problem] = field(default_factory=list)
     args: dict[str, Any] = field(default_factory=dict)
@@ -261,7 +261,7 @@ class _Reading:
         self.ranks = dict(self.ranks)
         self._arguments()
         steps = [(rank.root.get("iteration"), rank.label) for rank in self.ranks.values()]
-        self.said.alike("step", [item for item in steps if type(item[0]) is int], text="{:,}".format)
+        self.statements.note_if_different("step", [item for item in steps if type(item[0]) is int], text="{:,}".format)
         self._names()
         self._presence()
         self.args = next((rank.args for rank in self.ranks.values()), {})
@@ -281,7 +281,7 @@ class _Reading:
 
     def _states(self, states: Mapping[str, Held]) -> None:
         """Add the states of the optimizer where each of them is whole and certain; else rules would count a part."""
-        if self.unplaced and not self.said.misfits:
+        if self.unplaced and not self.statements.misfits:
             names = list(dict.fromkeys(self.unplaced))
             sentence = f"ckptlint did not judge the optimizer state in {', '.join(names[:_SHOWN])}"
             why = "the file does not say which state belongs to which parameter"
@@ -300,11 +300,11 @@ class _Reading:
         return len(parts) == ways and len({item.tensor.shape for item in held}) == 1
 
     def _misfit(self, at: str, file: str, stored: str, expected: str, because: str, what: str) -> None:
-        self.said.misfits.append(Misfit(at, file, stored, expected, because, what))
+        self.statements.misfits.append(Misfit(at, file, stored, expected, because, what))
 
     def _arguments(self) -> None:
         """The arguments that all ranks were given alike; ranks of other parallel sizes are left out."""
-        said = {
+        stated = {
             place: {
                 name: value
                 for name, value in ({"checkpoint_version": rank.root.get("checkpoint_version")} | rank.args).items()
@@ -313,14 +313,14 @@ class _Reading:
             for place, rank in self.ranks.items()
             if rank.args
         }
-        shared = [name for name in _COMPARED if all(name in own for own in said.values())]
-        names = [name for name in shared if len({repr(own[name]) for own in said.values()}) > 1]
+        shared = [name for name in _COMPARED if all(name in own for own in stated.values())]
+        names = [name for name in shared if len({repr(own[name]) for own in stated.values()}) > 1]
         shown = [
             (some((f"{name} {printable(str(own[name]))}" for name in names), 4), self.ranks[place].label)
-            for place, own in said.items()
+            for place, own in stated.items()
         ]
-        self.said.alike("set of arguments", shown)
-        for place in said if names else ():
+        self.statements.note_if_different("set of arguments", shown)
+        for place in stated if names else ():
             if sizes_of(self.ranks[place].args) not in (None, self.sizes):
                 del self.ranks[place]
 
@@ -330,13 +330,13 @@ class _Reading:
         for place, rank in self.ranks.items():
             if type(number := rank.args.get("rank")) is int and number >= 0:
                 writers[place] = number
-                said = rank.args.get("world_size")
-                world = said if type(said) is int else 0
+                stated = rank.args.get("world_size")
+                world = stated if type(stated) is int else 0
         first: dict[tuple[tuple[int, int], ...], GridCoordinate] = {}
         for place, rank in list(self.ranks.items()):
             own = _checksums(rank)
             if own and (other := first.setdefault(own, place)) is not place:
-                self.said.other_name(rank.label, self.ranks[other].folder, self.ranks[other].label)
+                self.statements.other_name(rank.label, self.ranks[other].folder, self.ranks[other].label)
                 del self.ranks[place]
                 writers.pop(place, None)
         if len(writers) < 2 or len(set(writers.values())) < len(writers) or _has_ranks_of_encoders(self.ranks.values()):
@@ -348,7 +348,7 @@ class _Reading:
                 pp = number // per_stage
             if (tp, pp) != (place.tp, place.pp):
                 inside = folder_of(GridCoordinate(tp, pp, place.ep), self.sizes)
-                self.said.other_name(self.ranks[place].label, f"rank {number}, {inside}")
+                self.statements.other_name(self.ranks[place].label, f"rank {number}, {inside}")
 
     def _presence(self) -> None:
         """Which ranks of a stage have a state of the optimizer; a stage of which nothing is trained may have none.
@@ -361,7 +361,7 @@ class _Reading:
             has = rank.optimizer is not None or bool(rank.root.get("optimizer"))
             stages[place.pp].append(("there" if has else "missing", rank.label))
         for own in stages.values():
-            self.said.alike("optimizer state", own)
+            self.statements.note_if_different("optimizer state", own)
 
     # ------------------------------------------------------------ names
 
@@ -481,19 +481,19 @@ class _Reading:
             (dtype, names) for (dtype, _), names in groups.items() if own[names[0]].length > prod(own[names[0]].shape)
         ]
         for dtype, entry in _entries(file.found.root):
-            told = entry.get("numel_unpadded")
-            if type(told) is not int:
+            numel = entry.get("numel_unpadded")
+            if type(numel) is not int:
                 continue
             flats = {
                 what: tensor for what, tensor in entry.items() if what in _STATES and isinstance(tensor, StoredTensor)
             }
-            odd = {what: tensor for what, tensor in flats.items() if tensor.shape != (told,)}
+            odd = {what: tensor for what, tensor in flats.items() if tensor.shape != (numel,)}
             for what, tensor in odd.items():
                 stored, because = f"{prod(tensor.shape):,}", "numel_unpadded beside it says so"
-                self._misfit(f"the values of {what}", file.label, stored, f"{told:,}", because, "length")
+                self._misfit(f"the values of {what}", file.label, stored, f"{numel:,}", because, "length")
             starts = None
             for names in [names for own_dtype, names in shared if own_dtype == dtype]:
-                if (starts := _starts([own[name] for name in names], told)) is not None:
+                if (starts := _starts([own[name] for name in names], numel)) is not None:
                     shared.remove((dtype, names))
                     break
             if starts is None or odd:
@@ -534,16 +534,16 @@ class _Reading:
                 self._compare(_HEAD, [same[0], head], "content of copies")
 
     def _add(self, fqn: str, key: str, held: list[_Held]) -> None:
-        """Add the parts of a tensor, each where it lies in the whole where that is certain."""
+        """Add the parts of a tensor, each at its place in the whole where that is certain."""
         expert = is_expert(key)
         ways = self.sizes.etp if expert else self.sizes.tp
         axis = cut_axis(key)
         first = held[0].tensor
-        self.said.alike("dtype", [(item.tensor.dtype, item.file.label) for item in held], fqn)
+        self.statements.note_if_different("dtype", [(item.tensor.dtype, item.file.label) for item in held], fqn)
         if axis == "unknown" and ways > 1:
-            axis = _told_by_bytes(held)
+            axis = _axis_by_bytes(held)
         shapes = [(item.tensor.shape, item.file.label) for item in held]
-        is_alike = axis == "unknown" or self.said.alike("local shape", shapes, fqn, text=shape_text)
+        is_alike = axis == "unknown" or self.statements.note_if_different("local shape", shapes, fqn, text=shape_text)
         if ways == 1 or not isinstance(axis, int) or not first.shape:
             if is_alike and axis != "unknown" and fqn == key:
                 self._compare(fqn, held)
@@ -573,13 +573,15 @@ class _Reading:
         """Add a part.
 
         Args:
-            is_cut: whether other ranks may hold other parts, in an order that is not known, so that its shape tells
+            is_cut: whether other ranks may hold other parts, in an order that is not known, so that its shape says
                 nothing of the whole.
         """
         self.columns.add(fqn, tensor, item.file.number, item.file.found, shape, offsets, is_cut)
 
     def _compare(self, fqn: str, held: list[_Held], what: str = "content of other meshes") -> None:
-        self.said.copies(what, [[(checksum(item.tensor, item.file.found), item.file.label) for item in held]], fqn)
+        self.statements.copies(
+            what, [[(checksum(item.tensor, item.file.found), item.file.label) for item in held]], fqn
+        )
 
 
 # ---------------------------------------------------------------- one rank
@@ -606,7 +608,7 @@ def _chunks(rank: _Rank) -> Iterator[tuple[int, str, StoredTensor]]:
 
 
 def _checksums(rank: _Rank) -> tuple[tuple[int, int], ...]:
-    """The checksums of the storages that the rank's matrices lie in; () where they tell nothing.
+    """The checksums of the storages that the rank's matrices lie in; () where they show nothing.
 
     Ranks whose matrices are all alike hold what they were initialised with, a constant.
     """
@@ -646,7 +648,7 @@ def _starts(tensors: list[StoredTensor], numel: int) -> list[int] | None:
     return starts
 
 
-def _told_by_bytes(held: list[_Held]) -> Axis:
+def _axis_by_bytes(held: list[_Held]) -> Axis:
     """The axis of a parameter of unknown name: `whole` where all ranks hold the same bytes."""
     if len({item.tensor.shape for item in held}) == 1:
         sums = {place.crc if (place := item.file.found.storages.get(item.tensor.key)) else 0 for item in held}

@@ -89,7 +89,7 @@ def _span(tensor: StoredTensor, place: Storage) -> tuple[int, int]:
     if bits is None:
         return place.start, place.size
     start, length = tensor.offset * bits // 8, tensor.extent * bits // 8
-    if start + length > place.size:  # told as a fault of the file
+    if start + length > place.size:  # reported as a fault of the file
         return place.start, place.size
     return place.start + start, length
 
@@ -113,7 +113,7 @@ class SetFiles:
     """The files of a set, as they are opened one after the other.
 
     Attributes:
-        look_at_files: whether to tell the sizes of files.
+        look_at_files: whether to look at the sizes of files.
         files: those that are there, read or not.
         stored: the payload files, in the order of their numbers.
         problems: what stood in the way of reading them.
@@ -185,8 +185,8 @@ def read_file(folder: Folder, name: str, problems: list[Problem]) -> TorchFile |
 
 def problems_of(file: str, found: TorchFile) -> list[Problem]:
     """What a torch file asks for that it may not, and what contradicts itself in it."""
-    told = [replace(problem, blocks=False) for problem in from_refusals(found.unpickled, file, "data.pkl of ")]
-    return told + [damaged(file, f"{file} {sentence}", at) for sentence, at in found.faults]
+    refused = [replace(problem, blocks=False) for problem in from_refusals(found.unpickled, file, "data.pkl of ")]
+    return refused + [damaged(file, f"{file} {sentence}", at) for sentence, at in found.faults]
 
 
 def damaged(file: str, sentence: str, position: int | None = None) -> Problem:

@@ -1,4 +1,4 @@
-"""Which files of torch.save belong together, told from their names alone."""
+"""Which files of torch.save belong together, known from their names alone."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from ckptlint.formats.torch_file import number_in, ranges_of
 from ckptlint.loaders.json_file import read_json
 from ckptlint.loaders.optimizer_state import optimizer_file
 from ckptlint.loaders.rank_files.onto import Columns, OpenedFile, SetFiles, is_dict, read_file
-from ckptlint.loaders.rank_files.said import Sayings, checksum, checksums
 from ckptlint.loaders.rank_files.sets import FileSet, flat_name, flat_sets, verl_name, verl_sets
+from ckptlint.loaders.rank_files.statements import Statements, checksum, checksums
 from ckptlint.loaders.readers.common_state import read_configs
 from ckptlint.loaders.readers.plain import state_of
 from ckptlint.loaders.run.folder import read_run
@@ -63,11 +63,13 @@ def read_verl(folder: Folder, look_at_files: bool) -> Checkpoint:
         if (opened := files.open(name, _KINDS[kind], {"rank": rank}, "dict", is_dict)) is not None:
             reading.files[kind, rank] = opened
     reading.read(folder)
-    if (said := _stated_world(folder)) is not None:
-        reading.said.alike("world size", [*((world, file.name) for file in files.files), (said, _CONFIG)])
+    if (stated := _stated_world(folder)) is not None:
+        reading.statements.note_if_different(
+            "world size", [*((world, file.name) for file in files.files), (stated, _CONFIG)]
+        )
     files.problems += _leftovers(sets, own) + _beyond(folder)
     grid = {f"the world size {world} in the names of the files": _expected(folder, own, world)}
-    rank_files = reading.said.of(files.files, grid)
+    rank_files = reading.statements.of(files.files, grid)
     return replace(_checkpoint(files, reading, rank_files), format="verl", run=read_run(folder))
 
 
@@ -97,14 +99,14 @@ def read_flat(folder: Folder, look_at_files: bool) -> Checkpoint:
         if is_dict(optimizer := file.found.root.get("optimizer")):
             reading.files["optim", rank] = _inner(file, optimizer)
     steps = [(file.found.root.get("iteration"), file.label) for file in opened.values()]
-    reading.said.alike("step", [item for item in steps if type(item[0]) is int], text="{:,}".format)
+    reading.statements.note_if_different("step", [item for item in steps if type(item[0]) is int], text="{:,}".format)
     reading.read(folder)
     for other in others:
         sentence = f"ckptlint did not read {plural(len(other.files), 'file')} of another save beside {save}*"
         files.problems.append(Problem("note", printable(other.files[0]), sentence, why="it reads the newest one"))
     grid = f"{where} holds tensors of {plural(world, 'rank')}" if world else "the numbers in the names of the files"
     expected = [RankFile(f"{save}{rank}.{extension}", "model", {"rank": rank}) for rank in range(reading.world)]
-    return _checkpoint(files, reading, reading.said.of(files.files, {grid: expected}))
+    return _checkpoint(files, reading, reading.statements.of(files.files, {grid: expected}))
 
 
 @fact
@@ -123,9 +125,8 @@ def _inner(file: OpenedFile, root: Any) -> OpenedFile:
 def _checkpoint(files: SetFiles, reading: _Reading, rank_files: RankFileSet) -> Checkpoint:
     """What was read of the files of ranks."""
     lost = [file for missing in rank_files.missing.values() for file in missing]
-    unread = [file for file in files.files if not file.is_read and file.kind != "random state"]
-    gone = [file for file in lost if file.kind != "random state"]
-    doubtful = len(unread) + len(gone) + len(reading.left_out)
+    absent = [*lost, *(file for file in files.files if not file.is_read)]
+    doubtful = sum(file.kind != "random state" for file in absent) + len(reading.left_out)
     partial = f"{doubtful} of {len(files.files) + len(lost)} rank files are missing or unusable" if doubtful else ""
     if reading.unplaced and not doubtful:
         partial = f"the rank files contradict each other on {plural(len(reading.unplaced), 'key')}"
@@ -143,7 +144,7 @@ def _checkpoint(files: SetFiles, reading: _Reading, rank_files: RankFileSet) -> 
         declared=declared,
         config=config,
         topology=read_topology(declared, empty_objects(), None, range(reading.world)),
-        step_files=reading.beside,
+        step_files=reading.step_files,
         problems=files.problems + config_problems,
         readable=readable,
         partial=partial,
@@ -170,19 +171,19 @@ def _expected(folder: Folder, own: FileSet, world: int) -> list[RankFile]:
 
 def _chosen(folder: Folder, sets: list[FileSet]) -> FileSet:
     """The set of the world size that `fsdp_config.json` names; else the one with the largest share of its files."""
-    said = _stated_world(folder)
+    stated = _stated_world(folder)
 
     def rank(own: FileSet) -> tuple[bool, float, int]:
         world = verl_name(own.files[0])[1]
         models = sum(name.startswith("model_") for name in own.files)
-        return world == said, models / world, world
+        return world == stated, models / world, world
 
     return max(sets, key=rank)
 
 
 def _stated_world(folder: Folder) -> int | None:
-    said = read_json(folder, _CONFIG, _CONFIG_LIMIT)[0].get("world_size")
-    return said if type(said) is int and 0 < said < 2**31 else None
+    stated = read_json(folder, _CONFIG, _CONFIG_LIMIT)[0].get("world_size")
+    return stated if type(stated) is int and 0 < stated < 2**31 else None
 
 
 def _leftovers(sets: list[FileSet], own: FileSet) -> list[Problem]:
@@ -210,7 +211,7 @@ def _beyond(folder: Folder) -> list[Problem]:
             f"{label} is named for rank {rank:,} of {world:,}, and there is none",
             why="no load asks for it, so what it holds belongs to another file or to none",
             hint="compare it with the files of the node that wrote it",
-            beside=True,
+            outside_checkpoint=True,
         )
         for label, world, rank in named
         if rank >= world
@@ -229,7 +230,7 @@ class _Held(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A tensor in a rank's file, and where its value itself says that it lies."""
+    """A tensor in a rank's file, and its place as its value itself states it."""
 
     rank: int
     file: OpenedFile
@@ -248,10 +249,10 @@ class _Reading:
     is_flat: bool = False
     files: dict[tuple[str, int], OpenedFile] = field(default_factory=dict)
     columns: Columns = field(default_factory=Columns)
-    said: Sayings = field(default_factory=Sayings)
+    statements: Statements = field(default_factory=Statements)
     left_out: set[str] = field(default_factory=set)
     unplaced: list[str] = field(default_factory=list)
-    beside: tuple[StepFile, ...] = ()
+    step_files: tuple[StepFile, ...] = ()
 
     def read(self, folder: Folder) -> None:
         """Fill everything but `files`."""
@@ -265,7 +266,7 @@ class _Reading:
             if isinstance(scheduler := file.found.root.get("lr_scheduler"), dict)
             and type(step := scheduler.get("last_epoch")) is int
         ]
-        self.said.alike("step", steps, text="{:,}".format)
+        self.statements.note_if_different("step", steps, text="{:,}".format)
 
     def _of(self, kind: str) -> dict[int, OpenedFile]:
         """Rank -> its file of a kind, without those that belong elsewhere."""
@@ -286,7 +287,7 @@ class _Reading:
         things = [(f"a mesh of {plural(size, 'rank')}", label) for size, label in sizes]
         if sizes and all(size != named for size, _ in sizes):
             things.append((f"{plural(named, 'rank')} in the names", next(iter(self.files.values())).label))
-        self.said.alike("world size", things)
+        self.statements.note_if_different("world size", things)
         self.left_out = {label for size, label in sizes if size != named}
 
     def _names(self) -> None:
@@ -294,7 +295,7 @@ class _Reading:
         for (kind, rank), file in self.files.items():
             if file.label in self.left_out:
                 continue
-            writer = next((said for value in _values(file.found.root) if (said := _writer(value)) >= 0), -1)
+            writer = next((stated for value in _values(file.found.root) if (stated := _writer(value)) >= 0), -1)
             named = verl_name(f"{file.found.prefix}.pt")
             by = writer if writer >= 0 else named[2] if named[:2] == (kind, self.world) else -1
             if by not in (-1, rank):
@@ -306,8 +307,8 @@ class _Reading:
             other = self.files.get((kind, by)) if by != rank else None
             own = checksums(file.found)
             same = other.label if other is not None and own and checksums(other.found) == own else ""
-            self.said.other_name(file.label, inside, same, writer not in (-1, rank))
-        self.left_out |= self.said.elsewhere()
+            self.statements.other_name(file.label, inside, same, writer not in (-1, rank))
+        self.left_out |= self.statements.elsewhere()
 
     # ------------------------------------------------------------ keys
 
@@ -363,7 +364,9 @@ class _Reading:
             aspects: in what they must agree; all without.
         """
         things = [(item.value, item.file.label) for item in held]
-        if not all(self.said.alike(what, things, fqn, *_ASPECTS[what]) for what in aspects or _ASPECTS):
+        if not all(
+            self.statements.note_if_different(what, things, fqn, *_ASPECTS[what]) for what in aspects or _ASPECTS
+        ):
             return False
         value = held[0].value
         ranks = set(_members(value, held[0].rank)) if isinstance(value, StoredDTensor) else set(files)
@@ -374,10 +377,10 @@ class _Reading:
         if not lacking:
             return True
         holds = [(("lack" if rank in lacking else "hold"), file.label) for rank, file in files.items()]
-        return self.said.alike("keys", sorted(holds), fqn)
+        return self.statements.note_if_different("keys", sorted(holds), fqn)
 
     def _boxes(self, fqn: str, held: list[_Held]) -> Places:
-        """Where each rank's part of a DTensor lies; None for a copy of what a lower rank holds.
+        """The place of each rank's part of a DTensor; None for a copy of what a lower rank holds.
 
         All are None where the place of one is not known.
         """
@@ -400,7 +403,7 @@ class _Reading:
                 placed = ", ".join(map(str, value.placements))
                 because = f"{shape_text(value.shape)} as {placed} over {over}, rank {item.rank}"
                 self._misfit(fqn, item.file, shape_text(stored), shape_text(sizes), because)
-            fits = fits and stored == sizes  # nobody can tell where torch's other reading puts the rows
+            fits = fits and stored == sizes  # nobody knows where torch's other reading puts the rows
             is_declared = any(placement.kind == "Replicate" for placement in value.placements)
             places.append(offsets if (offsets, stored) not in owners else None)
             owners[offsets, stored].append(item)
@@ -428,11 +431,11 @@ class _Reading:
     def _misfit(
         self, fqn: str, file: OpenedFile, stored: str, expected: str, because: str, what: str = "shape"
     ) -> None:
-        self.said.misfits.append(Misfit(printable(fqn), file.label, stored, expected, because, what))
+        self.statements.misfits.append(Misfit(printable(fqn), file.label, stored, expected, because, what))
 
     def _copies(self, what: str, fqn: str, groups: Iterable[list[_Held]]) -> None:
         several = (group for group in groups if len(group) > 1)
-        self.said.copies(what, [[(_checksum(item), item.file.label) for item in group] for group in several], fqn)
+        self.statements.copies(what, [[(_checksum(item), item.file.label) for item in group] for group in several], fqn)
 
     # ------------------------------------------------------------ optimizer
 
@@ -449,10 +452,10 @@ class _Reading:
         moments = [own.get("exp_avg") for own in first.values() if isinstance(own, dict)]
         names = self._names_of(listed[min(files)], first)
         self._count(listed, states, files, is_named=bool(names))
-        # FSDP1 keeps slices of flat parameters, which tell no shapes
+        # FSDP1 keeps slices of flat parameters, which show no shapes
         is_sliced = any(isinstance(value, StoredTensor) for value in moments)
         if not names and not is_sliced and (made := optimizer_file(file.found.root)) is not None:
-            self.beside = (StepFile(file.label, "optimizer state", "read", file.found.size, optimizer=made),)
+            self.step_files = (StepFile(file.label, "optimizer state", "read", file.found.size, optimizer=made),)
         roots = {
             rank: {
                 f"optimizer.state.{names.get(param, param)}.{what}": value
@@ -464,8 +467,8 @@ class _Reading:
             for rank, state in states.items()
         }
         self._keys(roots, files, slices=True)
-        if any(item.what == "step" for item in self.said.said):
-            return  # told by what the files count themselves
+        if any(item.what == "step" for item in self.statements.noted):
+            return  # reported by what the files count themselves
         steps = []
         for rank, state in states.items():  # each parameter counts for itself, all alike
             counted = (own.get("step") for own in state.values() if isinstance(own, dict))
@@ -476,7 +479,9 @@ class _Reading:
             value = number_in(ranges_of(folder, counted[1].label), counted[1].found, counted[0])
             return "?" if value is None else f"{value:,}"
 
-        self.said.alike("step", steps, by=lambda counted: checksum(counted[0], counted[1].found), text=number)
+        self.statements.note_if_different(
+            "step", steps, by=lambda counted: checksum(counted[0], counted[1].found), text=number
+        )
 
     def _count(
         self,
@@ -490,10 +495,14 @@ class _Reading:
         FSDP1 makes one flat parameter of many and cuts it over the ranks: there the elements of all count.
         """
         if len({len(state) for state in states.values()}) > 1:
-            return  # the ranks' keys differ, which is told
+            return  # the ranks' keys differ, which is reported
         counts = [(len(params), files[rank].label) for rank, params in listed.items()]
         model = self._of("model")
-        if not self.said.alike("number of parameters in the optimizer", counts) or is_named or not model:
+        if (
+            not self.statements.note_if_different("number of parameters in the optimizer", counts)
+            or is_named
+            or not model
+        ):
             return
         whole = _parameters(next(iter(model.values())).found.root)
         chosen = [key for key in whole if is_adapter(parse(key))] or list(whole)

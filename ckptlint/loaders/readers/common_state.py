@@ -157,7 +157,7 @@ def _unused(name: str, error: Exception) -> Problem:
 def _damaged(name: str, error: UnreadableError, is_needed: bool = False) -> Problem:
     why = "a load starts with it, so it fails" if is_needed else "what it declares is lost, and other files may be too"
     hint = "restore it from where the checkpoint was written"
-    return replace(from_error(error, name, why=why, hint=hint), beside=not is_needed)
+    return replace(from_error(error, name, why=why, hint=hint), outside_checkpoint=not is_needed)
 
 
 def _reason(error: Exception) -> str:

@@ -500,7 +500,7 @@ def _join(
         byte_length=raw.byte_length,
         transformed=transformed,
         owned=owned,
-        strays={row: _stray(raw, row) for row in np.flatnonzero(~owned).tolist()},
+        unreferenced={row: _stray(raw, row) for row in np.flatnonzero(~owned).tolist()},
     )
     return records, raw.rank != -1, {tensor.fqn: tensor for tensor in tensors.values()}, byte_records
 

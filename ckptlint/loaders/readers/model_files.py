@@ -1,4 +1,4 @@
-"""The files of one model, with or without an index that says which key lies in which."""
+"""The files of one model, with or without an index that says which key is in which."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def read_set(
 
     Args:
         own, index: names of the files, and of their index, "" without one.
-        look_at_files: whether to tell the sizes of files.
+        look_at_files: whether to look at the sizes of files.
         read: reads a file of this number, name and size, and says whether it could; notes problems.
     """
     problems: list[Problem] = []

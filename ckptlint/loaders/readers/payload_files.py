@@ -58,7 +58,7 @@ def listed(folder: Folder, known: Collection[str] = (), rows: IntArray | None = 
 def _shares_offsets(folder: Folder, described: Description, look: bool) -> bool:
     """Whether the tensors of each file share one offset, at which a safetensors header starts.
 
-    Where every file is lost or empty, two entries at one offset tell.
+    Where every file is lost or empty, two entries at one offset show it.
 
     Source:
         torch.distributed.checkpoint.filesystem (>= 2.8), SerializationFormat.SAFETENSORS
@@ -80,7 +80,7 @@ def _shares_offsets(folder: Folder, described: Description, look: bool) -> bool:
         path, offset = described.paths[int(files[start])], int(offsets[start])
         state, size = folder.look_at(path)
         if state != "ok" or not 0 <= offset < (size or 0):
-            continue  # lost, cut or damaged: the other files tell
+            continue  # lost, cut or damaged: the other files show it
         head = folder.read_range(path, offset, 9)
         if head[:4] == b"PK\3\4":
             return False

@@ -39,7 +39,7 @@ def read_weights(folder: Folder, look_at_files: bool) -> Checkpoint:
     """The first set of whole states in a folder.
 
     Args:
-        look_at_files: whether to tell the sizes of files (depth `files`); their pickles are read in any case.
+        look_at_files: whether to look at the sizes of files (depth `files`); their pickles are read in any case.
 
     Raises:
         AccessError: the operating system refused a read.
@@ -48,7 +48,7 @@ def read_weights(folder: Folder, look_at_files: bool) -> Checkpoint:
 
 
 def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | None:
-    """The state in a file that was named by the user or lies alone in its folder.
+    """The state in a file that was named by the user or is alone in its folder.
 
     None where it holds no weights, or is no file of torch's.
     """
@@ -57,7 +57,7 @@ def read_named(folder: Folder, name: str, look_at_files: bool) -> Checkpoint | N
     except UnreadableError as error:
         if isinstance(error, ForeignError) and (folder.size(name) or not may_be_pickle(name)):
             return None
-        return read_states(folder, FileSet([name]), look_at_files)  # tells that it is empty, cut or damaged
+        return read_states(folder, FileSet([name]), look_at_files)  # reports that it is empty, cut or damaged
     if not holds_weights(found.root):
         return None
     ckpt = read_states(folder, FileSet([name]), look_at_files)

@@ -19,8 +19,8 @@ class Row(NamedTuple):
     Attributes:
         fqn: the key, raw.
         dtype: torch's name.
-        shape: of the whole tensor, None where its chunks tell.
-        offsets: where the part lies in that, None where it is not known or another file holds the same.
+        shape: of the whole tensor, None where its chunks say it.
+        offsets: where the part lies in that, None where that is not known or another file holds the same.
         sizes: of the part.
         file: number of its file.
         start, length: its bytes in the file.
@@ -60,7 +60,7 @@ def tables(rows: Sequence[Row], owned: Any) -> tuple[dict[str, Tensor], RecordTa
         byte_length=np.fromiter((row.length for row in rows), np.int64, count),
         transformed=np.zeros(count, bool),
         owned=owned,
-        strays={i: rows[i].offsets for i in np.flatnonzero(~owned).tolist()},
+        unreferenced={i: rows[i].offsets for i in np.flatnonzero(~owned).tolist()},
     )
     return {tensor.fqn: tensor for tensor in tensors}, records
 

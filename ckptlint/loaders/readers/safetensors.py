@@ -1,7 +1,7 @@
 """Safetensors files as one checkpoint: the shards that torch's DCP writes, and the models of Hugging Face.
 
 A folder may hold several: `model-*.safetensors` with its index, `consolidated.safetensors`, an adapter. Each is a group
-of files, told from their names alone, and judged by itself.
+of files, known from their names alone, and judged by itself.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
     """The first group of a folder, from the headers of its files.
 
     Args:
-        look_at_files: whether to tell the sizes of files (depth `files`); their headers are read in any case.
-        is_first: whether it is the first model of its folder, with which a damaged configuration is told.
+        look_at_files: whether to look at the sizes of files (depth `files`); their headers are read in any case.
+        is_first: whether it is the first model of its folder, with which a damaged configuration is reported.
 
     Raises:
         AccessError: the operating system refused a read.
@@ -151,7 +151,7 @@ def read_safetensors(folder: Folder, look_at_files: bool, is_first: bool = True)
         problems.append(Problem("note", label, note))
     is_loaded = all(_LOADED.match(name) for name in names)
     declared, config, config_problems = read_configs(folder, None, is_loaded)
-    if any(_ADAPTER.fullmatch(name) for name in names):  # beside it lies its base model's config
+    if any(_ADAPTER.fullmatch(name) for name in names):  # next to it is its base model's config
         declared, config = {}, None
     if not (is_loaded or is_first):
         config_problems = []
@@ -292,7 +292,7 @@ def _mixed(rows: list[Row], shards: set[int], files: list[str]) -> list[Problem]
 
 
 def _owners(rows: list[Row], shards: set[int], files: list[str], places: dict[str, str]) -> Any:
-    """bool [n], the rows that are the tensor: where a key lies in several files, the one that the index names."""
+    """bool [n], the rows that are the tensor: where several files have a key, the one that the index names."""
     owner = np.ones(len(rows), bool)
     first: dict[str, int] = {}
     for number, row in enumerate(rows):

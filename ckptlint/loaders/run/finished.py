@@ -133,7 +133,7 @@ def _step_before(folder: Folder) -> Folder | None:
 
 
 def _lies_below(folder: Folder, path: str) -> bool:
-    """Whether a file, or a folder that is not empty, lies at a relative path."""
+    """Whether a file, or a folder that is not empty, is at a relative path."""
     *above, last = path.rstrip("/").split("/")
     for name in above:
         below = sub_folder(folder, name) if name in folder.folders() else None

@@ -23,7 +23,7 @@ _LEVELS = 5  # folders between a part and its step: NeMo-RL's step_N/policy/weig
 
 
 def read_run(folder: Folder) -> RunFolder | None:
-    """What lies around a step folder, or around the step that the folder is a component of.
+    """What is around a step folder, or around the step that the folder is a component of.
 
     None when no name on the way is that of a step. Where the run has a tracker the tracked step and the newest ones are
     looked into, down to the first that was finished.
@@ -70,7 +70,7 @@ def read_run(folder: Folder) -> RunFolder | None:
 
 
 def _step_folder(folder: Folder) -> Folder | None:
-    """The step that a folder is, or lies in as a part; a number alone may be a year."""
+    """The step that a folder is, or is in as a part; a number alone may be a year."""
     found: Folder | None = None
     for level in range(_LEVELS):
         if _is_named_step(folder.name):
@@ -118,7 +118,7 @@ def step_before(folder: Folder) -> Found | None:
 
 
 def _part(step: Folder, inner: list[str], label: str) -> Found | None:
-    """The part of a step that lies in these sub-folders and has this label."""
+    """The part of a step that is in these sub-folders and has this label."""
     for name in inner:
         below = sub_folder(step, name) if name in step.folders() else None
         if below is None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
-from copy import copy
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, groupby, islice
@@ -51,7 +49,7 @@ _LEAST = 64 * 1024  # as which the smallest file counts
 _NUMBERS = re.compile(r"\d+")
 _ZIP_END = 2**17  # bytes in which every reader looks for the end record of a zip file
 _HEADS = {True: 2**14, False: 2**8}  # files of a step whose first bytes are looked at, near and over a network
-_FOLDERS = {True: 2**10, False: 2**5}  # that are listed below those whose files are told one by one
+_FOLDERS = {True: 2**10, False: 2**5}  # that are listed below those whose files are reported one by one
 _SHOWN = 8
 _LISTED = 2**16
 _APART = 2.0  # seconds between the files of one save and those of a later one, at least
@@ -63,17 +61,18 @@ _TEXTS = (CONFIG_FILE, RUN_CONFIG, "config.json", "fsdp_config.json")
 _READ_ELSEWHERE = (COMMON_FILE, *_TEXTS)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """A file of the step.
+@dataclass(frozen=True, slots=True, eq=False)
+class _File:
+    """A file of the step, or a folder there.
 
     Attributes:
-        folder: where it lies.
+        folder: where it is.
         name: its name there.
-        label: its path from the checkpoint, printable; of a folder whose files are not told it ends in `/`.
-        what: what lies there that cannot be opened, in words; "" for files, and folders whose files are not told.
-        is_below: whether it lies in a folder whose files are not told one by one.
-        content: what its first bytes say, where its name does not tell that it is opened.
+        label: its path from the checkpoint, printable; of a folder whose files are not reported it ends in `/`.
+        what: why it cannot be opened, in words; "" for files, and folders whose files are not reported.
+        is_below: whether it is in a folder whose files are not reported one by one.
+        is_read: whether a loader has read it already.
+        content: what its first bytes say, where its name does not say that it is opened.
     """
 
     folder: Folder
@@ -83,7 +82,54 @@ class _Found:
     size: int = 0
     what: str = ""
     is_below: bool = False
+    is_read: bool = False
     content: FileContent | None = None
+
+    @property
+    def is_opened(self) -> bool:
+        """Whether the safe reader opens what is called so or starts so, here or in the loader that took it."""
+        if self.content is not None:
+            return True
+        if self.is_below or self.label.endswith("/"):
+            return False
+        if self.family is None:
+            return may_be_pickle(self.name)
+        return self.family.content != "other" or self.label in _READ_ELSEWHERE
+
+    @property
+    def alike(self) -> tuple[str, str]:
+        """What files share whose names differ in numbers alone."""
+        return self.folder.place, _NUMBERS.sub("0", self.name)
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes that are expected to be read of it."""
+        return max(min(self.size, _PLAIN_LIMIT), _LEAST)
+
+    def reported(self, state: StepFileState = "unknown", step: int | None = None) -> StepFile:
+        """How it is reported; as known by its name, or read by a loader, where it was not read here."""
+        if state == "unknown":
+            state = "read" if self.is_read else "known" if self.family is not None else "unknown"
+        like = steps_like(self.folder.name) if self.family is not None and self.family.content == "json" else None
+        folder_step = step_number(self.folder.name) if like is not None and like[0] == "checkpoint-" else None
+        return StepFile(self.label, self.family.name if self.family else "", state, self.size, step, folder_step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """What is beside the tensors of a step, apart from what the loaders took.
+
+    Attributes:
+        files: those of the step, and those below folders that start as pickles do.
+        opened: which of them to read here, those of known names first, for which the bytes always last.
+        shut: which of them cannot be opened.
+        late: what was not looked at: files, and folders below those whose files are not reported one by one.
+    """
+
+    files: list[_File]
+    opened: list[_File]
+    shut: list[_File]
+    late: list[_File]
 
 
 _Read = tuple[StepFile, list[Problem]]
@@ -97,44 +143,22 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
     Raises:
         AccessError: the operating system refused a read.
     """
-    # what the loaders read, beside safetensors too; `_listed` leaves out plain payload of the folder itself
-    parts = {name for name in ckpt.files.names if not is_plain(name)} | {METADATA}
-    parts |= {ckpt.index.file} if ckpt.index else set()
-    is_dcp = not (ckpt.is_safetensors or ckpt.storages is not None)
-    names = (*_READ_ELSEWHERE, "train_state.pt") if is_dcp else _READ_ELSEWHERE
-    names = (*names, *([ckpt.config.file] if ckpt.config is not None else []))
-    parts |= {f"{name.rpartition('/')[0]}/" for name in parts if "/" in name}
-    listed = [*_files_of(whole)]
-    below, passed = _below(listed, whole)
-    found = [item for item in listed if item.label not in parts]
-    if is_dcp:  # whose metadata a loader has read, that of single ranks too
-        found = [item for item in found if not RANK_METADATA.fullmatch(item.label)]
-    found, late = _with_content(found, [item for item in below if item.label not in parts])
-    wanted = [item for item in found if _is_opened(item)]
-    shut = [item for item in wanted if item.what or item.folder.look_at(item.name)[0] not in READABLE]
-    hidden = {*map(id, shut)}
-    # those of known names first, for which the bytes always last
-    opened = [item for item in wanted if (item.content or item.label not in names) and id(item) not in hidden]
-    opened.sort(key=lambda item: item.family is None or item.content is not None)
-    read = _read_within_limits(opened)
-    told = {id(item): own for item, own in zip(opened, read, strict=False)}
-    files, problems = (
-        [],
-        [*ckpt.problems, *(lack for place in whole.accounts_for for lack in missing_parts(place))],
-    )
-    whole_sets = {_alike(item) for item in opened[: len(read)] if told[id(item)][0].state == "read"}
-    for item in found:
-        file, own = told.get(id(item)) or (_told(item, _state_of(item, () if item.what else names)), [])
-        file = replace(file, state="read") if item.content and item.label in names else file
+    survey = _survey(whole, ckpt)
+    read = dict(zip(survey.opened, _read_within_limits(survey.opened), strict=False))
+    files: list[StepFile] = []
+    problems = [*ckpt.problems, *(lack for place in whole.accounts_for for lack in missing_parts(place))]
+    whole_sets = {item.alike for item, (file, _) in read.items() if file.state == "read"}
+    for item in survey.files:
+        file, own = read.get(item) or (item.reported(), [])
         files += [] if item.is_below else [file]
         # what no name says to be a pickle should be one where files beside it are that differ in a number alone
-        is_foreign = file.state != "read" and _alike(item) not in whole_sets
+        is_foreign = file.state != "read" and item.alike not in whole_sets
         problems += [problem for problem in own if not is_foreign or problem.kind in _KEPT]
-    problems += [_unopened(item) for item in shut]
-    if unread := opened[len(read) :]:
+    problems += map(_unopened, survey.shut)
+    if unread := survey.opened[len(read) :]:
         problems.append(_left_out(unread))
-    if late or passed:
-        problems.append(_not_looked_at(late, passed))
+    if survey.late:
+        problems.append(_not_looked_at(survey.late))
     problems += code_beside(whole.folder)
     world = next((size for place in whole.accounts_for if (size := stated_world(place)) is not None), None)
     topology = {**ckpt.topology, "world": world} if world is not None else ckpt.topology
@@ -142,7 +166,7 @@ def with_step_files(whole: Found, ckpt: Checkpoint) -> Checkpoint:
 
 
 def folders_beside(step: Folder) -> list[Folder]:
-    """The folders beside a step that hold more files of it, by its name; [] where what lies around it cannot be listed.
+    """The folders beside a step that hold more files of it, by its name; [] where what is around it cannot be listed.
 
     Raises:
         AccessError: such a folder cannot be listed.
@@ -156,59 +180,36 @@ def folders_beside(step: Folder) -> list[Folder]:
     return [own for place in around if step.name in place.folders() and (own := sub_folder(place, step.name))]
 
 
-def _below(found: list[_Found], whole: Found) -> tuple[list[_Found], list[str]]:
-    """The files in folders whose files are not told one by one, the nearest first, and the folders passed over."""
-    queue = deque(
-        (item.folder.sub(item.name), item.label)
-        for item in found
-        if item.label.endswith("/") and item.family is None and not item.folder.outside(item.name)
-    )
-    files: list[_Found] = []
-    passed: list[str] = []
-    listed = 0
-    while queue:
-        folder, label = queue.popleft()
-        if _is_claimed(folder.place, whole):
-            continue
-        try:
-            if listed == _FOLDERS[folder.is_near]:
-                raise AccessError
-            listed += 1
-            names, inner = folder.files_beside(), folder.folders()
-        except AccessError:
-            passed.append(label)
-            continue
-        files += [
-            _Found(folder, name, label + printable(name), None, folder.entries[name].size, is_below=True)
-            for name in names
-        ]
-        queue += [(folder.sub(name), f"{label}{printable(name)}/") for name in inner if not folder.outside(name)]
-    return files, passed
+def _survey(whole: Found, ckpt: Checkpoint) -> _Survey:
+    """What is beside the tensors of a checkpoint."""
+    # what the loaders read, beside safetensors too; `_listed` leaves out plain payload of the folder itself
+    taken = {name for name in ckpt.files.names if not is_plain(name)} | {METADATA}
+    taken |= {ckpt.index.file} if ckpt.index else set()
+    taken |= {f"{name.rpartition('/')[0]}/" for name in taken if "/" in name}
+    is_dcp = not (ckpt.is_safetensors or ckpt.storages is not None)
+    read = {*_READ_ELSEWHERE, *(["train_state.pt"] if is_dcp else []), *([ckpt.config.file] if ckpt.config else [])}
+    listed = [*_files_of(whole)]
+    below = [*_below(listed, whole)]
+    found = [
+        replace(item, is_read=item.label in read and not item.what)
+        for item in [*listed, *below]
+        # of a DCP checkpoint a loader has read the metadata, that of single ranks too
+        if item.label not in taken and not (is_dcp and RANK_METADATA.fullmatch(item.label))
+    ]
+    files, late = _with_content(found)
+    wanted = [item for item in files if item.is_opened]
+    shut = {item: None for item in wanted if item.what or item.folder.look_at(item.name)[0] not in READABLE}
+    opened = [item for item in wanted if (item.content or not item.is_read) and item not in shut]
+    opened.sort(key=lambda item: item.family is None or item.content is not None)
+    return _Survey(files, opened, [*shut], late + [item for item in below if item.label.endswith("/")])
 
 
-def _with_content(found: list[_Found], below: list[_Found]) -> tuple[list[_Found], list[_Found]]:
-    """The same files and those below that a loader may unpickle, by their first bytes; and those not looked at."""
-    items = [item for item in [*found, *below] if item.size and not item.name.endswith(_PAYLOAD)]
-    items = [item for item in items if not _is_opened(item) or item.label in _TEXTS]
-    items.sort(key=lambda item: (item.is_below, item.family is not None))
-    most = _HEADS[items[0].folder.is_near] if items else 0
-    late, told = items[most:], dict[int, FileContent]()
-    for _, group in groupby(items[:most], lambda item: id(item.folder)):
-        own = list(group)
-        for item, head in zip(own, own[0].folder.heads([item.name for item in own], HEAD), strict=True):
-            if head is None:
-                late.append(item)
-            elif (content := file_content(head)) is not None:
-                told[id(item)] = content
-    looked = (replace(item, content=told[id(item)]) if id(item) in told else item for item in [*found, *below])
-    return [item for item in looked if item.content or not item.is_below], late
+def _files_of(whole: Found) -> Iterator[_File]:
+    """The files of the folders that a checkpoint accounts for, and of folders in them that are not reported themselves.
 
-
-def _files_of(whole: Found) -> Iterator[_Found]:
-    """The files of the folders that a checkpoint accounts for, and of folders in them that are not told themselves.
-
-    Folders whose files are not told are named: those further below, of other steps, of logs and code, behind links.
+    Folders whose files are not reported are named: those further below, of other steps, of logs and code, behind links.
     """
+    claimed, known = whole.claimed_places, whole.claimed_places | whole.around_claimed
     for place in whole.accounts_for:
         above = relpath(place.place, whole.folder.place)
         prefix = "" if above == "." else f"{above}/"
@@ -217,84 +218,106 @@ def _files_of(whole: Found) -> Iterator[_Found]:
         for name in place.folders():
             label = f"{prefix}{name}/"
             if (family := family_of(name)) is not None and family.content != "other":
-                yield _Found(place, name, printable(prefix + name), family, what="a folder")
+                yield _File(place, name, printable(prefix + name), family, what="a folder")
             sub = None if holds_no_state(name) else sub_folder(place, name)
             if sub is None:
-                yield _Found(place, name, printable(label), None)
-            elif _is_claimed(sub.place, whole):
+                yield _File(place, name, printable(label), None)
+            elif sub.place in claimed:
                 continue
             elif step_number(name) is not None and (several or is_alike(name, place.name)):
-                yield from (
-                    [] if _is_claimed(f"{sub.place}/", whole) else [_Found(place, name, printable(label), OTHER_STEP)]
-                )
+                if sub.place not in known:
+                    yield _File(place, name, printable(label), OTHER_STEP)
             else:
                 yield from _listed(sub, label, sub.files())
                 for inner in sub.folders():
-                    below = sub.sub(inner).place
-                    if not _is_claimed(below, whole) and not _is_claimed(f"{below}/", whole):
-                        yield _Found(sub, inner, printable(f"{label}{inner}/"), None)
+                    if sub.sub(inner).place not in known:
+                        yield _File(sub, inner, printable(f"{label}{inner}/"), None)
 
 
-def _is_claimed(place: str, whole: Found) -> bool:
-    """Whether the files in a place are reported with a checkpoint; in one that ends in `/`, somewhere below it."""
-    first = bisect_left(whole.claimed_places, place)
-    found = whole.claimed_places[first] if first < len(whole.claimed_places) else ""
-    return found.startswith(place) if place.endswith("/") else found == place
-
-
-def _listed(folder: Folder, prefix: str, names: Collection[str]) -> Iterator[_Found]:
+def _listed(folder: Folder, prefix: str, names: Collection[str]) -> Iterator[_File]:
     for name in names:
-        yield _Found(folder, name, printable(prefix + name), family_of(name), folder.entries[name].size)
+        yield _File(folder, name, printable(prefix + name), family_of(name), folder.entries[name].size)
     for name, what in folder.entries.strange.items():
-        yield _Found(folder, name, printable(prefix + name), family_of(name), what=what)
+        yield _File(folder, name, printable(prefix + name), family_of(name), what=what)
 
 
-def _is_opened(item: _Found) -> bool:
-    """Whether the safe reader opens what is called so or starts so, here or in the loader that took it."""
-    if item.content is not None:
-        return True
-    if item.is_below or item.label.endswith("/"):
-        return False
-    if item.family is None:
-        return may_be_pickle(item.name)
-    return item.family.content != "other" or item.label in _READ_ELSEWHERE
+def _below(found: list[_File], whole: Found) -> Iterator[_File]:
+    """The files in folders whose files are not reported one by one, the nearest first; and the folders passed over."""
+    queue = deque(item for item in found if item.label.endswith("/") and item.family is None)
+    listed = 0
+    while queue:
+        item = queue.popleft()
+        folder = item.folder.sub(item.name)
+        if item.folder.outside(item.name) or folder.place in whole.claimed_places:
+            continue
+        try:
+            if listed == _FOLDERS[folder.is_near]:
+                raise AccessError
+            listed += 1
+            names, inner = folder.files_beside(), folder.folders()
+        except AccessError:
+            yield replace(item, is_below=True)
+            continue
+        for name in names:
+            yield _File(folder, name, item.label + printable(name), None, folder.entries[name].size, is_below=True)
+        queue += [_File(folder, name, f"{item.label}{printable(name)}/", None) for name in inner]
 
 
-def _alike(item: _Found) -> tuple[str, str]:
-    """What files share whose names differ in numbers alone."""
-    return item.folder.place, _NUMBERS.sub("0", item.name)
+def _with_content(found: list[_File]) -> tuple[list[_File], list[_File]]:
+    """The same files, of those below folders the ones that a loader may unpickle; and those not looked at."""
+    items = [item for item in found if item.size and not item.name.endswith(_PAYLOAD)]
+    items = [item for item in items if not item.is_opened or item.label in _TEXTS]
+    items.sort(key=lambda item: (item.is_below, item.family is not None))
+    most = _HEADS[items[0].folder.is_near] if items else 0
+    late, contents = items[most:], dict[_File, FileContent | None]()
+    for folder, group in groupby(items[:most], lambda item: item.folder):
+        own = list(group)
+        for item, head in zip(own, folder.heads([item.name for item in own], HEAD), strict=True):
+            if head is None:
+                late.append(item)
+            else:
+                contents[item] = file_content(head)
+    looked = (replace(item, content=contents[item]) if contents.get(item) else item for item in found)
+    return [item for item in looked if item.content or not item.is_below], late
 
 
-def _unopened(item: _Found) -> Problem:
+def _unopened(item: _File) -> Problem:
     what = item.what or "gone since the folder was listed"
     sentence = f"{item.label} is {what}, so ckptlint did not read it"
     return Problem("unread", item.label, sentence, why=f"{_RESUME}, and nobody knows what it finds there")
 
 
-def _left_out(late: list[_Found]) -> Problem:
-    names = ", ".join(item.label for item in late[:_SHOWN]) + (", ..." if len(late) > _SHOWN else "")
-    sentence = f"{plural(len(late), 'file')} beside the tensors {'was' if len(late) == 1 else 'were'} not read: {names}"
+def _left_out(late: list[_File]) -> Problem:
+    was, names = "was" if len(late) == 1 else "were", _first([item.label for item in late])
+    sentence = f"{plural(len(late), 'file')} beside the tensors {was} not read: {names}"
     why = f"those before took the {_BYTES_LIMIT // 1024**3} GiB that are read of such files together"
     return Problem("unread", late[0].label, sentence, why=why, hint="name them one by one to have them judged")
 
 
-def _not_looked_at(late: list[_Found], passed: list[str]) -> Problem:
-    """What is said of files that are too many: a verdict without those of unknown names is incomplete."""
-    names = [*(item.label for item in late), *passed]
+def _not_looked_at(late: list[_File]) -> Problem:
+    """What is reported of files that are too many: a verdict without those of unknown names is incomplete."""
+    names = [item.label for item in late]
     is_open = any(item.family is None and not item.is_below for item in late)
-    what = " and ".join(plural(len(part), word) for part, word in ((late, "file"), (passed, "folder")) if part)
-    shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-    sentence = f"{what} beside the tensors {'was' if len(names) == 1 else 'were'} not looked at: {shown}"
+    folders = sum(name.endswith("/") for name in names)
+    counts = ((len(names) - folders, "file"), (folders, "folder"))
+    what = " and ".join(plural(count, noun) for count, noun in counts if count)
+    sentence = f"{what} beside the tensors {'was' if len(names) == 1 else 'were'} not looked at: {_first(names)}"
     why = "they are too many or cannot be read, and nobody knows whether one of them is a pickle"
     return Problem("unread" if is_open else "note", names[0], sentence, why=why)
 
 
-def _read_within_limits(opened: list[_Found]) -> list[_Read]:
+def _first(names: Collection[str]) -> str:
+    """The first names, and dots where there are more."""
+    return ", ".join(islice(names, _SHOWN)) + (", ..." if len(names) > _SHOWN else "")
+
+
+def _read_within_limits(opened: list[_File]) -> list[_Read]:
     """What the files say, in their order, up to the one with which the bytes for all of them are used up."""
     if not opened:
         return []
     try:
-        return isolated(partial(_read_all, opened, 0), min(sum(map(_input_bytes, opened)), _BYTES_LIMIT))[0]
+        size = min(sum(item.input_bytes for item in opened), _BYTES_LIMIT)
+        return isolated(partial(_read_all, opened, 0), size)[0]
     except LimitError:
         read: list[_Read] = []
         spent = 0
@@ -302,86 +325,60 @@ def _read_within_limits(opened: list[_Found]) -> list[_Read]:
             if spent > _BYTES_LIMIT:
                 break
             try:
-                own, spent = isolated(partial(_read_all, [item], spent), _input_bytes(item))
+                own, spent = isolated(partial(_read_all, [item], spent), item.input_bytes)
                 read += own
             except LimitError as error:
-                read.append((_told(item, _state_of(item, ())), [from_error(error, item.label, why=_RESUME)]))
-                spent += _input_bytes(item)
+                read.append((item.reported(), [from_error(error, item.label, why=_RESUME)]))
+                spent += item.input_bytes
         return read
 
 
-def _input_bytes(item: _Found) -> int:
-    return max(min(item.size, _PLAIN_LIMIT), _LEAST)
-
-
-def _state_of(item: _Found, elsewhere: Collection[str]) -> StepFileState:
-    if item.label in elsewhere:
-        return "read"
-    return "known" if item.family is not None else "unknown"
-
-
-def _told(item: _Found, state: StepFileState, step: int | None = None) -> StepFile:
-    like = steps_like(item.folder.name) if item.family is not None and item.family.content == "json" else None
-    folder_step = step_number(item.folder.name) if like is not None and like[0] == "checkpoint-" else None
-    return StepFile(item.label, item.family.name if item.family else "", state, item.size, step, folder_step)
-
-
-def _read_all(found: list[_Found], spent: int) -> tuple[list[_Read], int]:
+def _read_all(found: list[_File], spent: int) -> tuple[list[_Read], int]:
     """What the files say, and how many bytes were spent then, of which `spent` were before."""
-    told: list[_Read] = []
+    read: list[_Read] = []
     for item in found:
         if spent > _BYTES_LIMIT:
             break
-        folder, counts = _counted_reads(item.folder)
-        told.append(_read(replace(item, folder=folder)))
-        spent += max(sum(counts), _LEAST)
-    return told, spent
+        before = item.folder.bytes_read
+        read.append(_read(item))
+        spent += max(item.folder.bytes_read - before, _LEAST)
+    return read, spent
 
 
-def _counted_reads(folder: Folder) -> tuple[Folder, list[int]]:
-    """The same folder, and the bytes of each read from it."""
-    view, counts = copy(folder), list[int]()
-
-    def spans(name: str, wanted: Sequence[tuple[int, int]]) -> list[bytes]:
-        data = folder.spans(name, wanted)
-        counts.append(sum(map(len, data)))
-        return data
-
-    view.__dict__["spans"] = spans
-    return view, counts
-
-
-def _read(item: _Found) -> _Read:
-    """What a file says, and what is wrong with it; one whose name tells nothing need not be a pickle."""
+def _read(item: _File) -> _Read:
+    """What a file says, and what is wrong with it; one whose name says nothing need not be a pickle."""
     is_open = item.content is not None or item.family is None or item.family.content == "perhaps pickle"
     try:
         if not is_open and item.family is not None and item.family.content == "json":
-            return _told(item, "read", _saved_step(item)), []
+            document, error = read_json(item.folder, item.name, _PLAIN_LIMIT)
+            if error is not None:
+                raise error if item.size else UnreadableError("is empty (0 bytes)", 0)
+            return item.reported("read", _step(item, document)), []
         files, is_inside = _pickled(item) if is_open else ([_torch_file(item)], False)
     except _NotToItsEndError as error:
         sentence = f"{item.label} starts as a pickle does and was not read to its end: it {error}"
         problem = Problem("unread", item.label, sentence, why=_RESUME)
-        return _told(item, _state_of(item, ())), [] if _is_partial(item, error) else [problem]
+        return item.reported(), [] if _is_partial(item, error) else [problem]
     except UnreadableError as error:
-        state = _state_of(item, ()) if is_open and isinstance(error, ForeignError) else "read"
-        return _told(item, state), [from_error(error, item.label, why=_RESUME)]
+        is_other = is_open and isinstance(error, ForeignError)
+        return item.reported("unknown" if is_other else "read"), [from_error(error, item.label, why=_RESUME)]
     if not files:
-        return _told(item, _state_of(item, ())), []
+        return item.reported(), []
     root = files[-1].root
     is_optimizer = item.family is not None and item.family.name == "optimizer state"
-    state = _state_of(item, ()) if is_inside else "read"  # of what is inside nobody compares checksums
     optimizer = optimizer_file(root) if is_optimizer else None
-    step = _moments_step(item, files[-1]) if optimizer is not None and not is_inside else _counted(item, root)
-    told = replace(_told(item, state, step), optimizer=optimizer)
+    step = _moments_step(item, files[-1]) if optimizer is not None and not is_inside else _step(item, root)
+    # of what is inside nobody compares checksums
+    file = replace(item.reported("unknown" if is_inside else "read", step), optimizer=optimizer)
     problems = [problem for found in files for problem in from_torch_file(found, item.label, why=_RESUME)]
-    return told, [replace(problem, blocks=False) for problem in problems]
+    return file, [replace(problem, blocks=False) for problem in problems]
 
 
 class _NotToItsEndError(UnreadableError):
     """What is a pickle by its first bytes could not be read to its end."""
 
 
-def _pickled(item: _Found) -> tuple[list[TorchFile], bool]:
+def _pickled(item: _File) -> tuple[list[TorchFile], bool]:
     """What the pickles in a file hold, [] where it holds none; and whether they are packed or in arrays of objects.
 
     Raises:
@@ -413,13 +410,13 @@ def _pickled(item: _Found) -> tuple[list[TorchFile], bool]:
         raise (ForeignError(f"is no pickle: it {error}") if content == "packed" else error) from None
 
 
-def _torch_file(item: _Found) -> TorchFile:
+def _torch_file(item: _File) -> TorchFile:
     family = family_of(item.name)
     is_metadata = item.name == METADATA or (family is not None and family.name == "metadata of another save")
     return read_torch_file(item.folder, item.name, read_metadata if is_metadata else read_state)
 
 
-def _is_partial(item: _Found, error: UnreadableError) -> bool:
+def _is_partial(item: _File, error: UnreadableError) -> bool:
     """Whether a file is by its name a copy that did not end, and by its bytes one that no loader reads to its end."""
     if not is_litter(item.name):
         return False
@@ -427,18 +424,18 @@ def _is_partial(item: _Found, error: UnreadableError) -> bool:
     return error.position == item.size or (item.content == "archive" and b"PK\5\6" not in tail)
 
 
-def _counted(item: _Found, root: Any) -> int | None:
-    """The step in a pickled state of a trainer or a scheduler.
+def _step(item: _File, state: Any) -> int | None:
+    """The step in the state of a trainer or a scheduler.
 
     Source:
         lightning 2.6 `meta.pt`, OLMo-core 3.0 `train/rankN.pt`: `global_step`; torch.optim.lr_scheduler: `last_epoch`
     """
     name = item.family.step if item.family else ""
-    step = root.get(name) if name and isinstance(root, dict) else None
+    step = state.get(name) if name and isinstance(state, dict) else None
     return step if isinstance(step, int) and not isinstance(step, bool) else None
 
 
-def _moments_step(item: _Found, found: TorchFile) -> int | None:
+def _moments_step(item: _File, found: TorchFile) -> int | None:
     """How many steps the parameters of an optimizer made that made the most, of the first ones.
 
     Source:
@@ -449,23 +446,7 @@ def _moments_step(item: _Found, found: TorchFile) -> int | None:
     return max((number for number in numbers if number is not None), default=None)
 
 
-def _saved_step(item: _Found) -> int | None:
-    """The step in the JSON of a trainer's state.
-
-    Source:
-        transformers.trainer_callback.TrainerState: `global_step`, in `trainer_state.json`
-    """
-    if not item.size:
-        raise UnreadableError("is empty (0 bytes)", 0)
-    document, error = read_json(item.folder, item.name, _PLAIN_LIMIT)
-    if error is not None:
-        raise error
-    name = item.family.step if item.family is not None and item.family.step else "global_step"
-    step = document.get(name)
-    return step if isinstance(step, int) and not isinstance(step, bool) else None
-
-
-# ---------------------------------------------------------------- what is missing, and what else lies there
+# ---------------------------------------------------------------- what is missing, and what else is there
 
 
 def rank_files(folder: Folder) -> list[str]:
@@ -482,7 +463,7 @@ def lost_ranks(folder: Folder) -> tuple[str, list[Problem]]:
         return "", []
     ranks = islice((rank for rank in count() if rank not in present), min(lost, _LISTED))
     missing = {f"__{rank}.metadata": rank for rank in ranks}
-    names = ", ".join(islice(missing, _SHOWN)) + (", ..." if lost > _SHOWN else "")
+    names = _first(missing)
     problem = Problem(
         "incomplete",
         names,
@@ -505,7 +486,9 @@ def leftover_files(folder: Folder) -> list[Problem]:
             why = f"its payload files replaced {'all' if is_young.all() else 'some'} of those that {METADATA} describes"
             hint = "use another step, or save again into an empty folder"
             # all of one save: torch loads them, if the layout stayed what it was
-            problem = Problem("incomplete", temporary, sentence, why=why, hint=hint, beside=bool(is_young.all()))
+            problem = Problem(
+                "incomplete", temporary, sentence, why=why, hint=hint, outside_checkpoint=bool(is_young.all())
+            )
         else:
             why = f"it replaced no payload file, so what {METADATA} describes is still there"
             problem = Problem("note", temporary, sentence, why=why)

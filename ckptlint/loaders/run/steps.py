@@ -152,7 +152,7 @@ def components(folder: Folder) -> list[Found]:
     weights = [name for group in found for name in (*group.files, group.index)]
     rest = folder.without(weights, "")
     other = recognise(rest)
-    # of a model that lies there in both forms loaders take the safetensors
+    # of a model that is there in both forms loaders take the safetensors
     parts = [rest] if other is not None and other.kind not in ("unsupported", "torch") else []
     if not parts and len(found) == 1:
         return [Found.at(folder)]
@@ -173,7 +173,7 @@ def sub_folder(folder: Folder, name: str) -> Folder | None:
     """A sub-folder; None for a link out of the folder that leads to no checkpoint, such as `iter_0000099 -> /`.
 
     Steps and components that lie on another disk are links to a folder that is called so there too, or that has
-    metadata itself. For metadata only its names are looked for: what else lies outside is never listed.
+    metadata itself. For metadata only its names are looked for: nothing else outside is ever listed.
     """
     target = folder.outside(name)
     if not target:

@@ -43,15 +43,15 @@ class RankFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What a file says of something that files must say alike.
+class Statement:
+    """What a file states of something on which files must agree.
 
     Attributes:
         what: it, as a noun (`step`, `partition count`, `placements`).
         value: as text.
         file: its name.
-        among: what tells the files apart that are compared with each other, "" where all are.
-        fqn: the key that it is said of, "" where it is one thing for the whole file.
+        among: what the files share that are compared with each other, "" where all are.
+        fqn: the key that it concerns, "" where it is one thing for the whole file.
     """
 
     what: str
@@ -87,14 +87,14 @@ class RankFileSet:
     Attributes:
         files: those that are there.
         expected: from where the grid is (`the world size 4 in their names`) -> the files that it has.
-        said: what the files say that others must say alike; what all say alike may be left out.
+        statements: what the files state on which others must agree; where all agree it may be left out.
         misfits: tensors that are not what mesh, placements or sums imply.
         flat_groups: the groups of parameters that DeepSpeed's ZeRO cut over the ranks.
     """
 
     files: tuple[RankFile, ...]
     expected: Mapping[str, tuple[RankFile, ...]] = field(default_factory=dict)
-    said: tuple[Said, ...] = ()
+    statements: tuple[Statement, ...] = ()
     misfits: tuple[Misfit, ...] = ()
     flat_groups: tuple[FlatGroup, ...] = ()
 

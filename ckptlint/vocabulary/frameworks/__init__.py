@@ -65,7 +65,7 @@ class Family:
         pattern: matches their whole names; its group `number`, where it has one, counts them.
         counted_by: what the number counts, where a finished save has all of them from 0 on.
         part: the part of a step that they hold, of `vocabulary.parts.PARTS`.
-        step: the entry of the pickled state that counts steps.
+        step: the entry of the state in them that counts steps.
     """
 
     name: str

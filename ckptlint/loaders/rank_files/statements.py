@@ -1,4 +1,4 @@
-"""What the files of a set say, gathered by their loader as it reads them; `analysis.rank_sets` judges it."""
+"""What the files of a set state, gathered by their loader as it reads them; `analysis.rank_sets` judges it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ckptlint.formats.torch_file import TorchFile
-from ckptlint.model import Misfit, RankFile, RankFileSet, Said
+from ckptlint.model import Misfit, RankFile, RankFileSet, Statement
 from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable
 
@@ -20,14 +20,14 @@ def itself(thing: Any) -> Any:
 
 
 @dataclass(slots=True)
-class Sayings:
-    """What files say of what they share; that which all say alike is not kept."""
+class Statements:
+    """What files state of what they share, where they differ."""
 
-    said: list[Said] = field(default_factory=list)
+    noted: list[Statement] = field(default_factory=list)
     misfits: list[Misfit] = field(default_factory=list)
     others: dict[str, tuple[str, str, bool]] = field(default_factory=dict)
 
-    def alike(
+    def note_if_different(
         self,
         what: str,
         things: Sequence[tuple[Thing, str]],
@@ -36,15 +36,15 @@ class Sayings:
         text: Callable[[Thing], str] = str,
         among: str = "",
     ) -> bool:
-        """Note what files say of a thing that they share; whether all say the same.
+        """Whether all files state the same of a thing that they share; what they state is noted where they differ.
 
         Args:
             what: the thing, as a noun.
-            things: (what is said, name of the file).
+            things: (what is stated, name of the file).
             fqn: the key concerned, raw.
             by: what is compared of it.
             text: how it is shown.
-            among: what tells these files from others that are compared with each other.
+            among: what these files share, where others are compared by themselves.
         """
         if not things or all(by(thing) == by(things[0][0]) for thing, _ in things[1:]):
             return True
@@ -53,7 +53,7 @@ class Sayings:
             value = by(thing)
             if value not in shown:
                 shown[value] = text(thing)
-            self.said.append(Said(what, shown[value], file, among, printable(fqn)))
+            self.noted.append(Statement(what, shown[value], file, among, printable(fqn)))
         return False
 
     def copies(self, what: str, groups: Iterable[Iterable[tuple[int, str]]], fqn: str) -> None:
@@ -64,7 +64,7 @@ class Sayings:
         """
         known = [[item for item in group if item[0]] for group in groups]
         things = [item for group in known if len({crc for crc, _ in group}) > 1 for item in group]
-        self.alike(what, things, fqn, text=lambda crc: f"CRC-32 {crc:08x}")
+        self.note_if_different(what, things, fqn, text=lambda crc: f"CRC-32 {crc:08x}")
 
     def other_name(self, file: str, inside: str, same_as: str = "", is_stated: bool = False) -> None:
         """Note that a file was saved under another name; the arguments are attributes of `RankFile`."""
@@ -75,7 +75,7 @@ class Sayings:
         return {file for file, (_, same_as, is_stated) in self.others.items() if same_as or is_stated}
 
     def of(self, files: Iterable[RankFile], expected: Mapping[str, Sequence[RankFile]]) -> RankFileSet:
-        """The set, with all that was said.
+        """The set, with all that was noted.
 
         Args:
             expected: from where the grid is -> its files.
@@ -85,11 +85,11 @@ class Sayings:
             inside, same_as, is_stated = self.others.get(file.name, ("", "", False))
             named.append(replace(file, inside=inside, same_as=same_as, is_stated=is_stated))
         grid = {source: tuple(own) for source, own in expected.items()}
-        return RankFileSet(tuple(named), grid, tuple(self.said), tuple(self.misfits))
+        return RankFileSet(tuple(named), grid, tuple(self.noted), tuple(self.misfits))
 
 
 def checksum(tensor: StoredTensor, found: TorchFile) -> int:
-    """CRC-32 of a tensor that fills its storage; 0 where there is none, or more lies there."""
+    """CRC-32 of a tensor that fills its storage; 0 where there is none, or it holds more."""
     place = found.storages.get(tensor.key)
     return place.crc if place is not None and tensor.extent == tensor.length else 0
 
