@@ -18,7 +18,7 @@ _LEAST_MEMORY = 192 * 1024**2
 
 
 def main() -> None:
-    """Run the command line; the version is told without importing what reads it."""
+    """Run the command line; the version is printed without importing what reads."""
     if sys.argv[1:] in (["--version"], ["-V"]):
         print(f"ckptlint, version {__version__}")  # noqa: T201  nothing where stdout is closed
         return

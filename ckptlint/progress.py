@@ -1,4 +1,4 @@
-"""How far a long reading is, told to whoever listens, across the fork too."""
+"""How far a long reading is, for whoever listens, across the fork too."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Shared:
         _PLACE.pack_into(self._memory, 0, UNITS.index(unit), done, total)
 
     def pass_on(self) -> None:
-        """Tell in the parent what the child told last."""
+        """Pass on in the parent what the child said last."""
         unit, done, total = _PLACE.unpack_from(self._memory)
         if unit:
             advance(UNITS[unit], done, total)

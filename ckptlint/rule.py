@@ -98,7 +98,7 @@ class Finding:
         inferred_from: what it was inferred from ("the shapes of layers 0-3"); empty where the files state it.
         kind: which of the things that its rule finds, in a word that stays; causes look for it, no report prints it.
         of_run: whether it is a fault of the run around a step, for which no step fails.
-        told_by: the code of a rule that tells the same: where it ran and found as much, this finding is left out.
+        told_by: the code of a rule that reports the same: where it ran and found as much, this finding is left out.
     """
 
     message: str

@@ -1,7 +1,7 @@
 """Running a reader in a child process that may crash, starve or loop without harm.
 
 A crafted pickle can make the C unpickler hash a tuple nested a million deep (a segmentation fault), hash a small graph
-for hours, or ask for gigabytes with five bytes. None of that can be told from an honest file without walking every
+for hours, or ask for gigabytes with five bytes. None of that differs from an honest file without walking every
 opcode in Python, so the reading happens where it can be stopped.
 
 Processor time is one budget for all that is read of a checkpoint (`one_budget`): 20 s, and 1 s for each MiB of input.
@@ -209,7 +209,7 @@ def _end_with(parent: int) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel was told
+    if os.getppid() != parent:  # it ended before the kernel heard of it
         os._exit(70)
 
 
@@ -223,7 +223,7 @@ def _limit(size: int) -> None:
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except (OSError, ValueError):
-        return  # only Linux tells how much address space is taken already
+        return  # only Linux says how much address space is taken already
     _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + _BASE_BYTES + _BYTES_PER_BYTE * size)
 
 

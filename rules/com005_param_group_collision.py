@@ -1,4 +1,4 @@
-"""COM005: parameter groups can be told apart by what loaders match them with."""
+"""COM005: parameter groups differ in what loaders match them with."""
 
 from __future__ import annotations
 

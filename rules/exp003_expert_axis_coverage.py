@@ -1,4 +1,4 @@
-"""EXP003: a hole in stacked experts is told by its experts."""
+"""EXP003: a hole in stacked experts is named by its experts."""
 
 from __future__ import annotations
 

@@ -42,12 +42,12 @@ def experts_by_layer(ckpt: Checkpoint) -> Iterator[Finding]:
         raise NotApplicable("there are no two layers with experts that can be judged")
     if "heterogeneous" in ckpt.declared:
         raise NotApplicable("the job declares layers of their own kinds")
-    told = {item.param for item in shape_outliers(ckpt)}
+    outliers = {item.param for item in shape_outliers(ckpt)}
     for alike in _alike(ckpt, layers):
         usual = Counter(map(_experts, alike)).most_common(1)[0][0]
         odd: dict[Experts, list[MoeLayer]] = defaultdict(list)
         for layer in alike:
-            if _experts(layer) != usual and not told.intersection(p for role in layer.roles for p in role.params):
+            if _experts(layer) != usual and not outliers.intersection(p for role in layer.roles for p in role.params):
                 odd[_experts(layer)].append(layer)
         others = [layer.layer or 0 for layer in alike if _experts(layer) == usual]
         for experts, members in odd.items():

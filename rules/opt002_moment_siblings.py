@@ -78,7 +78,7 @@ def _shapes(pairs: list[MomentPair]) -> Iterator[Finding]:
 
 
 def _chunks(pairs: list[MomentPair]) -> Iterator[Finding]:
-    """Pairs of one shape whose chunks differ; a hole or an overlap is told by the GEO rules."""
+    """Pairs of one shape whose chunks differ; a hole or an overlap is reported by the GEO rules."""
     same = [pair for pair in pairs if not pair.differs]
     cut = [pair for pair in same if max(_count(pair.first.tensor), _count(pair.second.tensor)) > 1]
     odd = [pair for pair in cut if not same_chunks(pair.first.tensor.layout, pair.second.tensor.layout)]

@@ -62,11 +62,11 @@ def state_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
     if inventory.buckets or inventory.numbered:
         return
     trained = _listed(ckpt)
-    told: set[Param] = set()
+    reported: set[Param] = set()
     for finding, params in _gaps(ckpt, inventory, stateful, trained):
-        told.update(params)
+        reported.update(params)
         yield finding
-    yield from _single(inventory, stateful, told)
+    yield from _single(inventory, stateful, reported)
 
 
 # ---------------------------------------------------------------- states without a parameter
@@ -248,11 +248,11 @@ def _evidence(named: list[Param]) -> tuple[Note, ...]:
     return (("trained", f"{_META[:-1]} names {len(named)} of them, so the optimizer stepped them"),)
 
 
-def _single(inventory: Inventory, stateful: set[Param], told: set[Param]) -> Iterator[Finding]:
+def _single(inventory: Inventory, stateful: set[Param], reported: set[Param]) -> Iterator[Finding]:
     """Parameters without state among many that have it: a note."""
     tied = any(not state.params and _is_tied(parse(state.path)) for state in inventory.states)
     judged = [param for param in inventory.params if not _is_buffer(param) and not (tied and _is_tied(param.key))]
-    absent = [param for param in judged if param not in stateful and param not in told]
+    absent = [param for param in judged if param not in stateful and param not in reported]
     siblings = {(param.key.scope, param.key.role) for param in stateful}
     experts = [param for param in absent if param.key.in_experts]
     cold = [param for param in experts if (param.key.scope, param.key.role) in siblings]

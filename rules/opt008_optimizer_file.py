@@ -67,8 +67,8 @@ def _odd(
         if first is not None and second is not None and first != second:
             both = f"the shapes {shape_text(first)} and {shape_text(second)}"
             yield f"exp_avg and exp_avg_sq of {_some([param])} in {file} have {both}", f"pair {param}", False
-    is_told = ckpt.format == "verl" and judges(ckpt)  # CFG001 tells what the model lacks
-    is_judged = is_alone and ckpt.format in ("safetensors", "torch", "verl") and not is_told
+    is_judged = ckpt.format == "verl" and judges(ckpt)  # CFG001 tells what the model lacks
+    is_judged = is_alone and ckpt.format in ("safetensors", "torch", "verl") and not is_judged
     if is_judged and ckpt.tensors and ckpt.is_sound and not ckpt.partial:
         yield from _against_model(ckpt, file, optimizer)
 
@@ -103,7 +103,7 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
     held, whole = sum(map(prod, moments.values())), sum(map(prod, tensors.values()))
     if not odd or held == whole:
         return  # the second: parts that were trained as one
-    told = ", ".join(map(shape_text, list(odd)[:_NAMED]))
+    shapes = ", ".join(map(shape_text, list(odd)[:_NAMED]))
     is_flat = ckpt.format != "verl" and all(len(shape) == 1 for shape in moments.values())
     if is_flat and held < whole and not wanted & there:
         yield (
@@ -116,8 +116,8 @@ def _against_model(ckpt: Checkpoint, file: str, optimizer: OptimizerFile) -> Ite
     is_one_to_one = odd.total() == left.total() and 2 * odd.total() < len(moments)
     yield (
         f"the moments of {odd.total()} of {plural(len(moments), 'parameter')} in {file} have shapes that fewer "
-        f"tensors have: {told}",
-        f"shapes {told}",
+        f"tensors have: {shapes}",
+        f"shapes {shapes}",
         not is_one_to_one,
     )
 

@@ -41,16 +41,16 @@ def rank_files(ckpt: Checkpoint) -> Iterator[Finding]:
     world = ckpt.topology.get("world")
     last = max(present) if planning is None or world is None else world.size - 1
     if planning is None:
-        silent, told = (
+        silent, named = (
             [*islice((rank for rank in range(last + 1) if rank not in present), _MOST)],
             gaps(present, last + 1),
         )
     else:
         silent = sorted(rank for rank in planning - present if rank <= last)
-        told = ranges(silent)
+        named = ranges(silent)
     if silent:
         yield Finding(
-            f"rank{'s' if len(silent) > 1 else ''} {told} of {last + 1} stored nothing that an entry names",
+            f"rank{'s' if len(silent) > 1 else ''} {named} of {last + 1} stored nothing that an entry names",
             at=Location(label=f"{plural(len(present), 'rank')} of {last + 1} stored something", ranks=tuple(silent)),
             missing=tuple(map(str, silent)),
             inferred_from="the rank numbers in the names of the payload files",

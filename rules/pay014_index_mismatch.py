@@ -227,7 +227,7 @@ def _numbers(ckpt: Checkpoint) -> Iterator[Finding]:
     """Numbers k of the names `<stem>-<k>-of-<N>` that no file has."""
     is_listed = ckpt.index is not None
     if is_listed and judges(ckpt):
-        return  # CFG001 tells what the lost files held
+        return  # CFG001 reports what the lost files held
     for total, present, missing in _lost_numbers(ckpt):
         yield Finding(
             f"{'file' if len(missing) == 1 else 'files'} {ranges(missing)} of {total} "

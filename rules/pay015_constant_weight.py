@@ -69,8 +69,8 @@ def constant_weight(ckpt: Checkpoint) -> Iterator[Finding]:
     if payload is None or payload.depth != "data":
         raise NotApplicable("the tensor bytes were not read")
     is_read = payload.scanned.copy()
-    is_read[[damage.record for damage in payload.damages if damage.record >= 0]] = False  # PAY012 tells
-    different = {} if misfit(ckpt) else compare_with_seal(ckpt).different  # LIV302 tells
+    is_read[[damage.record for damage in payload.damages if damage.record >= 0]] = False  # PAY012 reports it
+    different = {} if misfit(ckpt) else compare_with_seal(ckpt).different  # LIV302 reports it
     weights = [param for param in inventory_of(ckpt).params if _is_judged(param) and param.tensor.fqn not in different]
     if not any((payload.one_value & is_read)[_records(param, _live(param))].any() for param in weights):
         return

@@ -41,7 +41,7 @@ def optimizer_of_rank(ckpt: Checkpoint) -> Iterator[Finding]:
     for item in ckpt.rank_files.misfits:
         if item.what in _SENTENCES and item not in part:
             yield _finding(item, None, "take both files of this rank from one save, or go back one step")
-    if part:  # one cause, told of the first file
+    if part:  # one cause, reported for the first file
         hint = "check what the job trains: the same holds for all ranks, and no file says that the rest is frozen"
         yield _finding(part[0], Severity.INFO, hint)
 

@@ -44,9 +44,9 @@ def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     if not weights or not all(weights):
         return
     is_copy = bool(moments) and all(moments)
-    told = "all weights and all moments are" if is_copy else f"all {len(weights):,} weights that can be compared are"
+    subject = "all weights and all moments are" if is_copy else f"all {len(weights):,} weights that can be compared are"
     yield Finding(
-        f"{told} bit for bit those of {older_name(ckpt)}",
+        f"{subject} bit for bit those of {older_name(ckpt)}",
         at=Location(label="compared with the step before"),
         missing=("identical",),
         severity=None if is_copy else Severity.INFO,

@@ -80,8 +80,8 @@ def _by_step(ckpt: Checkpoint, payload: PayloadTable) -> list[tuple[str, list[st
     files: dict[int, list[str]] = defaultdict(list)
     for file, values in by_file.items():
         files[next(iter(values))].append(ckpt.files[file].name)
-    told = sorted(files.items(), key=lambda pair: -len(pair[1]))
-    return [(_value(lead[crc].tensor.dtype, crc), names) for crc, names in told]
+    ordered = sorted(files.items(), key=lambda pair: -len(pair[1]))
+    return [(_value(lead[crc].tensor.dtype, crc), names) for crc, names in ordered]
 
 
 def _steps_differ(groups: list[tuple[str, list[str]]], young: set[str]) -> Finding:

@@ -364,4 +364,4 @@ _SOURCES = (
     _from_arguments,
     _from_hidden,
 )
-"""In this order: the first that speaks of a tensor tells its size."""
+"""In this order: the first that speaks of a tensor gives its size."""

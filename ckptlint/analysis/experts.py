@@ -44,8 +44,8 @@ class MoeLayer:
     """The routed experts of one layer, or of all layers where they are stacked.
 
     Attributes:
-        router: the parameter that tells how many experts there should be, None when the layer has none.
-        rows: how many experts the router, or else its bias, expects; None when it cannot be told.
+        router: the parameter whose rows say how many experts there should be, None when the layer has none.
+        rows: how many experts the router, or else its bias, expects; None when that is not known.
         roles: the weights of the experts.
     """
 
@@ -63,7 +63,7 @@ class MoeLayer:
 
 @fact
 def moe_layers(ckpt: Checkpoint) -> tuple[MoeLayer, ...]:
-    """The layers with routed experts whose number can be told, in order of their keys."""
+    """The layers with routed experts whose number is known, in order of their keys."""
     hidden = hidden_sizes(ckpt)
     grouped: dict[tuple[Block, tuple[str, ...], int | None], list[Param]] = defaultdict(list)
     for param in inventory_of(ckpt).params:

@@ -1,4 +1,4 @@
-"""The keys of a checkpoint beside those of its reference: what belongs together, what is absent, what cannot be told.
+"""The keys of a checkpoint beside those of its reference: what belongs together, what is absent, what cannot be known.
 
 Names are compared without wrappers, numbers of layers and experts apart, so that stacked and numbered layers meet. Two
 naming schemes of one model (Hugging Face and Megatron-Core) share few names or none: there nothing is called absent.

@@ -164,7 +164,7 @@ def _are_convolutions(params: list[Param]) -> bool:
 
 
 def _count(ckpt: Checkpoint, block: str, params: list[Param], declared: Declared) -> LayerCount | None:
-    """None when the block holds adapters alone, or when stacking cannot be told from another leading axis."""
+    """None when the block holds adapters alone, or when stacking cannot be distinguished from another leading axis."""
     if any(word in param.key.path for param in params for word in ("lora", "adapter")):
         return None
     stacked = {param.tensor.global_shape[0] for param in params if param.layer_axis == 0}

@@ -75,8 +75,8 @@ def built_model(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
         answer = json.loads(done.stdout.rpartition("\n")[2])
         return {str(key): tuple(map(int, shape)) for key, shape in answer.items()}
     except (ValueError, TypeError, AttributeError):
-        told = [line for line in done.stderr.splitlines() if _ERROR.match(line)]
-        last = printable(told[-1].strip())[:160] if told else ""
+        errors = [line for line in done.stderr.splitlines() if _ERROR.match(line)]
+        last = printable(errors[-1].strip())[:160] if errors else ""
         raise NoTable(f"and the installed transformers cannot build it{f' ({last})' if last else ''}") from None
 
 

@@ -37,7 +37,7 @@ class TensorBytes:
         return self.tensor.global_shape[0 if self.layer is None else 1 :]
 
     def rows(self, first: int, last: int, shape: Shape | None = None) -> Bits | None:
-        """The rows [first, last), as unsigned words: [rows, columns]; None where the chunks' bytes cannot be told.
+        """The rows [first, last), as unsigned words: [rows, columns]; None where the chunks' places are not known.
 
         Args:
             shape: as which the elements are looked at; the global shape by default. See `seals.row_hashes.matrix`.

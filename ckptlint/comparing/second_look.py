@@ -26,7 +26,7 @@ from ckptlint.seals.row_hashes import Bits, comparable, matrix
 
 _WIDEST = 2**24  # columns of a tensor of which rows are looked at
 _RUNS = 4  # of rows that a sentence names
-_FEW = 64  # elements that a factor is not told of
+_FEW = 64  # elements that say nothing of a factor
 
 
 def second_look(
@@ -68,7 +68,7 @@ def _with_differences(match: Match, sides: tuple[Side, Side], holders: _Holders)
     width = matrix(a.shape)[2]
     columns = np.arange(width) if distance is None else np.flatnonzero(distance.is_off)
     is_all = len(rows) == len(a.rows) and len(columns) == width
-    # training moves everything, and how far is what tells
+    # training moves everything; how far is the difference
     notes = [] if is_all and not held else [_where(rows, columns, a.shape, sides[1].stored) + held]
     if distance is None:
         return replace(match, notes=(*match.notes, *notes))

@@ -215,8 +215,8 @@ def data_start(header: bytes, member: Member, limit: int | None = None) -> int:
             member.header,
         )
     # torch leaves CRC and sizes to the central directory
-    told = (method, crc, packed, size)
-    if told != (0, member.crc, member.size, member.size) and not (told == (0, 0, 0, 0) or _MARK32 in (packed, size)):
+    local = (method, crc, packed, size)
+    if local != (0, member.crc, member.size, member.size) and not (local == (0, 0, 0, 0) or _MARK32 in (packed, size)):
         raise UnreadableError(f"has two sizes or checksums for the member {_text(member.name)}", member.header)
     if flags & ~(_DESCRIPTOR | _UTF8):
         raise UnreadableError(

@@ -266,8 +266,8 @@ def _file(unpickled: Unpickled, prefix: str, storages: Mapping[str, Storage], si
         root = reading.value(unpickled.root)
     except RecursionError:
         raise LimitError("is nested too deeply") from None
-    told = Unpickled(None if unpickled.root is None else True, unpickled.refused, unpickled.unknown)
-    return TorchFile(root, prefix, storages, told, size, tuple(dict.fromkeys(reading.faults)))
+    verdict = Unpickled(None if unpickled.root is None else True, unpickled.refused, unpickled.unknown)
+    return TorchFile(root, prefix, storages, verdict, size, tuple(dict.fromkeys(reading.faults)))
 
 
 @dataclass(slots=True)
@@ -278,7 +278,7 @@ class _Reading:
     storages: Mapping[str, Storage]
     memo: dict[int, Any] = field(default_factory=dict)
     faults: list[tuple[str, int]] = field(default_factory=list)
-    told: set[str] = field(default_factory=set)
+    reported: set[str] = field(default_factory=set)
 
     def value(self, value: Any) -> Any:
         """The value with tensors in place of what rebuilds them."""
@@ -319,7 +319,7 @@ class _Reading:
 
     def _judge(self, tensor: StoredTensor) -> None:
         """Whether its storage is there, is as long as the pickle says, and holds it."""
-        if tensor.key in self.told:
+        if tensor.key in self.reported:
             return
         place = self.storages.get(tensor.key)
         bits = ITEM_BITS.get(tensor.dtype, 0)
@@ -337,7 +337,7 @@ class _Reading:
                 f"which has {tensor.length:,}"
             )
         if fault:
-            self.told.add(tensor.key)
+            self.reported.add(tensor.key)
             self.faults.append((fault, place.header if place is not None else 0))
 
     # ------------------------------------------------------------ DTensor

@@ -101,7 +101,7 @@ def axis_slots(layout: ChunkLayout, axis: int) -> AxisSlots | None:
 
 
 def coordinates(layout: ChunkLayout, region: Box) -> dict[int, tuple[AxisSlots, list[int]]]:
-    """Axis -> its places and the positions the region takes, for each axis that is cut; {} when none can be told."""
+    """Axis -> its places and the positions the region takes, for each axis that is cut; {} when none is known."""
     found = {}
     for axis, (start, stop) in enumerate(zip(region.offsets, region.ends, strict=True)):
         if len(distinct(layout.offsets[layout.live, axis])) < 2 and (start, stop) == (0, layout.shape[axis]):
@@ -165,6 +165,6 @@ def rank_of(file: str) -> int | None:
 
 @fact
 def ranks_of_files(ckpt: Checkpoint) -> IntArray:
-    """int64 [n], `rank_of` each payload file; -1 where the name tells none."""
+    """int64 [n], `rank_of` each payload file; -1 where the name has none."""
     ranks = (rank_of(name) for name in ckpt.files.names)
     return np.fromiter((-1 if rank is None else rank for rank in ranks), np.int64, len(ckpt.files))

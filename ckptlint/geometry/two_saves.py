@@ -1,4 +1,4 @@
-"""Files of two saves in one folder: told apart by their times or their names, each tried as a whole."""
+"""Files of two saves in one folder: separated by their times or their names, each tried as a whole."""
 
 from __future__ import annotations
 

@@ -68,8 +68,8 @@ class KnownCause:
         see: where it was met.
         find: clauses that must all be met; those of the first are the ones that others share something with.
         also: clauses whose findings belong to it where there are any.
-        never: clauses of which none may be met; where one of their rules did not judge, the cause is not told.
-        over: names of causes that are not told where this one is, since it says more.
+        never: clauses of which none may be met; where one of their rules did not judge, the cause is not said.
+        over: names of causes that are not said where this one is, since it says more.
     """
 
     name: str
@@ -85,7 +85,7 @@ class KnownCause:
 
     @property
     def excluding(self) -> frozenset[str]:
-        """The codes of the rules that must have judged before it is told."""
+        """The codes of the rules that must have judged before it is said."""
         return frozenset(code for clause in self.never.values() for code in clause.codes)
 
 
@@ -133,7 +133,7 @@ def with_causes(report: CheckpointReport) -> CheckpointReport:
     matched = [(known, found) for known, found in matched if known.name not in beaten]
     claims = Counter(number for _, found in matched for number in _members(found))
     causes = [
-        _told(known, found, report.diagnostics)
+        _cause(known, found, report.diagnostics)
         for known, found in matched
         if all(claims[number] == 1 for number in _members(found))  # of two causes of one finding none is sure
     ]
@@ -229,9 +229,9 @@ _NAMES: dict[InCommon, Callable[[Diagnostic], set[Any]]] = {"keys": _keys, "file
 # ---------------------------------------------------------------- words
 
 
-def _told(known: KnownCause, found: Mapping[str, list[Diagnostic]], told: Iterable[Diagnostic]) -> Cause:
+def _cause(known: KnownCause, found: Mapping[str, list[Diagnostic]], items: Iterable[Diagnostic]) -> Cause:
     members = _members(found)
-    findings = tuple(item for item in told if id(item) in members)
+    findings = tuple(item for item in items if id(item) in members)
     return Cause(known.name, _filled(known.sentence, found), known.do, findings)
 
 

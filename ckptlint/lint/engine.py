@@ -41,7 +41,7 @@ def run_rules(ckpt: Checkpoint, rules: Iterable[Rule], depth: Depth) -> Checkpoi
 
 
 def _told_once(found: list[Diagnostic]) -> list[Diagnostic]:
-    """What was found without what another rule tells as well, at the same severity or a higher one."""
+    """What was found without what another rule reports as well, at the same severity or a higher one."""
     worst: dict[str, Severity] = {}
     for item in found:
         worst[item.rule.code] = max(item.severity, worst.get(item.rule.code, item.severity))

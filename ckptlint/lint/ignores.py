@@ -54,7 +54,7 @@ def set_aside(
         if rule.after == "all":
             selected = {other.code for other in rules}
             dead = [ignore for ignore in ignores if ignore not in used and is_whole and _ran(ignore, selected, parts)]
-            for part in parts:  # an ignore may be for any of the checkpoints, so the last one tells
+            for part in parts:  # an ignore may be for any of the checkpoints, so the last one reports it
                 report_unused(part, rule, [_problem(ignore, parts) for ignore in dead] if part is parts[-1] else [])
     return parts
 

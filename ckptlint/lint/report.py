@@ -201,9 +201,9 @@ class CheckpointReport:
     @cached_property
     def folded(self) -> frozenset[FindingGroup]:
         """The groups that a cause explains together with others: a line of each below the cause is enough."""
-        told = {id(item) for cause in self.causes for item in cause.findings}
+        explained = {id(item) for cause in self.causes for item in cause.findings}
         several = [groups for cause in self.causes if len(groups := self.groups_of(cause)) > 1]
-        return frozenset(g for groups in several for g in groups if all(id(item) in told for item in g.members))
+        return frozenset(g for groups in several for g in groups if all(id(item) in explained for item in g.members))
 
     @cached_property
     def ignored_groups(self) -> list[FindingGroup]:
@@ -214,7 +214,7 @@ class CheckpointReport:
     def blocked(self) -> list[str]:
         """Codes of the rules that could not run because the metadata could not be read."""
         reason = UNREADABLE.format(self.checkpoint.metadata_file)
-        return [code for code, told in self.not_run.items() if told == reason]
+        return [code for code, why in self.not_run.items() if why == reason]
 
     @property
     def is_incomplete(self) -> bool:
@@ -296,7 +296,7 @@ class Report:
 
     @property
     def is_live(self) -> bool:
-        """Whether it tells of a running job, not of files."""
+        """Whether it is about a running job, not of files."""
         return any(part.checkpoint.ranks is not None for part in self.checkpoints)
 
     @property

@@ -32,7 +32,7 @@ def page(rule: Rule, width: int = 80) -> str:
 
 
 def cause_page(known: KnownCause, width: int = 80) -> str:
-    """What a cause is told for, how it comes about, what to do, and an example, as a page of text."""
+    """What speaks for a cause, how it comes about, what to do, and an example, as a page of text."""
     lines = [known.name, "a cause, which a report says before the findings that it explains", ""]
     lines += textwrap.wrap(known.summary, width)
     sections = {
@@ -183,6 +183,6 @@ def _listing(rules: Sequence[Rule], width: int) -> Iterator[str]:
 
 
 def _mark(rule: Rule) -> str:
-    """The severity, and what `check` must be told so that the rule runs."""
+    """The severity, and what `check` must be given so that the rule runs."""
     needs = "--expect" if rule.expects else "" if rule.live or Depth.FILES.reaches(rule.needs) else rule.needs
     return f"{rule.severity.label}, {needs}" if needs else rule.severity.label

@@ -162,19 +162,19 @@ def _tracking(run: Folder, found: JudgedStep) -> str:
 
 
 def _judged(step: Step, path: str, judge: Callable[[str], Report]) -> JudgedStep:
-    told = JudgedStep(step.number, printable(step.name), path, "not judged")
+    outcome = JudgedStep(step.number, printable(step.name), path, "not judged")
     try:
-        told = replace(told, written=step.folder.newest)
+        outcome = replace(outcome, written=step.folder.newest)
         if step_state(step.folder) == "unfinished":
-            return replace(told, verdict="unfinished", why=_unfinished(told.written))
+            return replace(outcome, verdict="unfinished", why=_unfinished(outcome.written))
         report = judge(path)
     except NothingToCheckError:
-        return replace(told, verdict="gone", why="somebody removed it during the check")
+        return replace(outcome, verdict="gone", why="somebody removed it during the check")
     except CkptlintError as error:
-        return replace(told, why=str(error))
+        return replace(outcome, why=str(error))
     if not _is_there(step):
-        return replace(told, verdict="gone", why="somebody removed it during the check")
-    return replace(verdict_of(report), number=told.number, name=told.name, path=path, written=told.written)
+        return replace(outcome, verdict="gone", why="somebody removed it during the check")
+    return replace(verdict_of(report), number=outcome.number, name=outcome.name, path=path, written=outcome.written)
 
 
 def _is_there(step: Step) -> bool:
@@ -195,7 +195,7 @@ def verdict_of(report: Report) -> JudgedStep:
     checkpoints = [part.checkpoint for part in report.checkpoints]
     size = sum(ckpt.total_bytes for ckpt in checkpoints)
     written = max((ckpt.written for ckpt in checkpoints), default=0.0)
-    told = JudgedStep(0, "", "", "passes", parts=parts_of(checkpoints), size=size, written=written)
+    outcome = JudgedStep(0, "", "", "passes", parts=parts_of(checkpoints), size=size, written=written)
     doubts = [p.message for ckpt in checkpoints if not ckpt.readable for p in ckpt.problems_of(*_DOUBTFUL)]
     failing = [
         group
@@ -204,23 +204,25 @@ def verdict_of(report: Report) -> JudgedStep:
         if report.is_failing(group.lead) and not group.lead.finding.of_run
     ]
     if doubts:
-        return replace(told, verdict="not judged", why=doubts[0])
+        return replace(outcome, verdict="not judged", why=doubts[0])
     if failing:
         lead = failing[0].lead
         more = f" (and {plural(len(failing) - 1, 'more finding')})" if len(failing) > 1 else ""
         return replace(
-            told, verdict="fails", code=lead.code, why=f"{lead.severity.label} {lead.code} {lead.title}{more}"
+            outcome, verdict="fails", code=lead.code, why=f"{lead.severity.label} {lead.code} {lead.title}{more}"
         )
     if report.is_incomplete:
         reasons = [reason for part in report.checkpoints for reason in part.failed.values()]
-        return replace(told, verdict="not judged", why=next(iter([*report.unreadable, *reasons]), "it cannot be read"))
+        return replace(
+            outcome, verdict="not judged", why=next(iter([*report.unreadable, *reasons]), "it cannot be read")
+        )
     if report.not_found or not checkpoints:
-        return replace(told, verdict="unfinished", why=next(iter(report.not_found), "it holds no checkpoint"))
-    return told
+        return replace(outcome, verdict="unfinished", why=next(iter(report.not_found), "it holds no checkpoint"))
+    return outcome
 
 
 def steps_in(report: Report) -> list[JudgedStep]:
-    """The steps that a report tells of, the newest first; [] where it tells of one step or none."""
+    """The steps in a report, the newest first; [] where it has one step or none."""
     parts: dict[tuple[str, int], list[CheckpointReport]] = {}
     for part in report.checkpoints:
         if (step := part.checkpoint.step or _step_in(part.checkpoint.path)) is not None:
@@ -229,8 +231,8 @@ def steps_in(report: Report) -> list[JudgedStep]:
         return []
     judged = []
     for (path, number), members in parts.items():
-        told = verdict_of(replace(report, checkpoints=members, not_found=(), unreadable=()))
-        judged.append(replace(told, path=path, name=path.rpartition("/")[2], number=number))
+        outcome = verdict_of(replace(report, checkpoints=members, not_found=(), unreadable=()))
+        judged.append(replace(outcome, path=path, name=path.rpartition("/")[2], number=number))
     return sorted(judged, key=lambda step: (step.path.rpartition("/")[0], -step.number, step.name))
 
 
@@ -268,7 +270,7 @@ def _with_parts(judged: JudgedStep, step: Step, required: Sequence[str], older: 
 
 
 def _missing(step: Step, older: Sequence[Step]) -> list[str]:
-    """The files that each of several older steps of its kind has, and it lacks: what is written last tells an end."""
+    """The files that each of several older steps of its kind has, and it lacks: what is written last shows the end."""
     try:
         alike = [one.folder for one in older if one.is_folder and is_alike(one.name, step.name)][:_OLDER]
         if not step.is_folder or len(alike) < 2:

@@ -73,7 +73,7 @@ class RunFolder:
         prefix, digits: how step folders are named.
         tracker_file: name of the tracker.
         holds: what the tracker holds of a step: its `number`, the name of its `folder`, or it is a `link` to that.
-        is_asked: whether the run was named, and this is its newest step: then faults of the tracker are told.
+        is_asked: whether the run was named, and this is its newest step: then faults of the tracker are reported.
         saved: the step that a train state in the step folder holds, None without one.
         unseen: why the run folder could not be looked at, "" where it could.
 
@@ -145,7 +145,7 @@ class StepFile:
 
     Attributes:
         name: its path relative to the checkpoint, printable.
-        family: what it holds (the families of `vocabulary.frameworks`), "" when its name tells nothing.
+        family: what it holds (the families of `vocabulary.frameworks`), "" when its name says nothing.
         state: `read` and judged, `known` by its name and not judged, or `unknown`.
         size: bytes.
         step: the step that it says it was saved at, or how often a scheduler in it counted; None when it says none.

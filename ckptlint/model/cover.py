@@ -68,7 +68,7 @@ class _Cell:
     Attributes:
         held: whether a box that is not listed holds all of the cell.
         apart: whether no two boxes are known to overlap.
-        told: whether what is held twice was counted already.
+        counted: whether what is held twice was counted already.
     """
 
     starts: IntArray
@@ -77,7 +77,7 @@ class _Cell:
     high: IntArray
     held: bool = False
     apart: bool = False
-    told: bool = False
+    counted: bool = False
 
     @property
     def whole(self) -> Span:
@@ -132,9 +132,9 @@ def _paint_work(cell: _Cell, cuts: list[IntArray]) -> int:
 
 
 def _search(whole: _Cell, found: Cover, extra: int) -> int:
-    """Halve the region until each part can be told; returns the work done.
+    """Halve the region until each part can be judged; returns the work done.
 
-    What lies beyond the work that may be done is told by volumes alone.
+    What lies beyond the work that may be done is judged by volumes alone.
 
     Damage is certain from its first region on. To name all of it is worth less than to clear what is healthy.
     """
@@ -160,11 +160,11 @@ def _search(whole: _Cell, found: Cover, extra: int) -> int:
 
 
 def _is_told(cell: _Cell, found: Cover) -> bool:
-    """Whether a cell is told without being cut; what it lacks or holds twice is then counted."""
+    """Whether a cell is judged without being cut; what it lacks or holds twice is then counted."""
     fills = ((cell.starts == cell.low[:, None]) & (cell.ends == cell.high[:, None])).all(axis=0)
     if fills.any():
         if cell.held or fills.sum() > 1:
-            if not cell.told:
+            if not cell.counted:
                 _add(found.doubled, [cell.whole])
                 found.doubled_volume += cell.volume
             return True
@@ -176,7 +176,7 @@ def _is_told(cell: _Cell, found: Cover) -> bool:
             _add(found.missing, [cell.whole])
             found.missing_volume += cell.volume
         return True
-    if cell.held and cell.told:
+    if cell.held and cell.counted:
         return True
     if count > _FEW:
         return False
@@ -204,10 +204,10 @@ def _is_told(cell: _Cell, found: Cover) -> bool:
 
 
 def _count_doubled(cell: _Cell, low: IntArray, high: IntArray, volume: int, found: Cover) -> None:
-    if not cell.told:
+    if not cell.counted:
         _add(found.doubled, list(zip(map(tuple, low.T.tolist()), map(tuple, high.T.tolist()), strict=True)))
         found.doubled_volume += volume
-        cell.told = True
+        cell.counted = True
 
 
 def _add(regions: list[Span], more: list[Span]) -> None:
@@ -240,7 +240,7 @@ def _halves(cell: _Cell) -> list[_Cell]:
         else:
             high[axis] = place
             np.minimum(ends[axis], place, out=ends[axis])
-        halves.append(_Cell(starts, ends, low, high, cell.held, cell.apart, cell.told))
+        halves.append(_Cell(starts, ends, low, high, cell.held, cell.apart, cell.counted))
     return halves
 
 
@@ -282,7 +282,7 @@ def _paint(cell: _Cell, cuts: list[IntArray], found: Cover) -> None:
     if missing.any():
         found.missing_volume += _volume(missing, cuts)
         found.missing.extend(_maximal_boxes(missing, cuts, REGION_LIMIT - len(found.missing)))
-    if doubled.any() and not cell.told:
+    if doubled.any() and not cell.counted:
         found.doubled_volume += _volume(doubled, cuts)
         found.doubled.extend(_maximal_boxes(doubled, cuts, REGION_LIMIT - len(found.doubled)))
 

@@ -408,7 +408,7 @@ class Reader:
     def _run(self, tasks: Mapping[int, Callable[[], T]]) -> Iterator[tuple[int, T]]:
         """The results as they come; a few tasks wait at a time, so that results do not pile up.
 
-        Threads are told to stop when the caller, the user or an error ends it.
+        Threads stop when the caller, the user or an error ends it.
         """
         waiting = iter(tasks.items())
         with ThreadPoolExecutor(self.how.jobs) as pool:

@@ -117,7 +117,7 @@ def stream(
         path: the file, raw.
         scans: member -> the tensor in it.
         size: of the whole file when its SHA-256 is wanted too, else None.
-        meter: is told of every block, and may stop the reading.
+        meter: hears of every block, and may stop the reading.
         threads: that take turns to read a block and then work on theirs; one reads while the others work.
         recorded_only: leave out the checksum of members that have none to compare it with.
 

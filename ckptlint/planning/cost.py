@@ -153,7 +153,7 @@ def written(ckpt: Checkpoint) -> dict[int, int]:
 
 
 def writer_nodes(ckpt: Checkpoint, count: int) -> IntArray:
-    """int64 [files], the node that wrote each file, where so many nodes saved; -1 where its name tells no rank."""
+    """int64 [files], the node that wrote each file, where so many nodes saved; -1 where its name has no rank."""
     ranks = ranks_of_files(ckpt)
     per_node = -(-(int(ranks.max(initial=0)) + 1) // count)
     return np.where(ranks < 0, -1, ranks // per_node)

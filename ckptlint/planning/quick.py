@@ -2,7 +2,7 @@
 
 Ranks count as in torchtitan and Megatron-Core: tp varies fastest, then cp, dp (shards, then replicas) and pp. FSDP cuts
 the first axis of what tensor parallelism left, by ceiling division with empty tails, as torch does. Where tp cuts is
-told by how the checkpoint is cut now, else by what a tensor does; layers go to stages in equal runs, experts to ep
+known by how the checkpoint is cut now, else by what a tensor does; layers go to stages in equal runs, experts to ep
 ranks likewise. What does not follow from the checkpoint is among `Job.known`, marked as guessed.
 """
 

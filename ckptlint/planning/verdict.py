@@ -58,9 +58,9 @@ def plan_of(ckpt: Checkpoint, job: Job, per_node: int | None = None, from_nodes:
     cost = work.tally.cost()
     asked = {wish.key for wish in job.wishes}
     stored = [*ckpt.tensors, *work.records]
-    told = [
+    noted = [
         Constraint(effect, _SENTENCES[effect, what], tuple(keys), _SOURCES.get(what, ""))
-        for (effect, what), keys in work.told.items()
+        for (effect, what), keys in work.noted.items()
     ]
     nodes = nodes_of(cost, ckpt, per_node, work.homes) if per_node else ()
     return Plan(
@@ -72,7 +72,7 @@ def plan_of(ckpt: Checkpoint, job: Job, per_node: int | None = None, from_nodes:
         tuple(key for key in stored if key not in asked and job.form == "exact"),
         tuple(work.mismatches),
         tuple(work.converted.values()),
-        (*told, *job.known),
+        (*noted, *job.known),
         cost,
         nodes,
         tuple(work.astray),
@@ -92,7 +92,7 @@ class _Work:
         self.missing: dict[str, None] = {}
         self.mismatches: dict[Mismatch, None] = {}
         self.converted: dict[str, Conversion] = {}
-        self.told: dict[tuple[Effect, str], dict[str, None]] = defaultdict(dict)
+        self.noted: dict[tuple[Effect, str], dict[str, None]] = defaultdict(dict)
         self.astray: dict[str, None] = {}
         self.found: dict[tuple[int, int], tuple[Reads, bool]] = {}
         self.whole: dict[bytes, Target] = {}
@@ -128,7 +128,7 @@ class _Work:
                     self._tell("fails" if world > saved.size else "drops", "own metadata", name)
 
     def _tell(self, effect: Effect, what: str, key: str) -> None:
-        self.told[effect, what][key] = None
+        self.noted[effect, what][key] = None
 
     def _object(self, wish: Wish) -> None:
         record = np.array([self.records[wish.key]], np.int64)

@@ -43,8 +43,8 @@ def render(report: Report, style: Style) -> str:
     if not style.quiet:
         unread = [line for text in report.unread for line in style.wrap(text, "  ", "")]
         files = [file for part in report.checkpoints for file in part.checkpoint.step_files]
-        told = style.wrap(account(files), "  ", "") if any(file.state != "read" for file in files) else []
-        blocks.append("\n".join([*unread, *told, *verdict(report, style, wrapped=True)]))
+        others = style.wrap(account(files), "  ", "") if any(file.state != "read" for file in files) else []
+        blocks.append("\n".join([*unread, *others, *verdict(report, style, wrapped=True)]))
         if steps := steps_in(report):
             blocks += [
                 "",
@@ -57,11 +57,11 @@ def render(report: Report, style: Style) -> str:
 
 def header(ckpt: Checkpoint, style: Style) -> str:
     """What was looked at: path, dialect, counts."""
-    told = facts(ckpt)
+    about = facts(ckpt)
     unseen = [line for sentence in ckpt.unseen for line in style.wrap(f"not known: {sentence}", "    ", "  ")]
-    if len(ckpt.path) + len(told) + 2 <= style.width:
-        return "\n".join([style.paint(ckpt.path, "bold") + "  " + told, *unseen])
-    return "\n".join([style.paint(ckpt.path, "bold"), *style.wrap(told, "  "), *unseen])
+    if len(ckpt.path) + len(about) + 2 <= style.width:
+        return "\n".join([style.paint(ckpt.path, "bold") + "  " + about, *unseen])
+    return "\n".join([style.paint(ckpt.path, "bold"), *style.wrap(about, "  "), *unseen])
 
 
 def facts(ckpt: Checkpoint) -> str:
@@ -247,11 +247,11 @@ def _details(report: Report, style: Style) -> str:
     for part in report.checkpoints:
         alike.setdefault(tuple(_part_details(part, style)), []).append(part)
     lines = []
-    for told, parts in alike.items():
+    for texts, parts in alike.items():
         if len(report.checkpoints) > 1:
             paths = ", ".join(braces(part.checkpoint.path for part in parts))
             lines.append(f"{paths}: {plural(report.rule_counts_of(parts[0]).ran, 'rule')} ran")
-        lines += told
+        lines += texts
     slow = Counter[str]()
     for part in report.checkpoints:
         slow.update(part.seconds)
@@ -269,8 +269,8 @@ def _part_details(part: CheckpointReport, style: Style) -> Iterator[str]:
         sizes.setdefault(size.source, []).append(f"{axis}={size.size}")
     if sizes:
         yield from style.wrap("; ".join(f"{', '.join(of)} ({source})" for source, of in sizes.items()), "    ", "  ")
-    if told := [f"{folded(codes)} {reason}" for reason, codes in _by_reason(part.not_run).items()]:
-        yield from style.wrap("not run: " + "; ".join(told), "    ", "  ")
+    if blocked := [f"{folded(codes)} {reason}" for reason, codes in _by_reason(part.not_run).items()]:
+        yield from style.wrap("not run: " + "; ".join(blocked), "    ", "  ")
     families: dict[str, dict[str, str]] = {}
     for code, reason in part.not_applicable.items():
         families.setdefault(code[:3], {})[code] = re.sub("^there (is|are) no ", "no ", reason)
@@ -359,26 +359,26 @@ def _verdict(report: Report, verbose: bool) -> list[tuple[str, str, str]]:
     counts = [plural(report.counts[level], level) for level in ("error", "warning") if report.counts[level]]
     failed = sorted({code for part in report.checkpoints for code in part.failed})
     several = len(report.checkpoints) > 1
-    told: list[tuple[str, str, str]] = []
+    sentences: list[tuple[str, str, str]] = []
     if counts:
         where = f" in {plural(len(report.checkpoints), 'checkpoint')}" if several else ""
         head = f"{', '.join(counts)}{where}{_set_aside(report)}."
-        told.append(("error" if report.counts["error"] else "warning", head, f" {_ran(report, _judged(report))}."))
+        sentences.append(("error" if report.counts["error"] else "warning", head, f" {_ran(report, _judged(report))}."))
         codes = (g.lead.code for part in report.checkpoints for g in part.groups if g.lead.severity > Severity.INFO)
         first = next(chain((cause.name for part in report.checkpoints for cause in part.causes), codes))
-        told.append(("", "", f"`ckptlint explain {first}` shows more."))
+        sentences.append(("", "", f"`ckptlint explain {first}` shows more."))
     if failed:
         verb = "rule did not finish" if len(failed) == 1 else "rules did not finish"
-        told.append(("error", f"{len(failed)} {verb}: {', '.join(failed)}. The verdict is incomplete.", ""))
+        sentences.append(("error", f"{len(failed)} {verb}: {', '.join(failed)}. The verdict is incomplete.", ""))
     elif report.is_incomplete and not report.fails:
-        told.append(("error", "The verdict is incomplete.", ""))
-    if not told:
+        sentences.append(("error", "The verdict is incomplete.", ""))
+    if not sentences:
         head = f"{len(report.checkpoints):,} checkpoints passed" if several else "Passed"
         notes = f"; {plural(report.counts['info'], 'note')} (-v)" if report.counts["info"] and not verbose else ""
-        told += [("good", head, f": {_ran(report)}{notes}{_set_aside(report)}."), ("", "", left_unread(report))]
+        sentences += [("good", head, f": {_ran(report)}{notes}{_set_aside(report)}."), ("", "", left_unread(report))]
     elif report.depth.opens_records and (limits := _limits(report)):
-        told.append(("", "", limits))
-    return [*told[:1], *(("", "", sentence) for sentence in _blocked(report)), *told[1:]]
+        sentences.append(("", "", limits))
+    return [*sentences[:1], *(("", "", sentence) for sentence in _blocked(report)), *sentences[1:]]
 
 
 def _ran(report: Report, on: str = "") -> str:

@@ -133,7 +133,7 @@ def _ignored(ignored: Ignored | None) -> dict[str, str] | None:
 
 
 def ranks_named(ckpt: Checkpoint, at: Location) -> list[int]:
-    """The ranks that a rule names; without any the one that the name of the file tells."""
+    """The ranks that a rule names; without any the one in the name of the file."""
     if at.ranks:
         return sorted(set(at.ranks))
     rank, counted = rank_of(at.file), number_of(at.file.rpartition("/")[2])

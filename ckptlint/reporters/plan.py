@@ -59,7 +59,7 @@ def verdict_line(plan: Plan) -> tuple[str, str]:
 
 
 def sections(plan: Plan) -> list[tuple[str, list[str], list[str]]]:
-    """(heading, keys, further lines) of what is told beside the cost."""
+    """(heading, keys, further lines) beside the cost."""
     found: list[tuple[str, list[str], list[str]]] = []
 
     def add(heading: str, keys: Iterable[str], *lines: str) -> None:
@@ -113,10 +113,10 @@ def _verdict(plan: Plan, style: Style) -> str:
 def _section(heading: str, keys: list[str], lines: list[str], style: Style) -> list[str]:
     made = style.wrap(heading, "    ", "")
     made[0] = style.paint(made[0], "bold")
-    told = listed_patterns(keys)
+    patterns = listed_patterns(keys)
     return [
         *made,
-        *(style.wrap(told, "    ", "  ") if told else []),
+        *(style.wrap(patterns, "    ", "  ") if patterns else []),
         *(part for line in lines for part in style.wrap(line, "    ", "  ")),
     ]
 
@@ -155,12 +155,12 @@ def plan_facts(plan: Plan) -> list[str]:
     """What the table does not show: amplification, the ideal, the worst ranks, the balance of the writers."""
     cost = plan.cost
     read = int(cost.read[cost.kind].sum())
-    told = []
+    lines = []
     if read:
         worst = named_ranks(cost.worst).capitalize()
         amount = f"{human_bytes(int(cost.read.max()))}, {_of_mean(cost.read[cost.kind])} the mean"
-        told.append(f"{worst} {'reads' if len(cost.worst) == 1 else 'read'} the most: {amount}.")
-        told.append(
+        lines.append(f"{worst} {'reads' if len(cost.worst) == 1 else 'read'} the most: {amount}.")
+        lines.append(
             f"Read amplification {cost.amplification:.2f}: bytes read per byte needed, ideally 1. Reading each needed "
             f"record once would be {human_bytes(cost.distinct)}."
         )
@@ -169,8 +169,8 @@ def plan_facts(plan: Plan) -> list[str]:
         most = max(cost.written, key=lambda rank: cost.written[rank])
         least, largest = (human_bytes(int(size)) for size in (sizes.min(), sizes.max()))
         wrote = f"{plural(len(sizes), 'rank')} wrote it, {least} to {largest} each"
-        told.append(f"{wrote}; rank {most} wrote {_of_mean(sizes)} the mean.")
-    return told
+        lines.append(f"{wrote}; rank {most} wrote {_of_mean(sizes)} the mean.")
+    return lines
 
 
 def _of_mean(values: Any) -> str:

@@ -75,16 +75,16 @@ def _moved(updates: Sequence[Update], style: Style) -> list[str]:
 def moved_sentences(updates: Sequence[Update]) -> list[str]:
     """How many weights moved, and which did not."""
     count = sum(update.change > 0 for update in updates)
-    told = [f"{plural(count, 'weight')} moved; by how much, as the norm of the difference relative to the weight's"]
+    lines = [f"{plural(count, 'weight')} moved; by how much, as the norm of the difference relative to the weight's"]
     still = [update for update in updates if not update.change]
     trained = [update.fqn for update in still if update.is_trained]
     if still:
         names = ", ".join(map(cut, braces(update.fqn for update in still)))
-        told.append(f"{plural(len(still), 'weight')} did not move: {names}")
+        lines.append(f"{plural(len(still), 'weight')} did not move: {names}")
     if trained:
         held = ", ".join(map(cut, braces(trained)))
-        told.append(f"The optimizer holds state for {len(trained):,} of them: {held}")
-    return told
+        lines.append(f"The optimizer holds state for {len(trained):,} of them: {held}")
+    return lines
 
 
 def _rows(updates: Sequence[Update]) -> list[tuple[str, ...]]:
@@ -203,8 +203,8 @@ def values_verdict(found: Values) -> tuple[str, str]:
 
 def _verdict(found: Values, style: Style) -> list[str]:
     word, sentence = values_verdict(found)
-    told = f"{style.paint(word, 'error' if found.exit_code else 'good')}: {sentence}"
-    return [*found.sentences[:_PATTERNS], *style.wrap(told, "", "")]
+    verdict = f"{style.paint(word, 'error' if found.exit_code else 'good')}: {sentence}"
+    return [*found.sentences[:_PATTERNS], *style.wrap(verdict, "", "")]
 
 
 def values_as_json(found: Values, paths: tuple[str, str]) -> str:

@@ -174,7 +174,7 @@ def _starts(where: Elements, row: int, rows: int) -> Words:
 
 
 def object_digest(value: Any, leaf: Callable[[Any], bytes | None] = lambda value: None) -> int | None:
-    """The digest of a value as it reads, independent of the order of mappings and sets; None when it cannot be told.
+    """The digest of a value as it reads, independent of the order of mappings and sets; None when it has none.
 
     Types are part of it, floats count by every bit but the payload of a NaN, arrays by dtype, shape and bytes.
 

@@ -29,7 +29,7 @@ class Looks(NamedTuple):
 
     Attributes:
         state: uint8 [n], position in `FILE_STATES`.
-        size: int64 [n], bytes; -1 where there is no such file, or nobody tells its size.
+        size: int64 [n], bytes; -1 where there is no such file, or nobody knows its size.
         at: int64 [n], place in the payload of the folder's listing; -1 for a file elsewhere.
     """
 

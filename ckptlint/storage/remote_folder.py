@@ -32,7 +32,7 @@ class RemoteFolder(Folder):
         self._heads: dict[str, bytes] = {}
 
     def head(self, name: str, count: int) -> bytes:
-        """The first bytes of a file, kept: what a folder is gets told from them more than once."""
+        """The first bytes of a file, kept: they are asked for more than once."""
         known = self._heads.get(name, b"")
         if len(known) < min(count, self.size(name)):
             self._heads[name] = known = super().head(name, count)

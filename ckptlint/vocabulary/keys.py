@@ -129,7 +129,7 @@ class Key:
         in_experts: whether the parameter belongs to routed experts (never to a shared one).
         component: the half or part of a fused weight that this is: `w`, `v`, `query`, ...; "" otherwise.
         role: the path with the numbers of layer and expert replaced by `*`.
-        function: what the parameter does, told from its last parts; `other` when unknown.
+        function: what the parameter does, known by its last parts; `other` when unknown.
     """
 
     fqn: str

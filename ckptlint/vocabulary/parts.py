@@ -1,4 +1,4 @@
-"""The parts that a step needs so that a job can go on from it, told by names of keys and by families of files."""
+"""The parts that a step needs so that a job can go on from it, known by names of keys and by families of files."""
 
 from __future__ import annotations
 

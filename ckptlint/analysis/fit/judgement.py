@@ -152,7 +152,7 @@ def judged_shapes(ckpt: Checkpoint) -> Collection[str]:
 
 @fact
 def told_keys(ckpt: Checkpoint) -> Mapping[str, str]:
-    """Key, as expected or as stored -> the rule that tells, without a doubt, that it is missing or beyond the model."""
+    """Key, as expected or as stored -> the rule that finds, without a doubt, that it is missing or beyond the model."""
     fit = config_fit(ckpt)
     if isinstance(fit, str):
         return {}
@@ -163,7 +163,7 @@ def told_keys(ckpt: Checkpoint) -> Mapping[str, str]:
 
 @fact
 def told_shapes(ckpt: Checkpoint) -> Mapping[str, Shape]:
-    """Stored key -> the shape that a configuration gives it and it does not have, of which CFG003 tells."""
+    """Stored key -> the shape that a configuration gives it and it does not have, which CFG003 reports."""
     fit = config_fit(ckpt)
     return {} if isinstance(fit, str) else {item.tensor.fqn: item.expected.shape for item in fit.shapes}
 
@@ -191,7 +191,7 @@ def expectations(ckpt: Checkpoint) -> tuple[Expected, ...] | str:
 
 @fact
 def config_fit(ckpt: Checkpoint) -> Fit | str:
-    """How a checkpoint differs from what its configuration implies, or why that cannot be told."""
+    """How a checkpoint differs from what its configuration implies, or why that is not known."""
     fit = _held(ckpt)
     if not isinstance(fit, str) and len(foreign_sizes(ckpt)) >= 2:
         return f"{fit.expected.source} belongs to another model (COM008)"
@@ -386,8 +386,8 @@ class _Judge:
     def _doubt(self) -> str:
         """Why the configuration may mean another model than its table: it names code of its own."""
         expected = self.pairing.expected
-        told = f"{expected.source} names code of its own (auto_map), whose model may differ from the library's"
-        return told if expected.remote_code else ""
+        why = f"{expected.source} names code of its own (auto_map), whose model may differ from the library's"
+        return why if expected.remote_code else ""
 
     def _open(self) -> tuple[str, ...]:
         """The fields that the configuration leaves open.

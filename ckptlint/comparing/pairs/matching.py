@@ -353,7 +353,7 @@ _FAR = 2**62  # no distance of layers
 
 
 def _roles(names: Sequence[str]) -> tuple[str, ...]:
-    """What the names say without the numbers of layer and expert; a number further on tells components apart."""
+    """What the names say without the numbers of layer and expert; a number further on distinguishes components."""
     return tuple(dict.fromkeys(key.role if (key := parse(name)).block else NUMBER.sub("*", name, 1) for name in names))
 
 

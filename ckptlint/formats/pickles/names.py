@@ -177,7 +177,7 @@ def _gives(word: str) -> Fits:
 
 
 def _named(word: str) -> Fits:
-    """One of these names, or a refused one, which is told anyway."""
+    """One of these names, or a refused one, which is reported anyway."""
     return lambda value: isinstance(value, type) and getattr(value, "sort", "") in (word, "refused")
 
 

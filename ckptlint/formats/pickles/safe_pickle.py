@@ -375,7 +375,7 @@ def _read_row_runs(data: bytes | Buffer) -> Any:
             root = unpickler.load()
         found.finish(lambda name: getattr(name, "kind", ""), unpickler.find_class("torch", "Size"))
         give_back_freed_memory()
-    except Exception:  # whatever it is, reading the original pickle tells
+    except Exception:  # whatever it is, reading the original pickle shows it
         return None
     return None if unpickler.faults or _placed(root) != (len(found.row_runs), len(found.single)) else root
 

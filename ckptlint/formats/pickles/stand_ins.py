@@ -2,7 +2,7 @@
 
 Each (module, name) becomes a class that keeps what it is given and does nothing. It holds every call, every state and
 every item against the table of `names` while the C unpickler runs, in the order and with the arguments that the
-real names would see, and tells the reader of anything that no real file has.
+real names would see, and reports anything that no real file has.
 """
 
 from __future__ import annotations
@@ -403,7 +403,7 @@ class StandIns:
         """`getattr` on a class: a class inside it, or a member of an enum, which cannot be called.
 
         Up to protocol 3 classes in classes are pickled so, and on Python 3.11.2 the members of enums. By their names
-        the first are told from the second.
+        the first are distinguished from the second.
         """
         if not isinstance(owner, Named) or type(name) is not str:
             cls.tell("arguments")

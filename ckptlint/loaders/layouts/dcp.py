@@ -41,7 +41,7 @@ def _is_metadata(folder: Folder) -> bool:
 
 
 def _is_old_pickle(folder: Folder) -> bool:
-    """Whether a text is a pickle of protocol 0 that would call something; what cannot be told in a child process is."""
+    """Whether a text is a pickle of protocol 0 that would call something; one that is too much work counts too."""
     try:
         data = folder.read(METADATA, _TEXT_LIMIT)
         if data.count(b"\n") < 2 and pickle.STACK_GLOBAL not in data:  # GLOBAL and INST end two lines

@@ -53,7 +53,7 @@ class _Memory:
     left_behind: set[str] = field(default_factory=set)
     trouble: dict[str, str] = field(default_factory=dict)
 
-    def told(self, step: str, number: int | None, error: CkptlintError) -> list[Event]:
+    def note_trouble(self, step: str, number: int | None, error: CkptlintError) -> list[Event]:
         """The error as an event, unless it was the last one there: a store that is away for an hour is one message."""
         if self.trouble.get(step) == str(error):
             return []
@@ -77,7 +77,7 @@ def events(
     Args:
         interval: seconds between two looks.
         once: look twice, tell what is there, and end.
-        stale: seconds without a change after which an unfinished step is told, whether or not a later one finished.
+        stale: seconds without a change after which an unfinished step is reported, whether or not a later one finished.
 
     Raises:
         NothingToCheckError: the path is no folder, or is a checkpoint itself.
@@ -91,7 +91,7 @@ def events(
             yield from _look(path, memory, stale)
             memory.trouble.pop("", None)
         except CkptlintError as error:
-            yield from memory.told("", None, error)
+            yield from memory.note_trouble("", None, error)
         if once:
             return
 
@@ -128,7 +128,7 @@ def _look(path: str, memory: _Memory, stale: float) -> list[Event]:
         except NothingToCheckError:  # it vanished meanwhile
             continue
         except CkptlintError as error:
-            found += memory.told(name, number, error)
+            found += memory.note_trouble(name, number, error)
     memory.finished |= {event.step for event in found if event.kind == "finished"}
     newest = max((i for i, name in enumerate(names) if name in memory.finished), default=0)
     for place, name in enumerate(names):

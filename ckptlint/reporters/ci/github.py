@@ -14,7 +14,7 @@ _COMMANDS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO
 
 
 def render(report: Report, style: Style) -> str:
-    """One command for every group, the worst first; the last one that GitHub shows tells how many more there are.
+    """One command for every group, the worst first; the last one that GitHub shows says how many more there are.
 
     Source:
         GitHub Actions, "Workflow commands"; actions/toolkit packages/core/src/command.ts for the escapes.
@@ -30,8 +30,8 @@ def render(report: Report, style: Style) -> str:
             own.insert(SHOWN - 1, _command(command, {"title": "ckptlint"}, more))
         lines += own
     for ckpt in (part.checkpoint for part in report.checkpoints):
-        told = [f"{ckpt.path}: not known: {sentence}" for sentence in ckpt.unseen]
-        lines += [_command("notice", {"title": "ckptlint"}, sentence) for sentence in told]
+        unseen = [f"{ckpt.path}: not known: {sentence}" for sentence in ckpt.unseen]
+        lines += [_command("notice", {"title": "ckptlint"}, sentence) for sentence in unseen]
     if not style.quiet:
         lines += map(inert, verdict(report, style))
     return "".join(line + "\n" for line in lines)

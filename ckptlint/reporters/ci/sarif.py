@@ -79,15 +79,19 @@ def _rule(rule: Rule) -> dict[str, Any]:
 
 def _invocation(report: Report, index: dict[str, int]) -> dict[str, Any]:
     """How the run went: a crashed rule or an unread path makes it unsuccessful, findings do not."""
-    told: list[dict[str, Any]] = [{"level": "error", "message": {"text": text}} for text in report.unread]
+    errors: list[dict[str, Any]] = [{"level": "error", "message": {"text": text}} for text in report.unread]
     for part in report.checkpoints:
         for code, error in part.failed.items():
             text = f"{code} did not finish on {part.checkpoint.path}: {error}"
             rule = {"id": code, "index": index[code]}
-            told.append({"level": "error", "message": {"text": text}, "associatedRule": rule})
+            errors.append({"level": "error", "message": {"text": text}, "associatedRule": rule})
     unknown = [f"{p.checkpoint.path}: not known: {text}" for p in report.checkpoints for text in p.checkpoint.unseen]
     remarks = [{"level": "note", "message": {"text": text}} for text in unknown]
-    return {"executionSuccessful": not told, "exitCode": report.exit_code, "toolExecutionNotifications": told + remarks}
+    return {
+        "executionSuccessful": not errors,
+        "exitCode": report.exit_code,
+        "toolExecutionNotifications": errors + remarks,
+    }
 
 
 def _base(path: str) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """What frameworks call their steps, parts, trackers, marks and side files: one TOML file each, read strictly and once.
 
-What the names mean is data here; what lies there is told by content. Without an entry the generic reading stands.
+What the names mean is data here; what lies there is known by content. Without an entry the generic reading stands.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class SaveInventory:
         entries: the key of an object part -> what is said of it.
         path: the key under which that says where the part lies, relative to the folder.
         beside: files and folders of which any shows that the file belongs there.
-        by_run: whether some versions write none, so that only one in the step before tells that this one lacks it.
+        by_run: whether some versions write none, so that only one in the step before shows that this one lacks it.
         ranks: the keys under which, one in the other, it says how many ranks wrote.
         only: matches the names of the folders that it lies in.
     """
@@ -132,7 +132,7 @@ class Unread:
     """A format that ckptlint knows by its files and does not read.
 
     Attributes:
-        files, folders: match whole names of files and folders that show it; a format without either is told by content.
+        files, folders: match whole names of files and folders that show it; without either it is known by content.
         alone: whether a file is a model by itself, where nothing else lies there that is known.
         hint: what to do with it.
     """
@@ -295,13 +295,13 @@ def _matches(patterns: tuple[re.Pattern[str], ...], name: str) -> bool:
 
 LITTER = Family("left by other tools", "other", re.compile(""))
 OTHER_STEP = Family("another step", "other", re.compile(""))
-"""Families that no pattern tells: `is_litter` does, and the number in the name of a folder."""
+"""Families that no pattern matches: `is_litter` does, and the number in the name of a folder."""
 
 _PICKLES = re.compile(r".+\.(pt|pth|pkl|pickle|bin|ckpt|p|pck|joblib|dill|pth?\.tar)", re.IGNORECASE | re.DOTALL)
 
 
 def family_of(name: str) -> Family | None:
-    """The family that a file's name tells, the path to it aside; None for a name that tells nothing.
+    """The family that a file's name says, the path to it aside; None for a name that says nothing.
 
     >>> family_of("rng_state_3.pth").name, family_of("checkpoint.whatever"), family_of("README.pt")
     ('random state', None, None)
