@@ -12,7 +12,7 @@ class ConfigError(CkptlintError):
 
 
 class NothingToCheckError(CkptlintError):
-    """No checkpoint lies under a path; the command line exits with 3."""
+    """No checkpoint is under a path; the command line exits with 3."""
 
 
 class AccessError(CkptlintError):
@@ -20,7 +20,7 @@ class AccessError(CkptlintError):
 
 
 class UnknownLayoutError(AccessError):
-    """Payload lies under a path, and nobody knows how it belongs together; the verdict is incomplete, exit 4."""
+    """Payload is under a path, and nobody knows how it belongs together; the verdict is incomplete, exit 4."""
 
 
 class UnreadableError(CkptlintError):

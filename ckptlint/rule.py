@@ -41,7 +41,7 @@ Note = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Location:
-    """Where a finding lies; all of it may be unknown.
+    """Where a finding is; all of it may be unknown.
 
     Attributes:
         fqn: the key concerned.
@@ -85,7 +85,7 @@ class Finding:
 
     Attributes:
         message: one sentence; `{of}` stands for " of <key>", which machine formats leave out.
-        at: where it lies: `Location.of(tensor)`, `Location(key)`, `Location(file=name)`.
+        at: where it is: `Location.of(tensor)`, `Location(key)`, `Location(file=name)`.
         missing: what identifies the finding besides code, key and region: names of absent things.
         severity: lower than the rule's own, when evidence is weaker.
         why: replaces the rule's own sentence.

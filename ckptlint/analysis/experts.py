@@ -133,7 +133,7 @@ def _common_home(params: list[Param]) -> str:
 
 
 def _serves(router: Param, home: str) -> bool:
-    """Whether a router lies in the module that holds the experts, at most two levels below."""
+    """Whether a router is in the module that holds the experts, at most two levels below."""
     path = router.key.path
     return path.startswith(f"{home}.") and path.removeprefix(f"{home}.").count(".") <= 2
 

@@ -41,7 +41,7 @@ class Hidden:
 def hidden_sizes(ckpt: Checkpoint) -> dict[Block, Hidden]:
     """Block -> its hidden size, where all that could show it agree: norms, embedding, routers, and the job itself.
 
-    A source outside of layers counts for the blocks that lie below the module it lies in. A declared value that the
+    A source outside of layers counts for the blocks that lie below the module it is in. A declared value that the
     tensors contradict is left out; without tensors to compare it stands alone, when the model has one block only.
     """
     norms: dict[Block, Counter[int]] = defaultdict(Counter)

@@ -48,7 +48,7 @@ class OptimizerRecord:
     """A record that a module needs besides its tensors.
 
     Attributes:
-        place: where it lies, for people: `common.pt: optimizer.1`, or the object's entry name.
+        place: where it is, for people: `common.pt: optimizer.1`, or the object's entry name.
         value: the list of groups or the type's name; None where the object was not read.
     """
 

@@ -30,7 +30,7 @@ _CORE = ("embedding", "output", "norm")
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What lies under a key.
+    """What is under a key.
 
     Attributes:
         dtype: of a tensor; what it is otherwise: `object`, `bytes`.
@@ -102,7 +102,7 @@ def older_name(ckpt: Checkpoint) -> str:
 
 
 def held_by(ckpt: Checkpoint) -> dict[str, Holding]:
-    """Key -> what lies under it, for the tensors, objects and bytes of a checkpoint."""
+    """Key -> what is under it, for the tensors, objects and bytes of a checkpoint."""
     held = {
         tensor.fqn: Holding(tensor.dtype, tensor.global_shape, len(tensor.chunks)) for tensor in ckpt.tensors.values()
     }

@@ -38,7 +38,7 @@ _MODULES = {
     "config": "check",
     "manifest": "show",
     "rules": "explain",
-}  # a command of another name lies in the module of its own name
+}  # a command of another name is in the module of its own name
 
 
 def command(name: str) -> click.Command:
@@ -94,7 +94,7 @@ def main() -> None:
     """Run the command line; every error that ckptlint itself raises is one sentence, with the exit code of its kind."""
     try:
         _main()
-    except OSError as error:  # stdout or stderr lies on a full disk; a file that is read says so where it fails
+    except OSError as error:  # stdout or stderr is on a full disk; a file that is read says so where it fails
         nowhere = os.open(os.devnull, os.O_WRONLY)  # for what is still in the buffers
         os.dup2(nowhere, sys.stdout.fileno())
         try:

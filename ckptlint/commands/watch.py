@@ -118,7 +118,7 @@ def watch(
 
 
 def _banner(path: str, interval: float, stale: float, once: bool) -> str:
-    """What is watched, how often, and what lies there."""
+    """What is watched, how often, and what is there."""
     steps = steps_of(run_folder(path))
     there = f"{plural(len(steps), 'step')} there" + (f", the newest {printable(steps[0].name)}" if steps else "")
     often = f"looks twice, {interval:g} s apart" if once else f"looks every {interval:g} s"

@@ -21,7 +21,7 @@ DifferenceKind = Literal["removed", "added", "renamed", "kind", "shape", "dtype"
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What lies under a key: a tensor, an object of Megatron-Core, or bytes."""
+    """What is under a key: a tensor, an object of Megatron-Core, or bytes."""
 
     kind: Literal["tensor", "object", "bytes"]
     dtype: str = ""

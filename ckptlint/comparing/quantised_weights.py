@@ -28,7 +28,7 @@ _BLOCK = 128  # rows and columns with one scale, where sizes leave several possi
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 _HALF_FP4 = np.array([0.25, 0.25, 0.25, 0.25, 0.5, 0.5, 1, 1], np.float32)
 _ROUNDING = np.float32(2**-8)  # of a code that a quantiser shifts by its zero point in bfloat16
-_AWQ = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])  # where each of eight columns lies in a word
+_AWQ = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])  # where each of eight columns is in a word
 
 
 class Rows(NamedTuple):

@@ -1,4 +1,4 @@
-"""Where tensors differ that names pair, what lies there instead and by how much: the second look, at these alone."""
+"""Where tensors differ that names pair, what is there instead and by how much: the second look, at these alone."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class _Holders:
     known: dict[tuple[object, ...], dict[int, list[str]]] = field(default_factory=dict)
 
     def say(self, fqn: str, dtype: str, rows: IntArray, hashes: Words) -> str:
-        """What lies in these rows instead, where it is what another tensor holds there, or zeros."""
+        """What is in these rows instead, where it is what another tensor holds there, or zeros."""
         if not hashes[rows].any():
             return " are zeros"
         first, shape = int(rows[0]), matrix(self.sides[fqn].hashes[dtype].shape)

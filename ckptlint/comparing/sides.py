@@ -16,7 +16,7 @@ from ckptlint.storage.folder import Folder
 
 @dataclass(frozen=True, slots=True)
 class OpenedCheckpoint:
-    """A checkpoint and where it lies."""
+    """A checkpoint and where it is."""
 
     folder: Folder
     ckpt: Checkpoint

@@ -62,7 +62,7 @@ _AMBIGUOUS = "is an archive that different readers read differently: it may hide
 
 @dataclass(frozen=True, slots=True)
 class Directory:
-    """Where the central directory of a record lies: its number of members, first byte and length in bytes."""
+    """Where the central directory of a record is: its number of members, first byte and length in bytes."""
 
     count: int
     start: int

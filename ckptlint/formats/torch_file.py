@@ -1,6 +1,6 @@
 """A file that torch.save wrote: its value as plain Python, its tensors as what the pickle says of them.
 
-An archive is read by its directory and its `data.pkl` alone, in a few ranges; what lies in the storages is not. Tensors
+An archive is read by its directory and its `data.pkl` alone, in a few ranges; what is in the storages is not. Tensors
 become `StoredTensor`, those of a device mesh `StoredDTensor` and `StoredShards`; classes of the training code stay the
 inert `Opaque`. The few storages that say how something is cut (the ranks of a mesh) are small and are read too. Files
 of torch < 1.6 are pickles in a row, with the storages after them.
@@ -483,7 +483,7 @@ def _shard_place(node: Any) -> tuple[tuple[int, ...], tuple[int, ...], int] | No
 
 
 def stored_tensor(node: Any) -> StoredTensor | None:
-    """The plain tensor that a call rebuilds, or that lies inside a parameter or a subclass; None for other calls.
+    """The plain tensor that a call rebuilds, or that is inside a parameter or a subclass; None for other calls.
 
     Source:
         torch._utils._rebuild_tensor_v2 and _v3 (the latter with the dtype as seventh argument, for dtypes without a

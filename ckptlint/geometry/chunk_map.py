@@ -36,7 +36,7 @@ class Grid:
         fixed: axis -> the index at which the axes that are not drawn were cut.
         rows, columns: the cells of the two axes; a strip has one row.
         holders: [row][column] -> rows of the tensor's chunk table that hold the cell; None where folded or outside.
-        inside: [row][column] -> whether the cell lies inside the tensor.
+        inside: [row][column] -> whether the cell is inside the tensor.
         legend: chunk row -> letter, in the order the chunks appear.
     """
 

@@ -1,4 +1,4 @@
-"""What lies in no chunk and what lies in two: the findings that files and running jobs share."""
+"""What is in no chunk and what is in two: the findings that files and running jobs share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who should have saved a missing part of a tensor, and whether its record still lies in a payload file."""
+"""Who should have saved a missing part of a tensor, and whether its record still is in a payload file."""
 
 from __future__ import annotations
 
@@ -332,5 +332,5 @@ def _unnamed_of(ckpt: Checkpoint, rank: int, least: int) -> int:
 
 @fact
 def ranks_with_entries(ckpt: Checkpoint) -> frozenset[int]:
-    """The ranks in whose files an entry lies."""
+    """The ranks in whose files an entry is."""
     return frozenset(distinct(ranks_of_files(ckpt)[distinct(ckpt.records.file)]).tolist())

@@ -212,7 +212,7 @@ def _keys(item: Diagnostic) -> set[str]:
 
 
 def _files(item: Diagnostic) -> set[str]:
-    """The files concerned: where it lies, and those like it among what identifies it."""
+    """The files concerned: where it is, and those like it among what identifies it."""
     own = item.finding.at.file
     suffix = Path(own).suffix
     return {own, *(name for name in item.finding.missing if Path(name).suffix == suffix)} if own else set()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 Opened = tuple[Found, Checkpoint | CkptlintError]
-"""A checkpoint that a path means and what lies in it, or why it could not be read."""
+"""A checkpoint that a path means and what is in it, or why it could not be read."""
 
 Opener = Callable[[str, bool, Depth, "Reading | None"], Iterator[Opened]]
 
@@ -85,7 +85,7 @@ def opened(
 def _all_read(
     every: Sequence[Found], depth: Depth, reading: Reading | None, jobs: int
 ) -> Iterator[Checkpoint | CkptlintError]:
-    """What lies in each place, in their order; metadata is read ahead, by several processes."""
+    """What is in each place, in their order; metadata is read ahead, by several processes."""
     works = [partial(_read, found, depth, reading) for found in every]
     if reading is not None or len(every) == 1 or jobs == 1:
         yield from (work() for work in works)
@@ -110,7 +110,7 @@ def run(request: Request, source: Opener | None = None) -> Report:
     """Judge every checkpoint under the paths; what could not be found or read is part of the report.
 
     Args:
-        source: reads what lies under a path otherwise than `opened` does, which it is called like.
+        source: reads what is under a path otherwise than `opened` does, which it is called like.
 
     Raises:
         ConfigError: the reference or the baseline cannot be used.

@@ -68,7 +68,7 @@ class Settings:
 def find_settings(checked: Iterable[str] = ()) -> Settings:
     """The settings of the nearest file from the working directory upward, never of one that came with a checked path.
 
-    Such a file lies inside of the path, or in a folder above it that is a step or holds steps, payload or a tracker.
+    Such a file is inside of the path, or in a folder above it that is a step or holds steps, payload or a tracker.
     In each folder `ckptlint.toml` comes before `pyproject.toml`, which counts when it has a table `[tool.ckptlint]`.
 
     Args:
@@ -103,7 +103,7 @@ def read_settings(file: str, checked: Iterable[str] = ()) -> Settings:
     """The settings of this file.
 
     Raises:
-        ConfigError: as `find`, and when the file lies inside a checked path or has no settings.
+        ConfigError: as `find`, and when the file is inside a checked path or has no settings.
     """
     path = Path(file)
     if _inside(path, local_folders(checked)):
@@ -154,7 +154,7 @@ def _real(path: str | Path) -> Path:
 
 
 def _inside(file: Path, folders: Iterable[Path]) -> bool:
-    places = (Path(os.path.abspath(file)), _real(file))  # noqa: PTH100  a link inside a folder lies inside it
+    places = (Path(os.path.abspath(file)), _real(file))  # noqa: PTH100  a link inside a folder is inside it
     return any(place.is_relative_to(folder) for folder in folders for place in places)
 
 

@@ -99,7 +99,7 @@ def runs_at(path: str) -> list[tuple[str, Folder]]:
     """The runs that a path means, each under the name that the user would give it.
 
     Raises:
-        NothingToCheckError: nothing lies there, it is a file, or no step lies in or below it.
+        NothingToCheckError: nothing is there, it is a file, or no step is in or below it.
         UnknownLayoutError: checkpoints lie there, and no step.
         AccessError: a folder could not be listed.
     """
@@ -237,7 +237,7 @@ def steps_in(report: Report) -> list[JudgedStep]:
 
 
 def _step_in(path: str) -> tuple[str, int] | None:
-    """Path and number of the step that a checkpoint is by its name, or lies in."""
+    """Path and number of the step that a checkpoint is by its name, or is in."""
     names = path.split("/")
     places = [(place, number) for place, name in enumerate(names) if (number := step_number(name)) is not None]
     return ("/".join(names[: places[-1][0] + 1]), places[-1][1]) if places else None

@@ -35,7 +35,7 @@ class CommonState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightIndex:
-    """A `*.safetensors.index.json`, which says in which file each key lies.
+    """A `*.safetensors.index.json`, which says in which file each key is.
 
     Attributes:
         file: its name.
@@ -62,14 +62,14 @@ StepState = Literal["complete", "unfinished", "absent", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The run folder that a step lies in.
+    """The run folder that a step is in.
 
     Attributes:
         step: the number in the step folder's own name (`iter_0000010`).
         steps: the numbers of all step folders there, in order.
         newest_complete: the highest of them that has the marks of a finished save, None when none has.
         tracker: the step that the tracker names, or `release`; None without one.
-        tracked: what lies there; `unknown` for formats that ckptlint does not read.
+        tracked: what is there; `unknown` for formats that ckptlint does not read.
         prefix, digits: how step folders are named.
         tracker_file: name of the tracker.
         holds: what the tracker holds of a step: its `number`, the name of its `folder`, or it is a `link` to that.
@@ -186,7 +186,7 @@ class Problem:
             `limit` SAF003, `unsupported` SAF004, `incomplete` COM001, `container` PAY013, `note` an info of SAF001,
             `crashed` LNT002 (made by the engine), `unused` LNT001 (made where ignores are applied), `view` LIV301 (made
             by `ckptlint live`).
-        file: the file it lies in, relative to the checkpoint.
+        file: the file it is in, relative to the checkpoint.
         message: one sentence.
         detail: lines shown below it (the opcodes of a refused call).
         hint: what to do.
@@ -224,15 +224,15 @@ class Checkpoint:
         locates_bytes: whether offset and length of a record say where its bytes lie; not in the SAFETENSORS mode of
             torch's FileSystemWriter (>= 2.8), where all tensors of a file share one offset.
         declared: what the job said about itself, by canonical name (`config_fields.read_declared`).
-        config: the configuration that a library builds the model from; None where none lies with these tensors.
+        config: the configuration that a library builds the model from; None where none is with these tensors.
         object_values: entry name -> content of the optimizer objects that describe their module (parameter groups,
             sharding type), one for each kind and module.
-        run: the run folder that the step lies in; None outside of one.
+        run: the run folder that the step is in; None outside of one.
         claims: what entries of their own say of the step that was saved.
-        step: path and number of the step that it is or lies in, where its run was walked over; None elsewhere.
+        step: path and number of the step that it is or is in, where its run was walked over; None elsewhere.
         before: the same part of the nearest older finished step of its run; None without one.
         step_files: the files of the step besides metadata and payload; empty where files were not looked at.
-        index: what says in which safetensors file each key lies; None without one.
+        index: what says in which safetensors file each key is; None without one.
         reference: what the user expects it to hold; None without `--expect`.
         unseen: what could not be looked at without making the verdict incomplete, as sentences.
         payload: what the records say; None below depth `headers`.
@@ -305,7 +305,7 @@ class Checkpoint:
 
     @property
     def is_safetensors(self) -> bool:
-        """Whether a record is the bare bytes of its tensor, described by the header of the file that it lies in."""
+        """Whether a record is the bare bytes of its tensor, described by the header of the file that it is in."""
         return self.format in ("safetensors", "dcp-safetensors")
 
     @property

@@ -134,7 +134,7 @@ def _paint_work(cell: _Cell, cuts: list[IntArray]) -> int:
 def _search(whole: _Cell, found: Cover, extra: int) -> int:
     """Halve the region until each part can be judged; returns the work done.
 
-    What lies beyond the work that may be done is judged by volumes alone.
+    What is beyond the work that may be done is judged by volumes alone.
 
     Damage is certain from its first region on. To name all of it is worth less than to clear what is healthy.
     """

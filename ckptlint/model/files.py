@@ -20,17 +20,17 @@ FILE_STATES: tuple[FileState, ...] = get_args(FileState)
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A payload file that the metadata names or that lies in the folder.
+    """A payload file that the metadata names or that is in the folder.
 
     Attributes:
         name: path relative to the checkpoint, printable.
         path: the same, raw; None when it must not be opened.
         size: bytes; None when the file was not looked at.
         state: what was found. `unsafe-path` is absolute or leaves the folder and was not opened; `link-outside` is a
-            link to a regular file elsewhere, `dangling-link` leads nowhere; `other-case` lies there under a name of
+            link to a regular file elsewhere, `dangling-link` leads nowhere; `other-case` is there under a name of
             another case, which the file system ignores; `unchecked` when depth or storage did not allow a look.
         referenced: whether a storage entry names it.
-        instead: what lies there in its place, as a sentence.
+        instead: what is there in its place, as a sentence.
     """
 
     name: str
@@ -80,7 +80,7 @@ class FileTable:
         state: uint8 [n], position in `FILE_STATES`.
         referenced: bool [n], whether a storage entry names it.
         paths: row -> the raw path (None when it must not be opened), where it is not the name.
-        instead: row -> what lies there in its place, as a sentence.
+        instead: row -> what is there in its place, as a sentence.
     """
 
     names: Names

@@ -78,7 +78,7 @@ class Coverage:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Two intervals of one axis that do not fit one grid: they cross, or one lies strictly inside the other."""
+    """Two intervals of one axis that do not fit one grid: they cross, or one is strictly inside the other."""
 
     axis: int
     first: tuple[int, int]
@@ -176,7 +176,7 @@ class ChunkLayout:
 
     @cached_property
     def nestings(self) -> list[Crossing]:
-        """The first pair on each axis of intervals one of which lies strictly inside the other."""
+        """The first pair on each axis of intervals one of which is strictly inside the other."""
         return self._misfits(nested=True)
 
     @cached_property

@@ -37,7 +37,7 @@ class RecordContent:
         key: name of the storage's member (`data/0`).
         length: elements of a list, -1 for anything else.
         value: the content itself, for the few objects that rules read.
-        declared_offsets: the offsets at which its writer said it lies in the whole tensor; None where it said nothing.
+        declared_offsets: the offsets at which its writer said it is in the whole tensor; None where it said nothing.
     """
 
     form: Literal["tensor", "subclass", "object"]

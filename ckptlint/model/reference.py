@@ -33,7 +33,7 @@ class Declared:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelConfig:
-    """The configuration of the model that lies with a checkpoint, as it stands there.
+    """The configuration of the model that is with a checkpoint, as it stands there.
 
     Attributes:
         file: its path relative to the checkpoint (`config.json`).
@@ -88,7 +88,7 @@ class Reference:
 
     Attributes:
         source: the path as the user gave it, printable.
-        kind: what lies there.
+        kind: what is there.
         tensors: name, printable -> dtype and global shape, each None where the reference does not say; empty when only
             a config.json is at hand.
         declared: what its config.json says about the model, by canonical name (`config_fields.read_declared`).

@@ -17,7 +17,7 @@ class StoredTensor:
         offset: its first element in the storage.
         key: the storage: member `data/<key>` of the archive.
         length: elements of the storage, -1 where the size of an element is not known.
-        wrapped: whether it lies inside a subclass of torch.Tensor.
+        wrapped: whether it is inside a subclass of torch.Tensor.
     """
 
     dtype: str

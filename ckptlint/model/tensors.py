@@ -93,7 +93,7 @@ class Tensor:
 
     @property
     def is_tiled(self) -> bool:
-        """Whether each element surely lies in one chunk, and no more than one."""
+        """Whether each element surely is in one chunk, and no more than one."""
         return self.is_sound and self.layout.coverage == Coverage()
 
 

@@ -61,7 +61,7 @@ class Reader:
 
     Args:
         share: int64 [k], ascending, the rows of `Checkpoint.records` to read; None for all.
-        leads: whether this process also looks at what no record lies in; one of several does.
+        leads: whether this process also looks at what no record is in; one of several does.
         hashes: as `read_payload` has it.
     """
 

@@ -210,7 +210,7 @@ class _Work:
 def _in_order(
     pool: ThreadPoolExecutor, work: _Work, plan: Iterator[tuple[int, int, int, int]], slots: int
 ) -> Iterator[_Block]:
-    """The blocks in the order of the plan; each lies in one of so many buffers until the next one is asked for."""
+    """The blocks in the order of the plan; each is in one of so many buffers until the next one is asked for."""
     going: deque[Future[_Block]] = deque()
     for turn, block in enumerate(plan):
         if len(going) == slots - 1:

@@ -191,7 +191,7 @@ def _by_version(change: _Change, first: Version, last: Version, one: Constraint)
 
 
 def _common_state(change: _Change) -> Iterator[Constraint]:
-    """Where the state that all ranks share lies."""
+    """Where the state that all ranks share is."""
     if change.ckpt.common is not None and change.ckpt.common.source == COMMON_ENTRY:
         sentence = "the common state is an entry of .metadata, but this version looks for a file common.pt"
         source = "megatron-core 0.19, dist_checkpointing.serialization.load_common_state_dict"

@@ -43,7 +43,7 @@ class Reads:
         chunk: int64 [n], row of the layout's chunks.
         in_chunk: int64 [n, d], where the common part starts, from the chunk's own start (torch: `storage_offsets`).
         in_box: int64 [n, d], the same from the box's start (`dest_offsets`).
-        lengths: int64 [n, d], extent of the common part; 0 where an empty box lies inside a chunk.
+        lengths: int64 [n, d], extent of the common part; 0 where an empty box is inside a chunk.
     """
 
     box: IntArray

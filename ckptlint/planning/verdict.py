@@ -143,7 +143,7 @@ class _Work:
             found = reads(layout, target, self.budget)
             filled = np.bincount(found.box, found.volume, len(target.offsets))
             short = bool((filled < target.sizes.prod(axis=1)).any())
-            if not short and len(layout.live) and layout.coverage.doubled:  # what lies there twice hides what is not
+            if not short and len(layout.live) and layout.coverage.doubled:  # what is there twice hides what is not
                 short = layout.coverage.missing_volume > 0
             self.found[id(layout), id(target)] = found, short
         found, short = self.found[id(layout), id(target)]

@@ -63,7 +63,7 @@ def mix(words: Words) -> Words:
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Where a run of stored elements lies in the whole tensor.
+    """Where a run of stored elements is in the whole tensor.
 
     Attributes:
         start: row-major number of the first of them in the whole tensor.

@@ -133,7 +133,7 @@ class RowHashes:
 
         Args:
             bits: [rows, columns], canonical, of any unsigned word; of one slice.
-            row, column: where its first element lies: the row among those of all slices.
+            row, column: where its first element is: the row among those of all slices.
         """
         count, width = bits.shape
         per = matrix(self.shape)[1]
@@ -282,7 +282,7 @@ def canonical(bits: Bits, dtype: str) -> Bits:
     if encoding.single:  # one pattern of bits is NaN, and nothing has two zeros
         return bits
     top = 1 << (8 * bits.itemsize - 1)
-    worst = encoding.bad + encoding.has_infinity  # what lies from here on is NaN
+    worst = encoding.bad + encoding.has_infinity  # what is from here on is NaN
     signed = bits.view(f"i{bits.itemsize}")
     if not bits.size:
         return bits

@@ -74,7 +74,7 @@ class Folder(ABC):
         return {}
 
     def without(self, hidden: Collection[str], part: str) -> Folder:
-        """The same folder with some files out of view, to judge by itself what else lies there.
+        """The same folder with some files out of view, to judge by itself what else is there.
 
         Args:
             part: the name under which it is reported, "" for the folder's own.
@@ -103,7 +103,7 @@ class Folder(ABC):
     @property
     @abstractmethod
     def entries(self) -> Listing:
-        """What lies directly in the folder, by name, in order.
+        """What is directly in the folder, by name, in order.
 
         Raises:
             NothingToCheckError: there is no such folder.
@@ -161,7 +161,7 @@ class Folder(ABC):
 
     @property
     def newest(self) -> float:
-        """When what lies directly in the folder was last written, seconds since the epoch; 0 where nobody knows."""
+        """When what is directly in the folder was last written, seconds since the epoch; 0 where nobody knows."""
         return self.entries.newest
 
     def files(self) -> list[str]:
@@ -177,15 +177,15 @@ class Folder(ABC):
         return [name for name, entry in self.entries.others.items() if entry.is_folder]
 
     def has(self, name: str) -> bool:
-        """Whether a file of this name lies directly in the folder."""
+        """Whether a file of this name is directly in the folder."""
         return name in self.entries and not self.entries[name].is_folder
 
     def size(self, name: str) -> int:
-        """Bytes of a file that lies directly in the folder."""
+        """Bytes of a file that is directly in the folder."""
         return self.entries[name].size
 
     def instead(self, relative: str) -> str:
-        """What lies there in place of an absent file, as a sentence; "" for nothing."""
+        """What is there in place of an absent file, as a sentence; "" for nothing."""
         other = self.other_case(relative)
         return f"rename {printable(other)}, which differs only in letter case" if other else ""
 

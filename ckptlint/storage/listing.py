@@ -1,4 +1,4 @@
-"""What lies in a folder: columns for its payload files, of which there may be a million, and objects for all else."""
+"""What is in a folder: columns for its payload files, of which there may be a million, and objects for all else."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FolderEntry(NamedTuple):
         is_folder: whether it is a folder, links followed.
         mtime: seconds since the epoch; 0 on a store, which knows only when a file was uploaded.
         is_link: whether the name is a link.
-        what: what lies there that is neither a file nor a folder, in words; "" for these.
+        what: what is there that is neither a file nor a folder, in words; "" for these.
     """
 
     size: int
@@ -37,14 +37,14 @@ class FolderEntry(NamedTuple):
 
 
 class Listing(Mapping[str, FolderEntry]):
-    """What lies directly in a folder, by name, in order.
+    """What is directly in a folder, by name, in order.
 
     Attributes:
         payload: bytes [n], in order, the names of the plain payload files (`__0_0.distcp`): no links, and the name is
             safe to open, printable as it is, and no litter.
         size, mtime: int64 [n] and float64 [n], their bytes and times.
         others: all other files and folders.
-        strange: name -> what lies there that nobody may open, in words: a pipe, a device, a link that leads nowhere.
+        strange: name -> what is there that nobody may open, in words: a pipe, a device, a link that leads nowhere.
             They are named, and no part of the mapping.
     """
 

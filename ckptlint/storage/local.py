@@ -36,7 +36,7 @@ class LocalFolder(Folder):
     """A folder on a file system.
 
     Attributes:
-        above: the folder that it was reached from, which is listed once for all that lies in it.
+        above: the folder that it was reached from, which is listed once for all that is in it.
     """
 
     def __init__(self, path: Path, above: LocalFolder | None = None) -> None:

@@ -16,7 +16,7 @@ def folder_at(path: str) -> tuple[Folder, str]:
     """The folder that a path means, and the name of the file in it where the path names a file.
 
     Raises:
-        NothingToCheckError: nothing lies there.
+        NothingToCheckError: nothing is there.
         AccessError: the operating system, the store or the network refused.
         ConfigError: a URL of a scheme that cannot be read, or for which a package is missing.
     """

@@ -20,7 +20,7 @@ def remote_at(url: str) -> tuple[Folder, str]:
 
     Raises:
         ConfigError: fsspec does not know the scheme, or a package for it is missing.
-        NothingToCheckError: nothing lies there.
+        NothingToCheckError: nothing is there.
         AccessError: the store refused, or could not be reached.
     """
     protocol, path = url.split("://", 1)

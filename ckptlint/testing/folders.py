@@ -92,7 +92,7 @@ def write_checkpoint(table: dict[str, Any], folder: Path) -> Path:
 
 
 def _write_seal(table: dict[str, Any], folder: Path) -> None:
-    """Write the seal that a case describes; by default it is about the metadata that lies there."""
+    """Write the seal that a case describes; by default it is about the metadata that is there."""
     tensors = table.get("tensors", {}) | {
         fqn: entry for file in table.get("safetensors", {}).values() for fqn, entry in file.get("tensors", {}).items()
     }

@@ -201,8 +201,8 @@ def rank_file(stem: str, table: Mapping[str, Any]) -> bytes:
         stem: the name that the folder in the archive has.
         table: `tensors`, key -> `shape`, `dtype`, `seed` of its values; of a DTensor `local`, the shape of the part,
             `placements` (`Shard(0)`, `Replicate()`), and `mesh`, its shape; `rank` and `names` of the mesh; `values`,
-            what lies beside the tensors; `state`, whether the tensors are an optimizer's, by `<number>.<name>`.
-            A key `a/b` lies in a dict `a`.
+            what is beside the tensors; `state`, whether the tensors are an optimizer's, by `<number>.<name>`.
+            A key `a/b` is in a dict `a`.
     """
     members: dict[str, bytes] = {}
     root: dict[Any, Any] = deepcopy(dict(table.get("values", {})))

@@ -16,7 +16,7 @@ class Encoding:
         bad: least bits, without the sign, of a value that is not finite; with `single` the bits of the only one.
         mantissa: bits of the fraction.
         bias: of the exponent.
-        has_infinity: whether `bad` is infinity and what lies above it NaN; otherwise all of them are NaN.
+        has_infinity: whether `bad` is infinity and what is above it NaN; otherwise all of them are NaN.
         single: whether exactly one pattern of bits, its sign included, is NaN.
         unsigned: whether the bits are an exponent alone: no sign, no zero.
         parts: numbers per element, 2 for complex.

@@ -427,13 +427,13 @@ def _is_wide_float(dtype: str) -> bool:
 
 
 def _tower(name: str, homes: Iterable[str]) -> str | None:
-    """The part of a model that a key belongs to, by the longest home of layers that it lies in."""
+    """The part of a model that a key belongs to, by the longest home of layers that it is in."""
     found = [home for home in homes if home and name.startswith(f"{home}.")]
     return max(found, key=len, default=None)
 
 
 class _Place(NamedTuple):
-    """Where a key in a layer lies: what stands before the word for layers, that word included, the layer's number."""
+    """Where a key in a layer is: what stands before the word for layers, that word included, the layer's number."""
 
     home: str
     block: str
@@ -447,7 +447,7 @@ def _place(name: str) -> _Place | None:
 
 
 def numbered_layer(name: str) -> tuple[str, int] | None:
-    """The block of layers that a key lies in and the layer's number; None outside of layers.
+    """The block of layers that a key is in and the layer's number; None outside of layers.
 
     >>> numbered_layer("model.layers.3.mlp.up_proj.weight"), numbered_layer("lm_head.weight")
     (('model.layers', 3), None)
@@ -457,7 +457,7 @@ def numbered_layer(name: str) -> tuple[str, int] | None:
 
 
 def _module(name: str) -> str:
-    """The module of a layer that a key lies in, two levels below the layer's number; its parent outside of layers."""
+    """The module of a layer that a key is in, two levels below the layer's number; its parent outside of layers."""
     place = _place(name)
     if place is None:
         return name.rpartition(".")[0]

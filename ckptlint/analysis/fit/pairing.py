@@ -10,7 +10,7 @@ from ckptlint.architecture.expected import Expected
 from ckptlint.vocabulary.keys import WRAPPING, role
 
 INNER_WORDS = WRAPPING | {"_forward_module"}
-"""What wrappers of a module leave in the names of all that it holds, wherever it lies."""
+"""What wrappers of a module leave in the names of all that it holds, wherever it is."""
 
 WRAPPER_WORDS = INNER_WORDS | {"module", "base_model", "state_dict", "app"}
 """These, and what stands before the names of a model that was wrapped as a whole."""

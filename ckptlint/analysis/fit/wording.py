@@ -19,7 +19,7 @@ _CORE = (
 
 
 def keys_in_words(fit: Fit, names: Collection[str], whole: Mapping[str, Sequence[int]]) -> str:
-    """Expected keys in few words: whole layers first, then what lies outside of layers, then roles.
+    """Expected keys in few words: whole layers first, then what is outside of layers, then roles.
 
     Args:
         whole: what `whole_layers` says of these keys.

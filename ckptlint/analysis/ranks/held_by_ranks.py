@@ -49,7 +49,7 @@ def described_row(table: RankTable, row: int) -> tuple[str, str, tuple[int, ...]
 
 
 def box_of_row(table: RankTable, row: int) -> Box:
-    """Where a row's chunk lies."""
+    """Where a row's chunk is."""
     n = int(table.ndim[row])
     return Box(tuple(table.offsets[row, :n].tolist()), tuple(table.sizes[row, :n].tolist()))
 
@@ -171,7 +171,7 @@ def told(ckpt: Checkpoint, hint: str = "") -> Iterator[Finding]:
 
 
 def as_checkpoint(table: RankTable, path: str) -> Checkpoint:
-    """The table as a checkpoint whose files are the ranks: chunk i of a tensor lies in the `file` of its rank.
+    """The table as a checkpoint whose files are the ranks: chunk i of a tensor is in the `file` of its rank.
 
     Keys whose holders disagree about shape or dtype are left out, as are objects.
     """

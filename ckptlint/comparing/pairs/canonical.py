@@ -132,7 +132,7 @@ def _in_order(own: RowHashes, order: IntArray, is_turned: bool) -> RowHashes:
         made.rows, made.columns = own.columns.reshape(-1), own.rows.reshape(slices, -1)
     if not np.array_equal(order, np.arange(len(order))):
         made.rows = made.rows.reshape(slices, -1)[:, order].reshape(-1)
-        made.columns = np.zeros((0, 0), np.uint64)  # they depend on where each row lies
+        made.columns = np.zeros((0, 0), np.uint64)  # they depend on where each row is
     return made
 
 

@@ -303,7 +303,7 @@ def layer_number(name: str) -> int | None:
 
 
 def _under_right_names(found: Sequence[Match], sides: tuple[Sides, Sides]) -> list[Match]:
-    """The matches; what lies under the name of another weight, as names or the other layers say, is no conversion.
+    """The matches; what is under the name of another weight, as names or the other layers say, is no conversion.
 
     Values are paired whatever they are called. So a key and a value projection that were exchanged, or two layers, make
     a pair each; their names tell that they are no conversion.
@@ -328,7 +328,7 @@ def _under_right_names(found: Sequence[Match], sides: tuple[Sides, Sides]) -> li
 
 
 def _holds(match: Match, held: _Held) -> str:
-    """Of what lies under another name, what holds it now: another layer, expert or role; "" where names say neither."""
+    """Of what is under another name, what holds it now: another layer, expert or role; "" where names say neither."""
     old, new = parse(match.old[0]), parse(match.new[0])
     if None not in (old.layer, new.layer) and old.layer != new.layer:
         return f"layer {new.layer} holds what was layer {old.layer}"

@@ -36,7 +36,7 @@ class Refused:
     Attributes:
         target: `module.name`, printable.
         position: byte offset of the opcode that names it, or that calls or fills it where that is the fault; -1 when it
-            lies too far into the file to be looked for.
+            is too far into the file to be looked for.
         called: whether an opcode would call it.
         trace: the opcodes concerned, one line each.
         unknown: whether it is refused because nobody knows what it does when it is called, or with what it is filled.

@@ -216,7 +216,7 @@ def _load(data: bytes, strict: bool) -> _Loaded:
 
 
 def _after_stop(data: bytes, start: int, end: int) -> int:
-    """Where a pickle ends whose STOP lies between two places, the first that of an opcode: a frame may reach beyond it.
+    """Where a pickle ends whose STOP is between two places, the first that of an opcode: a frame may reach beyond it.
 
     Some readers go on there, others at the end of the frame.
     """

@@ -20,7 +20,7 @@ class Row(NamedTuple):
         fqn: the key, raw.
         dtype: torch's name.
         shape: of the whole tensor, None where its chunks say it.
-        offsets: where the part lies in that, None where that is not known or another file holds the same.
+        offsets: where the part is in that, None where that is not known or another file holds the same.
         sizes: of the part.
         file: number of its file.
         start, length: its bytes in the file.

@@ -51,7 +51,7 @@ class _Items:
     """Planned items.
 
     Attributes:
-        rows: int64 [n], where each lies among all.
+        rows: int64 [n], where each is among all.
         names, dtypes: different ones; name, dtype: int [n], position in them, -1 for the dtype of bytes.
         offsets, sizes, global_shape: int64 [n, d], padded with -1.
     """
@@ -91,7 +91,7 @@ def _of_nodes(nodes: list[Any], rows: IntArray) -> _Items:
 
 
 def _of_runs(table: Table, runs: list[tuple[RowRun, int]]) -> _Items:
-    """The rows of some row runs of one table; with each, where its first lies among all."""
+    """The rows of some row runs of one table; with each, where its first is among all."""
     planned = table.rows
     assert isinstance(planned, PlanRows)
     rows = np.concatenate([np.arange(start, start + run.count) for run, start in runs])

@@ -67,7 +67,7 @@ def _covered(ckpt: Checkpoint) -> dict[str, Collection[int]]:
 
 
 def _place(folder: Folder, label: str) -> tuple[Folder, str]:
-    """The folder that a file lies in, and its name there."""
+    """The folder that a file is in, and its name there."""
     *parts, name = PurePosixPath(label).parts
     for part in parts:
         above = folder.parent if part == ".." else folder.sub(part)

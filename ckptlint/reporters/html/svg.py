@@ -254,7 +254,7 @@ def _bar(start: int, stop: int, size: int, kind: str) -> str:
 
 
 class _Boxes:
-    """Where the boxes of an axis graph stand: the start, what lies before, the intervals shown, the rest, the end.
+    """Where the boxes of an axis graph stand: the start, what is before, the intervals shown, the rest, the end.
 
     Intervals that share elements stand on lanes below each other.
     """

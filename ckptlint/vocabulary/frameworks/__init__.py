@@ -1,6 +1,6 @@
 """What frameworks call their steps, parts, trackers, marks and side files: one TOML file each, read strictly and once.
 
-What the names mean is data here; what lies there is known by content. Without an entry the generic reading stands.
+What the names mean is data here; what is there is known by content. Without an entry the generic reading stands.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Content = Literal["pickle", "perhaps pickle", "json", "other"]
 Holds = Literal["number", "folder", "train state", "link"]
 """What a tracker holds: the number of a step, its folder's name, a pickled state with a `step`; or it is a link."""
 Where = Literal["inside", "beside", "name"]
-"""Where a mark lies: in the step, beside it under `{step}` and what follows, or as the end of the step's own name."""
+"""Where a mark is: in the step, beside it under `{step}` and what follows, or as the end of the step's own name."""
 Counted = Literal["", "rank", "dp rank", "object"]
 
 LAST = "common"
@@ -96,15 +96,15 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class SaveInventory:
-    """A file that is written last, and may be JSON that names every part of the folder that it lies in.
+    """A file that is written last, and may be JSON that names every part of the folder that it is in.
 
     Attributes:
         entries: the key of an object part -> what is said of it.
-        path: the key under which that says where the part lies, relative to the folder.
+        path: the key under which that says where the part is, relative to the folder.
         beside: files and folders of which any shows that the file belongs there.
         by_run: whether some versions write none, so that only one in the step before shows that this one lacks it.
         ranks: the keys under which, one in the other, it says how many ranks wrote.
-        only: matches the names of the folders that it lies in.
+        only: matches the names of the folders that it is in.
     """
 
     file: str
@@ -133,7 +133,7 @@ class Unread:
 
     Attributes:
         files, folders: match whole names of files and folders that show it; without either it is known by content.
-        alone: whether a file is a model by itself, where nothing else lies there that is known.
+        alone: whether a file is a model by itself, where nothing else is there that is known.
         hint: what to do with it.
     """
 
@@ -259,7 +259,7 @@ def is_newest(name: str) -> bool:
 
 
 def is_part(folder: str) -> bool:
-    """Whether a folder of this name holds a part of the step that it lies in."""
+    """Whether a folder of this name holds a part of the step that it is in."""
     return _matches(world().parts, folder) or _matches(world().roles, folder)
 
 
