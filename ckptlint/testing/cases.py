@@ -38,7 +38,7 @@ class Case:
 
     Attributes:
         name: what it shows.
-        table: the checkpoint, as TOML gave it (CONTRIBUTING explains the keys).
+        table: the checkpoint, as TOML gave it (fixtures/README.md explains the keys).
         expect: what the rule must find, as `described` words it; nothing for a good case.
         says: texts that must appear in the full report.
         others: whether other rules find something worse than a note here.
