@@ -43,6 +43,8 @@ _COUNTS = (  # a number of rules, or a list of them, would change a page with ea
     (re.compile(r"\n  (?:not run|did not apply):.*\n(?:  .*\n)*"), "\n  ...\n"),
 )
 _BLIND = re.compile(r"(<!-- made from tests/loaders/cannot.toml -->)\n.*?(<!-- end -->)", re.DOTALL)
+_WAY = re.compile(r"(<!-- what a check calls -->\n).*?(<!-- end -->)", re.DOTALL)
+_CALLS = Path(__file__).with_name("calls_of_a_check.py")
 _DAMAGES = {
     "missing": "a lost file",
     "swapped": "two files that exchanged their names",
@@ -66,9 +68,16 @@ def pages() -> dict[Path, str]:
     found[DOCS / "rules" / "README.md"] = rule_list(rules)
     found[DOCS / "causes.md"] = cause_list()
     found[DOCS / "limits.md"] = _BLIND.sub(_cannot, (DOCS / "limits.md").read_text(encoding="utf-8"))
+    found[DOCS / "design.md"] = _WAY.sub(_way, (DOCS / "design.md").read_text(encoding="utf-8"))
     for name in ("tour.md", "recipes.md"):
         found[DOCS / name] = played(printed((DOCS / name).read_text(encoding="utf-8")))
     return found
+
+
+def _way(found: re.Match[str]) -> str:
+    """Which modules a check enters, in their order and below their callers."""
+    done = subprocess.run([sys.executable, _CALLS], cwd=DOCS.parent, capture_output=True, encoding="utf-8", check=True)  # noqa: S603
+    return f"{found[1]}\n```text\n{done.stdout.rstrip()}\n```\n\n{found[2]}"
 
 
 def _cannot(found: re.Match[str]) -> str:
