@@ -10,11 +10,10 @@ from dataclasses import replace
 from ckptlint.analysis.fit.judgement import Fit, fit_of, implied_bytes, numbered_layer
 from ckptlint.analysis.fit.wording import core_note, doubt_note, field_text, keys_in_words, model_name, whole_layers
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, human_bytes, plural, ranges
+from ckptlint.model.text import braces, human_bytes, plural, ranges, some
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _MOST = 100_000
-_SHOWN = 4
 _EXPERT = re.compile(r"experts\.(\d{1,9})\.")
 
 
@@ -142,9 +141,7 @@ def _consequence(fit: Fit, one: bool) -> str:
 def _instead(fit: Fit) -> str:
     if not fit.instead:
         return ""
-    names = braces(fit.instead)
-    more = f" and {len(names) - _SHOWN} more patterns" if len(names) > _SHOWN else ""
-    return f"the same modules hold {', '.join(names[:_SHOWN])}{more}"
+    return f"the same modules hold {some(braces(fit.instead), noun='pattern')}"
 
 
 def _hint(fit: Fit, because: tuple[str, ...]) -> str:

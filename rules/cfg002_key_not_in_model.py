@@ -8,12 +8,11 @@ from ckptlint.analysis.fit.judgement import Fit, fit_of
 from ckptlint.analysis.fit.wording import core_note, doubt_note, model_name
 from ckptlint.analysis.key_matching import match_keys
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, human_bytes, plural
+from ckptlint.model.text import braces, human_bytes, plural, some
 from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.dtypes import nbytes
 
 _MOST = 100_000
-_SHOWN = 4
 
 
 @rule("CFG002", "key-not-in-model", Severity.WARNING, whole=True)
@@ -47,7 +46,6 @@ def _finding(ckpt: Checkpoint, fit: Fit, names: list[str], is_beyond: bool) -> F
     folded = braces(names)
     size = sum(nbytes(t.dtype, t.volume) or 0 for t in map(ckpt.tensors.__getitem__, names))
     subject = f"{folded[0]} is" if len(names) == 1 else f"{plural(len(names), 'tensor')} are"
-    more = f", and {len(folded) - _SHOWN:,} more patterns" if len(folded) > _SHOWN else ""
     return Finding(
         f"{subject} stored that {model_name(fit)} does not have",
         at=Location(names[0], label=f"{ckpt.metadata_file}, compared with {fit.place}"),
@@ -56,7 +54,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, names: list[str], is_beyond: bool) -> F
         why="from_pretrained leaves them out and only warns" if fit.is_export else "",
         notes=(
             doubt_note(fit.doubt_of(fit.open)),
-            ("keys", ", ".join(folded[:_SHOWN]) + more if len(names) > 1 else ""),
+            ("keys", some(folded, noun="pattern") if len(names) > 1 else ""),
             ("bytes", f"{human_bytes(size)} that the model does not have"),
             core_note(fit),
         ),

@@ -10,12 +10,11 @@ from math import prod
 from ckptlint.analysis.fit.judgement import Fit, ShapeDifference, fit_of
 from ckptlint.analysis.fit.wording import doubt_note, field_text
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, plural, shape_text
+from ckptlint.model.text import braces, plural, shape_text, some
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
 _MOST = 100_000
-_SHOWN = 4
 _GROUPS = 6
 _SMALL = 8  # kernels, channels of an image and the like
 
@@ -200,8 +199,7 @@ def _consequence(fit: Fit) -> str:
 def _listed(items: list[ShapeDifference]) -> str:
     if len(items) == 1:
         return ""
-    names = braces(item.tensor.fqn for item in items)
-    return ", ".join(names[:_SHOWN]) + (f", and {len(names) - _SHOWN:,} more patterns" if len(names) > _SHOWN else "")
+    return some(braces(item.tensor.fqn for item in items), noun="pattern")
 
 
 def _doubt(fit: Fit, items: list[ShapeDifference]) -> str:

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from ckptlint.analysis.fit.judgement import Fit, OtherDtype, fit_of, implied_bytes, other_dtypes
 from ckptlint.analysis.fit.wording import doubt_note
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, human_bytes, plural
+from ckptlint.model.text import braces, human_bytes, plural, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _SHARE = 0.25
 _LEAST = 0.01  # biases and norms that a library keeps in float32
-_SHOWN = 4
 
 
 @rule("CFG005", "dtype-not-of-config", Severity.WARNING)
@@ -45,7 +44,6 @@ def _finding(ckpt: Checkpoint, fit: Fit, item: OtherDtype) -> Finding:
     size = implied_bytes(fit)
     is_large = item.extra >= _SHARE * size and not fit.doubt
     names = braces(item.names)
-    more = f", and {len(names) - _SHOWN:,} more patterns" if len(names) > _SHOWN else ""
     subject = f"{names[0]} is" if len(item.names) == 1 else f"{plural(len(item.names), 'tensor')} are"
     cost = f"{human_bytes(abs(item.extra))} {'more' if item.extra > 0 else 'less'} than the {human_bytes(size)} of"
     return Finding(
@@ -56,7 +54,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, item: OtherDtype) -> Finding:
         notes=(
             doubt_note(fit.doubt),
             ("bytes", f"{cost} the model in {fit.expected.dtype}"),
-            ("tensors", ", ".join(names[:_SHOWN]) + more if len(item.names) > 1 else ""),
+            ("tensors", some(names, noun="pattern") if len(item.names) > 1 else ""),
         ),
         hint="cast the model before the export, or declare the dtype that is stored" if is_large else "",
     )

@@ -9,11 +9,10 @@ from math import prod
 from ckptlint.analysis.inventory import inventory_of
 from ckptlint.architecture.adapters import Factors, Part, factors_of, read_adapter_config
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.text import braces, plural, ranges, shape_text
+from ckptlint.model.text import braces, plural, ranges, shape_text, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import parse
 
-_SHOWN = 4
 _FEW = 5  # a gap is at most one layer in so many
 _LEAST = 3
 
@@ -174,4 +173,4 @@ def _gaps(ckpt: Checkpoint, modules: list[Factors]) -> Iterator[Finding]:
 
 def _keys(keys: list[str], label: str = "keys") -> tuple[Note, ...]:
     folded = braces(keys)
-    return ((label, ", ".join(folded[:_SHOWN]) + (f" and {len(folded) - _SHOWN} more" * (len(folded) > _SHOWN))),)
+    return ((label, some(folded)),)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptlint.architecture.adapters import PREFIX, AdapterConfig, endings, factors_of, read_adapter_config
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces, plural, printable
+from ckptlint.model.text import braces, plural, printable, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG
 from ckptlint.vocabulary.keys import WRAPPING
@@ -231,9 +231,8 @@ def _finding(
 
 
 def _listed(label: str, texts: list[str]) -> tuple[Note, ...]:
-    return ((label, ", ".join(texts[:_SHOWN]) + (f" and {len(texts) - _SHOWN} more" * (len(texts) > _SHOWN))),)
+    return ((label, some(texts, _SHOWN)),)
 
 
 def _quoted(names: list[str]) -> str:
-    shown = ", ".join(printable(name[:_LONGEST]) for name in names[:_SHOWN])
-    return shown + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return some((printable(name[:_LONGEST]) for name in names), _SHOWN)

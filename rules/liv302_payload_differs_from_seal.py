@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.text import some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.seals.file import SEAL
 from ckptlint.seals.verify import compare_with_seal, misfit
-
-_SHOWN = 4
 
 
 @rule("LIV302", "payload-differs-from-seal", Severity.ERROR, needs=Depth.DATA)
@@ -54,8 +53,7 @@ def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
 
 def _files(ckpt: Checkpoint, tensor: Tensor) -> str:
     rows = tensor.layout.live.nonzero()[0].tolist()
-    names = list(dict.fromkeys(ckpt.chunk_file(tensor, row) for row in rows))
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else "")
+    return some(dict.fromkeys(ckpt.chunk_file(tensor, row) for row in rows))
 
 
 def _sealed(ckpt: Checkpoint) -> str:

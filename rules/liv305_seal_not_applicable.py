@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import braces
+from ckptlint.model.text import braces, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.seals.file import SEAL
 from ckptlint.seals.verify import compare_with_seal, misfit
@@ -41,11 +41,9 @@ def seal_not_applicable(ckpt: Checkpoint) -> Iterator[Finding]:
         )
         return
     for why, fqns in compare_with_seal(ckpt).unknown.items():
-        names = braces(dict.fromkeys(fqns))
-        more = f", and {len(names) - _SHOWN:,} more patterns" if len(names) > _SHOWN else ""
         yield Finding(
             f"{len(fqns):,} key{'s were' if len(fqns) > 1 else ' was'} not compared with {SEAL}: {why}",
             at=Location(file=SEAL),
             missing=tuple(fqns[:_SHOWN]),
-            notes=(("keys", ", ".join(names[:_SHOWN]) + more),),
+            notes=(("keys", some(braces(dict.fromkeys(fqns)), _SHOWN, "pattern")),),
         )

@@ -10,7 +10,7 @@ from ckptlint.analysis.inventory import optimizer_parts, split_state
 from ckptlint.analysis.ranks.save_plans import Duplicate, duplicates
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.model import Checkpoint, SavePlans
-from ckptlint.model.text import listed, named_ranks, ranges, shape_text
+from ckptlint.model.text import listed, named_ranks, ranges, shape_text, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Key, parse
 
@@ -123,7 +123,6 @@ def _finding(
     ranks = {rank for duplicate in shared.same for rank in duplicate.ranks}
     homes = [named_ranks(range(stage * per_stage, (stage + 1) * per_stage)) for stage in stages]
     keys = list(dict.fromkeys(duplicate.fqn for duplicate in shared.same))
-    more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
     return Finding(
         f"pipeline stages {listed([*map(str, stages)])} planned different layers under "
         f"number{'s' * (len(shared.layers) > 1)} {ranges(shared.layers)}",
@@ -133,7 +132,7 @@ def _finding(
         notes=(
             ("ranks", ", ".join(f"stage {stage} is {home}" for stage, home in zip(stages, homes, strict=True))),
             *found,
-            ("shared", ", ".join(keys[:_SHOWN]) + more),
+            ("shared", some(keys, _SHOWN)),
         ),
         hint=f"compare the layer offsets of {named_ranks(ranks)}; this checkpoint holds these layers of one stage only",
         inferred_from=f"the number of pipeline stages ({trusted_topology(ckpt)['pp'].source})",

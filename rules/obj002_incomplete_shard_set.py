@@ -10,7 +10,7 @@ import numpy as np
 
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import ranges, shape_text
+from ckptlint.model.text import ranges, shape_text, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.mesh import axes_of_size
 
@@ -93,5 +93,4 @@ def _which(ckpt: Checkpoint, shape: tuple[int, ...], missing: list[tuple[int, ..
                     f"{name} has {size} shards; {shards} {ranges(values)} {verb} missing everywhere",
                 ),
             )
-    shown = ", ".join(".".join(map(str, offset)) for offset in missing[:8])
-    return (("missing", shown + (f" and {len(missing) - 8:,} more" if len(missing) > 8 else "")),)
+    return (("missing", some((".".join(map(str, offset)) for offset in missing), 8)),)

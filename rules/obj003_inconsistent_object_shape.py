@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import shape_text
+from ckptlint.model.text import shape_text, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 
 
@@ -37,11 +37,7 @@ def inconsistent_object_shape(ckpt: Checkpoint) -> Iterator[Finding]:
         found = {shape: [_place(ckpt, row) for row in rows.tolist()] for shape, rows in rows_of.items()}
         grids = " and ".join(map(shape_text, sorted(found)))
         notes: list[Note] = [
-            (
-                "grid",
-                f"{shape_text(shape)}: {', '.join(shards[:4])}" + (f" and {len(shards) - 4} more" * (len(shards) > 4)),
-            )
-            for shape, shards in sorted(found.items())
+            ("grid", f"{shape_text(shape)}: {some(shards)}") for shape, shards in sorted(found.items())
         ]
         yield Finding(
             f"shards{{of}} name different grids: {grids}",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ckptlint.analysis.inventory import dp_group
 from ckptlint.model import ByteObject, Checkpoint, Tensor
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import braces, plural
+from ckptlint.model.text import braces, plural, some
 from ckptlint.rule import Finding, Location, Severity, rule
 from ckptlint.vocabulary.keys import parse
 
@@ -96,5 +96,4 @@ def _finding(ckpt: Checkpoint, kinds: _Kinds) -> Finding:
 
 
 def _names(fqns: list[str]) -> str:
-    names = braces(fqns)
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more patterns" if len(names) > _SHOWN else "")
+    return some(braces(fqns), _SHOWN, "pattern")

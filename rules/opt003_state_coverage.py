@@ -13,7 +13,7 @@ from ckptlint.geometry.chunk_graph import ranks_of_files
 from ckptlint.geometry.missing import saved_by
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import distinct
-from ckptlint.model.text import braces, named_ranks, plural, ranges
+from ckptlint.model.text import braces, named_ranks, plural, ranges, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Key, parse
 
@@ -294,6 +294,4 @@ def _is_buffer(param: Param) -> bool:
 
 
 def _names(params: Iterable[Param]) -> str:
-    names = braces(dict.fromkeys(param.tensor.fqn for param in params))
-    more = f" and {len(names) - _SHOWN} more patterns" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return some(braces(dict.fromkeys(param.tensor.fqn for param in params)), _SHOWN, "pattern")

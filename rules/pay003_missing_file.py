@@ -11,7 +11,7 @@ from ckptlint.geometry.chunk_graph import rank_of, ranks_of_files
 from ckptlint.model import FILE_STATES, Checkpoint, FileState
 from ckptlint.model.layout import IntArray, distinct
 from ckptlint.model.lost_files import by_node
-from ckptlint.model.text import ranges
+from ckptlint.model.text import ranges, some
 from ckptlint.rule import Finding, Location, Severity, rule
 
 _SENTENCES: dict[FileState, tuple[str, str]] = {
@@ -65,12 +65,11 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
         keys = list(dict.fromkeys(table.name(row) for row in rows.tolist()))
         count = names[0] if len(names) == 1 else f"{len(names)} of {len(used)} payload files"
         verb = _SENTENCES[state][len(names) > 1]
-        shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         yield Finding(
             f"{count} {verb}: {filed:,} {'entry' if filed == 1 else 'entries'}, {lost:,} bytes",
             at=Location(
                 file=names[0],
-                label=f"{ckpt.metadata_file}: {shown}",
+                label=f"{ckpt.metadata_file}: {some(names, 6)}",
                 ranks=tuple(sorted({rank for name in names if (rank := rank_of(name)) is not None})),
             ),
             missing=tuple(names),
@@ -80,7 +79,7 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
             kind=state,
             severity=Severity.INFO if state in ("link-outside", "other-case") else None,
             why=_OTHER_CASE if state == "other-case" else "",
-            notes=(("keys", ", ".join(keys[:4]) + (f" and {len(keys) - 4:,} more" if len(keys) > 4 else "")),),
+            notes=(("keys", some(keys)),),
             hint=_instead(ckpt, numbers) or (_pattern(ckpt, names) if state == "absent" else _HINTS.get(state, "")),
         )
 

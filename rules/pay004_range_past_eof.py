@@ -10,10 +10,9 @@ import numpy.typing as npt
 from ckptlint.depth import Depth
 from ckptlint.model import Checkpoint, RecordTable
 from ckptlint.model.layout import IntArray, distinct
-from ckptlint.model.text import human_bytes
+from ckptlint.model.text import human_bytes, some
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 
-_SHOWN = 4
 _HEADER = 10
 """Least bytes of a safetensors header: its length and an empty object."""
 _COPY = "compare its size with the original's and copy it again; an interrupted copy often leaves a round size"
@@ -146,4 +145,4 @@ def _entries(count: int) -> str:
 
 
 def _shown(keys: list[str]) -> tuple[Note, ...]:
-    return (("keys", ", ".join(keys[:_SHOWN]) + (f" and {len(keys) - _SHOWN:,} more" if len(keys) > _SHOWN else "")),)
+    return (("keys", some(keys)),)

@@ -14,7 +14,7 @@ from ckptlint.geometry.missing import unnamed_bytes
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import byte_span, human_bytes, listed
+from ckptlint.model.text import byte_span, human_bytes, listed, some
 from ckptlint.rule import Finding, Location, Note, Severity, rule
 
 _SHOWN = 3
@@ -53,15 +53,14 @@ def unreferenced_bytes(ckpt: Checkpoint, min_bytes: int = 64) -> Iterator[Findin
             message = f"no tensor or object lies in {file.name}, which holds {human_bytes(size)}"
         else:
             message = f"no tensor or object claims {total:,} bytes of {file.name} ({total / size:.1%})"
-        spans = ", ".join(byte_span(start, stop - start) for start, stop in gaps[:_SHOWN])
-        more = f" and {len(gaps) - _SHOWN} more gaps" if len(gaps) > _SHOWN else ""
+        spans = some((byte_span(start, stop - start) for start, stop in gaps), _SHOWN, "gap")
         lost = [] if rank_of(file.name) in repeaters else _lost_here(ckpt, gaps)
         yield Finding(
             message,
             at=Location(
                 file=file.name,
                 byte_range=(gaps[0][0], gaps[0][1] - gaps[0][0]),
-                label=f"{file.name}: bytes {spans}{more}",
+                label=f"{file.name}: bytes {spans}",
             ),
             missing=(file.name,),
             kind=_kind(table.byte_length, gaps) if file.referenced else "whole file",
@@ -149,5 +148,4 @@ def _planned_elsewhere(ckpt: Checkpoint, name: str) -> tuple[Note, ...]:
     lost = sorted(planned_by(ckpt.save_plans, rank) & set(ckpt.records.fqns) - own)
     if not lost:
         return ()
-    more = f" and {len(lost) - _SHOWN:,} more" if len(lost) > _SHOWN else ""
-    return (("planned", f"rank {rank} also planned {', '.join(lost[:_SHOWN])}{more}, which another rank stored"),)
+    return (("planned", f"rank {rank} also planned {some(lost, _SHOWN)}, which another rank stored"),)

@@ -10,7 +10,7 @@ import numpy as np
 
 from ckptlint.analysis.fit.judgement import explains_bytes, judges
 from ckptlint.model import Checkpoint, WeightIndex
-from ckptlint.model.text import braces, human_bytes, plural, ranges
+from ckptlint.model.text import braces, human_bytes, plural, ranges, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import parse
@@ -182,7 +182,7 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
             f"several files hold {_count(shared)}, and no index names the right one",
             at=Location(
                 file=files[0],
-                label=", ".join(files[:_SHOWN]) + (f" and {len(files) - _SHOWN} more" if len(files) > _SHOWN else ""),
+                label=some(files, _SHOWN),
             ),
             missing=tuple(shared[:_MOST]),
             kind="double",
@@ -252,4 +252,4 @@ def _count(keys: Iterable[str]) -> str:
 
 def _keys(keys: list[str]) -> tuple[Note, ...]:
     folded = braces(keys)
-    return (("keys", ", ".join(folded[:_SHOWN]) + (f" and {len(folded) - _SHOWN} more" * (len(folded) > _SHOWN))),)
+    return (("keys", some(folded, _SHOWN)),)

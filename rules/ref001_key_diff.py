@@ -10,7 +10,7 @@ from ckptlint.analysis.fit.judgement import told_keys
 from ckptlint.analysis.key_matching import KeyComparison, KeyEntry, LoneKeys, match_keys
 from ckptlint.analysis.trusted_config import flag
 from ckptlint.model import Checkpoint, Reference
-from ckptlint.model.text import braces, plural, ranges
+from ckptlint.model.text import braces, plural, ranges, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import COMPUTED
 
@@ -178,9 +178,7 @@ def _unpaired(ckpt: Checkpoint, reference: Reference, found: KeyComparison) -> F
 
 
 def _listed(fqns: list[str]) -> str:
-    names = braces(dict.fromkeys(fqns))
-    more = f", and {len(names) - _SHOWN:,} more patterns" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return some(braces(dict.fromkeys(fqns)), _SHOWN, "pattern")
 
 
 def _place(ckpt: Checkpoint, reference: Reference) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from ckptlint.depth import Depth
 from ckptlint.errors import BudgetError
 from ckptlint.model import Checkpoint
-from ckptlint.model.text import ranges
+from ckptlint.model.text import ranges, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 
 _RANGES = 4
@@ -64,6 +64,5 @@ def _odd_rows(ckpt: Checkpoint, fqn: str) -> str:
         found = ckpt.payload.row_hashes.get(fqn, {}).get(dtype)
         if found is not None and len(found) == len(wanted):
             parts = ranges(np.flatnonzero(found != wanted).tolist()).split(",")
-            more = f" and {len(parts) - _RANGES:,} more ranges" if len(parts) > _RANGES else ""
-            return f": rows {', '.join(parts[:_RANGES])}{more} of {len(wanted):,}"
+            return f": rows {some(parts, _RANGES, 'range')} of {len(wanted):,}"
     return ""

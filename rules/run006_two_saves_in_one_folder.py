@@ -12,7 +12,7 @@ from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.geometry.two_saves import replaced_files
 from ckptlint.model import Checkpoint, PayloadTable
-from ckptlint.model.text import human_duration
+from ckptlint.model.text import human_duration, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FORMS
 
@@ -105,8 +105,7 @@ def _ranks(names: list[str]) -> tuple[int, ...]:
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
-    return ", ".join(sorted(names)[:3]) + more
+    return some(sorted(names), 3)
 
 
 def _value(dtype: str, crc: int) -> str:

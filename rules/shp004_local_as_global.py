@@ -26,6 +26,7 @@ from ckptlint.analysis.projections import (
 from ckptlint.analysis.trusted_config import knows_mesh, mesh_axes, number, trusted
 from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
+from ckptlint.model.text import some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import is_adapter, module_path
@@ -124,8 +125,7 @@ def _split(shards: int) -> str:
 def _files(ckpt: Checkpoint, local: Local) -> tuple[Note, ...]:
     tensor = local.param.tensor
     files = sorted({ckpt.chunk_file(tensor, row) for row in np.flatnonzero(tensor.layout.live)[:64].tolist()} - {""})
-    more = f" and {len(files) - _FILES} more" if len(files) > _FILES else ""
-    return (("written in", f"{', '.join(files[:_FILES])}{more}" if files else ""),)
+    return (("written in", some(files, _FILES)),)
 
 
 def _cause(ckpt: Checkpoint, k: int, fewer: tuple[Param, int], more: tuple[Param, int]) -> str | None:

@@ -28,7 +28,7 @@ from ckptlint.errors import ConfigError
 from ckptlint.geometry.chunk_map import draw, make_grid
 from ckptlint.loaders.reference import manifest_text
 from ckptlint.model import Checkpoint, Tensor
-from ckptlint.model.text import braces, human_bytes, plural, printable, ranges
+from ckptlint.model.text import braces, human_bytes, plural, printable, ranges, some
 from ckptlint.reporters.full import header
 from ckptlint.reporters.style import JSON_ESCAPE, Style, cut, inert
 from ckptlint.vocabulary.dtypes import nbytes
@@ -245,9 +245,7 @@ def _others(ckpt: Checkpoint, style: Style) -> Iterator[str]:
         ]
         yield from ["", *_aligned(["object", "grid", "shards"], rows)]
     if ckpt.byte_objects:
-        names = braces(entry.fqn for entry in ckpt.byte_objects)
-        more = f", and {len(names) - _LISTED:,} more patterns" if len(names) > _LISTED else ""
-        listed = ", ".join(map(cut, names[:_LISTED])) + more
+        listed = some(map(cut, braces(entry.fqn for entry in ckpt.byte_objects)), _LISTED, "pattern")
         yield ""
         yield from style.wrap(f"{plural(len(ckpt.byte_objects), 'object')} stored as bytes: {listed}", "  ", "")
 
@@ -274,9 +272,8 @@ def _map(ckpt: Checkpoint, tensor: Tensor, names_alike: list[str], style: Style)
         files = dict.fromkeys(ckpt.chunk_file(tensor, row) or "stored nowhere" for row in range(len(tensor.chunks)))
         yield "  " + (", ".join(list(files)[:_LISTED]) or "stored in no chunk")
     if len(names_alike) > 1:
-        names = braces(names_alike)
-        more = f", and {len(names) - _LISTED:,} more patterns" if len(names) > _LISTED else ""
-        yield from style.wrap("the same for: " + ", ".join(map(cut, names[:_LISTED])) + more, "    ", "  ")
+        names = some(map(cut, braces(names_alike)), _LISTED, "pattern")
+        yield from style.wrap(f"the same for: {names}", "    ", "  ")
 
 
 def _shape(tensor: Tensor) -> str:

@@ -20,7 +20,7 @@ from ckptlint.comparing.rows import ROUNDING, compare_rows, row_ranges
 from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model.cover import Shape
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import plural, ranges
+from ckptlint.model.text import plural, ranges, some
 from ckptlint.seals.digests import Words
 from ckptlint.seals.row_hashes import Bits, comparable, matrix
 
@@ -95,7 +95,7 @@ def _where(rows: IntArray, columns: IntArray, shape: Shape, stored: TensorBytes 
 
 def _shown(rows: IntArray) -> str:
     parts = ranges(rows.tolist()).split(",")
-    return ", ".join(parts[:_RUNS]) + (f" and {len(parts) - _RUNS:,} more ranges" if len(parts) > _RUNS else "")
+    return some(parts, _RUNS, "range")
 
 
 def _of_chunks(rows: IntArray, columns: IntArray, stored: TensorBytes | None) -> str:

@@ -160,14 +160,16 @@ def listed(words: Sequence[str], last: str = "and") -> str:
     return f" {last} ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def some(names: Iterable[str], count: int = 4) -> str:
+def some(names: Iterable[str], count: int = 4, noun: str = "") -> str:
     """The first names, and how many more there are.
 
-    >>> some("abc", 2)
-    'a, b and 1 more'
+    >>> some("abc", 2), some("abcd", 2, "gap")
+    ('a, b and 1 more', 'a, b and 2 more gaps')
     """
     listed = list(names)
-    return ", ".join(listed[:count]) + (f" and {len(listed) - count:,} more" if len(listed) > count else "")
+    left = len(listed) - count
+    more = plural(left, f"more {noun}") if noun else f"{left:,} more"
+    return ", ".join(listed[:count]) + (f" and {more}" if left > 0 else "")
 
 
 def plural(count: int, noun: str) -> str:

@@ -13,7 +13,7 @@ from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.loaders.problems import from_refusals
 from ckptlint.model import Checkpoint, Damage, PayloadTable, Problem, RecordContent, RecordState, empty_payload
 from ckptlint.model.layout import IntArray
-from ckptlint.model.text import printable, unknown_classes
+from ckptlint.model.text import printable, some, unknown_classes
 from ckptlint.payload.archives.record_pickle import Decoded, decode
 from ckptlint.payload.identical import find_same
 from ckptlint.payload.reading import Reading
@@ -216,7 +216,7 @@ def _problem(ckpt: Checkpoint, file: int, broken: Sequence[tuple[int, Unreadable
     at = "" if error.position is None else f", byte {int(ckpt.records.byte_offset[row]) + error.position:,}"
     fqns = list(dict.fromkeys(ckpt.records.name(r) for r, _ in broken))
     more = f" (and {len(broken) - 1:,} more records of this file)" if len(broken) > 1 else ""
-    shown = ", ".join(fqns[:_NAMED]) + (f" and {len(fqns) - _NAMED:,} more" if len(fqns) > _NAMED else "")
+    shown = some(fqns, _NAMED)
     return Problem(
         "limit" if limit else "container",
         name,

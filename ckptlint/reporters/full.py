@@ -14,7 +14,7 @@ from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic, FindingGro
 from ckptlint.lint.steps import JudgedStep, newest_passing, steps_in
 from ckptlint.model import Checkpoint, RecordState, StepFile
 from ckptlint.model.layout import Box
-from ckptlint.model.text import braces, human_bytes, plural, ranges, shape_text
+from ckptlint.model.text import braces, human_bytes, plural, ranges, shape_text, some
 from ckptlint.reporters.style import Style, cut, cut_names, inert
 from ckptlint.rule import Finding, Note, Severity
 
@@ -235,10 +235,9 @@ def _figure(ckpt: Checkpoint, finding: Finding, style: Style) -> list[str]:
 def also(group: FindingGroup) -> str:
     """The other members of a group, their names folded."""
     names = braces(dict.fromkeys(item.fqn or item.finding.at.file for item in group.members[1:]))
-    more = f", and {len(names) - _MORE_LIMIT:,} more patterns" if len(names) > _MORE_LIMIT else ""
     count = plural(len(group.members) - 1, "more key" if group.lead.fqn else "more file")
     same = "the same" if len({item.message for item in group.members}) == 1 else "alike"
-    return f"{count}, {same}: " + ", ".join(cut(name) for name in names[:_MORE_LIMIT]) + more
+    return f"{count}, {same}: " + some(map(cut, names), _MORE_LIMIT, "pattern")
 
 
 def _details(report: Report, style: Style) -> str:

@@ -18,6 +18,7 @@ from ckptlint.architecture.expected import Expected, ExpectedTensor, NoTable
 from ckptlint.model import Checkpoint, Declared, Tensor
 from ckptlint.model.cover import Shape
 from ckptlint.model.facts import fact
+from ckptlint.model.text import some
 from ckptlint.rule import NotApplicable
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
@@ -101,8 +102,7 @@ class Fit:
         Of a training checkpoint with a configuration that no library wrote nobody knows which class its job builds.
         """
         open_ = [name for name in self.open if not self.is_export or name in {*fields}]
-        more = f" and {len(open_) - 3} more" if len(open_) > 3 else ""
-        said = f"{self.expected.source} leaves {', '.join(open_[:3])}{more} open: defaults were assumed"
+        said = f"{self.expected.source} leaves {some(open_, 3)} open: defaults were assumed"
         return self.doubt or (said if open_ else "")
 
     def doubt_that_exists(self, name: str) -> str:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ckptlint.analysis.fit.judgement import Fit, numbered_layer
-from ckptlint.model.text import braces, plural, printable, ranges
+from ckptlint.model.text import braces, plural, printable, ranges, some
 from ckptlint.rule import Note
 
 _SHOWN = 6
@@ -38,8 +38,7 @@ def keys_in_words(fit: Fit, names: Collection[str], whole: Mapping[str, Sequence
     rest = [name for name in names if numbered_layer(name) not in gone]
     parts = [*braces(fit.shown(n) for n in rest if numbered_layer(n) is None), *parts]
     parts += braces(fit.shown(n) for n in rest if numbered_layer(n) is not None)
-    more = f", and {len(parts) - _SHOWN:,} more patterns" if len(parts) > _SHOWN else ""
-    return ", ".join(parts[:_SHOWN]) + more
+    return some(parts, _SHOWN, "pattern")
 
 
 def whole_layers(fit: Fit, lost: Collection[str]) -> dict[str, list[int]]:
