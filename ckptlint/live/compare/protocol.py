@@ -1,15 +1,12 @@
 """Which collectives a check runs, in which order, and what goes in: the schedule depends on reduced values alone.
 
-    S0   MAX of 12 words                  failures, settings, sizes, whether anything but contents changed
-    S0b  SUM of BUCKETS                   where nothing did on any rank since a check that found nothing: the contents
-                                          of copies, if there are any; where all are equal the check ends here
+    S0   MAX of 9 words                   failures, settings, sizes
     S1   SUM of 3 * BUCKETS + table       the fingerprints; the table again and larger when it overflowed
     S1b  MAX of BUCKETS                   what each holder makes of the table; a healthy check ends here
     S2   MAX of sizes, one gather         only for bad buckets: their records, which every rank then compares
     S3   a few broadcasts of digests      only for copies that differ: where they do so first
 
-Everything that can fail has happened before: its failure is a word of S0. A rank on which nothing changed brings the
-rows of the last check with new digests, so that one on which something did can send all of them on to S1.
+Everything that can fail has happened before: its failure is a word of S0.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ from ckptlint.seals.digests import Words
 if TYPE_CHECKING:
     from ckptlint.live.collect.extract import Held
 
-VERSION = 3
+VERSION = 4
 """Of the words on the wire: ranks of different versions do not compare."""
 
 GATHER_LIMIT = 2**28
@@ -47,7 +44,6 @@ _NAMED = 64
 _ROW_WORDS = 9
 _SHIFT_LIMIT = 20
 _COMPARED = 8  # kinds of copies that differ of which one each is looked into
-_NEVER = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +59,6 @@ class Share:
         has_digests: whether contents could be hashed.
         uncompared: how many contents were left out on purpose.
         milliseconds: that making it took.
-        origin: what the rows were made of, which the next check compares with its own; None when it cannot.
-        is_unchanged: whether the rows are those of `Memory.healthy` but for the digests.
         contents: what each row holds; empty where contents are not compared.
         error: what `failure` tells of.
     """
@@ -77,32 +71,13 @@ class Share:
     has_digests: bool = True
     uncompared: int = 0
     milliseconds: int = 0
-    origin: Any = None
-    is_unchanged: bool = False
     contents: Sequence[Any] = ()
     error: BaseException | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Healthy:
-    """The last check, when no rank found anything in it and all copies were compared.
-
-    Attributes:
-        settings, rows, origin: of what this rank brought.
-        copies: what is left to compare if only contents have changed since.
-        common: the keys that any rank holds.
-    """
-
-    settings: int
-    rows: fp.Records
-    origin: Any
-    copies: fp.Copies
-    common: fp.Peeled
-
-
 @dataclass(slots=True)
 class Memory:
-    """What a job remembers from check to check, the same on all ranks but for `own` and what `healthy` holds.
+    """What a job remembers from check to check, the same on all ranks but for `own`.
 
     Attributes:
         cells: of the table, as many as the last check needed.
@@ -111,7 +86,6 @@ class Memory:
         turn: number of checks so far; chooses the sample.
         reference: the keys of the last check; None when not known.
         own: what this rank held in it.
-        healthy: None unless the last check found nothing, which all ranks know.
     """
 
     cells: int = fp.LEAST_CELLS
@@ -120,7 +94,6 @@ class Memory:
     turn: int = 0
     reference: fp.Peeled | None = None
     own: tuple[fp.Records, fp.Entries] | None = None
-    healthy: Healthy | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,27 +120,18 @@ def exchange(group: RankGroup, share: Share, memory: Memory, expect: Mapping[str
     Raises:
         GroupBroken: a collective did not finish in time.
     """
-    last, memory.healthy = memory.healthy, None
-    opening = _opening(group, share, last, memory.turn)
-    seconds = int(opening[8]) / 1000
+    opening = _opening(group, share)
+    seconds = int(opening[7]) / 1000
     if opening[0]:
         failed = group.world - int(opening[0])
         text = f"rank {failed} could not read its own state: {_told(group, share.failure, failed)}"
         return Outcome(_table(group.world, 0, [], (Remark(failed, "", "LIV210", text, voids="check"),)), None, seconds)
-    if differ := [name for name, at in (("settings", 3), ("tags", 5)) if opening[at] != -opening[at + 1]]:
+    if differ := [name for name, at in (("settings", 2), ("tags", 4)) if opening[at] != -opening[at + 1]]:
         text = f"nothing was compared: the {' and '.join(differ)} of this check differ between ranks"
         return Outcome(_table(group.world, 0, [], (Remark(-1, "", "LIV212", text, voids="check"),)), None, seconds)
-    has_digests, uncompared = not opening[7], int(opening[9])
-    if last is not None and opening[10] == -opening[11] and has_digests:
-        contents = _signed(fp.contents(last.copies, share.rows.digest))
-        if not opening[1] or not group.reduce(contents, "sum").any():
-            memory.turn += 1
-            memory.healthy = last
-            told = tuple(_reservations(has_digests, uncompared, 0, 0))
-            return Outcome(_table(group.world, len(last.common.key), [], told), last.common, seconds)
-
+    has_digests, uncompared = not opening[6], int(opening[8])
     marks = fp.marks(share.rows, has_digests)
-    by_key, by_chunk = fp.entries(share.rows, marks, memory.salt, group.rank)
+    by_key, by_chunk = fp.entries(share.rows, marks, memory.salt)
     words, peeled = _fingerprints(group, fp.tiling(share.rows, marks), by_key, by_chunk, memory)
     suspicious = np.zeros(fp.BUCKETS, np.int64)
     bucket = share.rows.bucket
@@ -181,32 +145,23 @@ def exchange(group: RankGroup, share: Share, memory: Memory, expect: Mapping[str
     is_changed, changes = _changes(share.rows, by_key, common, memory, expect)
     parts: list[_Part] = []
     if bad.any() or is_changed:
-        parts, left = _gathered(group, share, changes, np.flatnonzero(bad), int(opening[2]))
+        parts, left = _gathered(group, share, changes, np.flatnonzero(bad), int(opening[1]))
         if left:
             remarks.append(_reserve(f"{left:,} more groups of keys look wrong: too many to compare in one check"))
     memory.turn += 1
     memory.reference, memory.own = common, (share.rows, by_key)
-    if has_digests and common is not None and not (memory.shift or bad.any() or is_changed):
-        copies = fp.copies(share.rows, marks, by_chunk, peeled)
-        if copies is not None:
-            memory.healthy = Healthy(share.settings, share.rows, share.origin, copies, common)
     count = 0 if common is None else len(common.key)
     table = _table(group.world, count, parts, tuple(remarks))
     return Outcome(replace(table, differences=_differences(group, share, table)), common, seconds)
 
 
-def _opening(group: RankGroup, share: Share, last: Healthy | None, turn: int) -> IntArray:
-    """S0, twelve words.
+def _opening(group: RankGroup, share: Share) -> IntArray:
+    """S0, nine words.
 
-    The lowest rank that failed, contents to compare with copies, axes, settings and tag both ways, no digests, time,
-    contents left out, and both ways the check since which nothing but contents changed: equal on all ranks, or on some
-    rank something did.
+    The lowest rank that failed, axes, settings and tag both ways, no digests, time, contents left out.
     """
-    since = turn if share.is_unchanged else None
-    compared = share.rows.digest[last.copies.row] if last is not None and share.is_unchanged else share.rows.digest[:0]
     words = [
         group.world - group.rank if share.failure else 0,
-        np.count_nonzero(compared),
         share.rows.offsets.shape[1],
         share.settings,
         -share.settings,
@@ -215,8 +170,6 @@ def _opening(group: RankGroup, share: Share, last: Healthy | None, turn: int) ->
         not share.has_digests,
         share.milliseconds,
         share.uncompared,
-        _NEVER if since is None else since,
-        _NEVER if since is None else -since,
     ]
     return group.reduce(np.array(words, np.int64), "max")
 
