@@ -44,8 +44,8 @@ def live(context: click.Context, /, path: str, every_node: bool, digest: bool, s
         try:
             context.invoke(check, paths=(path,), **options)
         except SystemExit as ended:
-            job.tell(ended.code if isinstance(ended.code, int) else 4)
+            job.send_exit_code(ended.code if isinstance(ended.code, int) else 4)
             raise
         except CkptlintError:
-            job.tell(4)
+            job.send_exit_code(4)
             raise

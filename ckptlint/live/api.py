@@ -31,7 +31,7 @@ from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare import protocol
 from ckptlint.live.compare.gate import Gate
 from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, new_torch_group
-from ckptlint.model import RankTable, Remark
+from ckptlint.model import RankFinding, RankTable
 from ckptlint.model.text import named_ranks, plural, printable, shape_text
 from ckptlint.rule import Severity
 from ckptlint.seals.digests import Words
@@ -62,7 +62,7 @@ REFUSED = "Nothing was written."
 """Ends the text of an error that is raised before a save."""
 
 _TIMEOUT = 60.0
-_TAG_LIMIT = 1000  # characters of a tag that are told as they are; a store takes keys of megabytes badly
+_TAG_LIMIT = 1000  # characters of a tag that are shown as they are; a store takes keys of megabytes badly
 
 
 class LiveNotInstalled(CkptlintError):  # noqa: N818  what is the case
@@ -124,14 +124,14 @@ class Live:
         patterns = (*UNEQUAL, *ignore)
         wanted = _expected(expect)
         started = time.monotonic()
-        share = self._share(state_dict, name, digest, patterns, wanted, resolve_stateful)
-        share = _with_time(share, started)
+        local = self._input(state_dict, name, digest, patterns, wanted, resolve_stateful)
+        local = _with_time(local, started)
         path = f"state dict {name}".rstrip()
         if absence := self._absence(name, repeats or tag is None):
             return self._incomplete(path, absence, on_incomplete)
         try:
             self.group.begin(self.timeout)
-            outcome = protocol.exchange(self.group, share, self.memory, wanted)
+            outcome = protocol.exchange(self.group, local, self.memory, wanted)
         except GroupBroken as error:
             return self._incomplete(path, self.give_up(error), "warn")
         report = judge(outcome.table, path, outcome.seconds)
@@ -140,7 +140,7 @@ class Live:
             self.memory.salt += 1
             self.memory.reference = None
         if report.fails and on_error == "raise" and self._all_raise(name, repeats or tag is None):
-            raise LiveError(report, text_for(report, self.group.rank, REFUSED)) from share.error
+            raise LiveError(report, text_for(report, self.group.rank, REFUSED)) from local.error
         if self.group.rank == 0:
             if any(item.severity >= Severity.WARNING for item in report.diagnostics):
                 warnings.warn(as_text(report), stacklevel=3)
@@ -153,7 +153,7 @@ class Live:
         self.refusal = f"live mode is off for the rest of this job: {error}"
         return self.refusal
 
-    def _share(
+    def _input(
         self,
         state_dict: State,
         tag: str,
@@ -161,11 +161,11 @@ class Live:
         patterns: Sequence[str],
         expect: dict[str, tuple[Sequence[int] | None, str | None]] | None,
         resolve_stateful: bool,
-    ) -> protocol.Share:
+    ) -> protocol.RankInput:
         """The local phase: everything that can fail, before any other rank is waited for."""
         settings = _short_hash((protocol.VERSION, __version__, digest, patterns, expect, resolve_stateful))
         try:
-            from ckptlint.live.collect.extract import extract, remarks_of, resolved
+            from ckptlint.live.collect.extract import extract, findings_of, resolved
 
             state = state_dict() if callable(state_dict) else state_dict
             state = dict(resolved(state)) if resolve_stateful else state
@@ -173,13 +173,13 @@ class Live:
                 held = extract(state, resolve_stateful=False)
                 digests, has_digests, uncompared = _digests(held, patterns, with_contents=digest == "replicas")
                 rows = fp.records(held, digests, self.keys)
-                remarks = remarks_of(held, self.group.rank)
-                remarks += _against(held, expect, self.group.rank) if expect else []
-                unlike = {remark.fqn for remark in remarks}
+                findings = findings_of(held, self.group.rank)
+                findings += _against(held, expect, self.group.rank) if expect else []
+                unlike = {finding.fqn for finding in findings}
                 rows.flawed[:] = [fqn in unlike for fqn in rows.fqns]
-            return protocol.Share(
+            return protocol.RankInput(
                 rows,
-                tuple(remarks),
+                tuple(findings),
                 settings,
                 _short_hash(tag),
                 has_digests=has_digests,
@@ -189,9 +189,9 @@ class Live:
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             where = traceback.extract_tb(error.__traceback__)[-1:]
-            told = f"{text} ({Path(where[0].filename).name}:{where[0].lineno})" if where else text
+            reason = f"{text} ({Path(where[0].filename).name}:{where[0].lineno})" if where else text
             none = fp.records([], [], self.keys)
-            return protocol.Share(none, (), settings, _short_hash(tag), failure=told, error=error)
+            return protocol.RankInput(none, (), settings, _short_hash(tag), failure=reason, error=error)
 
     def _absence(self, tag: str, repeats: bool) -> str:
         """Why the ranks cannot be compared; "" when all are here."""
@@ -212,8 +212,8 @@ class Live:
         return self.gate is None or self.gate.enter(f"raise/{tag}", self.timeout, repeats=repeats).go
 
     def _incomplete(self, path: str, text: str, how: OnError) -> Report:
-        remark = Remark(-1, "", "LIV211", text, voids="check")
-        report = judge(protocol.no_table(self.group.world, remark), path, 0.0)
+        finding = RankFinding(-1, "", "LIV211", text, voids="check")
+        report = judge(protocol.no_table(self.group.world, finding), path, 0.0)
         if how == "raise":
             raise LiveError(report, text_for(report, self.group.rank, REFUSED, self._first))
         warnings.warn(text_for(report, self.group.rank, first=self._first), stacklevel=4)
@@ -324,7 +324,7 @@ def check(
 
     Args:
         state_dict: what you give to the save.
-        tag: tells this check from all others of the job (the step, a path); the same on all ranks.
+        tag: distinguishes this check from all others of the job (the step, a path); the same on all ranks.
         digest: `replicas` compares the contents of copies too, `none` only shapes and offsets.
         on_error: on an error, raise LiveError on all ranks, or warn on rank 0. Of lesser findings rank 0 warns.
         on_incomplete: the same where ranks are missing.
@@ -483,20 +483,20 @@ def _expected(expect: Expect | None) -> dict[str, tuple[Sequence[int] | None, st
     return dict.fromkeys(sorted(expect), (None, None))
 
 
-def _against(held: Sequence[Any], expect: Mapping[str, Any], rank: int) -> list[Remark]:
+def _against(held: Sequence[Any], expect: Mapping[str, Any], rank: int) -> list[RankFinding]:
     """Rows that have another shape or dtype than expected."""
-    remarks = []
+    findings = []
     for item in held:
         shape, dtype = expect.get(item.fqn, (None, None))
         if (shape is not None and tuple(item.shape) != shape) or (dtype is not None and item.dtype != dtype):
             wanted = f"{dtype or item.dtype} {shape_text(item.shape if shape is None else shape)}"
             text = f"the shape or dtype{{of}} is {item.dtype} {shape_text(item.shape)}, not {wanted} as expected"
-            remarks.append(Remark(rank, item.fqn, "LIV208", text))
-    return remarks
+            findings.append(RankFinding(rank, item.fqn, "LIV208", text))
+    return findings
 
 
-def _with_time(share: protocol.Share, started: float) -> protocol.Share:
-    return replace(share, milliseconds=int((time.monotonic() - started) * 1000))
+def _with_time(local: protocol.RankInput, started: float) -> protocol.RankInput:
+    return replace(local, milliseconds=int((time.monotonic() - started) * 1000))
 
 
 def _name_of(tag: object) -> str:

@@ -1,7 +1,7 @@
 """What this rank holds of a state dict: chunks and objects, and what is wrong with them without asking other ranks.
 
-Nothing here communicates: attributes are read, and the chunk lists that tensors carry are asked for. Kinds are told by
-attributes, never by imports of the libraries that define them.
+Nothing here communicates: attributes are read, and the chunk lists that tensors carry are asked for. Attributes decide
+what a value is, never imports of the libraries that define it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from ckptlint.analysis.inventory import MOMENTS, optimizer_parts, split_state
 from ckptlint.live.collect import compat
-from ckptlint.model import Remark
+from ckptlint.model import RankFinding
 from ckptlint.model.layout import Box
 from ckptlint.model.text import shape_text
 from ckptlint.vocabulary import placements as layout
@@ -53,7 +53,7 @@ _Kind = Literal[
     "sharded_tensor",
     "chunk_list",
 ]
-"""Which attributes of a value tell what it is; the keys of `_READERS`."""
+"""What a value is, by its attributes; the keys of `_READERS`."""
 
 _Box = tuple[Shape, Shape]
 """Offsets and sizes."""
@@ -437,7 +437,7 @@ def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
 
 
 def _overridden(fqn: str, value: Any, part: _Part) -> list[Held]:
-    """The chunks of a DTensor whose local tensor says itself where it lies (Megatron-FSDP, LocalShardsWrapper)."""
+    """The chunks of a DTensor whose local tensor states its own place (Megatron-FSDP, LocalShardsWrapper)."""
     local = value._local_tensor
     placed = [(part.offsets, part.sizes)]
     read = _chunks(local) if hasattr(local, "__create_chunk_list__") else placed
@@ -498,10 +498,10 @@ _READERS: dict[_Kind, Callable[[str, Any, _Parts], list[Held]]] = {
 # ---------------------------------------------------------------- problems
 
 
-def remarks_of(held: Iterable[Held], rank: int) -> list[Remark]:
-    """The problems of what a rank holds, as it tells them to the others."""
+def findings_of(held: Iterable[Held], rank: int) -> list[RankFinding]:
+    """The problems of what a rank holds, as findings for the other ranks."""
     return [
-        Remark(rank, item.fqn, problem.code, problem.text, voids="chunks" if problem.voids else "")
+        RankFinding(rank, item.fqn, problem.code, problem.text, voids="chunks" if problem.voids else "")
         for item in held
         for problem in item.problems
     ]

@@ -1,4 +1,4 @@
-"""Numbers that tell, once summed over all ranks, under which keys the ranks do not fit together.
+"""Numbers that show, once summed over all ranks, under which keys the ranks do not fit together.
 
 They only choose what to look at: a finding comes from the exact comparison of the records of a bad bucket, so chance
 may hide a fault (2^-40 or less) and never makes one up. All words are unsigned modulo 2^64.
@@ -210,7 +210,7 @@ class Entries:
     """What this rank puts into the table.
 
     Attributes:
-        key: uint64 [k], 44 bits of a hash; the last one tells chunks (1) from keys (0).
+        key: uint64 [k], 44 bits of a hash; the last one is 1 for a chunk, 0 for a key.
         value: uint64 [k], what all holders must share.
         mains: uint64 [k], 1 for a declared owner.
         wants_owner: bool [k], whether exactly one owner must be among the holders.
