@@ -2,13 +2,12 @@
 
     python bench/live.py                    100,000 chunks per rank, 4 processes, gloo
     python bench/live.py --wire             words on the wire for 1 to 8 ranks, 2,000 chunks per rank
-    python bench/live.py --again            what a check costs when nothing but contents changed since the last one
+    python bench/live.py --kinds            what a check of 10,000 tensors of each kind costs
     python bench/live.py --growth           bytes from each rank for 1 to 64 ranks (threads), 1,000 chunks per rank
 
 All times are of the slowest rank, in one run, after a barrier. The first check is cold (names are hashed, shapes are
-seen for the first time), the second one is what every later save of another structure pays. `--again` takes processor
-time of the slowest of two ranks: in turns a check that remembers nothing (as every later one was before there was a
-memory, but for reading the structure) and one that does, each of tensors that `detach()` made anew.
+seen for the first time), the second one is what every later save pays. `--kinds` takes processor time of the slower of
+two ranks, each time of tensors that `detach()` made anew.
 """
 
 from __future__ import annotations
@@ -93,21 +92,18 @@ def compare(chunks: int) -> Callable[[int], dict[str, float]]:
         installed = live.install(timeout=300)
         held = state(chunks)
         cold = slowest(lambda: live.check(held, tag=0))
-        warm = min(slowest(lambda number=number: live.check(held, tag=number)) for number in (1, 2))
+        installed.group.log.clear()
+        warm = slowest(lambda: live.check(held, tag=1))
+        words = sum(words for _, words in installed.group.log)
         bare = min(
             slowest(lambda number=number: live.check(held, tag=f"n{number}", digest="none")) for number in (1, 2)
         )
-        installed.memory.healthy = None  # the next check takes the long way again
-        installed.group.log.clear()
-        warm_in_full = slowest(lambda: live.check(held, tag="in full"))
-        words = sum(words for _, words in installed.group.log)
         records = slowest(lambda: gather_records(held))
         planning = slowest(lambda: plan(held))
         size = len(pickle.dumps([(i.fqn, i.dtype, i.shape, i.offsets, i.sizes, i.replica) for i in extract(held)]))
         return {
             "live.check, first": cold,
-            "live.check": warm_in_full,
-            "live.check, nothing but contents changed": warm,
+            "live.check": warm,
             'live.check, digest="none"': bare,
             "all_gather_object of the records": records,
             "DCP planning": planning,
@@ -147,51 +143,42 @@ def tensors(kind: str, count: int) -> dict[str, Any]:
     return {f"model.layers.{i // 100}.experts.{i % 100}.weight": one(i) for i in range(count)}
 
 
-def again(kind: str, count: int, turns: int = 7) -> Callable[[int], list[float]]:
-    def job(rank: int) -> list[float]:
+def later(kind: str, count: int, turns: int = 7) -> Callable[[int], tuple[list[float], int]]:
+    """Seconds of the later checks, and the bytes that each one sends."""
+
+    def job(rank: int) -> tuple[list[float], int]:
         installed = live.install(timeout=300)
         held = tensors(kind, count)
         live.check(held, tag="first")
-        seconds: dict[bool, list[float]] = {False: [], True: []}
-        sent = {}
+        seconds = []
         for turn in range(turns):
-            for remembers in (False, True):
-                if not remembers:
-                    installed.memory.healthy = None
-                state = {
-                    key: copy(value) if isinstance(value, Sharded) else value.detach() for key, value in held.items()
-                }
-                installed.group.log.clear()
-                dist.barrier()
-                started = time.process_time()
-                live.check(state, tag=f"{turn} {remembers}")
-                own = torch.tensor(time.process_time() - started)
-                dist.all_reduce(own, dist.ReduceOp.MAX)
-                seconds[remembers].append(float(own))
-                sent[remembers] = 8 * sum(words for _, words in installed.group.log)
-        return [*map(median, seconds.values()), *map(mean, seconds.values()), *sent.values()]
+            state = {key: copy(value) if isinstance(value, Sharded) else value.detach() for key, value in held.items()}
+            installed.group.log.clear()
+            dist.barrier()
+            started = time.process_time()
+            live.check(state, tag=turn)
+            own = torch.tensor(time.process_time() - started)
+            dist.all_reduce(own, dist.ReduceOp.MAX)
+            seconds.append(float(own))
+        return seconds, 8 * sum(words for _, words in installed.group.log)
 
     return job
 
 
-def growth(world: int, chunks: int, is_copied: bool) -> list[int]:
-    """Bytes from each rank of a first check and of the next one, the ranks being threads."""
+def growth(world: int, chunks: int, is_copied: bool) -> int:
+    """Bytes from each rank of a check, the ranks being threads."""
 
-    def two(live: Live) -> list[int]:
+    def one(live: Live) -> int:
         live.memory.cells = LEAST_CELLS
         offset, shape = ((0,), (4,)) if is_copied else ((4 * live.group.rank,), (4 * world,))
         state = {
             f"t{i}": torch.zeros(4) if is_copied else Sharded(f"t{i}", torch.zeros(4), offset, shape, (0, 0, 0))
             for i in range(chunks)
         }
-        sent = []
-        for turn in range(2):
-            live.group.log.clear()
-            live.check(state, tag=turn)
-            sent.append(8 * sum(words for _, words in live.group.log))
-        return sent
+        live.check(state)
+        return 8 * sum(words for _, words in live.group.log)
 
-    found: list[int] = run_threads(two, world, timeout=600)[0]
+    found: int = run_threads(one, world, timeout=600)[0]
     return found
 
 
@@ -200,35 +187,21 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=100_000, help="per rank")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--wire", action="store_true")
-    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--kinds", action="store_true")
     parser.add_argument("--growth", action="store_true")
     options = parser.parse_args()
-    if options.again:
+    if options.kinds:
         rows = []
         for kind in ("DTensors", "DTensors, a fifth replicated", "plain tensors", "Megatron chunks"):
-            full, short, full_mean, short_mean, sent, sent_again = run_ranks(again(kind, 10_000), 2, timeout=900)[0]
-            figures = [f"{1000 * s:.0f}" for s in (full, short, full_mean, short_mean)]
-            ratios = f"{short / full:.2f}", f"{short_mean / full_mean:.2f}"
-            rows.append((kind, *figures, *ratios, f"{sent:,}", f"{sent_again:,}"))
-        head = (
-            "10,000 on each of 2 ranks",
-            "ms",
-            "unchanged",
-            "mean ms",
-            "unchanged",
-            "ratio",
-            "of means",
-            "bytes",
-            "unchanged",
-        )
-        print(tabulate(rows, head))
+            seconds, sent = run_ranks(later(kind, 10_000), 2, timeout=900)[0]
+            rows.append((kind, *(f"{1000 * of(seconds):.0f}" for of in (min, median, mean)), f"{sent:,}"))
+        print(tabulate(rows, ("10,000 on each of 2 ranks", "least ms", "median", "mean", "bytes")))
         return
     if options.growth:
         rows = []
         for world in (1, 2, 4, 8, 16, 32, 64):
-            mine, copied = growth(world, 1000, is_copied=False), growth(world, 1000, is_copied=True)
-            rows.append((world, *(f"{sent:,}" for sent in (*mine, *copied))))
-        print(tabulate(rows, ("ranks", "own chunks", "unchanged", "copies", "unchanged")))
+            rows.append((world, *(f"{growth(world, 1000, is_copied=is_copied):,}" for is_copied in (False, True))))
+        print(tabulate(rows, ("ranks", "own chunks", "copies")))
         return
     if options.wire:
         rows = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.held_by_ranks import told
+from ckptlint.analysis.ranks.held_by_ranks import reported
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 
@@ -26,4 +26,4 @@ def chunk_override_broken(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor
     """
-    yield from told(ckpt)
+    yield from reported(ckpt)

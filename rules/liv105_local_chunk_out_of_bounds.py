@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.held_by_ranks import told
+from ckptlint.analysis.ranks.held_by_ranks import reported
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 
@@ -25,4 +25,4 @@ def local_chunk_out_of_bounds(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         torch.distributed.checkpoint.metadata.ChunkStorageMetadata
     """
-    yield from told(ckpt)
+    yield from reported(ckpt)

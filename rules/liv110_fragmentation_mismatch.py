@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.held_by_ranks import told
+from ckptlint.analysis.ranks.held_by_ranks import reported
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 
@@ -25,4 +25,4 @@ def fragmentation_mismatch(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         megatron.core.dist_checkpointing.mapping.ShardedTensor
     """
-    yield from told(ckpt)
+    yield from reported(ckpt)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.held_by_ranks import agree, holders, told
+from ckptlint.analysis.ranks.held_by_ranks import agree, holders, reported
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 
@@ -30,7 +30,7 @@ def reference_changed(ckpt: Checkpoint) -> Iterator[Finding]:
     assert ckpt.ranks is not None
     torn = {held.fqn for held in holders(ckpt.ranks) if not agree(ckpt.ranks, held.rows)}
     kept: dict[tuple[str | None, str], Finding] = {}
-    for finding in told(ckpt):  # a rank that holds no siblings takes for complete what others know to be partial
+    for finding in reported(ckpt):  # a rank that holds no siblings takes for complete what others know to be partial
         said = finding.at.fqn, finding.message
         first = kept.setdefault(said, finding)
         if (finding.severity or Severity.ERROR) > (first.severity or Severity.ERROR):

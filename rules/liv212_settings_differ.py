@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.held_by_ranks import told
+from ckptlint.analysis.ranks.held_by_ranks import reported
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 
@@ -22,4 +22,4 @@ def settings_differ(ckpt: Checkpoint) -> Iterator[Finding]:
     How to fix:
         Install one version everywhere; use the step or the path as the tag.
     """
-    yield from told(ckpt)
+    yield from reported(ckpt)

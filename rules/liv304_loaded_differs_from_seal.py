@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.analysis.ranks.held_by_ranks import told
+from ckptlint.analysis.ranks.held_by_ranks import reported
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 
@@ -26,4 +26,4 @@ def loaded_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
     See:
         ckptlint.live.check_loaded
     """
-    yield from told(ckpt, hint="run ckptlint --depth data on the folder: it compares the payload with the seal")
+    yield from reported(ckpt, hint="run ckptlint --depth data on the folder: it compares the payload with the seal")

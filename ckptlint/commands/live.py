@@ -46,5 +46,5 @@ def live(path: str, every_node: bool, digest: bool, settle: float, **options: An
             emit(report)
             code = report.exit_code
         finally:
-            job.tell(code)
+            job.send_exit_code(code)
     sys.exit(code)

@@ -59,7 +59,7 @@ def _run(rule: Rule, ckpt: Checkpoint, report: CheckpointReport) -> list[Problem
     try:
         if rule.whole and ckpt.partial:
             raise NotApplicable(ckpt.partial)
-        for finding in rule.check(_with_own_remarks(ckpt, rule), **rule.values):
+        for finding in rule.check(_with_rank_findings(ckpt, rule), **rule.values):
             severity = rule.severity if finding.severity is None else min(rule.severity, finding.severity)
             report.diagnostics.append(Diagnostic(rule, finding, severity))
         report.passed.append(rule.code)
@@ -84,8 +84,8 @@ def _run(rule: Rule, ckpt: Checkpoint, report: CheckpointReport) -> list[Problem
     return []
 
 
-def _with_own_remarks(ckpt: Checkpoint, rule: Rule) -> Checkpoint:
+def _with_rank_findings(ckpt: Checkpoint, rule: Rule) -> Checkpoint:
     """The checkpoint with what ranks found themselves under the code of the rule."""
-    remarks = ckpt.ranks.remarks if ckpt.ranks is not None else ()
-    own = tuple(remark for remark in remarks if remark.code == rule.code)
-    return replace(ckpt, remarks=own) if own else ckpt
+    findings = ckpt.ranks.findings if ckpt.ranks is not None else ()
+    own = tuple(finding for finding in findings if finding.code == rule.code)
+    return replace(ckpt, rank_findings=own) if own else ckpt

@@ -1,4 +1,4 @@
-"""Live mode: the verdict inside a running job, on what its ranks hold. docs/live.md tells how.
+"""Live mode: the verdict inside a running job, on what its ranks hold. See docs/live.md.
 
 This package is the only part of ckptlint that imports torch, and only once one of these names is used.
 """

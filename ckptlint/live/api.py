@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare import protocol
 from ckptlint.live.compare.gate import Gate
 from ckptlint.live.compare.group import GroupBroken, RankGroup, Solo, new_torch_group
-from ckptlint.model import RankTable, Remark
+from ckptlint.model import RankFinding, RankTable
 from ckptlint.model.text import named_ranks, plural, printable, shape_text
 from ckptlint.rule import Severity
 from ckptlint.seals.digests import Words
@@ -62,7 +62,7 @@ REFUSED = "Nothing was written."
 """Ends the text of an error that is raised before a save."""
 
 _TIMEOUT = 60.0
-_TAG_LIMIT = 1000  # characters of a tag that are told as they are; a store takes keys of megabytes badly
+_TAG_LIMIT = 1000  # characters of a tag that are shown as they are; a store takes keys of megabytes badly
 
 
 class LiveNotInstalled(CkptlintError):  # noqa: N818  what is the case
@@ -124,14 +124,14 @@ class Live:
         patterns = (*UNEQUAL, *ignore)
         wanted = _expected(expect)
         started = time.monotonic()
-        share = self._share(state_dict, name, digest, patterns, wanted, resolve_stateful)
-        share = _with_time(share, started)
+        local = self._input(state_dict, name, digest, patterns, wanted, resolve_stateful)
+        local = _with_time(local, started)
         path = f"state dict {name}".rstrip()
         if absence := self._absence(name, repeats or tag is None):
             return self._incomplete(path, absence, on_incomplete)
         try:
             self.group.begin(self.timeout)
-            outcome = protocol.exchange(self.group, share, self.memory, wanted)
+            outcome = protocol.exchange(self.group, local, self.memory, wanted)
         except GroupBroken as error:
             return self._incomplete(path, self.give_up(error), "warn")
         report = judge(outcome.table, path, outcome.seconds)
@@ -140,7 +140,7 @@ class Live:
             self.memory.salt += 1
             self.memory.reference = None
         if report.fails and on_error == "raise" and self._all_raise(name, repeats or tag is None):
-            raise LiveError(report, text_for(report, self.group.rank, REFUSED)) from share.error
+            raise LiveError(report, text_for(report, self.group.rank, REFUSED)) from local.error
         if self.group.rank == 0:
             if any(item.severity >= Severity.WARNING for item in report.diagnostics):
                 warnings.warn(as_text(report), stacklevel=3)
@@ -153,7 +153,7 @@ class Live:
         self.refusal = f"live mode is off for the rest of this job: {error}"
         return self.refusal
 
-    def _share(
+    def _input(
         self,
         state_dict: State,
         tag: str,
@@ -161,63 +161,37 @@ class Live:
         patterns: Sequence[str],
         expect: dict[str, tuple[Sequence[int] | None, str | None]] | None,
         resolve_stateful: bool,
-    ) -> protocol.Share:
+    ) -> protocol.RankInput:
         """The local phase: everything that can fail, before any other rank is waited for."""
         settings = _short_hash((protocol.VERSION, __version__, digest, patterns, expect, resolve_stateful))
         try:
-            from ckptlint.live.collect.extract import resolved
+            from ckptlint.live.collect.extract import extract, findings_of, resolved
 
             state = state_dict() if callable(state_dict) else state_dict
-            entries = list(resolved(state) if resolve_stateful else state.items())
+            state = dict(resolved(state)) if resolve_stateful else state
             with _uncollected():
-                share = self._read(entries, settings, patterns, expect, digest == "replicas")
-            return replace(share, tag=_short_hash(tag))
+                held = extract(state, resolve_stateful=False)
+                digests, has_digests, uncompared = _digests(held, patterns, with_contents=digest == "replicas")
+                rows = fp.records(held, digests, self.keys)
+                findings = findings_of(held, self.group.rank)
+                findings += _against(held, expect, self.group.rank) if expect else []
+                unlike = {finding.fqn for finding in findings}
+                rows.flawed[:] = [fqn in unlike for fqn in rows.fqns]
+            return protocol.RankInput(
+                rows,
+                tuple(findings),
+                settings,
+                _short_hash(tag),
+                has_digests=has_digests,
+                uncompared=uncompared,
+                contents=[item.data for item in held] if digest == "replicas" else (),
+            )
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             where = traceback.extract_tb(error.__traceback__)[-1:]
-            told = f"{text} ({Path(where[0].filename).name}:{where[0].lineno})" if where else text
+            reason = f"{text} ({Path(where[0].filename).name}:{where[0].lineno})" if where else text
             none = fp.records([], [], self.keys)
-            return protocol.Share(none, (), settings, _short_hash(tag), failure=told, error=error)
-
-    def _read(
-        self,
-        entries: Sequence[tuple[Any, Any]],
-        settings: int,
-        patterns: Sequence[str],
-        expect: Mapping[str, Any] | None,
-        with_contents: bool,
-    ) -> protocol.Share:
-        """What this rank holds: the rows of the last check with new digests, if only contents can have changed."""
-        from ckptlint.live.collect.extract import held_of, leaves, remarks_of
-        from ckptlint.live.collect.structure import read
-
-        found = leaves(entries)
-        structure, contents, known = read(found)
-        last, remarks = self.memory.healthy, []
-        is_unchanged = last is not None and last.settings == settings and _is_made_as(structure, last.origin)
-        if last is not None and is_unchanged:
-            rows, origin = last.rows, last.origin
-        else:
-            held = held_of(found, known)
-            rows = fp.records(held, [0] * len(held), self.keys)
-            remarks = remarks_of(held, self.group.rank)
-            remarks += _against(held, expect, self.group.rank) if expect else []
-            unlike = {remark.fqn for remark in remarks}
-            rows.flawed[:] = [fqn in unlike for fqn in rows.fqns]
-            origin = _Origin(structure, _to_compare(held, patterns) if with_contents else _Compared([], [], 0))
-        digests, has_digests, uncompared = _digests(rows.fqns, contents, origin.compared, patterns)
-        rows = replace(rows, digest=digests)
-        return protocol.Share(
-            rows,
-            tuple(remarks),
-            settings,
-            0,
-            has_digests=has_digests,
-            uncompared=uncompared,
-            origin=origin,
-            is_unchanged=is_unchanged,
-            contents=contents if with_contents else (),
-        )
+            return protocol.RankInput(none, (), settings, _short_hash(tag), failure=reason, error=error)
 
     def _absence(self, tag: str, repeats: bool) -> str:
         """Why the ranks cannot be compared; "" when all are here."""
@@ -238,8 +212,8 @@ class Live:
         return self.gate is None or self.gate.enter(f"raise/{tag}", self.timeout, repeats=repeats).go
 
     def _incomplete(self, path: str, text: str, how: OnError) -> Report:
-        remark = Remark(-1, "", "LIV211", text, voids="check")
-        report = judge(protocol.no_table(self.group.world, remark), path, 0.0)
+        finding = RankFinding(-1, "", "LIV211", text, voids="check")
+        report = judge(protocol.no_table(self.group.world, finding), path, 0.0)
         if how == "raise":
             raise LiveError(report, text_for(report, self.group.rank, REFUSED, self._first))
         warnings.warn(text_for(report, self.group.rank, first=self._first), stacklevel=4)
@@ -350,7 +324,7 @@ def check(
 
     Args:
         state_dict: what you give to the save.
-        tag: tells this check from all others of the job (the step, a path); the same on all ranks.
+        tag: distinguishes this check from all others of the job (the step, a path); the same on all ranks.
         digest: `replicas` compares the contents of copies too, `none` only shapes and offsets.
         on_error: on an error, raise LiveError on all ranks, or warn on rank 0. Of lesser findings rank 0 warns.
         on_incomplete: the same where ranks are missing.
@@ -450,33 +424,6 @@ def announce(world: int) -> None:
 # ---------------------------------------------------------------- the local phase
 
 
-class _Compared(NamedTuple):
-    """Which rows' contents are compared.
-
-    Attributes:
-        tensors, objects: numbers of rows.
-        left: how many rows were left out of those that other ranks may hold too.
-    """
-
-    tensors: list[int]
-    objects: list[int]
-    left: int
-
-
-class _Origin(NamedTuple):
-    """What the rows of a check were made of; `structure` is None where it cannot be told from others."""
-
-    structure: Any
-    compared: _Compared
-
-
-def _is_made_as(structure: Any, origin: _Origin) -> bool:
-    try:
-        return structure is not None and bool(structure == origin.structure)
-    except Exception:  # values that do not compare, arrays for offsets say: whether they are the same is not known
-        return False
-
-
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """Many small objects are made and dropped here: a search for cycles among them would be in vain."""
@@ -489,45 +436,36 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _is_unequal(patterns: Sequence[str]) -> Callable[[str], object]:
-    return re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or "(?!)").match
-
-
-def _to_compare(held: Sequence[Any], patterns: Sequence[str]) -> _Compared:
-    import torch
-
-    is_unequal = _is_unequal(patterns)
-    # what one rank alone holds has nothing to be compared with
-    shared = [i for i, item in enumerate(held) if item.copies != 1]
-    compared = [i for i in shared if is_unequal(held[i].fqn) is None]
-    tensors = [i for i in compared if held[i].kind == "tensor" and isinstance(held[i].data, torch.Tensor)]
-    objects = [i for i in compared if held[i].kind == "object"]
-    return _Compared(tensors, objects, len(shared) - len(compared))
-
-
-def _digests(
-    fqns: Sequence[str], contents: Sequence[Any], compared: _Compared, patterns: Sequence[str]
-) -> tuple[Words, bool, int]:
+def _digests(held: Sequence[Any], patterns: Sequence[str], with_contents: bool) -> tuple[Words, bool, int]:
     """uint64 [n], digest of each row's contents (0 for none); whether there was memory; how many are left out."""
     import torch
 
     from ckptlint.live.collect.tensor_digest import object_digest, word_digests
 
-    out, left = np.zeros(len(fqns), np.uint64), compared.left
-    data = [contents[i] for i in compared.tensors]
+    out = np.zeros(len(held), np.uint64)
+    if not with_contents:
+        return out, True, 0
+    is_unequal = re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or "(?!)").match
+    # what one rank alone holds has nothing to be compared with
+    shared = [i for i, item in enumerate(held) if item.copies != 1]
+    compared = [i for i in shared if is_unequal(held[i].fqn) is None]
+    tensors = [i for i in compared if held[i].kind == "tensor" and isinstance(held[i].data, torch.Tensor)]
+    left = len(shared) - len(compared)
+    data = [held[i].data for i in tensors]
     if any(tensor.is_cuda for tensor in data):
         torch.cuda.synchronize()  # other streams may still write what is about to be read
     try:
         found, known = word_digests(data)
     except torch.OutOfMemoryError:
         return out, False, left
-    out[compared.tensors] = np.where(known, np.maximum(found.view(np.uint64), np.uint64(1)), np.uint64(0))
+    out[tensors] = np.where(known, np.maximum(found.view(np.uint64), np.uint64(1)), np.uint64(0))
     left += int((~known).sum())
-    for i in compared.objects:
-        value = contents[i]
+    for i in compared:
+        if held[i].kind != "object":
+            continue
+        value = held[i].data
         if isinstance(value, argparse.Namespace):
-            is_unequal = _is_unequal(patterns)
-            value = {name: part for name, part in vars(value).items() if is_unequal(f"{fqns[i]}.{name}") is None}
+            value = {name: part for name, part in vars(value).items() if is_unequal(f"{held[i].fqn}.{name}") is None}
         digest = object_digest(value)
         out[i] = 0 if digest is None else digest or 1
         left += digest is None
@@ -545,20 +483,20 @@ def _expected(expect: Expect | None) -> dict[str, tuple[Sequence[int] | None, st
     return dict.fromkeys(sorted(expect), (None, None))
 
 
-def _against(held: Sequence[Any], expect: Mapping[str, Any], rank: int) -> list[Remark]:
+def _against(held: Sequence[Any], expect: Mapping[str, Any], rank: int) -> list[RankFinding]:
     """Rows that have another shape or dtype than expected."""
-    remarks = []
+    findings = []
     for item in held:
         shape, dtype = expect.get(item.fqn, (None, None))
         if (shape is not None and tuple(item.shape) != shape) or (dtype is not None and item.dtype != dtype):
             wanted = f"{dtype or item.dtype} {shape_text(item.shape if shape is None else shape)}"
             text = f"the shape or dtype{{of}} is {item.dtype} {shape_text(item.shape)}, not {wanted} as expected"
-            remarks.append(Remark(rank, item.fqn, "LIV208", text))
-    return remarks
+            findings.append(RankFinding(rank, item.fqn, "LIV208", text))
+    return findings
 
 
-def _with_time(share: protocol.Share, started: float) -> protocol.Share:
-    return replace(share, milliseconds=int((time.monotonic() - started) * 1000))
+def _with_time(local: protocol.RankInput, started: float) -> protocol.RankInput:
+    return replace(local, milliseconds=int((time.monotonic() - started) * 1000))
 
 
 def _name_of(tag: object) -> str:

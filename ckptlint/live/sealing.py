@@ -21,7 +21,7 @@ from ckptlint.live.compare import protocol
 from ckptlint.live.compare.group import GroupBroken
 from ckptlint.loaders.checkpoint import read_checkpoint
 from ckptlint.loaders.layouts import Found
-from ckptlint.model import Remark, Seal, SealEntry
+from ckptlint.model import RankFinding, Seal, SealEntry
 from ckptlint.model.layout import IntArray
 from ckptlint.rule import Severity
 from ckptlint.seals.digests import ALGORITHM, MASK, Words
@@ -97,7 +97,7 @@ class Pending:
         """Write the seal beside the `.metadata` of a finished checkpoint; rank 0 does so, and nothing is communicated.
 
         Args:
-            path: the folder that `.metadata` lies in, or the safetensors files.
+            path: the folder of `.metadata`, or the safetensors files.
 
         Returns:
             The file; None on other ranks, and where there is nothing to write (a warning says why).
@@ -177,7 +177,7 @@ def prepare_seal(
     rank: a callback of the save may call it.
 
     Args:
-        tag: tells this seal from all others of the job; the same on all ranks.
+        tag: distinguishes this seal from all others of the job; the same on all ranks.
         step: is written into the seal.
         ignore: patterns of keys that are not sealed, besides `api.UNEQUAL`.
         resolve_stateful: whether `state_dict()` of the values is called, as DCP does.
@@ -234,15 +234,15 @@ def check_loaded(
     outcome = _measured(live, state_dict, tag, (*api.UNEQUAL, *ignore), resolve_stateful)
     if isinstance(outcome, str):
         report = api.judge(
-            protocol.no_table(live.group.world, Remark(-1, "", "LIV211", outcome, voids="check")), name, 0.0
+            protocol.no_table(live.group.world, RankFinding(-1, "", "LIV211", outcome, voids="check")), name, 0.0
         )
     else:
         sums, found = outcome
         try:
-            remarks = _against(live, sums, Path(path))
+            findings = _against(live, sums, Path(path))
         except GroupBroken as error:
-            remarks = [Remark(-1, "", "LIV211", live.give_up(error), voids="check")]
-        table = replace(found.table, remarks=(*found.table.remarks, *remarks))
+            findings = [RankFinding(-1, "", "LIV211", live.give_up(error), voids="check")]
+        table = replace(found.table, findings=(*found.table.findings, *findings))
         report = api.judge(table, name, found.seconds)
     if report.fails and on_error == "raise" and live._all_raise(tag, True):
         raise api.LiveError(report, api.text_for(report, live.group.rank))
@@ -258,14 +258,14 @@ def _measured(
     live: api.Live, state_dict: Mapping[Any, Any], tag: str, patterns: Sequence[str], resolve_stateful: bool
 ) -> tuple[_Sums, protocol.Outcome] | str:
     """The sums over all ranks; why there are none, the same on all ranks that are here."""
-    rows, share = _local(live, state_dict, tag, patterns, resolve_stateful)
+    rows, local = _local(live, state_dict, tag, patterns, resolve_stateful)
     if absence := live._absence(tag, repeats=True):
         return absence
     # a memory of its own: this is no check that the next one is to be compared with
     memory = protocol.Memory(cells=live.memory.cells, salt=live.memory.salt)
     try:
         live.group.begin(live.timeout)
-        outcome = protocol.exchange(live.group, share, memory)
+        outcome = protocol.exchange(live.group, local, memory)
         report = api.judge(outcome.table, "state dict", 0.0)
         if report.is_incomplete:
             return "; ".join(item.title for item in report.diagnostics)
@@ -299,23 +299,23 @@ class _Rows:
 
 def _local(
     live: api.Live, state_dict: Mapping[Any, Any], tag: str, patterns: Sequence[str], resolve_stateful: bool
-) -> tuple[_Rows, protocol.Share]:
+) -> tuple[_Rows, protocol.RankInput]:
     """The local phase: everything that can fail, before any other rank is waited for."""
     settings = api._short_hash((protocol.VERSION, __version__, ALGORITHM, patterns, resolve_stateful))
     try:
-        from ckptlint.live.collect.extract import extract, remarks_of
+        from ckptlint.live.collect.extract import extract, findings_of
 
         held = extract(state_dict, resolve_stateful=resolve_stateful)
         records = fp.records(held, [0] * len(held), live.keys)
-        remarks = remarks_of(held, live.group.rank)
-        unlike = {remark.fqn for remark in remarks}
+        findings = findings_of(held, live.group.rank)
+        unlike = {finding.fqn for finding in findings}
         records.flawed[:] = [fqn in unlike for fqn in records.fqns]
         rows = _rows(held, _short_seeds(records), patterns)
-        return rows, protocol.Share(records, tuple(remarks), settings, api._short_hash(tag))
+        return rows, protocol.RankInput(records, tuple(findings), settings, api._short_hash(tag))
     except Exception as error:
         none = fp.records([], [], live.keys)
         text = f"{type(error).__name__}: {error}"
-        return _rows([], [], ()), protocol.Share(none, (), settings, api._short_hash(tag), failure=text)
+        return _rows([], [], ()), protocol.RankInput(none, (), settings, api._short_hash(tag), failure=text)
 
 
 def _rows(held: Sequence[Any], seeds: list[int], patterns: Sequence[str]) -> _Rows:
@@ -369,8 +369,8 @@ def _summed(live: api.Live, rows: _Rows, key: Words, salt: int, torn: frozenset[
 # ---------------------------------------------------------------- comparing with a seal
 
 
-def _against(live: api.Live, sums: _Sums, path: Path) -> list[Remark]:
-    """What the seal says of the sums; rank 0 reads it, and the others are told what it says of their keys."""
+def _against(live: api.Live, sums: _Sums, path: Path) -> list[RankFinding]:
+    """What the seal says of the sums: rank 0 reads it and sends the others what it says of their keys."""
     count = len(sums.key)
     words = np.zeros(_TEXT_WORDS + 1 + 3 * count, np.int64)
     names: list[str] = [""] * count
@@ -379,7 +379,7 @@ def _against(live: api.Live, sums: _Sums, path: Path) -> list[Remark]:
     words = live.group.broadcast(words, 0)
     text = words[:_TEXT_WORDS].tobytes().rstrip(b"\0").decode("utf-8", "ignore")
     if text:
-        return [Remark(-1, "", "LIV211", f"nothing was compared with the seal: {text}", voids="check")]
+        return [RankFinding(-1, "", "LIV211", f"nothing was compared with the seal: {text}", voids="check")]
     left = Counter({"not in the state": int(words[_TEXT_WORDS])})
     volumes, digests, seeds = words[_TEXT_WORDS + 1 :].reshape(3, count)
     different: dict[int, int] = {}
@@ -393,14 +393,14 @@ def _against(live: api.Live, sums: _Sums, path: Path) -> list[Remark]:
             left[_OWNERS] += 1
         elif digest != int(digests[row]) & MASK:
             different[row] = digest
-    remarks = [
-        Remark(
+    findings = [
+        RankFinding(
             -1, "", "LIV213", f"{number:,} key{'s were' if number > 1 else ' was'} not compared with the seal: {why}"
         )
         for why, number in left.items()
         if number
     ]
-    return remarks + (_differing(live, sums, names, digests, different) if different else [])
+    return findings + (_differing(live, sums, names, digests, different) if different else [])
 
 
 def _fill(words: IntArray, sums: _Sums, path: Path) -> list[str]:
@@ -409,15 +409,15 @@ def _fill(words: IntArray, sums: _Sums, path: Path) -> list[str]:
     try:
         folder = LocalFolder(path)
         sealed = read_seal(folder)
-        told = f"there is no {SEAL} in {path}" if sealed is None else misfit_of(sealed, metadata_hash(folder))
+        reason = f"there is no {SEAL} in {path}" if sealed is None else misfit_of(sealed, metadata_hash(folder))
     except UnreadableError as error:
-        sealed, told = None, f"{SEAL} {error}"
+        sealed, reason = None, f"{SEAL} {error}"
     except CkptlintError as error:
-        sealed, told = None, str(error)
+        sealed, reason = None, str(error)
     except Exception as error:  # the other ranks wait for this one
-        sealed, told = None, f"{type(error).__name__}: {error}"
-    if told or sealed is None:
-        data = told.encode("utf-8", "backslashreplace")[: 8 * _TEXT_WORDS].ljust(8 * _TEXT_WORDS, b"\0")
+        sealed, reason = None, f"{type(error).__name__}: {error}"
+    if reason or sealed is None:
+        data = reason.encode("utf-8", "backslashreplace")[: 8 * _TEXT_WORDS].ljust(8 * _TEXT_WORDS, b"\0")
         words[:_TEXT_WORDS] = np.frombuffer(data, np.int64)
         return names
     volumes, digests, seeds = words[_TEXT_WORDS + 1 :].reshape(3, len(sums.key))
@@ -435,8 +435,8 @@ def _fill(words: IntArray, sums: _Sums, path: Path) -> list[str]:
 
 def _differing(
     live: api.Live, sums: _Sums, names: Sequence[str], sealed: IntArray, different: Mapping[int, int]
-) -> list[Remark]:
-    """One remark for each rank that holds a key whose values differ; names and holders are told to all.
+) -> list[RankFinding]:
+    """One finding for each rank that holds a key whose values differ; all ranks learn its name and holders.
 
     Args:
         different: row -> the digest of what was loaded; the same on all ranks.
@@ -446,14 +446,14 @@ def _differing(
     text = "\n".join(names[row] for row in rows).encode("utf-8", "backslashreplace")
     length = int(live.group.broadcast(np.array([len(text)], np.int64), 0)[0])
     padded = np.frombuffer(text[:length].ljust(-(-length // 8) * 8, b"\0"), np.int64)
-    told = live.group.broadcast(padded, 0).tobytes()[:length].decode().split("\n")
-    remarks = []
-    for place, (row, fqn) in enumerate(zip(rows, told, strict=True)):
+    differing = live.group.broadcast(padded, 0).tobytes()[:length].decode().split("\n")
+    findings = []
+    for place, (row, fqn) in enumerate(zip(rows, differing, strict=True)):
         sentence = f"the loaded values{{of}} are not those that the job sealed: digest {different[row]:016x}, "
         sentence += f"sealed {int(sealed[row]) & MASK:016x}"
-        remarks += [Remark(rank, fqn, "LIV304", sentence) for rank in np.flatnonzero(holds[:, place]).tolist()]
+        findings += [RankFinding(rank, fqn, "LIV304", sentence) for rank in np.flatnonzero(holds[:, place]).tolist()]
     if more := len(different) - len(rows):
-        remarks.append(
-            Remark(-1, "", "LIV304", f"the loaded values of {more:,} more keys are not those that the job sealed")
+        findings.append(
+            RankFinding(-1, "", "LIV304", f"the loaded values of {more:,} more keys are not those that the job sealed")
         )
-    return remarks
+    return findings

@@ -28,7 +28,7 @@ from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import named_ranks, plural, printable
 from ckptlint.payload.integrity import INTEGRITY
-from ckptlint.payload.parts import ShareResult, join
+from ckptlint.payload.parts import PartialRead, join
 from ckptlint.payload.reader import Reader
 from ckptlint.payload.reading import Reading
 from ckptlint.sandbox import one_budget
@@ -74,7 +74,7 @@ class Job:
         """Threads for reading: the processors of the node shared out over its ranks."""
         return max(1, min(8, (os.cpu_count() or 1) // self.nodes))
 
-    def tell(self, code: int) -> None:
+    def send_exit_code(self, code: int) -> None:
         """Give the exit code to the ranks that wait for it in `source`."""
         if self._waits and self.rank == 0 and self.group.world > 1:
             self.group.begin(_PATIENCE)
@@ -110,15 +110,15 @@ class Job:
         if view.problems:
             # each sees something else: the reading cannot be shared
             if self.rank == 0:
-                for found in view.found or [_raised(view.told)]:
+                for found in view.found or [_raised(view.reason)]:
                     ckpt = open_checkpoint(found, depth.looks_at_files)
                     yield found, replace(ckpt, problems=[*ckpt.problems, *view.problems])
             return
-        if view.told:
-            raise NothingToCheckError(view.told)
+        if view.reason:
+            raise NothingToCheckError(view.reason)
         for found in view.found:
-            reader, part, told = self._read(found, depth, reading)
-            self._agree(told, part is not None, 0 if reader is None else int(reader.ckpt.records.byte_length.sum()))
+            reader, part, reason = self._read(found, depth, reading)
+            self._agree(reason, part is not None, 0 if reader is None else int(reader.ckpt.records.byte_length.sum()))
             assert reader is not None
             if part is None:
                 ckpt = reader.ckpt
@@ -134,7 +134,7 @@ class Job:
     @one_budget()
     def _read(
         self, found: Found, depth: Depth, reading: Reading | None
-    ) -> tuple[Reader | None, ShareResult | None, str]:
+    ) -> tuple[Reader | None, PartialRead | None, str]:
         """This rank's part of a checkpoint; and why it has none, when it failed."""
         try:
             ckpt, folder = open_checkpoint(found, depth.looks_at_files), found.folder
@@ -174,10 +174,10 @@ class Job:
         files = json.loads(self._texts(json.dumps(view.sizes).encode() if self.rank == 0 else b"")[0])
         sizes = {name: size for name, size in view.sizes.items() if files.get(name, -1) != size}
         sizes |= dict.fromkeys(files.keys() - view.sizes.keys(), -1)
-        seen = {name: [view.hashes[name], view.told] for name in names}
+        seen = {name: [view.hashes[name], view.reason] for name in names}
         odd = dict(sorted(sizes.items())[:_SHOWN])
-        told = self._texts(json.dumps([socket.gethostname(), seen, odd, len(sizes)]).encode())
-        answers = [json.loads(text) for text in told]
+        texts = self._texts(json.dumps([socket.gethostname(), seen, odd, len(sizes)]).encode())
+        answers = [json.loads(text) for text in texts]
         hosts = [answer[0] for answer in answers]
         problems = []
         for name in names:
@@ -200,24 +200,24 @@ class Job:
 
     # ------------------------------------------------------------ words between ranks
 
-    def _agree(self, told: str, has_part: bool, size: int) -> None:
+    def _agree(self, reason: str, has_part: bool, size: int) -> None:
         """Meet the other ranks after reading.
 
         Raises:
             AccessError: one of them failed; the sentence of the lowest, on all ranks.
         """
         self.group.begin(_PATIENCE + size / _SLOWEST)
-        words = [self.group.world - self.rank if told else 0, has_part, not has_part]
+        words = [self.group.world - self.rank if reason else 0, has_part, not has_part]
         failed, some, others = self.group.reduce(np.array(words, np.int64), "max").tolist()
         if failed:
-            texts = self._texts(told.encode("utf-8", "backslashreplace"))
+            texts = self._texts(reason.encode("utf-8", "backslashreplace"))
             first = self.group.world - failed
             text = printable(texts[first].decode("utf-8", "replace"))
             raise AccessError(text if self.group.world == 1 else f"rank {first}: {text}")
         if some and others:
             raise AccessError("only some ranks could read the metadata")
 
-    def _gathered(self, part: ShareResult) -> list[ShareResult]:
+    def _gathered(self, part: PartialRead) -> list[PartialRead]:
         """The parts of all ranks, on rank 0: they come from processes of this job alone."""
         if self.group.world == 1:
             return [part]
@@ -273,14 +273,14 @@ class View:
 
     Attributes:
         found: the checkpoints.
-        told: why there are none, "" when there are.
+        reason: why there are none, "" when there are.
         hashes: name -> 56 bits of what is seen, -1 for nothing: the path, the metadata files, the listing.
         sizes: file -> bytes; names of all folders together.
         problems: in what the ranks differ.
     """
 
     found: list[Found]
-    told: str
+    reason: str
     hashes: dict[str, int]
     sizes: dict[str, int]
     problems: tuple[Problem, ...] = ()
@@ -317,8 +317,8 @@ def _short(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "little")
 
 
-def _raised(told: str) -> Found:
-    raise AccessError(f"other ranks see a checkpoint, rank 0 does not: {told}")
+def _raised(reason: str) -> Found:
+    raise AccessError(f"other ranks see a checkpoint, rank 0 does not: {reason}")
 
 
 def _listed(differing: Mapping[str, int], count: int, files: Mapping[str, int]) -> str:
@@ -368,7 +368,7 @@ def _forget_pages(folder: Folder, ckpt: Checkpoint, share: IntArray) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _conflicts(ckpt: Checkpoint, parts: Sequence[ShareResult]) -> list[Problem]:
+def _conflicts(ckpt: Checkpoint, parts: Sequence[PartialRead]) -> list[Problem]:
     """Records that two nodes read, and of which they did not read the same."""
     first: dict[int, tuple[Any, ...]] = {}
     rows: dict[int, set[int]] = {}

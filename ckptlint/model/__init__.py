@@ -16,7 +16,7 @@ from ckptlint.model.checkpoint import (
 from ckptlint.model.files import FILE_STATES, FileState, FileTable, StoredFile
 from ckptlint.model.payload import Damage, PayloadTable, RecordContent, RecordState, empty_payload
 from ckptlint.model.ranks.files import Misfit, RankFile, RankFileSet, Statement, StorageTable
-from ckptlint.model.ranks.job import RankTable, Remark
+from ckptlint.model.ranks.job import RankFinding, RankTable
 from ckptlint.model.ranks.plans import SavePlans
 from ckptlint.model.reference import AxisSize, Declared, ModelConfig, Reference, ReferenceKind, Seal, SealEntry
 from ckptlint.model.tensors import (
@@ -57,13 +57,13 @@ __all__ = [
     "ProblemKind",
     "RankFile",
     "RankFileSet",
+    "RankFinding",
     "RankTable",
     "RecordContent",
     "RecordState",
     "RecordTable",
     "Reference",
     "ReferenceKind",
-    "Remark",
     "RunFolder",
     "SavePlans",
     "Seal",

@@ -14,7 +14,7 @@ from ckptlint.model.files import FileTable
 from ckptlint.model.lost_files import LostFiles
 from ckptlint.model.payload import PayloadTable
 from ckptlint.model.ranks.files import RankFileSet, StorageTable
-from ckptlint.model.ranks.job import RankTable, Remark
+from ckptlint.model.ranks.job import RankFinding, RankTable
 from ckptlint.model.ranks.plans import SavePlans
 from ckptlint.model.reference import AxisSize, Declared, ModelConfig, Reference, Seal
 from ckptlint.model.tensors import ByteObject, ObjectTable, RecordTable, Tensor, empty_objects, empty_records
@@ -245,7 +245,7 @@ class Checkpoint:
         ranks: what the ranks of a running job hold; None for files.
         rank_files: the files of a checkpoint that is a set of torch files; None elsewhere.
         storages: in which storages of torch's archives the records lie; None where they are records of another kind.
-        remarks: what the ranks found themselves and the rule that runs has to tell; the engine hands each its own.
+        rank_findings: what the ranks found themselves for the rule that runs; the engine gives each rule its own.
         facts: what was worked out about it (`fact`).
     """
 
@@ -286,7 +286,7 @@ class Checkpoint:
     ranks: RankTable | None = None
     rank_files: RankFileSet | None = None
     storages: StorageTable | None = None
-    remarks: tuple[Remark, ...] = ()
+    rank_findings: tuple[RankFinding, ...] = ()
     facts: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __repr__(self) -> str:

@@ -30,7 +30,7 @@ _NAMED = 4
 
 
 @dataclass(slots=True, eq=False)
-class ShareResult:
+class PartialRead:
     """What one process saw of its share of the records.
 
     Attributes:
@@ -104,7 +104,7 @@ class Contents:
 # ---------------------------------------------------------------- joining
 
 
-def join(folder: Folder, ckpt: Checkpoint, how: Reading, parts: Sequence[ShareResult]) -> Checkpoint:
+def join(folder: Folder, ckpt: Checkpoint, how: Reading, parts: Sequence[PartialRead]) -> Checkpoint:
     """The checkpoint with what the parts saw; where two read one record, what the first saw.
 
     Raises:
@@ -130,7 +130,7 @@ def join(folder: Folder, ckpt: Checkpoint, how: Reading, parts: Sequence[ShareRe
 
 
 def _merged(
-    count: int, how: Reading, parts: Sequence[ShareResult]
+    count: int, how: Reading, parts: Sequence[PartialRead]
 ) -> tuple[PayloadTable, dict[int, Decoded], dict[int, list[tuple[int, UnreadableError]]]]:
     """The table of all parts, what the `data.pkl`s are by the number of their content, and what is broken by file."""
     is_whole = len(parts) == 1 and len(parts[0].rows) == count

@@ -22,7 +22,7 @@ from ckptlint.payload.archives.members import member_starts, members_and_views, 
 from ckptlint.payload.archives.record_headers import AlikeRecords, ArchiveMember, Headers, RecordPlace, read_headers
 from ckptlint.payload.archives.whole import compare_archives
 from ckptlint.payload.integrity import compare_others, differs, recorded_sums
-from ckptlint.payload.parts import EXAMINED, Contents, ShareResult, by_content, join, zero_bytes
+from ckptlint.payload.parts import EXAMINED, Contents, PartialRead, by_content, join, zero_bytes
 from ckptlint.payload.reading import Reading, hashes_of
 from ckptlint.payload.records import by_file, file_sizes, is_bare, needed_bytes, path_of
 from ckptlint.payload.safetensors_blob import read_blob
@@ -77,7 +77,7 @@ class Reader:
         self.folder, self.ckpt, self.how, self.leads = folder, ckpt, how, leads
         count = len(ckpt.records)
         rows = np.arange(count) if share is None else share
-        self.result = ShareResult(rows, empty_payload(count, how.depth), np.zeros(count, np.int64))
+        self.result = PartialRead(rows, empty_payload(count, how.depth), np.zeros(count, np.int64))
         self.contents = Contents()
         self.needed, self.is_tensor = needed_bytes(ckpt)
         self.members: dict[int, list[Members]] = {}  # in each reading of a file
@@ -86,7 +86,7 @@ class Reader:
         self.chunks: dict[int, tuple[Tensor, int]] = {}
         self.meter = Meter()
 
-    def part(self) -> ShareResult:
+    def part(self) -> PartialRead:
         """Read the share.
 
         Raises:

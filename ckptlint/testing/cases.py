@@ -24,7 +24,7 @@ from ckptlint.lint.selection import ignorable
 from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.reference import read_reference
-from ckptlint.model import Checkpoint, Problem, RankTable, Reference, Remark
+from ckptlint.model import Checkpoint, Problem, RankFinding, RankTable, Reference
 from ckptlint.payload.reader import read_payload
 from ckptlint.payload.reading import default_reading, with_reference
 from ckptlint.rule import Finding, Rule, Severity
@@ -53,7 +53,7 @@ class Case:
     @property
     def is_live(self) -> bool:
         """Whether it is about what the ranks of a job hold, not about files."""
-        return bool(self.table.keys() & {"held", "remarks"})
+        return bool(self.table.keys() & {"held", "rank_findings"})
 
 
 _KEYS = frozenset(
@@ -87,7 +87,7 @@ _KEYS = frozenset(
         "raw",
         "reference",
         "reference_config",
-        "remarks",
+        "rank_findings",
         "root",
         "safetensors",
         "says",
@@ -159,7 +159,7 @@ def open_case(case: Case, folder: Path, depth: Depth = Depth.FILES) -> Checkpoin
 
 
 def held_by_ranks(table: Mapping[str, Any]) -> Checkpoint:
-    """The `held` chunks and the `remarks` of a case, as live mode hands them to the rules."""
+    """The `held` chunks and the `rank_findings` of a case, as live mode hands them to the rules."""
     rows = [
         ({"dtype": "float32", "replica": 0, "copies": 0, "digest": 0, "view": 0} | item, rank)
         for item in table.get("held", ())
@@ -194,7 +194,7 @@ def held_by_ranks(table: Mapping[str, Any]) -> Checkpoint:
         strict=column((item.get("writer") == "mcore" for item, _ in rows), bool),
         digest=column(item["digest"] for item, _ in rows),
         view=column(item["view"] for item, _ in rows),
-        remarks=tuple(Remark(**{"rank": -1, "fqn": ""} | remark) for remark in table.get("remarks", ())),
+        findings=tuple(RankFinding(**{"rank": -1, "fqn": ""} | found) for found in table.get("rank_findings", ())),
     )
     return as_checkpoint(ranks, "state dict")
 

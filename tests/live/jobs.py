@@ -117,7 +117,7 @@ def _rank(
     for other in answers:
         other.close()  # or the end of that rank would be seen at the end of this one
     os.setpgid(0, 0)
-    # a forked process has no threads to share work with; accelerate would ask for some, unless told
+    # a forked process has no threads to share work with; accelerate asks for some by default
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), OMP_NUM_THREADS="1")
     torch.set_num_threads(1)
     try:

@@ -195,7 +195,7 @@ def test_order_length_and_sign_of_zero_are_seen() -> None:
     assert len(set(words(*values, *zeros))) == len(values) + len(zeros)
 
 
-def test_what_has_no_digest_is_told() -> None:
+def test_what_has_no_digest_is_known() -> None:
     class Wrapper(torch.Tensor):
         """A subclass that holds another tensor."""
 

@@ -252,7 +252,7 @@ def test_an_empty_shard_is_no_fault(as_rank: Callable[[int], None]) -> None:
 def test_before_torch_213_a_strided_shard_lies_where_torch_says(
     as_rank: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What older versions mean by it is not told from the placements; here torch 2.13 answers in their place."""
+    """The placements do not say what older versions mean by it; here torch 2.13 answers in their place."""
     monkeypatch.setattr(compat, "_STRIDED", False)
     as_rank(9)
     placements = [Shard(0), _StridedShard(0, split_factor=2)]

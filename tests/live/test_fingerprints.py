@@ -47,7 +47,7 @@ def words(rows: list[Held]) -> Any:
 
 
 def is_even(shape: tuple[int, ...], boxes: list[Any]) -> bool:
-    """Whether every cell of the tensor lies in m boxes and none outside does, m being the boxes at the origin.
+    """Whether every cell of the tensor is in m boxes and none outside does, m being the boxes at the origin.
 
     The cells are counted one by one, but those that no edge of a box parts count as one.
     """

@@ -166,7 +166,7 @@ def test_every_rank_ends_with_the_code_of_the_report(saved: Path, tmp_path: Path
     assert [code for code, _, _ in answers] == [2, 2]
 
 
-def test_nodes_that_see_other_files_are_told_apart(saved: Path) -> None:
+def test_nodes_that_see_other_files_are_named(saved: Path) -> None:
     root = saved.parent.parent
     for rank in ("1", "2"):
         shutil.copytree(saved, root / rank / "ckpt")
@@ -178,10 +178,10 @@ def test_nodes_that_see_other_files_are_told_apart(saved: Path) -> None:
     answers = ended(started(3, arguments, EACH_ITS_OWN))
     assert [code for code, _, _ in answers] == [1, 1, 1]
     (part,) = json.loads(answers[0][1])["checkpoints"]
-    told = {item["file"]: item for item in part["findings"] if item["code"] == "LIV301"}
-    assert told.keys() == {".metadata", "the listing"}
-    assert told[".metadata"]["message"] == "rank 1 sees a different .metadata from rank 0"
-    assert told["the listing"]["message"] == "ranks 1-2 see different files from rank 0"
+    differing = {item["file"]: item for item in part["findings"] if item["code"] == "LIV301"}
+    assert differing.keys() == {".metadata", "the listing"}
+    assert differing[".metadata"]["message"] == "rank 1 sees a different .metadata from rank 0"
+    assert differing["the listing"]["message"] == "ranks 1-2 see different files from rank 0"
 
 
 def test_settle_waits_until_all_see_the_same(saved: Path) -> None:

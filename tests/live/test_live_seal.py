@@ -147,7 +147,7 @@ def test_another_layout_loads_what_was_sealed(tmp_path: Path, sealed: Path) -> N
         except live.LiveError as error:
             reports.append(error.report)
         dist.barrier()
-        return [(told(report), report.exit_code) for report in reports]
+        return [(reported(report), report.exit_code) for report in reports]
 
     answers = run_ranks(job)
     assert all(answer == answers[0] for answer in answers)
@@ -159,7 +159,7 @@ def test_another_layout_loads_what_was_sealed(tmp_path: Path, sealed: Path) -> N
     assert bad_code == 1 and raised == (bad, 1)
 
 
-def told(report: Any) -> list[tuple[str, str | None, str, str]]:
+def reported(report: Any) -> list[tuple[str, str | None, str, str]]:
     return [(item.code, item.fqn, item.finding.at.label, item.title) for item in report.diagnostics]
 
 
@@ -189,7 +189,7 @@ def test_a_seal_that_cannot_be_used_is_no_pass(fault: str, sentence: str, tmp_pa
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             report = live.check_loaded(held, tmp_path)
-        return told(report), report.exit_code
+        return reported(report), report.exit_code
 
     answers = run_ranks(job)
     assert all(answer == answers[0] for answer in answers)

@@ -112,7 +112,7 @@ def sound(ckpt: Checkpoint) -> Checkpoint:
 
 
 def _flawed(table: RankTable) -> set[str]:
-    return {remark.fqn for remark in table.remarks if remark.voids == "chunks"}
+    return {finding.fqn for finding in table.findings if finding.voids == "chunks"}
 
 
 def ranks_of(table: RankTable, rows: Iterable[int]) -> str:
@@ -153,11 +153,11 @@ def versions(table: RankTable, cell: HeldCell, groups: Sequence[IntArray], noun:
     return tuple(note for note in (*notes, ("values", difference)) if note[1])
 
 
-def told(ckpt: Checkpoint, hint: str = "") -> Iterator[Finding]:
+def reported(ckpt: Checkpoint, hint: str = "") -> Iterator[Finding]:
     """What the ranks found themselves for the rule that runs: one finding for each sentence, with who said it."""
     by_text: dict[tuple[str, str, str], set[int]] = {}
-    for remark in ckpt.remarks:
-        by_text.setdefault((remark.fqn, remark.text, remark.level), set()).add(remark.rank)
+    for finding in ckpt.rank_findings:
+        by_text.setdefault((finding.fqn, finding.text, finding.level), set()).add(finding.rank)
     for (fqn, text, level), said in sorted(by_text.items()):
         who = "" if -1 in said else named_ranks(said)
         yield Finding(
@@ -195,7 +195,7 @@ def as_checkpoint(table: RankTable, path: str) -> Checkpoint:
         files=FileTable.of(
             StoredFile(f"rank {rank}", None, None, "unchecked", True) for rank in range(table.world_size)
         ),
-        readable=not any(remark.voids == "check" for remark in table.remarks),
+        readable=not any(finding.voids == "check" for finding in table.findings),
         metadata_file="state dict",
         ranks=table,
     )

@@ -15,8 +15,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -32,33 +30,6 @@ def is_known(placement: Any) -> bool:
     if placement.is_replicate() or placement.is_partial():
         return True
     return hasattr(placement, "dim") and (_STRIDED or not hasattr(placement, "split_factor"))
-
-
-def is_fixed(placement: Any) -> bool:
-    """Whether a placement is one of torch's own and no pending sum: such never change, and equal ones cut alike."""
-    is_own = type(placement).__module__.startswith("torch.distributed.")
-    return is_own and is_known(placement) and not placement.is_partial()
-
-
-@cache
-def is_dtensor(kind: type) -> bool:
-    """Whether all objects of a class are DTensors, which have slots for these attributes."""
-    return issubclass(kind, torch.Tensor) and all(hasattr(kind, name) for name in ("_local_tensor", "_spec"))
-
-
-_ORDER = ("_spec.shard_order",) if _VERSION >= (2, 10) else ()
-
-spec_of = attrgetter(
-    "_spec.placements", "_spec.tensor_meta.shape", "_local_tensor.shape", "_local_tensor.dtype", *_ORDER
-)
-"""What a DTensor says of where it lies, but for its mesh."""
-
-
-def place_in(mesh: Any) -> tuple[Any, ...]:
-    """The mesh, its shape, the place of this rank (None outside), and the order of its dims where it declares one."""
-    coordinate, order = mesh.get_coordinate(), getattr(mesh, "_shard_order", None)
-    shape = tuple(mesh.shape)
-    return mesh, shape, None if coordinate is None else tuple(coordinate), None if order is None else tuple(order)
 
 
 def shard_order(spec: Any) -> tuple[int, ...] | None:

@@ -1,7 +1,7 @@
 """What this rank holds of a state dict: chunks and objects, and what is wrong with them without asking other ranks.
 
-Nothing here communicates: attributes are read, and the chunk lists that tensors carry are asked for. Kinds are told by
-attributes, never by imports of the libraries that define them.
+Nothing here communicates: attributes are read, and the chunk lists that tensors carry are asked for. Attributes decide
+what a value is, never imports of the libraries that define it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from ckptlint.analysis.inventory import MOMENTS, optimizer_parts, split_state
 from ckptlint.live.collect import compat
-from ckptlint.model import Remark
+from ckptlint.model import RankFinding
 from ckptlint.model.layout import Box
 from ckptlint.model.text import shape_text
 from ckptlint.vocabulary import placements as layout
@@ -40,10 +40,10 @@ class Problem(NamedTuple):
 
 Shape = tuple[int, ...]
 
-Leaf = tuple[tuple[Any, ...], Any]
+_Leaf = tuple[tuple[Any, ...], Any]
 """The path of a value in the state dict, and the value."""
 
-Kind = Literal[
+_Kind = Literal[
     "object",
     "plain_tensor",
     "dtensor",
@@ -53,7 +53,7 @@ Kind = Literal[
     "sharded_tensor",
     "chunk_list",
 ]
-"""Which attributes of a value tell what it is; the keys of `READERS`."""
+"""What a value is, by its attributes; the keys of `_READERS`."""
 
 _Box = tuple[Shape, Shape]
 """Offsets and sizes."""
@@ -117,7 +117,7 @@ class _Part:
     order: tuple[int, ...] | None
 
 
-Parts = dict[object, tuple[Any, "_Part | None"]]
+_Parts = dict[object, tuple[Any, "_Part | None"]]
 """By mesh, placements and shape; the mesh is kept so that no other one gets its id."""
 
 
@@ -128,25 +128,15 @@ def extract(state_dict: Mapping[Any, Any], *, resolve_stateful: bool = True) -> 
         state_dict: what would be given to `torch.distributed.checkpoint.save` or to Megatron-Core's `save`.
         resolve_stateful: whether `state_dict()` of top-level values that are Stateful is called, as DCP does.
     """
-    return held_of(leaves(resolved(state_dict) if resolve_stateful else state_dict.items()), {})
-
-
-def held_of(found: Sequence[Leaf], known: Mapping[int, list[Held]]) -> list[Held]:
-    """All chunks and objects of these values, in their order.
-
-    Args:
-        found: what `leaves` gave.
-        known: what was already read of some of them, by number.
-    """
     held: list[Held] = []
     paths: dict[str, tuple[Any, ...]] = {}
-    parts: Parts = {}
+    parts: _Parts = {}
+    found: list[_Leaf] = []
     with torch.no_grad():
-        for number, (path, value) in enumerate(found):
-            fqn = fqn_of(path)
-            items = known.get(number)
-            if items is None:
-                items = READERS[kind_of(value)](fqn, value, parts)
+        _walk((), resolved(state_dict) if resolve_stateful else state_dict.items(), found)
+        for path, value in found:
+            fqn = ".".join(map(str, path))
+            items = _READERS[_kind(value)](fqn, value, parts)
             if items and items[0].writer != "mcore" and (first := paths.setdefault(fqn, path)) is not path:
                 clash = _problem("LIV108", f"two entries have the same key: {_path(first)} and {_path(path)}")
                 items = [item._replace(problems=(*item.problems, clash)) for item in items]
@@ -155,11 +145,6 @@ def held_of(found: Sequence[Leaf], known: Mapping[int, list[Held]]) -> list[Held
 
 
 # ---------------------------------------------------------------- the walk
-
-
-def fqn_of(path: tuple[Any, ...]) -> str:
-    """The name under which DCP saves what lies at a path."""
-    return ".".join(map(str, path))
 
 
 def resolved(state_dict: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
@@ -172,25 +157,18 @@ def resolved(state_dict: Mapping[Any, Any]) -> Iterator[tuple[Any, Any]]:
         yield key, value.state_dict() if _has(value, ("state_dict", "load_state_dict")) else value
 
 
-def leaves(entries: Iterable[tuple[Any, Any]]) -> list[Leaf]:
-    """The values that are saved, with their paths.
+def _walk(path: tuple[Any, ...], entries: Iterable[tuple[Any, Any]], found: list[_Leaf]) -> None:
+    """Add the values that are saved.
 
     Source:
         torch 2.13 torch.distributed.checkpoint._traverse.traverse_state_dict: mappings always, lists that hold a tensor
         or a mapping, no tuples.
     """
-    found: list[Leaf] = []
-    with torch.no_grad():
-        _walk((), entries, found)
-    return found
-
-
-def _walk(path: tuple[Any, ...], entries: Iterable[tuple[Any, Any]], found: list[Leaf]) -> None:
     for key, value in entries:
         _leaves((*path, key), value, found)
 
 
-def _leaves(path: tuple[Any, ...], value: Any, found: list[Leaf]) -> None:
+def _leaves(path: tuple[Any, ...], value: Any, found: list[_Leaf]) -> None:
     if type(value) in _LEAVES or isinstance(value, torch.Tensor):
         found.append((path, value))
     elif isinstance(value, Mapping):
@@ -229,7 +207,7 @@ def _path(path: tuple[Any, ...]) -> str:
 # ---------------------------------------------------------------- kinds
 
 
-def kind_of(value: Any) -> Kind:
+def _kind(value: Any) -> _Kind:
     """How a value of a state dict is to be read."""
     if type(value) in _LEAVES:
         return "object"
@@ -396,7 +374,7 @@ def _several(item: Held, boxes: list[_Box]) -> list[Held]:
 # ---------------------------------------------------------------- DTensor
 
 
-def _dtensor(fqn: str, value: Any, parts: Parts) -> list[Held]:
+def _dtensor(fqn: str, value: Any, parts: _Parts) -> list[Held]:
     """The chunks of a DTensor on this rank, as DCP would write them.
 
     Source:
@@ -459,7 +437,7 @@ def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
 
 
 def _overridden(fqn: str, value: Any, part: _Part) -> list[Held]:
-    """The chunks of a DTensor whose local tensor says itself where it lies (Megatron-FSDP, LocalShardsWrapper)."""
+    """The chunks of a DTensor whose local tensor states its own place (Megatron-FSDP, LocalShardsWrapper)."""
     local = value._local_tensor
     placed = [(part.offsets, part.sizes)]
     read = _chunks(local) if hasattr(local, "__create_chunk_list__") else placed
@@ -504,7 +482,7 @@ def _boxes(boxes: list[_Box]) -> str:
     return " ".join(str(Box(*box)) for box in boxes[:3]) + " ..." * (len(boxes) > 3) or "nothing"
 
 
-READERS: dict[Kind, Callable[[str, Any, Parts], list[Held]]] = {
+_READERS: dict[_Kind, Callable[[str, Any, _Parts], list[Held]]] = {
     "object": lambda fqn, value, _: [_plain_object(fqn, value)],
     "plain_tensor": lambda fqn, value, _: [_plain_tensor(fqn, value)],
     "dtensor": _dtensor,
@@ -520,10 +498,10 @@ READERS: dict[Kind, Callable[[str, Any, Parts], list[Held]]] = {
 # ---------------------------------------------------------------- problems
 
 
-def remarks_of(held: Iterable[Held], rank: int) -> list[Remark]:
-    """The problems of what a rank holds, as it tells them to the others."""
+def findings_of(held: Iterable[Held], rank: int) -> list[RankFinding]:
+    """The problems of what a rank holds, as findings for the other ranks."""
     return [
-        Remark(rank, item.fqn, problem.code, problem.text, voids="chunks" if problem.voids else "")
+        RankFinding(rank, item.fqn, problem.code, problem.text, voids="chunks" if problem.voids else "")
         for item in held
         for problem in item.problems
     ]

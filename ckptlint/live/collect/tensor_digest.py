@@ -1,4 +1,4 @@
-"""Digests of tensors, where they lie: those of `ckptlint.seals.digests` bit by bit, and of their bytes; CPU and CUDA.
+"""Digests of tensors on their own device (CPU, CUDA): those of `ckptlint.seals.digests` bit by bit, and of their bytes.
 
 Eager torch operations on int64, whose products and sums wrap. Blocks are bounded, so that all scratch together stays
 below 64 MiB; nothing draws random numbers, records gradients or waits for the device before the results are fetched.

@@ -21,7 +21,7 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 
 
 def first_difference(group: RankGroup, holders: tuple[int, int], mine: Any, box: Box | None) -> str:
-    """Where the copies of two ranks differ first in row-major order, and their values; "" when it cannot be told.
+    """Where the copies of two ranks differ first in row-major order, and their values; "" when unknown.
 
     Args:
         holders: the two ranks.

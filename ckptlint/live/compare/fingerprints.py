@@ -1,4 +1,4 @@
-"""Numbers that tell, once summed over all ranks, under which keys the ranks do not fit together.
+"""Numbers that show, once summed over all ranks, under which keys the ranks do not fit together.
 
 They only choose what to look at: a finding comes from the exact comparison of the records of a bad bucket, so chance
 may hide a fault (2^-40 or less) and never makes one up. All words are unsigned modulo 2^64.
@@ -94,7 +94,7 @@ def hashed(text: str | bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
-def records(held: Sequence[Held], digests: Sequence[int], keys: dict[str, int]) -> Records:
+def records(held: Sequence[Held], digests: Sequence[int] | Words, keys: dict[str, int]) -> Records:
     """Columns of what was extracted.
 
     Args:
@@ -167,7 +167,7 @@ def marks(rows: Records, with_contents: bool) -> Marks:
         chunk = np.where(rows.ndim > axis, place, chunk)
     digest = rows.digest if with_contents else np.zeros_like(rows.digest)
     meta = np.where(rows.view != 0, mix(seed ^ rows.view), seed)
-    return Marks(seed, meta, chunk, _content(chunk, digest))
+    return Marks(seed, meta, chunk, mix(chunk ^ mix(digest)))
 
 
 def tiling(rows: Records, marks: Marks) -> Words:
@@ -193,7 +193,7 @@ def tiling(rows: Records, marks: Marks) -> Words:
     np.add.at(words[0], bucket[written], measure[written])
     np.add.at(words[1], bucket[rows.flawed], np.uint64(1))
     known = rows.is_live & (rows.copies > 1)
-    weight = _weight(rows.copies.astype(np.uint64), rows.replica == 0)
+    weight = np.where(rows.replica == 0, np.uint64(1) - rows.copies.astype(np.uint64), np.uint64(1))
     np.add.at(words[2], bucket[known], (marks.content * weight)[known])
     return words
 
@@ -210,10 +210,9 @@ class Entries:
     """What this rank puts into the table.
 
     Attributes:
-        key: uint64 [k], 44 bits of a hash; the last one tells chunks (1) from keys (0).
+        key: uint64 [k], 44 bits of a hash; the last one is 1 for a chunk, 0 for a key.
         value: uint64 [k], what all holders must share.
-        mains: uint64 [k], 1 for a declared owner; of a chunk whose owner nobody declares a number of this rank's own,
-            from which the weight of its contents comes when only they are compared again.
+        mains: uint64 [k], 1 for a declared owner.
         wants_owner: bool [k], whether exactly one owner must be among the holders.
         row: int64 [k], the row of the records.
     """
@@ -225,7 +224,7 @@ class Entries:
     row: IntArray
 
 
-def entries(rows: Records, marks: Marks, salt: int, rank: int) -> tuple[Entries, Entries]:
+def entries(rows: Records, marks: Marks, salt: int) -> tuple[Entries, Entries]:
     """One entry for each key held here, and one for each chunk that an unknown number of other ranks holds too."""
     declared = rows.replica >= 0
     _, first = np.unique(rows.key, return_index=True)
@@ -240,71 +239,11 @@ def entries(rows: Records, marks: Marks, salt: int, rank: int) -> tuple[Entries,
     by_chunk = Entries(
         _short(marks.chunk[at], salt, 1),
         marks.content[at],
-        np.where(declared, rows.replica == 0, mix(marks.chunk ^ mix(np.array([rank], np.uint64))))[at],
+        (rows.replica[at] == 0).astype(np.uint64),
         declared[at],
         at,
     )
     return by_key, by_chunk
-
-
-# ---------------------------------------------------------------- contents once more
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Copies:
-    """The rows of this rank of which other ranks hold a copy, once all of them were found to agree.
-
-    Attributes:
-        row: int64 [c], of the records.
-        bucket: int64 [c]; chunk: uint64 [c], mark of its place.
-        weight: uint64 [c]; over the holders of one chunk they add up to 0, so equal contents cancel.
-    """
-
-    row: IntArray
-    bucket: IntArray
-    chunk: Words
-    weight: Words
-
-
-def copies(rows: Records, marks: Marks, by_chunk: Entries, peeled: Peeled) -> Copies | None:
-    """What is left to compare of a state in which all ranks agree, when only its contents have changed since.
-
-    None where the table lacks a chunk of this rank, which two keys of one number can bring about.
-
-    Args:
-        peeled: all entries of all ranks.
-    """
-    weight = np.zeros(len(rows), np.uint64)
-    known = rows.is_live & (rows.copies > 1)
-    weight[known] = _weight(rows.copies[known].astype(np.uint64), rows.replica[known] == 0)
-    if not np.isin(by_chunk.key, peeled.key).all():
-        return None
-    place = np.searchsorted(peeled.key, by_chunk.key)
-    count, mains = peeled.count[place], peeled.mains[place]
-    undeclared = count * by_chunk.mains - mains
-    weight[by_chunk.row] = np.where(by_chunk.wants_owner, _weight(count, by_chunk.mains == 1), undeclared)
-    row = np.flatnonzero(weight)
-    return Copies(row, rows.bucket[row], marks.chunk[row], weight[row])
-
-
-def _weight(count: Words, is_main: BoolArray) -> Words:
-    """The written copy counts against the others."""
-    return np.where(is_main, np.uint64(1) - count, np.uint64(1))
-
-
-def contents(copies: Copies, digest: Words) -> Words:
-    """uint64 [BUCKETS], words that are 0 once summed over all ranks where all copies are equal.
-
-    Args:
-        digest: uint64 [n], of the contents of all rows of this rank.
-    """
-    words = np.zeros(BUCKETS, np.uint64)
-    np.add.at(words, copies.bucket, copies.weight * _content(copies.chunk, digest[copies.row]))
-    return words
-
-
-def _content(chunk: Words, digest: Words) -> Words:
-    return mix(chunk ^ mix(digest))
 
 
 def _short(key: Words, salt: int, family: int) -> Words:

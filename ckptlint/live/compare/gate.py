@@ -35,7 +35,7 @@ class Gate:
 
     Attributes:
         store: the rendezvous store; `set, get, add, check, compare_set` are used.
-        name: tells this gate's keys from those of others.
+        name: keeps this gate's keys apart from those of others.
     """
 
     store: Any
@@ -50,7 +50,7 @@ class Gate:
         Args:
             tag: the same on all ranks; what they are about to check.
             timeout: seconds to wait for the others.
-            veto: why this rank may not go on; all ranks are then told so.
+            veto: why this rank may not go on; all ranks then get it as the reason.
             repeats: whether the tag comes again and again (a path that is overwritten). The rank then joins the first
                 attempt that was not decided yet, so one that skipped a check is back in step after waiting once.
         """
@@ -70,8 +70,8 @@ class Gate:
         value = bytes(self.store.get(decision))
         if value == _GO:
             return Passage(True)
-        told = json.loads(value)
-        return Passage(False, tuple(told["absent"]), told["reason"])
+        refusal = json.loads(value)
+        return Passage(False, tuple(refusal["absent"]), refusal["reason"])
 
     def _base(self, tag: str, attempt: int) -> str:
         return f"ckptlint/{self.name}/{tag}/{attempt}"

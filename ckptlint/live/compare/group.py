@@ -84,7 +84,7 @@ class TorchGroup:
 
     Args:
         group: what `new_group` returned.
-        device: where its tensors lie, as the backend wants it.
+        device: where its tensors are, as the backend wants it.
     """
 
     def __init__(self, group: Any, device: Any) -> None:

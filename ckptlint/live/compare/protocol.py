@@ -1,15 +1,12 @@
 """Which collectives a check runs, in which order, and what goes in: the schedule depends on reduced values alone.
 
-    S0   MAX of 12 words                  failures, settings, sizes, whether anything but contents changed
-    S0b  SUM of BUCKETS                   where nothing did on any rank since a check that found nothing: the contents
-                                          of copies, if there are any; where all are equal the check ends here
+    S0   MAX of 9 words                   failures, settings, sizes
     S1   SUM of 3 * BUCKETS + table       the fingerprints; the table again and larger when it overflowed
     S1b  MAX of BUCKETS                   what each holder makes of the table; a healthy check ends here
     S2   MAX of sizes, one gather         only for bad buckets: their records, which every rank then compares
     S3   a few broadcasts of digests      only for copies that differ: where they do so first
 
-Everything that can fail has happened before: its failure is a word of S0. A rank on which nothing changed brings the
-rows of the last check with new digests, so that one on which something did can send all of them on to S1.
+Everything that can fail has happened before: its failure is a word of S0.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from ckptlint.analysis.step_change import changes as step_changes
 from ckptlint.live.compare import fingerprints as fp
 from ckptlint.live.compare.difference import first_difference
 from ckptlint.live.compare.group import RankGroup
-from ckptlint.model import RankTable, Remark
+from ckptlint.model import RankFinding, RankTable
 from ckptlint.model.layout import IntArray
 from ckptlint.model.text import plural, printable
 from ckptlint.seals.digests import Words
@@ -36,7 +33,7 @@ from ckptlint.seals.digests import Words
 if TYPE_CHECKING:
     from ckptlint.live.collect.extract import Held
 
-VERSION = 3
+VERSION = 4
 """Of the words on the wire: ranks of different versions do not compare."""
 
 GATHER_LIMIT = 2**28
@@ -47,62 +44,40 @@ _NAMED = 64
 _ROW_WORDS = 9
 _SHIFT_LIMIT = 20
 _COMPARED = 8  # kinds of copies that differ of which one each is looked into
-_NEVER = 2**62
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankInput:
     """What one rank brings to a check.
 
     Attributes:
         rows: what it holds.
-        remarks: what it found by itself.
+        findings: what it found by itself.
         settings: 56-bit hash of all that must be the same on all ranks.
         tag: 56-bit hash of what is checked.
         failure: why this rank could not bring anything; "" normally.
         has_digests: whether contents could be hashed.
         uncompared: how many contents were left out on purpose.
         milliseconds: that making it took.
-        origin: what the rows were made of, which the next check compares with its own; None when it cannot.
-        is_unchanged: whether the rows are those of `Memory.healthy` but for the digests.
         contents: what each row holds; empty where contents are not compared.
-        error: what `failure` tells of.
+        error: what `failure` describes.
     """
 
     rows: fp.Records
-    remarks: tuple[Remark, ...]
+    findings: tuple[RankFinding, ...]
     settings: int
     tag: int
     failure: str = ""
     has_digests: bool = True
     uncompared: int = 0
     milliseconds: int = 0
-    origin: Any = None
-    is_unchanged: bool = False
     contents: Sequence[Any] = ()
     error: BaseException | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Healthy:
-    """The last check, when no rank found anything in it and all copies were compared.
-
-    Attributes:
-        settings, rows, origin: of what this rank brought.
-        copies: what is left to compare if only contents have changed since.
-        common: the keys that any rank holds.
-    """
-
-    settings: int
-    rows: fp.Records
-    origin: Any
-    copies: fp.Copies
-    common: fp.Peeled
-
-
 @dataclass(slots=True)
 class Memory:
-    """What a job remembers from check to check, the same on all ranks but for `own` and what `healthy` holds.
+    """What a job remembers from check to check, the same on all ranks but for `own`.
 
     Attributes:
         cells: of the table, as many as the last check needed.
@@ -111,7 +86,6 @@ class Memory:
         turn: number of checks so far; chooses the sample.
         reference: the keys of the last check; None when not known.
         own: what this rank held in it.
-        healthy: None unless the last check found nothing, which all ranks know.
     """
 
     cells: int = fp.LEAST_CELLS
@@ -120,7 +94,6 @@ class Memory:
     turn: int = 0
     reference: fp.Peeled | None = None
     own: tuple[fp.Records, fp.Entries] | None = None
-    healthy: Healthy | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -128,7 +101,7 @@ class Outcome:
     """What all ranks know after a check; the same on all of them.
 
     Attributes:
-        table: the records of suspicious keys, and all remarks.
+        table: the records of suspicious keys, and all findings.
         common: the keys that any rank holds; None when not all came out of the table.
         seconds: that the slowest rank took for its own part.
     """
@@ -138,7 +111,7 @@ class Outcome:
     seconds: float
 
 
-def exchange(group: RankGroup, share: Share, memory: Memory, expect: Mapping[str, Any] | None = None) -> Outcome:
+def exchange(group: RankGroup, local: RankInput, memory: Memory, expect: Mapping[str, Any] | None = None) -> Outcome:
     """Run the collectives of one check.
 
     Args:
@@ -147,81 +120,63 @@ def exchange(group: RankGroup, share: Share, memory: Memory, expect: Mapping[str
     Raises:
         GroupBroken: a collective did not finish in time.
     """
-    last, memory.healthy = memory.healthy, None
-    opening = _opening(group, share, last, memory.turn)
-    seconds = int(opening[8]) / 1000
+    opening = _opening(group, local)
+    seconds = int(opening[7]) / 1000
     if opening[0]:
         failed = group.world - int(opening[0])
-        text = f"rank {failed} could not read its own state: {_told(group, share.failure, failed)}"
-        return Outcome(_table(group.world, 0, [], (Remark(failed, "", "LIV210", text, voids="check"),)), None, seconds)
-    if differ := [name for name, at in (("settings", 3), ("tags", 5)) if opening[at] != -opening[at + 1]]:
+        text = f"rank {failed} could not read its own state: {_sentence(group, local.failure, failed)}"
+        return Outcome(
+            _table(group.world, 0, [], (RankFinding(failed, "", "LIV210", text, voids="check"),)), None, seconds
+        )
+    if differ := [name for name, at in (("settings", 2), ("tags", 4)) if opening[at] != -opening[at + 1]]:
         text = f"nothing was compared: the {' and '.join(differ)} of this check differ between ranks"
-        return Outcome(_table(group.world, 0, [], (Remark(-1, "", "LIV212", text, voids="check"),)), None, seconds)
-    has_digests, uncompared = not opening[7], int(opening[9])
-    if last is not None and opening[10] == -opening[11] and has_digests:
-        contents = _signed(fp.contents(last.copies, share.rows.digest))
-        if not opening[1] or not group.reduce(contents, "sum").any():
-            memory.turn += 1
-            memory.healthy = last
-            told = tuple(_reservations(has_digests, uncompared, 0, 0))
-            return Outcome(_table(group.world, len(last.common.key), [], told), last.common, seconds)
-
-    marks = fp.marks(share.rows, has_digests)
-    by_key, by_chunk = fp.entries(share.rows, marks, memory.salt, group.rank)
-    words, peeled = _fingerprints(group, fp.tiling(share.rows, marks), by_key, by_chunk, memory)
+        return Outcome(_table(group.world, 0, [], (RankFinding(-1, "", "LIV212", text, voids="check"),)), None, seconds)
+    has_digests, uncompared = not opening[6], int(opening[8])
+    marks = fp.marks(local.rows, has_digests)
+    by_key, by_chunk = fp.entries(local.rows, marks, memory.salt)
+    words, peeled = _fingerprints(group, fp.tiling(local.rows, marks), by_key, by_chunk, memory)
     suspicious = np.zeros(fp.BUCKETS, np.int64)
-    bucket = share.rows.bucket
-    suspicious[bucket[fp.torn(share.rows, marks)]] = 1
+    bucket = local.rows.bucket
+    suspicious[bucket[fp.torn(local.rows, marks)]] = 1
     for part in (by_key, by_chunk):
         suspicious[bucket[part.row[fp.disagreeing(part, peeled)]]] = 1
     bad = (words != 0).any(axis=0) | (group.reduce(suspicious, "max") > 0)
 
     common = None if peeled.unresolved else fp.keys_of(peeled)
-    remarks = _reservations(has_digests, uncompared, memory.shift, peeled.unresolved)
-    is_changed, changes = _changes(share.rows, by_key, common, memory, expect)
+    findings = _reservations(has_digests, uncompared, memory.shift, peeled.unresolved)
+    is_changed, changes = _changes(local.rows, by_key, common, memory, expect)
     parts: list[_Part] = []
     if bad.any() or is_changed:
-        parts, left = _gathered(group, share, changes, np.flatnonzero(bad), int(opening[2]))
+        parts, left = _gathered(group, local, changes, np.flatnonzero(bad), int(opening[1]))
         if left:
-            remarks.append(_reserve(f"{left:,} more groups of keys look wrong: too many to compare in one check"))
+            findings.append(_reserve(f"{left:,} more groups of keys look wrong: too many to compare in one check"))
     memory.turn += 1
-    memory.reference, memory.own = common, (share.rows, by_key)
-    if has_digests and common is not None and not (memory.shift or bad.any() or is_changed):
-        copies = fp.copies(share.rows, marks, by_chunk, peeled)
-        if copies is not None:
-            memory.healthy = Healthy(share.settings, share.rows, share.origin, copies, common)
+    memory.reference, memory.own = common, (local.rows, by_key)
     count = 0 if common is None else len(common.key)
-    table = _table(group.world, count, parts, tuple(remarks))
-    return Outcome(replace(table, differences=_differences(group, share, table)), common, seconds)
+    table = _table(group.world, count, parts, tuple(findings))
+    return Outcome(replace(table, differences=_differences(group, local, table)), common, seconds)
 
 
-def _opening(group: RankGroup, share: Share, last: Healthy | None, turn: int) -> IntArray:
-    """S0, twelve words.
+def _opening(group: RankGroup, local: RankInput) -> IntArray:
+    """S0, nine words.
 
-    The lowest rank that failed, contents to compare with copies, axes, settings and tag both ways, no digests, time,
-    contents left out, and both ways the check since which nothing but contents changed: equal on all ranks, or on some
-    rank something did.
+    The lowest rank that failed, axes, settings and tag both ways, no digests, time, contents left out.
     """
-    since = turn if share.is_unchanged else None
-    compared = share.rows.digest[last.copies.row] if last is not None and share.is_unchanged else share.rows.digest[:0]
     words = [
-        group.world - group.rank if share.failure else 0,
-        np.count_nonzero(compared),
-        share.rows.offsets.shape[1],
-        share.settings,
-        -share.settings,
-        share.tag,
-        -share.tag,
-        not share.has_digests,
-        share.milliseconds,
-        share.uncompared,
-        _NEVER if since is None else since,
-        _NEVER if since is None else -since,
+        group.world - group.rank if local.failure else 0,
+        local.rows.offsets.shape[1],
+        local.settings,
+        -local.settings,
+        local.tag,
+        -local.tag,
+        not local.has_digests,
+        local.milliseconds,
+        local.uncompared,
     ]
     return group.reduce(np.array(words, np.int64), "max")
 
 
-def _told(group: RankGroup, text: str, source: int) -> str:
+def _sentence(group: RankGroup, text: str, source: int) -> str:
     """The text of one rank, on all ranks."""
     data = text.encode("utf-8", "backslashreplace")[:_TEXT_LIMIT].ljust(_TEXT_LIMIT, b"\0")
     words = group.broadcast(np.frombuffer(data, np.int64), source)
@@ -256,24 +211,24 @@ def _signed(words: Words) -> IntArray:
     return words.view(np.int64)
 
 
-def _reservations(has_digests: bool, uncompared: int, shift: int, unresolved: int) -> list[Remark]:
+def _reservations(has_digests: bool, uncompared: int, shift: int, unresolved: int) -> list[RankFinding]:
     """What this check did not compare."""
-    remarks = []
+    findings = []
     if not has_digests:
-        remarks.append(_reserve("contents were not compared: a rank ran out of memory for their digests"))
+        findings.append(_reserve("contents were not compared: a rank ran out of memory for their digests"))
     elif uncompared:
-        remarks.append(_reserve(f"the contents of up to {plural(uncompared, 'value')} per rank were not compared"))
+        findings.append(_reserve(f"the contents of up to {plural(uncompared, 'value')} per rank were not compared"))
     if shift:
-        remarks.append(
+        findings.append(
             _reserve(f"this check compared one chunk in {2**shift:,} with its copies; later checks take others")
         )
     if unresolved:
-        remarks.append(_reserve("the holders of some keys were not compared: there are too many keys for one check"))
-    return remarks
+        findings.append(_reserve("the holders of some keys were not compared: there are too many keys for one check"))
+    return findings
 
 
-def _reserve(text: str) -> Remark:
-    return Remark(-1, "", "LIV213", text)
+def _reserve(text: str) -> RankFinding:
+    return RankFinding(-1, "", "LIV213", text)
 
 
 # ---------------------------------------------------------------- S2: the records of suspicious keys
@@ -281,24 +236,24 @@ def _reserve(text: str) -> Remark:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """What one rank sent: names, dtypes and remarks, and its rows as words."""
+    """What one rank sent: names, dtypes and findings, and its rows as words."""
 
     rank: int
     fqns: list[str]
     dtypes: list[str]
-    remarks: list[Remark]
+    findings: list[RankFinding]
     rows: IntArray
 
 
 def _gathered(
-    group: RankGroup, share: Share, changes: Sequence[Remark], bad: IntArray, width: int
+    group: RankGroup, local: RankInput, changes: Sequence[RankFinding], bad: IntArray, width: int
 ) -> tuple[list[_Part], int]:
     """The records in bad buckets of all ranks, and how many buckets had to be left out."""
-    by_fqn: dict[str, list[Remark]] = {}
-    for remark in share.remarks:
-        by_fqn.setdefault(remark.fqn, []).append(remark)
-    mine = [np.flatnonzero(share.rows.bucket == bucket) for bucket in bad.tolist()]
-    texts = [_text(share.rows, rows, by_fqn) for rows in mine] + [_line([], [], changes[:_NAMED])]
+    by_fqn: dict[str, list[RankFinding]] = {}
+    for finding in local.findings:
+        by_fqn.setdefault(finding.fqn, []).append(finding)
+    mine = [np.flatnonzero(local.rows.bucket == bucket) for bucket in bad.tolist()]
+    texts = [_text(local.rows, rows, by_fqn) for rows in mine] + [_line([], [], changes[:_NAMED])]
     counts = np.array([len(rows) for rows in mine] + [0], np.int64)
     sizes = group.reduce(np.concatenate([counts, np.array([len(text) for text in texts], np.int64)]), "max")
     row_words = _ROW_WORDS + 3 * width
@@ -308,7 +263,7 @@ def _gathered(
     taken = max(1, int(fits.sum())) if len(bad) else 0
     chosen = [*range(taken), len(bad)]
     data = b"".join(texts[i] for i in chosen)
-    rows = np.concatenate([np.zeros((0, row_words), np.int64), *(_words(share.rows, at, width) for at in mine[:taken])])
+    rows = np.concatenate([np.zeros((0, row_words), np.int64), *(_words(local.rows, at, width) for at in mine[:taken])])
     room_rows, room_text = int(sizes[chosen].sum()), int(sizes[[i + len(texts) for i in chosen]].sum())
     buffer = np.zeros(2 + room_rows * row_words + -(-room_text // 8), np.int64)
     buffer[:2] = len(rows), len(data)
@@ -322,16 +277,18 @@ def _gathered(
     return parts, len(bad) - taken
 
 
-def _text(rows: fp.Records, at: IntArray, by_fqn: Mapping[str, list[Remark]]) -> bytes:
-    """Names, dtypes and remarks of a bucket, in the order in which `_words` counts on."""
+def _text(rows: fp.Records, at: IntArray, by_fqn: Mapping[str, list[RankFinding]]) -> bytes:
+    """Names, dtypes and findings of a bucket, in the order in which `_words` counts on."""
     fqns = [rows.fqns[i] for i in at.tolist()]
-    remarks = [remark for fqn in dict.fromkeys(fqns) for remark in by_fqn.get(fqn, ())]
-    return _line(fqns, [rows.dtypes[i] for i in at.tolist()], remarks)
+    findings = [finding for fqn in dict.fromkeys(fqns) for finding in by_fqn.get(fqn, ())]
+    return _line(fqns, [rows.dtypes[i] for i in at.tolist()], findings)
 
 
-def _line(fqns: list[str], dtypes: list[str], remarks: Sequence[Remark]) -> bytes:
-    told = [[remark.rank, remark.fqn, remark.code, remark.text, remark.level, remark.voids] for remark in remarks]
-    return (json.dumps([fqns, dtypes, told]) + "\n").encode() if fqns or told else b""
+def _line(fqns: list[str], dtypes: list[str], findings: Sequence[RankFinding]) -> bytes:
+    sent = [
+        [finding.rank, finding.fqn, finding.code, finding.text, finding.level, finding.voids] for finding in findings
+    ]
+    return (json.dumps([fqns, dtypes, sent]) + "\n").encode() if fqns or sent else b""
 
 
 def _words(rows: fp.Records, at: IntArray, width: int) -> IntArray:
@@ -349,21 +306,21 @@ def _words(rows: fp.Records, at: IntArray, width: int) -> IntArray:
 def _part(rank: int, rows: IntArray, text: bytes) -> _Part:
     fqns: list[str] = []
     dtypes: list[str] = []
-    remarks: list[Remark] = []
+    findings: list[RankFinding] = []
     for line in text.splitlines():
-        names, kinds, told = json.loads(line)
+        names, kinds, sent = json.loads(line)
         fqns += map(printable, names)
         dtypes += kinds
-        remarks += [
-            Remark(who, printable(fqn), code, printable(sentence), level, voids)
-            for who, fqn, code, sentence, level, voids in told
+        findings += [
+            RankFinding(who, printable(fqn), code, printable(sentence), level, voids)
+            for who, fqn, code, sentence, level, voids in sent
         ]
-    return _Part(rank, fqns, dtypes, remarks, rows)
+    return _Part(rank, fqns, dtypes, findings, rows)
 
 
-def no_table(world: int, *remarks: Remark) -> RankTable:
+def no_table(world: int, *findings: RankFinding) -> RankTable:
     """A table without rows, for a check that compared nothing."""
-    return _table(world, 0, [], remarks)
+    return _table(world, 0, [], findings)
 
 
 def table_of(held: Sequence[Sequence[Held]]) -> RankTable:
@@ -377,7 +334,7 @@ def table_of(held: Sequence[Sequence[Held]]) -> RankTable:
     return _table(len(held), 0, parts, ())
 
 
-def _table(world: int, keys: int, parts: Sequence[_Part], remarks: tuple[Remark, ...]) -> RankTable:
+def _table(world: int, keys: int, parts: Sequence[_Part], findings: tuple[RankFinding, ...]) -> RankTable:
     fqns = sorted({fqn for part in parts for fqn in part.fqns})
     dtypes = sorted({dtype for part in parts for dtype in part.dtypes} - {""})
     place = {fqn: i for i, fqn in enumerate(fqns)}
@@ -403,14 +360,14 @@ def _table(world: int, keys: int, parts: Sequence[_Part], remarks: tuple[Remark,
         strict=rows[:, 4].astype(bool),
         digest=rows[:, 5],
         view=rows[:, 6],
-        remarks=(*remarks, *dict.fromkeys(remark for part in parts for remark in part.remarks)),
+        findings=(*findings, *dict.fromkeys(finding for part in parts for finding in part.findings)),
     )
 
 
 # ---------------------------------------------------------------- S3: where copies differ
 
 
-def _differences(group: RankGroup, share: Share, table: RankTable) -> dict[tuple[str, str], str]:
+def _differences(group: RankGroup, local: RankInput, table: RankTable) -> dict[tuple[str, str], str]:
     """Where the copies of a chunk differ first, for one chunk of each split of the ranks."""
     found: dict[tuple[str, str], str] = {}
     looked: set[str] = set()
@@ -422,19 +379,19 @@ def _differences(group: RankGroup, share: Share, table: RankTable) -> dict[tuple
         looked.add(split)
         one, other = sorted(int(table.rank[rows[0]]) for rows in groups)[:2]
         is_object = bool(table.is_object[cell.rows[0]])
-        mine = _held_at(share, cell) if group.rank in (one, other) else None
+        mine = _held_at(local, cell) if group.rank in (one, other) else None
         found[cell.fqn, str(cell.box)] = first_difference(group, (one, other), mine, None if is_object else cell.box)
     return found
 
 
-def _held_at(share: Share, cell: HeldCell) -> Any:
+def _held_at(local: RankInput, cell: HeldCell) -> Any:
     """What this rank holds of a chunk."""
-    rows, width = share.rows, len(cell.box.sizes)
-    for i, fqn in enumerate(rows.fqns if share.contents else ()):
+    rows, width = local.rows, len(cell.box.sizes)
+    for i, fqn in enumerate(rows.fqns if local.contents else ()):
         if fqn == cell.fqn or printable(fqn) == cell.fqn:
             place = tuple(rows.offsets[i, :width].tolist()), tuple(rows.sizes[i, :width].tolist())
             if place == (cell.box.offsets, cell.box.sizes):
-                return share.contents[i]
+                return local.contents[i]
     return None
 
 
@@ -447,7 +404,7 @@ def _changes(
     common: fp.Peeled | None,
     memory: Memory,
     expect: Mapping[str, Any] | None,
-) -> tuple[bool, list[Remark]]:
+) -> tuple[bool, list[RankFinding]]:
     """Whether the keys are not those expected, or of the last check, and what this rank can say about it.
 
     Another state dict than in the last check is no change of it: half of its keys must be there again.
@@ -459,11 +416,11 @@ def _changes(
         is_here = np.isin(wanted, common.key)
         gone = [fqn for fqn, here in zip(expect, is_here, strict=True) if not here]
         new = _named(rows, by_key, common.key[~np.isin(common.key, wanted)])
-        remarks = [Remark(-1, fqn, "LIV208", "no rank holds any part{of}, which you expect") for fqn in gone]
-        remarks += [
-            Remark(-1, fqn, "LIV208", f"{what}{{of}} is not among the expected keys") for fqn, what in new.items()
+        findings = [RankFinding(-1, fqn, "LIV208", "no rank holds any part{of}, which you expect") for fqn in gone]
+        findings += [
+            RankFinding(-1, fqn, "LIV208", f"{what}{{of}} is not among the expected keys") for fqn, what in new.items()
         ]
-        return not is_here.all() or len(common.key) > len(wanted), remarks
+        return not is_here.all() or len(common.key) > len(wanted), findings
     before = memory.reference
     if before is None or memory.own is None or not len(before.key):
         return False, []
@@ -481,13 +438,13 @@ def _changes(
     # what went to another rank, or came from one, stays
     was = {fqn: what for fqn, what in (held | held_before).items() if fqn not in came}
     now = {fqn: what for fqn, what in (held_before | held).items() if fqn not in lost}
-    remarks = []
+    findings = []
     for change in step_changes(was, now):
-        told = {"gone": lost, "new": came}.get(change.kind, other)
+        concerned = {"gone": lost, "new": came}.get(change.kind, other)
         level: Literal["info", "warning"] = "warning" if change.is_partial and change.kind != "new" else "info"
         text = change.sentence("held by any rank now", "the state of the last check")
-        remarks += [Remark(-1, fqn, "LIV208", text, level) for fqn in change.fqns if fqn in told]
-    return True, remarks
+        findings += [RankFinding(-1, fqn, "LIV208", text, level) for fqn in change.fqns if fqn in concerned]
+    return True, findings
 
 
 def _named(rows: fp.Records, by_key: fp.Entries, numbers: Words) -> dict[str, Holding]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptlint.errors import CheckpointError
 from ckptlint.live import api
-from ckptlint.live.collect.extract import Held, extract, remarks_of, resolved
+from ckptlint.live.collect.extract import Held, extract, findings_of, resolved
 from ckptlint.live.compare import protocol
 from ckptlint.model import RankTable
 from ckptlint.model.text import named_ranks
@@ -67,7 +67,7 @@ def _checked(original: Callable[..., Any], options: Mapping[str, Any], by_torch:
             return original(state_dict, **arguments)
         writer = arguments.get("storage_writer")
         path = arguments.get("checkpoint_id") or getattr(writer, "path", "")
-        # made within the check, which tells all ranks of one on which `state_dict()` raises
+        # made within the check: all ranks then learn of one on which `state_dict()` raises
         state = functools.cache(lambda: dict(resolved(state_dict)))
         check_save(state, path, resolve_stateful=False, **options)
         return original(state(), **arguments)
@@ -103,7 +103,7 @@ class SaveLint(_Planner):
         """The plan of this rank, after what it holds was judged."""
         rank, world = api.rank_and_world()
         held = extract(self.state_dict, resolve_stateful=False)
-        _judge(protocol.no_table(world, *remarks_of(held, rank)), "state dict")
+        _judge(protocol.no_table(world, *findings_of(held, rank)), "state dict")
         return super().create_local_plan()
 
     def create_global_plan(self, all_plans: list[Any]) -> Any:

@@ -13,7 +13,7 @@ from ckptlint.model.layout import IntArray
 
 
 @dataclass(frozen=True, slots=True)
-class Remark:
+class RankFinding:
     """What a rank of a running job found in its own state, or what came of comparing it with the others.
 
     Attributes:
@@ -54,7 +54,7 @@ class RankTable:
         strict: bool [m], whether the writer's rules allow one owner only (Megatron-Core).
         digest: int64 [m], of the contents; 0 when they were not compared.
         view: int64 [m], hash of the rank's own view of all shards (FSDP1); 0 for none.
-        remarks: what is known beside that.
+        findings: of single ranks, and what came of comparing them.
         differences: (key, chunk as text) -> where its copies differ first, and their values there, in words.
     """
 
@@ -75,7 +75,7 @@ class RankTable:
     strict: npt.NDArray[np.bool_]
     digest: IntArray
     view: IntArray
-    remarks: tuple[Remark, ...] = ()
+    findings: tuple[RankFinding, ...] = ()
     differences: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     def __len__(self) -> int:
