@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,14 +49,13 @@ def many_rules(context: click.Context, parameter: click.Parameter, incomplete: s
 
 
 def rule_names() -> Iterator[tuple[str, str]]:
-    """Code and name of each rule, from the names of their modules.
+    """Code and name of each rule, as their modules state them.
 
-    >>> ("GEO004", "coverage-hole") in rule_names()
+    >>> {("GEO004", "coverage-hole"), ("LIV101", "shard-shape-mismatch")} <= {*rule_names()}
     True
     """
-    for module in sorted(path.stem for place in _places() for path in Path(place).glob("[a-z]*_*.py")):
-        code, _, name = module.partition("_")
-        yield code.upper(), name.replace("_", "-")
+    for module in sorted(path for place in _places() for path in Path(place).glob("[a-z]*_*.py")):
+        yield from re.findall(r'^@rule\(\s*"(\w+)", "([\w-]+)"', module.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def _places() -> list[str]:

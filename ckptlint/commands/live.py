@@ -9,6 +9,7 @@ import click
 
 from ckptlint.commands.check import emitter, judge, requested
 from ckptlint.commands.shared import ENVIRONMENT, WithSettings, check_options, progress
+from ckptlint.errors import CkptlintError
 from ckptlint.live.shared_check import joined
 
 
@@ -37,14 +38,14 @@ def live(path: str, every_node: bool, digest: bool, settle: float, **options: An
             options["jobs"] = job.threads
         if options["seed"] is None:
             options["seed"] = job.seed
-        code = 4
         try:
             emit = emitter(options)
             request = requested(options).only(path)
             with progress(options["no_progress"] or job.rank > 0):
                 report = judge(request, job.source)
             emit(report)
-            code = report.exit_code
-        finally:
-            job.send_exit_code(code)
-    sys.exit(code)
+        except CkptlintError:
+            job.send_exit_code(4)
+            raise
+        job.send_exit_code(report.exit_code)
+        sys.exit(report.exit_code)

@@ -134,7 +134,7 @@ class Live:
             outcome = protocol.exchange(self.group, local, self.memory, wanted)
         except GroupBroken as error:
             return self._incomplete(path, self.give_up(error), "warn")
-        report = judge(outcome.table, path, outcome.seconds)
+        report = judge_ranks(outcome.table, path, outcome.seconds)
         if len(outcome.table) and not any(report.diagnostics):
             # two keys of one number looked like a fault; under another salt they will not
             self.memory.salt += 1
@@ -172,7 +172,7 @@ class Live:
             with _uncollected():
                 held = extract(state, resolve_stateful=False)
                 digests, has_digests, uncompared = _digests(held, patterns, with_contents=digest == "replicas")
-                rows = fp.records(held, digests, self.keys)
+                rows = fp.rows_of(held, digests, self.keys)
                 findings = findings_of(held, self.group.rank)
                 findings += _against(held, expect, self.group.rank) if expect else []
                 unlike = {finding.fqn for finding in findings}
@@ -190,7 +190,7 @@ class Live:
             text = f"{type(error).__name__}: {error}"
             where = traceback.extract_tb(error.__traceback__)[-1:]
             reason = f"{text} ({Path(where[0].filename).name}:{where[0].lineno})" if where else text
-            none = fp.records([], [], self.keys)
+            none = fp.rows_of([], [], self.keys)
             return protocol.RankInput(none, (), settings, _short_hash(tag), failure=reason, error=error)
 
     def _absence(self, tag: str, repeats: bool) -> str:
@@ -213,7 +213,7 @@ class Live:
 
     def _incomplete(self, path: str, text: str, how: OnError) -> Report:
         finding = RankFinding(-1, "", "LIV211", text, voids="check")
-        report = judge(protocol.no_table(self.group.world, finding), path, 0.0)
+        report = judge_ranks(protocol.no_table(self.group.world, finding), path, 0.0)
         if how == "raise":
             raise LiveError(report, text_for(report, self.group.rank, REFUSED, self._first))
         warnings.warn(text_for(report, self.group.rank, first=self._first), stacklevel=4)
@@ -341,7 +341,7 @@ def check(
         LiveNotInstalled: the job has several ranks and `install` was not called.
     """
     if is_off():
-        return judge(protocol.no_table(1), "state dict", 0.0)
+        return judge_ranks(protocol.no_table(1), "state dict", 0.0)
     return installed().check(
         state_dict,
         tag=tag,
@@ -380,7 +380,7 @@ def _rules() -> tuple[Any, ...]:
     return tuple(rule for rule in load_rules() if rule.live)
 
 
-def judge(table: RankTable, path: str, seconds: float) -> Report:
+def judge_ranks(table: RankTable, path: str, seconds: float) -> Report:
     """The report on what ranks hold: the same words, severities and formats as for files."""
     rules = _rules()
     part = run_rules(as_checkpoint(table, path), rules, Depth.METADATA)
@@ -440,7 +440,7 @@ def _digests(held: Sequence[Any], patterns: Sequence[str], with_contents: bool) 
     """uint64 [n], digest of each row's contents (0 for none); whether there was memory; how many are left out."""
     import torch
 
-    from ckptlint.live.collect.tensor_digest import object_digest, word_digests
+    from ckptlint.live.collect.tensor_digest import live_object_digest, word_digests
 
     out = np.zeros(len(held), np.uint64)
     if not with_contents:
@@ -466,7 +466,7 @@ def _digests(held: Sequence[Any], patterns: Sequence[str], with_contents: bool) 
         value = held[i].data
         if isinstance(value, argparse.Namespace):
             value = {name: part for name, part in vars(value).items() if is_unequal(f"{held[i].fqn}.{name}") is None}
-        digest = object_digest(value)
+        digest = live_object_digest(value)
         out[i] = 0 if digest is None else digest or 1
         left += digest is None
     return out, True, left

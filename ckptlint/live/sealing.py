@@ -147,13 +147,13 @@ def _unlike(sums: _Sums, fqn: str, row: int, seed: int) -> str:
 
 def _seeds(described: Mapping[str, SealEntry]) -> list[int]:
     """What `_Sums.seed` is of keys that are described so."""
-    from ckptlint.live.collect.extract import Held
+    from ckptlint.live.collect.extract import HeldChunk
 
     held = [
-        Held(fqn, "tensor", "plain", entry.dtype, entry.shape, (0,) * len(entry.shape), entry.shape, 0, 1, None)
+        HeldChunk(fqn, "tensor", "plain", entry.dtype, entry.shape, (0,) * len(entry.shape), entry.shape, 0, 1, None)
         for fqn, entry in described.items()
     ]
-    return _short_seeds(fp.records(held, [0] * len(held), {}))
+    return _short_seeds(fp.rows_of(held, [0] * len(held), {}))
 
 
 def _short_seeds(rows: fp.Records) -> list[int]:
@@ -228,12 +228,12 @@ def check_loaded(
         LiveNotInstalled: the job has several ranks and `install` was not called.
     """
     if api.is_off():
-        return api.judge(protocol.no_table(1), "state dict", 0.0)
+        return api.judge_ranks(protocol.no_table(1), "state dict", 0.0)
     live = api.installed()
     name, tag = f"state dict loaded from {path}", f"loaded {path}"
     outcome = _measured(live, state_dict, tag, (*api.UNEQUAL, *ignore), resolve_stateful)
     if isinstance(outcome, str):
-        report = api.judge(
+        report = api.judge_ranks(
             protocol.no_table(live.group.world, RankFinding(-1, "", "LIV211", outcome, voids="check")), name, 0.0
         )
     else:
@@ -243,7 +243,7 @@ def check_loaded(
         except GroupBroken as error:
             findings = [RankFinding(-1, "", "LIV211", live.give_up(error), voids="check")]
         table = replace(found.table, findings=(*found.table.findings, *findings))
-        report = api.judge(table, name, found.seconds)
+        report = api.judge_ranks(table, name, found.seconds)
     if report.fails and on_error == "raise" and live._all_raise(tag, True):
         raise api.LiveError(report, api.text_for(report, live.group.rank))
     if report.fails or report.is_incomplete:
@@ -266,7 +266,7 @@ def _measured(
     try:
         live.group.begin(live.timeout)
         outcome = protocol.exchange(live.group, local, memory)
-        report = api.judge(outcome.table, "state dict", 0.0)
+        report = api.judge_ranks(outcome.table, "state dict", 0.0)
         if report.is_incomplete:
             return "; ".join(item.title for item in report.diagnostics)
         if outcome.common is None:
@@ -306,14 +306,14 @@ def _local(
         from ckptlint.live.collect.extract import extract, findings_of
 
         held = extract(state_dict, resolve_stateful=resolve_stateful)
-        records = fp.records(held, [0] * len(held), live.keys)
+        records = fp.rows_of(held, [0] * len(held), live.keys)
         findings = findings_of(held, live.group.rank)
         unlike = {finding.fqn for finding in findings}
         records.flawed[:] = [fqn in unlike for fqn in records.fqns]
         rows = _rows(held, _short_seeds(records), patterns)
         return rows, protocol.RankInput(records, tuple(findings), settings, api._short_hash(tag))
     except Exception as error:
-        none = fp.records([], [], live.keys)
+        none = fp.rows_of([], [], live.keys)
         text = f"{type(error).__name__}: {error}"
         return _rows([], [], ()), protocol.RankInput(none, (), settings, api._short_hash(tag), failure=text)
 

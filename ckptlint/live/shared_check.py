@@ -45,7 +45,7 @@ _BLOCK = 8 * 1024**2
 
 
 @dataclass(slots=True)
-class Job:
+class SharedCheck:
     """The processes that check together.
 
     Attributes:
@@ -238,7 +238,7 @@ _HINT = "compare the mounts and the clocks of these hosts; --settle 60 waits for
 
 
 @contextmanager
-def joined(every_node: bool, settle: float) -> Iterator[Job]:
+def joined(every_node: bool, settle: float) -> Iterator[SharedCheck]:
     """The job that torchrun started, or a job of this one process; torch is imported for the former alone.
 
     Raises:
@@ -247,7 +247,7 @@ def joined(every_node: bool, settle: float) -> Iterator[Job]:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     node, nodes = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if world == 1:
-        yield Job(Solo(), secrets.randbelow(2**31), every_node=every_node, settle=settle)
+        yield SharedCheck(Solo(), secrets.randbelow(2**31), every_node=every_node, settle=settle)
         return
     try:
         import torch.distributed as dist
@@ -262,7 +262,7 @@ def joined(every_node: bool, settle: float) -> Iterator[Job]:
     except (RuntimeError, ValueError, GroupBroken) as error:
         raise AccessError(f"the ranks did not find each other: {printable(str(error))}") from None
     try:
-        yield Job(group, seed, node, nodes, every_node, settle)
+        yield SharedCheck(group, seed, node, nodes, every_node, settle)
     finally:
         dist.destroy_process_group()
 

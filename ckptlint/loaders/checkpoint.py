@@ -13,7 +13,7 @@ from ckptlint.formats.pickles.safe_pickle import paused_gc
 from ckptlint.loaders.layouts import Found
 from ckptlint.loaders.layouts.incomplete import unfinished
 from ckptlint.loaders.problems import from_error
-from ckptlint.loaders.readers.payload_files import listed
+from ckptlint.loaders.readers.payload_files import file_table
 from ckptlint.loaders.run.finished import other_step
 from ckptlint.loaders.run.step_files import folders_beside, with_step_files
 from ckptlint.model import Checkpoint, Problem
@@ -84,7 +84,7 @@ def _open(found: Found, look_at_files: bool) -> Checkpoint:
             next(iter(layout.formats)) if layout.describes_itself else "dcp",
             problems=[from_error(error, label, blocks=True, hint=other_step(folder))],
             readable=False,
-            files=listed(folder),
+            files=file_table(folder),
             metadata_file=label,
         )
 

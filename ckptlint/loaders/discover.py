@@ -25,7 +25,7 @@ _DEPTH = 6  # folders below the one that the user named: a run, its step, a role
 _MOST_FOLDERS = 4096  # that one walk lists
 _MOST_HEADS = 16  # files of a folder whose first bytes are looked at
 
-Steps = Literal["newest", "all", "none"]
+WhichSteps = Literal["newest", "all", "none"]
 """Which of the steps in a folder are meant."""
 
 
@@ -87,7 +87,7 @@ class _Walk:
     left: int = _MOST_FOLDERS
     passed: int = 0
 
-    def units(self, folder: Folder, steps: Steps, levels: int, in_step: bool = False) -> list[Found]:
+    def units(self, folder: Folder, steps: WhichSteps, levels: int, in_step: bool = False) -> list[Found]:
         """The checkpoints in a folder and below it.
 
         Args:
@@ -111,7 +111,7 @@ class _Walk:
         inner = [name for name in _inner(folder) if name not in left_out and not (in_step and holds_no_state(name))]
         return _accounted(self._below(folder, inner, steps, levels, in_step), folder)
 
-    def _beside(self, folder: Folder, numbered: list[str], steps: Steps, levels: int) -> list[Found]:
+    def _beside(self, folder: Folder, numbered: list[str], steps: WhichSteps, levels: int) -> list[Found]:
         """The checkpoints below one: parts of its step, other models, steps of its run where they are asked for."""
         other = unsupported(folder)
         but = {*numbered, *([other.file] if other else [])}
@@ -125,7 +125,9 @@ class _Walk:
             unit for unit in found if not _is_kind(unit.folder, "incomplete") or not (is_dcp or _is_bare(unit.folder))
         ]
 
-    def _steps(self, folder: Folder, numbers: dict[str, int], steps: Steps, levels: int, in_step: bool) -> list[Found]:
+    def _steps(
+        self, folder: Folder, numbers: dict[str, int], steps: WhichSteps, levels: int, in_step: bool
+    ) -> list[Found]:
         found: list[Found] = []
         unfinished: list[Folder] = []
         notes: list[str] = []
@@ -163,12 +165,14 @@ class _Walk:
             raise AccessError("; ".join(notes))
         return []
 
-    def _below(self, folder: Folder, names: Iterable[str], steps: Steps, levels: int, in_step: bool) -> list[Found]:
+    def _below(
+        self, folder: Folder, names: Iterable[str], steps: WhichSteps, levels: int, in_step: bool
+    ) -> list[Found]:
         inner = ((name, sub) for name in names if (sub := sub_folder(folder, name)) is not None)
         return [unit for name, sub in inner for unit in self._at(folder, name, sub, steps, levels, in_step)]
 
     def _at(
-        self, folder: Folder, name: str, sub: Folder, steps: Steps, levels: int, in_step: bool = True
+        self, folder: Folder, name: str, sub: Folder, steps: WhichSteps, levels: int, in_step: bool = True
     ) -> list[Found]:
         """The checkpoints in a sub-folder; in none of its own where it is a link to a folder of another name."""
         target = folder.outside(name)

@@ -194,7 +194,7 @@ def test_nothing_there(tmp_path: Path) -> None:
 
 
 def test_a_spent_budget_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptlint.planning.verdict.Budget", lambda: ReadBudget(pairs=3))
+    monkeypatch.setattr("ckptlint.planning.verdict.ReadBudget", lambda: ReadBudget(pairs=3))
     with pytest.raises(BudgetError, match="plan fewer ranks"):
         ckptlint.plan(REAL / "fsdp2_4r", "dp=4")
 

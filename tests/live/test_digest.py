@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support", "ignore:torch.quantize_per_tensor")
 
 from ckptlint.live.collect import tensor_digest as digest  # noqa: E402
-from ckptlint.live.collect.tensor_digest import Chunk, elem_digests, object_digest, word_digests  # noqa: E402
+from ckptlint.live.collect.tensor_digest import Chunk, elem_digests, live_object_digest, word_digests  # noqa: E402
 
 DTYPES = [
     *("bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "complex32", "complex64"),
@@ -230,10 +230,10 @@ def test_what_has_no_digest_is_known() -> None:
 def test_objects_may_hold_tensors() -> None:
     value = {"step": torch.tensor(3), "dtype": torch.bfloat16, "device": torch.device("cpu"), "shape": torch.Size([2])}
     same = dict(reversed(value.items()))
-    assert object_digest(value) == object_digest(same) is not None
-    assert object_digest(value | {"step": torch.tensor(4)}) != object_digest(value)
-    assert object_digest(value | {"step": torch.tensor([3])}) != object_digest(value)
-    assert object_digest(value | {"step": torch.ones(2).to_sparse()}) is None
+    assert live_object_digest(value) == live_object_digest(same) is not None
+    assert live_object_digest(value | {"step": torch.tensor(4)}) != live_object_digest(value)
+    assert live_object_digest(value | {"step": torch.tensor([3])}) != live_object_digest(value)
+    assert live_object_digest(value | {"step": torch.ones(2).to_sparse()}) is None
 
 
 @pytest.mark.parametrize("device", DEVICES)

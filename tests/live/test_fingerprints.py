@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import examples
 
-from ckptlint.live.collect.extract import Held
+from ckptlint.live.collect.extract import HeldChunk
 from ckptlint.live.compare import fingerprints as fp
 
-CHUNK = Held("w", "tensor", "plain", "float32", (4,), (0,), (4,), 0, 0, None)
+CHUNK = HeldChunk("w", "tensor", "plain", "float32", (4,), (0,), (4,), 0, 0, None)
 
 
 @st.composite
@@ -37,12 +37,12 @@ def tilings(draw: Any, empty: bool = True) -> tuple[tuple[int, ...], list[tuple[
     return shape, boxes
 
 
-def held(shape: tuple[int, ...], boxes: list[Any], **changes: Any) -> list[Held]:
+def held(shape: tuple[int, ...], boxes: list[Any], **changes: Any) -> list[HeldChunk]:
     return [CHUNK._replace(shape=shape, offsets=offsets, sizes=sizes, **changes) for offsets, sizes in boxes]
 
 
-def words(rows: list[Held]) -> Any:
-    records = fp.records(rows, [0] * len(rows), {})
+def words(rows: list[HeldChunk]) -> Any:
+    records = fp.rows_of(rows, [0] * len(rows), {})
     return fp.tiling(records, fp.marks(records, True))
 
 
@@ -129,8 +129,8 @@ def test_shape_dtype_kind_and_rank_are_part_of_the_sum() -> None:
 def test_copies_of_a_known_number_are_compared_without_a_table() -> None:
     rows = [CHUNK._replace(writer="dtensor", replica=i, copies=3) for i in range(3)]
 
-    def compared(rows: list[Held], digests: list[int]) -> bool:
-        records = fp.records(rows, digests, {})
+    def compared(rows: list[HeldChunk], digests: list[int]) -> bool:
+        records = fp.rows_of(rows, digests, {})
         return bool(fp.tiling(records, fp.marks(records, True))[2].any())
 
     assert not compared(rows, [5, 5, 5])

@@ -471,7 +471,7 @@ def different_holes(count: int) -> dict[str, Any]:
 
 
 def test_markdown_stays_below_what_a_comment_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptlint.reporters.markdown.SIZE_LIMIT", 5_000)
+    monkeypatch.setattr("ckptlint.reporters.markdown.TEXT_LIMIT", 5_000)
     folder = write_checkpoint({"tensors": different_holes(30)}, tmp_path / "many")
     text = render(ckptlint.check(folder, select=["GEO004"]), "markdown", Style(per_rule=0))
     shown = text.count("| error |")

@@ -24,7 +24,7 @@ from ckptlint.vocabulary import placements as layout
 from ckptlint.vocabulary.keys import parse
 
 
-class Problem(NamedTuple):
+class Flaw(NamedTuple):
     """What is wrong with a chunk by itself.
 
     Attributes:
@@ -67,7 +67,7 @@ _CHECKPOINTABLE = ("__create_chunk_list__", "shape", "dtype")
 _REPLICA_BITS = 20
 
 
-class Held(NamedTuple):
+class HeldChunk(NamedTuple):
     """One chunk, or one object, that this rank holds.
 
     Attributes:
@@ -100,7 +100,7 @@ class Held(NamedTuple):
     copies: int
     data: Any
     view: bytes = b""
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[Flaw, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class _Part:
     replica: int
     copies: int
     declared: str
-    problems: tuple[Problem, ...]
+    problems: tuple[Flaw, ...]
     order: tuple[int, ...] | None
 
 
@@ -121,14 +121,14 @@ _Parts = dict[object, tuple[Any, "_Part | None"]]
 """By mesh, placements and shape; the mesh is kept so that no other one gets its id."""
 
 
-def extract(state_dict: Mapping[Any, Any], *, resolve_stateful: bool = True) -> list[Held]:
+def extract(state_dict: Mapping[Any, Any], *, resolve_stateful: bool = True) -> list[HeldChunk]:
     """All chunks and objects of this rank, in the order of the state dict.
 
     Args:
         state_dict: what would be given to `torch.distributed.checkpoint.save` or to Megatron-Core's `save`.
         resolve_stateful: whether `state_dict()` of top-level values that are Stateful is called, as DCP does.
     """
-    held: list[Held] = []
+    held: list[HeldChunk] = []
     paths: dict[str, tuple[Any, ...]] = {}
     parts: _Parts = {}
     found: list[_Leaf] = []
@@ -226,24 +226,24 @@ def _kind(value: Any) -> _Kind:
     return "chunk_list" if hasattr(value, "__create_chunk_list__") else "plain_tensor"
 
 
-def _plain_tensor(fqn: str, tensor: torch.Tensor) -> Held:
+def _plain_tensor(fqn: str, tensor: torch.Tensor) -> HeldChunk:
     shape = tuple(tensor.shape)
-    return Held(fqn, "tensor", "plain", _dtype(tensor.dtype), shape, (0,) * len(shape), shape, -1, 0, tensor)
+    return HeldChunk(fqn, "tensor", "plain", _dtype(tensor.dtype), shape, (0,) * len(shape), shape, -1, 0, tensor)
 
 
-def _plain_object(fqn: str, value: Any) -> Held:
-    return Held(fqn, "object", "plain", "", (1,), (0,), (1,), -1, 0, value)
+def _plain_object(fqn: str, value: Any) -> HeldChunk:
+    return HeldChunk(fqn, "object", "plain", "", (1,), (0,), (1,), -1, 0, value)
 
 
-def _mcore_object(value: Any) -> Held:
+def _mcore_object(value: Any) -> HeldChunk:
     shape, offsets = tuple(value.global_shape), tuple(value.global_offset)
     cell = (1,) * len(shape)
     problems = _bounds(shape, offsets, cell)
     replica = _replica(value.replica_id)
-    return Held(value.key, "object", "mcore", "", shape, offsets, cell, replica, 0, value.data, problems=problems)
+    return HeldChunk(value.key, "object", "mcore", "", shape, offsets, cell, replica, 0, value.data, problems=problems)
 
 
-def _mcore_tensor(fqn: str, value: Any) -> Held:
+def _mcore_tensor(fqn: str, value: Any) -> HeldChunk:
     """One chunk of a Megatron-Core ShardedTensor.
 
     Source:
@@ -269,10 +269,10 @@ def _mcore_tensor(fqn: str, value: Any) -> Held:
     problems += _bounds(shape, offsets, sizes)
     replica = _replica(value.replica_id)
     dtype = _dtype(value.dtype)
-    return Held(fqn, "tensor", "mcore", dtype, shape, offsets, sizes, replica, 0, data, problems=problems)
+    return HeldChunk(fqn, "tensor", "mcore", dtype, shape, offsets, sizes, replica, 0, data, problems=problems)
 
 
-def _regular_grid(value: Any, sizes: Shape) -> tuple[Problem, ...]:
+def _regular_grid(value: Any, sizes: Shape) -> tuple[Flaw, ...]:
     """What contradicts the regular grid that a Megatron-Core ShardedTensor declares with its fragmentations."""
     fragments, shape, offsets = value.axis_fragmentations, value.global_shape, value.global_offset
     if fragments is None or not len(fragments) == len(shape) == len(offsets) == len(sizes):
@@ -304,7 +304,7 @@ def _replica(replica_id: Any) -> int:
     return 1 + packed % (1 << 62)
 
 
-def _sharded_tensor(fqn: str, value: Any) -> list[Held]:
+def _sharded_tensor(fqn: str, value: Any) -> list[HeldChunk]:
     """The shards of a torch ShardedTensor on this rank (FSDP1, torchrec; Megatron-Core makes them too).
 
     Source:
@@ -337,20 +337,20 @@ def _sharded_tensor(fqn: str, value: Any) -> list[Held]:
         if data.dtype != dtype:
             problems += (_payload_dtype(data.dtype, dtype),)
         if mcore is None:
-            item = Held(fqn, "tensor", "sharded_tensor", _dtype(dtype), shape, offsets, sizes, -1, 0, data, view)
+            item = HeldChunk(fqn, "tensor", "sharded_tensor", _dtype(dtype), shape, offsets, sizes, -1, 0, data, view)
         else:
             replica = _replica(mcore.replica_id)
-            item = Held(fqn, "tensor", "mcore", _dtype(dtype), shape, offsets, sizes, replica, 0, data)
+            item = HeldChunk(fqn, "tensor", "mcore", _dtype(dtype), shape, offsets, sizes, replica, 0, data)
         found.append(item._replace(problems=problems) if problems else item)
     return found
 
 
-def _chunk_list(fqn: str, value: Any) -> list[Held]:
+def _chunk_list(fqn: str, value: Any) -> list[HeldChunk]:
     """The chunks of a tensor that lists them itself; those of Megatron-Core's container know their owner."""
     shards = getattr(value, "_local_shards", None)
     if shards and all(hasattr(shard, "_sh_ten") for shard in shards):
         return [_mcore_tensor(fqn, shard._sh_ten) for shard in shards]
-    item = Held(fqn, "tensor", "chunk_list", _dtype(value.dtype), tuple(value.shape), (), (), -1, 0, value)
+    item = HeldChunk(fqn, "tensor", "chunk_list", _dtype(value.dtype), tuple(value.shape), (), (), -1, 0, value)
     return _several(item, _chunks(value))
 
 
@@ -358,7 +358,7 @@ def _chunks(value: Any) -> list[_Box]:
     return [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in value.__create_chunk_list__()]
 
 
-def _several(item: Held, boxes: list[_Box]) -> list[Held]:
+def _several(item: HeldChunk, boxes: list[_Box]) -> list[HeldChunk]:
     """The chunks at these boxes, each with its shard of the data, or the data where there is one of each."""
     shards = getattr(item.data, "_local_shards", None) or [item.data]
     if len(shards) != len(boxes):
@@ -374,7 +374,7 @@ def _several(item: Held, boxes: list[_Box]) -> list[Held]:
 # ---------------------------------------------------------------- DTensor
 
 
-def _dtensor(fqn: str, value: Any, parts: _Parts) -> list[Held]:
+def _dtensor(fqn: str, value: Any, parts: _Parts) -> list[HeldChunk]:
     """The chunks of a DTensor on this rank, as DCP would write them.
 
     Source:
@@ -401,7 +401,7 @@ def _dtensor(fqn: str, value: Any, parts: _Parts) -> list[Held]:
         said = f"is {shape_text(local.shape)}, but {part.declared} gives {shape_text(part.sizes)}"
         problems += (_problem("LIV101", f"the local tensor{{of}} {said}"),)
     where = part.shape, part.offsets, part.sizes, part.replica, part.copies
-    return [Held(fqn, "tensor", "dtensor", _dtype(local.dtype), *where, local, b"", problems)]
+    return [HeldChunk(fqn, "tensor", "dtensor", _dtype(local.dtype), *where, local, b"", problems)]
 
 
 def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
@@ -416,7 +416,7 @@ def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
         if placement.is_replicate():
             replica, copies = replica * size + place, copies * size
     declared = f"({', '.join(map(repr, placements))}) of {shape_text(shape)} on a mesh of {shape_text(sizes_of_mesh)}"
-    problems: tuple[Problem, ...] = ()
+    problems: tuple[Flaw, ...] = ()
     if any(placement.is_partial() for placement in placements):
         said = f"the values{{of}} are partial sums, not reduced yet: {declared}"
         problems += (_problem("LIV106", said),)
@@ -436,7 +436,7 @@ def _part(value: Any, spec: Any, shape: Shape) -> _Part | None:
     return _Part(shape, offsets, sizes, replica, copies, declared, problems, order)
 
 
-def _overridden(fqn: str, value: Any, part: _Part) -> list[Held]:
+def _overridden(fqn: str, value: Any, part: _Part) -> list[HeldChunk]:
     """The chunks of a DTensor whose local tensor states its own place (Megatron-FSDP, LocalShardsWrapper)."""
     local = value._local_tensor
     placed = [(part.offsets, part.sizes)]
@@ -452,11 +452,13 @@ def _overridden(fqn: str, value: Any, part: _Part) -> list[Held]:
     boxes = written or _live(read)
     if len(boxes) == 1 and not hasattr(local, "_local_shards"):
         problems += _against_placements(value, boxes[0], part)
-    item = Held(fqn, "tensor", "dtensor", _dtype(local.dtype), part.shape, (), (), part.replica, part.copies, local)
+    item = HeldChunk(
+        fqn, "tensor", "dtensor", _dtype(local.dtype), part.shape, (), (), part.replica, part.copies, local
+    )
     return _several(item._replace(problems=problems), boxes)
 
 
-def _against_placements(value: Any, box: _Box, part: _Part) -> tuple[Problem, ...]:
+def _against_placements(value: Any, box: _Box, part: _Part) -> tuple[Flaw, ...]:
     """What the local tensor and the placements say against the chunk that is declared instead."""
     local, shape, (_, sizes) = value._local_tensor, part.shape, box
     if len(shape) != len(sizes):
@@ -482,7 +484,7 @@ def _boxes(boxes: list[_Box]) -> str:
     return " ".join(str(Box(*box)) for box in boxes[:3]) + " ..." * (len(boxes) > 3) or "nothing"
 
 
-_READERS: dict[_Kind, Callable[[str, Any, _Parts], list[Held]]] = {
+_READERS: dict[_Kind, Callable[[str, Any, _Parts], list[HeldChunk]]] = {
     "object": lambda fqn, value, _: [_plain_object(fqn, value)],
     "plain_tensor": lambda fqn, value, _: [_plain_tensor(fqn, value)],
     "dtensor": _dtensor,
@@ -498,7 +500,7 @@ _READERS: dict[_Kind, Callable[[str, Any, _Parts], list[Held]]] = {
 # ---------------------------------------------------------------- problems
 
 
-def findings_of(held: Iterable[Held], rank: int) -> list[RankFinding]:
+def findings_of(held: Iterable[HeldChunk], rank: int) -> list[RankFinding]:
     """The problems of what a rank holds, as findings for the other ranks."""
     return [
         RankFinding(rank, item.fqn, problem.code, problem.text, voids="chunks" if problem.voids else "")
@@ -507,14 +509,14 @@ def findings_of(held: Iterable[Held], rank: int) -> list[RankFinding]:
     ]
 
 
-def _problem(code: str, sentence: str, voids: bool = True) -> Problem:
+def _problem(code: str, sentence: str, voids: bool = True) -> Flaw:
     """A problem whose sentence is cut to the length that travels between ranks."""
     if len(encoded := sentence.encode(errors="backslashreplace")) <= _SENTENCE:
-        return Problem(code, encoded.decode(), voids)
-    return Problem(code, encoded[: _SENTENCE - 3].decode(errors="ignore") + "...", voids)
+        return Flaw(code, encoded.decode(), voids)
+    return Flaw(code, encoded[: _SENTENCE - 3].decode(errors="ignore") + "...", voids)
 
 
-def _bounds(shape: Shape, offsets: Shape, sizes: Shape) -> tuple[Problem, ...]:
+def _bounds(shape: Shape, offsets: Shape, sizes: Shape) -> tuple[Flaw, ...]:
     if not len(shape) == len(offsets) == len(sizes):
         box = f"offsets {shape_text(offsets)} and sizes {shape_text(sizes)}"
         said = f"{box}{{of}} do not have the {len(shape)} axes of its shape {shape_text(shape)}"
@@ -526,7 +528,7 @@ def _bounds(shape: Shape, offsets: Shape, sizes: Shape) -> tuple[Problem, ...]:
     return ()
 
 
-def _payload_dtype(data: torch.dtype, declared: torch.dtype) -> Problem:
+def _payload_dtype(data: torch.dtype, declared: torch.dtype) -> Flaw:
     said = f"the data{{of}} is {_dtype(data)}, but declared as {_dtype(declared)}"
     return _problem("LIV107", said, voids=False)
 
@@ -536,11 +538,11 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _with_unsharded_states(held: list[Held]) -> list[Held]:
+def _with_unsharded_states(held: list[HeldChunk]) -> list[HeldChunk]:
     """The same, with LIV109 on optimizer states that hold one shard of their parameter as a plain tensor."""
     plain = ((i, item) for i, item in enumerate(held) if item.writer == "plain" and item.kind == "tensor")
     states = {i: path for i, item in plain if (path := _param_of_state(item))}
-    params: dict[str, list[Held]] = {}
+    params: dict[str, list[HeldChunk]] = {}
     for item in held if states else ():
         if item.writer == "dtensor" and item.sizes != item.shape and (key := parse(item.fqn)).kind == "model":
             params.setdefault(key.path, []).append(item)
@@ -554,7 +556,7 @@ def _with_unsharded_states(held: list[Held]) -> list[Held]:
     return held
 
 
-def _param_of_state(item: Held) -> str:
+def _param_of_state(item: HeldChunk) -> str:
     """The path of the parameter of which this plain tensor is an optimizer state, element by element; or ""."""
     if prod(item.shape) < 2:
         return ""

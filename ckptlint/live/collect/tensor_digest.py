@@ -18,7 +18,7 @@ from ckptlint.seals import digests
 from ckptlint.seals.digests import GOLD, MASK
 from ckptlint.vocabulary.dtypes import ITEM_BITS
 
-Tensor = Any
+AnyTensor = Any
 """A torch.Tensor; torch is imported by the functions that need it."""
 
 _BLOCK = {"cpu": 1 << 15, "cuda": 1 << 20}
@@ -41,13 +41,13 @@ class Chunk(NamedTuple):
         offsets, sizes: its place in the whole; shape: of the whole; in elements.
     """
 
-    data: Tensor
+    data: AnyTensor
     offsets: Sequence[int]
     sizes: Sequence[int]
     shape: Sequence[int]
 
 
-def word_digests(tensors: Sequence[Tensor]) -> tuple[IntArray, BoolArray]:
+def word_digests(tensors: Sequence[AnyTensor]) -> tuple[IntArray, BoolArray]:
     """The digest of the bytes of each tensor in row-major order: do two ranks hold the same?
 
     fin(number of bytes) + sum over the little-endian 8-byte words i of fin(word ^ i * GOLD); the tail is padded with
@@ -76,7 +76,7 @@ def elem_digests(chunks: Sequence[Chunk]) -> tuple[IntArray, BoolArray]:
     return _collect(runs, _elements_of, _elements_of_many), np.array([run is not None for run in runs], bool)
 
 
-def object_digest(value: Any) -> int | None:
+def live_object_digest(value: Any) -> int | None:
     """`digests.object_digest` of a value that may hold tensors, dtypes and devices."""
     return digests.object_digest(value, _leaf)
 
@@ -103,7 +103,7 @@ def _collect(items: Sequence[Any], one: Any, many: Any) -> IntArray:
     import torch
 
     found = np.zeros(len(items), np.int64)
-    results: dict[Any, list[tuple[list[int], Tensor]]] = {}
+    results: dict[Any, list[tuple[list[int], AnyTensor]]] = {}
     batches: dict[Any, list[int]] = {}
     with torch.no_grad():
         for number, item in enumerate(items):
@@ -141,7 +141,7 @@ def _is_linear(item: Any) -> bool:
     return not isinstance(item, _Run) or item.strides in ((), (1,))
 
 
-def _bits(tensor: Tensor) -> Tensor | None:
+def _bits(tensor: AnyTensor) -> AnyTensor | None:
     """The tensor as integers of its element's size, a last axis of two for complex; None where there is no digest."""
     import torch
 
@@ -171,7 +171,7 @@ def _integer(dtype: Any) -> Any:
 # ---------------------------------------------------------------- bytes in order
 
 
-def _words_of(bits: Tensor) -> Tensor:
+def _words_of(bits: AnyTensor) -> AnyTensor:
     """int64, the sum over the words of one tensor."""
     import torch
 
@@ -185,14 +185,14 @@ def _words_of(bits: Tensor) -> Tensor:
     return total
 
 
-def _words_of_many(tensors: list[Tensor]) -> Tensor:
+def _words_of_many(tensors: list[AnyTensor]) -> AnyTensor:
     """int64 [n], the sums over the words of tensors of one dtype."""
     import torch
 
     device, item = tensors[0].device, tensors[0].element_size()
     per_word = 8 // item
     padding = torch.zeros(per_word, dtype=tensors[0].dtype, device=device)
-    pieces: list[Tensor] = []
+    pieces: list[AnyTensor] = []
     for tensor in tensors:
         pieces.append(tensor.reshape(-1))
         if rest := -tensor.numel() % per_word:
@@ -203,14 +203,14 @@ def _words_of_many(tensors: list[Tensor]) -> Tensor:
     return _sums(_fin(keys.bitwise_xor_(words)), counts)
 
 
-def _row_major(tensor: Tensor, count: int) -> Iterator[Tensor]:
+def _row_major(tensor: AnyTensor, count: int) -> Iterator[AnyTensor]:
     """The elements in row-major order as contiguous runs of `count`, the last one shorter."""
     import torch
 
     if tensor.is_contiguous():
         yield from tensor.reshape(-1).split(count)
         return
-    held: list[Tensor] = []
+    held: list[AnyTensor] = []
     have = 0
     for piece in _pieces(tensor, count):
         flat = piece.reshape(-1)
@@ -225,7 +225,7 @@ def _row_major(tensor: Tensor, count: int) -> Iterator[Tensor]:
         yield torch.cat(held)
 
 
-def _pieces(tensor: Tensor, count: int) -> Iterator[Tensor]:
+def _pieces(tensor: AnyTensor, count: int) -> Iterator[AnyTensor]:
     """Parts of at most `count` elements in row-major order."""
     if tensor.numel() <= count:
         yield tensor
@@ -235,7 +235,7 @@ def _pieces(tensor: Tensor, count: int) -> Iterator[Tensor]:
         yield from [part] if rows else _pieces(part[0], count)
 
 
-def _as_words(data: Tensor) -> Tensor:
+def _as_words(data: AnyTensor) -> AnyTensor:
     """Bytes as little-endian int64, the tail padded with zeros."""
     import torch
 
@@ -256,7 +256,7 @@ class _Run(NamedTuple):
         strides: in the whole tensor, of each axis, in elements.
     """
 
-    data: Tensor
+    data: AnyTensor
     start: int
     strides: tuple[int, ...]
 
@@ -286,7 +286,7 @@ def _run(chunk: Chunk) -> _Run | None:
     return _Run(data, start, tuple(a[2] for a in joined))
 
 
-def _elements_of(run: _Run) -> Tensor:
+def _elements_of(run: _Run) -> AnyTensor:
     """int64, the digest of one chunk."""
     import torch
 
@@ -303,7 +303,7 @@ def _elements_of(run: _Run) -> Tensor:
     return total
 
 
-def _elements_of_many(runs: list[_Run]) -> Tensor:
+def _elements_of_many(runs: list[_Run]) -> AnyTensor:
     """int64 [n], the digests of chunks of one dtype, each of which is one run of the whole tensor."""
     import torch
 
@@ -326,7 +326,7 @@ def _boxes(shape: Sequence[int], count: int) -> Iterator[tuple[list[int], list[i
             yield [start, *starts], [size, *sizes]
 
 
-def _unsigned(bits: Tensor) -> Tensor:
+def _unsigned(bits: AnyTensor) -> AnyTensor:
     """Integers as int64, without their sign."""
     import torch
 
@@ -338,7 +338,7 @@ def _unsigned(bits: Tensor) -> Tensor:
 # ---------------------------------------------------------------- arithmetic
 
 
-def _fin(words: Tensor) -> Tensor:
+def _fin(words: AnyTensor) -> AnyTensor:
     """`digests.fin` in place; `>>` of int64 is arithmetic, so the copies of the sign are masked off."""
     for shift, factor in _STEPS:
         words ^= (words >> shift).bitwise_and_((1 << 64 - shift) - 1)
@@ -352,7 +352,7 @@ def _signed(word: int) -> int:
     return (word + 2**63 & MASK) - 2**63
 
 
-def _keys(firsts: list[int], counts: list[int], device: Any) -> Tensor:
+def _keys(firsts: list[int], counts: list[int], device: Any) -> AnyTensor:
     """int64 [sum of counts], in each part first, first + GOLD, first + 2 * GOLD, ...: one running sum of the steps."""
     import torch
 
@@ -364,7 +364,7 @@ def _keys(firsts: list[int], counts: list[int], device: Any) -> Tensor:
     return torch.cumsum(steps, 0)
 
 
-def _sums(words: Tensor, counts: list[int]) -> Tensor:
+def _sums(words: AnyTensor, counts: list[int]) -> AnyTensor:
     """int64 [n], the sum of each part, by differences of one running sum."""
     import torch
 
@@ -373,7 +373,7 @@ def _sums(words: Tensor, counts: list[int]) -> Tensor:
     return torch.diff(ends, prepend=words.new_zeros(1))
 
 
-def _host(values: IntArray, device: Any) -> Tensor:
+def _host(values: IntArray, device: Any) -> AnyTensor:
     import torch
 
     return torch.from_numpy(values).to(device, non_blocking=True)

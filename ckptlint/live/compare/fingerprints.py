@@ -18,7 +18,7 @@ from ckptlint.model.layout import BoolArray, IntArray
 from ckptlint.seals.digests import GOLD, Words, mix
 
 if TYPE_CHECKING:
-    from ckptlint.live.collect.extract import Held
+    from ckptlint.live.collect.extract import HeldChunk
 
 
 BUCKETS = 4096
@@ -94,7 +94,7 @@ def hashed(text: str | bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
-def records(held: Sequence[Held], digests: Sequence[int] | Words, keys: dict[str, int]) -> Records:
+def rows_of(held: Sequence[HeldChunk], digests: Sequence[int] | Words, keys: dict[str, int]) -> Records:
     """Columns of what was extracted.
 
     Args:

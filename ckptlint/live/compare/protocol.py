@@ -31,7 +31,7 @@ from ckptlint.model.text import plural, printable
 from ckptlint.seals.digests import Words
 
 if TYPE_CHECKING:
-    from ckptlint.live.collect.extract import Held
+    from ckptlint.live.collect.extract import HeldChunk
 
 VERSION = 4
 """Of the words on the wire: ranks of different versions do not compare."""
@@ -323,9 +323,9 @@ def no_table(world: int, *findings: RankFinding) -> RankTable:
     return _table(world, 0, [], findings)
 
 
-def table_of(held: Sequence[Sequence[Held]]) -> RankTable:
+def table_of(held: Sequence[Sequence[HeldChunk]]) -> RankTable:
     """What the ranks hold, one list of chunks for each, as a table for the rules; nothing of it was compared."""
-    every = [fp.records(items, [0] * len(items), {}) for items in held]
+    every = [fp.rows_of(items, [0] * len(items), {}) for items in held]
     width = max((rows.offsets.shape[1] for rows in every), default=0)
     parts = [
         _Part(rank, [printable(fqn) for fqn in rows.fqns], rows.dtypes, [], _words(rows, np.arange(len(rows)), width))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptlint.errors import CheckpointError
 from ckptlint.live import api
-from ckptlint.live.collect.extract import Held, extract, findings_of, resolved
+from ckptlint.live.collect.extract import HeldChunk, extract, findings_of, resolved
 from ckptlint.live.compare import protocol
 from ckptlint.model import RankTable
 from ckptlint.model.text import named_ranks
@@ -141,19 +141,21 @@ def compare(plans: Sequence[Any]) -> RankTable:
     return protocol.table_of([[_held(item) for item in plan.items if item.index.fqn in torn] for plan in plans])
 
 
-def _held(item: Any) -> Held:
+def _held(item: Any) -> HeldChunk:
     """What a WriteItem says that a rank holds; who writes it is decided later."""
     data = item.tensor_data
     if data is None:
-        return Held(item.index.fqn, "object", "plain", "", (1,), (0,), (1,), -1, 0, None)
+        return HeldChunk(item.index.fqn, "object", "plain", "", (1,), (0,), (1,), -1, 0, None)
     dtype = str(data.properties.dtype).removeprefix("torch.")
     shape, chunk = tuple(data.size), data.chunk
-    return Held(item.index.fqn, "tensor", "plain", dtype, shape, tuple(chunk.offsets), tuple(chunk.sizes), -1, 0, None)
+    return HeldChunk(
+        item.index.fqn, "tensor", "plain", dtype, shape, tuple(chunk.offsets), tuple(chunk.sizes), -1, 0, None
+    )
 
 
 def _judge(table: RankTable, path: str) -> None:
     """Raise what is wrong, warn of what is suspicious, in the words of `live.check`."""
-    report = api.judge(table, path, 0.0)
+    report = api.judge_ranks(table, path, 0.0)
     if report.fails:
         raise CheckpointError(f"{api.as_text(report)}{api.REFUSED}\n")
     if any(item.severity >= Severity.WARNING for item in report.diagnostics):

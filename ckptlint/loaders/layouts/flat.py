@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptlint.loaders.layouts import Evidence, Fixed, Found, Layout
-from ckptlint.loaders.layouts.torch_files import opened
+from ckptlint.loaders.layouts.torch_files import opened_files
 from ckptlint.loaders.rank_files.sets import flat_name, flat_sets, input_bytes
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import printable
@@ -25,7 +25,7 @@ def _evidence(folder: Folder) -> Evidence | None:
 def _read(found: Found, look_at_files: bool) -> Checkpoint:
     from ckptlint.loaders.rank_files.verl import read_flat
 
-    return opened(found, read_flat(found.folder, look_at_files))
+    return opened_files(found, read_flat(found.folder, look_at_files))
 
 
 LAYOUTS = (

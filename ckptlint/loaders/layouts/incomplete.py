@@ -7,7 +7,7 @@ from ckptlint.loaders.layouts.dcp import has_payload
 from ckptlint.loaders.layouts.unsupported import backend
 from ckptlint.loaders.readers.common_state import COMMON_FILE, read_common
 from ckptlint.loaders.readers.megatron import CONFIG_FILE, read_config
-from ckptlint.loaders.readers.payload_files import listed
+from ckptlint.loaders.readers.payload_files import file_table
 from ckptlint.loaders.run.finished import other_step
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import plural, printable
@@ -29,7 +29,7 @@ def _evidence(folder: Folder) -> Evidence | None:
 def _read(found: Found, _look_at_files: bool) -> Checkpoint:
     folder, recognised = found.folder, found.recognised
     assert recognised is not None
-    payload = len(listed(folder))
+    payload = len(file_table(folder))
     evidence = plural(payload, "payload file") if payload else recognised.evidence.file
     count = payload or 1
     if folder.has(UNFINISHED_METADATA) and evidence != UNFINISHED_METADATA:
@@ -57,7 +57,7 @@ def unfinished(folder: Folder, sentence: str, file: str) -> Checkpoint:
     return Checkpoint(
         folder.display,
         "incomplete",
-        files=listed(folder),
+        files=file_table(folder),
         common=common,
         problems=problems + common_problems,
         readable=False,

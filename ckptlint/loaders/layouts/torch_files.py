@@ -26,7 +26,7 @@ def set_of(sets: Sets) -> Callable[[Folder], Evidence | None]:
     return evidence
 
 
-def opened(found: Found, ckpt: Checkpoint) -> Checkpoint:
+def opened_files(found: Found, ckpt: Checkpoint) -> Checkpoint:
     """A checkpoint of torch files with what is around it."""
     folder = found.folder
     problems = ckpt.problems + unread_beside(folder) + unfinished_marks(folder)
@@ -34,7 +34,7 @@ def opened(found: Found, ckpt: Checkpoint) -> Checkpoint:
 
 
 def _read(found: Found, look_at_files: bool) -> Checkpoint:
-    return opened(found, read_weights(found.folder, look_at_files))
+    return opened_files(found, read_weights(found.folder, look_at_files))
 
 
 LAYOUTS = (

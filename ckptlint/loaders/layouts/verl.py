@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckptlint.loaders.layouts import Fixed, Found, Layout
-from ckptlint.loaders.layouts.torch_files import opened, set_of
+from ckptlint.loaders.layouts.torch_files import opened_files, set_of
 from ckptlint.loaders.rank_files.sets import has_all_ranks, input_bytes, verl_sets
 from ckptlint.model import Checkpoint, StepState
 from ckptlint.storage.folder import Folder
@@ -12,7 +12,7 @@ from ckptlint.storage.folder import Folder
 def _read(found: Found, look_at_files: bool) -> Checkpoint:
     from ckptlint.loaders.rank_files.verl import read_verl
 
-    return opened(found, read_verl(found.folder, look_at_files))
+    return opened_files(found, read_verl(found.folder, look_at_files))
 
 
 def _state(folder: Folder) -> StepState:

@@ -16,7 +16,7 @@ from ckptlint.model.stored import StoredTensor
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import Folder
 
-Shapes = list[dict[str, tuple[int, ...]]]
+ShapeLists = list[dict[str, tuple[int, ...]]]
 """For each group of parameters: name -> shape."""
 
 
@@ -123,7 +123,7 @@ def zero_stage(state: dict[Any, Any]) -> int | None:
     return value if type(value) is int and 0 <= value <= 3 else None
 
 
-def shapes_of(root: dict[Any, Any]) -> Shapes | None:
+def shapes_of(root: dict[Any, Any]) -> ShapeLists | None:
     """The trained parameters of each group, None where the file does not list them: with experts before 0.18."""
     groups = root.get("param_shapes")
     if isinstance(groups, dict):

@@ -236,7 +236,7 @@ class _Held(NamedTuple):
     file: OpenedFile
 
 
-Held = dict[str, list[_Held]]
+HeldByName = dict[str, list[_Held]]
 
 
 @dataclass(slots=True)
@@ -266,8 +266,8 @@ class _Reading:
         self._presence()
         self.args = next((rank.args for rank in self.ranks.values()), {})
         offsets = self._offsets()
-        model: Held = defaultdict(list)
-        states: dict[str, Held] = {what: defaultdict(list) for what in _STATES.values()}
+        model: HeldByName = defaultdict(list)
+        states: dict[str, HeldByName] = {what: defaultdict(list) for what in _STATES.values()}
         for place, rank in self.ranks.items():
             own = self._tensors(place, rank, offsets)
             for key, tensor in own.items():
@@ -279,7 +279,7 @@ class _Reading:
             self._add(key, key, held)
         self._states(states)
 
-    def _states(self, states: Mapping[str, Held]) -> None:
+    def _states(self, states: Mapping[str, HeldByName]) -> None:
         """Add the states of the optimizer where each of them is whole and certain; else rules would count a part."""
         if self.unplaced and not self.statements.misfits:
             names = list(dict.fromkeys(self.unplaced))
@@ -397,7 +397,7 @@ class _Reading:
     # ------------------------------------------------------------ optimizer
 
     def _optimizer(
-        self, place: GridCoordinate, rank: _Rank, own: dict[str, StoredTensor], states: dict[str, Held]
+        self, place: GridCoordinate, rank: _Rank, own: dict[str, StoredTensor], states: dict[str, HeldByName]
     ) -> None:
         """The states of a rank's optimizer, under the names of the parameters where it is certain whose they are."""
         keys = [key for key in own if not key.rpartition(".")[2].startswith(_BUFFERS)]
@@ -413,7 +413,7 @@ class _Reading:
 
     def _copies(
         self, place: GridCoordinate, rank: _Rank, own: dict[str, StoredTensor], keys: list[str], part: dict[Any, Any],
-        states: dict[str, Held],
+        states: dict[str, HeldByName],
     ) -> None:  # fmt: skip
         """fp32 copies in groups, and the moments of each by number.
 
@@ -464,7 +464,12 @@ class _Reading:
             number += len(tensors)
 
     def _buffers(
-        self, place: GridCoordinate, rank: _Rank, own: dict[str, StoredTensor], keys: list[str], states: dict[str, Held]
+        self,
+        place: GridCoordinate,
+        rank: _Rank,
+        own: dict[str, StoredTensor],
+        keys: list[str],
+        states: dict[str, HeldByName],
     ) -> None:
         """Flat buffers, in which the parameters lie as they do in the buffer that the model's tensors are views of.
 
@@ -524,7 +529,7 @@ class _Reading:
 
     # ------------------------------------------------------------ placing
 
-    def _tied(self, model: Held) -> None:
+    def _tied(self, model: HeldByName) -> None:
         """The head of the last stage has the bytes of the embedding that it shares with the first."""
         if self.args.get("untie_embeddings_and_output_weights") is not False or self.sizes.pp == 1:
             return

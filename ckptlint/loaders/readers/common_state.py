@@ -29,11 +29,11 @@ _YAML_LIMIT, _YAML_VALUES = 4 * 1024**2, 100_000  # a thousand lines are usual, 
 _YAML_SCALAR = 4096  # characters of a value that may be more than a text
 _OBJECT_LIMIT, _CLAIM_LIMIT, _MOST_CLAIMS = 16 * 1024**2, 64 * 1024, 4
 
-Location = tuple[str, int, int]
+StoragePlace = tuple[str, int, int]
 """Raw file path, byte offset and byte length of a record."""
 
 
-def read_common(folder: Folder, entries: dict[str, Location]) -> tuple[CommonState | None, list[Problem]]:
+def read_common(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[CommonState | None, list[Problem]]:
     """The common state, and what stood in the way of reading it.
 
     Args:
@@ -60,7 +60,7 @@ def read_common(folder: Folder, entries: dict[str, Location]) -> tuple[CommonSta
     return (CommonState("entries " + ", ".join(values), values) if values else None), problems
 
 
-def read_objects(folder: Folder, entries: dict[str, Location]) -> tuple[dict[str, Any], list[Problem]]:
+def read_objects(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[dict[str, Any], list[Problem]]:
     """The contents of small ShardedObjects by entry name, and what they must not hold.
 
     Source:
@@ -77,7 +77,7 @@ def read_objects(folder: Folder, entries: dict[str, Location]) -> tuple[dict[str
     return values, problems
 
 
-def read_claims(folder: Folder, entries: dict[str, Location]) -> tuple[tuple[StepClaim, ...], list[Problem]]:
+def read_claims(folder: Folder, entries: dict[str, StoragePlace]) -> tuple[tuple[StepClaim, ...], list[Problem]]:
     """What small entries of their own say of the step, and what they must not hold.
 
     Args:
@@ -252,7 +252,7 @@ def _yaml(text: str) -> Any:
         raise ValueError(str(error) or type(error).__name__) from None
 
 
-def _entry(folder: Folder, name: str, location: Location, problems: list[Problem]) -> TorchFile | None:
+def _entry(folder: Folder, name: str, location: StoragePlace, problems: list[Problem]) -> TorchFile | None:
     """The record of an entry; None, and a problem where it is damaged, for one that cannot be read.
 
     Records that are missing, cut, or no archives are left to the payload rules.
@@ -275,7 +275,7 @@ def _entry(folder: Folder, name: str, location: Location, problems: list[Problem
     return found
 
 
-def _record(folder: Folder, location: Location) -> bytes:
+def _record(folder: Folder, location: StoragePlace) -> bytes:
     path, offset, length = location
     if not 0 < length <= PICKLE_LIMIT or offset < 0:
         raise LimitError(f"has a record that claims {length:,} bytes at {offset:,}")

@@ -16,7 +16,7 @@ from ckptlint.loaders.problems import from_error, from_refusals
 from ckptlint.loaders.readers.common_state import (
     COMMON_ENTRY,
     OWN_ENTRIES,
-    Location,
+    StoragePlace,
     read_claims,
     read_common,
     read_configs,
@@ -31,7 +31,7 @@ from ckptlint.loaders.readers.megatron import (
     read_config,
     split_objects,
 )
-from ckptlint.loaders.readers.payload_files import listed, payload_files
+from ckptlint.loaders.readers.payload_files import file_table, payload_files
 from ckptlint.loaders.readers.save_plans import read_plans
 from ckptlint.loaders.run.finished import other_step, unfinished_marks
 from ckptlint.loaders.run.folder import read_run, read_train_state
@@ -80,7 +80,7 @@ def read_dcp(found: Found, look_at_files: bool) -> Checkpoint:
         if any(p.kind == "unreadable" for p in problems):
             problems += unread_beside(folder)
         return Checkpoint(
-            folder.display, "dcp", problems=problems, readable=False, metadata_file=label, files=listed(folder)
+            folder.display, "dcp", problems=problems, readable=False, metadata_file=label, files=file_table(folder)
         )
     return _assemble(folder, is_whole, described, roots[0], label, problems, look_at_files)
 
@@ -205,7 +205,7 @@ def _unsafe_beside(folder: Folder) -> list[Problem]:
     return problems
 
 
-def _locations(described: Description, wanted: set[str], of_tensors: bool = False) -> dict[str, Location]:
+def _locations(described: Description, wanted: set[str], of_tensors: bool = False) -> dict[str, StoragePlace]:
     """Where the records of these entries lie; of tensors, where asked for, those that are one chunk."""
     table = described.records
     rows = {fqn: described.byte_records[fqn] for fqn in wanted & described.byte_records.keys()}

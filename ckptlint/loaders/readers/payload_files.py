@@ -38,11 +38,11 @@ def payload_files(folder: Folder, described: Description, look: bool) -> tuple[F
         known.add(folder.other_case(paths[row]) or "")
         if instead := folder.instead(paths[row]):
             named.instead[row] = instead
-    others = listed(folder, known, found.at[found.at >= 0])
+    others = file_table(folder, known, found.at[found.at >= 0])
     return named.followed_by(others), not _shares_offsets(folder, described, look)
 
 
-def listed(folder: Folder, known: Collection[str] = (), rows: IntArray | None = None) -> FileTable:
+def file_table(folder: Folder, known: Collection[str] = (), rows: IntArray | None = None) -> FileTable:
     """The payload files that lie in the folder, but for those known by name, or by row in the listing's payload."""
     listing = folder.entries.without(known, rows)
     others = [

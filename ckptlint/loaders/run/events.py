@@ -22,7 +22,7 @@ from ckptlint.storage.paths import shown
 
 _LEVELS = 3  # a step, its components, theirs (verl)
 
-Sizes = dict[str, tuple[int, float]]
+FileSizes = dict[str, tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class _Memory:
     """What a watch remembers: the sizes of the last look and since when they are so, and the steps handed out."""
 
     since: dict[str, float] = field(default_factory=dict)
-    sizes: dict[str, Sizes] = field(default_factory=dict)
+    sizes: dict[str, FileSizes] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
     left_behind: set[str] = field(default_factory=set)
     trouble: dict[str, str] = field(default_factory=dict)
@@ -146,7 +146,7 @@ def _look(path: str, memory: _Memory, stale: float) -> list[Event]:
     return sorted(found, key=lambda event: names.index(event.step))
 
 
-def _quiet(since: float, sizes: Sizes, mtime: float) -> float:
+def _quiet(since: float, sizes: FileSizes, mtime: float) -> float:
     """Seconds since anything in a step changed: as the watch saw it, or as the times of its files say."""
     newest = max([mtime, *(written for _, written in sizes.values())])
     now = time.time()
