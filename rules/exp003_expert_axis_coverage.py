@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptlint.analysis.chunks.missing import absent_ranks
 from ckptlint.analysis.experts import owners_note
 from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.geometry.chunk_graph import ranks_of_files
-from ckptlint.geometry.missing import absent_ranks
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import distinct
 from ckptlint.model.text import named_ranks, ranges

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.geometry.coverage import overlaps
+from ckptlint.analysis.chunks.coverage import overlaps
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 

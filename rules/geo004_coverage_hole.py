@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptlint.geometry.coverage import holes
+from ckptlint.analysis.chunks.coverage import holes
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Severity, rule
 from ckptlint.vocabulary.config_fields import attributes

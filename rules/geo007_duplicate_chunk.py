@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
 
-from ckptlint.geometry.missing import saved_by
-from ckptlint.geometry.two_saves import saves_hint, saves_note
+from ckptlint.analysis.chunks.missing import saved_by
+from ckptlint.analysis.chunks.two_saves import saves_hint, saves_note
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import listed, shape_text
 from ckptlint.rule import Finding, Location, Severity, rule

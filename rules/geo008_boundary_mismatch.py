@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.geometry.missing import saved_by
+from ckptlint.analysis.chunks.missing import saved_by
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.layout import Box, ChunkLayout, Coverage, Crossing
 from ckptlint.model.text import span

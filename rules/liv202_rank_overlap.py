@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ckptlint.analysis.chunks.coverage import overlaps
 from ckptlint.analysis.ranks.held_by_ranks import sound
-from ckptlint.geometry.coverage import overlaps
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import shape_text
 from ckptlint.rule import Finding, Location, Severity, rule

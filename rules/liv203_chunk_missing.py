@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from ckptlint.analysis.chunks.coverage import holes
 from ckptlint.analysis.ranks.held_by_ranks import at_ranks, holders, sound
-from ckptlint.geometry.coverage import holes
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import named_ranks
 from ckptlint.rule import Finding, Severity, rule

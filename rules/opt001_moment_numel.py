@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from math import prod
 
+from ckptlint.analysis.chunks.missing import saved_by
 from ckptlint.analysis.inventory import MASTER_COPIES, OptimizerState, Param, inventory_of
 from ckptlint.analysis.optimizer_fit import PAIR, StateMismatch, elementwise_states, moment_pairs, state_mismatches
-from ckptlint.geometry.missing import saved_by
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import named_ranks, ranges, shape_text
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule

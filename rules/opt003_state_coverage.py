@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from ckptlint.analysis.chunks.missing import saved_by
 from ckptlint.analysis.inventory import Inventory, Param, inventory_of
 from ckptlint.analysis.trusted_config import trusted_topology
 from ckptlint.geometry.chunk_graph import ranks_of_files
-from ckptlint.geometry.missing import saved_by
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import distinct
 from ckptlint.model.text import braces, named_ranks, plural, ranges, some

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ckptlint.geometry.missing import absent_writer
+from ckptlint.analysis.chunks.missing import absent_writer
 from ckptlint.model import Checkpoint
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
 

@@ -7,10 +7,10 @@ from functools import partial
 
 import numpy as np
 
+from ckptlint.analysis.chunks.missing import unnamed_bytes
 from ckptlint.analysis.ranks.save_plans import duplicates, planned_by
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
-from ckptlint.geometry.missing import unnamed_bytes
 from ckptlint.model import Checkpoint
 from ckptlint.model.facts import fact
 from ckptlint.model.layout import IntArray

@@ -7,10 +7,10 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterator
 
+from ckptlint.analysis.chunks.two_saves import replaced_files
 from ckptlint.analysis.inventory import OptimizerState, inventory_of
 from ckptlint.depth import Depth
 from ckptlint.geometry.chunk_graph import rank_of
-from ckptlint.geometry.two_saves import replaced_files
 from ckptlint.model import Checkpoint, PayloadTable
 from ckptlint.model.text import human_duration, some
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule

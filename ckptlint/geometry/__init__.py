@@ -1,1 +1,1 @@
-"""Chunks in the index space of one tensor: graph, map, holes and overlaps."""
+"""Chunks in the index space of one tensor: graph and map."""

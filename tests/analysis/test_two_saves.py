@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import ckptlint
-from ckptlint.geometry.two_saves import two_saves
+from ckptlint.analysis.chunks.two_saves import two_saves
 from ckptlint.model import Checkpoint
 from ckptlint.testing import load_folder, write_safetensors
 

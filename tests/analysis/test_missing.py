@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from one_tensor import opened, the_tensor
 
-from ckptlint.geometry.missing import absent_hint, absent_ranks, absent_writer, lost_records, unnamed_bytes
+from ckptlint.analysis.chunks.missing import absent_hint, absent_ranks, absent_writer, lost_records, unnamed_bytes
 from ckptlint.model import Checkpoint
 from ckptlint.model.layout import Box
 from ckptlint.testing import load_folder, write_checkpoint
