@@ -31,6 +31,17 @@ class Severity(IntEnum):
         return self.name.lower()
 
 
+Confidence = Literal["certain", "likely", "possible"]
+"""How sure the evidence of a finding is: two independent witnesses are certain, one that infers is likely."""
+
+CEILING: dict[Confidence, Severity] = {
+    "certain": Severity.ERROR,
+    "likely": Severity.WARNING,
+    "possible": Severity.INFO,
+}
+"""The highest severity that a finding of a confidence may have."""
+
+
 class NotApplicable(Exception):  # noqa: N818  a verdict, not an error
     """Raised by a rule that has nothing to judge here, with the reason."""
 
@@ -87,7 +98,8 @@ class Finding:
         message: one sentence; `{of}` stands for " of <key>", which machine formats leave out.
         at: where it is: `Location.of(tensor)`, `Location(key)`, `Location(file=name)`.
         missing: what identifies the finding besides code, key and region: names of absent things.
-        severity: lower than the rule's own, when evidence is weaker.
+        severity: lower than the rule's own, where this fault does less harm.
+        confidence: how sure the evidence is; a doubt lowers the severity, too (`CEILING`).
         why: replaces the rule's own sentence.
         hint: what to do now.
         notes: further lines.
@@ -105,6 +117,7 @@ class Finding:
     at: Location = Location()
     missing: tuple[str, ...] = ()
     severity: Severity | None = None
+    confidence: Confidence = "certain"
     why: str = ""
     hint: str = ""
     notes: tuple[Note, ...] = ()

@@ -84,7 +84,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, doubt: str) -> Finding:
         message,
         at=Location(fit.shown(missing[0]), label=f"{ckpt.metadata_file}, compared with {fit.place}"),
         missing=tuple(map(fit.shown, missing[:_MOST])),
-        severity=Severity.INFO if doubt else None,
+        confidence="possible" if doubt else "certain",
         why=_consequence(fit, one),
         notes=(
             doubt_note(doubt),

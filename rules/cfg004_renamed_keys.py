@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ckptlint.analysis.fit.judgement import Fit, config_fit
 from ckptlint.analysis.fit.pairing import INNER_WORDS, WRAPPER_WORDS
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.config_fields import MODEL_CONFIG
 
 _LEAST = 0.5
@@ -61,7 +61,7 @@ def _certain(ckpt: Checkpoint, fit: Fit) -> Iterator[Finding]:
         )
         if not is_base:  # a base model takes the names of a model with a head as well
             label = f"{ckpt.metadata_file}, compared with {fit.place}"
-            yield _finding(ckpt, words, count, total, label, shown, Severity.WARNING if fit.doubt_of(()) else None)
+            yield _finding(ckpt, words, count, total, label, shown, "likely" if fit.doubt_of(()) else "certain")
 
 
 def _likely(ckpt: Checkpoint) -> Iterator[Finding]:
@@ -69,7 +69,7 @@ def _likely(ckpt: Checkpoint) -> Iterator[Finding]:
     for word, count in counts.most_common(1):
         if count > _LEAST * len(ckpt.tensors) and count > 1:
             first = next(name for name in ckpt.tensors if word in _words(name))
-            yield _finding(ckpt, f"{word}.", count, len(ckpt.tensors), ckpt.metadata_file, first, Severity.WARNING)
+            yield _finding(ckpt, f"{word}.", count, len(ckpt.tensors), ckpt.metadata_file, first, "likely")
 
 
 def _words(name: str) -> frozenset[str]:
@@ -79,14 +79,14 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _finding(
-    ckpt: Checkpoint, words: str, count: int, total: int, label: str, shown: str, severity: Severity | None = None
+    ckpt: Checkpoint, words: str, count: int, total: int, label: str, shown: str, confidence: Confidence
 ) -> Finding:
     which = f"all {total:,} keys carry" if count == total else f"{count:,} of {total:,} keys carry"
     return Finding(
         f"{which} `{words}`, which a wrapper of the model left there",
         at=Location(label=label),
         missing=(words,),
-        severity=severity,
+        confidence=confidence,
         why="from_pretrained looks for the keys without it, finds none of them and keeps random values",
         notes=(("key", shown),),
         hint="save the model inside the wrapper, or strip this from every key in the files and the index",

@@ -163,7 +163,7 @@ def _gaps(ckpt: Checkpoint, modules: list[Factors]) -> Iterator[Finding]:
                 f"has one in {len(stored)} other layers",
                 at=Location(lead.replace(f".{next(iter(stored))}.", f".{lost[0]}.", 1)),
                 missing=tuple(map(str, lost)),
-                severity=Severity.WARNING,
+                confidence="likely",
                 notes=(("others", f"other modules of {role.rpartition('.')[0]} have one in these layers"),),
                 why="loading only warns and keeps the initial values, so the adapter does nothing there",
                 hint="take it from the step before, or save again",

@@ -8,7 +8,7 @@ from ckptlint.analysis.fit.judgement import judged_shapes
 from ckptlint.analysis.inventory import Param
 from ckptlint.analysis.trusted_config import main_params, number, trusted, trusted_topology
 from ckptlint.model import Checkpoint
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
 
 _TABLES = frozenset({"word_embeddings", "embed_tokens", "tok_embeddings", "wte", "output_layer", "lm_head"})
 _TP_LIMIT = 64
@@ -87,7 +87,7 @@ def _unequal(ckpt: Checkpoint, tables: list[Param]) -> Iterator[Finding]:
         if rest
         else f"{more:,} rows{{of}} are {times} times those of {few.tensor.fqn}",
         at=Location.of(many.tensor),
-        severity=Severity.WARNING,
+        confidence="likely",
         notes=(("rows", f"{rows:,} of {few.tensor.fqn}, {more:,} of {many.tensor.fqn}"),),
         why="both are tables of one vocabulary, so one of them was padded twice or cut",
         hint="compare with vocab_size and its padding in the job's configuration",
@@ -104,7 +104,7 @@ def _judged(ckpt: Checkpoint, param: Param, rows: int, base: int, tp: int, is_pa
             ckpt,
             param,
             f"{rows:,} rows{{of}} are {times} times {what} of {base:,}" + (f", and TP is {tp}" if twice else ""),
-            severity=None if twice else Severity.WARNING,
+            confidence="certain" if twice else "likely",
             tp=tp,
             hint="declare the padded size once, as the global size: it was multiplied by TP a second time"
             if twice
@@ -115,7 +115,7 @@ def _judged(ckpt: Checkpoint, param: Param, rows: int, base: int, tp: int, is_pa
             ckpt,
             param,
             f"{rows:,} rows{{of}} are 1/{tp} of {what} of {base:,}, and TP is {tp}",
-            severity=Severity.WARNING,
+            confidence="likely",
             tp=tp,
             hint="declare the tensor-parallel axis and save again: one rank's rows were declared as the whole table",
         )
@@ -124,17 +124,17 @@ def _judged(ckpt: Checkpoint, param: Param, rows: int, base: int, tp: int, is_pa
             ckpt,
             param,
             f"{rows:,} rows{{of}} are {rows - base:,} more than {what} of {base:,}",
-            severity=Severity.INFO,
+            confidence="possible",
             tp=tp,
             hint="",
         )
 
 
-def _finding(ckpt: Checkpoint, param: Param, message: str, severity: Severity | None, tp: int, hint: str) -> Finding:
+def _finding(ckpt: Checkpoint, param: Param, message: str, confidence: Confidence, tp: int, hint: str) -> Finding:
     names = ("vocab", "padded_vocab", "vocab_divisor")
     shown = ", ".join(f"{n} {ckpt.declared[n].value} ({ckpt.declared[n].source})" for n in names if n in ckpt.declared)
     notes: tuple[Note, ...] = (("declared", f"{shown}, tp {tp}"),)
-    return Finding(message, at=Location.of(param.tensor), severity=severity, notes=notes, hint=hint)
+    return Finding(message, at=Location.of(param.tensor), confidence=confidence, notes=notes, hint=hint)
 
 
 def _rounded(size: int, multiple: int) -> int:

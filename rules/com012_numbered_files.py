@@ -12,7 +12,7 @@ from ckptlint.analysis.numbered_files import numbered_files as sets_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.lost_files import by_node
 from ckptlint.model.text import listed, plural
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
 
 _DATALOADER = re.compile(r"((?:.+\.)?dataloader\.dp_rank_)(\d{1,9})(?:\..*)?")
 _NAMED = 8
@@ -82,7 +82,7 @@ def _gaps(own: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
     counts_all = is_of_ranks and own.axis == "world"
     total = max([last + 1, *(stated.values() if is_of_ranks else ())])
     agree = [who for who, ranks in stated.items() if ranks == total]
-    severity: Severity | None = None if counts_all and len(agree) + (total == last + 1) > 1 else Severity.WARNING
+    confidence: Confidence = "certain" if counts_all and len(agree) + (total == last + 1) > 1 else "likely"
     first, stride = own.stride(total)
     if inside := stride > 1 and len(range(min(numbers), last + 1, stride)) > len(numbers):
         first, total = min(numbers), last + 1  # where such a set begins and ends is not known
@@ -92,9 +92,9 @@ def _gaps(own: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
     if not own.counts:
         if 0 not in numbers or stride > 1 or len(numbers) < _MANY * lost:
             return
-        severity = Severity.WARNING if agree else Severity.INFO
+        confidence = "likely" if agree else "possible"
     elif counts_all and not inside and (stride > 1 or _is_of_some(set(numbers), total, agree)):
-        severity = Severity.INFO
+        confidence = "possible"
     missing = _lost(own.pattern, set(numbers), lost, first, stride, own)
     names = _shown(missing, lost)
     noun = own.counts or "file"
@@ -105,11 +105,11 @@ def _gaps(own: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
         f"the {own.what} of {plural(lost, noun)} of {len(numbers) + lost:,} is missing: {', '.join(names)}",
         at=Location(file=names[0]),
         missing=tuple(names),
-        severity=severity,
+        confidence=confidence,
         alike=own.pattern,
         lost_files=by_node(missing if counts_all else dict.fromkeys(missing), numbers if counts_all else ()),
         notes=notes if agree and is_of_ranks else (),
-        hint="" if severity is Severity.INFO else "copy the files again from where they were written",
+        hint="" if confidence == "possible" else "copy the files again from where they were written",
     )
 
 
@@ -124,7 +124,7 @@ def _beyond(own: NumberedFiles, stated: dict[str, int], size: int) -> Iterator[F
         f"the {own.what} of {plural(len(names), 'rank')} lies beyond the {plural(size, noun)} of this job: "
         f"{', '.join(_shown(names, len(names)))}",
         at=Location(file=names[0]),
-        severity=Severity.WARNING if len(agree) < 2 else None,
+        confidence="likely" if len(agree) < 2 else "certain",
         kind="beyond",
         notes=(("because", f"{listed(agree)} {'state' if len(agree) > 1 else 'states'} {plural(size, 'rank')}"),),
         hint="these are left from a larger job: save into an empty folder, or remove them",

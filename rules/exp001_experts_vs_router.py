@@ -10,7 +10,7 @@ from ckptlint.analysis.fit.judgement import judges
 from ckptlint.analysis.trusted_config import mesh_axes, number, trusted
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import named_ranks, ranges, shape_text
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
 
 _HINTS = {
     True: "check that the router's placement is Replicate, as in other layers: it was probably saved as several copies",
@@ -83,24 +83,24 @@ def _finding(ckpt: Checkpoint, layer: MoeLayer, rows: int, router_is_odd: bool) 
     ]
     ranks = tuple(sorted(set().union(*(saved_by(ckpt, p.tensor) for role in layer.roles for p in role.params))))
     notes += [("saved by", named_ranks(ranks))] if ranks else []
-    severity = None
+    confidence: Confidence = "certain"
     if rows < stored:
-        severity, sentence = Severity.INFO, f"{stored} experts{{of}} are stored, but the router has {rows} rows"
+        confidence, sentence = "possible", f"{stored} experts{{of}} are stored, but the router has {rows} rows"
     elif rows % stored:
-        severity, sentence = Severity.WARNING, f"only {stored} of {rows} experts{{of}} are stored"
+        confidence, sentence = "likely", f"only {stored} of {rows} experts{{of}} are stored"
     else:
         factor = rows // stored
         axes = mesh_axes(ckpt, factor)
         named = f", and {factor} is the size of {' and '.join(axes)}" if axes else ""
         sentence = f"only {stored} of {rows} experts{{of}} are stored: 1/{factor}{named}"
         if router_is_odd:
-            severity = Severity.WARNING
+            confidence = "likely"
             sentence = f"the router has {rows} rows for {stored} experts{{of}}: {factor} times as many"
     return Finding(
         sentence,
         at=Location.of(lead.tensor, ranks=ranks),
         missing=(str(rows), str(stored)),
-        severity=severity,
+        confidence=confidence,
         notes=tuple(notes),
         hint=_HINTS[router_is_odd],
         inferred_from="the rows of the router",

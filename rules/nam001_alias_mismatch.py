@@ -70,7 +70,7 @@ def _odd_wrappers(ckpt: Checkpoint) -> Iterator[Finding]:
                     f"key{{of}} should be {expected}: {count} of {len(params)} keys of its block begin that way",
                     at=Location.of(param.tensor),
                     missing=(expected,),
-                    severity=Severity.WARNING,
+                    confidence="likely",
                     why="a loader that asks for the whole key finds nothing and leaves the parameter as it was",
                     hint="look for a map of names that forgot this one, and save again",
                     inferred_from=f"{count} of {len(params)} keys of its block",
@@ -135,7 +135,7 @@ def _tied(ckpt: Checkpoint) -> Iterator[Finding]:
             f"embedding and output layer are tied but differ: {shapes}",
             at=Location.of(b),
             missing=(a.fqn,),
-            severity=Severity.WARNING,
+            confidence="likely",
             notes=(
                 ("other key", f"{a.fqn}: {a.dtype} {shape_text(a.global_shape)}"),
                 (

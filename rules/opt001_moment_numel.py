@@ -11,7 +11,7 @@ from ckptlint.analysis.inventory import MASTER_COPIES, OptimizerState, Param, in
 from ckptlint.analysis.optimizer_fit import PAIR, StateMismatch, elementwise_states, moment_pairs, state_mismatches
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import named_ranks, ranges, shape_text
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
 
 _FILES = 4
 _MADE_LIKE = frozenset((*PAIR, "max_exp_avg_sq", *MASTER_COPIES))
@@ -52,11 +52,11 @@ def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> F
     held = f"{misfit.elements:,} elements" if len(misfit.states) == 1 else f"{misfit.elements:,} with its other half"
     lead = misfit.params[0]
     ranks = saved_by(ckpt, state.tensor)
-    severity = Severity.INFO if misfit.is_pattern else Severity.WARNING if misfit.is_inferred else None
+    confidence: Confidence = "possible" if misfit.is_pattern else "likely" if misfit.is_inferred else "certain"
     return Finding(
         f"state{{of}} has {held}, but its parameter has {misfit.expected:,}: {ratio}",
         at=Location.of(state.tensor, ranks=ranks),
-        severity=severity,
+        confidence=confidence,
         notes=tuple(_notes(ckpt, misfit, state)),
         hint=_hint(misfit, ranks),
         inferred_from="the sizes of the mesh axes" if misfit.is_inferred and not misfit.is_pattern else "",
@@ -123,7 +123,7 @@ def _transposed(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 f"state{{of}} {word}: {shape_text(shape)} for a parameter of {shape_text(expected)}",
                 at=Location.of(state.tensor),
-                severity=Severity.INFO if pattern else Severity.WARNING,
+                confidence="possible" if pattern else "likely",
                 notes=(("parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"), *_others(found, len(odd))),
                 why="the number of elements is right, so it loads, and each element gets the moments of another",
                 hint=_transposed_hint(shapes[param, shape]),

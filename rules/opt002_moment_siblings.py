@@ -17,7 +17,7 @@ from ckptlint.analysis.optimizer_fit import (
 )
 from ckptlint.model import Checkpoint, Tensor
 from ckptlint.model.text import plural, shape_text
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
 
 _OTHER = {PAIR[0]: PAIR[1], PAIR[1]: PAIR[0]}
 _EXPECTED = frozenset((*PAIR, "max_exp_avg_sq", "step", "param", "fp32_param", "main_param", "master_param"))
@@ -67,7 +67,7 @@ def _shapes(pairs: list[MomentPair]) -> Iterator[Finding]:
             yield Finding(
                 f"moment{{of}} is {has}, but its sibling {right.what} is {other}",
                 at=Location.of(wrong.tensor),
-                severity=Severity.WARNING if pattern else None,
+                confidence="likely" if pattern else "certain",
                 notes=(
                     _parameter(pair.param, agrees),
                     ("chunks", f"{_count(wrong.tensor)} of {wrong.what}, {_count(right.tensor)} of {right.what}"),
@@ -118,14 +118,14 @@ def _absent(ckpt: Checkpoint) -> Iterator[Finding]:
     for group, members in alone.items():
         if not both[group] and not is_usual:
             continue
-        severity = None if both[group] else Severity.INFO if len(members) > 1 else Severity.WARNING
+        confidence: Confidence = "certain" if both[group] else "possible" if len(members) > 1 else "likely"
         for state in members:
             absent = _OTHER[state.what]
             yield Finding(
                 f"moment{{of}} is stored without its sibling {absent}",
                 at=Location.of(state.tensor),
                 missing=(absent,),
-                severity=severity,
+                confidence=confidence,
                 notes=(_witness(group[1], both[group], sum(both.values()), len(whats)),),
                 why=f"a strict load fails on the missing key; any other resumes with {absent} at zero",
                 hint="save again once every state exists; without the job, reset both moments of this parameter",

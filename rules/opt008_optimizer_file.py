@@ -9,7 +9,7 @@ from math import prod
 from ckptlint.analysis.fit.judgement import judges
 from ckptlint.model import Checkpoint, OptimizerFile
 from ckptlint.model.text import plural, printable, shape_text
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import is_adapter, parse
 
@@ -47,8 +47,8 @@ def optimizer_file(ckpt: Checkpoint) -> Iterator[Finding]:
     step = max((file.step for file in ckpt.step_files if file.step is not None), default=0)
     for name, optimizer in files:
         for sentence, identity, is_unsure in _odd(ckpt, name, optimizer, step, is_alone=len(files) == 1):
-            severity = Severity.INFO if is_unsure else None
-            yield Finding(sentence, at=Location(file=name), missing=(identity,), severity=severity, alike=sentence)
+            confidence: Confidence = "possible" if is_unsure else "certain"
+            yield Finding(sentence, at=Location(file=name), missing=(identity,), confidence=confidence, alike=sentence)
 
 
 def _odd(

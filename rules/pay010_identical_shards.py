@@ -14,7 +14,7 @@ from ckptlint.geometry.chunk_graph import rank_of
 from ckptlint.model import Checkpoint, PayloadTable, Tensor
 from ckptlint.model.facts import fact
 from ckptlint.model.text import ranges
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Key, parse
 
 _SHOWN = 3
@@ -111,10 +111,10 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
     more = f" and {len(pairs) - _SHOWN:,} more" if len(pairs) > _SHOWN else ""
     listed = "; ".join(f"{_files(ckpt, tensor, a)} repeats {_files(ckpt, tensor, b)}" for a, b in pairs[:_SHOWN])
     ranks = {rank_of(ckpt.chunk_file(tensor, member)) for pair in pairs for member in pair}
-    severity = _severity(ckpt, payload, tensor, pairs)
+    confidence = _confidence(ckpt, payload, tensor, pairs)
     key = parse(tensor.fqn)
     why, hint = "", _HINTS[key.in_experts]
-    if severity is Severity.INFO:
+    if confidence == "possible":
         why, hint = _of_state(ckpt, payload, tensor, row, earlier) if key.kind == "optimizer" else ("", _UNTRAINED)
     return Finding(
         what,
@@ -125,7 +125,7 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
             file=ckpt.chunk_file(tensor, row),
             ranks=tuple(sorted(rank for rank in ranks if rank is not None)),
         ),
-        severity=severity,
+        confidence=confidence,
         why=why,
         notes=(_evidence(payload, record), ("chunks", listed + more)),
         hint=hint,
@@ -172,9 +172,9 @@ def _experts(ckpt: Checkpoint, payload: PayloadTable, members: list[tuple[Key, T
         f"{names[0]} {repeating} {names[1]} {names[0]} {repeated}: the same data in {tensor.fqn}",
         at=Location.of(tensor, file=ckpt.byte_range_of(record)[0]),
         missing=(repeating,),
-        severity=(severity := _severity(ckpt, payload, tensor)),
+        confidence=(confidence := _confidence(ckpt, payload, tensor)),
         notes=(_evidence(payload, record),),
-        hint=_UNTRAINED if severity is Severity.INFO else _HINTS[True],
+        hint=_UNTRAINED if confidence == "possible" else _HINTS[True],
         inferred_from=_INFERRED,
         alike=f"experts {repeating} {repeated}",
     )
@@ -194,23 +194,23 @@ def _evidence(payload: PayloadTable, record: int) -> Note:
 # ---------------------------------------------------------------- what may be so by construction
 
 
-def _severity(
+def _confidence(
     ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: Sequence[tuple[int, int]] = ()
-) -> Severity | None:
+) -> Confidence:
     """A note where the values may be those of the initialisation, or of an optimizer that saw equal gradients."""
     iteration = _iteration(ckpt)
     if iteration == 0:
-        return Severity.INFO
+        return "possible"
     if parse(tensor.fqn).kind == "optimizer":
-        return None if _parameter_repeats(ckpt, payload, tensor, pairs) else Severity.INFO
+        return "certain" if _parameter_repeats(ckpt, payload, tensor, pairs) else "possible"
     if (moments := _moments(ckpt, payload, tensor)) is not None:
-        return None if moments else Severity.INFO
+        return "certain" if moments else "possible"
     norms = _norms_are_constant(ckpt, payload)
     if norms or tensor.fqn in _experts_seeded_alike(ckpt, payload):
-        return Severity.INFO
+        return "possible"
     is_told = norms is False or isinstance(iteration, int) or parse(tensor.fqn).in_experts
     differing = _differing(ckpt, payload)
-    return None if is_told or len(differing) > (tensor.fqn in differing) else Severity.INFO
+    return "certain" if is_told or len(differing) > (tensor.fqn in differing) else "possible"
 
 
 @fact

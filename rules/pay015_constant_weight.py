@@ -304,7 +304,7 @@ def _finding(
     return Finding(
         message,
         at=Location.of(param.tensor, region=box, rows=tuple(rows[:16].tolist()), file=file, byte_range=(start, length)),
-        severity=Severity.INFO if dict(notes)["doubt"] else None,
+        confidence="possible" if dict(notes)["doubt"] else "certain",
         notes=(*notes, ("files", listed([*names[:_SHOWN], *more]) if len(names) > 1 else "")),
         hint="" if dict(notes)["doubt"] else _HINT,
         inferred_from="the other weights of this name",

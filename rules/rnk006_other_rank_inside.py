@@ -33,7 +33,7 @@ def other_rank_inside(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{item.name} holds what was saved as {item.inside}{same}",
             at=Location(file=item.name),
             missing=(item.name,),
-            severity=None if item.is_stated or item.same_as else Severity.WARNING,
+            confidence="certain" if item.is_stated or item.same_as else "likely",
             hint="copy the file again from the node that wrote it, or go back one step"
             if item.is_stated or item.same_as
             else "check whether somebody renamed it on purpose; then nothing is lost",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ckptlint.analysis.ranks.rank_sets import compared
 from ckptlint.model import Checkpoint, Misfit
-from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Severity, rule
 
 _SENTENCES = {
     "length": "{at} in {file} have {stored} elements instead of {expected}",
@@ -40,19 +40,19 @@ def optimizer_of_rank(ckpt: Checkpoint) -> Iterator[Finding]:
     part = compared(ckpt).of_a_part
     for item in ckpt.rank_files.misfits:
         if item.what in _SENTENCES and item not in part:
-            yield _finding(item, None, "take both files of this rank from one save, or go back one step")
+            yield _finding(item, "certain", "take both files of this rank from one save, or go back one step")
     if part:  # one cause, reported for the first file
         hint = "check what the job trains: the same holds for all ranks, and no file says that the rest is frozen"
-        yield _finding(part[0], Severity.INFO, hint)
+        yield _finding(part[0], "possible", hint)
 
 
-def _finding(item: Misfit, severity: Severity | None, hint: str) -> Finding:
+def _finding(item: Misfit, confidence: Confidence, hint: str) -> Finding:
     sentence = _SENTENCES[item.what]
     return Finding(
         sentence.format(at=item.fqn, file=item.file, stored=item.stored, expected=item.expected),
         at=Location(file=item.file),
         missing=(item.file, item.fqn),
-        severity=severity,
+        confidence=confidence,
         notes=(("because", item.because),),
         hint=hint,
         alike=f"{item.what} {item.file}",

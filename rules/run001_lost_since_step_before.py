@@ -68,7 +68,7 @@ def _findings(ckpt: Checkpoint, change: Change) -> Iterator[Finding]:
         yield Finding(
             change.sentence("stored here", older_name(ckpt)),
             at=Location(fqn, label=_PLACE),
-            severity=None if change.is_partial else Severity.INFO,
+            confidence="certain" if change.is_partial else "possible",
             notes=(("because", change.rest),),
             hint="resume from the older step, unless the job left it out on purpose" if change.is_partial else "",
             inferred_from=f"the keys of {older_name(ckpt)}",
@@ -84,7 +84,7 @@ def _renamed(ckpt: Checkpoint, was: Mapping[str, object], now: Mapping[str, obje
         f"{lost:,} of the model's {plural(model, 'key')} in {older_name(ckpt)} are missing here",
         at=Location(label=_PLACE),
         missing=("renamed", str(lost)),
-        severity=Severity.INFO if lost == model and new else None,
+        confidence="possible" if lost == model and new else "certain",
         notes=(
             ("new", f"{plural(len(new), 'key')} that {older_name(ckpt)} does not have"),
             ("because", f"{same:,} differ only in a wrapper's name, such as {new[0]}" if same else ""),
@@ -109,7 +109,7 @@ def _files(ckpt: Checkpoint, keeps_optimizer: bool) -> Iterator[Finding]:
             f"there is no {family} here; {older_name(ckpt)} has {name}",
             at=Location(file=name),
             missing=("family", family),
-            severity=Severity.INFO if is_meant else None,
+            confidence="possible" if is_meant else "certain",
             notes=(("because", "the optimizer is missing too: this step may hold only the model" * is_meant),),
             hint="" if is_meant else "resume from the older step, or copy the file from where this step was written",
             inferred_from=f"the files of {older_name(ckpt)}",

@@ -45,7 +45,7 @@ def _findings(ckpt: Checkpoint, older: str, change: Change) -> Iterator[Finding]
             change.sentence("stored here", older),
             at=Location(fqn, ckpt.tensors.get(fqn)),
             missing=(change.kind,),
-            severity=None if change.is_partial else Severity.INFO,
+            confidence="certain" if change.is_partial else "possible",
             notes=(("because", change.rest),),
             hint="resume from the older step, unless the change was meant" if change.is_partial else "",
             inferred_from=f"the same tensor in {older}",

@@ -93,7 +93,7 @@ def _steps_differ(groups: list[tuple[str, list[str]]], young: set[str]) -> Findi
         f"files of two saves: the optimizer's step in {_some(names)} differs from the other files{also}",
         at=Location(file=sorted(names)[0], ranks=_ranks(names)),
         missing=("steps",),
-        severity=None if is_sure else Severity.WARNING,
+        confidence="certain" if is_sure else "likely",
         notes=tuple(("step", f"{value} in {_some(group)}") for value, group in groups[:4]),
         hint="compare the times of these files with the others', and copy the files of one save again",
         inferred_from="the optimizer's step in each file" + (" and the times of the files" if is_sure else ""),

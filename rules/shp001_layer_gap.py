@@ -11,7 +11,7 @@ from ckptlint.analysis.inventory import Param, inventory_of
 from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import plural, ranges
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import Block, block_of, inside_layer, is_adapter, module_path, parse
 
 Layers = dict[int, list[Param]]
@@ -104,21 +104,21 @@ def _gaps(ckpt: Checkpoint, block: Block, numbers: dict[Block, set[int]]) -> Ite
         sentence,
         at=Location(label=f"{ckpt.metadata_file}: {len(present)} layers in {name}"),
         missing=tuple(f"{name}.{layer}" for layer in sorted(missing)),
-        severity=_severity(ckpt, missing, is_declared),
+        confidence=_confidence(ckpt, missing, is_declared),
         notes=tuple(notes),
         hint=f"find the ranks or stages that hold layers {ranges(missing)}, and the keys under which they saved them",
         inferred_from="" if is_declared else f"the numbers of the {plural(len(present), 'other layer')}",
     )
 
 
-def _severity(ckpt: Checkpoint, missing: set[int], is_declared: bool) -> Severity | None:
+def _confidence(ckpt: Checkpoint, missing: set[int], is_declared: bool) -> Confidence:
     """Lower where only a start is missing: a save of the upper layers alone, or numbers from 1, look the same."""
     if is_declared or missing != set(range(len(missing))):
-        return None
+        return "certain"
     if missing == {0}:
-        return Severity.INFO
+        return "possible"
     has_embedding = any(param.key.function == "embedding" for param in inventory_of(ckpt).params)
-    return Severity.WARNING if has_embedding else Severity.INFO
+    return "likely" if has_embedding else "possible"
 
 
 def _lacking(ckpt: Checkpoint, layers: Layers) -> Iterator[Finding]:
@@ -145,7 +145,7 @@ def _lacking(ckpt: Checkpoint, layers: Layers) -> Iterator[Finding]:
                 f"nothing{{of}} is stored; {complete} other layers have theirs",
                 at=Location(fqn, label=f"{ckpt.metadata_file}: layer {layer} has {len(found)} of {len(usual)} keys"),
                 missing=(fqn,),
-                severity=Severity.WARNING,
+                confidence="likely",
                 notes=(("siblings", f"layers {others} have all {len(usual)}"),),
                 hint="find the filter or the rename that dropped this key in one layer, and save again",
                 inferred_from=f"the keys of layers {others}",

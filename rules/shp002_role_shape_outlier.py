@@ -58,7 +58,7 @@ def _finding(item: Outlier, sentence: str, usual: str, notes: tuple[Note, ...]) 
     return Finding(
         f"{sentence}, but {usual} in {plural(number, 'other layer')}",
         at=Location.of(item.param.tensor),
-        severity=Severity.INFO if item.changed > 1 else None,
+        confidence="possible" if item.changed > 1 else "certain",
         notes=(
             *notes,
             ("siblings", f"{usual} in layers {item.agreeing}"),

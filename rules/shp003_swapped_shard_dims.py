@@ -22,7 +22,7 @@ from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.cover import Shape
 from ckptlint.model.text import ranges, shape_text
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import is_adapter
 
 
@@ -34,14 +34,14 @@ class Swap:
         expected: without the axes of layers and experts.
         basis: what the expected shape rests on.
         notes: more of it.
-        severity: lower than the rule's own where the expected shape is inferred.
+        confidence: whether the expected shape is declared or inferred.
     """
 
     param: Param
     expected: Shape
     basis: str
     notes: tuple[Note, ...] = ()
-    severity: Severity | None = None
+    confidence: Confidence = "certain"
 
 
 @rule("SHP003", "swapped-shard-dims", Severity.ERROR, whole=True)
@@ -90,11 +90,11 @@ def _finding(ckpt: Checkpoint, swap: Swap) -> Finding:
         f"shape{{of}} is {shape_text(tensor.global_shape)} where {shape_text(tuple(expected))} fits {swap.basis}; "
         f"{numbers}, and {axis_name(ckpt, a, p)} is split into {p} shards",
         at=Location.of(tensor),
-        severity=swap.severity,
+        confidence=swap.confidence,
         notes=swap.notes,
         hint=f"use Shard({b}) instead of Shard({a}) where the job transposes this weight, and save again; no value is "
         f"lost, but those from {from_:,} of dim {a} on belong at {to:,} of dim {b}",
-        inferred_from=swap.basis.partition(" from ")[0] if swap.severity is Severity.WARNING else "",
+        inferred_from=swap.basis.partition(" from ")[0] if swap.confidence == "likely" else "",
         alike=f"{numbers} {swap.basis}",
     )
 
@@ -171,8 +171,8 @@ def _confirmed(family: ProjectionFamily, hidden: Hidden, param: Param, expected:
             if other is None or not _fit(param, expected, partner, other):
                 continue
             note = f"{short_name(partner)} {stored} fits after the same correction"
-        is_said = Severity.ERROR if hidden.declared else Severity.WARNING
-        return Swap(param, expected, str(hidden), (("partner", note),), is_said)
+        confidence: Confidence = "certain" if hidden.declared else "likely"
+        return Swap(param, expected, str(hidden), (("partner", note),), confidence)
     return None
 
 
@@ -210,7 +210,7 @@ def _from_layers(ckpt: Checkpoint) -> Iterator[Swap]:
             numbers = {param.key.layer or 0 for param in others}
             evidence = _evidence(_fits_partners(others, partners), layers, len(numbers))
             for param in group:
-                yield Swap(param, expected, f"layers {ranges(numbers)}", (("evidence", evidence),), Severity.WARNING)
+                yield Swap(param, expected, f"layers {ranges(numbers)}", (("evidence", evidence),), "likely")
 
 
 def _evidence(fits: bool, suspected: int, others: int) -> str:

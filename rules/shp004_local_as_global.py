@@ -27,7 +27,7 @@ from ckptlint.analysis.trusted_config import knows_mesh, mesh_axes, number, trus
 from ckptlint.geometry.chunk_graph import axis_name
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import some
-from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
+from ckptlint.rule import Confidence, Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.dtypes import FLOATS
 from ckptlint.vocabulary.keys import is_adapter, module_path
 
@@ -44,7 +44,7 @@ class Local:
     Attributes:
         basis: what the expected size rests on.
         cause: what speaks for k: an axis of this size, or the cuts.
-        severity: lower than the rule's own where the expected size is inferred.
+        confidence: whether the expected size is declared or inferred.
     """
 
     param: Param
@@ -52,7 +52,7 @@ class Local:
     expected: int
     basis: str
     cause: str
-    severity: Severity | None = Severity.WARNING
+    confidence: Confidence = "likely"
 
     @property
     def size(self) -> int:
@@ -107,12 +107,12 @@ def _finding(ckpt: Checkpoint, local: Local) -> Finding:
         f"dim {local.axis}{{of}} is {size:,} where {expected:,} fits {local.basis}; {numbers}, and {local.cause}",
         at=Location.of(tensor),
         kind="part" if size < expected else "copies",
-        severity=local.severity,
+        confidence=local.confidence,
         why="" if size < expected else "a replica that was saved as shards loads with another shape",
         notes=(note, ("mesh", f"{axis_name(ckpt, local.axis, places)} is {_split(places)}")),
         explain=partial(_files, ckpt, local),
         hint=hint,
-        inferred_from=f"the size of {local.basis}" if local.severity is Severity.WARNING else "",
+        inferred_from=f"the size of {local.basis}" if local.confidence == "likely" else "",
         alike=f"{short_name(local.param)} {numbers} {local.basis}",
         told_by="CFG003" if tensor.fqn in told_shapes(ckpt) else "",
     )
@@ -171,7 +171,7 @@ def _from_reference(ckpt: Checkpoint) -> Iterator[Local]:
         if ckpt.reference is not None and (axes or not knows_mesh(ckpt)):
             cut = f"it is {_split(axis_factor(param.tensor, axis))}"
             cause = f"{k} is the size of {' and '.join(axes)}" if axes else cut
-            yield Local(param, axis, expected, f"the reference {ckpt.reference.source}", cause, None)
+            yield Local(param, axis, expected, f"the reference {ckpt.reference.source}", cause, "certain")
 
 
 def _is_replicated(param: Param) -> bool:
@@ -239,7 +239,7 @@ def _from_partners(ckpt: Checkpoint) -> Iterator[Local]:
                 for local in _of_mlp(ckpt, family.hidden, first, second):
                     is_said = said & {local.expected, local.expected // 2}
                     basis = f"{local.basis} and the job's arguments"
-                    yield replace(local, basis=basis, severity=None) if is_said else local
+                    yield replace(local, basis=basis, confidence="certain") if is_said else local
                 yield from _of_hidden(ckpt, family.hidden, first, second)
                 yield from _of_hidden(ckpt, family.hidden, second, first)
         for short, long in (("q", "attn_out"), ("k", "v"), ("v", "k")):
@@ -271,8 +271,8 @@ def _of_hidden(ckpt: Checkpoint, hidden: Hidden, param: Param, partner: Param) -
         if not rest and axes and is_width(param, inner, partner, width):
             basis = f"{short_name(partner)} and {hidden}"
             cause = f"{k} is the size of {' and '.join(axes)}"
-            severity = None if hidden.declared else Severity.WARNING
-            yield Local(param, param.own_axes[own], hidden.size, basis, cause, severity)
+            confidence: Confidence = "certain" if hidden.declared else "likely"
+            yield Local(param, param.own_axes[own], hidden.size, basis, cause, confidence)
 
 
 def _of_attention(ckpt: Checkpoint, hidden: Hidden, param: Param, partner: Param) -> Iterator[Local]:
@@ -326,7 +326,7 @@ def _from_arguments(ckpt: Checkpoint) -> Iterator[Local]:
             cause = f"{ffn // inner} is the size of {' and '.join(axes)}"
             for param, size in ((first[0], ffn * width // inner), (second[0], ffn)):
                 axis = param.own_axes[_inner_axis(param, family.hidden)]
-                yield Local(param, axis, size, f"ffn_hidden_size {ffn:,} of {item.source}", cause, None)
+                yield Local(param, axis, size, f"ffn_hidden_size {ffn:,} of {item.source}", cause, "certain")
 
 
 def _from_hidden(ckpt: Checkpoint) -> Iterator[Local]:
@@ -345,7 +345,7 @@ def _from_hidden(ckpt: Checkpoint) -> Iterator[Local]:
         return
     cause = f"{k} is the size of {' and '.join(axes)}" if axes else f"it is {_split(places)}"
     basis = f"hidden_size of {item.source} and {len(shown) - 1} other tensors"
-    yield Local(param, axis, size, basis, cause, None)
+    yield Local(param, axis, size, basis, cause, "certain")
 
 
 def _is_dense(family: ProjectionFamily) -> bool:

@@ -12,7 +12,7 @@ from ckptlint.errors import BudgetError
 from ckptlint.lint.report import UNREADABLE, CheckpointReport, Diagnostic
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
-from ckptlint.rule import NotApplicable, Rule, Severity
+from ckptlint.rule import CEILING, NotApplicable, Rule, Severity
 
 
 def run_rules(ckpt: Checkpoint, rules: Iterable[Rule], depth: Depth) -> CheckpointReport:
@@ -60,7 +60,7 @@ def _run(rule: Rule, ckpt: Checkpoint, report: CheckpointReport) -> list[Problem
         if rule.whole and ckpt.partial:
             raise NotApplicable(ckpt.partial)
         for finding in rule.check(_with_rank_findings(ckpt, rule), **rule.values):
-            severity = rule.severity if finding.severity is None else min(rule.severity, finding.severity)
+            severity = min(rule.severity, finding.severity or rule.severity, CEILING[finding.confidence])
             report.diagnostics.append(Diagnostic(rule, finding, severity))
         report.passed.append(rule.code)
     except NotApplicable as reason:
