@@ -89,7 +89,11 @@ class Diagnostic:
         finding = self.finding
         inferred = f"from {finding.inferred_from}" if finding.inferred_from else ""
         notes = [*finding.notes, *(finding.explain() if finding.explain else ())]
-        notes += [("inferred", inferred), ("hint", finding.hint)]
+        if finding.confidence == "certain":
+            notes.append(("inferred", inferred))
+        else:
+            notes.append(("confidence", finding.confidence + (inferred and f", inferred {inferred}")))
+        notes.append(("hint", finding.hint))
         return sorted((note for note in notes if note[1]), key=lambda note: note[0] == "hint")
 
     @property

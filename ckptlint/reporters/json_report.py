@@ -148,7 +148,7 @@ def _finding(part: CheckpointReport, item: Diagnostic, group: FindingGroup) -> d
     ckpt, finding, tensor = part.checkpoint, item.finding, item.finding.at.tensor
     # what costs time to explain is the same for all members of a group
     notes = item.all_notes() if item is group.lead else [*finding.notes, ("hint", finding.hint)]
-    notes = [note for note in notes if note[1] and note[0] != "inferred"]
+    notes = [note for note in notes if note[1] and note[0] not in ("inferred", "confidence")]
     region = finding.at.region
     mesh = {}
     if tensor is not None and region is not None and tensor.is_sound:
@@ -180,6 +180,7 @@ def _finding(part: CheckpointReport, item: Diagnostic, group: FindingGroup) -> d
         "chunks": chunks,
         "file": finding.at.file or None,
         "byte_range": list(finding.at.byte_range) if finding.at.byte_range else None,
+        "confidence": finding.confidence,
         "inferred_from": finding.inferred_from or None,
         "why": item.why,
         "notes": [{"label": label, "text": text} for label, text in notes if label != "hint"],

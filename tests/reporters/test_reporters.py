@@ -36,7 +36,7 @@ from ckptlint.loaders.layouts import layouts
 from ckptlint.model.text import printable
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.style import Style
-from ckptlint.rule import Finding, Location, Rule
+from ckptlint.rule import Confidence, Finding, Location, Rule
 from ckptlint.testing import held_by_ranks, read_cases, write_checkpoint
 
 pytestmark = pytest.mark.ci
@@ -266,12 +266,13 @@ def test_verbose_of_a_healthy_checkpoint_fits_on_a_screen_and_names_every_rule()
     assert silent <= named
 
 
-def inferring(rank: int | None = None) -> Report:
+def inferring(rank: int | None = None, confidence: Confidence = "certain") -> Report:
     """The report of a rule that infers what it finds, and knows the rank or not."""
 
     def check_(ckpt: Any) -> Iterator[Finding]:
         place = Location("w", file="__2_0.distcp", ranks=() if rank is None else (rank, 0))
-        yield Finding("one row is missing{of}", place, inferred_from="the shapes of layers 0-3", hint="save again")
+        basis = "the shapes of layers 0-3"
+        yield Finding("one row is missing{of}", place, confidence=confidence, inferred_from=basis, hint="save again")
 
     rule = next(rule for rule in load_rules() if rule.code == "GEO004")
     return judged(REAL / "fsdp2_4r", [Rule(rule.code, rule.name, rule.severity, check_)])
@@ -283,6 +284,18 @@ def test_what_a_finding_was_inferred_from_is_in_every_format(format_: str) -> No
     assert "from the shapes of layers 0-3" in text
     if format_ not in ("html", "sarif"):
         assert text.count("inferred from the shapes of layers 0-3") == 1
+
+
+@pytest.mark.parametrize(("confidence", "level"), [("certain", "error"), ("likely", "warning"), ("possible", "info")])
+def test_doubt_lowers_the_severity_and_is_said(confidence: Confidence, level: str) -> None:
+    report = inferring(confidence=confidence)
+    (item,) = json.loads(render(report, "json"))["checkpoints"][0]["findings"]
+    assert (item["severity"], item["confidence"]) == (level, confidence)
+    text = " ".join(render(report, "full", Style(verbose=True)).split())
+    said = "inferred from" if confidence == "certain" else f"confidence: {confidence}, inferred from"
+    assert f"= {said} the shapes of layers 0-3" in text
+    (result,) = json.loads(render(report, "sarif"))["runs"][0]["results"]
+    assert result["properties"].get("confidence", "") == ("" if confidence == "certain" else confidence)
 
 
 def test_json_has_the_ranks_and_the_inference_as_fields() -> None:

@@ -136,6 +136,7 @@ def _result(part: CheckpointReport, base: str, group: FindingGroup, index: dict[
     members = [{"fqn": m.fqn, "message": m.message, "fingerprint": m.fingerprint} for m in group.members]
     about = {
         "ranks": ranks_named(ckpt, lead.finding.at),
+        "confidence": "" if lead.finding.confidence == "certain" else lead.finding.confidence,
         "inferredFrom": lead.finding.inferred_from,
         "findings": members if len(members) > 1 else [],
     }
