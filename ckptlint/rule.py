@@ -86,13 +86,15 @@ class Finding:
     Attributes:
         message: one sentence; `{of}` stands for " of <key>", which machine formats leave out.
         at: where it lies: `Location.of(tensor)`, `Location(key)`, `Location(file=name)`.
-        missing: what identifies the finding besides code, key and region: names of absent things.
+        identity: what identifies the finding besides code, key and region; part of the fingerprint.
+        keys: further keys concerned, besides that of `at`; causes compare them.
+        files: further files concerned, in the same way.
         severity: lower than the rule's own, when evidence is weaker.
         why: replaces the rule's own sentence.
         hint: what to do now.
         notes: further lines.
         explain: makes lines that cost time; called only for findings that are shown in full.
-        alike: what findings of one group share; by default the sentence and the role of the key.
+        group: what findings of one group share; by default the sentence and the role of the key.
         detail: lines of a figure.
         lost_files: all files that are missing, by the ranks that wrote them.
         inferred_from: what it was inferred from ("the shapes of layers 0-3"); empty where the files state it.
@@ -103,13 +105,15 @@ class Finding:
 
     message: str
     at: Location = Location()
-    missing: tuple[str, ...] = ()
+    identity: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
     severity: Severity | None = None
     why: str = ""
     hint: str = ""
     notes: tuple[Note, ...] = ()
     explain: Callable[[], tuple[Note, ...]] | None = None
-    alike: str = ""
+    group: str = ""
     detail: tuple[str, ...] = ()
     lost_files: LostFiles = ()
     inferred_from: str = ""
@@ -123,7 +127,7 @@ class Finding:
         return cls(
             problem.message,
             at=Location(problem.fqn, file=problem.file),
-            missing=(problem.file,),
+            identity=(problem.file,),
             severity=Severity.INFO if problem.outside_checkpoint else None,
             why=problem.why,
             hint=problem.hint,

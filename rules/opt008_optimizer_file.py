@@ -48,7 +48,7 @@ def optimizer_file(ckpt: Checkpoint) -> Iterator[Finding]:
     for name, optimizer in files:
         for sentence, identity, is_unsure in _odd(ckpt, name, optimizer, step, is_alone=len(files) == 1):
             severity = Severity.INFO if is_unsure else None
-            yield Finding(sentence, at=Location(file=name), missing=(identity,), severity=severity, alike=sentence)
+            yield Finding(sentence, at=Location(file=name), identity=(identity,), severity=severity, group=sentence)
 
 
 def _odd(
