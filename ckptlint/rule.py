@@ -97,14 +97,16 @@ class Finding:
     Attributes:
         message: one sentence; `{of}` stands for " of <key>", which machine formats leave out.
         at: where it is: `Location.of(tensor)`, `Location(key)`, `Location(file=name)`.
-        missing: what identifies the finding besides code, key and region: names of absent things.
+        identity: what identifies the finding besides code, key and region; part of the fingerprint.
+        keys: further keys concerned, besides that of `at`; causes compare them.
+        files: further files concerned, in the same way.
         severity: lower than the rule's own, where this fault does less harm.
         confidence: how sure the evidence is; a doubt lowers the severity, too (`CEILING`).
         why: replaces the rule's own sentence.
         hint: what to do now.
         notes: further lines.
         explain: makes lines that cost time; called only for findings that are shown in full.
-        alike: what findings of one group share; by default the sentence and the role of the key.
+        group: what findings of one group share; by default the sentence and the role of the key.
         detail: lines of a figure.
         lost_files: all files that are missing, by the ranks that wrote them.
         inferred_from: what it was inferred from ("the shapes of layers 0-3"); empty where the files state it.
@@ -115,14 +117,16 @@ class Finding:
 
     message: str
     at: Location = Location()
-    missing: tuple[str, ...] = ()
+    identity: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
     severity: Severity | None = None
     confidence: Confidence = "certain"
     why: str = ""
     hint: str = ""
     notes: tuple[Note, ...] = ()
     explain: Callable[[], tuple[Note, ...]] | None = None
-    alike: str = ""
+    group: str = ""
     detail: tuple[str, ...] = ()
     lost_files: LostFiles = ()
     inferred_from: str = ""
@@ -136,7 +140,7 @@ class Finding:
         return cls(
             problem.message,
             at=Location(problem.fqn, file=problem.file),
-            missing=(problem.file,),
+            identity=(problem.file,),
             severity=Severity.INFO if problem.outside_checkpoint else None,
             why=problem.why,
             hint=problem.hint,

@@ -83,7 +83,8 @@ def _finding(ckpt: Checkpoint, fit: Fit, doubt: str) -> Finding:
     return Finding(
         message,
         at=Location(fit.shown(missing[0]), label=f"{ckpt.metadata_file}, compared with {fit.place}"),
-        missing=tuple(map(fit.shown, missing[:_MOST])),
+        identity=tuple(map(fit.shown, missing[:_MOST])),
+        keys=tuple(map(fit.shown, missing[:_MOST])),
         confidence="possible" if doubt else "certain",
         why=_consequence(fit, one),
         notes=(

@@ -49,7 +49,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, names: list[str], is_beyond: bool) -> F
     return Finding(
         f"{subject} stored that {model_name(fit)} does not have",
         at=Location(names[0], label=f"{ckpt.metadata_file}, compared with {fit.place}"),
-        missing=tuple(names[:_MOST]),
+        identity=tuple(names[:_MOST]),
         confidence="certain" if is_beyond and not fit.doubt_of(fit.open) else "possible",
         why="from_pretrained leaves them out and only warns" if fit.is_export else "",
         notes=(

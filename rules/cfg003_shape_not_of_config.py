@@ -131,13 +131,14 @@ def _finding(ckpt: Checkpoint, fit: Fit, items: list[ShapeDifference]) -> Findin
     return Finding(
         message,
         at=Location.of(lead.tensor, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
-        missing=tuple(item.tensor.fqn for item in items[:_MOST]),
+        identity=tuple(item.tensor.fqn for item in items[:_MOST]),
+        keys=tuple(item.tensor.fqn for item in items[:_MOST]),
         kind=cause if isinstance(cause := _cause(ckpt, lead)[0], str) else "size",
         confidence="possible" if doubt or _is_constant(lead) else "certain",
         why=_consequence(fit),
         notes=(doubt_note(doubt), ("tensors", _listed(items)), *notes, ("fields", _fields(fit, lead))),
         hint=hint,
-        alike=f"shape {_cause(ckpt, lead)}",
+        group=f"shape {_cause(ckpt, lead)}",
     )
 
 
@@ -215,7 +216,8 @@ def _many(ckpt: Checkpoint, fit: Fit) -> Finding:
         f"{len(fit.shapes):,} of {plural(compared, 'tensor')} have shapes different from {fit.expected.source}: "
         f"{lead.tensor.fqn} is {shape_text(lead.tensor.global_shape)} instead of {shape_text(lead.expected.shape)}",
         at=Location.of(lead.tensor, label=f"{ckpt.metadata_file}, compared with {fit.place}"),
-        missing=tuple(item.tensor.fqn for item in fit.shapes[:_MOST]),
+        identity=tuple(item.tensor.fqn for item in fit.shapes[:_MOST]),
+        keys=tuple(item.tensor.fqn for item in fit.shapes[:_MOST]),
         confidence="possible" if doubt else "certain",
         why=_consequence(fit),
         notes=(doubt_note(doubt), ("tensors", _listed(fit.shapes))),
@@ -228,7 +230,7 @@ def _grown(ckpt: Checkpoint, fit: Fit) -> Finding:
     return Finding(
         f"the embedding has {fit.grown:,} rows, but {fit.expected.source} declares a vocabulary of {declared}",
         at=Location(label=f"{ckpt.metadata_file}, compared with {fit.place}"),
-        missing=("vocab_size", str(fit.grown)),
+        identity=("vocab_size", str(fit.grown)),
         severity=Severity.INFO,
         why="these are added tokens or padding; a loader that compares sizes refuses them",
         hint="set vocab_size to the rows that are stored",

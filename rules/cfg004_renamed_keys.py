@@ -85,7 +85,7 @@ def _finding(
     return Finding(
         f"{which} `{words}`, which a wrapper of the model left there",
         at=Location(label=label),
-        missing=(words,),
+        identity=(words,),
         confidence=confidence,
         why="from_pretrained looks for the keys without it, finds none of them and keeps random values",
         notes=(("key", shown),),

@@ -49,7 +49,7 @@ def _finding(ckpt: Checkpoint, fit: Fit, item: OtherDtype) -> Finding:
     return Finding(
         f"{subject} {item.dtype}, but {fit.expected.source} declares {fit.expected.dtype}",
         at=Location(label=f"{ckpt.metadata_file}, compared with {fit.place}"),
-        missing=(item.dtype, str(fit.expected.dtype)),
+        identity=(item.dtype, str(fit.expected.dtype)),
         severity=None if is_large else Severity.INFO,
         notes=(
             doubt_note(fit.doubt),

@@ -66,12 +66,13 @@ def _shapeless(tensors: dict[str, Tensor], keys: list[str], total: int, how: str
     return Finding(
         f"{len(keys)} of {plural(total, 'tensor')} of adapters {verb} {how}",
         at=Location.of(tensors[keys[0]]),
-        missing=tuple(keys),
+        identity=tuple(keys),
+        keys=tuple(keys),
         kind="shapeless",
         notes=_keys(keys),
         why="loading stops with a size mismatch; what was trained is not in this file",
         hint="gather the parameters before saving: ZeRO-3 and FSDP keep only a part of each on a rank",
-        alike=how,
+        group=how,
     )
 
 
@@ -89,12 +90,13 @@ def _alone(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Findi
             yield Finding(
                 f"factor {part} is not stored for {len(keys)} of {plural(both + len(keys), 'module')}",
                 at=Location.of(tensors[keys[0]]),
-                missing=(part, *keys),
+                identity=(part, *keys),
+                keys=tuple(keys),
                 notes=_keys(keys, "stored alone"),
                 why="loading only warns and keeps the initial values: "
                 + ("zeros, so the adapter does nothing" if part == "B" else "random numbers under a trained factor"),
                 hint="save again with both, or take the adapter from an earlier step",
-                alike=f"alone {part}",
+                group=f"alone {part}",
             )
 
 
@@ -112,7 +114,7 @@ def _ranks(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[Findi
                 notes=(("factor A", f"{a.fqn}: {shape_text(a.global_shape)}"),),
                 why="the two are multiplied, so one of them has a different rank or belongs to another module",
                 hint="take both from one save",
-                alike=f"rank {rows} {columns} {parse(b.fqn).role}",
+                group=f"rank {rows} {columns} {parse(b.fqn).role}",
             )
 
 
@@ -127,7 +129,7 @@ def _magnitudes(modules: list[Factors], tensors: dict[str, Tensor]) -> Iterator[
                     at=Location.of(magnitude),
                     notes=(("factor B", f"{b.fqn}: {shape_text(b.global_shape)}"),),
                     hint="take both from one save",
-                    alike=f"magnitude {count} {rows}",
+                    group=f"magnitude {count} {rows}",
                 )
 
 
@@ -162,7 +164,7 @@ def _gaps(ckpt: Checkpoint, modules: list[Factors]) -> Iterator[Finding]:
                 f"{name} has no adapter in layer{'s' if len(lost) > 1 else ''} {ranges(lost)}, but "
                 f"has one in {len(stored)} other layers",
                 at=Location(lead.replace(f".{next(iter(stored))}.", f".{lost[0]}.", 1)),
-                missing=tuple(map(str, lost)),
+                identity=tuple(map(str, lost)),
                 confidence="likely",
                 notes=(("others", f"other modules of {role.rpartition('.')[0]} have one in these layers"),),
                 why="loading only warns and keeps the initial values, so the adapter does nothing there",

@@ -69,7 +69,7 @@ def _without_config(ckpt: Checkpoint) -> Finding:
     return Finding(
         f"{ckpt.metadata_file} is here without {ADAPTER_CONFIG}",
         at=Location(file=ckpt.metadata_file),
-        missing=(ADAPTER_CONFIG,),
+        identity=(ADAPTER_CONFIG,),
         severity=Severity.INFO,
         why="peft cannot load it, and the factor that scales it (lora_alpha / r) is stored nowhere else",
         hint="copy it from where the adapter was written",
@@ -221,12 +221,12 @@ def _finding(
     return Finding(
         message,
         at=at or Location(file=ADAPTER_CONFIG),
-        missing=(what,),
+        identity=(what,),
         severity=severity,
         notes=notes,
         why=why,
         hint=hint,
-        alike=message,
+        group=message,
     )
 
 

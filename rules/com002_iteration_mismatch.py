@@ -79,7 +79,7 @@ def _tracked(run: RunFolder, tracker: int | Literal["release"], notes: tuple[Not
         yield replace(
             finding,
             message=f"{run.tracker_file} names {named}, which is not there",
-            missing=("tracked", str(tracker)),
+            identity=("tracked", str(tracker)),
             severity=Severity.WARNING if alone else None,
             hint=f"{resume} to resume from this step, or copy {run.folder_of(tracker)} back",
         )
@@ -87,14 +87,14 @@ def _tracked(run: RunFolder, tracker: int | Literal["release"], notes: tuple[Not
         yield replace(
             finding,
             message=f"{run.tracker_file} names {named}, whose save did not finish",
-            missing=("unfinished", str(tracker)),
+            identity=("unfinished", str(tracker)),
             hint=f"{resume}, the newest finished step",
         )
     elif tracker != "release" and tracker < run.step == newest:
         yield replace(
             finding,
             message=f"{run.tracker_file} names step {tracker}, but this finished step {run.step} is newer",
-            missing=("newer", str(tracker)),
+            identity=("newer", str(tracker)),
             severity=Severity.INFO,
             why=f"a resume starts from step {tracker} and repeats the training since then",
             hint=f"{resume}, unless somebody chose the older step on purpose",
@@ -158,7 +158,7 @@ def _contradiction(
     yield Finding(
         f"the folder is named for step {folder}, but {lead.source} says step {lead.step}",
         at=Location(file=lead.source) if is_file else Location(lead.source),
-        missing=("step", str(lead.step)),
+        identity=("step", str(lead.step)),
         severity=lead.level,
         why="a resume finds the step by its folder, and counts on from the number inside",
         notes=tuple(note for note in about if note[1]) + notes,
@@ -200,7 +200,7 @@ def _ranks_apart(claims: list[StepClaim]) -> Iterator[Finding]:
             yield Finding(
                 f"{listed(steps[step])} {verb} step {step}, but {listed(steps[most])} step {most}",
                 at=Location(file=steps[step][0]),
-                missing=("ranks", str(step)),
+                identity=("ranks", str(step)),
                 severity=Severity.WARNING,
                 why="each rank of one save writes the same step: these files are of two saves",
                 hint=f"copy the files of step {most} again, or resume from another step",

@@ -77,7 +77,7 @@ def sharding_type_vs_keys(ckpt: Checkpoint) -> Iterator[Finding]:
                 file=places[0].partition(": ")[0] if places[0] != "content_metadata" else _source(ckpt),
                 label=", ".join(places[:4]),
             ),
-            missing=(declared_type, name),
+            identity=(declared_type, name),
             notes=(("keys", ", ".join(f"{_WORDS[form]}: {forms[name].get(form, 0):,}" for form in (wanted, found))),),
             hint=f"set the type to {fitting}, whose keys these are, and load again",
         )

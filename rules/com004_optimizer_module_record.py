@@ -71,7 +71,7 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"{count} {'have' if len(tensors) > 1 else 'has'} no {' and no '.join(_WORDS[kind] for kind in lost)}",
             at=Location(file=ckpt.common.source, label=f"{ckpt.common.source} and {len(ckpt.objects):,} objects"),
-            missing=(module.title, *lost),
+            identity=(module.title, *lost),
             severity=Severity.WARNING if module.chain and other_chains else None,
             notes=_notes(ckpt, lost, kept),
             hint=_hint(ckpt, lost),
@@ -85,7 +85,7 @@ def optimizer_module_record(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 f"{module.title} has parameter groups but no sharding type, unlike other modules",
                 at=Location(file=ckpt.common.source, label=f"{ckpt.common.source} and {len(ckpt.objects):,} objects"),
-                missing=(module.title, "param_state_sharding_type"),
+                identity=(module.title, "param_state_sharding_type"),
                 severity=Severity.WARNING,
                 notes=_notes(ckpt, ["param_state_sharding_type"], kept),
                 hint=_hint(ckpt, ["param_state_sharding_type"]),

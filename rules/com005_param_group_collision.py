@@ -54,7 +54,7 @@ def param_group_collision(ckpt: Checkpoint) -> Iterator[Finding]:
                 f"parameter groups {listed([*map(str, numbers)])}{' of ' + title if title else ''} "
                 + (f"differ only in {listed(fields)}" if fields else "cannot be told apart"),
                 at=Location(file=record.place.partition(": ")[0], label=record.place),
-                missing=(title, *fields),
+                identity=(title, *fields),
                 severity=None if fields else Severity.INFO,
                 why="" if fields else "a loader that matches groups by these fields uses one for both",
                 notes=(

@@ -52,7 +52,7 @@ def runtime_state_in_common(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"{what} in the common state, which every rank restores",
             at=Location(file=ckpt.common.source, label=f"{ckpt.common.source}: {path}"),
-            missing=(role(path),),
+            identity=(role(path),),
             notes=(("size", f"{sum(known):,} bytes"),) if known else (),
         )
     arguments = attributes(ckpt.common.values.get("args"))
@@ -61,7 +61,7 @@ def runtime_state_in_common(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"args holds {', '.join(present)}, which only a running job sets",
             at=Location(file=ckpt.common.source, label=f"{ckpt.common.source}: args"),
-            missing=tuple(present),
+            identity=tuple(present),
         )
 
 

@@ -47,7 +47,7 @@ def optimizer_presence(ckpt: Checkpoint) -> Iterator[Finding]:
         f"{name} is {value} in {source}, but {f'{len(keys):,} keys belong' if keys else 'no key belongs'} "
         "to an optimizer",
         at=Location(file=source, label=f"{source}: {name}"),
-        missing=(name,),
+        identity=(name,),
         why="loading by this flag ignores the optimizer state" if keys else "",
         notes=(("keys", ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else "")),) if keys else (),
         hint="set the flag as the job that wrote the checkpoint had it"

@@ -98,7 +98,7 @@ def _foreign(ckpt: Checkpoint, foreign: tuple[Contradiction, ...]) -> Finding:
         f"{' and '.join(sources)} {'belongs' if len(sources) == 1 and sources[0] != 'args' else 'belong'} to {whose}: "
         f"{shown}",
         at=Location(file=ckpt.common.source if sources == ["args"] and ckpt.common is not None else sources[0]),
-        missing=tuple(item.name for item in foreign),
+        identity=tuple(item.name for item in foreign),
         severity=Severity.WARNING if of_model else Severity.INFO,
         why="loading with the sizes in the checkpoint builds that other model"
         if of_model

@@ -64,7 +64,7 @@ def _finding(ckpt: Checkpoint, name: str, value: bool, keys: list[str], found: s
     return Finding(
         f"{name} is {value}, but {len(keys):,} keys are {found}",
         at=Location(file=source, label=f"{source}: content_metadata"),
-        missing=(name, str(value)),
+        identity=(name, str(value)),
         severity=Severity.WARNING,
         notes=(("expected", wanted), ("keys", ", ".join(keys[:3]) + (", ..." if len(keys) > 3 else ""))),
         hint=f"load with {name}={not value}, or find out which of the two the writer meant",
@@ -87,7 +87,7 @@ def _backend(ckpt: Checkpoint) -> Iterator[Finding]:
     yield Finding(
         f"{declared.source} says sharded_backend {printable(str(declared.value))}, but the files here are {found}",
         at=Location(file=declared.source),
-        missing=("sharded_backend",),
+        identity=("sharded_backend",),
         why="Megatron-Core chooses its reader by this, and that reader does not find its files",
         hint=f"delete {declared.source}"
         if is_fsdp
@@ -101,7 +101,7 @@ def _flattened(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"{len(flattened):,} optimizer states are stored flattened; Megatron-Core reads these up to version 0.15",
             at=Location(file=ckpt.metadata_file),
-            missing=("flattened",),
+            identity=("flattened",),
             severity=Severity.INFO,
             why="later versions refuse flattened_range, so they cannot resume the optimizer",
             notes=(("keys", flattened[0].fqn),),

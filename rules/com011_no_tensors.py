@@ -29,4 +29,4 @@ def no_tensors(ckpt: Checkpoint) -> Iterator[Finding]:
     if not ckpt.tensors:
         file = ckpt.metadata_file
         hint = "gather the parameters before the save, and save again"
-        yield Finding(f"{file} holds no tensors", at=Location(file=file), missing=("tensors",), hint=hint)
+        yield Finding(f"{file} holds no tensors", at=Location(file=file), identity=("tensors",), hint=hint)

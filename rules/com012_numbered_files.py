@@ -59,9 +59,9 @@ def numbered_files(ckpt: Checkpoint) -> Iterator[Finding]:
                 f"the dataloader state of {plural(lost, 'rank')} of {max(numbers) + 1:,} is missing: "
                 f"{', '.join(names)}",
                 at=Location(names[0]),
-                missing=tuple(names),
+                identity=tuple(names),
                 severity=Severity.WARNING,
-                alike=prefix,
+                group=prefix,
                 hint="save again with all ranks: the data of these ranks starts anew after a resume",
             )
     for own in found:
@@ -104,9 +104,9 @@ def _gaps(own: NumberedFiles, stated: dict[str, int]) -> Iterator[Finding]:
     yield Finding(
         f"the {own.what} of {plural(lost, noun)} of {len(numbers) + lost:,} is missing: {', '.join(names)}",
         at=Location(file=names[0]),
-        missing=tuple(names),
+        identity=tuple(names),
         confidence=confidence,
-        alike=own.pattern,
+        group=own.pattern,
         lost_files=by_node(missing if counts_all else dict.fromkeys(missing), numbers if counts_all else ()),
         notes=notes if agree and is_of_ranks else (),
         hint="" if confidence == "possible" else "copy the files again from where they were written",
@@ -142,7 +142,7 @@ def _steps(own: NumberedFiles) -> Iterator[Finding]:
         f"{odd[0].name} says step {odd[0].step}, but {plural(most, 'other file')} of its set say"
         f"{'s' * (most == 1)} step {usual}",
         at=Location(file=odd[0].name),
-        missing=tuple(file.name for file in odd),
+        identity=tuple(file.name for file in odd),
         severity=Severity.WARNING,
         kind="step",
         hint="take all files of the set from one save",

@@ -63,7 +63,7 @@ def _short(layer: MoeLayer, role: ExpertRole) -> Finding:
     return Finding(
         f"only {role.count} of {layer.rows} experts{{of}} are stored, but {agree[0]} has all of them",
         at=Location.of(param.tensor),
-        missing=(str(layer.rows), str(role.count)),
+        identity=(str(layer.rows), str(role.count)),
         notes=(("router", f"{layer.router.key.fqn} {shape_text(layer.router.tensor.global_shape)}"),),
         hint="compare its placement with that of the other weights: it was probably recorded with one rank's shape",
         inferred_from=f"the router and {agree[0]}",
@@ -99,7 +99,7 @@ def _finding(ckpt: Checkpoint, layer: MoeLayer, rows: int, router_is_odd: bool) 
     return Finding(
         sentence,
         at=Location.of(lead.tensor, ranks=ranks),
-        missing=(str(rows), str(stored)),
+        identity=(str(rows), str(stored)),
         confidence=confidence,
         notes=tuple(notes),
         hint=_HINTS[router_is_odd],

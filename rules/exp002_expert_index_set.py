@@ -55,7 +55,7 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
                     f"{_experts(missing)} of {keys}{{of}} {'is' if len(missing) == 1 else 'are'} missing; "
                     f"{ranges(role.numbers)} {'is' if len(role.numbers) == 1 else 'are'} stored",
                     at=Location.of(role.params[0].tensor),
-                    missing=tuple(map(str, sorted(missing))),
+                    identity=tuple(map(str, sorted(missing))),
                     severity=Severity.INFO if is_tail and same else None,
                     notes=owners_note(ckpt, missing, keys),
                     hint="check which ranks are elected to write these experts: none of them did",

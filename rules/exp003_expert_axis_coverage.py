@@ -44,7 +44,7 @@ def expert_axis_coverage(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 f"the hole{{of}} is exactly expert{'s' * (len(experts) > 1)} {ranges(experts)} of {total}",
                 at=Location.of(param.tensor, ranks=writers or ranks),
-                missing=tuple(map(str, sorted(experts))),
+                identity=tuple(map(str, sorted(experts))),
                 kind="written twice" if writers else "",
                 notes=owners,
                 hint="compare replica_id and the expert offsets of "

@@ -38,7 +38,7 @@ def expert_state_alignment(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 f"the state{{of}} has {here} experts, but its weight has {there}",
                 at=Location.of(state.tensor),
-                missing=(str(here), str(there)),
+                identity=(str(here), str(there)),
                 notes=(("weight", f"{param.key.fqn} {shape_text(expected)}"),),
                 hint="compare with the expert-parallel size: the state is probably one rank's part",
             )

@@ -90,7 +90,7 @@ def _finding(layers: list[MoeLayer], experts: Experts, usual: Experts, others: l
         f"{subject} {listed} {'have' if len(numbers) > 1 else 'has'} {has}{{of}}{with_shape}; "
         f"{plural(len(others), 'layer')} like {like} {'has' if one else 'have'} {' and '.join(wants)}",
         at=Location.of(lead.tensor),
-        missing=(name, listed),
+        identity=(name, listed),
         hint="if no setting makes these layers special, look at how their stage or ranks saved them",
         inferred_from=f"layer{'s' * (not one)} {ranges(others)}, equal in everything else",
     )

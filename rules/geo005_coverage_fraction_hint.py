@@ -49,7 +49,8 @@ def coverage_fraction_hint(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"exactly 1/{factor} of {whose} is stored, {named}",
             at=Location(label=f"{ckpt.metadata_file}: {keys}"),
-            missing=(f"1/{factor}", *(tensor.fqn for tensor in tensors)),
+            identity=(f"1/{factor}", *(tensor.fqn for tensor in tensors)),
+            keys=tuple(tensor.fqn for tensor in tensors),
             hint=f"look at the placements of these tensors: one probably dropped the {lost}",
             inferred_from="the stored share and the sizes of the mesh axes" if axes else "the stored share",
         )

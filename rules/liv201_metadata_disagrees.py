@@ -40,7 +40,7 @@ def metadata_disagrees(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 "the ranks disagree on where the shards{of} lie",
                 at=at_ranks(ckpt.ranks, held.fqn, held.rows),
-                missing=("view",),
+                identity=("view",),
                 notes=tuple((f"view {i}", ranks_of(ckpt.ranks, rows)) for i, rows in views),
             )
 
@@ -61,8 +61,8 @@ def _finding(table: RankTable, held: Holders) -> Finding:
     return Finding(
         f"the ranks disagree on the {what}{{of}}",
         at=at_ranks(table, held.fqn, held.rows),
-        missing=(what,),
+        identity=(what,),
         notes=tuple(notes),
         hint=f"most ranks agree: look at {ranks_of(table, few)} first" if odd else "",
-        alike=what,
+        group=what,
     )

@@ -47,7 +47,7 @@ def chunk_missing(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 "the ranks hold only replicas{of}: no rank writes it",
                 at=at_ranks(table, tensor.fqn, held.live),
-                missing=("owner",),
+                identity=("owner",),
                 hint="find the rank that should hold replica 0, the copy that is written",
             )
 

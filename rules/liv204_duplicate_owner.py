@@ -43,11 +43,11 @@ def duplicate_owner(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"{who} {_what(cell)}",
             at=at_cell(ckpt, cell, mains),
-            missing=(str(cell.box),),
+            identity=(str(cell.box),),
             severity=None if is_strict else lesser,
             notes=(("contents", contents),),
             hint=f"compare replica_id of {named_ranks(ranks)}" if is_strict and len(ranks) > 1 else "",
-            alike=contents,
+            group=contents,
         )
 
 

@@ -34,8 +34,8 @@ def replica_content_differs(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 f"{what} differ between ranks",
                 at=at_cell(ckpt, cell, cell.rows),
-                missing=(str(cell.box),),
+                identity=(str(cell.box),),
                 notes=versions(table, cell, groups, "copy"),
                 hint=f"look at {ranks_of(table, groups[-1])} first" if len(groups[0]) > len(groups[-1]) else "",
-                alike=str([sorted(int(table.rank[row]) for row in rows) for rows in groups]),
+                group=str([sorted(int(table.rank[row]) for row in rows) for rows in groups]),
             )

@@ -33,5 +33,5 @@ def replica_layout_differs(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 f"{who} a replica of {cell.box}{{of}}, which no rank writes",
                 at=at_cell(ckpt, cell, cell.rows),
-                missing=(str(cell.box),),
+                identity=(str(cell.box),),
             )

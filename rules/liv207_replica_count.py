@@ -32,6 +32,6 @@ def replica_count(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 f"{who} {cell.box}{{of}}; its placements say {copies}",
                 at=at_ranks(table, cell.fqn, cell.rows),
-                missing=(str(cell.box),),
-                alike=f"{len(cell.rows)} {copies}",
+                identity=(str(cell.box),),
+                group=f"{len(cell.rows)} {copies}",
             )

@@ -33,7 +33,7 @@ def object_differs(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 "the value{of} differs between ranks",
                 at=at_ranks(table, cell.fqn, cell.rows),
-                missing=(str(cell.box),),
+                identity=(str(cell.box),),
                 notes=versions(table, cell, groups, "value"),
-                alike=str(len(groups)),
+                group=str(len(groups)),
             )

@@ -47,7 +47,7 @@ def payload_differs_from_seal(ckpt: Checkpoint) -> Iterator[Finding]:
             hint=f"every tensor differs: check whether {SEAL} belongs to an earlier save into this folder"
             if is_older
             else "",
-            alike="different",
+            group="different",
         )
 
 

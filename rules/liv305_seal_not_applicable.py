@@ -36,7 +36,7 @@ def seal_not_applicable(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"{SEAL} was not compared with the payload: {reason}",
             at=Location(file=SEAL),
-            missing=(ckpt.seal.algorithm, ckpt.seal.metadata),
+            identity=(ckpt.seal.algorithm, ckpt.seal.metadata),
             hint="seal the checkpoint again from the job that wrote it, or remove the seal",
         )
         return
@@ -44,6 +44,6 @@ def seal_not_applicable(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"{len(fqns):,} key{'s were' if len(fqns) > 1 else ' was'} not compared with {SEAL}: {why}",
             at=Location(file=SEAL),
-            missing=tuple(fqns[:_SHOWN]),
+            identity=tuple(fqns[:_SHOWN]),
             notes=(("keys", some(braces(dict.fromkeys(fqns)), _SHOWN, "pattern")),),
         )

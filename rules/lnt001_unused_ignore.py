@@ -26,4 +26,4 @@ def unused_ignore(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     for problem in ckpt.problems_of("unused"):
         at = Location(label=f"{problem.file}: per-key-ignores")
-        yield replace(Finding.of_problem(problem), at=at, missing=(problem.message,))
+        yield replace(Finding.of_problem(problem), at=at, identity=(problem.message,))

@@ -25,4 +25,4 @@ def rule_crashed(ckpt: Checkpoint) -> Iterator[Finding]:
     """
     for problem in ckpt.problems_of("crashed"):
         code = problem.fqn or ""
-        yield replace(Finding.of_problem(problem), at=Location(label=code), missing=(code,))
+        yield replace(Finding.of_problem(problem), at=Location(label=code), identity=(code,))

@@ -69,7 +69,7 @@ def _odd_wrappers(ckpt: Checkpoint) -> Iterator[Finding]:
                 yield Finding(
                     f"key{{of}} should be {expected}: {count} of {len(params)} keys of its block begin that way",
                     at=Location.of(param.tensor),
-                    missing=(expected,),
+                    identity=(expected,),
                     confidence="likely",
                     why="a loader that asks for the whole key finds nothing and leaves the parameter as it was",
                     hint="look for a map of names that forgot this one, and save again",
@@ -102,7 +102,7 @@ def _alias(ckpt: Checkpoint, first: Param, second: Param) -> Finding:
     return Finding(
         text,
         at=Location.of(b),
-        missing=(a.fqn,),
+        identity=(a.fqn,),
         severity=Severity.INFO if equal or small else None,
         notes=(
             ("other key", f"{a.fqn}: {a.dtype} {shape_text(a.global_shape)}"),
@@ -134,7 +134,7 @@ def _tied(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"embedding and output layer are tied but differ: {shapes}",
             at=Location.of(b),
-            missing=(a.fqn,),
+            identity=(a.fqn,),
             confidence="likely",
             notes=(
                 ("other key", f"{a.fqn}: {a.dtype} {shape_text(a.global_shape)}"),

@@ -127,7 +127,8 @@ def _finding(
         f"pipeline stages {listed([*map(str, stages)])} planned different layers under "
         f"number{'s' * (len(shared.layers) > 1)} {ranges(shared.layers)}",
         at=Location(lead.fqn, ckpt.tensors.get(lead.fqn), ranks=tuple(sorted(ranks))),
-        missing=tuple(keys),
+        identity=tuple(keys),
+        keys=tuple(keys),
         kind="stages",
         notes=(
             ("ranks", ", ".join(f"stage {stage} is {home}" for stage, home in zip(stages, homes, strict=True))),

@@ -71,12 +71,12 @@ def _lists(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"one rank saved {count} objects{{of}} under one key",
             at=Location(obj.fqn, file=file, byte_range=(start, length)),
-            missing=("list",),
+            identity=("list",),
             kind="list",
             notes=(("record", f"{file}, bytes {start:,}-{start + length - 1:,}: a list of {count}"),),
             why="loading returns the first of them, so the state of the others is lost",
             hint="give each module a prefix of its own: two of them share this key on one rank",
-            alike=f"list {count}",
+            group=f"list {count}",
         )
 
 
@@ -92,12 +92,12 @@ def _finding(ckpt: Checkpoint, same: list[Duplicate]) -> Finding:
     return Finding(
         what,
         at=Location(first.fqn, ckpt.tensors.get(first.fqn), ranks=first.ranks),
-        missing=tuple(str(duplicate.offset) for duplicate in same),
+        identity=tuple(str(duplicate.offset) for duplicate in same),
         kind="object" if first.offset is None else "chunk",
         severity=Severity.WARNING if first.equal else None,
         explain=partial(_plans, ckpt, first),
         hint=f"compare replica_id of {ranks}; if their values differed, all but one copy is lost",
-        alike=f"{first.ranks} {first.equal}",
+        group=f"{first.ranks} {first.equal}",
     )
 
 

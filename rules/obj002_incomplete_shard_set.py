@@ -54,7 +54,7 @@ def incomplete_shard_set(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             message,
             at=Location(key, label=place),
-            missing=tuple(".".join(map(str, offset)) for offset in missing[:64]),
+            identity=tuple(".".join(map(str, offset)) for offset in missing[:64]),
             severity=Severity.WARNING if key.endswith("_extra_state") else None,
             notes=_which(ckpt, shape, missing, lost) if lost else (),
             hint="find the ranks that own the missing shards: they did not save, or none of them was the main replica "

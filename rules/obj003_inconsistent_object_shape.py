@@ -42,7 +42,7 @@ def inconsistent_object_shape(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"shards{{of}} name different grids: {grids}",
             at=Location(key),
-            missing=tuple(map(str, sorted(found))),
+            identity=tuple(map(str, sorted(found))),
             notes=tuple(notes),
             hint="compare the times of these files: the older set is probably left from a save of another topology",
         )

@@ -60,7 +60,7 @@ def _misfit(ckpt: Checkpoint, misfit: StateMismatch, state: OptimizerState) -> F
         notes=tuple(_notes(ckpt, misfit, state)),
         hint=_hint(misfit, ranks),
         inferred_from="the sizes of the mesh axes" if misfit.is_inferred and not misfit.is_pattern else "",
-        alike=f"{lead.key.scope} {lead.key.role} {misfit.elements}/{misfit.expected}",
+        group=f"{lead.key.scope} {lead.key.role} {misfit.elements}/{misfit.expected}",
         kind=_kind(misfit),
     )
 
@@ -127,7 +127,7 @@ def _transposed(ckpt: Checkpoint) -> Iterator[Finding]:
                 notes=(("parameter", f"{param.tensor.fqn}: {_described(param.tensor)}"), *_others(found, len(odd))),
                 why="the number of elements is right, so it loads, and each element gets the moments of another",
                 hint=_transposed_hint(shapes[param, shape]),
-                alike=f"{param.key.scope} {param.key.role} {shape} {expected}",
+                group=f"{param.key.scope} {param.key.role} {shape} {expected}",
             )
 
 

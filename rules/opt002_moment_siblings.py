@@ -124,12 +124,12 @@ def _absent(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 f"moment{{of}} is stored without its sibling {absent}",
                 at=Location.of(state.tensor),
-                missing=(absent,),
+                identity=(absent,),
                 confidence=confidence,
                 notes=(_witness(group[1], both[group], sum(both.values()), len(whats)),),
                 why=f"a strict load fails on the missing key; any other resumes with {absent} at zero",
                 hint="save again once every state exists; without the job, reset both moments of this parameter",
-                alike=f"{group} {absent}",
+                group=f"{group} {absent}",
                 inferred_from="the same parameter of other layers" if both[group] else "the other parameters",
             )
 

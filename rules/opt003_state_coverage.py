@@ -98,7 +98,7 @@ def _orphans(ckpt: Checkpoint, inventory: Inventory, stateful: set[Param]) -> It
             notes=tuple(notes),
             why="either the model part lacks the parameter, or the state is a leftover that nothing loads",
             hint="compare the model's layers with those of the run that wrote the optimizer",
-            alike=f"{state.chain} {key.role} {key.layer}",
+            group=f"{state.chain} {key.role} {key.layer}",
         )
 
 
@@ -208,7 +208,7 @@ def _layers(ckpt: Checkpoint, block: str, gap: _Gap, lost: list[Param], count: i
     return Finding(
         f"{subject} no optimizer state; the other {plural(others, 'layer')} {'has' if others == 1 else 'have'} it",
         at=Location.of(lead.tensor, ranks=ranks),
-        missing=(block, numbers),
+        identity=(block, numbers),
         confidence="possible" if frozen else "certain",
         notes=(
             ("layers", f"{len(gap.layers)} of {count}: {cause}"),
@@ -225,7 +225,7 @@ def _block(ckpt: Checkpoint, block: str, params: list[Param], trained: set[str])
     return Finding(
         f"no parameter of {block} has optimizer state" + (", though it was trained" if named else ": frozen or lost"),
         at=Location.of(params[0].tensor, ranks=(ranks := _savers(ckpt, params))),
-        missing=(block,),
+        identity=(block,),
         confidence="certain" if named else "possible",
         notes=(("parameters", _names(params)), *_evidence(named)),
         hint=f"look for the optimizer part of {_whose(ranks, 'this block')}" + ("" if named else _FROZEN),
@@ -263,7 +263,7 @@ def _single(inventory: Inventory, stateful: set[Param], reported: set[Param]) ->
         yield Finding(
             f"{len(cold)} of {len(judged)} parameters have no optimizer state",
             at=Location.of(cold[0].tensor),
-            missing=tuple(param.tensor.fqn for param in cold),
+            identity=tuple(param.tensor.fqn for param in cold),
             confidence="possible",
             notes=(("parameters", _names(cold)),),
             why="buffers, frozen parameters and experts that no token reached have none; others restart their moments",

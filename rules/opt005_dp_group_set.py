@@ -160,7 +160,7 @@ def _finding(
     return Finding(
         f"{name} has buckets of dp groups {ranges(numbers)}, {expected}: {odd}",
         at=Location(found[numbers[0]]),
-        missing=tuple(map(str, missing or extra)),
+        identity=tuple(map(str, missing or extra)),
         severity=severity,
         notes=(*notes, *where),
         hint="check what the ranks of the missing groups wrote: two groups under one number overwrite each other",
@@ -185,7 +185,7 @@ def _records(chain: tuple[str, ...], found: Mapping[int, str], recorded: Mapping
                     else f"though it has {other}"
                 ),
                 at=Location(found[lacking[0]]),
-                missing=tuple(f"dp_group_idx_{number}.{name}" for number in lacking),
+                identity=tuple(f"dp_group_idx_{number}.{name}" for number in lacking),
                 notes=(("chain", ".".join(chain) or "the optimizer without a chain"),),
                 why="the loader asks for the record of every group, and a strict load fails on the missing key",
                 hint="find the rank that should have written the record, in the plans or the log of the save",
@@ -209,7 +209,7 @@ def _moments(buckets: list[Bucket]) -> Iterator[Finding]:
         yield Finding(
             f"bucket{{of}} has no {absent}, which {len(both)} other{'s' if len(both) > 1 else ''} of the chain have",
             at=Location.of(homes[home][what].tensor),
-            missing=(f"{home}.{absent}",),
+            identity=(f"{home}.{absent}",),
             why="the loader asks for both moments of every bucket, and a strict load fails on the missing key",
             hint="find the rank that should have written it, in the plans or the log of the save",
             inferred_from="the other buckets of the chain",
@@ -240,10 +240,10 @@ def _lengths(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 f"bucket{{of}} has {found:,} elements, but its record of {_UNPADDED} says {expected:,}",
                 at=Location.of(bucket.tensor),
-                missing=(_UNPADDED,),
+                identity=(_UNPADDED,),
                 why="the two come from different groups or modules: one of them overwrote the other's key",
                 hint="look for a second optimizer that writes under the same dp_group_idx",
-                alike=f"{'.'.join(bucket.chain)} {bucket.group} {found} {expected}",
+                group=f"{'.'.join(bucket.chain)} {bucket.group} {found} {expected}",
             )
 
 

@@ -86,5 +86,5 @@ def _finding(first: OptimizerState, second: OptimizerState, total: int, count: i
             ("twice", f"{total:,} bytes in {count} tensor{'s' if count > 1 else ''} of this checkpoint"),
         ),
         hint="find out which of the two your loader reads, and stop exporting the other",
-        alike=f"{first.chain} {first.what} {second.what} {_front(first)} {_front(second)} {compared}",
+        group=f"{first.chain} {first.what} {second.what} {_front(first)} {_front(second)} {compared}",
     )

@@ -48,7 +48,7 @@ def optimizer_file(ckpt: Checkpoint) -> Iterator[Finding]:
     for name, optimizer in files:
         for sentence, identity, is_unsure in _odd(ckpt, name, optimizer, step, is_alone=len(files) == 1):
             confidence: Confidence = "possible" if is_unsure else "certain"
-            yield Finding(sentence, at=Location(file=name), missing=(identity,), confidence=confidence, alike=sentence)
+            yield Finding(sentence, at=Location(file=name), identity=(identity,), confidence=confidence, group=sentence)
 
 
 def _odd(

@@ -59,7 +59,7 @@ def _finding(file: str, place: str, text: str) -> Finding:
     return Finding(
         f"the parameter groups of an optimizer {text}, but no state of it is stored",
         at=Location(file=file, label=place),
-        missing=("state", place),
+        identity=("state", place),
         hint="load without the optimizer, or take a step that has its state",
     )
 

@@ -37,7 +37,7 @@ def chunk_without_storage(ckpt: Checkpoint) -> Iterator[Finding]:
             raise NotApplicable("nothing is stored")
         yield Finding(
             f"storage_data is empty: {'1 entry has' if lost == 1 else f'all {lost:,} entries have'} no known file",
-            missing=("all",),
+            identity=("all",),
             hint="restore the original .metadata: a rewrite or a merge dropped its storage part",
         )
         return

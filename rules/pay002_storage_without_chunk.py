@@ -67,6 +67,6 @@ def storage_without_chunk(ckpt: Checkpoint) -> Iterator[Finding]:
             if more
             else f"the storage entry{{of}} {where} matches nothing: {known}",
             at=Location(fqn, file=file, byte_range=(start, length)),
-            missing=tuple(str(table.unreferenced[row]) for row in rows[:_SHOWN]),
+            identity=tuple(str(table.unreferenced[row]) for row in rows[:_SHOWN]),
             hint="compare the keys with those of another step; a reused plan repeats the keys of an older state",
         )

@@ -72,7 +72,8 @@ def missing_file(ckpt: Checkpoint) -> Iterator[Finding]:
                 label=f"{ckpt.metadata_file}: {some(names, 6)}",
                 ranks=tuple(sorted({rank for name in names if (rank := rank_of(name)) is not None})),
             ),
-            missing=tuple(names),
+            identity=tuple(names),
+            files=tuple(names[1:]),
             lost_files=by_node({name: rank_of(name) for name in names}, _ranks_there(ckpt))
             if state == "absent"
             else (),

@@ -66,7 +66,8 @@ def range_overlap_in_file(ckpt: Checkpoint) -> Iterator[Finding]:
             at=Location(
                 names[1], file=place, byte_range=(int(start[hit]), shared), label=f"{place}: bytes " + ", ".join(spans)
             ),
-            missing=(names[0],),
+            identity=(names[0],),
+            keys=(names[0],),
             severity=Severity.WARNING
             if start[hit] == start[other] and stop[hit] == stop[other] and _tied(*names)
             else None,

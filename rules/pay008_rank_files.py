@@ -52,6 +52,6 @@ def rank_files(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"rank{'s' if len(silent) > 1 else ''} {named} of {last + 1} stored nothing that an entry names",
             at=Location(label=f"{plural(len(present), 'rank')} of {last + 1} stored something", ranks=tuple(silent)),
-            missing=tuple(map(str, silent)),
+            identity=tuple(map(str, silent)),
             inferred_from="the rank numbers in the names of the payload files",
         )

@@ -130,7 +130,7 @@ def _chunks(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, pairs: list
         notes=(_evidence(payload, record), ("chunks", listed + more)),
         hint=hint,
         inferred_from=_INFERRED,
-        alike=f"chunks {pairs}",
+        group=f"chunks {pairs}",
     )
 
 
@@ -171,12 +171,12 @@ def _experts(ckpt: Checkpoint, payload: PayloadTable, members: list[tuple[Key, T
     yield Finding(
         f"{names[0]} {repeating} {names[1]} {names[0]} {repeated}: the same data in {tensor.fqn}",
         at=Location.of(tensor, file=ckpt.byte_range_of(record)[0]),
-        missing=(repeating,),
+        identity=(repeating,),
         confidence=(confidence := _confidence(ckpt, payload, tensor)),
         notes=(_evidence(payload, record),),
         hint=_UNTRAINED if confidence == "possible" else _HINTS[True],
         inferred_from=_INFERRED,
-        alike=f"experts {repeating} {repeated}",
+        group=f"experts {repeating} {repeated}",
     )
 
 

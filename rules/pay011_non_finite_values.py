@@ -76,7 +76,7 @@ def _finding(ckpt: Checkpoint, payload: PayloadTable, tensor: Tensor, rows: IntA
         severity=Severity.INFO if key.kind != "model" or _is_beside(ckpt, tensor) else None,
         notes=(("chunks", "; ".join(parts) + more),),
         hint="find the first step that has them; the loss of that step shows whether the run diverged",
-        alike=f"{key.kind} {key.role or key.path.rpartition('.')[2]}",
+        group=f"{key.kind} {key.role or key.path.rpartition('.')[2]}",
     )
 
 

@@ -48,7 +48,8 @@ def payload_checksum(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"integrity.json does not list {files}, first {payload.unlisted[0]}",
             at=Location(file=payload.unlisted[0]),
-            missing=payload.unlisted,
+            identity=payload.unlisted,
+            files=payload.unlisted[1:],
             severity=Severity.INFO,
             why="another save added them, or somebody did after the checksums were taken",
         )
@@ -61,8 +62,8 @@ def _whole(file: str, damage: Damage) -> Finding:
     return Finding(
         what if lost else f"{what}: its SHA-256 starts with {damage.computed[:12]}, but {source} says {recorded}",
         at=Location(file=file),
-        missing=(file,),
-        alike="absent" if lost else "sha256",
+        identity=(file,),
+        group="absent" if lost else "sha256",
         hint="copy it again from where it was written",
     )
 
@@ -75,8 +76,8 @@ def _beside(file: str, damages: list[Damage]) -> Finding:
         f"{first.member} in {file} does not match its checksum{also}: {first.recorded} recorded, {first.computed} "
         "computed",
         at=Location(file=file),
-        missing=(file,),
-        alike="crc",
+        identity=(file,),
+        group="crc",
         hint="compare the file with the one on the node that wrote it, and copy it again",
     )
 
@@ -108,9 +109,10 @@ def _records(ckpt: Checkpoint, file: str, damages: list[Damage]) -> Finding:
     return Finding(
         message,
         at=Location(one, file=file, byte_range=(start, length)),
-        missing=(file, *names[:_SHOWN]),
+        identity=(file, *names[:_SHOWN]),
+        keys=tuple(names[:_SHOWN]),
         notes=tuple(notes),
-        alike="crc" if first.member else "zeros",
+        group="crc" if first.member else "zeros",
         hint="compare the file with the one on the node that wrote it, and copy it again",
     )
 

@@ -73,7 +73,7 @@ def _stale(index: WeightIndex, whole: str, present: set[str]) -> Finding:
         f"{index.file} is stale: none of the {plural(len({*index.places.values()}), 'file')} that it names is there, "
         f"and {whole} is loaded instead",
         at=Location(file=index.file),
-        missing=("stale",),
+        identity=("stale",),
         kind="stale",
         severity=Severity.WARNING,
         notes=tuple(("lacking", f"{whole} does not hold {text}") for _, text in _keys(lost) if lost),
@@ -97,13 +97,14 @@ def _misplaced(index: WeightIndex, held: Held) -> Iterator[Finding]:
             f"{index.file} places {_count(lost)} in {file}, which "
             f"{'is missing' if is_absent else 'does not hold ' + ('it' if len(lost) == 1 else 'them')}",
             at=Location(file=file, label=f"{index.file}: {file}"),
-            missing=(file, *lost[:_MOST]),
+            identity=(file, *lost[:_MOST]),
+            keys=tuple(lost[:_MOST]),
             notes=_keys(lost),
             hint=f"write the index again from the headers: {'it lies' if len(lost) == 1 else 'they lie'} in "
             f"{', '.join(homes[:_SHOWN])}"
             if homes
             else "copy the file again from where the model was written",
-            alike="absent" if is_absent else "lacking",
+            group="absent" if is_absent else "lacking",
             kind="absent" if is_absent else "lacking",
         )
 
@@ -125,14 +126,15 @@ def _unlisted(index: WeightIndex, held: Held) -> Iterator[Finding]:
                 yield Finding(
                     f"{file} holds {_count(keys)} {text}",
                     at=Location(file=file),
-                    missing=(file, *keys[:_MOST]),
+                    identity=(file, *keys[:_MOST]),
+                    keys=tuple(keys[:_MOST]),
                     severity=Severity.WARNING,
                     notes=_keys(keys),
                     why="a loader that follows the index never reads them, one that takes every file does",
                     hint="write the index again from the headers"
                     if file in index.places.values()
                     else "check whether another export left this file: the index places no key in it",
-                    alike="lacks" if keys is lacking else "double",
+                    group="lacks" if keys is lacking else "double",
                     kind="unlisted" if keys is lacking else "double",
                 )
 
@@ -156,7 +158,7 @@ def _total(ckpt: Checkpoint, index: WeightIndex) -> Iterator[Finding]:
     yield Finding(
         f"{index.file} says {index.total_size:,} bytes in total, but {stored:,} are stored",
         at=Location(file=index.file),
-        missing=("total_size",),
+        identity=("total_size",),
         kind="total",
         severity=Severity.INFO if is_close else Severity.WARNING,
         why="the index was written for files different from these",
@@ -184,7 +186,8 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
                 file=files[0],
                 label=some(files, _SHOWN),
             ),
-            missing=tuple(shared[:_MOST]),
+            identity=tuple(shared[:_MOST]),
+            keys=tuple(shared[:_MOST]),
             kind="double",
             severity=Severity.WARNING,
             notes=_keys(shared),
@@ -200,7 +203,7 @@ def _without_index(ckpt: Checkpoint, held: Held) -> Iterator[Finding]:
         )
         yield Finding(
             f"the model lies in {len(ckpt.files)} files without an index",
-            missing=("index",),
+            identity=("index",),
             kind="no index",
             severity=Severity.WARNING if is_read_by_index else Severity.INFO,
             why="transformers refuses several files without an index; other loaders take every file",
@@ -233,7 +236,7 @@ def _numbers(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{'file' if len(missing) == 1 else 'files'} {ranges(missing)} of {total} "
             f"{'is' if len(missing) == 1 else 'are'} missing",
             at=Location(label=f"{len(present)} of {total} files are there"),
-            missing=tuple(f"{number}-of-{total}" for number in sorted(missing)),
+            identity=tuple(f"{number}-of-{total}" for number in sorted(missing)),
             kind="numbers",
             severity=Severity.WARNING if is_listed or ckpt.format == "dcp-safetensors" else None,
             why="the index was made without them, so their tensors are not loaded and no error says so"

@@ -308,5 +308,5 @@ def _finding(
         notes=(*notes, ("files", listed([*names[:_SHOWN], *more]) if len(names) > 1 else "")),
         hint="" if dict(notes)["doubt"] else _HINT,
         inferred_from="the other weights of this name",
-        alike=f"{names}",
+        group=f"{names}",
     )

@@ -99,11 +99,11 @@ def _finding(
         message,
         at=Location(entry.fqn, None if is_absent else ckpt.tensors.get(entry.fqn), label=_place(ckpt, reference)),
         severity=severity,
-        missing=(single.part,) if single.part else (),
+        identity=(single.part,) if single.part else (),
         why="" if is_absent else f"a strict load fails on unexpected {kind}",
         notes=(("because", reason), *notes),
         hint="" if severity is Severity.INFO else _hint(is_absent),
-        alike=f"{is_absent} {shared.get(entry, '')}" if entry in shared else "",
+        group=f"{is_absent} {shared.get(entry, '')}" if entry in shared else "",
         told_by=told_keys(ckpt).get(entry.fqn, ""),
     )
 

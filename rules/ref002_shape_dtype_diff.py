@@ -184,7 +184,7 @@ def _dtype_finding(ckpt: Checkpoint, reference: Reference, pair: KeyPair) -> Fin
         severity=Severity.WARNING,
         why="a load converts the values without an error, and lost precision stays lost",
         hint="give --expect a reference of the same precision, if the change was meant",
-        alike=f"dtype {pair.stored.kind} {pair.stored.dtype} {pair.expected.dtype}",
+        group=f"dtype {pair.stored.kind} {pair.stored.dtype} {pair.expected.dtype}",
     )
 
 

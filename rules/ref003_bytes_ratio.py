@@ -130,7 +130,7 @@ def _finding(ckpt: Checkpoint, subject: str, part: str, total: _Sum, factor: int
     return Finding(
         f"{subject} {verb} {stored}, 1/{factor} of the {expected} in the reference",
         at=Location(label=f"{ckpt.metadata_file}, compared with {ckpt.reference.source}"),
-        missing=(part, str(factor)),
+        identity=(part, str(factor)),
         notes=(
             ("counted", f"{total.stored:,} and {total.expected:,} bytes, in the dtypes of the reference"),
             ("parts", ", ".join(sizes[:_SHOWN])),

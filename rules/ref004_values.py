@@ -51,7 +51,7 @@ def values(ckpt: Checkpoint) -> Iterator[Finding]:
             yield Finding(
                 f"the values{{of}} are not those of the reference{odd}",
                 at=Location.of(tensor),
-                missing=(fqn,),
+                identity=(fqn,),
                 hint="compare both with `ckptlint diff OLD NEW --values`, which says where they differ",
             )
 

@@ -52,7 +52,7 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
                 label=f"{there:,} of {len(files) + there:,} {kind} files {'is' if there == 1 else 'are'} there",
                 ranks=tuple(sorted(numbers.get("rank", ()))),
             ),
-            missing=tuple(file.name for file in files),
+            identity=tuple(file.name for file in files),
             lost_files=by_node(
                 {file.name: file.numbers.get("rank") for file in files},
                 {file.numbers.get("rank", -1) for file in ckpt.rank_files.files if file.kind == kind} - {-1},
@@ -60,5 +60,5 @@ def missing_rank_file(ckpt: Checkpoint) -> Iterator[Finding]:
             severity=Severity.WARNING if kind == "random state" else None,
             notes=(("files", names if len(files) > 1 else ""), ("because", ", ".join(missing))),
             hint=f"copy {it} from the node that wrote {it}, or go back to a complete step",
-            alike=kind,
+            group=kind,
         )

@@ -51,9 +51,9 @@ def _finding(item: Disagreement) -> Finding:
     return Finding(
         message,
         at=Location(item.fqns[0] if len(item.fqns) == 1 else None, file=files[0]),
-        missing=(item.what, *files, *item.fqns[:1000]),
+        identity=(item.what, *files, *item.fqns[:1000]),
         confidence="certain" if item.is_sure else "likely",
         notes=(("keys", some(braces(item.fqns), _SHOWN)),) if len(item.fqns) > 1 else (),
         hint="take all files from one save; compare the times of these files with the others'",
-        alike=f"{item.what} {files[0]}",
+        group=f"{item.what} {files[0]}",
     )

@@ -36,6 +36,6 @@ def ranks_at_other_steps(ckpt: Checkpoint) -> Iterator[Finding]:
             f"{some(files, _SHOWN)} {'comes' if len(files) == 1 else 'come'} from step {step}, "
             f"the other files of this kind do not: {rest}",
             at=Location(file=files[0]),
-            missing=files,
+            identity=files,
             hint="take all files from one save, or go back to a step whose files agree",
         )

@@ -30,8 +30,8 @@ def local_shape(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"{item.file} holds {item.stored}{{of}} instead of {item.expected}",
             at=Location(item.fqn, file=item.file),
-            missing=(item.file,),
+            identity=(item.file,),
             notes=(("because", item.because),),
             hint="take this file from the save that the others come from, or go back one step",
-            alike=f"{item.file} {item.stored} {item.expected}",
+            group=f"{item.file} {item.stored} {item.expected}",
         )

@@ -52,8 +52,8 @@ def _finding(item: Misfit) -> Finding:
     return Finding(
         sentence,
         at=Location(item.fqn if item.what in _OF_KEYS else None, file=item.file),
-        missing=(item.fqn, item.file),
+        identity=(item.fqn, item.file),
         notes=(("because", item.because),),
         hint="take all files from one save, or go back one step",
-        alike=f"{item.what} {item.because}",
+        group=f"{item.what} {item.because}",
     )

@@ -32,7 +32,7 @@ def other_rank_inside(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"{item.name} holds what was saved as {item.inside}{same}",
             at=Location(file=item.name),
-            missing=(item.name,),
+            identity=(item.name,),
             confidence="certain" if item.is_stated or item.same_as else "likely",
             hint="copy the file again from the node that wrote it, or go back one step"
             if item.is_stated or item.same_as

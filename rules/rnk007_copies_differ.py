@@ -44,9 +44,9 @@ def copies_differ(ckpt: Checkpoint) -> Iterator[Finding]:
                 at=Location.of(ckpt.tensors[fqn], file=files[0])
                 if fqn in ckpt.tensors
                 else Location(fqn, file=files[0]),
-                missing=files,
+                identity=files,
                 confidence="certain" if item.is_sure else "possible",
                 hint="find the first step at which the copies differ, and resume from the one before it",
                 notes=(("copies", "; ".join(f"{value} in {braces(found)[0]}" for value, found in item.says[:4])),),
-                alike=f"{item.what} {files[0]}",
+                group=f"{item.what} {files[0]}",
             )

@@ -51,9 +51,9 @@ def _finding(item: Misfit, confidence: Confidence, hint: str) -> Finding:
     return Finding(
         sentence.format(at=item.fqn, file=item.file, stored=item.stored, expected=item.expected),
         at=Location(file=item.file),
-        missing=(item.file, item.fqn),
+        identity=(item.file, item.fqn),
         confidence=confidence,
         notes=(("because", item.because),),
         hint=hint,
-        alike=f"{item.what} {item.file}",
+        group=f"{item.what} {item.file}",
     )

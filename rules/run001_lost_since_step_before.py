@@ -52,7 +52,7 @@ def lost_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"nothing of the {KIND_NAMES[kind]} is stored here; {older_name(ckpt)} has {count}",
             at=Location(label=_PLACE),
-            missing=("kind", kind),
+            identity=("kind", kind),
             severity=Severity.INFO if kind == "optimizer" or "optimizer" not in kept else None,
             inferred_from=f"the keys of {older_name(ckpt)}",
         )
@@ -72,7 +72,7 @@ def _findings(ckpt: Checkpoint, change: Change) -> Iterator[Finding]:
             notes=(("because", change.rest),),
             hint="resume from the older step, unless the job left it out on purpose" if change.is_partial else "",
             inferred_from=f"the keys of {older_name(ckpt)}",
-            alike=f"gone {change.fqns[0]}",
+            group=f"gone {change.fqns[0]}",
         )
 
 
@@ -83,7 +83,7 @@ def _renamed(ckpt: Checkpoint, was: Mapping[str, object], now: Mapping[str, obje
     return Finding(
         f"{lost:,} of the model's {plural(model, 'key')} in {older_name(ckpt)} are missing here",
         at=Location(label=_PLACE),
-        missing=("renamed", str(lost)),
+        identity=("renamed", str(lost)),
         confidence="possible" if lost == model and new else "certain",
         notes=(
             ("new", f"{plural(len(new), 'key')} that {older_name(ckpt)} does not have"),
@@ -108,7 +108,7 @@ def _files(ckpt: Checkpoint, keeps_optimizer: bool) -> Iterator[Finding]:
         yield Finding(
             f"there is no {family} here; {older_name(ckpt)} has {name}",
             at=Location(file=name),
-            missing=("family", family),
+            identity=("family", family),
             confidence="possible" if is_meant else "certain",
             notes=(("because", "the optimizer is missing too: this step may hold only the model" * is_meant),),
             hint="" if is_meant else "resume from the older step, or copy the file from where this step was written",

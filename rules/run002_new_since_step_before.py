@@ -43,7 +43,7 @@ def new_since_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"{plural(len(fqns), 'key')} of the {KIND_NAMES[kind]} that {older_name(ckpt)} does not have",
             at=Location(label="compared with the step before"),
-            missing=(kind,),
+            identity=(kind,),
             notes=(("new", ", ".join([*names[:_SHOWN], *more])),),
             inferred_from=f"the keys of {older_name(ckpt)}",
         )

@@ -44,10 +44,10 @@ def _findings(ckpt: Checkpoint, older: str, change: Change) -> Iterator[Finding]
         yield Finding(
             change.sentence("stored here", older),
             at=Location(fqn, ckpt.tensors.get(fqn)),
-            missing=(change.kind,),
+            identity=(change.kind,),
             confidence="certain" if change.is_partial else "possible",
             notes=(("because", change.rest),),
             hint="resume from the older step, unless the change was meant" if change.is_partial else "",
             inferred_from=f"the same tensor in {older}",
-            alike=f"{change.kind} {change.fqns[0]}",
+            group=f"{change.kind} {change.fqns[0]}",
         )

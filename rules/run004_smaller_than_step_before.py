@@ -42,7 +42,7 @@ def smaller_than_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     yield Finding(
         f"the records hold {human_bytes(held)}, but {human_bytes(held_before)} in {older_name(ckpt)} for the same keys",
         at=Location(label="compared with the step before"),
-        missing=("bytes",),
+        identity=("bytes",),
         notes=(("ratio", f"{held / held_before:.2f}"),),
         hint="check both with --depth headers, and resume from the one that passes",
         inferred_from=f"the bytes of {older_name(ckpt)}",

@@ -48,7 +48,7 @@ def identical_to_step_before(ckpt: Checkpoint) -> Iterator[Finding]:
     yield Finding(
         f"{subject} bit for bit those of {older_name(ckpt)}",
         at=Location(label="compared with the step before"),
-        missing=("identical",),
+        identity=("identical",),
         confidence="certain" if is_copy else "possible",
         notes=(("compared", f"{len(weights):,} weights and {len(moments):,} moments, by CRC-32 and length"),),
         hint="resume from the older step: this one is a copy of it"

@@ -52,7 +52,7 @@ def two_saves_in_one_folder(ckpt: Checkpoint) -> Iterator[Finding]:
         yield Finding(
             f"files of two saves: {_some(names)} {are} {pause} younger than .metadata and the other files",
             at=Location(file=names[0], ranks=_ranks(names)),
-            missing=("times",),
+            identity=("times",),
             severity=Severity.WARNING,
             why=".metadata is written last, so a later save into this folder replaced these files and never finished",
             hint="load another step; if somebody fetched these files again later, compare them with their source",
@@ -92,7 +92,7 @@ def _steps_differ(groups: list[tuple[str, list[str]]], young: set[str]) -> Findi
     return Finding(
         f"files of two saves: the optimizer's step in {_some(names)} differs from the other files{also}",
         at=Location(file=sorted(names)[0], ranks=_ranks(names)),
-        missing=("steps",),
+        identity=("steps",),
         confidence="certain" if is_sure else "likely",
         notes=tuple(("step", f"{value} in {_some(group)}") for value, group in groups[:4]),
         hint="compare the times of these files with the others', and copy the files of one save again",

@@ -40,7 +40,7 @@ def unsafe_pickle(ckpt: Checkpoint, trusted_modules: tuple[str, ...] = ()) -> It
         if problem.unknown and not strange:
             continue
         message = problem.message.replace(unknown_classes(problem.unknown), unknown_classes(strange))
-        finding = replace(Finding.of_problem(problem), message=message, missing=(message,))
+        finding = replace(Finding.of_problem(problem), message=message, identity=(message,))
         if problem.kind == "note":
             finding = replace(finding, severity=Severity.INFO, why=problem.why or _INERT)
         yield finding

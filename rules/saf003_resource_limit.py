@@ -27,4 +27,4 @@ def resource_limit(ckpt: Checkpoint) -> Iterator[Finding]:
         finding = Finding.of_problem(problem)
         at = replace(finding.at, tensor=ckpt.tensors.get(problem.fqn or ""))
         # the sentence names the record, and its other keys are no help
-        yield replace(finding, at=at, missing=(problem.message,), detail=())
+        yield replace(finding, at=at, identity=(problem.message,), detail=())

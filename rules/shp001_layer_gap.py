@@ -103,7 +103,7 @@ def _gaps(ckpt: Checkpoint, block: Block, numbers: dict[Block, set[int]]) -> Ite
     yield Finding(
         sentence,
         at=Location(label=f"{ckpt.metadata_file}: {len(present)} layers in {name}"),
-        missing=tuple(f"{name}.{layer}" for layer in sorted(missing)),
+        identity=tuple(f"{name}.{layer}" for layer in sorted(missing)),
         confidence=_confidence(ckpt, missing, is_declared),
         notes=tuple(notes),
         hint=f"find the ranks or stages that hold layers {ranges(missing)}, and the keys under which they saved them",
@@ -144,12 +144,12 @@ def _lacking(ckpt: Checkpoint, layers: Layers) -> Iterator[Finding]:
             yield Finding(
                 f"nothing{{of}} is stored; {complete} other layers have theirs",
                 at=Location(fqn, label=f"{ckpt.metadata_file}: layer {layer} has {len(found)} of {len(usual)} keys"),
-                missing=(fqn,),
+                identity=(fqn,),
                 confidence="likely",
                 notes=(("siblings", f"layers {others} have all {len(usual)}"),),
                 hint="find the filter or the rename that dropped this key in one layer, and save again",
                 inferred_from=f"the keys of layers {others}",
-                alike=f"{role} missing",
+                group=f"{role} missing",
             )
 
 

@@ -113,7 +113,7 @@ def _finding(ckpt: Checkpoint, local: Local) -> Finding:
         explain=partial(_files, ckpt, local),
         hint=hint,
         inferred_from=f"the size of {local.basis}" if local.confidence == "likely" else "",
-        alike=f"{short_name(local.param)} {numbers} {local.basis}",
+        group=f"{short_name(local.param)} {numbers} {local.basis}",
         told_by="CFG003" if tensor.fqn in told_shapes(ckpt) else "",
     )
 

@@ -84,7 +84,8 @@ def _lone_half(param: Param, wanted: str) -> Finding:
     return Finding(
         f"half{{of}} has no other half {name}",
         at=Location.of(param.tensor),
-        missing=(wanted,),
+        identity=(wanted,),
+        keys=(wanted,),
         why="the missing half keeps its initial values, or the load fails",
         notes=(("halves", f"{param.key.path.rpartition('.')[2]} is {shape_text(param.own_shape)}, {name} is missing"),),
         hint="find out what drops the other half, and save both halves or the fused weight",

@@ -89,7 +89,7 @@ def _absent(name: str, params: list[Param], copies: list[Param]) -> Iterator[Fin
         yield Finding(
             f"copy {name} lacks {text} layer{'s'[: len(set(numbers)) != 1]} {ranges(numbers)}, which the model has",
             at=Location(absent[0].tensor.fqn),
-            missing=tuple(param.key.path for param in absent),
+            identity=tuple(param.key.path for param in absent),
             confidence="certain" if in_layer else "possible",
             notes=notes,
             why="" if in_layer else "the copy may cover only the trained layers, or have another depth",

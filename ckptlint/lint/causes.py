@@ -61,7 +61,7 @@ class KnownCause:
         name: that of the file, accepted by `ckptlint explain`.
         summary: one sentence that is true of every checkpoint it fires on.
         sentence: `{clause.what}` stands for what the findings of a clause (or of several, `a+b`) name: codes, keys,
-            files, ranks, missing, regions, count; `{clause.what:noun}` puts the noun before it, or after a count. What
+            files, ranks, identity, regions, count; `{clause.what:noun}` puts the noun before it, or after a count. What
             stands in square brackets is left out where a placeholder in it names nothing.
         do: what to do, as an order.
         why: how it comes about.
@@ -207,15 +207,11 @@ def _apart(items: list[Diagnostic], others: list[Diagnostic]) -> list[Diagnostic
 
 
 def _keys(item: Diagnostic) -> set[str]:
-    """The keys concerned: its own, and those among what identifies it."""
-    return {name for name in (item.fqn, *item.finding.missing) if name and not name.isdecimal()}
+    return {name for name in (item.fqn, *item.finding.keys) if name}
 
 
 def _files(item: Diagnostic) -> set[str]:
-    """The files concerned: where it is, and those like it among what identifies it."""
-    own = item.finding.at.file
-    suffix = Path(own).suffix
-    return {own, *(name for name in item.finding.missing if Path(name).suffix == suffix)} if own else set()
+    return {name for name in (item.finding.at.file, *item.finding.files) if name}
 
 
 def _ranks(item: Diagnostic) -> set[int]:
@@ -270,8 +266,8 @@ def _rank_sets(items: Sequence[Diagnostic], noun: str) -> str:
     return _numbers(set().union(*sets), noun)
 
 
-def _missing(items: Sequence[Diagnostic], noun: str) -> str:
-    names = dict.fromkeys(name for item in items for name in item.finding.missing)
+def _identity(items: Sequence[Diagnostic], noun: str) -> str:
+    names = dict.fromkeys(name for item in items for name in item.finding.identity)
     if all(name.isdecimal() for name in names):
         text = ranges(map(int, names))
         return " ".join(filter(None, [noun and noun + "s" * (len(names) > 1), text]))
@@ -290,8 +286,8 @@ _VALUES: dict[str, Callable[[Sequence[Diagnostic], str], str]] = {
     "codes": _codes,
     "count": lambda items, noun: plural(len(items), noun) if items else "",
     "files": lambda items, noun: _some(sorted(set().union(*map(_files, items))), noun),
+    "identity": _identity,
     "keys": lambda items, noun: _some(braces(item.fqn for item in items if item.fqn), noun),
-    "missing": _missing,
     "ranks": _rank_sets,
     "regions": _regions,
 }

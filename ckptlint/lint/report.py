@@ -98,11 +98,11 @@ class Diagnostic:
 
     @property
     def fingerprint(self) -> str:
-        """Identity across steps of a run: code, key, region and missing names; no path, step or file."""
+        """Identity across steps of a run: code, key, region and `identity`; no path, step or file."""
         import hashlib
 
         finding = self.finding
-        parts = (self.code, self.fqn, self.region, finding.missing or (self.message if self.fqn is None else ()))
+        parts = (self.code, self.fqn, self.region, finding.identity or (self.message if self.fqn is None else ()))
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -354,8 +354,8 @@ class Report:
 def _grouped(diagnostics: list[Diagnostic], first: int) -> list[FindingGroup]:
     by_key: dict[tuple[object, ...], list[Diagnostic]] = {}
     for item in diagnostics:
-        alike = item.finding.alike or (item.message, role(item.fqn) if item.fqn else item.finding.at.file)
-        by_key.setdefault((-item.severity, item.code, alike, item.ignored), []).append(item)
+        group = item.finding.group or (item.message, role(item.fqn) if item.fqn else item.finding.at.file)
+        by_key.setdefault((-item.severity, item.code, group, item.ignored), []).append(item)
     ordered = sorted(by_key.items(), key=lambda pair: pair[0][:2])
     return [FindingGroup(i, members) for i, (_, members) in enumerate(ordered, first)]
 

@@ -61,7 +61,7 @@ def wrong_at(depth: str, path: Path, row: dict[str, str]) -> Iterator[str]:
 
 def named_by(item: Diagnostic | None) -> str:
     """All that a finding names; nothing where there is none."""
-    return f"{item.fqn} {item.title} {item.finding.at.file} {item.finding.missing} {item.all_notes()}" if item else ""
+    return f"{item.fqn} {item.title} {item.finding.at.file} {item.finding.identity} {item.all_notes()}" if item else ""
 
 
 def test_every_folder_is_in_a_manifest_and_most_are_healthy() -> None:

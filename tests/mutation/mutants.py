@@ -240,4 +240,4 @@ def _text(item: Diagnostic) -> str:
     """All that a finding says about its place."""
     finding = item.finding
     notes = [sentence for _, sentence in item.all_notes()]
-    return "\n".join([item.title, item.fqn or "", finding.at.file, finding.at.label, *finding.missing, *notes])
+    return "\n".join([item.title, item.fqn or "", finding.at.file, finding.at.label, *finding.identity, *notes])

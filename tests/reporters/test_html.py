@@ -306,7 +306,7 @@ def test_a_large_report_stays_small_and_quick(tmp_path: Path) -> None:
     report = checked({"tensors": tensors}, tmp_path)
     part = report.checkpoints[0]
     part.diagnostics[:] = [
-        replace(item, finding=replace(item.finding, alike=str(i))) for i, item in enumerate(part.diagnostics)
+        replace(item, finding=replace(item.finding, group=str(i))) for i, item in enumerate(part.diagnostics)
     ]
     text = html.render(report, Style())
     assert len(part.groups) == 1000 and len(text.encode()) < 10_000_000

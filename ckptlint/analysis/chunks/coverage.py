@@ -76,7 +76,7 @@ def holes(ckpt: Checkpoint, padded: str | None = None) -> Iterator[Finding]:
                 severity=severity,
                 notes=_total(tensor) if number == 0 else (),
                 explain=partial(_explain, ckpt, tensor, region),
-                alike=place_on_mesh(tensor.layout, region),
+                group=place_on_mesh(tensor.layout, region),
             )
     _admit(unsure, "holes")
 

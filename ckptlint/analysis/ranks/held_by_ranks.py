@@ -163,10 +163,10 @@ def reported(ckpt: Checkpoint, hint: str = "") -> Iterator[Finding]:
         yield Finding(
             text,
             at=Location(fqn or None, label=who, ranks=() if -1 in said else tuple(sorted(said))),
-            missing=(text,),
+            identity=(text,),
             severity=Severity[level.upper()] if level else None,
             hint=hint,
-            alike=role(fqn) if fqn else text,
+            group=role(fqn) if fqn else text,
         )
 
 
