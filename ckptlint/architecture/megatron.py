@@ -228,7 +228,8 @@ def _are_alike(some: Mapping[str, ExpectedTensor], others: Mapping[str, Expected
 def layer_naming(names: Iterable[str]) -> LayerNaming:
     """How a checkpoint names its layers.
 
-    >>> naming_of(["decoder.layers.mlp.linear_fc1.weight"]), naming_of(["decoder.layers.0.mlp.linear_fc1.weight_w"])
+    >>> stacked, split = "decoder.layers.mlp.linear_fc1.weight", "decoder.layers.0.mlp.linear_fc1.weight_w"
+    >>> layer_naming([stacked]), layer_naming([split])
     ('stacked', 'split')
     """
     found: LayerNaming = "numbered"

@@ -20,7 +20,7 @@ from ckptlint.errors import LimitError, UnreadableError
 from ckptlint.formats.pickles.safe_pickle import asks_for_names
 
 HEAD = 512
-"""Bytes that `content_of` asks for."""
+"""Bytes that `file_content` asks for."""
 
 FileContent = Literal["pickle", "perhaps pickle", "archive", "array", "packed"]
 """A pickle, of torch's old format too; a text that may be one of protocol 0 or 1; a zip file; an array; packed."""
@@ -44,7 +44,7 @@ _NOT_ASCII = bytes.maketrans(bytes(range(128, 256)), b"?" * 128)
 def file_content(head: bytes) -> FileContent | None:
     """What the first `HEAD` bytes of a file say; None for what no loader unpickles.
 
-    >>> content_of(b"PK\\3\\4"), content_of(b"cos\\nsystem\\n(S'ls'\\ntR."), content_of(b'{"a": 1}')
+    >>> file_content(b"PK\\3\\4"), file_content(b"cos\\nsystem\\n(S'ls'\\ntR."), file_content(b'{"a": 1}')
     ('archive', 'perhaps pickle', None)
     """
     if head.startswith(_ZIP):

@@ -40,7 +40,7 @@ _FIRST, _LAST = frozenset({"embedding"}), frozenset({"norm", "output"})
 def axis_sizes(text: str) -> dict[str, int]:
     """The sizes of axes in `dp=8,tp=2`.
 
-    >>> sizes_of("dp_shard=8, tp=2")
+    >>> axis_sizes("dp_shard=8, tp=2")
     {'dp': 8, 'tp': 2}
 
     Raises:

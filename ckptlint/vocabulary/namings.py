@@ -91,7 +91,7 @@ def stored(key: str, naming: Naming) -> StoredRoles | None:
     """What a key holds under a naming, None where it has no such name.
 
     >>> stored("model.layers.3.mlp.experts.7.gate_proj.weight", naming_of(["layers.0.self_attn.q_proj.weight"]))
-    Stored(roles=('gate',), how=frozenset())
+    StoredRoles(roles=('gate',), how=frozenset())
     """
     found = parse(key)
     if found.kind != "model":

@@ -261,7 +261,7 @@ def test_a_rank_that_dies_ends_the_others_in_time(saved: Path) -> None:
     code = EACH_ITS_OWN.replace(
         "main()",
         "import ckptlint.live.shared_check as c\n"
-        "if os.environ['RANK'] == '1': c.Job._read = lambda *_: os._exit(9)\nmain()",
+        "if os.environ['RANK'] == '1': c.SharedCheck._read = lambda *_: os._exit(9)\nmain()",
     )
     before = time.monotonic()
     answers = ended(started(3, [root, "live", "ckpt", "--digest"], code))
