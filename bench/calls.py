@@ -39,7 +39,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-TABLE = Path(__file__).resolve().parent.parent / "ckptlint" / "formats" / "calls.toml"
+TABLE = Path(__file__).resolve().parent.parent / "ckptlint" / "formats" / "pickles" / "calls.toml"
 BATCH = 64
 SECONDS = 5
 MARK = "marked"  # the file that an effect leaves in the folder of the child
