@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NoReturn, TypeVar
 from ckptlint.errors import CkptlintError, LimitError, ReaderError
 from ckptlint.progress import Shared, is_listened_to, listening
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
@@ -58,7 +58,7 @@ def one_budget() -> Iterator[None]:
         _left = None
 
 
-def isolated(work: Callable[[], T], size: int) -> T:
+def isolated(work: Callable[[], _T], size: int) -> _T:
     """The result of `work`, computed in a forked child under limits of memory and processor time.
 
     Args:
@@ -80,7 +80,7 @@ def isolated(work: Callable[[], T], size: int) -> T:
         return _answer(*_forked(work, size, shared), shared, _share(size))  # type: ignore[no-any-return]
 
 
-def ahead(works: Iterable[Callable[[], T]], jobs: int) -> Iterator[T]:
+def ahead(works: Iterable[Callable[[], _T]], jobs: int) -> Iterator[_T]:
     """What each work returns, in their order; up to `jobs` are at it at the same time, each in a forked process.
 
     Unlike `isolated` it sets no limits: it is for work of our own that isolates what it reads. Threads would not do: a

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -27,8 +28,8 @@ from ckptlint.commands.shared import (
 )
 from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
 from ckptlint.lint.steps import JudgedStep, verdict_of
-from ckptlint.loaders.run.events import Event, events, is_vanishing, run_folder
-from ckptlint.loaders.run.steps import steps_of
+from ckptlint.loaders.run.events import Event, events, is_vanishing, steps_in_run
+from ckptlint.loaders.run.steps import run_at
 from ckptlint.model.text import human_duration, plural, printable
 from ckptlint.reporters import REPORTERS
 from ckptlint.reporters.json_report import step_object
@@ -37,6 +38,7 @@ from ckptlint.storage.paths import shown
 
 if TYPE_CHECKING:
     from ckptlint.lint.report import Report
+    from ckptlint.storage.folder import Folder
 
 
 def _seconds(_context: click.Context, _param: click.Parameter, value: str) -> float:
@@ -79,11 +81,12 @@ def watch(
     """
     emit = emitter(options, prints=not jsonl)
     request = requested(options)
+    open_run = partial(run_at, run_dir)
     if options["quiet"] < 2:
-        say(_banner(run_dir, interval, stale, once))
+        say(_banner(open_run(), shown(run_dir), interval, stale, once))
     codes: list[int] = []
     with TemporaryDirectory(prefix="ckptlint-") as folder:
-        for event in events(run_dir, interval, once, stale):
+        for event in events(open_run, interval, once, stale):
             text = event.text or f"{event.step} is finished"
             if event.text or options["quiet"] < 2:
                 say(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}")
@@ -102,7 +105,7 @@ def watch(
                 except CkptlintError as error:  # what cannot be read or written is no reason to stop watching
                     say(error)
                     code = 4
-                if code and is_vanishing(step, event):
+                if code and is_vanishing(open_run, event):
                     say(f"somebody is removing {event.step}: its findings do not count")
                     continue
                 if event.kind == "unfinished" and not options["exit_zero"]:
@@ -117,13 +120,13 @@ def watch(
     sys.exit(next((code for code in (1, 4, 3) if code in codes), 0))
 
 
-def _banner(path: str, interval: float, stale: float, once: bool) -> str:
+def _banner(run: Folder, name: str, interval: float, stale: float, once: bool) -> str:
     """What is watched, how often, and what is there."""
-    steps = steps_of(run_folder(path))
+    steps = steps_in_run(run)
     there = f"{plural(len(steps), 'step')} there" + (f", the newest {printable(steps[0].name)}" if steps else "")
     often = f"looks twice, {interval:g} s apart" if once else f"looks every {interval:g} s"
     patience = f"reports an unfinished step after {human_duration(stale)} without a change"
-    return f"watching {shown(path)}: {there}; {often}; {patience}"
+    return f"watching {name}: {there}; {often}; {patience}"
 
 
 def _line(event: Event, path: str, code: int, report: Report | None) -> str:

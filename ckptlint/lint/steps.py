@@ -15,13 +15,12 @@ from ckptlint.loaders.checkpoint import open_checkpoint
 from ckptlint.loaders.discover import find_checkpoints
 from ckptlint.loaders.run.finished import step_state
 from ckptlint.loaders.run.folder import read_tracker
-from ckptlint.loaders.run.steps import Step, is_alike, runs_below, steps_of
+from ckptlint.loaders.run.steps import Step, is_alike, run_at, runs_below, steps_of
 from ckptlint.model import Checkpoint
 from ckptlint.model.checkpoint import ProblemKind
 from ckptlint.model.text import human_duration, listed, plural, printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
-from ckptlint.storage.locate import folder_at
 from ckptlint.storage.paths import shown
 from ckptlint.vocabulary.frameworks import family_of, step_number
 from ckptlint.vocabulary.parts import PARTS, part_of_file, part_of_key
@@ -103,9 +102,7 @@ def runs_at(path: str) -> list[tuple[str, Folder]]:
         UnknownLayoutError: checkpoints lie there, and no step.
         AccessError: a folder could not be listed.
     """
-    folder, file = folder_at(path)
-    if file:
-        raise NothingToCheckError(f"{shown(path)} is a file: name the run folder that holds the steps")
+    folder = run_at(path)
     found = runs_below(folder)
     if not found:
         try:

@@ -172,7 +172,7 @@ class Live:
             with _uncollected():
                 held = extract(state, resolve_stateful=False)
                 digests, has_digests, uncompared = _digests(held, patterns, with_contents=digest == "replicas")
-                rows = fp.rows_of(held, digests, self.keys)
+                rows = fp.chunk_rows(held, digests, self.keys)
                 findings = findings_of(held, self.group.rank)
                 findings += _against(held, expect, self.group.rank) if expect else []
                 unlike = {finding.fqn for finding in findings}
@@ -190,7 +190,7 @@ class Live:
             text = f"{type(error).__name__}: {error}"
             where = traceback.extract_tb(error.__traceback__)[-1:]
             reason = f"{text} ({Path(where[0].filename).name}:{where[0].lineno})" if where else text
-            none = fp.rows_of([], [], self.keys)
+            none = fp.chunk_rows([], [], self.keys)
             return protocol.RankInput(none, (), settings, _short_hash(tag), failure=reason, error=error)
 
     def _absence(self, tag: str, repeats: bool) -> str:

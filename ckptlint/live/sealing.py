@@ -153,7 +153,7 @@ def _seeds(described: Mapping[str, SealEntry]) -> list[int]:
         HeldChunk(fqn, "tensor", "plain", entry.dtype, entry.shape, (0,) * len(entry.shape), entry.shape, 0, 1, None)
         for fqn, entry in described.items()
     ]
-    return _short_seeds(fp.rows_of(held, [0] * len(held), {}))
+    return _short_seeds(fp.chunk_rows(held, [0] * len(held), {}))
 
 
 def _short_seeds(rows: fp.Records) -> list[int]:
@@ -306,14 +306,14 @@ def _local(
         from ckptlint.live.collect.extract import extract, findings_of
 
         held = extract(state_dict, resolve_stateful=resolve_stateful)
-        records = fp.rows_of(held, [0] * len(held), live.keys)
+        records = fp.chunk_rows(held, [0] * len(held), live.keys)
         findings = findings_of(held, live.group.rank)
         unlike = {finding.fqn for finding in findings}
         records.flawed[:] = [fqn in unlike for fqn in records.fqns]
         rows = _rows(held, _short_seeds(records), patterns)
         return rows, protocol.RankInput(records, tuple(findings), settings, api._short_hash(tag))
     except Exception as error:
-        none = fp.rows_of([], [], live.keys)
+        none = fp.chunk_rows([], [], live.keys)
         text = f"{type(error).__name__}: {error}"
         return _rows([], [], ()), protocol.RankInput(none, (), settings, api._short_hash(tag), failure=text)
 

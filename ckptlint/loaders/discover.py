@@ -239,7 +239,6 @@ def _holds_state(head: bytes) -> bool:
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
-@one_budget()
 def find(path: str, all_steps: bool = False) -> list[Found]:
     """The checkpoints that a path means.
 
@@ -251,7 +250,12 @@ def find(path: str, all_steps: bool = False) -> list[Found]:
         AccessError: a folder could not be listed, or a step is a link out of the run.
         ConfigError: a URL that cannot be read here.
     """
-    folder, name = folder_at(path)
+    return find_at(*folder_at(path), all_steps)
+
+
+@one_budget()
+def find_at(folder: Folder, name: str, all_steps: bool = False) -> list[Found]:
+    """As `find`, from a folder on; `name` is the file in it that was named, "" for the folder itself."""
     if is_rank_folder(folder.name) and folder.parent is not None and legacy_file(folder.parent):
         return [Found.at(folder.parent)]
     if name.endswith(_WEIGHTS) and (own := [part for part in components(folder) if part.folder.has(name)]):

@@ -24,7 +24,7 @@ from ckptlint.errors import AccessError, CkptlintError, ConfigError, NothingToCh
 from ckptlint.formats.safetensors_header import HEADER_LIMIT, read_header
 from ckptlint.formats.strict_json import checked_key, checked_shape, json_object
 from ckptlint.loaders.checkpoint import open_checkpoint
-from ckptlint.loaders.discover import find
+from ckptlint.loaders.discover import find_at
 from ckptlint.loaders.layouts import Found, recognise
 from ckptlint.loaders.readers.model_files import is_stale, read_index
 from ckptlint.model import Checkpoint, Reference
@@ -64,11 +64,11 @@ def read_reference(path: str) -> Reference:
     except AccessError as error:
         raise ConfigError(f"the reference {source} cannot be read: {error}") from None
     try:
-        reference = _from_file(folder, name, path, source) if name else _from_folder(folder, path, source)
+        reference = _from_file(folder, name, source) if name else _from_folder(folder, source)
         if reference.kind == "Hugging Face folder" and not reference.tensors:
             implied = _with_implied(reference, isolated(partial(_json, folder, _CONFIG), folder.size(_CONFIG)))
             beside = not implied.tensors and _is_model_folder(folder)
-            reference = _from_folder(folder, path, source) if beside else implied
+            reference = _from_folder(folder, source) if beside else implied
     except ConfigError:
         raise
     except (CkptlintError, OSError) as error:
@@ -79,7 +79,7 @@ def read_reference(path: str) -> Reference:
     return reference
 
 
-def _from_folder(folder: Folder, path: str, source: str) -> Reference:
+def _from_folder(folder: Folder, source: str) -> Reference:
     found = recognise(folder)
     if found is None or found.kind in ("safetensors", "unsupported"):
         if _is_model_folder(folder):
@@ -88,12 +88,12 @@ def _from_folder(folder: Folder, path: str, source: str) -> Reference:
             return isolated(partial(_model_folder, folder, source), size)
         if folder.has(_CONFIG) and (found is not None or not folder.folders()):
             return isolated(partial(_model_folder, folder, source), folder.size(_CONFIG))
-    return _from_checkpoint(path, source)
+    return _from_checkpoint(folder, "", source)
 
 
-def _from_file(folder: Folder, name: str, path: str, source: str) -> Reference:
+def _from_file(folder: Folder, name: str, source: str) -> Reference:
     if name.endswith((".metadata", ".distcp")) or name in ("common.pt", "metadata.json"):
-        return _from_checkpoint(path, source)
+        return _from_checkpoint(folder, name, source)
     if name == _CONFIG:  # what it implies, whatever is next to it
         return isolated(partial(_configuration, folder, source), folder.size(name))
     if folder.look_at(name)[0] not in READABLE:
@@ -271,8 +271,8 @@ def _header(folder: Folder, name: str) -> Tensors | None:
 # ---------------------------------------------------------------- another checkpoint
 
 
-def _from_checkpoint(path: str, source: str) -> Reference:
-    parts = {found.folder.name: _readable(found, source) for found in find(path)}
+def _from_checkpoint(folder: Folder, name: str, source: str) -> Reference:
+    parts = {found.folder.name: _readable(found, source) for found in find_at(folder, name)}
     tensors, clashes = _merged({name: tensors_of(ckpt) for name, ckpt in parts.items()}, strict=False)
     if len(parts) == 1:
         return Reference(source, "checkpoint", tensors)

@@ -38,7 +38,7 @@ _TICK = 0.1
 _OF_VALUES = ("nan", "plus_inf", "minus_inf", "first", "masks", "zeros", "denormals", "least", "most", "one_value")
 _NO_SEAL = "copy the seal again from where it was written, or remove it; without it the contents are not compared"
 Gatherers = Mapping[str, tuple[RowHashes, ...]]
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 def read_payload(folder: Folder, ckpt: Checkpoint, how: Reading, hashes: Gatherers | None = None) -> Checkpoint:
@@ -405,14 +405,14 @@ class Reader:
 
     # ------------------------------------------------------------ threads, problems
 
-    def _run(self, tasks: Mapping[int, Callable[[], T]]) -> Iterator[tuple[int, T]]:
+    def _run(self, tasks: Mapping[int, Callable[[], _T]]) -> Iterator[tuple[int, _T]]:
         """The results as they come; a few tasks wait at a time, so that results do not pile up.
 
         Threads stop when the caller, the user or an error ends it.
         """
         waiting = iter(tasks.items())
         with ThreadPoolExecutor(self.how.jobs) as pool:
-            going: dict[Future[T], int] = {}
+            going: dict[Future[_T], int] = {}
             try:
                 while True:
                     for file, task in islice(waiting, 2 * self.how.jobs - len(going)):

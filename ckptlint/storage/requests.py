@@ -23,7 +23,7 @@ from ckptlint.errors import AccessError, ConfigError
 from ckptlint.model.text import printable
 from ckptlint.storage.paths import shown
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 ATTEMPTS = 4
 """How often a request is made that fails for a reason that may pass."""
@@ -177,7 +177,7 @@ _NO_CREDENTIALS |= {"NoAuthTokenError", "TokenRetrievalError", "UnauthorizedSSOT
 _NO_CREDENTIALS |= {"DefaultCredentialsError", "RefreshError", "ClientAuthenticationError", "LocalTokenNotFoundError"}
 
 
-def attempted(work: Callable[[], T], count: int = 0) -> T:
+def attempted(work: Callable[[], _T], count: int = 0) -> _T:
     """The result of `work`, tried again while it fails for a reason that may pass, but not after two silences.
 
     Args:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from support import REAL, REPOSITORY, run, takes_ctrl_c
 
 from ckptlint.errors import NothingToCheckError
 from ckptlint.loaders.run.events import events, is_vanishing
+from ckptlint.loaders.run.steps import run_at
 from ckptlint.testing import write_checkpoint
 
 GOOD = {"tensors": {"w": {"shape": [4, 4]}}}
@@ -46,7 +48,7 @@ def look(path: Path, *changes: Callable[[], Any]) -> list[tuple[str, str]]:
 
     found = []
     try:
-        for event in events(str(path), 1, sleep=sleep):
+        for event in events(partial(run_at, str(path)), 1, sleep=sleep):
             found.append((event.kind, event.step))
     except EndedError:
         pass
@@ -182,20 +184,20 @@ def test_a_run_folder_that_is_away_for_a_while_is_told_once(tmp_path: Path) -> N
 @pytest.mark.parametrize("name", ["fsdp2_4r", "fsdp2_4r/.metadata", "nowhere"])
 def test_what_is_no_run_folder_is_refused(name: str) -> None:
     with pytest.raises(NothingToCheckError):
-        next(events(str(REAL / name), 1, sleep=no_sleep))
+        next(events(partial(run_at, str(REAL / name)), 1, sleep=no_sleep))
 
 
 def test_what_was_read_of_a_step_that_is_being_removed_does_not_count(tmp_path: Path) -> None:
     save(tmp_path / "step-1")()
-    (event,) = events(str(tmp_path), 1, once=True, sleep=no_sleep)
-    step = str(tmp_path / "step-1")
-    assert not is_vanishing(step, event)
+    (event,) = events(partial(run_at, str(tmp_path)), 1, once=True, sleep=no_sleep)
+    open_run = partial(run_at, str(tmp_path))
+    assert not is_vanishing(open_run, event)
     (tmp_path / "step-1" / "new").write_bytes(b"")
-    assert not is_vanishing(step, event)
+    assert not is_vanishing(open_run, event)
     (tmp_path / "step-1" / "__0_0.distcp").unlink()
-    assert is_vanishing(step, event)
-    shutil.rmtree(step)
-    assert is_vanishing(step, event)
+    assert is_vanishing(open_run, event)
+    shutil.rmtree(tmp_path / "step-1")
+    assert is_vanishing(open_run, event)
 
 
 def test_a_run_in_a_store(tmp_path: Path) -> None:
@@ -204,9 +206,9 @@ def test_a_run_in_a_store(tmp_path: Path) -> None:
     store = fsspec.filesystem("memory")
     store.put(str(tmp_path / "step-1"), "/watched-run/step-1", recursive=True)
     store.pipe("/watched-run/step-2/__0_0.distcp", b"half")
-    told = list(events("memory://watched-run", 0, once=True, sleep=no_sleep))
+    told = list(events(partial(run_at, "memory://watched-run"), 0, once=True, sleep=no_sleep))
     assert [(event.kind, event.step) for event in told] == [("finished", "step-1")]
-    assert not is_vanishing("memory://watched-run/step-1", told[0])
+    assert not is_vanishing(partial(run_at, "memory://watched-run"), told[0])
 
 
 # ---------------------------------------------------------------- the command
@@ -285,8 +287,9 @@ def test_a_step_that_stays_unfinished_is_told_once_however_long_it_stays(tmp_pat
     for stale, told in ((1800, [("finished", ""), ("unfinished", text)]), (7200, [("finished", "")])):
         left = [0.0, 0.0, 0.0]
         seen = []
+        open_run = partial(run_at, str(tmp_path))
         with suppress(IndexError):  # the end of the looks
-            for event in events(str(tmp_path), 1, stale=stale, sleep=lambda _: left.clear() if left.pop() else None):  # noqa: B023
+            for event in events(open_run, 1, stale=stale, sleep=lambda _: left.clear() if left.pop() else None):  # noqa: B023
                 seen.append((event.kind, event.text))
         assert seen == told
 

@@ -42,7 +42,7 @@ def held(shape: tuple[int, ...], boxes: list[Any], **changes: Any) -> list[HeldC
 
 
 def words(rows: list[HeldChunk]) -> Any:
-    records = fp.rows_of(rows, [0] * len(rows), {})
+    records = fp.chunk_rows(rows, [0] * len(rows), {})
     return fp.tiling(records, fp.marks(records, True))
 
 
@@ -130,7 +130,7 @@ def test_copies_of_a_known_number_are_compared_without_a_table() -> None:
     rows = [CHUNK._replace(writer="dtensor", replica=i, copies=3) for i in range(3)]
 
     def compared(rows: list[HeldChunk], digests: list[int]) -> bool:
-        records = fp.rows_of(rows, digests, {})
+        records = fp.chunk_rows(rows, digests, {})
         return bool(fp.tiling(records, fp.marks(records, True))[2].any())
 
     assert not compared(rows, [5, 5, 5])

@@ -18,6 +18,7 @@ import torch
 from ckptlint.analysis.inventory import MOMENTS, optimizer_parts, split_state
 from ckptlint.live.collect import compat
 from ckptlint.model import RankFinding
+from ckptlint.model.cover import Shape
 from ckptlint.model.layout import Box
 from ckptlint.model.text import shape_text
 from ckptlint.vocabulary import placements as layout
@@ -37,8 +38,6 @@ class Flaw(NamedTuple):
     text: str
     voids: bool = True
 
-
-Shape = tuple[int, ...]
 
 _Leaf = tuple[tuple[Any, ...], Any]
 """The path of a value in the state dict, and the value."""

@@ -94,7 +94,7 @@ def hashed(text: str | bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little")
 
 
-def rows_of(held: Sequence[HeldChunk], digests: Sequence[int] | Words, keys: dict[str, int]) -> Records:
+def chunk_rows(held: Sequence[HeldChunk], digests: Sequence[int] | Words, keys: dict[str, int]) -> Records:
     """Columns of what was extracted.
 
     Args:

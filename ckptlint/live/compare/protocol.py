@@ -325,7 +325,7 @@ def no_table(world: int, *findings: RankFinding) -> RankTable:
 
 def table_of(held: Sequence[Sequence[HeldChunk]]) -> RankTable:
     """What the ranks hold, one list of chunks for each, as a table for the rules; nothing of it was compared."""
-    every = [fp.rows_of(items, [0] * len(items), {}) for items in held]
+    every = [fp.chunk_rows(items, [0] * len(items), {}) for items in held]
     width = max((rows.offsets.shape[1] for rows in every), default=0)
     parts = [
         _Part(rank, [printable(fqn) for fqn in rows.fqns], rows.dtypes, [], _words(rows, np.arange(len(rows)), width))

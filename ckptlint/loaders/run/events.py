@@ -13,12 +13,10 @@ from ckptlint.errors import AccessError, CkptlintError, NothingToCheckError
 from ckptlint.loaders.discover import find_checkpoints
 from ckptlint.loaders.run.finished import step_state
 from ckptlint.loaders.run.folder import read_tracker
-from ckptlint.loaders.run.steps import components, not_followed, steps_of, sub_folder
-from ckptlint.model.text import human_duration
+from ckptlint.loaders.run.steps import Step, components, not_followed, steps_of, sub_folder
+from ckptlint.model.text import human_duration, printable
 from ckptlint.sandbox import isolated
 from ckptlint.storage.folder import Folder
-from ckptlint.storage.locate import folder_at
-from ckptlint.storage.paths import shown
 
 _LEVELS = 3  # a step, its components, theirs (verl)
 
@@ -62,7 +60,7 @@ class _Memory:
 
 
 def events(
-    path: str,
+    open_run: Callable[[], Folder],
     interval: float,
     once: bool = False,
     stale: float = inf,
@@ -75,20 +73,21 @@ def events(
     forgotten: one of the same name is a new one.
 
     Args:
+        open_run: the run folder, not listed yet; called for each look.
         interval: seconds between two looks.
         once: look twice, tell what is there, and end.
         stale: seconds without a change after which an unfinished step is reported, whether or not a later one finished.
 
     Raises:
-        NothingToCheckError: the path is no folder, or is a checkpoint itself.
+        NothingToCheckError: the folder is a checkpoint itself.
         AccessError: the first look was refused.
     """
     memory = _Memory()
-    yield from _look(path, memory, stale)
+    yield from _look(open_run(), memory, stale)
     while True:
         sleep(interval)
         try:
-            yield from _look(path, memory, stale)
+            yield from _look(open_run(), memory, stale)
             memory.trouble.pop("", None)
         except CkptlintError as error:
             yield from memory.note_trouble("", None, error)
@@ -96,9 +95,8 @@ def events(
             return
 
 
-def _look(path: str, memory: _Memory, stale: float) -> list[Event]:
-    run = run_folder(path)
-    numbers = {step.name: step.number for step in reversed(steps_of(run)) if step.is_folder}
+def _look(run: Folder, memory: _Memory, stale: float) -> list[Event]:
+    numbers = {step.name: step.number for step in reversed(steps_in_run(run)) if step.is_folder}
     names = [*numbers]
     for gone in {*memory.sizes, *memory.trouble} - {"", *names}:
         memory.sizes.pop(gone, None)
@@ -153,22 +151,25 @@ def _quiet(since: float, sizes: FileSizes, mtime: float) -> float:
     return max(now - since, now - newest if newest else 0.0)
 
 
-def is_vanishing(path: str, event: Event) -> bool:
+def is_vanishing(open_run: Callable[[], Folder], event: Event) -> bool:
     """Whether a file of a step that was there at the last look is gone: what was read of it does not count."""
     try:
-        return not event.files <= dict(_sizes(folder_at(path)[0])).keys()
+        step = sub_folder(open_run(), event.step)
+        return step is None or not event.files <= dict(_sizes(step)).keys()
     except CkptlintError:
         return True
 
 
-def run_folder(path: str) -> Folder:
-    """The run folder, listed anew."""
-    run, file = folder_at(path)
-    if file:
-        raise NothingToCheckError(f"{shown(path)} is a file: name the run folder")
-    if not any(step.is_folder for step in steps_of(run)) and components(run):
-        raise NothingToCheckError(f"{shown(path)} is a checkpoint: name the run folder that holds the steps")
-    return run
+def steps_in_run(run: Folder) -> list[Step]:
+    """As `steps_of`.
+
+    Raises:
+        NothingToCheckError: the folder is a checkpoint, not a run.
+    """
+    steps = steps_of(run)
+    if not any(step.is_folder for step in steps) and components(run):
+        raise NothingToCheckError(f"{printable(run.display)} is a checkpoint: name the run folder that holds the steps")
+    return steps
 
 
 def _sizes(folder: Folder, levels: int = _LEVELS, prefix: str = "") -> Iterator[tuple[str, tuple[int, float]]]:

@@ -10,7 +10,7 @@ from math import isclose
 from operator import itemgetter
 from pathlib import PurePath
 
-from ckptlint.errors import AccessError
+from ckptlint.errors import AccessError, NothingToCheckError
 from ckptlint.loaders.layouts import Found, layouts, recognise
 from ckptlint.loaders.rank_files.megatron_keys import is_rank_folder
 from ckptlint.loaders.readers.plain import are_states
@@ -19,6 +19,8 @@ from ckptlint.loaders.run.siblings import series
 from ckptlint.model.facts import fact
 from ckptlint.model.text import printable
 from ckptlint.storage.folder import READABLE, Folder
+from ckptlint.storage.locate import folder_at
+from ckptlint.storage.paths import shown
 from ckptlint.vocabulary.frameworks import family_of, holds_no_state, is_newest, is_part, may_be_pickle, step_number
 from ckptlint.vocabulary.metadata_files import METADATA, RANK_METADATA
 
@@ -64,6 +66,19 @@ class Step:
         if found is None:
             raise AccessError(not_followed(self.run, self.name))
         return found
+
+
+def run_at(path: str) -> Folder:
+    """The folder that a path means, in which or below which steps are looked for.
+
+    Raises:
+        NothingToCheckError: nothing is there, or a file.
+        AccessError, ConfigError: as `folder_at`.
+    """
+    folder, file = folder_at(path)
+    if file:
+        raise NothingToCheckError(f"{shown(path)} is a file: name the run folder that holds the steps")
+    return folder
 
 
 def steps_of(run: Folder) -> list[Step]:
