@@ -10,6 +10,7 @@ from ckptlint.analysis.trusted_config import number, trusted
 from ckptlint.model import Checkpoint
 from ckptlint.model.text import ranges
 from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.vocabulary.schemes import quantised_weight
 
 _LIMIT = 100_000  # no layer has as many experts, but a key may claim any number
 
@@ -62,6 +63,7 @@ def expert_index_set(ckpt: Checkpoint) -> Iterator[Finding]:
                     inferred_from="the rows of the router"
                     if keys > max(union) + 1
                     else "the numbers of the other experts",
+                    told_by="QNT001" if quantised_weight(role.params[0].tensor.fqn) else "",
                 )
 
 

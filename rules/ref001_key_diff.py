@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
@@ -13,8 +12,8 @@ from ckptlint.model import Checkpoint, Reference
 from ckptlint.model.text import braces, plural, ranges, some
 from ckptlint.rule import Finding, Location, NotApplicable, Note, Severity, rule
 from ckptlint.vocabulary.keys import COMPUTED
+from ckptlint.vocabulary.schemes import quantised_weight
 
-_QUANTISED = re.compile(r".*_(scale|scale_inv|scales|amax|zero_point)|scale|qweight|qzeros|g_idx")
 _SHOWN = 6
 _KINDS = {"model": "parameters of the model", "copy": "the second copy of the model", "optimizer": "optimizer state"}
 
@@ -119,7 +118,7 @@ def _level(ckpt: Checkpoint, reference: Reference, entry: KeyEntry, is_absent: b
     last = entry.fqn.rpartition(".")[2]
     if last in COMPUTED:
         return Severity.INFO, f"{last} is a buffer that the model computes; newer versions do not store it"
-    if _QUANTISED.fullmatch(last):
+    if quantised_weight(entry.fqn):
         return Severity.INFO, f"{last} belongs to quantised weights; the other side may hold them in full precision"
     if entry.key.function == "output" and _is_tied(ckpt, reference, is_absent):
         return Severity.INFO, "the output layer shares the weight of the embedding"

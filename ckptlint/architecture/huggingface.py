@@ -13,9 +13,7 @@ from ckptlint.architecture.expected import Expected, NoTable, UnknownModel
 from ckptlint.architecture.expressions import ExpressionError, parse_expression, whole
 from ckptlint.architecture.tables import MOST_KEYS, TableRow, expand, rows_of
 from ckptlint.model.text import printable
-
-_KEEP_NAMES = frozenset({"fp8", "fbgemm_fp8"})
-"""Quantisations that keep the name and the shape of every weight and add scales beside it."""
+from ckptlint.vocabulary.schemes import schemes
 
 _LONGEST_TEXT = 10_000
 _LONGEST_LIST = 20_000
@@ -159,12 +157,13 @@ def declared_quantisation(config: Mapping[str, object]) -> object:
 
 
 def _renamed_by(config: Mapping[str, object]) -> str:
-    """The quantisation that stores the weights under other names or in other shapes; "" for none."""
+    """The quantisation whose names nobody knows here; "" for none."""
     declared = declared_quantisation(config)
     if not declared:
         return ""
     method = _text(declared.get("quant_method")) if isinstance(declared, dict) else ""
-    return "" if method in _KEEP_NAMES else f"quantisation {printable(method) or 'of an unknown method'}"
+    known = {wanted["quant_method"] for scheme in schemes() for wanted in scheme.declared}
+    return "" if method in known else f"quantisation {printable(method) or 'of an unknown method'}"
 
 
 def _dtype(config: Mapping[str, object]) -> str | None:

@@ -23,12 +23,8 @@ from ckptlint.rule import NotApplicable
 from ckptlint.vocabulary.config_fields import ADAPTER_CONFIG, MISTRAL_CONFIG
 from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
 from ckptlint.vocabulary.keys import COMPUTED, COPIES, is_adapter, parse, role
+from ckptlint.vocabulary.schemes import quantised_weight
 
-_QUANTISED = re.compile(
-    r"(?P<weight>.+?)(?:_(?:scale|scale_inv|scales|amax|zero_point|zp|g_idx|packed|blocks|shape|global_scale|bias_scale)"
-    r"|\.(?:scales?|scale_inv|biases|qweight|qzeros|g_idx|SCB|weight_format|absmax|quant_map|nested_absmax"
-    r"|nested_quant_map|quant_state\..+|weight_packed|W_q|meta|input_amax|amax|zeros))"
-)
 _QUANTISATION = ("quantization_config", "compression_config", "quantization")
 _LABELS = frozenset({"id2label"})  # of a classifier, which says itself how many it has
 _FIELD = re.compile(r"[A-Za-z_][\w.]*")
@@ -264,13 +260,13 @@ class _Judge:
         self.tensors = pairing.expected.tensors
         self.config: Mapping[str, object] = ckpt.config.values if ckpt.config is not None else {}
         self.unknown = [name for name in pairing.unknown if not _may_lie_beside(name)]
-        self.quantised = {stem for name in pairing.unknown if (stem := _quantised_weight(name))}
+        self.quantised = {stem for name in pairing.unknown if (stem := quantised_weight(name))}
         self.is_quantised = any(name in self.config for name in _QUANTISATION) or bool(self.quantised)
         ignored = [re.compile(pattern) for pattern in pairing.expected.ignored]
         self.unknown = [
             name
             for name in self.unknown
-            if not _QUANTISED.fullmatch(name)
+            if not quantised_weight(name)
             and not self._is_value_head(name)
             and not any(pattern.search(name) for pattern in ignored)
         ]
@@ -410,16 +406,6 @@ def _may_lie_beside(name: str) -> bool:
         return True  # the causal mask of GPT-2 and GPT-NeoX
     key = parse(name)
     return key.kind != "model" or bool(COPIES & set(key.scope)) or is_adapter(key)
-
-
-def _quantised_weight(name: str) -> str:
-    """The weight or module that a scale, a block or a code belongs to; "" for what is none of these.
-
-    >>> _quantised_weight("layers.0.q_proj.weight_scale_inv"), _quantised_weight("layers.0.q_proj.weight.absmax")
-    ('layers.0.q_proj.weight', 'layers.0.q_proj.weight')
-    """
-    match = _QUANTISED.fullmatch(name)
-    return match["weight"] if match else ""
 
 
 def _is_wide_float(dtype: str) -> bool:

@@ -1,0 +1,294 @@
+"""The quantised weights of a checkpoint: how each is stored, and what the configuration says of it."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import Any
+
+from ckptlint.architecture.expressions import ExpressionError, parse_expression, whole
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.facts import fact
+from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
+from ckptlint.vocabulary.keys import role
+from ckptlint.vocabulary.schemes import Part, Scheme, named, quantised_weight, schemes, weight_of
+
+_BARE = "{weight}"
+_PLAIN = re.compile(r"[\w./*\-]+")
+_IGNORED = ("ignore", "modules_to_not_convert", "exclude_modules", "llm_int8_skip_modules")
+_UNFINISHED = ("initialized", "calibration", "frozen")  # compressed-tensors 0.20: weights are not compressed yet
+
+
+@dataclass(frozen=True, slots=True)
+class Declaration:
+    """What the configuration says of the quantisation.
+
+    Attributes:
+        file: where it says so.
+        words: the scheme as it stands there.
+        schemes: those that it means; empty where it means none that is known.
+        options: of each group of weights, by name: bits, group, tall, wide; and its strategy.
+        ignored: patterns (`fnmatch`) and parts of names of modules that are not quantised.
+        is_exact: whether nothing of it is left open: every group and every pattern was understood.
+    """
+
+    file: str
+    words: str
+    schemes: tuple[Scheme, ...]
+    options: tuple[Mapping[str, Any], ...] = ()
+    ignored: tuple[str, ...] = ()
+    is_exact: bool = True
+
+    def ignores(self, name: str) -> bool:
+        """Whether a module, or all with such a name, is left as it was."""
+        return any(entry in name or fnmatchcase(name, entry) for entry in self.ignored)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantisedWeight:
+    """A weight that is stored quantised.
+
+    Attributes:
+        weight: the key that it has unquantised.
+        codes: the tensor that holds its codes.
+        parts: what is stored with it.
+    """
+
+    weight: str
+    codes: Tensor
+    scheme: Scheme
+    parts: Mapping[Part, Tensor]
+
+    def lacks(self) -> Iterator[Part]:
+        """The needed parts that are not stored."""
+        return (part for part in self.scheme.parts if part.needed and part not in self.parts)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Quantisation:
+    """The quantised weights, and what is left over.
+
+    Attributes:
+        known: schemes of which a whole weight is stored, or that are declared.
+        alone: scheme -> key of a needed part -> the weight's key, where no codes of it are stored.
+    """
+
+    declared: Declaration | None
+    weights: list[QuantisedWeight]
+    known: frozenset[Scheme]
+    alone: Mapping[Scheme, dict[str, str]] = field(default_factory=dict)
+
+
+@fact
+def quantisation(ckpt: Checkpoint) -> Quantisation:
+    """How the weights are quantised; without any and without a declaration there is nothing in it."""
+    declared = _declaration(ckpt)
+    candidates = {key: found for key, tensor in ckpt.tensors.items() if (found := list(_candidates(ckpt, tensor)))}
+    complete = Counter(one.scheme for found in candidates.values() for one in found if one.parts and not [*one.lacks()])
+    if not candidates and declared is None:
+        return Quantisation(None, [], frozenset())
+    expected = declared.schemes if declared else ()
+    roles = {role(one.weight) for found in candidates.values() for one in found if one.parts}
+    weights = []
+    for found in candidates.values():
+        best = max(found, key=lambda one: (_rank(one), one.scheme in expected, complete[one.scheme], len(one.parts)))
+        is_weight = best.weight.endswith("weight") or role(best.weight) in roles
+        is_sure = best.scheme in expected or complete[best.scheme]
+        if best.parts or (is_weight and is_sure):
+            weights.append(best)
+    known = frozenset(complete) | frozenset(expected)
+    used = {named(name, one.weight) for one in weights for part in one.scheme.parts for name in part.names}
+    used |= {one.codes.fqn for one in weights}
+    return Quantisation(declared, weights, known, _alone(ckpt, known, used))
+
+
+def _rank(one: QuantisedWeight) -> int:
+    """How well the stored parts fit a scheme: all that it needs, some, or none."""
+    return 0 if not one.parts else 1 if any(one.lacks()) else 2
+
+
+def _candidates(ckpt: Checkpoint, tensor: Tensor) -> Iterator[QuantisedWeight]:
+    """What a tensor may be the codes of: a weight in each scheme that has such codes."""
+    for scheme in _by_dtype().get(tensor.dtype, ()):
+        if len(tensor.global_shape) < len(scheme.axes):
+            continue
+        weight = weight_of(tensor.fqn, scheme.weight)
+        if not weight or (scheme.weight == _BARE and quantised_weight(weight)):
+            continue
+        parts = {part: found for part in scheme.parts if (found := _stored(ckpt, part, weight)) is not None}
+        if parts or not _is_wide(tensor.dtype):
+            yield QuantisedWeight(weight, tensor, scheme, parts)
+
+
+def _is_wide(dtype: str) -> bool:
+    return dtype in FLOATS and ITEM_BITS[dtype] > 8
+
+
+@cache
+def _by_dtype() -> dict[str, list[Scheme]]:
+    found: dict[str, list[Scheme]] = defaultdict(list)
+    for scheme in schemes():
+        for dtype in scheme.dtypes:
+            found[dtype].append(scheme)
+    return found
+
+
+def _stored(ckpt: Checkpoint, part: Part, weight: str) -> Tensor | None:
+    """A part of a weight, where it has a dtype that it may have."""
+    for name in part.names:
+        tensor = ckpt.tensors.get(named(name, weight))
+        if tensor is not None and (not part.dtypes or tensor.dtype in part.dtypes):
+            return tensor
+    return None
+
+
+def stored_otherwise(ckpt: Checkpoint, part: Part, one: QuantisedWeight) -> Tensor | None:
+    """What is stored under the name of a part of a weight, in a dtype that no such part has."""
+    if part in one.parts:
+        return None
+    return next((ckpt.tensors[key] for name in part.names if (key := named(name, one.weight)) in ckpt.tensors), None)
+
+
+def _alone(ckpt: Checkpoint, known: frozenset[Scheme], used: set[str]) -> Mapping[Scheme, dict[str, str]]:
+    """Parts that nothing has but a weight of a known scheme, whose codes are not stored."""
+    found: dict[Scheme, dict[str, str]] = defaultdict(dict)
+    needed = [(s, name) for s in sorted(known, key=lambda s: s.name) for p in s.parts if p.needed for name in p.names]
+    for key in ckpt.tensors:
+        if key in used or not quantised_weight(key):
+            continue
+        for scheme, name in needed:
+            if (weight := weight_of(key, name)) and not quantised_weight(weight):
+                found[scheme][key] = weight
+                break
+    return found
+
+
+# ---------------------------------------------------------------- shapes
+
+
+def misfit(one: QuantisedWeight, part: Part, declared: Declaration | None) -> str:
+    """The shape that a part should have, as text, where it has another; "" where it fits or nobody knows."""
+    lead = one.codes.global_shape[: -len(one.scheme.axes)]
+    sizes = dict(zip(one.scheme.axes, one.codes.global_shape[len(lead) :], strict=True))
+    shape = one.parts[part].global_shape
+    groups = declared.options if declared is not None and one.scheme in declared.schemes else ()
+    wanted: list[tuple[int | None, ...]] = []
+    for options in groups or ({},):
+        own: dict[str, Any] = {**options, **sizes}
+        for name, text in one.scheme.sizes.items():
+            if (size := _size(text, own)) is not None:
+                own[name] = size
+        strategy = options.get("strategy")
+        for kind, shapes in part.shapes.items():
+            if kind == strategy or strategy not in part.shapes:
+                wanted += (tuple(_size(text, own) for text in texts) for texts in shapes)
+    for sizes_wanted in wanted:
+        for before in {lead, ()}:
+            full = (*before, *sizes_wanted)
+            if len(full) == len(shape) and all(a in (None, b) for a, b in zip(full, shape, strict=True)):
+                return ""
+    if not wanted:
+        return ""
+    return " or ".join(dict.fromkeys(f"[{', '.join(map(str, (*lead, *w)))}]" for w in wanted if None not in w))
+
+
+def _size(text: str, own: Mapping[str, Any]) -> int | None:
+    """The value of an expression; None where a size in it is not known."""
+    try:
+        return whole(parse_expression(text), own)
+    except ExpressionError:
+        return None
+
+
+# ---------------------------------------------------------------- what is declared
+
+
+def _declaration(ckpt: Checkpoint) -> Declaration | None:
+    values = ckpt.config.values if ckpt.config is not None else {}
+    text = values.get("text_config")
+    for part in (values, text if isinstance(text, dict) else {}):
+        for field_ in ("quantization_config", "compression_config", "quantization"):
+            found = part.get(field_)
+            if isinstance(found, dict) and ckpt.config is not None and (method := _method(found)):
+                return _understood(str(found.get("_file") or ckpt.config.file), method, found)
+    return None
+
+
+def _method(found: Mapping[str, Any]) -> str:
+    """`quant_method`; of the forms that do not name one, what they are."""
+    method = found.get("quant_method")
+    if isinstance(method, str) and method:
+        return method
+    return "modelopt" if found.get("quant_algo") else "mlx" if {"bits", "group_size"} <= found.keys() else ""
+
+
+def _understood(file: str, method: str, found: Mapping[str, Any]) -> Declaration:
+    groups = found.get("config_groups")
+    parts = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else [found]
+    meant: dict[Scheme, None] = {}
+    options, words, is_exact = [], [], found.get("quantization_status") not in _UNFINISHED
+    for group in parts:
+        weights = group.get("weights")
+        of_weights = weights if isinstance(weights, dict) else group
+        stated = {**found, **of_weights, "quant_method": method, "format": group.get("format") or found.get("format")}
+        facts = {name: str(value).casefold() for name, value in stated.items() if isinstance(value, (str, bool))}
+        own = [scheme for scheme in schemes() if any(_is_meant(facts, wanted) for wanted in scheme.declared)]
+        meant |= dict.fromkeys(own)
+        is_exact &= bool(own)
+        options.append(_options(of_weights, found))
+        words.append(str(stated.get("quant_algo") or stated["format"] or method))
+    ignored, is_plain = _ignored(found)
+    title = ", ".join(dict.fromkeys(words))[:60] or method[:60]
+    return Declaration(file, title, tuple(meant), tuple(options), ignored, is_exact and is_plain)
+
+
+def _is_meant(facts: Mapping[str, str], wanted: Mapping[str, str]) -> bool:
+    return all(facts.get(name) == value.casefold() for name, value in wanted.items())
+
+
+def _options(weights: Mapping[str, Any], found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Bits, group, rows and columns of a block, and strategy, by our names."""
+    if found.get("dynamic") and isinstance(found["dynamic"], dict):  # gptqmodel: other sizes for some modules
+        return {}
+    block = weights.get("block_structure") or found.get("weight_block_size")
+    own = {
+        "bits": weights.get("num_bits", found.get("bits")),
+        "group": weights.get("group_size", found.get("group_size")),
+    }
+    if isinstance(block, list) and len(block) == 2:
+        own |= {"tall": block[0], "wide": block[1], "strategy": "block"}
+    own = {name: value for name, value in own.items() if name == "strategy" or _is_count(value)}
+    if isinstance(strategy := weights.get("strategy"), str):
+        own["strategy"] = "group" if strategy == "tensor_group" else strategy
+    return own
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _ignored(found: Mapping[str, Any]) -> tuple[tuple[str, ...], bool]:
+    """The modules that a configuration leaves unquantised, and whether all of the patterns mean something here.
+
+    A pattern that is more than text and `.*` is never run.
+    """
+    entries: list[object] = []
+    for name in _IGNORED:
+        if isinstance(listed := found.get(name), list):
+            entries += listed
+    if isinstance(dynamic := found.get("dynamic"), dict):
+        entries += [f"re:{name[2:]}" for name in dynamic if isinstance(name, str) and name.startswith("-:")]
+    kept, is_plain = [], True
+    for entry in entries:
+        text = entry if isinstance(entry, str) else ""
+        if text.startswith("re:"):
+            text = text[3:].removeprefix("^").removesuffix("$").replace("\\.", ".").replace(".*", "*")
+        if _PLAIN.fullmatch(text):
+            kept.append(text)
+        else:
+            is_plain = False
+    return tuple(kept), is_plain

@@ -1,0 +1,124 @@
+"""How quantised weights are stored: one TOML file for each scheme, read strictly and once.
+
+A scheme says which tensor holds the codes of a weight, which tensors go with it, of which dtypes and shapes, and how a
+configuration names it. Names are templates of `{weight}`, the key that the weight has unquantised, its `{module}` and
+its `{leaf}`; sizes are expressions (`architecture.expressions`) of the axes of the codes and of what is declared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from ckptlint.vocabulary.strict_toml import made_of, toml_table
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """A tensor that goes with the codes of a weight.
+
+    Attributes:
+        names: templates of its key, of which one is stored.
+        needed: whether no weight does without it.
+        uniform: whether the weights of one role all have it, or none.
+        dtypes: those that it may have; empty for any.
+        shapes: strategy -> the shapes that it may have, the expert axes of the codes before them; empty for any.
+    """
+
+    names: tuple[str, ...]
+    needed: bool = False
+    uniform: bool = False
+    dtypes: tuple[str, ...] = ()
+    shapes: Mapping[str, tuple[tuple[str, ...], ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scheme:
+    """A way to store quantised weights.
+
+    Attributes:
+        name: of its file.
+        weight: template of the key of the codes.
+        dtypes: those that the codes may have.
+        axes: names of the last axes of the codes.
+        sizes: name -> an expression of the axes.
+        declared: what a configuration says that means this scheme, each of them alone; values as text.
+    """
+
+    name: str
+    title: str
+    source: str
+    weight: str
+    dtypes: tuple[str, ...]
+    axes: tuple[str, ...]
+    declared: tuple[Mapping[str, str], ...]
+    parts: tuple[Part, ...]
+    sizes: Mapping[str, str] = field(default_factory=dict)
+
+
+@cache
+def schemes() -> tuple[Scheme, ...]:
+    """All of them, by name."""
+    files = sorted(Path(__file__).parent.glob("*.toml"))
+    return tuple(made_of(Scheme, file.name, toml_table(file.name, file.read_text()), name=file.stem) for file in files)
+
+
+@cache
+def _pattern(template: str) -> re.Pattern[str]:
+    text = re.escape(template).replace(r"\{weight\}", "(?P<weight>.+)").replace(r"\{module\}", "(?P<module>.+)")
+    return re.compile(text.replace(r"\{leaf\}", r"(?P<leaf>[^.]+)"))
+
+
+def weight_of(key: str, template: str) -> str:
+    """The weight whose tensor under a template this key is; "" where it is none.
+
+    >>> weight_of("h.0.q.SCB", "{module}.SCB"), weight_of("h.0.q.weight_scale", "{weight}_scale")
+    ('h.0.q.weight', 'h.0.q.weight')
+    """
+    tail = template.rpartition("}")[2]
+    match = _pattern(template).fullmatch(key) if key.endswith(tail) else None
+    found = match.groupdict() if match else {}
+    return found.get("weight") or (f"{found['module']}.{found.get('leaf', 'weight')}" if found else "")
+
+
+def named(template: str, weight: str) -> str:
+    """The key of a weight's tensor.
+
+    >>> named("{module}._{leaf}_qdata", "h.0.q.weight")
+    'h.0.q._weight_qdata'
+    """
+    module, _, leaf = weight.rpartition(".")
+    return template.format(weight=weight, module=module, leaf=leaf)
+
+
+def leaf_of(part: Part, number: int = 0) -> str:
+    """How a part is called at a weight of the name `weight`: `weight_scale`, `SCB`."""
+    return named(part.names[number], "_.weight").removeprefix("_.")
+
+
+@cache
+def _templates() -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+    """The ends of all names but a weight's own, and end -> templates."""
+    every = {name for scheme in schemes() for part in scheme.parts for name in part.names}
+    every |= {scheme.weight for scheme in schemes()} - {"{weight}"}
+    tails: dict[str, tuple[str, ...]] = {}
+    for template in sorted(every):
+        tail = template.rpartition("}")[2]
+        tails[tail] = (*tails.get(tail, ()), template)
+    return tuple(tails), tails
+
+
+def quantised_weight(key: str) -> str:
+    """The weight that a scale, a block or codes belong to by their name; "" for what is none of these.
+
+    >>> quantised_weight("h.0.q.weight_scale_inv"), quantised_weight("h.0.q.weight.absmax"), quantised_weight("h.0.q")
+    ('h.0.q.weight', 'h.0.q.weight', '')
+    """
+    ends, by_end = _templates()
+    if not key.endswith(ends):
+        return ""
+    found = (weight_of(key, template) for tail in ends if key.endswith(tail) for template in by_end[tail])
+    return next(filter(None, found), "")

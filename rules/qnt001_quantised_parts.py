@@ -1,0 +1,118 @@
+"""QNT001: a quantised weight has the tensors that give its codes a meaning."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ckptlint.analysis.quantised import Quantisation, QuantisedWeight, quantisation, stored_otherwise
+from ckptlint.model import Checkpoint
+from ckptlint.model.text import braces, listed, plural, some
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.vocabulary.keys import role
+from ckptlint.vocabulary.schemes import Part, Scheme, leaf_of, named
+
+_SHOWN = 6
+
+
+@rule("QNT001", "quantised-parts", Severity.ERROR, whole=True)
+def quantised_parts(ckpt: Checkpoint) -> Iterator[Finding]:
+    """A quantised weight is stored without its scale, or a scale without its weight.
+
+    What it checks:
+        Codes of a known scheme (FP8, MXFP8, int8, packed integers, NVFP4, MXFP4, GPTQ, AWQ, bitsandbytes, torchao, MLX)
+        have every tensor that the scheme needs: `weight_scale`, `qzeros`, `absmax`. Scales have codes, not a weight in
+        full precision. A scale of activations (`input_scale`) is there for all weights of one role, or for none. That a
+        scheme is used is known from the configuration, or from other weights that are stored in it whole; if neither
+        says so, a missing part is a warning.
+    Why it matters:
+        Codes without a scale are numbers that mean nothing. Some loaders stop; others take 1, or what lies in memory.
+    Usual causes:
+        A filter or a converter that knows only `weight`, an export that lost a rank's experts, or an expert that saw no
+        token while the scales of activations were measured.
+    How to fix:
+        Export the model again from the weights that it was quantised from.
+    See:
+        vllm-project/vllm#45212, sgl-project/sglang#23625, NVIDIA/Model-Optimizer#2038
+    """
+    found = quantisation(ckpt)
+    if not found.weights and not found.alone:
+        raise NotApplicable("no weight is stored quantised")
+    yield from _missing(ckpt, found)
+    for scheme, parts in found.alone.items():
+        yield from _alone(ckpt, scheme, parts)
+
+
+def _missing(ckpt: Checkpoint, found: Quantisation) -> Iterator[Finding]:
+    """Weights that lack something, and parts that some weights of a role have and others not."""
+    lacking: dict[tuple[Scheme, Part], list[QuantisedWeight]] = defaultdict(list)
+    by_role: dict[tuple[Scheme, str], list[QuantisedWeight]] = defaultdict(list)
+    for one in found.weights:
+        by_role[one.scheme, role(one.weight)].append(one)
+        for part in one.lacks():
+            if stored_otherwise(ckpt, part, one) is None:  # QNT002 reports it
+                lacking[one.scheme, part].append(one)
+    for (scheme, _), alike in by_role.items():
+        for part in filter(lambda part: part.uniform, scheme.parts):
+            lost = [one for one in alike if part not in one.parts]
+            if len(lost) < len(alike):
+                lacking[scheme, part] += lost
+    together: dict[tuple[Scheme, frozenset[str]], tuple[list[QuantisedWeight], list[Part]]] = {}
+    for (scheme, part), lost in lacking.items():
+        if lost:
+            keys = frozenset(one.codes.fqn for one in lost)
+            together.setdefault((scheme, keys), (lost, []))[1].append(part)
+    for (scheme, _), (lost, parts) in together.items():
+        yield _lacks(found, scheme, lost, parts)
+
+
+def _lacks(found: Quantisation, scheme: Scheme, lost: list[QuantisedWeight], parts: list[Part]) -> Finding:
+    total = sum(one.scheme is scheme for one in found.weights)
+    is_needed = any(part.needed for part in parts)
+    is_declared = found.declared is not None and scheme in found.declared.schemes
+    is_sure = is_declared or (is_needed and scheme in found.known)
+    names = [_name(found, scheme, part) for part in parts]
+    keys = tuple(one.codes.fqn for one in lost)
+    return Finding(
+        f"{len(keys)} of {plural(total, 'weight')} in {scheme.title} {'has' if len(keys) == 1 else 'have'} no "
+        f"{listed(names, 'or')}" + ("" if is_needed else ", and their siblings do"),
+        at=Location.of(lost[0].codes),
+        identity=(*names, *keys),
+        keys=keys,
+        confidence="certain" if is_sure else "likely",
+        notes=(("weights", some(braces(keys), _SHOWN)),),
+        why="the codes mean nothing without it: a load stops, or takes another number in its place"
+        if is_needed
+        else "the loader makes room for it in all of them, and keeps a wrong number where none is stored",
+        hint="export the model again from the weights that it was quantised from",
+        inferred_from="" if is_sure else "the names of the stored tensors",
+        group=f"{scheme.name} {names}",
+    )
+
+
+def _name(found: Quantisation, scheme: Scheme, part: Part) -> str:
+    """How the weights of a scheme call a part here."""
+    used = next((one for one in found.weights if one.scheme is scheme and part in one.parts), None)
+    number = 0 if used is None else [named(n, used.weight) for n in part.names].index(used.parts[part].fqn)
+    return leaf_of(part, number)
+
+
+def _alone(ckpt: Checkpoint, scheme: Scheme, parts: dict[str, str]) -> Iterator[Finding]:
+    """Scales whose weight is not stored, or is stored in full precision."""
+    wide = {key: weight for key, weight in parts.items() if weight in ckpt.tensors}
+    for keys, is_wide in (([*wide], True), ([key for key in parts if key not in wide], False)):
+        if keys:
+            first = ckpt.tensors[parts[keys[0]]].dtype if is_wide else ""
+            end = f"beside weights in {first}" if is_wide else "without a weight"
+            yield Finding(
+                f"{plural(len(keys), 'tensor')} that {scheme.title} needs {'lies' if len(keys) == 1 else 'lie'} {end}",
+                at=Location.of(ckpt.tensors[keys[0]]),
+                identity=tuple(keys),
+                keys=tuple(keys),
+                notes=(("tensors", some(braces(keys), _SHOWN)),),
+                why="the loader takes the weight for codes and multiplies it with the scale"
+                if is_wide
+                else "the weight that it scales is lost",
+                hint="export the model again from the weights that it was quantised from",
+                group=f"{scheme.name} alone {is_wide}",
+            )

@@ -1,0 +1,68 @@
+"""QNT002: the scales of a quantised weight have the shape and the dtype that its scheme gives them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ckptlint.analysis.quantised import QuantisedWeight, misfit, quantisation, stored_otherwise
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.text import braces, listed, plural, shape_text, some
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.vocabulary.schemes import Part, Scheme, leaf_of, named
+
+_SHOWN = 6
+
+
+@rule("QNT002", "quantised-shapes", Severity.ERROR)
+def quantised_shapes(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The scale of a quantised weight has a shape or a dtype that its scheme does not allow.
+
+    What it checks:
+        Scales, zero points and the order of groups are as large as the codes beside them and the declared group, block
+        and bits imply, and have a dtype that the scheme knows. What is not declared is not judged: one scale a tensor,
+        a row, a group or a block are all allowed then.
+    Why it matters:
+        A load stops with a size mismatch, or reads the scales of other rows.
+    Usual causes:
+        Scales were transposed or cut with the weight, one rank's part was stored as the whole, or the configuration is
+        of another quantisation.
+    How to fix:
+        Export the model again, or restore the configuration that it was exported with.
+    See:
+        compressed_tensors.quantization.QuantizationArgs
+    """
+    found = quantisation(ckpt)
+    if not found.weights:
+        raise NotApplicable("no weight is stored quantised")
+    wrong: dict[tuple[Scheme, Part, str], list[tuple[QuantisedWeight, Tensor, str]]] = defaultdict(list)
+    for one in found.weights:
+        for part in one.scheme.parts:
+            if (other := stored_otherwise(ckpt, part, one)) is not None:
+                wrong[one.scheme, part, "dtype"].append((one, other, listed(part.dtypes[:3])))
+            elif part in one.parts and (wanted := misfit(one, part, found.declared)):
+                wrong[one.scheme, part, "shape"].append((one, one.parts[part], wanted))
+    for (scheme, part, what), cases in wrong.items():
+        one, tensor, wanted = cases[0]
+        keys = [case[1].fqn for case in cases]
+        is_shape = what == "shape"
+        has = f"has shape {shape_text(tensor.global_shape)}" if is_shape else f"is {tensor.dtype}"
+        yield Finding(
+            f"{_leaf(one, tensor, part)} {has}, but {scheme.title} needs {wanted}"
+            + (f"; the same in {plural(len(cases) - 1, 'other weight')}" if len(cases) > 1 else ""),
+            at=Location.of(tensor),
+            identity=(what, *keys[1:]),
+            keys=tuple(keys[1:]),
+            notes=(
+                ("codes", f"{one.codes.fqn}: {one.codes.dtype} {shape_text(one.codes.global_shape)}"),
+                ("tensors", some(braces(keys), _SHOWN)),
+            ),
+            why="a load stops with a size mismatch, or takes the scales of other rows",
+            hint="export the model again, or restore the configuration that it was exported with",
+            group=f"{scheme.name} {leaf_of(part)} {what}",
+        )
+
+
+def _leaf(one: QuantisedWeight, tensor: Tensor, part: Part) -> str:
+    """How the part is called here."""
+    return next(leaf_of(part, i) for i, name in enumerate(part.names) if named(name, one.weight) == tensor.fqn)

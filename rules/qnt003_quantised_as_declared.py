@@ -1,0 +1,117 @@
+"""QNT003: weights are quantised as the configuration says."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ckptlint.analysis.quantised import Declaration, Quantisation, QuantisedWeight, quantisation
+from ckptlint.analysis.trusted_config import number, trusted
+from ckptlint.model import Checkpoint, Tensor
+from ckptlint.model.text import braces, listed, plural, some
+from ckptlint.rule import Finding, Location, NotApplicable, Severity, rule
+from ckptlint.vocabulary.dtypes import FLOATS, ITEM_BITS
+from ckptlint.vocabulary.keys import numbers_in, role
+
+_SHOWN = 6
+
+
+@rule("QNT003", "quantised-as-declared", Severity.ERROR, whole=True)
+def quantised_as_declared(ckpt: Checkpoint) -> Iterator[Finding]:
+    """The configuration declares another quantisation than the one that is stored.
+
+    What it checks:
+        A declared scheme is the stored one: some weights have it, and none has another. A weight in full precision is
+        one that the configuration leaves out (`ignore`, `modules_to_not_convert`, `exclude_modules`), or no layer has
+        it quantised. Weights that are stored quantised are declared, where a library builds the model from the
+        configuration. Schemes and patterns that ckptlint does not know are not judged.
+    Why it matters:
+        The loader builds the layers that the configuration declares. It stops, or reads codes as weights.
+    Usual causes:
+        A configuration copied from another export, a model saved after it was dequantised, or a converter that left
+        some layers as they were.
+    How to fix:
+        Put the configuration right, or export again.
+    See:
+        transformers.quantizers.auto.AutoQuantizationConfig
+    """
+    found = quantisation(ckpt)
+    declared = found.declared
+    if declared is None:
+        if not (found.weights and ckpt.is_export and ckpt.config is not None and ckpt.config.file == "config.json"):
+            raise NotApplicable("no quantisation is declared")
+        yield from _undeclared(ckpt, found)
+    elif declared.schemes:
+        yield from _other(ckpt, found, declared)
+
+
+def _undeclared(ckpt: Checkpoint, found: Quantisation) -> Iterator[Finding]:
+    whole = [one for one in found.weights if one.parts and not any(one.lacks())]
+    if whole:
+        yield _finding(
+            f"{plural(len(whole), 'weight')} {'is' if len(whole) == 1 else 'are'} stored in {_titles(whole)}, but "
+            "config.json declares no quantisation",
+            [one.codes for one in whole],
+            why="the loader builds a model without scales, and takes the codes for weights",
+            hint="restore quantization_config in config.json",
+        )
+
+
+def _other(ckpt: Checkpoint, found: Quantisation, declared: Declaration) -> Iterator[Finding]:
+    wide = [tensor for tensor in ckpt.tensors.values() if _is_wide(tensor) and tensor.fqn.endswith(".weight")]
+    says = f"{declared.file} declares {declared.words}"
+    if not found.weights:
+        if wide and not found.alone and declared.is_exact:
+            yield _finding(
+                f"{says}, but no weight is stored so",
+                wide[:1],
+                why="the loader looks for codes and scales, and finds weights in full precision",
+                hint="remove quantization_config from the configuration if the weights are to stay as they are",
+            )
+        return
+    others = [one for one in found.weights if one.scheme not in declared.schemes]
+    if others and declared.is_exact:
+        verb = "is" if len(others) == 1 else "are"
+        yield _finding(
+            f"{says}, but {plural(len(others), 'weight')} {verb} stored in {_titles(others)}",
+            [one.codes for one in others],
+            why="the loader reads the codes as those of another scheme, or stops",
+            hint="restore the configuration of this export",
+        )
+        return
+    roles: dict[str, set[int]] = defaultdict(set)
+    for one in found.weights:
+        roles[role(one.weight)].update(numbers_in(one.weight)[:1])
+    left = [tensor for tensor in wide if role(tensor.fqn) in roles and numbers_in(tensor.fqn)]
+    layers = number(trusted(ckpt), "layers") or 0  # draft layers come after these
+    left = [t for t in left if numbers_in(t.fqn)[0] < max(layers, *roles[role(t.fqn)])]
+    left = [tensor for tensor in left if not declared.ignores(tensor.fqn.removesuffix(".weight"))]
+    if left and declared.is_exact:
+        yield _finding(
+            f"{says}, but {plural(len(left), 'weight')} that other layers have in it "
+            f"{'is' if len(left) == 1 else 'are'} stored in {listed(sorted({t.dtype for t in left}))}",
+            left,
+            why="the loader builds these layers quantised too, and finds neither codes nor scales",
+            hint="export again, or name these modules among those that are not quantised",
+        )
+
+
+def _is_wide(tensor: Tensor) -> bool:
+    return len(tensor.global_shape) > 1 and tensor.dtype in FLOATS and ITEM_BITS[tensor.dtype] > 8
+
+
+def _titles(weights: list[QuantisedWeight]) -> str:
+    return listed(list(dict.fromkeys(one.scheme.title for one in weights)))
+
+
+def _finding(message: str, tensors: list[Tensor], why: str, hint: str) -> Finding:
+    keys = [tensor.fqn for tensor in tensors]
+    return Finding(
+        message,
+        at=Location.of(tensors[0]),
+        identity=tuple(keys[1:]),
+        keys=tuple(keys[1:]),
+        notes=(("weights", some(braces(keys), _SHOWN)),) if len(keys) > 1 else (),
+        why=why,
+        hint=hint,
+    )
