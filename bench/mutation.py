@@ -1,14 +1,15 @@
 """Damages the healthy checkpoints of `fixtures/real` in every way of `tests/mutation`, and counts what ckptlint says.
 
-    python bench/mutation.py [--sites 2] [--seed 0] [--jobs 2] [--operator WORDS] [--save NAME] [--output FILE]
+    python bench/mutation.py [--sites 2] [--seed 0] [--jobs 2] [--operator WORDS] [--save NAME] [--write]
 
-Of each operator and checkpoint at most `--sites` places are damaged, chosen by the seed. Prints the page that stands in
-docs/verdict-quality.md; `--output` writes it there. Needs torch; megatron-core is not needed.
+Of each operator and checkpoint at most `--sites` places are damaged, chosen by the seed. Prints the section "How often
+the verdict is right" of docs/evidence.md; `--write` writes it there. Needs torch; megatron-core is not needed.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from collections import Counter, defaultdict
@@ -25,6 +26,8 @@ from mutants import Save, judge, saves  # noqa: E402
 from operators import OPERATORS  # noqa: E402
 
 _EXAMPLES = 4
+_EVIDENCE = TESTS.parent / "docs" / "evidence.md"
+_PLACE = re.compile(r"(<!-- made by bench/mutation.py -->\n\n).*?(\n<!-- end -->)", re.DOTALL)
 
 
 class Row(NamedTuple):
@@ -53,8 +56,8 @@ def rows(save: Save, words: str, sites: int, seed: int) -> list[Row]:
     return found
 
 
-def page(found: list[Row], count: int, sites: int, seed: int) -> str:
-    """The whole page."""
+def section(found: list[Row], count: int, sites: int, seed: int) -> str:
+    """The whole section."""
     harmful = [row for row in found if not row.legal]
     legal = [row for row in found if row.legal]
     caught = [row for row in harmful if row.verdict == "caught"]
@@ -75,34 +78,34 @@ def page(found: list[Row], count: int, sites: int, seed: int) -> str:
         f"| caught, of those that the files show | {len(caught) / max(seen, 1):.1%} |",
         f"| mutants on which a rule fired that has nothing to do with the damage | {len(unrelated):,} |",
         f"| legal mutants, and false alarms among them | {len(legal):,}, {_count(legal, 'alarm')} |",
-        "\n## By operator\n",
+        "\n### By operator\n",
         "| damage | depth | mutants | caught | named | info | known | open | rules that caught it |",
         "|---|---|--:|--:|--:|--:|--:|--:|---|",
         *_table(harmful),
-        "\n## Legal mutants\n\nThey must not raise a warning or an error.\n",
+        "\n### Legal mutants\n\nThey must not raise a warning or an error.\n",
         "| what | why it is legal | mutants | false alarms |\n|---|---|--:|--:|",
         *_reasons(legal, "legal", lambda rows: f"{len(rows)} | {_count(rows, 'alarm')}"),
-        "\n## Known misses\n",
+        "\n### Known misses\n",
         "| damage | why nothing in the files shows it | missed |\n|---|---|--:|",
         *_reasons(known, "unseen", lambda rows: str(len(rows))),
-        "\n## Open misses\n",
-        *_examples(open_),
-        "\n## Rules that fired for something else\n",
+        "\n### Open misses\n",
+        *(_examples(open_) or ["None."]),
+        "\n### Rules that fired for something else\n",
         *(_examples(unrelated) or ["None."]),
-        "\n## False alarms\n",
+        "\n### False alarms\n",
         *(_examples([row for row in legal if row.verdict == "alarm"]) or ["None."]),
     ]
     return "\n".join(lines) + "\n"
 
 
-_HEAD = """# How often the verdict is right
+_HEAD = """## How often the verdict is right
 
 Real bugs are few, but damages can be made in any number. An operator takes a healthy checkpoint that a real library
 wrote and does to it what a bug, a torn copy or an edit does; torch writes the metadata again. `ckptlint.check` judges
-the mutant like any checkpoint, at the operator's depth. This command writes the page:
+the mutant like any checkpoint, at the operator's depth. This command writes the section:
 
 ```sh
-python bench/mutation.py --sites {sites} --seed {seed} --output docs/verdict-quality.md
+python bench/mutation.py --sites {sites} --seed {seed} --write
 ```
 
 It damages every checkpoint in {sites} of the places where an operator fits, drawn by the seed (in all, if there are
@@ -163,15 +166,16 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--operator", default="")
     parser.add_argument("--save", default="")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--write", action="store_true")
     a = parser.parse_args()
     chosen = [save for save in saves() if a.save in save.name]
     work = partial(rows, words=a.operator, sites=a.sites, seed=a.seed)
     with get_context("fork").Pool(a.jobs) as pool:
         found = [row for part in pool.imap(work, chosen) for row in part]
-    text = page(found, len(chosen), a.sites, a.seed)
-    if a.output:
-        a.output.write_text(text, encoding="utf-8")
+    text = section(found, len(chosen), a.sites, a.seed)
+    if a.write:
+        page = _PLACE.sub(lambda place: f"{place[1]}{text}{place[2]}", _EVIDENCE.read_text(encoding="utf-8"))
+        _EVIDENCE.write_text(page, encoding="utf-8")
     print(text)
 
 

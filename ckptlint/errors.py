@@ -51,5 +51,9 @@ class ReaderError(CkptlintError):
     """A loader crashed; the verdict is incomplete, exit 4."""
 
 
+class OwnFileError(Exception):
+    """A file of ckptlint itself is missing or broken, exit 4; no `CkptlintError`, which may be about a checkpoint."""
+
+
 class CheckpointError(CkptlintError):
     """Raised by `Report.raise_for_findings` when the checkpoint is not good enough."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TypeVar
 
-from ckptlint.errors import CkptlintError, LimitError, ReaderError
+from ckptlint.errors import CkptlintError, LimitError, OwnFileError, ReaderError
 from ckptlint.progress import Shared, is_listened_to, listening
 
 _T = TypeVar("_T")
@@ -68,6 +68,7 @@ def isolated(work: Callable[[], _T], size: int) -> _T:
     Raises:
         LimitError: the child exceeded a limit or crashed, or those before it spent the budget.
         CkptlintError: whatever `work` raised of that kind.
+        OwnFileError: a file that `work` needs is missing or broken.
         ReaderError: `work` raised anything else, which is a mistake in ckptlint.
     """
     if not in_children:
@@ -193,7 +194,7 @@ def _outcome(work: Callable[[], Any]) -> tuple[str, Any]:
     """What a reader returns or raises, in words for the user: ("result", value) or ("error", exception)."""
     try:
         return "result", work()
-    except CkptlintError as error:
+    except (CkptlintError, OwnFileError) as error:
         return "error", error
     except MemoryError:
         return "error", LimitError("would take more memory to read than its size explains")

@@ -1,4 +1,4 @@
-"""Writes the generated pages: `docs/rules/`, and what the commands of the tour and the recipes print.
+"""Writes the generated pages: `docs/rules/`, what the commands of three pages print, and the picture of the README.
 
 Run it from anywhere.
 """
@@ -14,15 +14,18 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import ckptlint
 from ckptlint.depth import Depth
 from ckptlint.lint.causes import KnownCause, fixture_of, load_causes, with_causes
 from ckptlint.lint.engine import run_rules
 from ckptlint.lint.registry import FAMILIES, load_rules
 from ckptlint.lint.rule_page import catalogue, in_words, page
-from ckptlint.reporters.full import cause_block
+from ckptlint.reporters import full
 from ckptlint.reporters.style import Style
 from ckptlint.rule import Rule
 from ckptlint.testing import open_case, read_cases
@@ -44,7 +47,16 @@ _COUNTS = (  # a number of rules, or a list of them, would change a page with ea
 )
 _BLIND = re.compile(r"(<!-- made from tests/loaders/cannot.toml -->)\n.*?(<!-- end -->)", re.DOTALL)
 _WAY = re.compile(r"(<!-- what a check calls -->\n).*?(<!-- end -->)", re.DOTALL)
-_CALLS = Path(__file__).with_name("calls_of_a_check.py")
+_CALLS = DOCS.parent / "bench" / "way_of_a_check.py"
+_PICTURED = "fixtures/real/fsdp2_4r_hole"
+_COLUMN, _LINE = 8.4, 19
+_COLOUR = re.compile(r"\x1b\[([0-9;]*)m")
+_COLOURS = {"31;1": "error", "33;1": "warning", "36": "info", "32": "good", "1": "bold"}
+_SVG_STYLE = """\
+text { font: 14px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace; fill: #d7dce2;
+  white-space: pre }
+.error { fill: #ff8a7a; font-weight: bold } .warning { fill: #f0b452; font-weight: bold } .info { fill: #7db7f5 }
+.good { fill: #6fce93 } .bold { fill: #ffffff; font-weight: bold }"""
 _DAMAGES = {
     "missing": "a lost file",
     "swapped": "two files that exchanged their names",
@@ -69,8 +81,9 @@ def pages() -> dict[Path, str]:
     found[DOCS / "causes.md"] = cause_list()
     found[DOCS / "limits.md"] = _BLIND.sub(_cannot, (DOCS / "limits.md").read_text(encoding="utf-8"))
     found[DOCS / "design.md"] = _WAY.sub(_way, (DOCS / "design.md").read_text(encoding="utf-8"))
-    for name in ("tour.md", "recipes.md"):
+    for name in ("tour.md", "questions.md", "gates.md"):
         found[DOCS / name] = played(printed((DOCS / name).read_text(encoding="utf-8")))
+    found[DOCS / "finding.svg"] = finding_picture()
     return found
 
 
@@ -166,7 +179,7 @@ def _beginning(known: KnownCause) -> str:
     depth = Depth(case.table.get("depth", "files"))
     with TemporaryDirectory() as folder:
         report = with_causes(run_rules(open_case(case, Path(folder) / "case", depth), load_rules(), depth))
-        return "\n".join(line for cause in report.causes for line in cause_block(report, cause, Style()))
+        return "\n".join(line for cause in report.causes for line in full.cause_block(report, cause, Style()))
 
 
 def printed(text: str) -> str:
@@ -240,6 +253,50 @@ def _settled(output: str) -> str:
     for number, text in _COUNTS:
         output = number.sub(text, output)
     return output
+
+
+def finding_picture() -> str:
+    """A report as a terminal shows it, as SVG, without what changes by itself.
+
+    The time is a tenth of a second, and rules are not counted.
+    """
+    report = replace(ckptlint.check(DOCS.parent / _PICTURED), seconds=0.1)
+    text = full.render(report, Style(color=True, ascii_only=False, width=80)).replace(f"{DOCS.parent.as_posix()}/", "")
+    text = re.sub(r"\d+ rules, ", "", text)
+    return _terminal(f"\x1b[32m$\x1b[0m ckptlint {_PICTURED}\n{text}")
+
+
+def _terminal(text: str) -> str:
+    """Text with colour codes as the picture of a terminal; each run of one colour stands at its own column."""
+    lines = text.rstrip("\n").split("\n")
+    width = round(max(len(_COLOUR.sub("", line)) for line in lines) * _COLUMN) + 48
+    height = len(lines) * _LINE + 58
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+        f"<title>ckptlint {_PICTURED}</title><style>{_SVG_STYLE}</style>",
+        f'<rect width="{width}" height="{height}" rx="10" fill="#14181d"/>',
+        *(f'<circle cx="{22 + 18 * i}" cy="20" r="5.5" fill="#3a424c"/>' for i in range(3)),
+    ]
+    for number, line in enumerate(lines):
+        column, kind = 0, ""
+        for i, run in enumerate(_COLOUR.split(line)):
+            if i % 2:
+                kind = _COLOURS.get(run, "")
+            elif run:
+                parts.append(_run(run, column, 54 + number * _LINE, kind))
+                column += len(run)
+    return "\n".join([part for part in parts if part] + ["</svg>\n"])
+
+
+def _run(run: str, column: int, y: int, kind: str) -> str:
+    shown = run.strip()
+    if not shown:
+        return ""
+    x = 24 + (column + len(run) - len(run.lstrip())) * _COLUMN
+    class_ = f' class="{kind}"' if kind else ""
+    # the width is given, so that columns stand below each other in whatever font there is
+    length = f' textLength="{len(shown) * _COLUMN:.1f}" lengthAdjust="spacingAndGlyphs"'
+    return f'<text x="{x:.1f}" y="{y}"{class_}{length}>{escape(shown, quote=False)}</text>'
 
 
 def write(made: Mapping[Path, str], docs: Path = DOCS) -> None:

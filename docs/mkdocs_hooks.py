@@ -1,7 +1,7 @@
 """What mkdocs hooks in (`hooks` in mkdocs.yml), so that the pages of the repository are those of the site, unchanged.
 
-README, CONTRIBUTING, CHANGELOG and SECURITY become pages, links are followed from where the files lie, the page of the
-plug-in template shows its files, and the rules enter the navigation by family.
+README, CONTRIBUTING, CHANGELOG and SECURITY become pages, links are followed from where the files lie, and the rules
+enter the navigation by family.
 """
 
 from __future__ import annotations
@@ -56,16 +56,4 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return text  # a file of the repository that is no page
         return f"{mark}[{text}]({relpath(there, dirname(own) or os.curdir)}{anchor})"
 
-    text = _LINK.sub(followed, _MERMAID.sub("", markdown))
-    return text + "".join(_shown(own)) if own == "plugin-template/README.md" else text
-
-
-def _shown(page: str) -> list[str]:
-    """The files beside a page as blocks of code."""
-    folder = (REPOSITORY / "docs" / page).parent
-    languages = {".py": "python", ".toml": "toml"}
-    paths = [path for path in sorted(folder.rglob("*")) if path.suffix in languages and path.stat().st_size]
-    return [
-        f"\n## {path.relative_to(folder).as_posix()}\n\n```{languages[path.suffix]}\n{path.read_text()}```\n"
-        for path in paths
-    ]
+    return _LINK.sub(followed, _MERMAID.sub("", markdown))

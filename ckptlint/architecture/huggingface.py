@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from ckptlint.architecture.expected import Expected, NoTable, UnknownModel
@@ -14,6 +14,7 @@ from ckptlint.architecture.expressions import ExpressionError, parse_expression,
 from ckptlint.architecture.tables import MOST_KEYS, TableRow, expand, rows_of
 from ckptlint.model.text import printable
 from ckptlint.vocabulary.schemes import schemes
+from ckptlint.vocabulary.strict_toml import own_file
 
 _LONGEST_TEXT = 10_000
 _LONGEST_LIST = 20_000
@@ -100,15 +101,14 @@ def model_table(model_type: str) -> Mapping[str, Any] | None:
 
     Its keys: `usual` class, `fields` with their kinds and defaults, `ranges` of indices, `rows`, `models` (class ->
     form -> numbers of rows), `made_with`.
+
+    Raises:
+        OwnFileError: it is broken.
     """
     if not re.fullmatch(r"\w[\w.-]*", model_type, re.ASCII):
         return None
-    try:
-        text = resources.files("ckptlint.architecture").joinpath("tables", f"{model_type}.json").read_text("utf-8")
-    except FileNotFoundError:
-        return None
-    found: Mapping[str, Any] = json.loads(text)
-    return found
+    path = Path(__file__).parent / "tables" / f"{model_type}.json"
+    return own_file(path, json.loads) if path.exists() else None
 
 
 def _mounted(

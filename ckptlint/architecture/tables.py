@@ -12,11 +12,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from ckptlint.architecture.expected import ExpectedTensor, NoTable
 from ckptlint.architecture.expressions import Expression, ExpressionError, parse_expression, true, whole
+from ckptlint.vocabulary.strict_toml import own_file
 
 MOST_KEYS = 2_000_000
 """Keys of the largest model that is expanded."""
@@ -47,6 +48,9 @@ def entry(file: str, key: str) -> Any:
 
     Args:
         file: its name (`megatron.json`): one JSON object, written with one entry per line.
+
+    Raises:
+        OwnFileError: the file is missing or broken.
     """
     line = _lines(file).get(key)
     return None if line is None else json.loads(line)
@@ -55,7 +59,12 @@ def entry(file: str, key: str) -> Any:
 @lru_cache(maxsize=4)
 def _lines(file: str) -> dict[str, str]:
     """Key -> the JSON of its value, not parsed."""
-    text = resources.files("ckptlint.architecture").joinpath(file).read_text(encoding="utf-8")
+    return own_file(Path(__file__).with_name(file), _split)
+
+
+def _split(text: str) -> dict[str, str]:
+    if not (text.startswith("{") and text.rstrip().endswith("}")):
+        raise ValueError("no JSON object, or the beginning of one")
     pairs = (line.split('":', 1) for line in text.splitlines() if line.startswith('"'))
     return {key[1:]: value.strip().rstrip(",") for key, value in pairs}
 

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from ckptlint._version import __version__
-from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError
+from ckptlint.errors import CkptlintError, ConfigError, NothingToCheckError, OwnFileError
 
 COMMANDS = {
     "check": "Check checkpoints: a checkpoint folder, a step folder, or a run folder (its newest step).",
@@ -127,7 +127,7 @@ def _main() -> None:
     except NothingToCheckError as error:
         say(error)
         sys.exit(3)
-    except CkptlintError as error:
+    except (CkptlintError, OwnFileError) as error:
         say(error)
         sys.exit(4)
     except KeyboardInterrupt:

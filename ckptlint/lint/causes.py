@@ -10,7 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from ckptlint.lint.registry import load_rules, rules_package
 from ckptlint.lint.report import Cause, CheckpointReport, Diagnostic
 from ckptlint.model.text import braces, listed, plural, ranges
 from ckptlint.rule import Severity
-from ckptlint.vocabulary.strict_toml import made_of, toml_table
+from ckptlint.vocabulary.strict_toml import made_of, own_file, toml_table
 
 InCommon = Literal["keys", "files", "ranks"]
 """What findings may have in common."""
@@ -99,10 +99,10 @@ def load_causes() -> tuple[KnownCause, ...]:
     """All causes, by name.
 
     Raises:
-        ValueError: a file is not as this module has it; it names file and entry.
+        OwnFileError: a file is not as this module has it; it names file and entry.
     """
     folder = Path(rules_package().__path__[0]) / "causes"
-    return tuple(read_cause(path.name, path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.toml")))
+    return tuple(own_file(path, partial(read_cause, path.name)) for path in sorted(folder.glob("*.toml")))
 
 
 def read_cause(file: str, text: str) -> KnownCause:

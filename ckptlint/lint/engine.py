@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ckptlint.depth import Depth
-from ckptlint.errors import BudgetError
+from ckptlint.errors import BudgetError, OwnFileError
 from ckptlint.lint.report import UNREADABLE, CheckpointReport, Diagnostic
 from ckptlint.model import Checkpoint, Problem
 from ckptlint.model.text import printable
@@ -70,6 +70,8 @@ def _run(rule: Rule, ckpt: Checkpoint, report: CheckpointReport) -> list[Problem
         report.failed[rule.code] = text
         hint = f"to go on without it, run again with --ignore {rule.code}"
         return [Problem("crashed", "", f"{rule.code} {rule.name} cannot tell: {text}", hint=hint, fqn=rule.code)]
+    except OwnFileError:
+        raise
     except Exception as error:  # the one place where any error of a rule is caught
         text = printable(f"{type(error).__name__}: {error}"[:300])
         report.failed[rule.code] = text

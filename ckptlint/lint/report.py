@@ -84,16 +84,18 @@ class Diagnostic:
         first = text.partition(" ")[0]
         return text if "-" in first or first in _PROPER_NAMES else text[:1].lower() + text[1:]
 
+    @property
+    def basis(self) -> Note:
+        """How sure the finding is, and what it was inferred from; without a text where the files state it."""
+        inferred = f"from {self.finding.inferred_from}" if self.finding.inferred_from else ""
+        if self.finding.confidence == "certain":
+            return "inferred", inferred
+        return "confidence", self.finding.confidence + (inferred and f", inferred {inferred}")
+
     def all_notes(self) -> list[Note]:
         """Every note, those that cost time included; the hint comes last."""
         finding = self.finding
-        inferred = f"from {finding.inferred_from}" if finding.inferred_from else ""
-        notes = [*finding.notes, *(finding.explain() if finding.explain else ())]
-        if finding.confidence == "certain":
-            notes.append(("inferred", inferred))
-        else:
-            notes.append(("confidence", finding.confidence + (inferred and f", inferred {inferred}")))
-        notes.append(("hint", finding.hint))
+        notes = [*finding.notes, *(finding.explain() if finding.explain else ()), self.basis, ("hint", finding.hint)]
         return sorted((note for note in notes if note[1]), key=lambda note: note[0] == "hint")
 
     @property

@@ -206,9 +206,9 @@ def note_line(note: Note) -> str:
     return f"{label} {text}" if label == "inferred" else f"{label}: {text}"
 
 
-def inferred(item: Diagnostic) -> str:
-    """What a finding was inferred from, in brackets, for formats of one line; "" where the files state it."""
-    return f" (inferred from {item.finding.inferred_from})" if item.finding.inferred_from else ""
+def basis(item: Diagnostic) -> str:
+    """How sure a finding is and from what, in brackets, for formats of one line; "" where the files state it."""
+    return f" ({note_line(item.basis)})" if item.basis[1] else ""
 
 
 def place_in_words(ckpt: Checkpoint, finding: Finding) -> str:

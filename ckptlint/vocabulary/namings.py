@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from ckptlint.vocabulary.keys import parse
-from ckptlint.vocabulary.strict_toml import made_of, toml_table
+from ckptlint.vocabulary.strict_toml import made_of, own_file, toml_table
 
 _HOW = frozenset({"by group", "alternating", "[in, out]", "pairs", "halves exchanged"})
 _OUTSIDE = frozenset({"embedding", "head", "final norm", "positions", "output"})
@@ -59,10 +59,13 @@ def namings() -> dict[str, tuple[Naming, dict[tuple[str, ...], StoredRoles]]]:
     """Name -> the convention, and what the keys hold that end in some parts.
 
     Raises:
-        ValueError: the file says what nobody knows.
+        OwnFileError: the file is missing, or says what nobody knows.
     """
-    file = Path(__file__).with_suffix(".toml")
-    made = made_of(_File, file.name, toml_table(file.name, file.read_text(encoding="utf-8")))
+    return own_file(Path(__file__).with_suffix(".toml"), _read)
+
+
+def _read(text: str) -> dict[str, tuple[Naming, dict[tuple[str, ...], StoredRoles]]]:
+    made = made_of(_File, "namings.toml", toml_table("namings.toml", text))
     read = {item.name: item for item in made.namings}
     found = {}
     for name, item in read.items():

@@ -1,15 +1,32 @@
-"""Files of data: TOML that has the entries of a dataclass, each of its type, and no others."""
+"""Files of data that come with ckptlint: TOML that has the entries of a dataclass, each of its type, and no others."""
 
 from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
+from ckptlint.errors import OwnFileError
+
 Made = TypeVar("Made")
+
+
+def own_file(path: Path, read: Callable[[str], Made]) -> Made:
+    """What `read` makes of the text of a file of ckptlint itself.
+
+    Raises:
+        OwnFileError: it is missing, or `read` says that it is broken.
+    """
+    try:
+        return read(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise OwnFileError(f"ckptlint's own file {path} is missing: install ckptlint again") from None
+    except (OSError, ValueError) as error:
+        raise OwnFileError(f"ckptlint's own file {path} is broken: install ckptlint again ({error})") from error
 
 
 def toml_table(file: str, text: str) -> dict[str, Any]:

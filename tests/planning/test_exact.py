@@ -249,8 +249,8 @@ def test_bytes_read_are_those_of_whole_records(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_function_of_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it stands in docs/recipes.md, for a model of the user."""
-    text = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
+    """As it stands in docs/questions.md, for a model of the user."""
+    text = (REPOSITORY / "docs" / "questions.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(# job.py\n.*?)```", text, re.DOTALL)
     (tmp_path / "job.py").write_text(code)
     (tmp_path / "train.py").write_text(

@@ -9,12 +9,15 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from support import REAL, REPOSITORY, codes, found, run, run_python
 
 import ckptlint
+from ckptlint.architecture import huggingface, tables
+from ckptlint.formats.pickles import names
 from ckptlint.lint import run as pipeline
 from ckptlint.lint.options import FORMATS
 from ckptlint.model import Checkpoint
@@ -213,3 +216,39 @@ def test_nothing_is_imported_from_the_working_directory(real_copy: Copy, argumen
         (folder / f"{name}.py").write_text("raise SystemExit('code of the checkpoint ran')\n")
     done = run(*arguments, cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---------------------------------------------------------------- an installation that is not whole
+
+
+@pytest.mark.forks
+@pytest.mark.parametrize(
+    ("module", "cached", "file", "checkpoint", "text"),
+    [
+        (names, names.call_table, "calls.toml", "fsdp2_4r", None),
+        (names, names.call_table, "calls.toml", "fsdp2_4r", "x = {"),
+        (tables, tables._lines, "megatron.json", MEGATRON, None),
+        (tables, tables._lines, "megatron.json", MEGATRON, '{\n"": '),
+        (huggingface, huggingface.model_table, "tables/llama.json", "exports/ok_llama", "{"),
+    ],
+)
+def test_a_lost_file_of_ckptlint_is_no_fault_of_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    module: ModuleType,
+    cached: Any,
+    file: str,
+    checkpoint: str,
+    text: str | None,
+) -> None:
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "module.py"))
+    if text is not None:
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(text)
+    cached.cache_clear()
+    done = run(REAL / checkpoint)
+    cached.cache_clear()
+    assert (done.returncode, done.stdout) == (4, "")
+    how = "missing" if text is None else "broken"
+    assert done.stderr.startswith(f"ckptlint: ckptlint's own file {tmp_path / file} is {how}: install ckptlint again")
+    assert len(done.stderr.splitlines()) == 1

@@ -1,6 +1,7 @@
-"""The recipes of `docs/recipes.md`, run: stand-ins note what upload, cluster and training would have done.
+"""The recipes of `docs/gates.md` and `docs/questions.md`, run.
 
-What the pages print is written by `docs/make.py`, and `test_docs` holds it fresh.
+Stand-ins note what upload, cluster and training would have done. What the pages print is written by `docs/make.py`, and
+`test_docs` holds it fresh.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from support import REAL, REPOSITORY
 
 from ckptlint.reporters import REPORTERS
 
-RECIPES = (REPOSITORY / "docs" / "recipes.md").read_text(encoding="utf-8")
+RECIPES = "\n".join((REPOSITORY / "docs" / name).read_text(encoding="utf-8") for name in ("questions.md", "gates.md"))
 GOOD, BAD, NOTHING = REAL / "fsdp2_4r", REAL / "fsdp2_4r_hole", REPOSITORY / "docs"
 
 NOTES = '#!/bin/sh\necho "$(basename "$0") $*" >> "$NOTES"\n'
@@ -330,7 +331,7 @@ def test_a_bucket_is_gated_with_the_options_of_a_volume() -> None:
     (other,) = volume["spec"]["template"]["spec"]["initContainers"]
     assert [word for word in gate["args"] if word != "s3://bucket/run"] == [w for w in other["args"] if w != "/ckpt"]
     assert "volumeMounts" not in gate
-    lines = (REPOSITORY / "docs" / "Containerfile").read_text(encoding="utf-8")
+    lines = (REPOSITORY / "Containerfile").read_text(encoding="utf-8")
     assert "ARG EXTRA=\n" in lines and "--build-arg EXTRA='[remote]'" in RECIPES
 
 
@@ -363,7 +364,7 @@ def test_the_containerfile_installs_from_what_it_copies(tmp_path: Path) -> None:
         assert int(version("setuptools").partition(".")[0]) >= 77 and version("pip")
     except (PackageNotFoundError, AssertionError):
         pytest.skip("needs pip and setuptools 77 in this environment: the test builds without a network")
-    lines = (REPOSITORY / "docs" / "Containerfile").read_text(encoding="utf-8").splitlines()
+    lines = (REPOSITORY / "Containerfile").read_text(encoding="utf-8").splitlines()
     source = tmp_path / "src"
     source.mkdir()
     ignore = shutil.ignore_patterns("__pycache__", "real")

@@ -16,7 +16,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from support import REAL, bench, run, sweep_only
+from support import REAL, run, sweep_only
 
 import ckptlint
 from ckptlint.lint.report import Report
@@ -320,13 +320,6 @@ def test_the_command_line_writes_it(tmp_path: Path) -> None:
     target = tmp_path / "report.html"
     assert run(REAL / "fsdp2_4r_hole", "--output", target, "-qq").returncode == 1
     assert target.read_text(encoding="utf-8").startswith("<!doctype html>")
-
-
-def test_the_picture_of_the_readme_is_what_ckptlint_prints() -> None:
-    pictures = bench("make_pictures", "docs")
-    drawn = pictures.finding_picture()
-    assert drawn == pictures.PICTURE.read_text(encoding="utf-8"), "stale: run python docs/make_pictures.py"
-    assert len(drawn.encode()) < 30_000 and "GEO004" in drawn
 
 
 # ---------------------------------------------------------------- in a real browser

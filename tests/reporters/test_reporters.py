@@ -294,6 +294,8 @@ def test_doubt_lowers_the_severity_and_is_said(confidence: Confidence, level: st
     text = " ".join(render(report, "full", Style(verbose=True)).split())
     said = "inferred from" if confidence == "certain" else f"confidence: {confidence}, inferred from"
     assert f"= {said} the shapes of layers 0-3" in text
+    for format_ in ("concise", "gitlab"):
+        assert f" ({said} the shapes of layers 0-3)" in render(report, format_)
     (result,) = json.loads(render(report, "sarif"))["runs"][0]["results"]
     assert result["properties"].get("confidence", "") == ("" if confidence == "certain" else confidence)
 

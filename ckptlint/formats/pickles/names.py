@@ -13,8 +13,10 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Any, Literal
+
+from ckptlint.vocabulary.strict_toml import own_file
 
 CALLS_FILE = "calls.toml"
 
@@ -86,9 +88,9 @@ def call_table() -> CallTable:
     """The table that comes with ckptlint.
 
     Raises:
-        ValueError: a mistake in the file, with the entry.
+        OwnFileError: the file is missing, or has a mistake in an entry.
     """
-    return parse_calls(resources.files("ckptlint.formats.pickles").joinpath(CALLS_FILE).read_text(encoding="utf-8"))
+    return own_file(Path(__file__).with_name(CALLS_FILE), parse_calls)
 
 
 _LISTS = ("closed", "open", "refused", "tensor")

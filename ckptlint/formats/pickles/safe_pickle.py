@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckptlint.errors import ForeignError, LimitError, UnreadableError
+from ckptlint.errors import ForeignError, LimitError, OwnFileError, UnreadableError
 from ckptlint.formats.pickles import names
 from ckptlint.formats.pickles.columns import (
     END,
@@ -206,6 +206,8 @@ def _load(data: bytes, strict: bool) -> _Loaded:
             root = unpickler.load()
     except MemoryError:
         raise LimitError("would take more memory to read than its size explains") from None
+    except OwnFileError:
+        raise
     except Exception as caught:  # a crafted stream can make the unpickler raise anything
         error = caught
     faults, unknown = list(unpickler.faults), list(unpickler.unknown)

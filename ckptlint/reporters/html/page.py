@@ -28,6 +28,7 @@ from ckptlint.reporters.style import Style, cut
 from ckptlint.rule import SECTIONS, Finding
 from ckptlint.vocabulary.dtypes import nbytes
 from ckptlint.vocabulary.keys import numbers_in, role
+from ckptlint.vocabulary.strict_toml import own_file
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -83,7 +84,7 @@ def render(report: Report, style: Style) -> str:
 
 def frame() -> dict[str, Any]:
     """What every page has: its style, the policy that allows nothing else, the version."""
-    css = Path(__file__).with_name("report.css").read_text(encoding="utf-8")
+    css = own_file(Path(__file__).with_name("report.css"), str)
     digest = b64encode(hashlib.sha256(css.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
     return {"policy": policy, "css": markup(css), "version": __version__}

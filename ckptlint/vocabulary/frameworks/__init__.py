@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from ckptlint.vocabulary.litter import is_litter
-from ckptlint.vocabulary.strict_toml import made_of, toml_table
+from ckptlint.vocabulary.strict_toml import made_of, own_file, toml_table
 
 Content = Literal["pickle", "perhaps pickle", "json", "other"]
 """How a file is read: as a pickle, alone or in an archive of torch.save, or if it is one; as JSON; not at all."""
@@ -182,10 +182,10 @@ def world() -> World:
     """What all files say.
 
     Raises:
-        ValueError: a file is not as this module has it; it names file and entry.
+        OwnFileError: a file is not as this module has it; it names file and entry.
     """
     paths = sorted(Path(__file__).parent.glob("*.toml"), key=lambda path: (path.stem == LAST, path.name))
-    return merged([read_framework(path.name, path.read_text(encoding="utf-8")) for path in paths])
+    return merged([own_file(path, partial(read_framework, path.name)) for path in paths])
 
 
 def merged(parts: list[World]) -> World:
