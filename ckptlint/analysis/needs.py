@@ -14,9 +14,12 @@ NEEDS: dict[str, tuple[Callable[[Checkpoint], object], str]] = {
     "export": (lambda ckpt: ckpt.is_export, "these are no files that a library loads a model from"),
     "offsets": (
         lambda ckpt: ckpt.locates_bytes,
-        "in the safetensors serialisation all tensors of a file share one offset",
+        "in the safetensors serialisation no offset and length say where the bytes of a tensor lie",
     ),
-    "no DeepSpeed": (lambda ckpt: not ckpt.format.startswith("deepspeed"), "RNK005 judges what DeepSpeed lists"),
+    "no DeepSpeed": (
+        lambda ckpt: not ckpt.format.startswith("deepspeed"),
+        "DeepSpeed lists its parameters, and RNK005 compares the files with that list",
+    ),
     "no model config": (lambda ckpt: not judges(ckpt), "CFG001 compares every key with the configuration"),
     "no safetensors": (lambda ckpt: not ckpt.is_safetensors, "PAY013 reports what is wrong in a safetensors header"),
     "no torch file": (
